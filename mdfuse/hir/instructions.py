@@ -191,6 +191,12 @@ BUFFER_OPS = tuple(r.name for r in _ROWS if r.makes == "value" and not r.is_memo
 CALLS = tuple(r.name for r in _ROWS if r.makes in ("value", "handle", "stream") and not r.sets)
 
 
+def received(i: Instruction) -> tuple[str, ...]:
+    """Return the buffer that a post or a receive fills; none on a rank that only sends."""
+    into = {"post": i.inputs[-1:], "recv": i.inputs[:1]}.get(i.op, ())
+    return tuple(x for x in into if isinstance(x, str))
+
+
 def op_of(i: Instruction) -> Op | None:
     """Return the row of the op table that an instruction runs; None where it runs none.
 

@@ -88,7 +88,7 @@ def meet(rows: Rows, others: Rows) -> Rows:
     """Return what two parts of a dim have in common, in order."""
     if len(rows) == len(others) == 1:
         ((p, q),), ((r, s),) = rows, others
-        start, stop = max(p, r), min(q, s)
+        start, stop = r if r > p else p, s if s < q else q  # quicker than max and min
         return ((start, stop),) if start < stop else ()
     both = ((max(p, r), min(q, s)) for p, q in rows for r, s in others)
     return tuple((start, stop) for start, stop in both if start < stop)
@@ -100,11 +100,13 @@ def within(box: Box, rows: Sequence[Rows]) -> Box:
     >>> within(((5, 6), (1, 3)), [((0, 2), (4, 6)), ((1, 3),)])
     ((3, 4), (0, 2))
     """
-    return tuple(_within(interval, pieces) for interval, pieces in zip(box, rows, strict=True))
+    return tuple([_within(interval, pieces) for interval, pieces in zip(box, rows, strict=True)])
 
 
 def _within(interval: Interval, pieces: Rows) -> Interval:
-    before = 0
+    before, (start, _) = 0, pieces[0]
+    if len(pieces) == 1:
+        return interval[0] - start, interval[1] - start
     for start, stop in pieces:
         if start <= interval[0] and interval[1] <= stop:
             break

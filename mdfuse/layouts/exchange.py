@@ -2,9 +2,9 @@
 
 A part of the source is sent by all ranks that hold it in turn: its messages have numbers, and the
 n-th holder sends the n-th of them, and so on round. A rank's part costs as many steps as it has
-messages, since numbers follow from coordinates, not from a walk over ranks. Where a part has more
-holders than messages, they are cut into shares, so that more of the holders send. Where hosts are
-known, holders on the receiver's host come first, and all messages of a part are looked at.
+messages, since numbers follow from coordinates, not from a walk over ranks. Where holders cannot
+send as many messages each, these are cut into shares. Where hosts are known, holders on the
+receiver's host come first, and all messages of a part are looked at.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mdfuse.layouts.hosts import hosts_by_rank, senders
 from mdfuse.layouts.layout import Layout, Partial
 from mdfuse.layouts.messages import Messages, Pattern, nth_share
 from mdfuse.layouts.side import At, Side
+from mdfuse.layouts.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,17 @@ class Exchange:
         need = self.destination.rows(at) if at is not None else ()
         if at is None or not all(map(has_rows, need)):
             return
-        terms, held = {a: at[b] for a, b in self.kept}, self._held(rank, at)
+        held = self._held(rank, at)
+        if self.turns is not None:
+            for boxes, senders in self.turns.received(rank, at, held, need):
+                for box in boxes:
+                    for n, givers in enumerate(senders):
+                        for sender, i, shares in givers:
+                            share = box if shares == 1 else nth_share(box, shares, i)
+                            if share is not None:
+                                yield sender, share, n
+            return
+        terms = {a: at[b] for a, b in self.kept}
         every = [
             terms | source.numbered(n, self.reduced) for n in range(source.count(self.reduced))
         ]
@@ -72,6 +83,12 @@ class Exchange:
         if at is None or not all(map(has_rows, rows)):
             return
         holders = {a: at[a] for a in self.source.fixed}
+        if self.turns is not None:
+            for receiver, boxes, i, shares in self.turns.sent(at, rows):
+                if self.is_one or not _is_at(self.source.at(receiver), holders):
+                    found = (nth_share(box, shares, i) for box in boxes)
+                    yield from ((receiver, share) for share in found if share is not None)
+            return
         for to, i, shares in self._receivers(rank, at, holders):
             boxes = common(rows, self.destination.rows(to))
             receiver = self.destination.rank(to) if boxes else rank
@@ -177,6 +194,13 @@ class Exchange:
         return Messages(self.pattern, holders)
 
     @cached_property
+    def turns(self) -> Turns | None:
+        """What all parts of the source have alike; None where hosts, or blocks of ranks, decide."""
+        if self.by_host or self.pattern.blocks:
+            return None
+        return Turns(self.pattern, self.reduced)
+
+    @cached_property
     def pattern(self) -> Pattern:
         """What the messages of all parts have in common."""
         may_share = not (self.by_host or self.reduced)
@@ -185,7 +209,7 @@ class Exchange:
 
 def _is_at(at: At | None, holders: At) -> bool:
     """Whether a rank is one of the holders at some coordinates."""
-    return at is not None and all(at[a] == i for a, i in holders.items())
+    return at is not None and holders.items() <= at.items()
 
 
 def kept_terms(source: Layout, destination: Layout) -> tuple[tuple[str, str], ...]:

@@ -10,17 +10,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mdfuse.extents.extent import is_symbolic
-from mdfuse.layouts.boxes import Box, nth_chunk
+from mdfuse.layouts.boxes import Box, Rows, nth_chunk
 from mdfuse.layouts.side import At, Side
 
 #: In how many shares a message is sent at most: the receiver has to start each of them.
 _MOST_SHARES = 8
 
+#: What the busiest holder sends over the average, at which messages need not be cut further.
+_EVENLY = 9 / 8
+
 #: Elements of a share, at least: fewer are not worth a message.
 _LEAST_SHARE = 1024
 
 
-class _Met(NamedTuple):
+class Met(NamedTuple):
     """Which parts of a dim of the destination a part of the source meets.
 
     Attributes:
@@ -94,27 +97,31 @@ class Pattern:
         self.lacking = self.all - self.each if is_one else self.all
         self.turns = source.count(source.free)
         self.most_shares = _most_shares(source, destination) if may_share else 1
-        self._met: dict[tuple[int, ...], _Met] = {}
-        self._met_at: dict[tuple[int, range], _Met] = {}
+        self._met: dict[tuple[int, ...], Met] = {}
+        self._met_at: dict[tuple[int, range], Met] = {}
         self._shapes: dict[tuple[object, ...], _Shape] = {}
 
-    def met(self, holders: At) -> list[_Met]:
+    def met(self, holders: At) -> list[Met]:
         """Return for each dim which of the destination's parts a part of the source meets."""
-        found, rows = list[_Met](), None
+        found, rows = list[Met](), None
         for dim, axes in enumerate(self.source.split):
             key = (dim, holders[axes[0]]) if len(axes) == 1 else (dim, *[holders[a] for a in axes])
             met = self._met.get(key)
             if met is None:
                 rows = rows or self.source.rows(holders)
-                where = (dim, self.destination.positions(dim, rows[dim]))
-                met = self._met_at.get(where)
-                if met is None:
-                    met = self._met_at[where] = self._meet(*where)
-                self._met[key] = met
+                met = self._met[key] = self.met_in(dim, rows[dim])
             found.append(met)
         return found
 
-    def _meet(self, dim: int, found: range) -> _Met:
+    def met_in(self, dim: int, rows: Rows) -> Met:
+        """Return which of the destination's parts some rows of a dim meet."""
+        where = (dim, self.destination.positions(dim, rows))
+        met = self._met_at.get(where)
+        if met is None:
+            met = self._met_at[where] = self._meet(*where)
+        return met
+
+    def _meet(self, dim: int, found: range) -> Met:
         """Return how the parts at some positions of a dim are numbered.
 
         By blocks, where there are some and all parts along the inner axes are met.
@@ -123,9 +130,9 @@ class Pattern:
         fit = (e for e in ends if e[0] == len(found) and found.start % e[0] == 0)
         size, outer, inner = next(fit, (0, (), ()))
         fixed = self.destination.numbered(found.start // size, outer) if size else {}
-        return _Met(found.start, len(found), axes, fixed, inner, not ends or size > 0, bool(ends))
+        return Met(found.start, len(found), axes, fixed, inner, not ends or size > 0, bool(ends))
 
-    def shape(self, met: list[_Met], is_fit: bool) -> _Shape:
+    def shape(self, met: list[Met], is_fit: bool) -> _Shape:
         """Return what the messages of all parts have in common that meet as many, alike."""
         key = (is_fit, *[(m.size, m.inner if is_fit else None) for m in met])
         found = self._shapes.get(key)
@@ -133,7 +140,7 @@ class Pattern:
             found = self._shapes[key] = self._shape(met, is_fit)
         return found
 
-    def _shape(self, met: list[_Met], is_fit: bool) -> _Shape:
+    def _shape(self, met: list[Met], is_fit: bool) -> _Shape:
         count, stride, blocks = self.destination.count, self.all, tuple[str, ...]()
         digits = [(m.axes, m.size, True) for m in met]
         if is_fit:
@@ -162,8 +169,16 @@ class Pattern:
         )
 
     def shares(self, messages: int) -> int:
-        """Return in how many shares each of some messages is sent."""
-        return max(1, min(self.turns // max(messages, 1), self.most_shares))
+        """Return in how many shares each of some messages is sent.
+
+        The fewest with which no holder sends over an eighth more than all do on average; where
+        there are none, those with which it is least.
+        """
+        n, turns = max(messages, 1), self.turns
+        if self.most_shares == 1 or n % turns == 0:
+            return 1
+        over = (-(-n * s // turns) * turns / (n * s) for s in range(1, self.most_shares + 1))
+        return 1 + min(enumerate(over), key=lambda found: max(found[1], _EVENLY))[0]
 
     def has_turn(self, at: Mapping[str, Any], met: Sequence[tuple[Any, Any]]) -> Any:
         """Return which ranks of the source have a turn to send; arrays.
@@ -192,7 +207,10 @@ class Pattern:
             blocks, own = blocks * np.where(is_met, n, 1), np.where(is_met, own * n + at[a], own)
         fewer = parts // blocks * ((blocks - 1) * self.all + self.lacking)
         messages = np.where(is_fit, fewer, parts * self.all)
-        shares = np.clip(self.turns // np.maximum(messages, 1), 1, self.most_shares)
+        shares: Any = 1
+        if self.most_shares > 1:
+            counts, which = np.unique(messages, return_inverse=True)
+            shares = np.array([*map(self.shares, counts.tolist())])[which].reshape(messages.shape)
         turn = self.source.number(at, self.source.free) - np.where(blocks > 1, own + 1, 0)
         return turn % self.turns < messages * shares
 

@@ -212,7 +212,7 @@ def _exchange(comm: Family, rank: int) -> RankPart:
     have = source.rows(here) if here is not None else ()
     need = destination.rows(there) if there is not None else ()
     found = [*exchange.received(rank)]
-    sends = [(peer, within(box, have)) for peer, box in exchange.sent(rank)]
+    sends = _within([*exchange.sent(rank)], have)
     recvs = [(peer, within(box, need)) for peer, box, _ in found if peer != rank]
     copies = [(within(b, have), within(b, need)) for peer, b, _ in found if peer == rank]
     part = _point_to_point(comm, rank, sends, recvs, copies)
@@ -223,6 +223,16 @@ def _exchange(comm: Family, rank: int) -> RankPart:
         terms.append(-1 - next(copy) if peer == rank else next(recv))
     n = source.count(exchange.reduced)
     return replace(part, terms=tuple(tuple(terms[i : i + n]) for i in range(0, len(terms), n)))
+
+
+def _within(sent: list[tuple[int, Box]], have: tuple[Rows, ...]) -> list[tuple[int, Box]]:
+    """Return what a rank sends as boxes of its part; many receivers in a row get the same one."""
+    found, last, here = list[tuple[int, Box]](), None, Box()
+    for peer, box in sent:
+        if box is not last:
+            last, here = box, within(box, have)
+        found.append((peer, here))
+    return found
 
 
 def _point_to_point(

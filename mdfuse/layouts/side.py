@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from mdfuse.layouts.blocks import segments, split
@@ -54,6 +56,12 @@ class Side:
         """The axes that split each dim, outermost first."""
         return tuple(map(self.layout.split_axes, range(len(self.shape))))
 
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """How far neighbours along each axis are from each other in the order of the mesh."""
+        sizes = accumulate(reversed(self.mesh.shape[1:]), mul, initial=1)
+        return dict(zip(reversed(self.mesh.axes), sizes, strict=True))
+
     def count(self, axes: tuple[str, ...]) -> int:
         return math.prod([self.sizes[a] for a in axes])
 
@@ -71,6 +79,17 @@ class Side:
         for a in axes:
             n = n * sizes[a] + at[a]
         return n
+
+    def place(self, n: int, axes: tuple[str, ...]) -> int:
+        """Return how far from its first rank in the order of the mesh a position along axes is."""
+        strides = self.strides
+        if len(axes) == 1:
+            return n * strides[axes[0]]
+        found = 0
+        for a in reversed(axes):
+            n, i = divmod(n, self.sizes[a])
+            found += i * strides[a]
+        return found
 
     def numbered(self, n: int, axes: tuple[str, ...]) -> dict[str, int]:
         """Return the coordinates at a position in the order along some axes."""
@@ -98,7 +117,21 @@ class Side:
         """(dim, coordinates on the axes that split it) -> the rows of ranks there."""
         return {}
 
+    @cached_property
+    def _plain(self) -> dict[int, int]:
+        """Dim that one axis splits, without blocks, reaches and chunks -> rows of a part."""
+        chunk = self.layout.stream
+        chunked = chunk.dim if chunk is not None and chunk.index is not None else None
+        return {
+            dim: -(-self.shape[dim] // self.sizes[axes[0]])
+            for dim, axes in enumerate(self.split)
+            if len(axes) == 1 and dim != chunked
+            if dim not in self.layout.blocked and self.layout.reach(dim) is None
+        }
+
     def _part(self, dim: int, *at: int) -> Rows:
+        if dim in self._plain:
+            return (nth_chunk((0, self.shape[dim]), self.sizes[self.split[dim][0]], *at),)
         reach, extent = self.layout.reach(dim), self.shape[dim]
         rows = segments(self.layout.blocked.get(dim), extent) if reach is None else ((0, reach.of),)
         for axis, i in zip(self.split[dim], at, strict=True):
@@ -116,6 +149,9 @@ class Side:
         Some of them may be empty: `torch.chunk` makes empty parts, also between others. Where the
         dim is in blocks, on this side or on the other one, these are all positions.
         """
+        if dim in self._plain and len(rows) == 1:
+            ((start, stop),), size = rows, self._plain[dim]
+            return range(start // size, (stop - 1) // size + 1)
         if dim in self.layout.blocked or len(rows) > 1:
             return range(self.count(self.split[dim]))
         ((start, stop),) = rows

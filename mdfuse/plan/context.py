@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mdfuse.backends.base import Poster
 from mdfuse.hir.capture import HostValues
+from mdfuse.hir.instructions import received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.layouts.boxes import Box
@@ -284,10 +285,9 @@ class _Uses:
                 for name in self.unfilled.intersection(j.outputs).difference(j.reads):
                     del self.first[name]
                 self.unfilled.difference_update((*j.reads, *j.outputs))
-            written = j.reads[-1:] if j.op in ("post", "recv") else ()
             for name in (*j.reads, *j.outputs):
                 self.use(name, n)
-            for name in (*written, *(x for x in j.outputs if x in self.first)):
+            for name in (*received(j), *(x for x in j.outputs if x in self.first)):
                 self.writes[self.shared.get(name, name)].append(n)
                 self.changed |= self.bases(name)
             operand = shared_operand(j)

@@ -60,6 +60,8 @@ def operations(program: HostProgram, i: Instruction) -> int:
         return 2 * math.prod(shapes[0]) * math.prod(_shape(program, i.outputs[0])[1:])
     if i.fn in ("grouped_mm", "grouped_mm_grad"):
         return 2 * math.prod(shapes[0]) * (shapes[1][-1])
+    if i.fn in ("routed_mm", "routed_mm_grad"):
+        return 2 * math.prod(shapes[0][-2:]) * (shapes[1][-1])
     return 0
 
 

@@ -163,6 +163,18 @@ def test_holders_without_a_message_send_shares() -> None:
     assert comm.part(4).call == replace(comm.part(5).call, rank=4, recvs=(0, 1))
 
 
+def test_three_messages_of_two_holders_are_halved() -> None:
+    """Else the one would send twice as much as the other."""
+    comm = Communication(
+        kind="Exchange", source=Layout(DeviceMesh.arange(a=2)),
+        destination=Layout(DeviceMesh([2, 3, 4]), {"x": Shard(0)}), shape=(90, 100),
+        dtype=torch.float32,
+    )  # fmt: skip
+    for r in (0, 1):
+        half = (0, 50) if r == 0 else (50, 100)
+        assert [*comm.part(r).sends] == [((rows, rows + 30), half) for rows in (0, 30, 60)]
+
+
 def test_ranks_that_lack_nothing_take_no_turn() -> None:
     """Every second part of the destination is on ranks that hold it: the others are four."""
     mesh = DeviceMesh.arange(a=2, b=2, c=2)
@@ -257,7 +269,7 @@ def test_one_rank_of_many_costs_what_its_messages_cost() -> None:
             kind="Exchange", source=Layout(one), destination=Layout(other, {"a": Shard(0)}),
             shape=(16384, 4), dtype=torch.float32,
         )  # fmt: skip
-        assert len(comm.whole_group) == 2 * n
+        assert len(comm.whole_group) == len((*one.ranks, *other.ranks)) == 2 * n
         looked.append(calls_of(comm, n // 2 + 1))
         assert sum(map(box_size, comm.part(n // 2 + 1).sends)) == box_size(
             tuple((0, e) for e in box_shape(comm.part(n + n // 2 + 1).recvs[0]))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mdfuse.backends.algorithms import Composition, Sizes
 from mdfuse.backends.base import (
+    Around,
     Backend,
     Interruptible,
     Poster,
@@ -81,8 +82,8 @@ class SymmetricBackend:
 
     def abort(self) -> bool:
         """End the waits of this rank with an error; see `Interruptible`."""
-        others = [x for x in (self._other,) if isinstance(x, Interruptible)]
-        return any([x.abort() for x in (self._provider, *others)])  # noqa: C419  it would stop early
+        others = _ended(self._other)
+        return self._provider.abort() or others
 
     def track(self, stream: int) -> Track | None:
         """Return a new track of what is queued on a stream; see `Tracking`."""
@@ -119,6 +120,10 @@ class SymmetricBackend:
         """Return what prepares the calls of a plan; see `Sharing`."""
         number = numbering(run)
         return lambda call: self._poster(call, number(call))
+
+    def around(self) -> Around | None:
+        """Return what to call before and behind replays of graphs; see `Sharing`."""
+        return self._provider.around()
 
     def arena(self, size: int) -> Tensor | None:
         """Return memory for buffers of a program; see `Sharing`."""
@@ -201,6 +206,11 @@ class SymmetricBackend:
             return [text.decode() for text in store.multi_get(keys)]
         except RuntimeError as error:
             raise not_connected(self.name, self.rank, team, error) from error
+
+
+def _ended(backend: object) -> bool:
+    """End the waits for a backend, where that is possible; return whether it is."""
+    return isinstance(backend, Interruptible) and backend.abort()
 
 
 def _check_host(rank: int, team: tuple[int, ...], cards: Sequence[Card]) -> None:

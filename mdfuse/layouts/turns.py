@@ -1,0 +1,174 @@
+"""Who sends what to whom where all parts of the source have as many messages, numbered alike.
+
+So it is where neither hosts nor blocks of ranks decide: what depends on one dim is then found once
+for each part of that dim, and a message costs few steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache, cached_property
+from itertools import product
+from typing import NamedTuple
+
+from mdfuse.layouts.boxes import Box, Rows, common
+from mdfuse.layouts.messages import Pattern
+from mdfuse.layouts.side import At
+
+#: Who sends, and which share of how many.
+Sender = tuple[int, int, int]
+
+
+class _Piece(NamedTuple):
+    """What a part of one dim of the source adds to that of the tensor, for one receiver.
+
+    Attributes:
+        rows: those that the receiver needs.
+        is_own: whether the receiver has them, as far as this dim tells.
+        place: of the holders in the order of the mesh.
+        first: of the holders among the ranks that need one part.
+        number: of the receiver's part among those of the destination that this one meets.
+        size: how many these are.
+    """
+
+    rows: Rows
+    is_own: bool
+    place: int
+    first: int
+    number: int
+    size: int
+
+
+class Turns:
+    """The messages of all parts of the source, of which none depends on blocks or hosts."""
+
+    def __init__(self, pattern: Pattern, reduced: tuple[str, ...]) -> None:
+        self.pattern, self.source, self.destination = pattern, pattern.source, pattern.destination
+        self.reduced = reduced
+        self.is_one = self.source.mesh == self.destination.mesh
+        self.shares = cache(pattern.shares)
+
+    # -- received --------------------------------------------------------------------------------
+
+    def received(
+        self, rank: int, at: At, held: At | None, need: Sequence[Rows]
+    ) -> Iterator[tuple[list[Box], list[list[Sender]]]]:
+        """Yield boxes that a rank needs of one part, and who sends these of each term.
+
+        Args:
+            rank: the receiver.
+            at: its coordinates in the destination.
+            held: those in the source.
+            need: the rows that it needs.
+        """
+        dims = [self._pieces(dim, rows, at, held) for dim, rows in enumerate(need)]
+        terms = self._terms(at, held)
+        n = self.destination.number(at, self.pattern.along)
+        for parts in product(*dims):
+            place, first, number, size, is_own = 0, 0, 0, 1, held is not None
+            for p in parts:
+                place, first, is_own = place + p.place, first + p.first, is_own and p.is_own
+                number, size = number * p.size + p.number, size * p.size
+            senders = [
+                [(rank, 0, 1)]
+                if is_own and is_term
+                else self._senders(place + more, first + later, number, size, n)
+                for is_term, more, later in terms
+            ]
+            yield [*product(*[p.rows for p in parts])], senders
+
+    def _senders(self, place: int, first: int, part: int, parts: int, n: int) -> list[Sender]:
+        """Return who sends a box: the holders at a place take turns.
+
+        Args:
+            place: of the first holder in the order of the mesh.
+            first: its number among the ranks that need the part.
+            part: the number of the part that the receiver needs.
+            parts: how many such parts these holders have rows of.
+            n: the receiver's number among the ranks that need the part.
+        """
+        pattern, ranks = self.pattern, self.source.mesh.ranks
+        if not self.source.free:
+            return [(ranks[place], 0, 1)]
+        if pattern.lacking < pattern.all and n >= first:
+            n -= pattern.each
+        shares = self.shares(parts * pattern.lacking)
+        turn, turns, free = (part * pattern.lacking + n) * shares, pattern.turns, self.source.free
+        if shares == 1:
+            return [(ranks[place + self.source.place(turn % turns, free)], 0, 1)]
+        places = (place + self.source.place((turn + i) % turns, free) for i in range(shares))
+        return [(ranks[at], i, shares) for i, at in enumerate(places)]
+
+    def _pieces(self, dim: int, rows: Rows, at: At, held: At | None) -> list[_Piece]:
+        source, own = self.source, held.items() if held is not None else {}.items()
+        axes = self.destination.split[dim]
+        number = self.destination.number(at, axes)
+        found = list[_Piece]()
+        for coordinates, both in source.meeting(dim, rows):
+            met = self.pattern.met_in(dim, source.rows_of(dim, coordinates))
+            place, first = self._places(coordinates)
+            found.append(
+                _Piece(both, coordinates.items() <= own, place, first, number - met.start, met.size)
+            )
+        return found
+
+    def _terms(self, at: At, held: At | None) -> list[tuple[bool, int, int]]:
+        """Return (whether the receiver has it, its holders' place, their number), by terms."""
+        kept = {a: at[b] for a, b in self.pattern.kept}
+        every = [
+            kept | self.source.numbered(n, self.reduced)
+            for n in range(self.source.count(self.reduced))
+        ]
+        return [
+            (held is not None and all(held[a] == i for a, i in term.items()), *self._places(term))
+            for term in every
+        ]
+
+    def _places(self, coordinates: At) -> tuple[int, int]:
+        """Return what coordinates add to the place of holders, and to the number of the first."""
+        place = first = 0
+        for a, i in coordinates.items():
+            place += i * self.source.strides[a]
+            first += i * self._firsts.get(a, 0)
+        return place, first
+
+    @cached_property
+    def _firsts(self) -> dict[str, int]:
+        """Axis that tells holders apart -> how far along it the number of the first one goes."""
+        found, step = dict[str, int](), self.pattern.each
+        for a in reversed(self.pattern.apart):
+            found[a], step = step, step * self.destination.sizes[a]
+        return found
+
+    # -- sent ------------------------------------------------------------------------------------
+
+    def sent(self, at: At, rows: Sequence[Rows]) -> Iterator[tuple[int, list[Box], int, int]]:
+        """Yield (who may lack it, boxes, which share, of how many) for all that a rank sends.
+
+        Args:
+            at: the coordinates of who sends.
+            rows: that it has.
+        """
+        pattern, ranks = self.pattern, self.destination.mesh.ranks
+        met = [pattern.met_in(dim, own) for dim, own in enumerate(rows)]
+        parts = 1
+        for m in met:
+            parts *= m.size
+        stride, shares = pattern.lacking, self.shares(parts * pattern.lacking)
+        first = self._places({a: at[a] for a in self.source.fixed})[1]
+        terms, known = {b: at[a] for a, b in pattern.kept}, -1
+        begin = self.source.number(at, self.source.free) % pattern.turns
+        for turn in range(begin, parts * stride * shares, pattern.turns):
+            number, i = divmod(turn, shares)
+            part, n = divmod(number, stride)
+            if part != known:
+                known, to = part, dict(terms)
+                for m in reversed(met):
+                    part, k = divmod(part, m.size)
+                    to |= self.destination.numbered(m.start + k, m.axes)
+                boxes = common(rows, self.destination.rows(to))
+                place = sum(k * self.destination.strides[a] for a, k in to.items())
+            if stride < pattern.all and n >= first:
+                n += pattern.each
+            if boxes:
+                yield ranks[place + self.destination.place(n, pattern.along)], boxes, i, shares
