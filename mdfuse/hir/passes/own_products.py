@@ -15,12 +15,13 @@ What comes first is computed in the sum's buffer:
 What comes last adds to what is there as it is computed, so that the sum costs no kernel and is
 rounded once:
 
-    wait %c1@0                                      wait %c1@0
-    %p = alloc                                      set_stream 0
-    %p = matmul(%x, %w)                             sync 1
-    set_stream 1                                    %y = addmm(%y, %x, %w)
-    sync 0                                          set_stream 1
-    %got = alloc                            ->      sync 0
+    wait %c1@0                                      set_stream 0
+    set_stream 0                                    wait %c1@0
+    %p = alloc                                      %y = addmm(%y, %x, %w)
+    %p = matmul(%x, %w)                             set_stream 1
+    set_stream 1                                    sync 0
+    sync 0
+    %got = alloc                            ->
     %c0 = send(%p, to=me)
     %c1 = recv(%got, from=me)
     wait %c1
@@ -30,7 +31,7 @@ rounded once:
     free %p
 
 Only a product that stands behind all that was added before: another one would wait for what
-arrives, and hide nothing.
+arrives, and hide nothing. Where other parts were added before, it waits for the stream of these.
 """
 
 from __future__ import annotations

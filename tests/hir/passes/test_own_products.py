@@ -95,6 +95,18 @@ def test_values(
     check_runs(program)
 
 
+@pytest.mark.parametrize(("ranks", "first"), [(2, "wait"), (3, "sync")])
+def test_a_product_waits_for_what_it_adds_to(ranks: int, first: str) -> None:
+    """Of two ranks for the part that arrives, and for no later one; else for the sums before."""
+    code = ring(ranks, 4, torch.float32, "matmul", (48, 6, 4)).for_rank(0).as_run.instructions
+    moved = [i for i in code if i.op not in ("alloc", "chunk", "free")]
+    at = [n for n, i in enumerate(moved) if i.op == "addmm"]
+    assert [moved[n - 1].op for n in at] == [first] * 4
+    if ranks == 2:
+        arriving = [i.outputs[0] for i in code if i.op == "recv" and i.kwargs["from"] != 0]
+        assert [moved[n - 1].reads[0] for n in at] == arriving
+
+
 def test_it_prints_and_parses() -> None:
     """What a rank runs is a program as any other: it may be read, and run as it stands."""
     run = ring(2, 2, torch.float32, "linear", (8, 6, 4)).for_rank(0).as_run
