@@ -299,6 +299,13 @@ class HostProgram:
         return land_receives.run(early_waits.run(late_waits.run(write(self))))
 
     @cached_property
+    def as_run(self) -> HostProgram:
+        """What plans are made of: `written_out`, with a rank's own products where sums are."""
+        from mdfuse.hir.passes import own_products
+
+        return own_products.run(self.written_out)
+
+    @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
         """The meshes of its buffers and communications."""
         found = [t.layout.mesh for t in self.types.values() if t.layout is not None]

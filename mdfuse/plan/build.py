@@ -258,7 +258,7 @@ def build(
     """
     if program.rank is None:
         raise ProgramError("a plan is for one rank", hint="project the program first")
-    written, arguments, out = program.written_out, arguments or (), out or ()
+    written, arguments, out = program.as_run, arguments or (), out or ()
     has_streams = device.type == "cuda" and not is_simulated
     context = Context(
         written, program.rank, {}, bind, device, poison, has_streams,

@@ -90,7 +90,7 @@ def program(name, *, with_sum=False):
 
 
 gather, total = program("gather"), program("total", with_sum=True)
-x = torch.ones(ROWS)
+x = torch.ones(ROWS, device=comm.device)
 
 
 def refuse():
@@ -153,6 +153,8 @@ if is_here("after"):
 if moment == "in" and comm.rank != int(guilty):
     await_it()
 gather.run(x)
+if x.is_cuda:  # the third run replays a graph, and the host goes on
+    torch.cuda.synchronize()
 if moment not in ("after", "close", "MPI_Finalize") or fault not in ("fork", "stop", "sleep"):
     sys.exit("it ran on")
 if is_here("close"):

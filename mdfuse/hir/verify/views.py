@@ -103,6 +103,7 @@ def _unexpand(c: Cut) -> Shape:
 #: view op -> the region and the dims of its result; the others may lie anyhow in their operand.
 SHAPES: dict[str, Callable[[Cut], Shape]] = {
     "set": _same,
+    "own": _same,
     "permute": _permute,
     "narrow": _narrow,
     "chunk": _narrow,
