@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from _layers_models import Case
 from _measure import Contender, Row, interleave
 from _pipelines_clock import makespan_of
-from _pipelines_torch import SCHEDULES, step_of
+from _pipelines_torch import Stage, stage_of, step_of
 from _ranks import Ranks
 from torch import Tensor
 
@@ -28,6 +29,8 @@ _TOLERANCE = {torch.bfloat16: 6e-2, torch.float32: 1e-4}
 
 #: The loss, and the gradients of this rank's stage by name of the weight.
 Results = tuple[Tensor | None, Mapping[str, Tensor]]
+
+C = TypeVar("C", bound=Callable[[], Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,42 +251,64 @@ class Layers:
     Attributes:
         bench: what is measured.
         options: mdfuse's.
-        compiler: the backend of torch.compile.
+        compiler: the backend of torch.compile; None: it is left out.
         rounds: how many.
+        note: what to do with a line on how far it is.
     """
 
     bench: Bench
     options: mf.Options
-    compiler: str
+    compiler: str | None
     rounds: int
+    note: Callable[[str], None]
 
-    def rows(self) -> Iterator[Row]:
-        """All figures; results are compared first."""
+    def rows(self, schedules: Sequence[str]) -> Iterator[Row]:
+        """The figures of schedules, each as soon as it is measured; results are compared first."""
         bench, want = self.bench, _reference(self.bench)
-        ours = {name: _ours(bench, name, self.options) for name in SCHEDULES}
-        calls: dict[str, Callable[[], Any]] = dict(ours)
-        for name in SCHEDULES:
-            calls[f"torch: {name}"] = step_of(bench, name, None)
-            if name != "zb1p":  # a graph that is compiled goes back in one piece
-                calls[f"torch, compiled: {name}"] = step_of(bench, name, self.compiler)
-        for name, call in calls.items():
-            for _ in range(3):  # eager, captured, replayed
-                _compare(name, call(), want)
-        alone = _alone(bench, self.options)
+        stages: dict[str, Stage] = {"torch": stage_of(bench, None)}
+        if self.compiler is not None:
+            stages["torch, compiled"] = stage_of(bench, self.compiler)
+        alone = self._ready("the work of each stage", lambda: _alone(bench, self.options))
+        for name in schedules:
+            ours = self._ready(name, lambda name=name: _ours(bench, name, self.options), want)
+            calls: dict[str, Callable[[], Any]] = {"ours": ours, "alone": alone}
+            for peer, module in stages.items():
+                if name == "zb1p" and peer != "torch":
+                    continue  # a graph that is compiled goes back in one piece
+                made = partial(step_of, bench, name, module)
+                calls[peer] = self._ready(f"{peer}: {name}", made, want)
+            yield from self._schedule(name, ours, calls)
+
+    def _ready(self, what: str, make: Callable[[], C], want: Results | None = None) -> C:
+        """Make a step, and run it until it is compiled, captured, and right."""
+        begin = time.perf_counter()
+        call = make()
+        made = time.perf_counter()
+        for _ in range(3):  # eager, captured, replayed
+            found = call()
+            if want is not None:
+                _compare(what, found, want)
+        self.bench.ranks.settle()
+        end = time.perf_counter()
+        self.note(f"{what}: made in {made - begin:.1f} s, compiled in {end - made:.1f} s")
+        return call
+
+    def _schedule(
+        self, name: str, ours: _Ours, calls: Mapping[str, Callable[[], Any]]
+    ) -> Iterator[Row]:
+        """All figures of a schedule."""
         times = interleave(
-            {name: Contender(call=call) for name, call in {**calls, "alone": alone}.items()},
+            {peer: Contender(call=call) for peer, call in calls.items()},
             rounds=self.rounds,
             batch=1,
-            settle=bench.ranks.settle,
-            stopwatch=partial(makespan_of, bench.ranks),
+            settle=self.bench.ranks.settle,
+            stopwatch=partial(makespan_of, self.bench.ranks),
         )
-        for name, program in ours.items():
-            yield self._bubble(name, program, times)
-            for peer in ("torch", "torch, compiled"):
-                if (their := times.get(f"{peer}: {name}")) is not None:
-                    yield self._row(f"{name}: time", times[name], their, peer, _TIME)
-            if bench.ranks.device.type == "cuda":
-                yield self._peak(name)
+        yield self._bubble(name, ours, times)
+        for peer in [x for x in times if x not in ("ours", "alone")]:
+            yield self._row(f"{name}: time", times["ours"], times[peer], peer, _TIME)
+        if self.bench.ranks.device.type == "cuda":
+            yield self._peak(name)
 
     def _bubble(self, name: str, ours: _Ours, times: Mapping[str, list[float]]) -> Row:
         """What a step takes beyond the work of a stage; the table's share of that work."""
@@ -291,7 +316,7 @@ class Layers:
         assert schedule is not None
         timed = schedule.timed()
         share = timed.bubble[0] / timed.work[0]
-        beyond = [step - work for step, work in zip(times[name], times["alone"], strict=True)]
+        beyond = [step - work for step, work in zip(times["ours"], times["alone"], strict=True)]
         formula = [work * share for work in times["alone"]]
         return self._row(f"{name}: bubble", beyond, formula, "formula", _BUBBLE)
 

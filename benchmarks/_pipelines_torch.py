@@ -26,7 +26,7 @@ SCHEDULES: Mapping[str, tuple[Any, bool]] = {
 }
 
 
-class _Stage(nn.Module):
+class Stage(nn.Module):
     """This rank's layers."""
 
     def __init__(self, bench: Bench) -> None:
@@ -40,20 +40,31 @@ class _Stage(nn.Module):
         return result
 
 
-def step_of(bench: Bench, name: str, compiler: str | None) -> Callable[[], Results]:
+def stage_of(bench: Bench, compiler: str | None) -> Stage:
+    """This rank's layers, for any number of schedules.
+
+    Args:
+        bench: the stages.
+        compiler: the backend of torch.compile; None: they are run as they are.
+    """
+    with torch.enable_grad():
+        module = Stage(bench)
+        if compiler is not None:
+            module.compile(backend=compiler, dynamic=False)
+    return module
+
+
+def step_of(bench: Bench, name: str, module: Stage) -> Callable[[], Results]:
     """A step by a schedule of torch.
 
     Args:
         bench: the stages.
         name: of the schedule.
-        compiler: the backend of torch.compile for a stage; None: stages are run as they are.
+        module: this rank's layers.
     """
     kind, several = SCHEDULES[name]
     rank, size = bench.ranks.comm.rank, bench.stages
     with torch.enable_grad():
-        module = _Stage(bench)
-        if compiler is not None:
-            module.compile(backend=compiler, dynamic=False)
         stage = PipelineStage(module, rank, size, bench.ranks.device)
         schedule = kind(
             [stage] if several else stage, n_microbatches=bench.microbatches, loss_fn=F.mse_loss

@@ -2,6 +2,7 @@
 
 ./launch/torchrun 4 benchmarks/pipelines.py naps                      # stages that sleep
 ./launch/torchrun 2 benchmarks/pipelines.py layers                    # GPUs, a stage on each
+./launch/torchrun 2 benchmarks/pipelines.py layers --schedules gpipe,1f1b,zb1p --layers 2
 ./launch/torchrun 2 benchmarks/pipelines.py layers --device cpu --small --compiler aot_eager
 
 `naps`: the forward, and each half of the backward, of a stage is a nap on one of several gloo
@@ -9,11 +10,15 @@ ranks, so two cores are enough; the time of a step is against what the schedule'
 `layers`: a stage is some Llama layers. The time of a step is against torch.distributed.pipelining
 with the same stages, and the bubble (what a step takes beyond the work of a stage) against the
 formula's share of that work. All results are compared with one device in float64 first.
+
+A line says what each step took to compile. A row is printed, and the file written anew, as soon as
+it is measured. `--compiler none` leaves torch.compile out.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import _pipelines_layers as layers
@@ -21,8 +26,9 @@ import _pipelines_naps as naps
 import torch
 from _layers_models import cases
 from _layers_peers import options
-from _measure import Report, show
-from _ranks import start
+from _measure import Report, Row, show
+from _pipelines_torch import SCHEDULES
+from _ranks import Ranks, start
 
 import mdfuse as mf
 from mdfuse.cli import screen
@@ -38,15 +44,22 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--nap", type=float, default=5.0, help="how long one is, in milliseconds")
     parser.add_argument("--model", default="llama3-8b", help="a Llama of benchmarks/layers.py")
-    parser.add_argument("--layers", type=int, default=2, help="on each stage")
+    parser.add_argument("--layers", type=int, default=1, help="on each stage")
+    parser.add_argument("--schedules", default="1f1b", help="of layers: gpipe, 1f1b, zb1p")
     parser.add_argument("--tokens", type=int, help="of a microbatch, one sequence")
     parser.add_argument("--compile", choices=("auto", "never", "always"), help="mdfuse's option")
-    parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
+    parser.add_argument(
+        "--compiler", default="inductor", help="the backend of torch.compile; none: without it"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="short naps, small layers")
     parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
-    return parser.parse_args()
+    found = parser.parse_args()
+    unknown = {*found.schedules.split(",")} - {*SCHEDULES}
+    if unknown:
+        parser.error(f"--schedules: {', '.join(unknown)}; there are {', '.join(SCHEDULES)}")
+    return found
 
 
 def main() -> None:
@@ -60,23 +73,39 @@ def main() -> None:
     path: Path = arguments.output or _RESULTS / f"pipelines-{arguments.what}-{ranks.name}.json"
     given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
     where = {"ranks": ranks.comm.size, "device": str(ranks.device)}
+    found: list[Row] = []
+    for row in _rows(arguments, ranks):
+        found.append(row)
+        if ranks.comm.rank == 0:
+            show(screen.output(), f"pipelines on {ranks.name}", [row])
+            Report(benchmark="pipelines", arguments=given, rows=found, where=where).write(path)
+    if ranks.comm.rank == 0:
+        show(screen.output(), f"pipelines on {ranks.name}", found)
+        screen.output().print(f"written: {path}", soft_wrap=True)
+    ranks.close()
+
+
+def _rows(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
+    """The rows of either half, each as soon as it is measured."""
     m, rounds = arguments.microbatches, arguments.rounds
     if arguments.what == "naps":
         seconds = (1.0 if arguments.small else arguments.nap) / 1e3
-        found = list(naps.rows(ranks, seconds, m, rounds))
-    else:
-        found = []
-        for case in cases([arguments.model], "prefill", arguments.tokens, 0, arguments.small):
-            bench = layers.bench(ranks, case, arguments.layers, m)
-            how = options(arguments.compile) or mf.Options()
-            found += layers.Layers(
-                bench=bench, options=how, compiler=arguments.compiler, rounds=rounds
-            ).rows()
-    if ranks.comm.rank == 0:
-        show(screen.output(), f"pipelines on {ranks.name}", found)
-        Report(benchmark="pipelines", arguments=given, rows=found, where=where).write(path)
-        screen.output().print(f"written: {path}", soft_wrap=True)
-    ranks.close()
+        yield from naps.rows(ranks, seconds, m, rounds)
+        return
+
+    def note(line: str) -> None:
+        if ranks.comm.rank == 0:
+            screen.output().print(line, soft_wrap=True)
+
+    compiler = None if arguments.compiler == "none" else arguments.compiler
+    for case in cases([arguments.model], "prefill", arguments.tokens, 0, arguments.small):
+        yield from layers.Layers(
+            bench=layers.bench(ranks, case, arguments.layers, m),
+            options=options(arguments.compile) or mf.Options(),
+            compiler=compiler,
+            rounds=rounds,
+            note=note,
+        ).rows(arguments.schedules.split(","))
 
 
 if __name__ == "__main__":

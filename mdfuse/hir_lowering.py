@@ -14,6 +14,7 @@ from mdfuse.hir.passes import (
     assign_streams,
     block_streams,
     cut_loops,
+    fill_outputs,
     group_heads,
     group_launches,
     insert_frees,
@@ -105,7 +106,8 @@ def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pas
             found.append((widen_sums.name, wide))
         if name == insert_reshards.name and options.bucket_bytes:
             # Needs all sets that reduce, in the dtype in which they do.
-            together = partial(bucket_sums.run, most=options.bucket_bytes)
+            most, is_cut = options.bucket_bytes, batch is not None
+            together = partial(bucket_sums.run, most=most, is_cut=is_cut)
             found.append((bucket_sums.name, together))
         if name == drop_unread.name and batch is not None:
             # Needs all sets; the next pass sees what is streamed.
@@ -137,6 +139,8 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (assign_streams.name, assign_streams.run),
     # Likewise, for blocks, which are in no loop.
     (block_streams.name, block_streams.run),
+    # Needs the streams, for it leaves programs alone that have some; before units exist.
+    (fill_outputs.name, fill_outputs.run),
     # Needs the streams: work of two streams is no unit.
     (group_launches.name, group_launches.run),
     # Last: the others move uses.

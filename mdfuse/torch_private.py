@@ -411,6 +411,19 @@ MESHGRID = torch._VF.meshgrid  # type: ignore[attr-defined]
 GROUPED_MM = torch._grouped_mm
 
 
+def has_grouped_kernel(*operands: Tensor) -> bool:
+    """Whether `GROUPED_MM` multiplies these by a kernel that reads the groups on the device.
+
+    It does so in bf16, where rows of memory begin at whole 16 bytes; else it loops on the host.
+    """
+    return all(x.is_cuda and x.dtype == torch.bfloat16 and _is_aligned(x) for x in operands)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    near, far = sorted(x.stride()[-2:])
+    return near == 1 and far % 8 == 0 and far >= min(x.shape[-2:]) and x.data_ptr() % 16 == 0
+
+
 # -- tables ----------------------------------------------------------------------------------------
 
 

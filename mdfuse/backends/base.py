@@ -205,9 +205,19 @@ class Tracking(Protocol):
         """Return a new track of what is queued on a stream; None where nothing is."""
 
 
+#: What is called before and behind a replay.
+Around = tuple[Callable[[], None], Callable[[], None]]
+
+
 @runtime_checkable
 class Sharing(Protocol):
-    """A backend that copies what a program computes from where it lies."""
+    """A backend that copies what a program computes from where it lies.
+
+    Attributes:
+        carried: team whose members do not see each other -> which backend carries it, and why.
+    """
+
+    carried: dict[tuple[int, ...], str]
 
     def posters(self, run: int) -> Callable[[Call], Poster]:
         """Return what prepares the calls of a plan, in program order; see `Backend.bind`.
@@ -219,3 +229,7 @@ class Sharing(Protocol):
     def arena(self, size: int) -> Tensor | None:
         """Return bytes of memory that the others see, for buffers of a program, as long as a view
         of them is left; None where buffers need no such memory."""
+
+    def around(self) -> Around | None:
+        """Return what to call before and behind each replay of a graph with posts, on the stream of
+        the replay; None: nothing needs that."""

@@ -169,7 +169,8 @@ KINDS: dict[str, Kind] = {
         ("x", "condition", "mask", "tensor", "tensor1", "tensor2", "mat1", "mat2", "mat", "vec",
          "vec2", "batch1", "batch2", "indices", "query", "key", "target", "end", "test_elements",
          "values", "boundaries", "src", "source", "x1", "x2", "w_ih", "w_hh", "in_proj_weight",
-         "out_proj_weight", "anchor", "positive", "negative", "grid", "offs"),
+         "out_proj_weight", "anchor", "positive", "negative", "grid", "offs",
+         "ids"),
         _TENSOR,
     ),
     **dict.fromkeys(
@@ -287,6 +288,7 @@ _SPECIAL: dict[tuple[str, str], Kind] = {
     ("lerp", "weight"): VALUE,
     ("linear", "weight"): _TENSOR,
     ("grouped_mm", "weight"): _TENSOR,
+    ("routed_mm", "weight"): _TENSOR,
     ("embedding", "weight"): _TENSOR,
     ("scaled_dot_product_attention", "value"): _TENSOR,
     ("attention", "value"): _TENSOR,

@@ -96,6 +96,7 @@ _ROWS = (
         makes="value",
         is_view=True,
     ),
+    Row(name="own", operands=_ONE, makes="value", is_view=True, is_slice=True),
     Row(
         name="pad",
         operands=_ONE,
@@ -112,6 +113,7 @@ _ROWS = (
     ),
     Row(name="term", operands=_ONE, makes="value"),
     Row(name="accumulate", operands=_ONE, makes="value"),
+    Row(name="addmm", operands=(3, 3), makes="value"),
     # -- communications
     Row(
         name="post",
@@ -187,6 +189,12 @@ PURE_VIEWS = _named("is_pure_view")
 BUFFER_OPS = tuple(r.name for r in _ROWS if r.makes == "value" and not r.is_memory)
 #: Instructions written as `%x = name(...)`, besides the rows of the op table.
 CALLS = tuple(r.name for r in _ROWS if r.makes in ("value", "handle", "stream") and not r.sets)
+
+
+def received(i: Instruction) -> tuple[str, ...]:
+    """Return the buffer that a post or a receive fills; none on a rank that only sends."""
+    into = {"post": i.inputs[-1:], "recv": i.inputs[:1]}.get(i.op, ())
+    return tuple(x for x in into if isinstance(x, str))
 
 
 def op_of(i: Instruction) -> Op | None:

@@ -1,7 +1,8 @@
-"""Products of groups of rows with a matrix each, as experts compute them: calls, labels, shapes.
+"""Products of rows with a matrix each, as experts compute them: calls, labels, shapes.
 
-Experts may be split: each rank computes the rows of its own, the others are zero, and the sum over
-the ranks is the product. So may rows and columns of the matrices, and rows of the operand.
+Rows come in groups (`grouped_mm`), or each with the number of its matrix (`routed_mm`). Matrices
+may be split: each rank computes the rows of its own, the others are zero, and the sum over the
+ranks is the product. So may rows and columns of the matrices, and rows of the operand.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse import torch_private
 from mdfuse.ir.dims import DimMap, Shape, Shapes
 from mdfuse.ir.local_attributes import ExprPart
 
@@ -35,6 +37,8 @@ def multiply(
         rows: (first, behind the last, all) of the rows that x has; None: all.
         part: (first, behind the last, all) of the groups that the weight has; None: all.
     """
+    if weight.numel() and x.numel() and torch_private.has_grouped_kernel(x, weight):
+        return _by_kernel(x, weight, *_spans(x, weight.shape[0], ends, rows, part))
     result = x.new_zeros((x.shape[0], weight.shape[2]))
     for i, (a, b, mask) in enumerate(_groups(x, weight.shape[0], ends, rows, part)):
         if mask is None:
@@ -55,6 +59,10 @@ def multiply_grad(
 ) -> Tensor:
     """Return what comes back to the weight [e,k,n]: of each group the product of its rows."""
     count = shape[0] if part is None else part[1] - part[0]
+    if count and x.numel() and ct.numel() and torch_private.has_grouped_kernel(x, ct):
+        starts, own = _spans(x, count, ends, rows, part)
+        places = _from(starts[0], x.shape[0])
+        return torch_private.GROUPED_MM(x[places].T, ct[places], (own - starts[0]).int())
     result = x.new_zeros((count, x.shape[1], ct.shape[1]))
     for i, (a, b, mask) in enumerate(_groups(x, count, ends, rows, part)):
         given = x[a:b] if mask is None else torch.where(mask, x, 0)
@@ -62,9 +70,38 @@ def multiply_grad(
     return result
 
 
+def _by_kernel(x: Tensor, weight: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Multiply by torch's kernel, which takes groups that begin with the first row.
+
+    What it leaves behind the last one is not written.
+    """
+    t = x.shape[0]
+    places = _from(starts[0], t)
+    ends = ends - starts[0]
+    found = torch_private.GROUPED_MM(x[places], weight, ends.int())
+    is_written = torch.arange(t, device=x.device) < ends[-1]
+    found = torch.where(is_written.unsqueeze(1), found, 0)
+    return torch.empty_like(found).index_copy_(0, places, found)
+
+
+def _from(start: Tensor, t: int) -> Tensor:
+    """All rows, beginning with one that only the device knows."""
+    return (torch.arange(t, device=start.device) + start) % max(t, 1)
+
+
 def may_look(x: Tensor) -> bool:
     """Whether the host may read numbers of a tensor at no cost."""
     return not x.is_cuda
+
+
+def _spans(
+    x: Tensor, count: int, ends: Tensor, rows: Part | None, part: Part | None
+) -> tuple[Tensor, Tensor]:
+    """Where each group here begins and ends, among the rows that are here."""
+    first = 0 if part is None else part[0]
+    own = (ends.long() - (0 if rows is None else rows[0])).clamp(0, x.shape[0])
+    starts = torch.cat([own.new_zeros(1), own])[first : first + count]
+    return starts, own[first : first + count]
 
 
 def _groups(
@@ -76,18 +113,14 @@ def _groups(
     """
     if x.is_meta:
         return
-    first = 0 if part is None else part[0]
-    t = x.shape[0]
-    own = (ends.long() - (0 if rows is None else rows[0])).clamp(0, t)
-    starts = torch.cat([own.new_zeros(1), own])[first : first + count]
-    own = own[first : first + count]
+    starts, own = _spans(x, count, ends, rows, part)
     if may_look(x):
         for a, b in zip(starts.tolist(), own.tolist(), strict=True):
             yield a, max(a, b), None
         return
-    places = torch.arange(t, device=x.device)
+    places = torch.arange(x.shape[0], device=x.device)
     for i in range(count):
-        yield 0, t, ((places >= starts[i]) & (places < own[i])).unsqueeze(1)
+        yield 0, x.shape[0], ((places >= starts[i]) & (places < own[i])).unsqueeze(1)
 
 
 def of_groups(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:

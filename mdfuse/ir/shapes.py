@@ -66,6 +66,14 @@ def first(shapes: Shapes, attrs: Attrs) -> Shape:
     return _present(shapes)[0]
 
 
+def alike(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the one shape of all operands."""
+    one, *others = _present(shapes)
+    for shape in others:
+        one = tuple(_equal(n, m) for n, m in zip(one, shape, strict=True))
+    return one
+
+
 def along(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the operand, which must have the dim."""
     (shape,) = _present(shapes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mdfuse.errors import LayoutError
 from mdfuse.extents.expressions import Index
@@ -112,6 +112,20 @@ class Stream:
             return (self.interval(rows[0], i),)
         self.interval((0, 0), i)
         return tuple((a, b if n == i else a) for n, (a, b) in enumerate(rows))
+
+    def scaled(self, rows: int, of: int) -> Stream | None:
+        """Return the stream of a dim of so many rows, where this one's has `of`, in its order.
+
+        Chunks that are counted stay so; None where those of given lengths have no whole rows.
+
+        >>> Stream(0, (3, 2)).scaled(20, 5)
+        Stream(dim=0, chunks=(12, 8), rotate=None, index=None, op=None)
+        """
+        if isinstance(self.chunks, int) or rows == of:
+            return self
+        if any(n * rows % of for n in self.chunks):
+            return None
+        return replace(self, chunks=tuple(n * rows // of for n in self.chunks))
 
     def at(self, index: Index) -> Stream:
         """Return this stream with the index of one chunk, as buffers of host programs have it."""

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from mdfuse.errors import BACKWARD
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Shard
 
@@ -53,9 +54,16 @@ class _Bucket(NamedTuple):
     bytes: int = 0
 
 
-def run(fusion: Fusion, most: int) -> Fusion:
-    """Return the fusion in which reductions share buckets of up to `most` bytes on each rank."""
-    buckets = [b for b in _buckets(fusion, most) if len(b.sets) > 1]
+def run(fusion: Fusion, most: int, is_cut: bool = False) -> Fusion:
+    """Return the fusion in which reductions share buckets of up to `most` bytes on each rank.
+
+    Args:
+        fusion: with all sets.
+        most: the option.
+        is_cut: whether the batch is taken in microbatches. Then sums of the forward go alone: what
+            is computed may wait for one of them, as for a count, and would for all in its bucket.
+    """
+    buckets = [b for b in _buckets(fusion, most, is_cut) if len(b.sets) > 1]
     if not buckets:
         return fusion
     values = dict(fusion.values)
@@ -73,7 +81,7 @@ def run(fusion: Fusion, most: int) -> Fusion:
     return replace(fusion, values=values, exprs=tuple(exprs))
 
 
-def _buckets(fusion: Fusion, most: int) -> Iterator[_Bucket]:
+def _buckets(fusion: Fusion, most: int, is_cut: bool) -> Iterator[_Bucket]:
     """Yield the buckets: each is filled in order, until one of its values is read."""
     filling: dict[_Kind, _Bucket] = {}
     #: value -> what is in a bucket that is being filled
@@ -91,7 +99,8 @@ def _buckets(fusion: Fusion, most: int) -> Iterator[_Bucket]:
             yield filling.pop(read)
             waiting = {x: k for x, k in waiting.items() if k != read}
         kind = _kind(expr, fusion)
-        if kind is None:
+        is_back = expr.source is not None and expr.source.note == BACKWARD
+        if kind is None or (is_cut and not is_back):
             continue
         size = _bytes(fusion.values[expr.reads[0]])
         if size > most:

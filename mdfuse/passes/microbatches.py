@@ -51,10 +51,55 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
             raise _refused(fusion, value, f"its dims {dims} are the batch's at once")
         if dims and (value.name in batch or value.name in fusion.producers):
             values[value.name] = replace(value, stream=Stream(dims[0], count))
+    apart = [e for e in fusion.exprs if not _falls_together(e, values)]
+    if apart:
+        (rows,) = {fusion.values[name].shape[dim] for name, dim in batch.items()}
+        values = {name: _in_lengths(value, rows) for name, value in values.items()}
+        _check_lengths(fusion, values, apart, count)
     for expr in fusion.exprs:
-        for made in _streamed(fusion, expr, values, count):
+        for made in _streamed(fusion, expr, values):
             values[made.name] = made
     return _once(replace(fusion, values=values))
+
+
+def _in_lengths(value: Value, rows: object) -> Value:
+    """Return a value in chunks of given lengths, that each have whole rows of the batch.
+
+    `torch.chunk` cuts 5 rows of the batch into 3 and 2, but 20 rows and positions into 10 and 10.
+
+    Args:
+        value: in as many chunks as there are microbatches; it stays so where rows are no numbers,
+            or ranks have other numbers of them.
+        rows: of the batch.
+    """
+    stream, layout = value.stream, value.layout
+    if stream is None or layout is None or not isinstance(rows, int):
+        return value
+    extent = value.shape[stream.dim]
+    if not isinstance(extent, int) or not rows or extent % rows:
+        return value
+    each, parts = extent // rows, {b - a for _, (a, b) in layout.chunks_of(stream.dim, extent)}
+    if len(parts) > 1 or max(parts) % each:
+        return value
+    cuts = (stream.interval((0, max(parts) // each), i) for i in range(stream.count))
+    return replace(value, stream=Stream(stream.dim, tuple(each * (b - a) for a, b in cuts)))
+
+
+def _check_lengths(
+    fusion: Fusion, values: Mapping[str, Value], apart: Sequence[Expr], count: int
+) -> None:
+    """Raise LoweringError unless the chunks of some expressions have known lengths."""
+    for expr in apart:
+        (*_, result) = names = (*expr.reads, *expr.outputs)
+        stream = values[result].stream
+        if expr.op != "reshape" or stream is None or isinstance(stream.chunks, int):
+            shapes = " and ".join(str(list(values[x].shape)) for x in names)
+            raise _refused(
+                fusion,
+                values[expr.outputs[0]],
+                f"{count} microbatches do not fall together in {shapes} of {expr.op}",
+                hint="choose as many as divide the rows of each rank",
+            )
 
 
 def _once(fusion: Fusion) -> Fusion:
@@ -82,9 +127,7 @@ def _once(fusion: Fusion) -> Fusion:
     return replace(fusion, values=values, exprs=tuple(exprs))
 
 
-def _streamed(
-    fusion: Fusion, expr: Expr, values: Mapping[str, Value], count: int
-) -> Iterator[Value]:
+def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterator[Value]:
     """Yield the results that are computed otherwise than their dims say: added up, or whole.
 
     Raises:
@@ -99,14 +142,6 @@ def _streamed(
         if any(_is_read(x, values) for x in expr.inputs):
             raise _refused(fusion, results[0], f"{expr.op} needs that dim as a whole")
         return
-    if not _fits(expr, labels, batch, values, count):
-        shapes = " and ".join(str(list(values[x].shape)) for x in (*expr.reads, *expr.outputs))
-        raise _refused(
-            fusion,
-            results[0],
-            f"{count} microbatches do not fall together in {shapes} of {expr.op}",
-            hint="choose as many as divide the rows of each rank",
-        )
     for value, dims in zip(results, labels.results, strict=True):
         if batch in dims:
             if expr.op == "set" and not _is_cut(fusion, expr, value):
@@ -115,9 +150,11 @@ def _streamed(
         op = labels.reduces.get(batch)
         if op not in JOINED:
             raise _refused(fusion, value, f"{expr.op} needs that dim as a whole")
-        if op in ("max", "min") and any(_is_empty(values[x], count) for x in expr.reads):
+        if op in ("max", "min") and any(_is_empty(values[x]) for x in expr.reads):
             raise _refused(fusion, value, f"a microbatch is empty, and has no {op}")
-        yield replace(value, stream=Stream.over(op, count))
+        read = (values[x].stream for x in expr.inputs if isinstance(x, str) and _is_read(x, values))
+        (chunks,) = {stream.chunks for stream in read if stream is not None}
+        yield replace(value, stream=Stream.over(op, chunks))
 
 
 def _label(expr: Expr, labels: DimMap, values: Mapping[str, Value]) -> int | None:
@@ -135,9 +172,13 @@ def _is_read(x: object, values: Mapping[str, Value]) -> bool:
     return stream is not None and stream.op is None
 
 
-def _fits(expr: Expr, labels: DimMap, label: int, values: Mapping[str, Value], count: int) -> bool:
-    """Return whether the chunks of operands and results fall together."""
-    if labels.fits is always:
+def _falls_together(expr: Expr, values: Mapping[str, Value]) -> bool:
+    """Return whether the chunks of an expression's operands and results have the same borders."""
+    if not values[expr.outputs[0]].is_tensor:
+        return True
+    labels = dim_map(expr, values)
+    label = _label(expr, labels, values) if labels.fits is not always else None
+    if label is None:
         return True
     layout = values[expr.outputs[0]].layout
     assert layout is not None
@@ -145,7 +186,8 @@ def _fits(expr: Expr, labels: DimMap, label: int, values: Mapping[str, Value], c
     for name, dims in zip(expr.outputs, labels.results, strict=True):
         if label in dims and (at := values[name].layout) is not None:
             axes = at.split_axes(dims.index(label))
-    return labels.fits(label, (*map(layout.mesh.axis_size, axes), count))
+    counts = {s.count for x in (*expr.reads, *expr.outputs) if (s := values[x].stream) is not None}
+    return labels.fits(label, (*map(layout.mesh.axis_size, axes), *counts))
 
 
 def _is_cut(fusion: Fusion, expr: Expr, value: Value) -> bool:
@@ -155,14 +197,14 @@ def _is_cut(fusion: Fusion, expr: Expr, value: Value) -> bool:
     return form(fusion.layout(expr.reads[0]), value.layout, value.stream, extent) == "chunks"
 
 
-def _is_empty(value: Value, count: int) -> bool:
+def _is_empty(value: Value) -> bool:
     """Return whether some rank has no row in some microbatch."""
     stream, layout = value.stream, value.layout
     if stream is None or stream.op is not None or layout is None:
         return False
     parts = [b - a for _, (a, b) in layout.chunks_of(stream.dim, value.shape[stream.dim])]
-    cut = Stream(stream.dim, count)
-    return any(a >= b for n in parts for a, b in (cut.interval((0, n), i) for i in range(count)))
+    cuts = (stream.interval((0, n), i) for n in parts for i in range(stream.count))
+    return any(a >= b for a, b in cuts)
 
 
 def _refused(

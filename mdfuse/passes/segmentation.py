@@ -278,7 +278,7 @@ class HostLoops:
         if value.stream is None or value.layout is None:
             return None
         rotated = (value.stream.rotate, value.layout.mesh) if value.stream.rotate else None
-        return self._alike(value.name), value.stream.chunks, rotated
+        return self._alike(value.name), value.stream.count, rotated
 
     def may_share(self, exprs: Iterable[Expr], more: Iterable[Expr]) -> bool:
         """Whether one loop, or none, can run `exprs` and `more`, which come after or among them."""

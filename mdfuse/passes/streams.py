@@ -65,6 +65,11 @@ def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | N
             return (replace(stream, dim=dim),)
     label = given if stream.op is not None else labels.results[0][stream.dim]
     chunk = replace(stream, op=None)
+    if expr.op == "reshape" and label is not None:
+        (dims,) = labels.operands
+        before, after = values[expr.reads[0]].shape, values[expr.output].shape
+        found = chunk.scaled(before[dims.index(label)], after[chunk.dim])
+        return (replace(found, dim=dims.index(label)) if found is not None else None,)
     return tuple(
         replace(chunk, dim=dims.index(label)) if label is not None and label in dims else None
         for dims in labels.operands

@@ -6,6 +6,9 @@
 A hand-over comes right behind the call that makes what it hands over: so the next microbatch is on
 its way before the work on this one begins. Where stages share ranks there is no way: there a later
 stage begins before an earlier one goes on, so that it waits for no more than what it reads.
+
+Two actions that overlap are two lists beside each other, whose blocks are taken in turns, a piece
+at a time (`hir/emit/blocks.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from mdfuse.pipelines.stages import Part, Stages
 
 #: A part, and the microbatch that it runs for.
 Call = tuple[Part, int]
+#: Lists of calls that are taken in turns; nearly always one.
+Lanes = tuple[tuple[Call, ...], ...]
 
 
-def calls(stages: Stages, schedule: Schedule) -> Iterator[Call]:
+def calls(stages: Stages, schedule: Schedule) -> Iterator[Lanes]:
     """Yield the calls of all ranks in their order.
 
     Args:
@@ -31,14 +36,40 @@ def calls(stages: Stages, schedule: Schedule) -> Iterator[Call]:
         LoweringError: parts of the stages need each other.
     """
     done: set[Call] = set()
-    for _, action in schedule.merged(reads=stages.reads, late_first=stages.shares_ranks):
+    pairs = {unit[0]: unit for row in schedule.units for unit in row}
+    for _, first in schedule.merged(reads=stages.reads, late_first=stages.shares_ranks):
+        if first not in pairs:
+            continue  # it overlaps with one that came before
+        unit = pairs[first]
+        yield from _alone(_ahead(stages, unit, done))
+        yield tuple(tuple(_work(stages, action, done)) for action in unit)
+
+
+def _alone(calls: Iterator[Call]) -> Iterator[Lanes]:
+    return (((call,),) for call in calls)
+
+
+def _ahead(stages: Stages, unit: tuple[Action, ...], done: set[Call]) -> Iterator[Call]:
+    """Yield the hand-overs that actions need and nobody has made: of inputs, which are there."""
+    for action in unit:
         for part in _parts(stages, action):
-            ahead = (p for p in sorted(stages.graph.predecessors(part)) if p.phase == "T")
-            for call in ((p, action.microbatch) for p in ahead):
-                if call not in done:  # what is handed over is an input, which is there
-                    done.add(call)
-                    yield call
-            yield from _run(stages, (part, action.microbatch), done)
+            yield from _handed(stages, (part, action.microbatch), done)
+
+
+def _handed(stages: Stages, call: Call, done: set[Call]) -> Iterator[Call]:
+    """Yield the hand-overs that a call needs, and those that they need."""
+    part, k = call
+    for ahead in sorted(stages.graph.predecessors(part)):
+        if ahead.phase == "T" and (ahead, k) not in done:
+            yield from _handed(stages, (ahead, k), done)
+            done.add((ahead, k))
+            yield ahead, k
+
+
+def _work(stages: Stages, action: Action, done: set[Call]) -> Iterator[Call]:
+    """Yield the calls of an action, with the hand-overs of what it makes."""
+    for part in _parts(stages, action):
+        yield from _run(stages, (part, action.microbatch), done)
 
 
 def _run(stages: Stages, call: Call, done: set[Call]) -> Iterator[Call]:

@@ -101,9 +101,11 @@ class Stages:
     def reads(self) -> Reads | None:
         """Stage -> the stages that its forward reads; None where each reads the one before it."""
         found = dict[int, list[int]]()
+        handed = [p for p in self.graph if p.phase == "T" and p.stage < p.to]
         for n in range(len(self.meshes)):
             before = self.graph.pred.get(Part(n, "F"), ())
-            found[n] = sorted({p.stage for p in before if p.phase in "FT"})
+            given = [p for p in handed if p.to == n]  # a stage may hand on what it gets
+            found[n] = sorted({p.stage for p in (*before, *given) if p.phase in "FT"})
         return None if all(n - 1 in of for n, of in found.items() if n) else found
 
     @cached_property
@@ -164,12 +166,18 @@ class _Finder:
             if _changes_mesh(fusion, expr) and _is_of_batch(fusion, expr) and not is_in:
                 raise _whole(fusion, expr)
         self.back = self.backward()
+        #: the results of hand-overs
+        self.over = {e.output for e in self.exprs if self.is_border(e)}
 
     def mesh(self, name: str) -> DeviceMesh:
         return self.fusion.layout(name).mesh
 
     def hands_over(self, expr: Expr) -> bool:
         """Return whether an expression hands over to another stage."""
+        return expr.outputs[0] in self.over
+
+    def is_border(self, expr: Expr) -> bool:
+        """Return whether an expression is a set to another mesh, or one that changes nothing."""
         if expr.op != "set" or not self.fusion.values[expr.output].is_tensor:
             return False
         is_idle = self.fusion.layout(expr.reads[0]) == self.fusion.layout(expr.output)
@@ -241,7 +249,27 @@ class _Finder:
             least = max((found[o.outputs[0]][0] for o in self.operands(e)), default=0)
             least += self.hands_over(e)
             found[x] = (min((d for d in stages[mesh] if d >= least), default=least), mesh)
+        self.put_off(forward, sent, found)
         return found
+
+    def put_off(
+        self, forward: list[Expr], sent: set[str], found: dict[str, tuple[int, DeviceMesh]]
+    ) -> None:
+        """Let what follows from inputs alone, as labels do, be in the first stage that reads it."""
+        loose = set[str]()
+        for e in forward:
+            is_sent = not sent.isdisjoint(e.outputs) or self.hands_over(e)
+            if not is_sent and all(o.outputs[0] in loose for o in self.operands(e)):
+                loose.add(e.outputs[0])
+        for e in reversed(forward):
+            x, depths = e.outputs[0], [found[r][0] for r in self.readers(e) if r in found]
+            if x in loose and depths:
+                found[x] = min(depths), self.mesh(x)
+
+    def readers(self, e: Expr) -> list[str]:
+        """Return the first results of what reads an expression of the pipeline, in it."""
+        found = (r.outputs[0] for x in e.outputs for r in self.fusion.consumers[x])
+        return [r for r in found if r in self.made]
 
     def given(self, forward: list[Expr]) -> list[str]:
         """Return the inputs that are handed over as they are: their mesh is a stage, too."""
@@ -260,22 +288,8 @@ class _Finder:
     ) -> None:
         """Add the parts of what depends on gradients."""
         behind = [e for e in self.exprs if e.outputs[0] in self.back]
-        for e in behind:
-            x, operands = e.outputs[0], self.operands(e)
-            late = [stage[o.outputs[0]] for o in operands if o.outputs[0] in self.back]
-            early = [stage[o.outputs[0]] for o in operands]
-            most = min(late) if late else max(early, default=len(meshes) - 1)
-            is_over = self.hands_over(e)
-            fits = [n for n, m in enumerate(meshes) if m == self.mesh(x) and n <= most - is_over]
-            if not fits:
-                raise _refused(
-                    self.fusion,
-                    x,
-                    "what is computed for gradients goes from later stages to earlier ones",
-                    "leave hand-overs out of recompute()",
-                )
-            stage[x] = fits[-1]
-        asked = self.asked(behind)
+        self.stages_behind(behind, stage, meshes)
+        asked = self.asked(behind, stage)
         for e in behind:
             x = e.outputs[0]
             if self.hands_over(e):
@@ -283,14 +297,62 @@ class _Finder:
             else:
                 parts[x] = Part(stage[x], "I" if x in asked else "W")
 
-    def asked(self, behind: list[Expr]) -> set[str]:
+    def stages_behind(
+        self, behind: list[Expr], stage: dict[str, int], meshes: list[DeviceMesh]
+    ) -> None:
+        """Add the stages of what depends on gradients.
+
+        A hand-over says where all that follows from it is. What follows from none is where what it
+        reads of the forward is, and no later than what reads it.
+        """
+        firm = set[str]()
+        for e in behind:
+            x, operands = e.outputs[0], [o.outputs[0] for o in self.operands(e)]
+            said = [stage[o] for o in operands if o in firm]
+            loose = [stage[o] for o in operands if o in stage]
+            if said or self.hands_over(e):
+                most = min(said) if said else max(loose, default=len(meshes) - 1)
+                if not _changes_mesh(self.fusion, e) and self.mesh(x) not in meshes[:most]:
+                    self.over.discard(x)  # no stage is before: it is the last of its own
+                stage[x] = self.no_later(x, most - self.hands_over(e), meshes)
+                firm.add(x)
+            elif loose:
+                stage[x] = self.no_later(x, max(loose), meshes)
+        for e in reversed(behind):
+            x = e.outputs[0]
+            if x not in firm:
+                least = [stage[r] + self.hands_over(self.made[r]) for r in self.readers(e)]
+                least += [stage[x]] if x in stage else []
+                fits = (n for n, m in enumerate(meshes) if m == self.mesh(x) and n >= max(least))
+                last = len(meshes) - 1
+                stage[x] = next(fits) if least else self.no_later(x, last, meshes)
+
+    def no_later(self, x: str, most: int, meshes: list[DeviceMesh]) -> int:
+        """Return the last stage of a value's mesh up to a number.
+
+        Raises:
+            LoweringError: it has none.
+        """
+        fits = [n for n, m in enumerate(meshes) if m == self.mesh(x) and n <= most]
+        if not fits:
+            raise _refused(
+                self.fusion,
+                x,
+                "what is computed for gradients goes from later stages to earlier ones",
+                "leave hand-overs out of recompute()",
+            )
+        return fits[-1]
+
+    def asked(self, behind: list[Expr], stage: dict[str, int]) -> set[str]:
         """Return the first results of what other stages, or whole outputs, need."""
         needed = {x for x in self.fusion.outputs if not self.is_sum(x)}
         found = set[str]()
         for e in reversed(behind):
+            x = e.outputs[0]
             is_read = not needed.isdisjoint(e.outputs) or self.is_kept(e)
-            if self.hands_over(e) or is_read:
-                found.add(e.outputs[0])
+            is_away = any(stage[r] != stage[x] for r in self.readers(e))
+            if self.hands_over(e) or is_read or is_away:
+                found.add(x)
                 needed.update(e.reads)
         return found
 
@@ -333,6 +395,13 @@ def _changes_mesh(fusion: Fusion, expr: Expr) -> bool:
     return fusion.layout(expr.reads[0]).mesh != fusion.layout(expr.output).mesh
 
 
+def _brings_together(fusion: Fusion, expr: Expr) -> bool:
+    """Return whether a set makes the whole batch of its chunks."""
+    made = fusion.values[expr.outputs[0]]
+    before = fusion.values[expr.reads[0]].stream if expr.op == "set" and expr.reads else None
+    return made.stream is None and before is not None and before.op is None
+
+
 def _is_of_batch(fusion: Fusion, expr: Expr) -> bool:
     """Return whether an expression is computed of chunks of the batch."""
     names: Iterable[str] = (*expr.reads, *expr.outputs)
@@ -343,7 +412,11 @@ def _is_of_batch(fusion: Fusion, expr: Expr) -> bool:
 def _whole(fusion: Fusion, expr: Expr) -> LoweringError:
     (x,) = expr.reads
     value = fusion.values[expr.output]
-    if value.stream is None:
+    whole = next((e for e in fusion.exprs if _brings_together(fusion, e)), None)
+    if value.stream is not None and whole is not None:
+        because = f"it leads to %{whole.output}, for which ranks bring the whole batch together"
+        hint = "split the batch into even parts, or not at all"
+    elif value.stream is None:
         before, after = fusion.layout(x), fusion.layout(expr.output)
         because = f"it goes from {before} to {after}, which split the batch otherwise"
         hint = "split the batch alike on both meshes, or not at all"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mdfuse.backends.base import Poster, Work
 from mdfuse.errors import ProgramError
-from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.instructions import received
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.projection import transfer_team
 from mdfuse.hir.storage import storage
@@ -226,8 +226,7 @@ class _Buffers:
     def __init__(self, program: HostProgram, updated: frozenset[str]) -> None:
         self.shared, self.ends = storage(program), {*program.inputs, *program.outputs}
         self.made = Counter(n for i in program.walk() for n in i.outputs)
-        posts = [i for i in program.walk() if i.op in POSTS]
-        self.filled = Counter(i.reads[-1] for i in posts if i.op != "send" and i.reads)
+        self.filled = Counter(x for i in program.walk() for x in received(i))
         self.seen = Counter(self.shared.get(n, n) for n in self.shared)
         self.changed = {self.shared.get(n, n) for n in updated} | {*program.written_inputs}
 

@@ -14,6 +14,7 @@ from math import inf
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import is_library
@@ -138,18 +139,23 @@ class Fuser:
         cut = _cut(lines, kept, _written_last(i, outside, context))
         if sum(map(_works, cut.inside)) < 2:
             return list(steps)
+        dense = {slot: context.new_slot() for slot in _unknown(cut, outside, context)}
         made = self.made(i, cut, _forms(cut, outside, context))
-        _learn(dict(zip(cut.makes, made.results, strict=True)), i, context)
+        _learn(_found(cut, made.results, outside, context), i, context)
+        before = [
+            Line(run="contiguous", args=(SlotRef(slot),), into=new, shares=(slot,))
+            for slot, new in dense.items()
+        ]
         call = Line(
             run=made.function or _not_compiled,
-            args=tuple(map(SlotRef, cut.takes)),
+            args=tuple(SlotRef(dense.get(slot, slot)) for slot in cut.takes),
             into=cut.makes or None,
             makes=sum(map(_nbytes, made.results)),
         )
-        gone = [s for s in cut.makes if s not in kept]
+        gone = [*dense.values(), *(s for s in cut.makes if s not in kept)]
         behind = (*cut.behind, drop(*gone)) if gone else cut.behind
         step = Step(
-            lines=(call, *behind),
+            lines=(*before, call, *behind),
             label=f"launch {i.fn}, {label(i)}",
             op="launch",
             inputs=tuple(context.slot(x) for x in i.reads),
@@ -235,13 +241,16 @@ def _written_last(i: Instruction, outside: Mapping[int, str], context: Context) 
     return found.intersection(outside)
 
 
-def _cut(lines: Sequence[Line], kept: set[int], last: set[int]) -> _Cut:
+def _cut(
+    lines: Sequence[Line], kept: set[int], last: set[int], *, are_shared: bool = False
+) -> _Cut:
     """Cut the calls of a unit.
 
     Args:
         lines: the calls.
         kept: the slots that are used outside.
         last: those that are filled behind the compiled function.
+        are_shared: results that may share memory come behind it, as views do.
 
     Raises:
         Refusal: a result may share memory with something else, or not: nobody knows.
@@ -252,13 +261,15 @@ def _cut(lines: Sequence[Line], kept: set[int], last: set[int]) -> _Cut:
     for line in reversed(lines):
         if line.run is None:
             continue
-        if line.is_view and needed.intersection(line.targets):
+        is_behind = line.is_view or (are_shared and line.shares)
+        if is_behind and needed.intersection(line.targets):
             behind.append(line)
             needed.update(line.refs)
         elif any(_reads(_target(line), slot) for slot in last):
             filling.append(line)
             needed.update(line.refs)
-    inside = [line for line in lines if line.run is not None and line not in filling]
+    later = [*filling, *(line for line in behind if not line.is_view)]
+    inside = [line for line in lines if line.run is not None and line not in later]
     made = {slot for line in inside for slot in line.targets}
     takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
     makes = [slot for line in inside if not line.is_view for slot in line.targets if slot in needed]
@@ -268,6 +279,8 @@ def _cut(lines: Sequence[Line], kept: set[int], last: set[int]) -> _Cut:
     if not written.isdisjoint(behind_it):
         raise Refusal("a library reads what the unit writes over")
     if not _are_apart([bases[slot] for slot in makes], takes):
+        if not are_shared:
+            return _cut(lines, kept, last, are_shared=True)
         raise Refusal("a result may share memory with an operand, or with another result")
     return _Cut(tuple(inside), (*behind[::-1], *filling[::-1]), tuple(takes), tuple(makes))
 
@@ -296,15 +309,31 @@ def _are_apart(results: Sequence[frozenset[int]], takes: Iterable[int]) -> bool:
     return len(set(found)) == len(found) and set(takes).isdisjoint(found)
 
 
+def _unknown(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[int]:
+    """Return the slots of operands whose strides are not known, which are made dense before.
+
+    Most are dense already. What the unit writes must stay where it is.
+
+    Raises:
+        Refusal: the unit writes to one of them.
+    """
+    found = [slot for slot in cut.takes if context.fact(outside[slot]) is None]
+    if any(_reads(_target(line), slot) for line in cut.inside for slot in found):
+        raise Refusal("the strides of what it writes to are not known")
+    return found
+
+
 def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form]:
     """Return the forms of what the compiled function takes."""
     forms: list[Form] = []
     for slot in cut.takes:
-        fact = context.fact(outside[slot])
-        if fact is None:
-            raise Refusal("the strides of an operand are not known")
-        if not context.is_on_device(outside[slot]):
+        name = outside[slot]
+        if not context.is_on_device(name):
             raise Refusal("an operand lies in host memory")
+        fact = context.fact(name)
+        if fact is None:
+            shape, dtype = context.local(name), context.type(name).dtype
+            fact = torch.empty(shape, dtype=dtype, device="meta")
         forms.append((tuple(fact.shape), tuple(fact.stride()), fact.dtype, context.device))
     memory = {slot: context.storage.get(n, n) for slot, n in outside.items() if slot in cut.takes}
     shared = Counter(memory.values())
@@ -314,15 +343,29 @@ def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form
     return forms
 
 
-def _learn(forms: Mapping[int, Form], i: Instruction, context: Context) -> None:
+def _found(
+    cut: _Cut, results: Sequence[Form], outside: Mapping[int, str], context: Context
+) -> dict[int, Tensor]:
+    """Return meta tensors like what the unit takes and makes, and like views of these, by slot."""
+    facts = ((slot, context.fact(outside[slot])) for slot in cut.takes)
+    slots: dict[int, Any] = {slot: fact for slot, fact in facts if fact is not None}
+    for slot, (shape, strides, dtype, _) in zip(cut.makes, results, strict=True):
+        slots[slot] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    for line in cut.behind:
+        if line.is_view and slots.keys() >= {*line.refs}:
+            line(slots)
+    return slots
+
+
+def _learn(found: Mapping[int, Tensor], i: Instruction, context: Context) -> None:
     """Check the results against their types, and note their strides."""
     for name in i.outputs:
-        shape, strides, dtype, _ = forms.get(context.slot(name), (None, (), None, None))
-        if shape is None:
+        fact = found.get(context.slot(name))
+        if fact is None:
             continue
-        if (shape, dtype) != (context.local(name), context.type(name).dtype):
-            raise Refusal(f"%{name} would be {dtype}{list(shape)}")
-        context.know(name, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+        if (tuple(fact.shape), fact.dtype) != (context.local(name), context.type(name).dtype):
+            raise Refusal(f"%{name} would be {fact.dtype}{list(fact.shape)}")
+        context.know(name, fact)
 
 
 def _nbytes(form: Form) -> int:

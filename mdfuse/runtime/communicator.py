@@ -271,11 +271,11 @@ class Communicator:
     def replays(self, name: str, stream: int) -> Replays | None:
         """Return what notes the replays of a program's graphs; None where torch's watchdog does."""
         makers = (self._world.lanes, *self._backends.values())
-        tracks = (x.track(stream) for x in makers if isinstance(x, Tracking))
-        track = next((x for x in tracks if x is not None), None)
+        tracks = [x.track(stream) for x in makers if isinstance(x, Tracking)]
+        track, team = next(filter(None, tracks), None), tuple(range(self.size))
         if track is None:
             return None
-        return Replays(self._watch, track, name, tuple(range(self.size)))
+        return Replays(self._watch, track, name, team, self.sharing().values())
 
     @property
     def is_closed(self) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from mdfuse.backends.base import Around, Sharing
 from mdfuse.backends.nccl import lane as nccl_lane
 from mdfuse.backends.nccl import library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice, Device
@@ -70,16 +72,26 @@ class Replays:
             never given back.
         name: of a program, the same on all ranks that replay it, and used for it alone.
         team: the ranks that replay it, the same on all of them.
+        sharing: backends that may have something called around each replay, too.
     """
 
-    def __init__(self, watch: Watch, track: Track, name: str, team: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        track: Track,
+        name: str,
+        team: tuple[int, ...],
+        sharing: Iterable[Sharing] = (),
+    ) -> None:
         self._watch, self._track, self._name, self._team = watch, track, name, team
+        around = [x.around() for x in sharing]
+        self._around = [x for x in around if x is not None]
 
     def begin(self) -> None:
         """Forget what was captured before: a capture begins."""
         self._watch.captured.clear()
 
-    def end(self, region: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    def end(self, region: int) -> Around:
         """End the capture of a region; return what to call before and after each replay."""
         posts = tuple(self._watch.captured)
         listed = ", ".join(f"{post.kind} ({post.where})" for post in posts[:_LISTED])
@@ -92,7 +104,16 @@ class Replays:
             where=f"{name}: {listed}{more}",
             family=f"replays of {name}",
         )
-        return self._watch.prepare(subject, self._track)
+        noted = self._watch.prepare(subject, self._track)
+        if not self._around:
+            return noted
+        before, behind = zip(*self._around, noted, strict=True)
+        return partial(_all, before), partial(_all, behind[::-1])
+
+
+def _all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def agree_on_lanes(

@@ -18,8 +18,8 @@ from mdfuse.pipelines.timing import Slot, Timing
 from mdfuse.seeing.events import Event
 from mdfuse.seeing.report.numbers import time_text
 
-#: The name of a block that is a phase of a stage, and a name of one of its calls.
-_BLOCK = re.compile(r"([FBIW])(\d+)")
+#: The name of a block that is a phase of a stage, or a piece of it; a name of one of its calls.
+_BLOCK = re.compile(r"([FBIW])(\d+)(\.\d+)?")
 _MADE = re.compile(r"%([^\s@,]+)@(\d+)")
 
 

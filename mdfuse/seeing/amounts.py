@@ -60,6 +60,8 @@ def operations(program: HostProgram, i: Instruction) -> int:
         return 2 * math.prod(shapes[0]) * math.prod(_shape(program, i.outputs[0])[1:])
     if i.fn in ("grouped_mm", "grouped_mm_grad"):
         return 2 * math.prod(shapes[0]) * (shapes[1][-1])
+    if i.fn in ("routed_mm", "routed_mm_grad"):
+        return 2 * math.prod(shapes[0][-2:]) * (shapes[1][-1])
     return 0
 
 
@@ -75,6 +77,10 @@ def attention(program: HostProgram, i: Instruction) -> tuple[float, int, str] | 
 def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] | None:
     """Return how many products [m, k] x [k, n] an instruction is, m, n and k; None: it is none."""
     shapes = _shapes(program, i)
+    if i.op == "addmm":
+        (*batch, m, n), k = shapes[0], shapes[1][-1]
+        count = math.prod(batch)
+        return (1, count * m, n, k) if len(shapes[2]) == 2 else (count, m, n, k)
     if i.fn == "linear" or (i.fn == "matmul" and len(shapes[1]) <= 2):
         made = _shape(program, i.outputs[0])
         n = shapes[1][-1 if i.fn == "matmul" else 0] if len(shapes[1]) == 2 else 1

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 from mdfuse.hir.orders import Dims, seen_through
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand
+from mdfuse.hir.updates import updated_names
 from mdfuse.seeing.amounts import buffer_bytes
 
 
@@ -65,7 +67,7 @@ def memory_of(local: HostProgram) -> Memory:
         ProgramError: its loops cannot be written out.
     """
     assert local.rank is not None
-    flat = local.written_out
+    flat = local.as_run
     walk = _Walk(flat)
     for name in flat.inputs:
         walk.bind(name, -1)
@@ -104,6 +106,11 @@ class _Walk:
     inside: dict[int, int] = field(default_factory=dict)
     now: int = 0
 
+    @cached_property
+    def updated(self) -> frozenset[str]:
+        """What would share memory that is written again: it is copied where an order is asked."""
+        return updated_names(self.program)
+
     def bytes(self, name: str) -> int:
         return buffer_bytes(self.program, name)
 
@@ -119,7 +126,8 @@ class _Walk:
             lies = _seen(i, self.dense.get(operand), self.program)
             is_same = i.op != "pad" or self.bytes(name) == self.bytes(operand)
             needs = rows if i.op in ("pad", "reshape") else i.order
-            if is_same and needs in (None, lies):
+            is_kept = i.order is None or name not in self.updated
+            if is_same and is_kept and needs in (None, lies):
                 of, self.dense[name] = self.memory[operand], lies
         self.memory[name] = of
         if not self.users[of]:
@@ -178,7 +186,9 @@ def _seen(i: Instruction, lies: Dims | None, program: HostProgram) -> Dims | Non
         return None
     if i.op == "permute":
         return seen_through(i, lies)
-    if i.op in ("set", "pad", "unexpand") or (i.op == "expand" and _ndim(i, program) == len(lies)):
+    if i.op in ("set", "own", "pad", "unexpand") or (
+        i.op == "expand" and _ndim(i, program) == len(lies)
+    ):
         return lies
     shapes = [program.types[x].local_shape(program.rank) for x in (i.reads[0], i.outputs[0])]
     rows = tuple(range(len(shapes[0])))

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.fake_nccl import FakeDevice, FakeNccl, Wire, post
+from helpers.fake_nccl import FakeDevice, FakeNccl, FakeTrack, Wire, post
 from torch import Tensor
 
 from mdfuse.backends.base import PostSite
@@ -696,6 +697,20 @@ def test_a_replay_is_one_post() -> None:
     assert noted.subject.family == "replays of mlp, region 1" and noted.subject.is_shared
     track.done = 3
     assert [post.is_done() for post in watch.ring.posts()] == [True, True, True, False]
+
+
+def test_backends_are_called_around_a_replay() -> None:
+    called: list[str] = []
+    watch, track = Watch(rank=0, timeout_s=5), FakeTrack(called, COMPUTE)
+    pairs = [(partial(called.append, f"before {n}"), partial(called.append, f"behind {n}"))
+             for n in (1, 2)]  # fmt: skip
+    sharing: Any = [SimpleNamespace(around=lambda x=x: x) for x in (*pairs, None)]
+    before, behind = Replays(watch, track, "mlp", (0, 1), sharing).end(0)
+    before()
+    called.append("replay")
+    behind()
+    outer = ["before 1", "before 2", "replay", "behind 2", "behind 1"]
+    assert [x for x in called if isinstance(x, str)] == outer
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -28,10 +28,12 @@ from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.backend import SymmetricBackend
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
 from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half
+from mdfuse.backends.symmetric.cuda_turns import Turns
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
 from mdfuse.backends.symmetric.moves import Put, Shape, Show, Take, kind_of, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.teams import team_key
+from mdfuse.backends.work import DONE
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.backend_rows import why_not
@@ -41,12 +43,24 @@ TEAMS = [(0, 1), (2, 0, 1), (3, 1, 0, 2)]
 
 
 class FakeLane:
-    """A stream as a queue of functions, each of which returns whether it could be carried out."""
+    """A stream as a queue of functions, each of which returns whether it could be carried out.
+
+    Others see writes of words late, but before what it writes next.
+    """
 
     current: FakeLane | None = None
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], bool]] = deque()
+        self.capture = 0
+        self.late: tuple[int, int] | None = None
+
+    def arrive(self) -> None:
+        """Let others see what was written last."""
+        if self.late is not None:
+            word, value = self.late
+            ctypes.c_uint32.from_address(word).value = value
+        self.late = None
 
     def begin(self) -> None:
         return None
@@ -56,13 +70,20 @@ class FakeLane:
 
     def write(self, word: int, value: int) -> None:
         def write() -> bool:
-            ctypes.c_uint32.from_address(word).value = value
+            self.arrive()
+            self.late = word, value
             return True
 
         self.queue.append(write)
 
     def wait(self, word: int, value: int) -> None:
-        self.queue.append(lambda: ctypes.c_uint32.from_address(word).value == value)
+        def wait() -> bool:
+            found = ctypes.c_uint32.from_address(word).value
+            if self.late is not None and self.late[0] == word:
+                found = self.late[1]
+            return found == value
+
+        self.queue.append(wait)
 
     def make(self, work: Callable[[], Any]) -> Any:
         FakeLane.current = self
@@ -75,7 +96,13 @@ class FakeLane:
 
     def end(self) -> Callable[[], None]:
         done: list[bool] = []
-        self.queue.append(lambda: not done.append(True))  # type: ignore[func-returns-value]
+
+        def record() -> bool:
+            self.arrive()
+            done.append(True)
+            return True
+
+        self.queue.append(record)
 
         def join() -> None:
             if FakeLane.current is not None:
@@ -84,7 +111,30 @@ class FakeLane:
         return join
 
     def era(self) -> int:
-        return 0
+        return self.capture
+
+
+class FakeDevice:
+    """Events between such streams."""
+
+    def event(self) -> list[list[bool]]:
+        return []
+
+    def stream(self, handle: FakeLane) -> FakeLane:
+        return handle
+
+    def current_stream(self) -> FakeLane:
+        assert FakeLane.current is not None
+        return FakeLane.current
+
+    def record(self, event: list[list[bool]], stream: FakeLane) -> None:
+        done: list[bool] = []
+        event.append(done)
+        stream.queue.append(lambda: not done.append(True))  # type: ignore[func-returns-value]
+
+    def wait(self, stream: FakeLane, event: list[list[bool]], flags: int) -> None:
+        done = event[-1]
+        stream.queue.append(lambda: bool(done))
 
 
 class FakeHeap:
@@ -115,7 +165,14 @@ class World:
         of_ranks = [[FakeLane() for _ in ("lane", "tell", "behind")] for _ in team]
         self.lanes = [lane for lanes in of_ranks for lane in lanes]
         self.teams = [
-            CudaTeam(own=i, outboxes=outboxes, lane=lane, tell=tell, behind=behind)
+            CudaTeam(
+                own=i,
+                outboxes=outboxes,
+                turns=Turns(FakeDevice()),  # type: ignore[arg-type]
+                lane=lane,
+                tell=tell,
+                behind=behind,
+            )
             for i, (lane, tell, behind) in enumerate(of_ranks)
         ]
         self.works: list[Any] = []
@@ -160,12 +217,18 @@ class World:
         draw = torch.Generator().manual_seed(len(self.team))
         while any(lane.queue for lane in self.lanes):
             before = sum(len(lane.queue) for lane in self.lanes)
+            is_late = any(lane.late for lane in self.lanes)
             for i in torch.randperm(len(self.lanes), generator=draw).tolist():
-                queue = self.lanes[i].queue
+                lane = self.lanes[i]
                 for _ in range(int(torch.randint(1, 9, (1,), generator=draw))):
-                    if queue and queue[0]():
-                        queue.popleft()
-            assert sum(len(lane.queue) for lane in self.lanes) < before, "the streams stand still"
+                    if lane.queue and lane.queue[0]():
+                        lane.queue.popleft()
+            for i in torch.randperm(len(self.lanes), generator=draw).tolist()[::2]:
+                self.lanes[i].arrive()
+            after = sum(len(lane.queue) for lane in self.lanes)
+            assert is_late or after < before, "the streams stand still"
+        for lane in self.lanes:
+            lane.arrive()
         assert not any(w.any() for w in self.words), "something was put that nobody took"
 
 
@@ -299,6 +362,37 @@ def test_pairs_show_uneven_pieces() -> None:
         for rank, some in given.items():
             for x in some:
                 x.copy_(drawn(rank + 20 + run, x.numel()))
+
+
+def test_replays_and_eager_posts_take_turns() -> None:
+    """A program, or its caller, may have no order between them; each needs its own tags."""
+    world = World((0, 1), 1024)
+    sources = [drawn(n, 24) for n in range(9)]
+    kept = [torch.full_like(x, torch.nan) for x in sources]
+
+    def broadcast(n: int, rank: int) -> None:
+        srcs, dsts = ([sources[n]], []) if rank == 0 else ([], [kept[n]])
+        world.post(Call(kind="Broadcast", team=(0, 1), rank=rank, root=0), srcs, dsts, 0)
+
+    for rank, team in enumerate(world.teams):
+        lane, caller, other = team.lane, FakeLane(), FakeLane()
+        world.lanes += [caller, other]
+        captured = []
+        for n in (0, 1):
+            team.lane, caller.capture = caller, 1  # type: ignore[assignment]
+            broadcast(n, rank)
+            team.lane, caller.capture = lane, 0
+            captured.append([*caller.queue])
+            caller.queue.clear()
+        for n, stream in ((0, caller), (2, None), (3, None), (1, caller), (0, other), (4, None)):
+            if stream is None:
+                broadcast(n, rank)
+                continue
+            stream.make(team.turns.before)
+            stream.queue.extend(captured[n])
+            stream.make(team.turns.behind)
+    world.run()
+    assert all(map(torch.equal, sources[:5], kept[:5]))
 
 
 def test_what_is_shown_does_not_move() -> None:
@@ -497,6 +591,51 @@ def test_a_member_that_cannot_open_what_this_rank_has() -> None:
         prepared_with(backend, card, "no permission\nto see")
     os.close(card.file)
     assert "on rank 1" in str(caught.value) and "no permission" in str(caught.value)
+
+
+class Gloo:
+    """A backend that is told of teams and calls, and does nothing."""
+
+    name = "gloo"
+
+    def __init__(self) -> None:
+        self.teams: list[tuple[int, ...]] = []
+        self.calls: list[Call] = []
+        self.is_closed = False
+
+    def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
+        self.teams += teams
+
+    def bind(self, call: Call) -> Callable[..., Work]:
+        self.calls.append(call)
+        return lambda srcs, dsts: DONE
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_team_that_does_not_see_itself_is_carried_by_another_backend() -> None:
+    """That team alone, whoever could not see whom; it is opened once."""
+    opened: list[Gloo] = []
+    backend = alone_of_two()
+    backend.instead = lambda: opened.append(Gloo()) or opened[-1]
+    for rank, host in ((1, "elsewhere"), (2, "elsewhere")):
+        store = PrefixStore(f"symmetric/{team_key((0, rank))}", backend.store)
+        card = Card(process=replace(this_process(), host=host), file=0)
+        store.set(f"card/{rank}", json.dumps(card.fields()))
+        store.set(f"opened/{rank}", "")
+        backend.prepare([(0, rank)])
+        backend.prepare([(0, rank)])
+    (gloo,) = opened
+    assert gloo.teams == [(0, 1), (0, 2)] == [*backend.carried]
+    assert "gloo, as" in backend.carried[0, 1] and "on another host" in backend.carried[0, 1]
+    call = Call(kind="Allgather", team=(0, 1), rank=0)
+    backend.bind(call)
+    backend.posters(1)(call)
+    backend.bind(Call(kind="Allgather", team=(0,), rank=0))([torch.ones(2)], [torch.zeros(2)])
+    assert gloo.calls == [call, call]
+    backend.close()
+    assert gloo.is_closed
 
 
 def test_a_rank_without_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,18 @@ def test_what_is_given_back_is_taken_again(heap: CudaHeap) -> None:
     assert heap.take(4 * MIB) is small
 
 
+def test_streams_of_a_closed_team_are_used_again(
+    heap: CudaHeap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(cuda_heap, "CudaLane", lambda *_: made.append(object()) or made[-1])
+    device: Any = None
+    first, second = heap.take_lanes(device), heap.take_lanes(device)
+    assert [*first, *second] == made and len(made) == 6
+    heap.give_lanes(first)
+    assert heap.take_lanes(device) is first and len(made) == 6
+
+
 def test_where_addresses_lie(heap: CudaHeap) -> None:
     a, b = heap.take(2 * MIB), heap.take(4 * MIB)
     assert heap.find(b.address + 5) == (b.handle, 5)

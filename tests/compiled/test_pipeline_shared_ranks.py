@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from helpers.pipelines import batch_of, network, sines
+from helpers.pipelines import batch_of, network, sines, torch_makes
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, hir
@@ -77,7 +78,10 @@ def test_weights_that_are_gathered_before_are_there_for_all_streams() -> None:
 
 def two_stages(schedule: str = "1f1b") -> mf.Program:
     net = network(meshes(PLACES["one rank"]))
-    return mf.pipeline(net.definition, microbatches=2, batch=batch_of(net), schedule=schedule)
+    batch, options = batch_of(net), mf.Options(compile="never")  # each work by itself
+    return mf.pipeline(
+        net.definition, microbatches=2, batch=batch, schedule=schedule, options=options
+    )
 
 
 def test_a_stage_waits_for_what_it_reads_alone() -> None:
@@ -121,3 +125,30 @@ def test_one_stream_is_enough_where_no_more_are_wanted() -> None:
     assert "set_stream" not in str(program)
     for got, want in zip(mf.simulate(program, net.inputs).outputs, net.wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("name", ["one rank", "one rank, five stages"])
+@pytest.mark.parametrize(
+    ("schedule", "compile"),
+    [("gpipe", "never"), ("1f1b", "never"), ("1f1b", "auto"), ("zb1p", "never")],
+)
+def test_stages_on_streams_of_one_gpu_are_one_graph(schedule: str, compile: Any, name: str) -> None:
+    """With "always", what cannot be captured is an error; replays read other numbers."""
+    net = network(meshes(PLACES[name]), batch=12)
+    program = mf.pipeline(
+        net.definition,
+        microbatches=4,
+        batch=batch_of(net),
+        schedule=schedule,
+        options=mf.Options(graph="always", compile=compile),
+    )
+    assert len({*re.findall(r"set_stream (\d)", str(program))}) == min(len(PLACES[name]), 4)
+    given = [x.cuda() for x in net.inputs]
+    for run in range(5):
+        torch.manual_seed(run)
+        drawn = [torch.randn_like(x) / 2 for x in net.inputs]
+        for x, new in zip(given, drawn, strict=True):
+            x.copy_(new)  # weights are written over, and lie where they lay
+        for got, want in zip(program.run(*given), torch_makes(drawn), strict=True):
+            torch.testing.assert_close(got.cpu(), want, rtol=1e-11, atol=1e-11)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse.ir.ops import TABLE
+from mdfuse.seeing.memory import memory_of
 
 F = torch.nn.functional
 LINKS = 4
@@ -104,6 +105,7 @@ LINK: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "glu": (lambda h: torch.cat([F.glu(h)] * 2, -1), [numbers(*ROWS)]),
     "gelu": (F.gelu, [numbers(*ROWS)]),
     "silu": (F.silu, [numbers(*ROWS)]),
+    "gelu by tanh": (lambda h: F.gelu(h, approximate="tanh"), [numbers(*ROWS)]),
 }  # fmt: skip
 
 
@@ -121,6 +123,21 @@ def test_no_more_than_torch_keeps(name: str) -> None:
     for found, right in zip(mf.reference(fd, [*xs, seed])[1:], expected, strict=True):
         rough = 1e-6 if name.startswith("hard") else 1e-9  # torch rounds 1/6 to f32
         torch.testing.assert_close(found, right, rtol=rough, atol=rough)
+
+
+def held(program: mf.Program) -> int:
+    """The most bytes that its rank holds at once, inputs included."""
+    return memory_of(program.host.project(0)).peak
+
+
+#: Of one kernel each: beside what is kept there are the cotangent and what becomes of it.
+@pytest.mark.parametrize(
+    "name", ["gelu", "gelu by tanh", "hardsigmoid", "hardswish", "mish", "silu"]
+)
+def test_nothing_lies_between_a_cotangent_and_what_becomes_of_it(name: str) -> None:
+    f, xs = LINK[name]
+    fd = defined(f, xs)
+    assert held(mf.compile(fd)) <= (2 + LINKS + 2) * xs[0].nbytes
 
 
 def test_of_a_block_that_is_recomputed_its_operand_is_kept() -> None:

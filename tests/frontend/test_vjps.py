@@ -333,6 +333,7 @@ NARROW: dict[str, Callable[..., Any]] = {
     "quotient": lambda x: 3 / x, "power": lambda x: x.abs() ** 1.5, "std": lambda x: x.std(1),
     "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"), "softplus": F.softplus,
     "prod": lambda x: x[:, :6].prod(1), "mean": lambda x: x.mean(0), "elu": F.elu,
+    "mish": F.mish, "hardswish": F.hardswish, "leaky_relu": F.leaky_relu,
 }  # fmt: skip
 
 

@@ -117,6 +117,35 @@ def test_products_with_the_hessian(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+#: Elementwise ops of which one kernel gives what comes back, some with settings of their own.
+BENT: dict[str, Callable[..., Any]] = {
+    "elu": lambda x: F.elu(x, 0.7), "gelu": F.gelu, "hardswish": F.hardswish, "mish": F.mish,
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"), "leaky_relu": F.leaky_relu,
+    "sigmoid": torch.sigmoid, "silu": F.silu, "softplus": lambda x: F.softplus(x, 1.5, 2.0),
+    "tanh": torch.tanh,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_third_derivatives_of_kernels(name: str) -> None:
+    """Each time of the square of what came before, so that cotangents are differentiated, too."""
+    x, f = numbers(5, 4) * 2, BENT[name]
+    made, leaf = [], x.clone().requires_grad_()
+    of = f(leaf)
+    for _ in range(3):
+        (of,) = torch.autograd.grad(of.square().sum(), leaf, create_graph=True)
+        made.append(of.detach())
+    with mf.FusionDefinition() as fd:
+        h = fd.define_tensor(x.shape, x.dtype)
+        y = f(h)
+        for _ in range(3):
+            (y,) = mf.grad(y.square().sum(), [h])
+            fd.add_output(y)
+    rough = 1e-6 if name == "hardswish" else 1e-10  # torch rounds 1/6 to f32
+    for found, expected in zip(mf.reference(fd, [x]), made, strict=True):
+        torch.testing.assert_close(found, expected, rtol=rough, atol=rough)
+
+
 def multiplied(x: Tensor) -> Tensor:
     """The running products along dim 1, by multiplications alone."""
     found = [x[:, 0]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mdfuse.ir import dims
+from mdfuse.ir import dims, slopes
 from mdfuse.ir.attributes import Attr
 from mdfuse.ir.ops import TABLE, Op
 
@@ -211,7 +211,38 @@ def _grouped_grad_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]
     return [x, torch.ones(x.shape[0], weight.shape[2]), ends], {"shape": tuple(weight.shape)}
 
 
+def _slope_call(name: str) -> Callable[[random.Random], tuple[list[Any], dict[str, Any]]]:
+    """A cotangent, as a rule of the shape of what it comes back to."""
+
+    def drawn_for(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+        shape = drawn_shape(drawn)
+        other = shape if drawn.random() < 0.7 else drawn_shape(drawn)
+        given = (a for a in TABLE[name].attrs if a.required or drawn.random() < 0.5)
+        attrs = {a.name: drawn_attr(drawn, a, shape) for a in given}
+        return [torch.ones(shape), torch.ones(other)], attrs
+
+    return drawn_for
+
+
+def _routed_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    t, k, n, p, e = (drawn.randrange(1, 4) for _ in range(5))
+    rows = k + (drawn.random() < 0.1)
+    front = (p,) if drawn.random() < 0.5 else ()
+    ids = torch.zeros(t + (drawn.random() < 0.1), dtype=torch.int64)
+    return [torch.ones(*front, t, k), torch.ones(p, e, rows, n), ids], {}
+
+
+def _routed_grad_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    (x, weight, ids), _ = _routed_call(drawn)
+    front = () if x.ndim == 3 else weight.shape[:1]
+    ct = torch.ones(*front, x.shape[-2], weight.shape[3])
+    return [x, ct, ids], {"shape": tuple(weight.shape)}
+
+
 _DRAWN = {
+    **{f"{name}_grad": _slope_call(f"{name}_grad") for name in slopes.NAMES},
+    "routed_mm": _routed_call,
+    "routed_mm_grad": _routed_grad_call,
     "grouped_mm": _grouped_call,
     "grouped_mm_grad": _grouped_grad_call,
     **dict.fromkeys(("inverse", "cholesky"), _square_call),

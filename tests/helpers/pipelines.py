@@ -65,7 +65,7 @@ def network(places: list[DeviceMesh], *, batch: int = 12, trains: bool = True) -
     generator = torch.Generator().manual_seed(0)
     shapes = [[batch, WIDTH]] * 2 + [[HIDDEN, WIDTH], [WIDTH, HIDDEN]] * len(places)
     inputs = [torch.randn(s, generator=generator, dtype=dtype) / 2 for s in shapes]
-    return Net(fd, inputs, _wanted(inputs, trains))
+    return Net(fd, inputs, torch_makes(inputs, trains))
 
 
 def sines(places: list[DeviceMesh], *, batch: int = 6, width: int = 4, trains: bool = True) -> Net:
@@ -93,7 +93,8 @@ def sines(places: list[DeviceMesh], *, batch: int = 6, width: int = 4, trains: b
     return Net(fd, inputs, [found.detach(), *grads])
 
 
-def _wanted(inputs: list[Tensor], trains: bool) -> list[Tensor]:
+def torch_makes(inputs: list[Tensor], trains: bool = True) -> list[Tensor]:
+    """The outputs of `network` for some inputs, by torch's autograd."""
     h, t, *leaves = [x.clone().requires_grad_() for x in inputs]
     for w, v in zip(leaves[::2], leaves[1::2], strict=True):
         h = _layer(h, w, v, F)

@@ -461,6 +461,10 @@ OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "grouped_mm": (
         "x sq", lambda ops, x, w: ops.grouped_mm(x, w, ops.tensor([2, 4])),
         lambda x, w: torch.cat([x[:2] @ w[0], x[2:4] @ w[1], torch.zeros_like(x[4:])])),
+    "routed_mm": (
+        "x sq",
+        lambda ops, x, w: ops.routed_mm(x, ops.unsqueeze(w, 0), ops.tensor([1, 0, 1, 2, 0])),
+        lambda x, w: torch.stack([x[i] @ w[n] for i, n in enumerate((1, 0, 1, 2, 0))])[None]),
     "empty": ("x", lambda ops, x: x + ops.empty(5, 4), lambda x: x),
     "empty_like": ("x", lambda ops, x: x + torch.empty_like(x), lambda x: x),
     "new_empty": ("x", lambda ops, x: x + x.new_empty(5, 4), lambda x: x),

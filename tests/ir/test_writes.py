@@ -114,6 +114,15 @@ def with_attrs(*choices: Attrs) -> Any:
     return cases
 
 
+def slopes(*choices: Attrs) -> Any:
+    def cases(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+        for operands, _ in binary(dtype):
+            for attrs in choices:
+                yield operands, attrs
+
+    return cases
+
+
 def joins(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
     for shape in SHAPES:
         yield (draw(dtype, *shape), draw(dtype, *shape)), {"dim": 0}
@@ -142,6 +151,9 @@ CASES: dict[str, Any] = {
     "round_terms": with_attrs({"dtype": torch.bfloat16}),
     "polygamma": with_attrs({"n": 1}, {"n": 3}),
     "leaky_relu": with_attrs({}, {"negative_slope": 0.2}),
+    "hardtanh_grad": slopes({"min": -1, "max": 1.5}),
+    "gelu_grad": slopes({"approximate": "none"}, {"approximate": "tanh"}),
+    "softplus_grad": slopes({}, {"beta": 2.0, "threshold": 3.0}),
     "where": wheres,
     "cat": joins,
     "index_copy": copies,
@@ -176,7 +188,7 @@ def given(name: str, dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs, Tens
     for operands, attrs in (CASES.get(name) or CASES.get(row.host) or drawn(row))(dtype):
         try:
             yield operands, attrs, row.call(*operands, **attrs)
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError, ValueError):
             continue
 
 

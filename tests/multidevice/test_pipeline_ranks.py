@@ -53,6 +53,12 @@ def test_stages_on_four_ranks(tp: int, schedule: str, comm: mf.Communicator) -> 
     check(meshes(4 // tp, tp), schedule, comm)
 
 
+@pytest.mark.world(4)
+def test_actions_in_turns(comm: mf.Communicator) -> None:
+    a, b = meshes(2, tp=2)
+    check([a, b, b, a], "dualpipev", comm)
+
+
 @pytest.mark.world(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb1p"])
 def test_each_rank_has_two_stages_on_streams_of_their_own(

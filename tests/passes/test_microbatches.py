@@ -254,13 +254,18 @@ MERGED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+#: Rows of the batch, ranks, microbatches.
+UNEVEN_RANKS = [(5, 2, 1), (3, 2, 3), (4, 3, 2), (2, 3, 1)]
+UNEVEN_MICROBATCHES = [(7, 1, 4), (14, 2, 3), (14, 2, 8)]
+
+
 @pytest.mark.parametrize("weight", [{}, {"dp": Shard(0)}], ids=["whole", "split"])
-@pytest.mark.parametrize(("rows", "ranks", "count"), [(5, 2, 1), (3, 2, 3), (4, 3, 2), (2, 3, 1)])
+@pytest.mark.parametrize(("rows", "ranks", "count"), [*UNEVEN_RANKS, *UNEVEN_MICROBATCHES])
 @pytest.mark.parametrize("name", MERGED)
-def test_rows_that_are_merged_where_ranks_have_uneven_parts(
+def test_rows_that_are_merged_where_parts_are_uneven(
     name: str, rows: int, ranks: int, count: int, weight: Any
 ) -> None:
-    """The batch is gathered for the reshape, and then taken in microbatches."""
+    """Of ranks: the batch is gathered for the reshape, and then taken in microbatches."""
     f, mesh = MERGED[name], DeviceMesh.arange(dp=ranks)
     x, w = (torch.randn(shape, dtype=torch.float64) for shape in ((rows, 4, 6), (4, 6)))
     with mf.FusionDefinition("merged") as fd:
@@ -291,7 +296,7 @@ def defined(shape: list[int], build: Callable[[Any], Any]) -> mf.FusionDefinitio
 WHOLE = {
     "softmax": lambda x: x.softmax(0),
     "product with itself": lambda x: x @ x.T,
-    "merged": lambda x: x.reshape(-1),
+    "merged otherwise": lambda x: x.reshape(2, 14),
     "median": lambda x: x.sort(0)[0],
     "maximum of nothing": lambda x: x[:4].amax(0),
 }

@@ -317,3 +317,56 @@ def test_what_one_call_makes_is_known_to_the_next_unit(body: str, compiler: Comp
     (found,) = evaluator.run({"x": x})
     torch.testing.assert_close(found, (x * 2).exp() + 1)
     assert len(compiler.bodies) == 1 and not evaluator.fuser.refused
+
+
+def test_a_view_of_what_a_unit_makes_is_known_to_the_next_one(compiler: Compiler) -> None:
+    """As of keys and values, which a backward reads: the view is taken behind the unit."""
+    text = """
+        host @views on mesh(t=1) {
+          input %x: f32[3,4] (t=R)
+          launch first(%x) -> %y {
+            %v: f32[4,3] (t=R) = permute(%x, dims=[1,0])
+            %w: f32[4,3] (t=R) = mul(%v, 2)
+            %u: f32[4,3] (t=R) = exp(%w)
+            %y: f32[3,4] (t=R) = permute(%u, dims=[1,0])
+          }
+          launch second(%y) -> %z {
+            %a: f32[3,4] (t=R) = sin(%y)
+            %z: f32[3,4] (t=R) = add(%a, 1)
+          }
+          free %y
+          return %z
+        }
+    """
+    evaluator = HostIrEvaluator(parse(text), options=ALWAYS)
+    x = torch.randn(3, 4)
+    (found,) = evaluator.run({"x": x})
+    torch.testing.assert_close(found, (x * 2).exp().sin() + 1)
+    assert len(compiler.bodies) == 2 and not evaluator.fuser.refused
+
+
+def test_what_lies_nobody_knows_how_is_made_dense(compiler: Compiler) -> None:
+    """Most of it is dense already; here it follows the order of heads and positions before."""
+    text = """
+        host @between on mesh(t=1) {
+          input %x: f32[1,4,2,8] (t=R)
+          %v: f32[1,2,4,8] (t=R) = permute(%x, dims=[0,2,1,3])
+          %w: f32[1,2,4,8] (t=R), %l: f32[1,2,4] (t=R) = attention(%v, %v, %v, None)
+          launch unit(%w) -> %y, %s {
+            %a: f32[1,2,4,8] (t=R) = exp(%w)
+            %y: f32[1,2,4,8] (t=R) = add(%a, %w)
+            %s: f32[1,4,2,8] (t=R) = permute(%y, dims=[0,2,1,3]) contiguous
+          }
+          free %v, %w, %l
+          return %y, %s
+        }
+    """
+    evaluator = HostIrEvaluator(parse(text), options=ALWAYS)
+    x = torch.randn(1, 4, 2, 8)
+    y, s = evaluator.run({"x": x})
+    v = x.transpose(1, 2)
+    w = torch.softmax(v @ v.mT / 8**0.5, -1) @ v
+    torch.testing.assert_close(y, w.exp() + w)
+    torch.testing.assert_close(s, y.transpose(1, 2))
+    assert s.is_contiguous() and s.data_ptr() != y.data_ptr()
+    assert len(compiler.bodies) == 1 and not evaluator.fuser.refused

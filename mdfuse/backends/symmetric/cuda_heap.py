@@ -1,4 +1,4 @@
-"""Memory of this rank's GPU that other processes open by CUDA's IPC: outboxes, and arenas.
+"""What a process keeps of its GPU: memory that others open by CUDA's IPC, and streams.
 
 An *arena* is a run of memory for what a program computes and sends: the others copy it from where
 it lies. Ranks may share a GPU, or each have one that reaches the others'. What was given back is
@@ -14,11 +14,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mdfuse.backends.symmetric.cuda_memory import CudaMemory
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
+from mdfuse.backends.symmetric.cuda_memory import CudaLane, CudaMemory
 from mdfuse.errors import BackendError
 
 #: Sizes of runs are multiples of this, so that they are alike more often.
 _ALIGNED = 2 << 20
+
+#: The streams of a team.
+Lanes = tuple[CudaLane, CudaLane, CudaLane]
 
 #: A run is taken again where at least one byte of so many is used.
 _WASTE = 2
@@ -59,6 +63,7 @@ class CudaHeap:
     device: torch.device
     _runs: list[Run] = field(default_factory=list)
     _idle: list[Run] = field(default_factory=list)
+    _lanes: list[Lanes] = field(default_factory=list)
     _opened: dict[str, int] = field(default_factory=dict)  # handle -> address
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -108,6 +113,18 @@ class CudaHeap:
             made = torch.as_tensor(owner, device=self.device)  # which keeps its owner
         weakref.finalize(owner, self.give, run).atexit = False
         return made
+
+    def take_lanes(self, device: CudaDevice) -> Lanes:
+        """Return streams for a team, those of a closed one first: a GPU has few queues for them."""
+        with self._lock:
+            if self._lanes:
+                return self._lanes.pop()
+        one, two, three = (CudaLane(device, self.number) for _ in range(3))
+        return one, two, three
+
+    def give_lanes(self, lanes: Lanes) -> None:
+        """Give streams back on which nothing is queued."""
+        self._lanes.append(lanes)
 
     def open(self, handle: str) -> int:
         """Return the address, in this process, of memory of any process."""

@@ -13,6 +13,7 @@ from functools import partial
 
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.symmetric.cuda_memory import Lane
+from mdfuse.backends.symmetric.cuda_turns import Turns
 from mdfuse.backends.symmetric.moves import Move, Put, See, Show, Take
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.transfers import change
@@ -37,6 +38,7 @@ class CudaTeam:
     Attributes:
         own: this rank's index.
         outboxes: of all members.
+        turns: of this rank, which eager posts and replays of graphs take.
         lane: where moves are queued.
         tell: where words are queued that tell readers what is shown.
         behind: where waits for readers are queued.
@@ -44,6 +46,7 @@ class CudaTeam:
 
     own: int
     outboxes: Sequence[CudaOutbox]
+    turns: Turns
     lane: Lane
     tell: Lane
     behind: Lane
@@ -68,6 +71,7 @@ class CudaTeam:
         """
         before, behind = notes
         before()
+        self.turns.post(self.lane)
         self.lane.begin()
         given = self.lane.make(buffers)
         sent = self._queue(call, moves, given)
@@ -117,6 +121,8 @@ class CudaTeam:
         if not shows:
             return None
         tell, behind = self.tell, self.behind
+        self.turns.post(tell)
+        self.turns.post(behind)
         tell.begin()
         era = tell.era()
         words = self.outboxes[self.own].words

@@ -20,13 +20,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Work, check_usable
+from mdfuse.backends.base import Around, Work, check_usable
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
-from mdfuse.backends.symmetric.cuda_heap import CudaHeap, Run, heap_of
-from mdfuse.backends.symmetric.cuda_memory import CudaLane, too_few_queues
+from mdfuse.backends.symmetric.cuda_heap import CudaHeap, Lanes, Run, heap_of
+from mdfuse.backends.symmetric.cuda_memory import too_few_queues
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites
 from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
+from mdfuse.backends.symmetric.cuda_turns import Turns
 from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
 from mdfuse.backends.symmetric.host_team import HostTeam, Progress, outbox_of
@@ -95,6 +96,9 @@ class Provider(Protocol):
 
     def track(self, stream: int) -> Track | None:
         """Return a new track of what is queued on a stream; None where nothing is."""
+
+    def around(self) -> Around | None:
+        """Return what to call before and behind replays of graphs; see `Sharing`."""
 
     def close(self) -> None:
         """Give up what teams had in common."""
@@ -180,6 +184,9 @@ class HostProvider:
     def track(self, stream: int) -> None:
         return None
 
+    def around(self) -> None:
+        return None
+
     def close(self) -> None:
         self._heap = None
 
@@ -196,6 +203,7 @@ class CudaProvider:
         torch.cuda.synchronize(place.device)  # makes its context current, which the driver asks for
         self._place = place
         self._heap, self._device = heap_of(place.device), CudaDevice(place.device)
+        self._turns = Turns(self._device)
         #: handle -> what was offered to a team that is not made yet
         self._outboxes: dict[str, Run] = {}
 
@@ -223,10 +231,17 @@ class CudaProvider:
             CudaOutbox(words=w, slots=self._heap.open(card.device))
             for w, (_, card) in zip(seen, found, strict=True)
         )
-        lane, tell, behind = (CudaLane(self._device, self._heap.number) for _ in range(3))
-        stream = lane.stream
+        lanes = self._heap.take_lanes(self._device)
+        lane, tell, behind = lanes
         return CudaOutboxes(
-            queue=CudaTeam(own=own, outboxes=outboxes, lane=lane, tell=tell, behind=behind),
+            queue=CudaTeam(
+                own=own,
+                outboxes=outboxes,
+                turns=self._turns,
+                lane=lane,
+                tell=tell,
+                behind=behind,
+            ),
             heap=self._heap,
             sites=Sites(
                 own=own,
@@ -234,8 +249,8 @@ class CudaProvider:
                 store=PrefixStore("sites", store),
                 timeout_s=self._place.timeout_s,
             ),
-            stream=stream,
-            track=self._device.track(int(stream.cuda_stream)),
+            lanes=lanes,
+            track=self._device.track(int(lane.stream.cuda_stream)),
             noter=self._place.noter,
             words=words,
             kept=found,
@@ -248,6 +263,9 @@ class CudaProvider:
 
     def track(self, stream: int) -> Track:
         return self._device.track(stream)
+
+    def around(self) -> Around:
+        return self._turns.before, self._turns.behind
 
     def close(self) -> None:
         """Give back the outboxes of teams that could not be made; the others are their team's."""
@@ -262,7 +280,7 @@ class CudaOutboxes:
     queue: CudaTeam
     heap: CudaHeap
     sites: Sites
-    stream: torch.cuda.Stream
+    lanes: Lanes
     track: Track
     noter: PostLog | None
     words: Sequence[int]
@@ -287,11 +305,12 @@ class CudaOutboxes:
     def close(self) -> None:
         """Give the memory up once all was taken; where a member does not take it, leave it."""
         until = time.monotonic() + _CLOSING_S
-        while not self.stream.query() or any(self.own_words):
+        while any(self.own_words) or not all(lane.stream.query() for lane in self.lanes):
             if time.monotonic() > until:
                 return
             time.sleep(1e-3)
         self.heap.give(self.outbox)
+        self.heap.give_lanes(self.lanes)
         for word in self.words:
             self.heap.memory.unregister(word)
 

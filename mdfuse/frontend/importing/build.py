@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +17,17 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.grad import recompute
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing import routes
 from mdfuse.frontend.importing.batches import on_batches
 from mdfuse.frontend.importing.capture import Captured
 from mdfuse.frontend.importing.constants import as_value, is_made
 from mdfuse.frontend.importing.drawn import Context, draws
 from mdfuse.frontend.importing.fold import Folded
 from mdfuse.frontend.importing.indices import ramp_of
-from mdfuse.frontend.importing.joined import RULES, Joined
+from mdfuse.frontend.importing.joined import GROUPED, RULES, Joined
 from mdfuse.frontend.importing.lines import called_at, line_of
 from mdfuse.frontend.importing.place import Placed
+from mdfuse.frontend.importing.routes import leaves
 from mdfuse.frontend.importing.table import (
     BY_VALUE,
     IGNORED,
@@ -152,6 +155,12 @@ class Model:
             return x.mapped(lambda part: self._brought(node, part))
         return self._brought(node, x)
 
+    def parts_of_rows(self, node: Node) -> int:
+        """Over how many ranks the first dim of a parameter is split where it is read."""
+        layout = self.layout(node)
+        split = [a for a in layout.mesh.axes if a not in self.gather]
+        return math.prod(layout.mesh.axis_size(a) for a in split if layout.placement(a) == Shard(0))
+
     def _brought(self, node: Node, x: Handle) -> Handle:
         layout = self.placed[node].layout if node in self.placed else None
         if layout is None or not any(isinstance(layout.placement(a), Shard) for a in self.gather):
@@ -242,7 +251,7 @@ def constants_of(live: Mapping[Node, None], folded: Folded) -> dict[Node, Node]:
         known = {n: folded[n] for n in node.all_input_nodes if n in folded}
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: known.get(n, _shape_of(n)))  # noqa: B023
         wanted = BY_VALUE.get(str(node.target))
-        asked = [*_leaves(wanted(*args, **kwargs) if wanted else (args, kwargs))]
+        asked = [*leaves(wanted(*args, **kwargs) if wanted else (args, kwargs))]
         for n, x in known.items():
             if isinstance(x, Tensor) and any(x is y for y in asked) and not is_made(x):
                 same = (m for m in found.values() if _are_equal(folded[m], x))
@@ -265,14 +274,6 @@ def _are_equal(x: Tensor, y: Tensor) -> bool:
     return x.dtype == y.dtype and torch.equal(x, y)
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, tuple | list | dict):
-        for x in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(x)
-    else:
-        yield tree
-
-
 # -- recording -------------------------------------------------------------------------------------
 
 
@@ -289,7 +290,7 @@ def record(model: Model, inputs: Inputs, is_trained: bool = False) -> list[Any]:
     recording = _Recording(model, inputs, is_trained)
     for node in model.live:
         if node.op == "call_function":
-            recording.known[node] = recording.call(node)
+            recording.keep(node, recording.call(node))
     for buffer, node in model.captured.written:
         new = whole(recording.read(node))
         if not isinstance(new, Handle):
@@ -318,8 +319,10 @@ def _not_made(model: Model, place: int, node: Node) -> DefinitionError:
 
 
 def whole(x: Any) -> Any:
-    """A value, of one in parts their concatenation."""
-    return x.whole() if isinstance(x, Joined) else x
+    """A value, of one in parts their concatenation, of rows that were to be sorted these."""
+    while isinstance(x, (Joined, *routes.KINDS)):
+        x = x.whole()
+    return x
 
 
 class _Recording:
@@ -332,6 +335,11 @@ class _Recording:
         self.known: dict[Node, Any] = {**given, **{n: given[m] for n, m in model.same.items()}}
         self._gathered: dict[Node, Any] = {}
         self._made: dict[int, Handle] = {}
+        self._parts: dict[int, int] = {}
+        self._constants: dict[int, Any] = {
+            x.id: model.folded[n] for n in model.constants if isinstance(x := given[n], Handle)
+        }
+        self._is_routed = any(str(n.target) in GROUPED for n in model.live)
 
     def read(self, node: Node) -> Any:
         """The value of a node: parameters are gathered when they are first read."""
@@ -340,8 +348,26 @@ class _Recording:
         if node not in self.model.captured.parameters:
             return self.known[node]
         if node not in self._gathered:
-            self._gathered[node] = self.model.gathered(node, self.known[node])
+            found = self._gathered[node] = self.model.gathered(node, self.known[node])
+            for x in found.parts if isinstance(found, Joined) else [found]:
+                self._parts[x.id] = self.model.parts_of_rows(node)
         return self._gathered[node]
+
+    def keep(self, node: Node, value: Any) -> None:
+        """Note the value of a node; of matrices of experts over how many ranks they are split."""
+        self.known[node] = value
+        if not self._is_routed or not isinstance(value, Handle):
+            return
+        if ramp := ramp_of(node, self.read):
+            self._constants[value.id] = ramp
+        operand = self.read(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+        is_same = str(node.target) in routes.MAPPED or routes.is_pointwise(node)
+        if is_same and isinstance(operand, Handle) and operand.shape == value.shape:
+            self._parts.setdefault(value.id, self._parts_of(operand))
+
+    def _parts_of(self, x: Handle) -> int:
+        """Over how many ranks matrices of experts are split."""
+        return self._parts.get(self.views.beginning(x).id, 1)
 
     def call(self, node: Node) -> Any:
         """Record a node, from its line in the module."""
@@ -353,7 +379,24 @@ class _Recording:
             args = args[0], [self._index(i, x) for i, x in pairs]
         kwargs = {key: x for key, x in kwargs.items() if key not in IGNORED}
         line = line_of(node.meta.get("stack_trace"))
-        return called_at(line, node.name, self._apply)(str(node.target), args, kwargs)
+        return called_at(line, node.name, self._call)(node, args, kwargs)
+
+    def _call(self, node: Node, args: Any, kwargs: Any) -> Any:
+        """Apply a node; rows that are sorted by their experts stay as they are."""
+        target = str(node.target)
+        if not self._is_routed:
+            return self._apply(target, args, kwargs)
+        call = routes.Call(
+            target=target,
+            is_pointwise=routes.is_pointwise(node),
+            apply=self._apply,
+            parts=self._parts_of,
+            known=lambda x: self._constants.get(x.id, x) if isinstance(x, Handle) else x,
+        )
+        found = routes.on_rows(call, args, kwargs)
+        if found is not None:
+            return found
+        return self._apply(target, *map_aggregate((args, kwargs), routes.sorted_again))
 
     def _index(self, node: Any, x: Any) -> Any:
         """An index: where a run computes it, what it is known to count."""
@@ -380,7 +423,7 @@ class _Recording:
         return self.views.reshape(found, (n, found.shape[-1]))
 
     def _dispatch(self, target: str, args: Any, kwargs: Any) -> Any:
-        if any(isinstance(x, Joined) for x in _leaves((args, kwargs))):
+        if any(isinstance(x, Joined) for x in leaves((args, kwargs))):
             rule = RULES.get(target)
             found = rule(self.views, *args, **kwargs) if rule else None
             if found is not None:

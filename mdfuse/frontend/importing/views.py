@@ -100,6 +100,10 @@ class Views:
         whole = [x.shape[at] // known if are_same(n, -1) and is_open else n for n in sizes]
         return self.reshape(x, (*x.shape[:at], *whole, *x.shape[at + 1 :]))
 
+    def beginning(self, x: Handle) -> Handle:
+        """The value of which another is a view; itself where it is none."""
+        return self._of(x).base
+
     def rows(self, x: Handle) -> Handle | None:
         """Return a matrix whose rows are several dims with these dims apart; None for others."""
         view = self._known.get(x.id)

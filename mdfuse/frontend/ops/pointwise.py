@@ -11,6 +11,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import Elementwise, again, as_dtype, record, shown
+from mdfuse.ir import slopes
 from mdfuse.ir.ops import TABLE
 
 
@@ -31,11 +32,12 @@ def _binary(name: str) -> Elementwise:
 
 
 _RECORDED = {"unary": _unary, "binary": _binary}
+_OF_GRADIENTS = {f"{name}_grad" for name in slopes.NAMES}
 #: Operations with no arguments but their operands.
 ROWS: dict[str, Elementwise] = {
     name: _RECORDED[row.host](name)
     for name, row in TABLE.items()
-    if row.host in _RECORDED and not row.attrs
+    if row.host in _RECORDED and not row.attrs and name not in _OF_GRADIENTS
 }
 _equal = ROWS["eq"]
 maximum, minimum, mul, tanh = ROWS["maximum"], ROWS["minimum"], ROWS["mul"], ROWS["tanh"]
@@ -234,13 +236,6 @@ def logsigmoid(x: Handle) -> Handle:
     return neg(softplus(neg(x)))
 
 
-def mish(x: Handle) -> Handle:
-    """x * tanh(softplus(x))."""
-    with again(x):
-        share = tanh(softplus(x))
-    return x * share
-
-
 def selu(x: Handle) -> Handle:
     """A scaled elu (Klambauer et al. 2017, arXiv:1706.02515, for the constants)."""
     with again(x):
@@ -260,20 +255,6 @@ def hardtanh(x: Handle, min_val: float = -1.0, max_val: float = 1.0) -> Handle:
 def relu6(x: Handle) -> Handle:
     """x limited to [0, 6]."""
     return hardtanh(x, 0, 6) if x.dtype.is_floating_point else clamp(x, 0, 6)
-
-
-def hardsigmoid(x: Handle) -> Handle:
-    """x + 3 limited to [0, 6], divided by 6."""
-    with again(x):
-        kept = relu6(x + 3)
-    return kept / 6
-
-
-def hardswish(x: Handle) -> Handle:
-    """x * hardsigmoid(x)."""
-    with again(x):
-        kept = relu6(x + 3)
-    return x * kept / 6
 
 
 def softsign(x: Handle) -> Handle:

@@ -145,3 +145,29 @@ def grouped_mm(x: Handle, weight: Handle, offs: Handle) -> Handle:
             hint="offs = counts.cumsum(0)",
         )
     return record("grouped_mm", x, weight, offs)
+
+
+def routed_mm(x: Handle, weight: Handle, ids: Handle) -> Handle:
+    """Each row of x[t,k] times the matrix of its number, of those in weight[p,e,k,n].
+
+    Matrices stand in p parts, which may be split over ranks. The product is apart, [p,t,n]: of each
+    part the rows whose matrix it has, zeros for the others. What x is apart, [p,t,k], is together
+    again, [t,n]: rows of other parts are not read. So rows stay where the matrices are from one
+    product to the next, and are summed over the ranks at the end.
+
+    Args:
+        x: rows in any order; they may be split.
+        weight: the matrices.
+        ids: [t], integers: the number of each row's matrix, of all p * e; others give zeros.
+    """
+    apart = (t, k) = (x.shape[0], 0) if x.ndim < 2 else x.shape[-2:]
+    is_number = not (ids.dtype.is_floating_point or ids.dtype == torch.bool)
+    fits = weight.ndim == 4 and weight.shape[2] == k and ids.shape == (t,) and is_number
+    fits = fits and tuple(x.shape) in ((t, k), (weight.shape[0], *apart))
+    if not fits or x.dtype != weight.dtype or not x.dtype.is_floating_point:
+        raise DefinitionError(
+            f"routed_mm of {shown(x)}, {shown(weight)} and {shown(ids)}",
+            because="x is [t,k] or [p,t,k], the weight [p,e,k,n] of its dtype, ids has t integers",
+            hint="weight.unflatten(0, (1, -1)) where no rank has a part of the matrices",
+        )
+    return record("routed_mm", x, weight, ids)

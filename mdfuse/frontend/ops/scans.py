@@ -43,7 +43,8 @@ def _running(op: str, doc: str) -> Operation:
         if dtype is None and not (x.dtype.is_floating_point or x.dtype.is_complex):
             dtype = torch.int64
         x = x if dtype is None or dtype == x.dtype else cast(x, dtype)
-        return record(op, x, dim=at)
+        found = record(op, x, dim=at)  # of integers in int64
+        return found if dtype in (None, found.dtype) else cast(found, dtype)
 
     function.__name__, function.__doc__ = op, doc
     return function

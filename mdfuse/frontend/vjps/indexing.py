@@ -191,6 +191,25 @@ def _grouped_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     )
 
 
+@rule("routed_mm")
+def _routed(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    turned = views.transpose(e[1]) if e.wants(0) else None
+    return (
+        record("routed_mm", ct, turned, e[2]) if turned is not None else None,
+        record("routed_mm_grad", e[0], ct, e[2], shape=e.shape(1)) if e.wants(1) else None,
+        None,
+    )
+
+
+@rule("routed_mm_grad")
+def _routed_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (
+        record("routed_mm", e[1], views.transpose(ct), e[2]) if e.wants(0) else None,
+        record("routed_mm", e[0], ct, e[2]) if e.wants(1) else None,
+        None,
+    )
+
+
 @rule("contract")
 def _contract(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     labels = e.attrs["left"], e.attrs["right"]

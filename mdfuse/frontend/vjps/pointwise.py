@@ -31,10 +31,12 @@ from mdfuse.frontend.vjps.table import (
     sign,
     sin,
     sinh,
+    tanh,
     trunc,
     where,
     widely,
 )
+from mdfuse.ir import slopes
 
 # -- pointwise: two operands ---------------------------------------------------------------------
 
@@ -166,30 +168,6 @@ def _choice(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 # -- pointwise: one operand ----------------------------------------------------------------------
 
 
-def _gelu(e: Applied, ct: Handle) -> Handle:
-    """Phi(x) + x * phi(x), or the derivative of its approximation by tanh."""
-    x: Handle = e[0]
-    if e.attrs.get("approximate", "none") == "none":
-        cdf = (record("erf", x * math.sqrt(0.5)) + 1.0) * 0.5
-        return ct * (cdf + x * exp(x * x * -0.5) * (1.0 / math.sqrt(2.0 * math.pi)))
-    scale, cubic = math.sqrt(2.0 / math.pi), 0.044715
-    t = record("tanh", (x + x * x * x * cubic) * scale)
-    inner = (x * x * (3.0 * cubic) + 1.0) * scale
-    return ct * ((t + 1.0) * 0.5 + x * (1.0 - t * t) * inner * 0.5)
-
-
-def _silu(e: Applied, ct: Handle) -> Handle:
-    x: Handle = e[0]
-    s = sigmoid(x)
-    return ct * (s * (x * (1.0 - s) + 1.0))
-
-
-def _softplus(e: Applied, ct: Handle) -> Handle:
-    beta, threshold = e.attrs.get("beta", 1.0), e.attrs.get("threshold", 20.0)
-    scaled: Handle = e[0] if beta == 1.0 else e[0] * beta
-    return where(gt(scaled, threshold), ct, ct * sigmoid(scaled))
-
-
 def _clamp(e: Applied, ct: Handle) -> Handle:
     least, most = e.attrs.get("min"), e.attrs.get("max")
     limits = [x for x in (least, most) if x is not None]
@@ -198,11 +176,6 @@ def _clamp(e: Applied, ct: Handle) -> Handle:
     if least is not None:
         ct = where(ge(e[0], least), ct, 0.0)
     return ct if most is None else where(le(e[0], most), ct, 0.0)
-
-
-def _hardtanh(e: Applied, ct: Handle) -> Handle:
-    """At its limits it is flat, where `clamp` is not."""
-    return where(gt(e[0], e.attrs["min"]), where(lt(e[0], e.attrs["max"]), ct, 0.0), 0.0)
 
 
 def _cast(e: Applied, ct: Handle) -> Handle:
@@ -253,7 +226,6 @@ _UNARY: dict[str, Callable[[Applied, Handle], Handle]] = {
     "atan": lambda e, ct: ct / (e[0] * e[0] + 1.0),
     "sinh": lambda e, ct: ct * cosh(e[0]),
     "cosh": lambda e, ct: ct * sinh(e[0]),
-    "tanh": lambda e, ct: ct * (1.0 - e.y * e.y),
     "asinh": lambda e, ct: ct * rsqrt(e[0] * e[0] + 1.0),
     "acosh": lambda e, ct: ct * rsqrt(e[0] * e[0] - 1.0),
     "atanh": lambda e, ct: ct / (1.0 - e[0] * e[0]),
@@ -266,15 +238,7 @@ _UNARY: dict[str, Callable[[Applied, Handle], Handle]] = {
     "i0": lambda e, ct: ct * record("i1", e[0]),
     "i1": _i1,
     "sinc": _sinc,
-    "sigmoid": lambda e, ct: ct * ((1.0 - e.y) * e.y),
-    "relu": lambda e, ct: where(gt(e.y, 0), ct, 0.0),
-    "silu": _silu,
-    "elu": lambda e, ct: where(gt(e[0], 0), ct, ct * (e.y + e.attrs.get("alpha", 1.0))),
-    "softplus": _softplus,
-    "leaky_relu": lambda e, ct: where(gt(e[0], 0), ct, ct * e.attrs["negative_slope"]),
-    "gelu": _gelu,
     "clamp": _clamp,
-    "hardtanh": _hardtanh,
     "cast": _cast,
     "dropout": _dropout,
 }
@@ -286,8 +250,7 @@ def _of_one(formula: Callable[[Applied, Handle], Handle]) -> Rule:
 
 #: Formulas of one step, or of several that are exact.
 _EXACT = (
-    "neg", "abs", "square", "exp", "log", "relu", "leaky_relu", "clamp", "hardtanh", "cast",
-    "dropout",
+    "neg", "abs", "square", "exp", "log", "clamp", "cast", "dropout",
 )  # fmt: skip
 RULES.update(
     {
@@ -297,3 +260,77 @@ RULES.update(
 )
 for _name in ("div", "pow", "atan2", "logaddexp", "hypot", "xlogy"):
     RULES[_name] = widely(RULES[_name])
+
+# -- pointwise: by one kernel --------------------------------------------------------------------
+
+
+def _phi(x: Handle) -> Handle:
+    return exp(x * x * -0.5) * (1.0 / math.sqrt(2.0 * math.pi))
+
+
+def _gelu_twice(x: Handle, approximate: str = "none") -> Handle:
+    """phi(x) * (2 - x^2), or that of the approximation by tanh."""
+    if approximate == "none":
+        return _phi(x) * (2.0 - x * x)
+    scale, cubic = math.sqrt(2.0 / math.pi), 0.044715
+    t = tanh((x + x * x * x * cubic) * scale)
+    once, twice = (x * x * (3.0 * cubic) + 1.0) * scale, x * (6.0 * cubic * scale)
+    return (1.0 - t * t) * (once + x * 0.5 * (twice - t * once * once * 2.0))
+
+
+def _silu_twice(x: Handle) -> Handle:
+    s = sigmoid(x)
+    return s * (1.0 - s) * (x * (1.0 - s * 2.0) + 2.0)
+
+
+def _mish_twice(x: Handle) -> Handle:
+    s, t = sigmoid(x), tanh(record("softplus", x))
+    return (1.0 - t * t) * s * (x * (1.0 - s - t * s * 2.0) + 2.0)
+
+
+def _softplus_twice(x: Handle, beta: float = 1.0, threshold: float = 20.0) -> Handle:
+    s = sigmoid(x * beta)
+    return where(gt(x * beta, threshold), 0.0, s * (1.0 - s) * beta)
+
+
+#: Op whose gradient is one kernel -> the derivative of its derivative, by what the kernel reads;
+#: those that are left out are made of straight lines.
+_TWICE: dict[str, Callable[..., Handle]] = {
+    "elu": lambda x, alpha=1.0: where(gt(x, 0), 0.0, exp(x) * alpha),
+    "gelu": _gelu_twice,
+    "hardswish": lambda x: where(lt(record("abs", x), 3), 1.0 / 3.0, 0.0),
+    "mish": _mish_twice,
+    "sigmoid": lambda y: 1.0 - y * 2.0,
+    "silu": _silu_twice,
+    "softplus": _softplus_twice,
+    "tanh": lambda y: y * -2.0,
+}
+
+
+def _by_kernel(name: str) -> Rule:
+    is_of_result = name in slopes.OF_RESULT
+
+    def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+        return (record(f"{name}_grad", ct, e.y if is_of_result else e[0], **e.attrs),)
+
+    return made
+
+
+def _of_kernel(name: str) -> Rule:
+    """It is linear in the cotangent."""
+    twice = _TWICE.get(name)
+
+    @widely
+    def bent(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+        assert twice is not None
+        return None, ct * e[0] * twice(e[1], **e.attrs)
+
+    def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+        first = record(f"{name}_grad", ct, e[1], **e.attrs) if e.wants(0) else None
+        return first, bent(e, ct)[1] if twice and e.wants(1) else None
+
+    return made
+
+
+for _name in slopes.NAMES:
+    RULES[_name], RULES[f"{_name}_grad"] = _by_kernel(_name), _of_kernel(_name)

@@ -133,8 +133,8 @@ eq, lt, gt, ge, le, where, logical_and = map(
     op, ("eq", "lt", "gt", "ge", "le", "where", "logical_and")
 )
 exp, log, cos, sin, cosh, sinh = map(op, ("exp", "log", "cos", "sin", "cosh", "sinh"))
-sign, rsqrt, sigmoid, trunc, floor_divide = map(
-    op, ("sign", "rsqrt", "sigmoid", "trunc", "floor_divide")
+sign, rsqrt, sigmoid, tanh, trunc, floor_divide = map(
+    op, ("sign", "rsqrt", "sigmoid", "tanh", "trunc", "floor_divide")
 )
 
 

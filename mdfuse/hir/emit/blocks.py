@@ -9,6 +9,16 @@
 
 A hand-over only posts: its wait stands in the block that reads what arrives, so that the sender
 goes on with the next microbatch, and the receiver with what it has.
+
+A block that overlaps with another one is in pieces, the next of which begins with the wait for what
+the last one posted:
+
+    block @F0(%i) on m0 { … %c0 = post allreduce(%h.i) -> … }
+    block @F0.1(%i) on m0 { wait %c0 … }
+    call F0(3)
+    call B1(0)
+    call F0.1(3)
+    call B1.1(0)
 """
 
 from __future__ import annotations
@@ -16,15 +26,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import networkx as nx
 
 from mdfuse.hir.emit.loop import Loop
 from mdfuse.hir.emit.loops import begin_loop, emit_section
 from mdfuse.hir.emit.sets import Emitter
+from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import Instruction
 from mdfuse.passes.segmentation import Section
-from mdfuse.pipelines.order import Call
+from mdfuse.pipelines.order import Call, Lanes
 from mdfuse.pipelines.stages import Part, Stages
 
 
@@ -34,11 +46,16 @@ class Pipeline:
 
     Attributes:
         stages: with the part of each expression.
-        calls: of all ranks, in order.
+        calls: of all ranks, in order; those of actions that overlap beside each other.
     """
 
     stages: Stages
-    calls: Sequence[Call]
+    calls: Sequence[Lanes]
+
+    @property
+    def overlapping(self) -> set[Part]:
+        """The parts that are ever taken in turns with another one."""
+        return {part for lanes in self.calls if len(lanes) > 1 for x in lanes for part, _ in x}
 
 
 def split_sections(
@@ -83,12 +100,48 @@ def emit_blocks(out: Emitter, pipeline: Pipeline, sections: Sequence[Section]) -
     bodies = _bodies(out.code)
     _move_waits(pipeline.stages, of, building, bodies)
     out.code = building.outside
+    pieces: dict[Part, list[str]] = {}
     for part in order:
-        body = tuple(bodies[str(part)])
-        out.code.append(Instruction(op="block", fn=str(part), outputs=(building.name,), body=body))
-    for part, k in pipeline.calls:
-        out.code.append(Instruction(op="call", fn=str(part), attrs=(("index", k),)))
+        is_cut = part in pipeline.overlapping and part.phase != "T"
+        cut = _cut(bodies[str(part)]) if is_cut else [bodies[str(part)]]
+        pieces[part] = [f"{part}.{n}" if n else str(part) for n in range(len(cut))]
+        for fn, body in zip(pieces[part], cut, strict=True):
+            out.code.append(
+                Instruction(op="block", fn=fn, outputs=(building.name,), body=tuple(body))
+            )
+    for lanes in pipeline.calls:
+        rows = [_turns(lane, pieces) for lane in lanes]
+        in_turns = (call for x in zip_longest(*rows, fillvalue=[]) for turn in x for call in turn)
+        for fn, k in in_turns:
+            out.code.append(Instruction(op="call", fn=fn, attrs=(("index", k),)))
     out.code += building.behind
+
+
+def _turns(lane: Sequence[Call], pieces: Mapping[Part, list[str]]) -> list[list[tuple[str, int]]]:
+    """Return what calls do in a turn each: a piece, with the hand-overs of what it makes."""
+    turns: list[list[tuple[str, int]]] = []
+    for part, k in lane:
+        for fn in pieces[part]:
+            if part.phase == "T" and turns:
+                turns[-1].append((fn, k))
+            else:
+                turns.append([(fn, k)])
+    return turns
+
+
+def _cut(body: Sequence[Instruction]) -> list[list[Instruction]]:
+    """Cut a block in front of each wait for what it has posted, if there is work behind it."""
+    pieces: list[list[Instruction]] = [[]]
+    posted = set[str]()
+    last = max((n for n, i in enumerate(body) if i.op != "wait"), default=-1)
+    for n, i in enumerate(body):
+        if i.op == "wait" and n < last and not posted.isdisjoint(i.reads):
+            pieces.append([])
+            posted.clear()
+        if i.op in POSTS:
+            posted.update(i.outputs)
+        pieces[-1].append(i)
+    return pieces
 
 
 def _forget_views(building: Loop) -> None:

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mdfuse.hir.instructions import BLOCKS
+from mdfuse.hir.instructions import BLOCKS, received
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import storage
 
@@ -116,7 +116,7 @@ class _Block:
 
     def writes(self, i: Instruction, source: str) -> bool:
         """Return whether an instruction may change what is being sent."""
-        written = [n for j in i.walk() for n in (*j.outputs, *_received(j))]
+        written = [n for j in i.walk() for n in (*j.outputs, *received(j))]
         return any(self.memory(n) == source for n in written)
 
     def parted(
@@ -133,7 +133,3 @@ class _Block:
 
 #: Instructions that a wait is not moved past.
 _STOPS = ("return", *BLOCKS, "next", "call", "barrier", "group_start")
-
-
-def _received(i: Instruction) -> tuple[str, ...]:
-    return i.reads[-1:] if i.op in ("post", "recv") else ()

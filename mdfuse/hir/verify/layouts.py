@@ -123,6 +123,8 @@ class _Row:
     chunks: dict[int, Stream] = field(default_factory=dict)
     #: of a reshape: dim of one element -> what it is of the result, and a chunk of such a dim
     units: Mapping[int, int] = field(default_factory=dict)
+    #: of a reshape: label -> the extents of that dim, after and before
+    extents: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     unit_chunk: Stream | None = None
 
     def split(self) -> None:
@@ -279,6 +281,14 @@ class _Row:
             if chunk is not None and chunk.dim == dim and not self.chunks:
                 self.chunks[label] = chunk
 
+    def scaled(self, label: int, dim: int) -> Stream:
+        """Return the chunk of a dim of the result; Contradiction if it has no whole rows there."""
+        chunk = self.chunks[label]
+        found = chunk.scaled(*self.extents[label]) if label in self.extents else chunk
+        if found is None:
+            raise Contradiction(f"the chunks of {self.fn} do not fall together")
+        return replace(found, dim=dim)
+
     def result(self, numbers: frozenset[str], declared: Layout) -> Layout:
         self.split()
         self.chunk()
@@ -299,7 +309,7 @@ class _Row:
                 for axis in self.splits[label]:
                     placements[axis] = Shard(dim, cut.along(axis) if cut is not None else None)
             if label in self.chunks:
-                stream = replace(self.chunks[label], dim=dim)
+                stream = self.scaled(label, dim)
         for label in self.chunks.keys() - {*self.labels.result}:
             chunk = self.chunks[label]
             stream = Stream.over(self.labels.reduces[label], chunk.chunks, chunk.index)
@@ -401,6 +411,9 @@ def _result(
     if shapes and shapes[0] is not None and not labels.reaches:
         groups = reshape_groups(shapes[0], shape)
         row.units = {p: q for [p, *r], [q, *s] in groups if not r + s and shape[q] == 1}
+        before = {label: shapes[0][d] for d, label in enumerate(labels.operands[0])}
+        after = zip(labels.result, shape, strict=True)
+        row.extents = {label: (n, before[label]) for label, n in after if label is not None}
     return row.result(numbers, plain(declared, len(labels.result)))
 
 

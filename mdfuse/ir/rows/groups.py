@@ -1,10 +1,10 @@
-"""Products of groups of rows with a matrix each."""
+"""Products of rows with a matrix each: of groups, or by the number that each row has."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mdfuse.ir import groups
+from mdfuse.ir import groups, routes
 from mdfuse.ir.attributes import attr
 from mdfuse.ir.op_table import row
 from mdfuse.ir.out_forms import DENSE
@@ -30,4 +30,24 @@ row(
     DENSE,
     attrs=(attr("shape", "shape", True), *_HERE),
     **_GROUPS,
+)
+_PART = attr("part", "part", is_local=True)
+_ROUTES: dict[str, Any] = {**_GROUPS, "localize": routes.local_parts}
+row(
+    "routed_mm",
+    routes.multiply,
+    routes.labels,
+    routes.shape,
+    DENSE,
+    attrs=(_PART,),
+    **_ROUTES,
+)
+row(
+    "routed_mm_grad",
+    routes.multiply_grad,
+    routes.labels_of_grad,
+    routes.shape_of_grad,
+    DENSE,
+    attrs=(attr("shape", "shape", True), _PART),
+    **_ROUTES,
 )

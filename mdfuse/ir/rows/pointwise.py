@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from mdfuse.ir import calls, dims, out_forms, shapes
+from mdfuse.ir import calls, dims, out_forms, shapes, slopes
 from mdfuse.ir.attributes import Attr, attr, word
-from mdfuse.ir.op_table import row
+from mdfuse.ir.op_table import TABLE, row
 from mdfuse.ir.out_forms import DENSE, Writes, exact, on_tensors, rounded
 
 
@@ -77,10 +77,19 @@ _unary("elu", _F.elu, rounded(_on("elu")), attr("alpha", "number"))
 _unary("softplus", _F.softplus, rounded(_on("softplus")), *_BEND)
 _unary("leaky_relu", _F.leaky_relu, rounded(_on("leaky_relu")), _SLOPE)
 _unary("gelu", _F.gelu, rounded(_on("gelu")), _FORM)
+for _name in ("hardsigmoid", "hardswish", "mish"):
+    _unary(_name, getattr(_F, _name), rounded(_on(_name)))
 for _name in ("clamp", "hardtanh"):  # whose gradients differ at the limits
     _limits = (attr("min", "number"), attr("max", "number"))
     _unary(_name, torch.clamp, exact(torch.clamp), *_limits)
 _unary("cast", calls.cast, exact(calls.cast), attr("dtype", "dtype", True))
+for _name in slopes.NAMES:  # linear in the cotangent, which comes first
+    _call, _write = slopes.slope(_name)
+    _is_exact = _name in ("relu", "leaky_relu", "hardtanh")
+    _writes = DENSE if _write is None else exact(_write) if _is_exact else rounded(_write)
+    _how: dict[str, Any] = {"host": "binary", "operands": (2, 2), "partial": "scale"}
+    _how |= {"attrs": TABLE[_name].attrs}
+    row(f"{_name}_grad", _call, dims.pointwise, shapes.alike, _writes, **_how)
 # A cast of floats to wider ones, as lowering makes it: of a sum it is the sum of the casts.
 _unary("widen", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
 # Another such cast: each rank rounds its term, as it would have computed it in that dtype.

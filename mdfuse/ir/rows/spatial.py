@@ -14,7 +14,7 @@ _SETTINGS = tuple(attr(name, "counts", True) for name in ("stride", "padding", "
 _GROUPS, _AROUND = attr("groups", "count"), attr("around", "numbers", is_local=True)
 _MADE = (attr("shape", "shape", True), attr("box", "box", is_local=True))
 _KERNEL = attr("kernel", "counts", True)
-_LIBRARY: dict[str, Any] = {"is_library": True, "is_single": False}
+_LIBRARY: dict[str, Any] = {"is_library": True}
 row(
     "convolution",
     convolution.convolve,

@@ -1,4 +1,4 @@
-"""Products of groups of rows with a matrix each: values, gradients, and what ranks send."""
+"""Products of rows with the matrix of their expert: values, gradients, and what ranks send."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helpers.oracle import check_everywhere
 from torch import Tensor
 
 import mdfuse as mf
-from mdfuse import DefinitionError, DeviceMesh, FusionDefinition, Shard
+from mdfuse import DefinitionError, DeviceMesh, FusionDefinition, Shard, torch_private
 from mdfuse.ir import groups
 
 MESH = DeviceMesh.arange(ep=3)
@@ -33,10 +33,30 @@ def plain(x: Tensor, w: Tensor) -> Tensor:
     return torch.cat([*rows, torch.zeros(1, 3, dtype=torch.float64)])
 
 
-@pytest.mark.parametrize("looks", [True, False], ids=["spans", "masks"])
+def kernel(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """As torch's on a GPU: groups begin with the first row, and what has none is not written."""
+    assert offs.dtype == torch.int32
+    spans = [*zip([0, *offs.tolist()], offs.tolist(), strict=False)]
+    if w.ndim == 2:
+        return torch.stack([x[:, a:b] @ w[a:b] for a, b in spans])
+    result = torch.full((x.shape[0], w.shape[2]), torch.nan, dtype=x.dtype)
+    for g, (a, b) in enumerate(spans):
+        result[a:b] = x[a:b] @ w[g]
+    return result
+
+
+@pytest.fixture(params=["spans", "masks", "kernel"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By spans that the host knows, as on CPUs; by masks, or by a kernel, as on GPUs."""
+    monkeypatch.setattr(groups, "may_look", lambda x: request.param == "spans")
+    if request.param == "kernel":
+        monkeypatch.setattr(torch_private, "GROUPED_MM", kernel)
+        monkeypatch.setattr(torch_private, "has_grouped_kernel", lambda *x: not x[0].is_meta)
+
+
+@pytest.mark.usefixtures("how")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_by_their_experts(name: str, looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "may_look", lambda x: looks)
+def test_rows_by_their_experts(name: str) -> None:
     of_x, of_w, first = LAYOUTS[name]
     with FusionDefinition("experts") as fd:
         x = fd.define_tensor(X.shape, X.dtype, MESH, of_x)
@@ -54,6 +74,85 @@ def test_rows_by_their_experts(name: str, looks: bool, monkeypatch: pytest.Monke
     expected = [plain(X, W), *(g.detach() for g in found), twice]
     check_everywhere(program, [X, W, ENDS], expected)
     assert first in [(c.kind, tuple(c.shape)) for c in program.communications]
+
+
+#: Numbers of rows, of eight experts in four parts; two rows have none.
+IDS = torch.tensor([3, 0, 7, 3, 8, 1, 4, -1, 7, 0])
+UP, DOWN = (torch.randn(4, 2, *s, dtype=torch.float64) for s in ((4, 6), (6, 4)))
+PARTS = DeviceMesh.arange(ep=2)
+#: Layouts of rows, matrices up and down; what a product up and one down post.
+ROUTES: dict[str, tuple[DeviceMesh, Any, Any, Any, list[str]]] = {
+    "whole": (PARTS, {}, {}, {}, []),
+    "rows": (MESH, {"ep": Shard(0)}, {}, {}, []),
+    "parts": (PARTS, {}, {"ep": Shard(0)}, {"ep": Shard(0)}, ["Allreduce"]),
+    "uneven parts": (MESH, {}, {"ep": Shard(0)}, {"ep": Shard(0)}, ["Allreduce"]),
+    "columns": (PARTS, {}, {"ep": Shard(3)}, {"ep": Shard(2)}, ["Allreduce"]),
+    "both": (
+        PARTS, {"ep": Shard(0)}, {"ep": Shard(0)}, {"ep": Shard(0)},
+        ["Allgather", "Allgather", "ReduceScatter"],
+    ),
+}  # fmt: skip
+
+
+def by_numbers(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Each row by itself."""
+    rows = []
+    for row, n in zip(x, IDS.tolist(), strict=True):
+        is_there = 0 <= n < 8
+        made = (row @ up.flatten(0, 1)[n]).sin() @ down.flatten(0, 1)[n] if is_there else row * 0
+        rows.append(made)
+    return torch.stack(rows)
+
+
+@pytest.mark.usefixtures("how")
+@pytest.mark.parametrize("name", ROUTES)
+def test_rows_by_their_numbers(name: str) -> None:
+    mesh, *layouts, posts = ROUTES[name]
+    with FusionDefinition("routes") as fd:
+        given = [fd.define_tensor(t.shape, t.dtype, mesh, layout)
+                 for t, layout in zip((X, UP, DOWN), layouts, strict=True)]  # fmt: skip
+        ids = fd.define_tensor(IDS.shape, IDS.dtype, mesh, layouts[0])
+        apart = mf.ops.routed_mm(given[0], given[1], ids)
+        y = fd.ops.set(mf.ops.routed_mm(apart.sin(), given[2], ids)).on(mesh, layouts[0])
+        fd.add_output(y)
+    forward = mf.compile(fd)
+    assert sorted(c.kind for c in forward.communications) == posts
+    check_everywhere(forward, [X, UP, DOWN, IDS], [by_numbers(X, UP, DOWN)])
+
+
+@pytest.mark.usefixtures("how")
+@pytest.mark.parametrize("name", ROUTES)
+def test_gradients_of_rows_by_their_numbers(name: str) -> None:
+    mesh, *layouts, _ = ROUTES[name]
+    with FusionDefinition("routes") as fd:
+        given = [fd.define_tensor(t.shape, t.dtype, mesh, layout)
+                 for t, layout in zip((X, UP, DOWN), layouts, strict=True)]  # fmt: skip
+        ids = fd.define_tensor(IDS.shape, IDS.dtype, mesh, layouts[0])
+        apart = mf.ops.routed_mm(given[0], given[1], ids)
+        y = mf.ops.routed_mm(apart.sin(), given[2], ids)
+        first = mf.grad(y.square().sum(), given)
+        again = mf.grad(sum((g * g).sum() for g in first), given)
+        for g in (*first, *again):
+            fd.add_output(g)
+    leaves = [t.clone().requires_grad_() for t in (X, UP, DOWN)]
+    wanted = torch.autograd.grad(by_numbers(*leaves).square().sum(), leaves, create_graph=True)
+    twice = torch.autograd.grad(sum((g * g).sum() for g in wanted), leaves)
+    expected = [g.detach() for g in (*wanted, *twice)]
+    check_everywhere(mf.compile(fd), [X, UP, DOWN, IDS], expected)
+
+
+@pytest.mark.parametrize("name", ["rows", "parts", "matrices", "dtypes", "fractions", "vectors"])
+def test_rows_and_numbers_that_do_not_fit(name: str) -> None:
+    with FusionDefinition() as fd:
+        x, w = fd.define_tensor([10, 4]), fd.define_tensor([4, 2, 4, 6])
+        ids = fd.define_tensor([10], torch.int64)
+        wrong: dict[str, tuple[Any, ...]] = {
+            "rows": (x[:9], w, ids), "parts": (mf.ops.stack([x, x]), w, ids),
+            "matrices": (x, w[0], ids), "dtypes": (x, w.double(), ids),
+            "fractions": (x, w, ids * 0.5), "vectors": (x[0], w, ids),
+        }  # fmt: skip
+        with pytest.raises(DefinitionError, match=r"ids has t integers"):
+            mf.ops.routed_mm(*wrong[name])
 
 
 def test_it_is_what_torch_computes() -> None:

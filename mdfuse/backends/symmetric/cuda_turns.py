@@ -1,0 +1,49 @@
+"""Eager posts and replays of graphs take turns, in the order in which the host queues them.
+
+What was captured on a lane is replayed elsewhere, so a lane's order alone would let eager posts and
+replays use the same words at once, where a program, or its caller, has no order between the two.
+"""
+
+from __future__ import annotations
+
+from mdfuse.backends.nccl.cuda_driver import Device
+from mdfuse.backends.symmetric.cuda_memory import Lane
+
+
+class Turns:
+    """The order of all that is queued on the lanes of one rank, and of replays.
+
+    Args:
+        device: its GPU.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._replayed = device, device.event()
+        #: the stream of the last replay; None: there was none
+        self._stream: int | None = None
+        #: the lanes that were posted to since then
+        self._posted: set[Lane] = set()
+
+    def post(self, lane: Lane) -> None:
+        """Let a lane wait for the last replay, before an eager post."""
+        if lane not in self._posted and lane.era() == 0:
+            self._posted.add(lane)
+            if self._stream is not None:
+                lane.make(self._join)
+
+    def before(self) -> None:
+        """Let the current stream wait for all that was queued, before a replay on it."""
+        for lane in self._posted:
+            lane.end()()
+        self._posted.clear()
+        if self._stream not in (None, self._device.current_stream()):
+            self._join()
+
+    def behind(self) -> None:
+        """Note a replay on the current stream."""
+        self._stream = self._device.current_stream()
+        self._device.record(self._replayed, self._device.stream(self._stream))
+
+    def _join(self) -> None:
+        device = self._device
+        device.wait(device.stream(device.current_stream()), self._replayed, 0)

@@ -1,0 +1,454 @@
+"""Rows sorted by their expert, multiplied by its matrix, and put back: all of that without a sort.
+
+A module sorts rows so that those of an expert stand together. Where rows are split over ranks that
+would bring all of them together, though no result depends on their order. So a sort of numbers of
+experts is put off: what is `InOrder` is kept as it was before, and by which matrix a row is
+multiplied follows from its number (`mf.ops.routed_mm`). What none of the rules here takes is
+sorted. Where the matrices are split over ranks, what lies between two products is apart: see there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from mdfuse.extents.extent import are_same
+from mdfuse.frontend import ops as operations
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing.indices import END, Ramp
+from mdfuse.frontend.importing.joined import GROUPED, Joined
+
+ops: Any = operations
+
+#: What is put off.
+SORTS = ("aten.sort.default", "aten.sort.stable")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """A sort of numbers that was put off.
+
+    Attributes:
+        ids: the numbers.
+        sort: makes it: the numbers in order, and where each was.
+    """
+
+    ids: Handle
+    sort: Callable[[], Any]
+    _made: list[Any] = field(default_factory=list)
+
+    @property
+    def places(self) -> Any:
+        """Where each row in order was, for what needs to know."""
+        if not self._made:
+            self._made.append(self.sort()[1])
+        return self._made[0]
+
+    def counts(self, x: Any) -> int:
+        """How often known numbers have each of 0, 1, … before they go on; 0: they do not."""
+        n = self.ids.shape[0]
+        if not isinstance(x, Tensor) or x.ndim != 1 or not are_same(x.numel(), n) or not n:
+            return 0
+        each = int((x == x[0]).sum())
+        is_so = torch.equal(x.long(), torch.arange(len(x)) // each)
+        return each if is_so and len(x) % each == 0 else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InOrder:
+    """Rows as they would be sorted.
+
+    Attributes:
+        order: by what.
+        base: the rows before; an integer: their numbers from 0, each that often.
+        apart: how many parts of the experts the base has rows of, in a dim in front, and how many
+            experts each has; None: rows are whole.
+    """
+
+    order: Order
+    base: Any
+    apart: tuple[int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The shape of the rows."""
+        if isinstance(self.base, int):
+            return (self.order.ids.shape[0],)
+        return tuple(self.base.shape)[self.apart is not None :]
+
+    @property
+    def ndim(self) -> int:
+        """How many dims."""
+        return len(self.shape)
+
+    def together(self) -> Any:
+        """The rows before the sort, from whichever part has them."""
+        if self.apart is None:
+            return self.base
+        rows = self.base.whole() if isinstance(self.base, Joined) else self.base
+        parts, each = self.apart
+        if parts == 1:
+            return ops.squeeze(rows, 0)
+        at = ops.unsqueeze(ops.floor_divide(self.order.ids, each), 0)
+        is_there = ops.eq(at, ops.unsqueeze(ops.arange(parts), 1))
+        is_there = ops.reshape(is_there, (*is_there.shape, *(1,) * (rows.ndim - 2)))
+        return ops.sum(ops.where(is_there, rows, 0.0), 0)
+
+    def whole(self) -> Any:
+        """The rows, sorted."""
+        places, rows = self.order.places, self.together()
+        if isinstance(rows, int):
+            return places if rows == 1 else ops.floor_divide(places, rows)
+        rows = rows.whole() if isinstance(rows, Joined) else rows
+        return ops.index_select(rows, 0, places)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Back:
+    """Where each row came to lie: what puts them back."""
+
+    order: Order
+
+    def whole(self) -> Any:
+        """The places."""
+        return ops.argsort(self.order.places)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counted:
+    """How many rows each expert has, or behind which row in order each ends."""
+
+    order: Order
+    experts: int
+    made: Any
+    are_ends: bool = False
+
+    def whole(self) -> Any:
+        """The numbers."""
+        return self.made
+
+
+KINDS = (InOrder, Back, Counted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of a graph with such values.
+
+    Attributes:
+        target: the overload.
+        is_pointwise: whether it goes element by element.
+        apply: makes an operation of other values.
+        parts: over how many ranks the matrices of a value are split.
+        known: the numbers of a value that is a constant, or counts; itself where it is neither.
+    """
+
+    target: str
+    is_pointwise: bool
+    apply: Callable[[str, Any, Any], Any]
+    parts: Callable[[Handle], int]
+    known: Callable[[Any], Any]
+
+    def each(self, order: Order, x: Any) -> int:
+        """How often places, or known numbers, have each of 0, 1, … in turn; 0: they do not."""
+        known = self.known(x)
+        if isinstance(known, Ramp):
+            return int(known.ndim == 1 and are_same(known.extent, order.ids.shape[0]))
+        return x if isinstance(x, int) else order.counts(known)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether the operation of a node goes element by element."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def on_rows(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Apply a call to rows as they were before they were sorted; None where it needs them so."""
+    if call.target in SORTS:
+        return _put_off(call, args, kwargs)
+    if not any(isinstance(x, KINDS) for x in leaves((args, kwargs))):
+        return None
+    rule = RULES.get(call.target)
+    if rule is not None:
+        return rule(call, *args, **kwargs)
+    if call.target in ALONG:
+        return _along(call, *args, **kwargs)
+    is_mapped = call.is_pointwise or call.target in MAPPED
+    return _mapped(call, args, kwargs) if is_mapped else None
+
+
+def sorted_again(x: Any) -> Any:
+    """Rows as the module has them."""
+    return x.whole() if isinstance(x, KINDS) else x
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """What stands in lists and dicts."""
+    if isinstance(tree, tuple | list | dict):
+        for x in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(x)
+    else:
+        yield tree
+
+
+def _put_off(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x = args[0]
+    descends = kwargs.get("descending") or any(args[2:])
+    is_number = isinstance(x, Handle) and x.ndim == 1 and not x.dtype.is_floating_point
+    if not is_number or descends:
+        return None
+    order = Order(x, lambda: call.apply(call.target, args, kwargs))
+    return InOrder(order, x), InOrder(order, 1)
+
+
+# -- where rows come from, and go ------------------------------------------------------------------
+
+
+def _index(call: Call, x: Any, where: Sequence[Any], *_: Any) -> Any:
+    return _taken(call, x, where[0]) if len(where) == 1 else None
+
+
+def _index_select(call: Call, x: Any, dim: int, index: Any) -> Any:
+    return _taken(call, x, index) if dim % max(x.ndim, 1) == 0 else None
+
+
+def _taken(call: Call, x: Any, index: Any) -> Any:
+    """Rows at places that are in order; or rows that are put back."""
+    if isinstance(index, Back):
+        is_its = isinstance(x, InOrder) and x.order is index.order and not isinstance(x.base, int)
+        return x.together() if is_its else None
+    if not isinstance(index, InOrder) or index.ndim != 1 or index.apart:
+        return None
+    order = index.order
+    if isinstance(x, KINDS):
+        return None
+    each = call.each(order, index.base)
+    if each and are_same(x.shape[0] * each, order.ids.shape[0]):
+        if each == 1:
+            return InOrder(order, x)
+        return InOrder(order, call.apply("aten.repeat_interleave.self_int", (x, each, 0), {}))
+    if isinstance(index.base, int):
+        return None
+    return InOrder(order, call.apply("aten.index.Tensor", (x, [index.base]), {}))
+
+
+def _index_put(
+    call: Call, x: Any, where: Sequence[Any], values: Any, accumulate: bool = False
+) -> Any:
+    """`inverse[places] = arange(n)`, and rows written to where they came from."""
+    at = where[0] if len(where) == 1 else None
+    if not isinstance(at, InOrder) or at.base != 1 or accumulate:
+        return None
+    if not isinstance(values, InOrder) and call.each(at.order, values) == 1:
+        return Back(at.order)
+    is_its = isinstance(values, InOrder) and values.order is at.order
+    return values.together() if is_its and not isinstance(values.base, int) else None
+
+
+def _argsort(call: Call, x: Any, *how: Any, **said: Any) -> Any:
+    is_places = isinstance(x, InOrder) and isinstance(x.base, int) and x.base == 1
+    descends = any(how[1:]) or said.get("descending")
+    return Back(x.order) if is_places and not descends else None
+
+
+def _index_add(call: Call, x: Any, dim: int, index: Any, rows: Any, *, alpha: float = 1) -> Any:
+    """Rows added to where they came from, each to one of several."""
+    are_both = isinstance(index, InOrder) and isinstance(rows, InOrder)
+    if not are_both or index.order is not rows.order or dim != 0 or isinstance(x, KINDS):
+        return None
+    each, added = call.each(index.order, index.base), rows.together()
+    if not each or alpha != 1 or not are_same(x.shape[0] * each, added.shape[0]):
+        return None
+    apart = call.apply("aten.view.default", (added, (x.shape[0], each, *added.shape[1:])), {})
+    return call.apply("aten.add.Tensor", (x, ops.sum(apart, 1)), {})
+
+
+def _floor_divide(call: Call, x: Any, by: Any, **said: Any) -> Any:
+    """The numbers of rows that stand for several."""
+    is_floor = "rounding_mode" not in said or said["rounding_mode"] == "floor"
+    is_places = isinstance(x, InOrder) and isinstance(x.base, int) and type(by) is int and by > 0
+    return InOrder(x.order, x.base * by) if is_places and is_floor else None
+
+
+def _like(call: Call, x: Any, *how: Any, **said: Any) -> Any:
+    """What has the shape of rows, and none of their numbers."""
+    is_plain = isinstance(x, InOrder) and not x.apart
+    base = x.order.ids if is_plain and isinstance(x.base, int) else getattr(x, "base", None)
+    return call.apply(call.target, (base, *how), said) if is_plain else None
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def _histc(call: Call, x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    """How many rows each expert has: in any order."""
+    if not isinstance(x, InOrder) or isinstance(x.base, int) or (min, max) != (0, bins - 1):
+        return None
+    return Counted(x.order, bins, call.apply(call.target, (x.base, bins, min, max), {}))
+
+
+def _cumsum(call: Call, x: Any, dim: int, **said: Any) -> Any:
+    if not isinstance(x, Counted) or x.are_ends:
+        return None
+    return Counted(x.order, x.experts, call.apply(call.target, (x.made, dim), said), True)
+
+
+def _grouped(call: Call, x: Any, weight: Any, offs: Any = None, *how: Any) -> Any:
+    """Rows by the matrix of their expert."""
+    is_by_ends = isinstance(x, InOrder) and isinstance(offs, Counted) and offs.are_ends
+    if not is_by_ends or x.order is not offs.order or any(y is not None for y in how):
+        return None
+    is_joined = isinstance(weight, Joined) and weight.dim == 2
+    experts = weight.shape[0]
+    if not (is_joined or isinstance(weight, Handle)) or experts != offs.experts or x.ndim != 2:
+        return None
+    if x.apart is None:
+        parts = call.parts(weight.parts[0] if is_joined else weight)
+        parts = parts if experts % parts == 0 else 1
+        each = experts // parts
+    else:
+        parts, each = x.apart
+    rows = x.base.whole() if isinstance(x.base, Joined) else x.base
+
+    def product(w: Handle) -> Any:
+        cut = call.apply("aten.unflatten.int", (w, 0, (parts, each)), {})
+        return ops.routed_mm(rows, cut, x.order.ids)
+
+    apart = (parts, each) if x.apart is None else None
+    made = weight.mapped(product, 1 + bool(apart)) if is_joined else product(weight)
+    return InOrder(x.order, made, apart)
+
+
+# -- what leaves rows where they are ---------------------------------------------------------------
+
+
+def _mapped(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Apply what goes row by row, or element by element, to the rows before."""
+    found = [x for x in leaves((args, kwargs)) if isinstance(x, InOrder)]
+    others = [x for x in leaves((args, kwargs)) if isinstance(x, Handle | Tensor | Joined)]
+    counted = [x for x in leaves((args, kwargs)) if isinstance(x, Counted)]
+    if counted and not found and not others and len(counted) == 1 and call.target in CASTS:
+        (x,) = counted
+        made = call.apply(call.target, (x.made, *args[1:]), kwargs)
+        return Counted(x.order, x.experts, made, x.are_ends)
+    if not found or counted or any(isinstance(x.base, int) for x in found):
+        return None
+    first = found[0]
+    are_alike = all(x.order is first.order and x.ndim == first.ndim for x in found)
+    if call.target in ROW_BY_ROW and not _has_rows(call, first, args):
+        return None
+    if not are_alike or (call.is_pointwise and not all(_is_in_each(x, first.ndim) for x in others)):
+        return None
+    apart = next((x.apart for x in found if x.apart), None)
+    return _made(call, first.order, apart, args, kwargs)
+
+
+def _has_rows(call: Call, x: InOrder, args: Sequence[Any]) -> bool:
+    """Whether an operation of trailing dims leaves the rows alone."""
+    trailing = 1 if call.target == ROW_BY_ROW[0] else len(args[1])
+    return args[0] is x and x.ndim > trailing
+
+
+def _is_in_each(x: Any, ndim: int) -> bool:
+    """Whether each row meets the same numbers of a value."""
+    return x.ndim < ndim or (x.ndim == ndim and are_same(x.shape[0], 1))
+
+
+def _along(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply what goes along a dim behind the rows."""
+    place = ALONG[call.target]
+    if not isinstance(x, InOrder) or isinstance(x.base, int):
+        return None
+    given = [*args, *[0] * (place - len(args))] if len(args) < place else [*args]
+    if len(args) < place and "dim" in kwargs:
+        return None
+    ndim = x.ndim + (call.target == "aten.unsqueeze.default")
+    said = given[place - 1]
+    dims = [d % ndim - ndim for d in (said if isinstance(said, tuple | list) else [said])]
+    if -ndim in dims or not dims:
+        is_all = call.target == "aten.slice.Tensor" and given[1:] in ([], [0], [None], [0, END])
+        return x if is_all and dims else None
+    given[place - 1] = dims if isinstance(said, tuple | list) else dims[0]
+    return _made(call, x.order, x.apart, (x, *given), kwargs)
+
+
+def _cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Any:
+    found = [x for x in tensors if isinstance(x, InOrder) and not isinstance(x.base, int)]
+    first = found[0] if found else None
+    if first is None or len(found) < len(tensors) or dim % first.ndim == 0:
+        return None
+    are_alike = all(x.order is first.order and x.apart == first.apart for x in found)
+    at = dim % first.ndim - first.ndim
+    return _made(call, first.order, first.apart, (tensors, at), {}) if are_alike else None
+
+
+def _reshape(call: Call, x: Any, shape: Sequence[Any]) -> Any:
+    """Other dims behind the rows."""
+    is_kept = isinstance(x, InOrder) and not isinstance(x.base, int) and len(shape) > 0
+    if not is_kept or not are_same(shape[0], x.shape[0]):
+        return None
+    front = [x.apart[0]] if x.apart else []
+    return _made(call, x.order, x.apart, (x, [*front, *shape]), {})
+
+
+def _made(
+    call: Call, order: Order, apart: tuple[int, int] | None, args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    made = call.apply(call.target, *_before((args, dict(kwargs))))
+    if isinstance(made, tuple | list):
+        return [InOrder(order, x, apart) for x in made]
+    return InOrder(order, made, apart)
+
+
+def _before(tree: Any) -> Any:
+    """The rows before they were sorted, in the place of those in order."""
+    if isinstance(tree, dict):
+        return {key: _before(x) for key, x in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)([_before(x) for x in tree])
+    return tree.base if isinstance(tree, InOrder) else tree
+
+
+#: What leaves the dims alone, and is no pointwise operation by its tag.
+CASTS = ("aten.to.dtype", "aten._to_copy.default", "aten.to.dtype_layout", "aten.to.device")
+ROW_BY_ROW = ("aten.linear.default", "aten.layer_norm.default", "aten.rms_norm.default")
+MAPPED = frozenset(
+    (*CASTS, "aten.alias.default", "aten.contiguous.default", "aten.clone.default",
+     "aten.detach.default", "aten.detach_.default", "aten.dropout.default", *ROW_BY_ROW)
+)  # fmt: skip
+
+#: overload -> which argument is the dim, or a list of dims.
+ALONG: Mapping[str, int] = {
+    "aten.chunk.default": 2, "aten.split.Tensor": 2, "aten.split_with_sizes.default": 2,
+    "aten.split.sizes": 2, "aten.slice.Tensor": 1, "aten.select.int": 1, "aten.unbind.int": 1,
+    "aten.unsqueeze.default": 1, "aten.squeeze.dim": 1, "aten.softmax.int": 1,
+    "aten._softmax.default": 1, "aten.sum.dim_IntList": 1, "aten.mean.dim": 1,
+    "aten.amax.default": 1,
+}  # fmt: skip
+
+RULES: dict[str, Callable[..., Any]] = {
+    str(operator.getitem): lambda call, pieces, place: pieces[place],
+    "aten.index.Tensor": _index,
+    "aten.index_select.default": _index_select,
+    "aten.index_put.default": _index_put,
+    **dict.fromkeys(("aten.argsort.default", "aten.argsort.stable"), _argsort),
+    "aten.index_add.default": _index_add,
+    **dict.fromkeys(
+        ("aten.floor_divide.default", "aten.div.Tensor_mode", "aten.div.Scalar_mode"),
+        _floor_divide,
+    ),
+    **dict.fromkeys(("aten.empty_like.default", "aten.zeros_like.default"), _like),
+    "aten.histc.default": _histc,
+    "aten.cumsum.default": _cumsum,
+    **dict.fromkeys(GROUPED, _grouped),
+    "aten.cat.default": _cat,
+    **dict.fromkeys(
+        ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"), _reshape
+    ),
+}
