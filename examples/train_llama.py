@@ -340,7 +340,7 @@ def main() -> None:
         step = kind(mesh, arguments.microbatches)
         losses = train(step, arguments.steps)
         if arguments.save and isinstance(step, Launched):
-            step.step.save(arguments.save)
+            step.step.save(arguments.save, portable=True)
         if arguments.export:
             export(step.parameters(), arguments.export)
     if not screen.is_first():

@@ -14,6 +14,7 @@ from mdfuse.hir.passes import (
     assign_streams,
     block_streams,
     cut_loops,
+    fill_outputs,
     group_heads,
     group_launches,
     insert_frees,
@@ -138,6 +139,8 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (assign_streams.name, assign_streams.run),
     # Likewise, for blocks, which are in no loop.
     (block_streams.name, block_streams.run),
+    # Needs the streams, for it leaves programs alone that have some; before units exist.
+    (fill_outputs.name, fill_outputs.run),
     # Needs the streams: work of two streams is no unit.
     (group_launches.name, group_launches.run),
     # Last: the others move uses.

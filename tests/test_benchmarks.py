@@ -81,6 +81,8 @@ def test_reshards_are_near_the_bound(tmp_path: Path) -> None:
     assert 1.0 < means["blocks; Partial, reduced"] <= 1.06
     reachable = {row["group"]: row["reachable"] for row in stored["rows"]}
     assert means["Partial, reduced"] == pytest.approx(reachable["Partial, reduced"])
+    owners = {row["group"]: row["owners"] for row in stored["rows"]}
+    assert 1.0 < owners["Partial, reduced"] < means["Partial, reduced"]
     for row in stored["rows"]:
         assert row["more_than_dtensor"] == 0 and row["total"] <= 1.03
         assert all(pair in done.stdout for _, pair, _ in row["worst"])

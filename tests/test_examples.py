@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -235,7 +237,7 @@ def test_training_in_microbatches(axes: dict[str, int]) -> None:
 def continued(prompt: bytes, count: int) -> bytes:
     """What follows a prompt by torch on one device: all positions anew for each byte."""
     train, generate = example("train_llama"), example("generate")
-    p, found, rotary = train.initial(), list(prompt), generate.angles()
+    p, found, rotary = train.initial(), list(prompt), generate.Model().angles()
     for _ in range(count):
         h = F.embedding(torch.tensor([found]), p["table"])
         for n in range(train.LAYERS):
@@ -253,8 +255,8 @@ def continued(prompt: bytes, count: int) -> bytes:
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 2, "sp": 2}, {"sp": 3}], ids=str)
 def test_generating_stays_beside_one_device(axes: dict[str, int]) -> None:
     generate = example("generate")
-    step = generate.Simulated(DeviceMesh.arange(**axes), None)
-    assert generate.generate(step, b"You", 5) == continued(b"You", 5)
+    step = generate.Simulated(DeviceMesh.arange(**axes), generate.Weights(None))
+    assert bytes(generate.generate(step, b"You", 5)) == continued(b"You", 5)
     in_place = {name for name in step.program.host.written_inputs if ".cache." in name}
     assert len(in_place) == 2 * example("train_llama").LAYERS
 
@@ -264,14 +266,54 @@ def test_parameters_go_from_training_to_generating(tmp_path: Path) -> None:
     step = train.Simulated(DeviceMesh.arange(fsdp=2))
     train.train(step, 1)
     train.export(step.parameters(), tmp_path / "model.safetensors")
-    found = generate.parameters(tmp_path / "model.safetensors")
-    assert {name: list(w.shape) for name, w in found.items()} == {
-        name: list(shape) for name, (shape, _) in train.PARAMETERS.items()
-    }
+    weights = generate.Weights(tmp_path / "model.safetensors")
+    assert weights.model.parameters == train.PARAMETERS
+    found = {name: weights.part(name, None, None) for name in train.PARAMETERS}
     one = train.OneDevice()
     train.train(one, 1)
     for name, w in one.leaves.items():
         torch.testing.assert_close(found[name], w.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_generating_by_a_checkpoint_of_transformers(is_tied: bool, tmp_path: Path) -> None:
+    """A folder of several files; heads that are not the width's share, slower angles."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16, "rope_theta": 100.0}  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=24, intermediate_size=36, num_hidden_layers=3, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, rope_parameters=rope, rms_norm_eps=1e-3,
+        tie_word_embeddings=is_tied, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(config).eval()
+    module.save_pretrained(tmp_path, max_shard_size="20KB")
+    Tokenizer(WordLevel({f"t{n}": n for n in range(40)})).save(str(tmp_path / "tokenizer.json"))
+    generate = example("generate")
+    weights = generate.Weights(tmp_path)
+    assert weights.text.text([3, 39]) == "t3 t39"
+    step = generate.Simulated(DeviceMesh.arange(tp=2, sp=2), weights)
+    wanted = [3, 7, 11]
+    for _ in range(6):
+        wanted.append(int(module(torch.tensor([wanted])).logits[0, -1].argmax()))
+    assert generate.generate(step, wanted[:3], 6) == wanted[3:]
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [({"model_type": "qwen2"}, "a qwen2"), ({"attention_bias": True}, "without biases")],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    said: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **said}))
+    with pytest.raises(SystemExit):
+        example("generate").Weights(tmp_path)
+    assert text in capsys.readouterr().err
 
 
 def test_what_a_training_step_posts() -> None:

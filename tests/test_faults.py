@@ -1,6 +1,7 @@
 """A rank dies, stops, or runs something else: the others say which one, where they are, and end.
 
-Jobs of three ranks, on all backends without a GPU. A job ends within its deadline plus ten seconds
+Jobs of three ranks, on all backends without a GPU, and of ranks that share one, whose third run is
+the replay of a graph. A job ends within its deadline plus ten seconds
 where it has a core; on a machine that is busy it may take ten more. Not measured: a rank that is
 still there then is killed, and has no exit status.
 
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -126,6 +127,13 @@ CASES = (
     ),
 )
 
+#: Of a replay the watchdog knows the program, and no post in it; it ends who waits for the GPU.
+REPLAYED = tuple(
+    replace(case, says=("@gather", *case.says[1:]), statuses=(*ENDED, -signal.SIGABRT))
+    for case in CASES
+    if case.fault in ("kill", "stop", "sleep", "raise") and case.moment in ("in", "after")
+)
+
 #: Before all ranks have met, and when they part; by launch, for each waits for other things.
 ABSENT = r"rank {0} did not come to %s: busy elsewhere, or gone"
 STOPPED = r"rank {0} stopped, by a signal or a debugger"
@@ -193,6 +201,19 @@ IN_ONE_RANK = [
     (Case(fault="threads", moment="before", says=CROWD, own=1), "gloo"),
 ]
 
+#: A rank compiles for longer than the others wait: they say where it is.
+COMPILING = [
+    (
+        Case(
+            fault="compile",
+            moment="before",
+            says=(MEETING, r"for ranks \[1\]", r"rank 1 answers; .* inductor\.compiled = "),
+        ),
+        backend,
+    )
+    for backend in ("gloo", "symmetric")
+]
+
 #: What mpirun says where it is left to itself, or the rank that is the first to fail.
 ENDED_BY_ITSELF = (
     Case(fault="kill", moment="in", says=(r"process rank 1 .*exited on\s+signal 9",), own=-9),
@@ -213,11 +234,15 @@ class Launch:
         backend: its name.
         options: of mpirun; None where no launcher is needed.
         has_pause: whether ranks that fail wait before they have mpirun end the others.
+        is_on_gpu: whether buffers are on a GPU, which all ranks share.
+        timeout_s: the deadline; CUDA takes seconds to begin with.
     """
 
     backend: str
     options: tuple[str, ...] | None = None
     has_pause: bool = False
+    is_on_gpu: bool = False
+    timeout_s: float = TIMEOUT_S
 
 
 #: By name. On "mpi" every rank may speak (docs/bad_days.md), also after the death of another.
@@ -225,6 +250,7 @@ LAUNCHES = {
     "gloo": Launch(backend="gloo"),
     "ucx": Launch(backend="ucx"),
     "symmetric": Launch(backend="symmetric"),
+    "symmetric on a GPU": Launch(backend="symmetric", is_on_gpu=True, timeout_s=15.0),
     "mpi": Launch(
         backend="mpi",
         options=("--runtime-options", "recoverable,error-nonzero-status=0"),
@@ -335,7 +361,7 @@ def run(server: Server, case: Case, launch: Launch, folder: Path) -> Job:
     while not (folder / "fault").exists() and time.monotonic() < until:
         time.sleep(0.02)
     without = [case.guilty] if case.own is None else []
-    statuses = server.ask(wait=TIMEOUT_S + 20 + pause_s, without=without)
+    statuses = server.ask(wait=launch.timeout_s + 20 + pause_s, without=without)
     said = [text(folder / f"out.{rank}") for rank in range(RANKS)]
     if launch.options is None:
         return Job(statuses=statuses, said=said)
@@ -348,8 +374,10 @@ def command_and_environment(launch: Launch, pause_s: int) -> dict[str, Any]:
     environment = {
         **environment_of_ranks(),
         "MDFUSE_BACKEND": launch.backend,
-        "MDFUSE_TIMEOUT_S": str(TIMEOUT_S),
+        "MDFUSE_TIMEOUT_S": str(launch.timeout_s),
     }
+    if not launch.is_on_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     if launch.options is not None:
         pause = {"OMPI_MCA_mpi_abort_delay": str(pause_s)}
         command = [mpirun_program() or "mpirun", *launch.options]
@@ -365,7 +393,7 @@ def text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace")
 
 
-@pytest.mark.parametrize(("case", "launch"), JOINING + PARTING + IN_ONE_RANK, ids=str)
+@pytest.mark.parametrize(("case", "launch"), JOINING + PARTING + IN_ONE_RANK + COMPILING, ids=str)
 def test_ranks_that_join_and_part(
     case: Case, launch: str, jobs: dict[tuple[str, str], Future[Job]]
 ) -> None:
@@ -383,6 +411,15 @@ def test_the_guilty_rank_is_named(
     job = jobs[str(case), launch].result()
     check(case, job)
     check_page(case, launch, job)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("launch", ["symmetric on a GPU"])
+@pytest.mark.parametrize("case", REPLAYED, ids=str)
+def test_the_guilty_rank_is_named_where_graphs_are_replayed(
+    case: Case, launch: str, jobs: dict[tuple[str, str], Future[Job]]
+) -> None:
+    check(case, jobs[str(case), launch].result())
 
 
 def check(case: Case, job: Job, some_may_speak: bool = False) -> None:
@@ -428,7 +465,13 @@ def test_mpirun_ends_the_job(
 
 def test_the_page_shows_cases_that_there_are() -> None:
     ours = [(c, launch) for c in CASES for launch in ("gloo", "ucx", "symmetric", "mpi")]
-    ours += [*JOINING, *PARTING, *IN_ONE_RANK, *((c, "mpirun") for c in ENDED_BY_ITSELF)]
+    ours += [
+        *JOINING,
+        *PARTING,
+        *IN_ONE_RANK,
+        *COMPILING,
+        *((c, "mpirun") for c in ENDED_BY_ITSELF),
+    ]
     elsewhere = {"test_refusal", "test_reports"}
     assert {*SHOWN} - elsewhere <= {f"{case}, {launch}" for case, launch in ours}
     assert elsewhere <= {*SHOWN}

@@ -211,7 +211,13 @@ Around = tuple[Callable[[], None], Callable[[], None]]
 
 @runtime_checkable
 class Sharing(Protocol):
-    """A backend that copies what a program computes from where it lies."""
+    """A backend that copies what a program computes from where it lies.
+
+    Attributes:
+        carried: team whose members do not see each other -> which backend carries it, and why.
+    """
+
+    carried: dict[tuple[int, ...], str]
 
     def posters(self, run: int) -> Callable[[Call], Poster]:
         """Return what prepares the calls of a plan, in program order; see `Backend.bind`.

@@ -88,7 +88,7 @@ class _Function:
             found = _Differentiable(traced.definition, self.options, traced)
             self._known.put(id(traced), found)
         outputs = found(*tensors)
-        return outputs[0] if traced.container is None else traced.container(outputs)
+        return traced.made(outputs)
 
 
 class _Differentiable:

@@ -19,7 +19,7 @@ from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.compiled.trial import Trial
 from mdfuse.config import Options, backend_choice, environment, options_from_environment
-from mdfuse.errors import DefinitionError, MdfuseError
+from mdfuse.errors import DefinitionError, MdfuseError, ProgramError
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
 from mdfuse.frontend.cache import NamedDefinition, program_of
@@ -43,6 +43,7 @@ from mdfuse.runs.extents import (
 )
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init
+from mdfuse.runtime.sharing import carried
 from mdfuse.seeing.report.numbers import size_text
 
 if TYPE_CHECKING:
@@ -172,6 +173,7 @@ class Program:
         lines += [f"  overlap: {line}" for line in self._overlap_told()]
         lines += [f"  {line}" for line in _streams(self.host)]
         lines += [f"  {line}" for line in _staging(self.host, self.options)]
+        lines += [f"  {line}" for line in _carried(self._evaluators.recent)]
         lines += [f"  {line}" for line in _graphs(self.host, self.options)]
         lines += [f"  {line}" for line in _launches(self.host, self._evaluators.recent)]
         for n, lowering in enumerate(self.lowerings):
@@ -195,6 +197,26 @@ class Program:
     def _local_extents(self) -> LocalExtents:
         assert self.symbolic is not None
         return local_extents(self.host, self.symbolic.fusion)
+
+    def __call__(self, *inputs: Any, **named: Any) -> list[Any]:
+        """Run with inputs by name, behind those in definition order: `run`.
+
+        Raises:
+            ProgramError: a name that is no input, or is given in order, too; inputs that lack.
+        """
+        names = self.fusion.inputs
+        left = names[len(inputs) :]
+        unknown = [name for name in named if name not in left]
+        lacking = [name for name in left if name not in named]
+        if unknown or lacking:
+            what = f"no input {unknown[0]!r}" if unknown else f"lacks {', '.join(lacking[:3])}"
+            problem = ProgramError(
+                f"a call of @{self.fusion.name}: {what}",
+                because=f"its inputs are {', '.join(names)}; {len(inputs)} are given in order",
+                hint="program(**inputs) with all of them, once each",
+            )
+            self.refuse(problem)
+        return self.run(*inputs, *(named[name] for name in left))
 
     def run(
         self,
@@ -358,7 +380,7 @@ def _staging(host: HostProgram, options: Options | None) -> Iterator[str]:
             yield f"staging: {name} takes {sizes} memory of a rank for each team, at most {teams}"
     if any(i.kwargs.get("memory") == "symmetric" for i in host.walk()):
         first = host.meshes[0].ranks[0]
-        size = arena(project(host, first).written_out).size
+        size = arena(project(host, first).as_run).size
         if size:
             yield f"arena: {size_text(size)} of a GPU for what the others copy from rank {first}"
 
@@ -372,6 +394,12 @@ def _teams(host: HostProgram, backend: str | None) -> Iterator[object]:
             layout = host.types[i.reads[0]].layout
             assert layout is not None
             yield layout.mesh, layout.mesh, tuple(filter(None, [i.kwargs.get("axis")]))
+
+
+def _carried(last: HostIrEvaluator | None) -> Iterator[str]:
+    """Yield lines on teams that another backend carries than was asked for, once they are made."""
+    if last is not None and last.communicator is not None:
+        yield from carried(last.communicator)
 
 
 def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:

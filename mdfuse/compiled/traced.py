@@ -6,6 +6,8 @@ import inspect
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,7 @@ from mdfuse.frontend.spec import TensorSpec
 from mdfuse.mesh import as_mesh
 from mdfuse.names import as_name
 from mdfuse.runs.arguments import has_dtensors
-from mdfuse.torch_private import spec_of
+from mdfuse.torch_private import flattened, key_text, spec_of, unflattened
 
 if TYPE_CHECKING:
     from mdfuse.compiled.program import Program
@@ -35,11 +37,11 @@ class Traced:
 
     Attributes:
         definition: the fusion.
-        container: `tuple` or `list` where the function returns one, else None.
+        made: puts outputs together as the function returns them.
     """
 
     definition: FusionDefinition
-    container: type[tuple[Any, ...]] | type[list[Any]] | None
+    made: Callable[[Sequence[Any]], Any]
 
 
 class TracedFunction:
@@ -68,7 +70,7 @@ class TracedFunction:
                 program.
 
         Returns:
-            What the body returns. For DTensors a DTensor, or a tuple or list as the body does.
+            What the body returns. For DTensors a DTensor, or a tree of them as the body does.
 
         Raises:
             DefinitionError: neither values of an open definition nor DTensors; a plain tensor
@@ -85,7 +87,7 @@ class TracedFunction:
         Raises:
             DefinitionError: values of a definition that is not open.
         """
-        given = (*args, *kwargs.values())
+        given = [x for item in (*args, *kwargs.values()) for _, x in _leaves("", item)]
         handles = [x for x in given if isinstance(x, Handle)]
         for x in handles:
             x.definition._check_open()
@@ -131,7 +133,8 @@ class TracedFunction:
 
     def _traced(self, bound: inspect.BoundArguments) -> Traced:
         """Return the result of tracing for some arguments, traced once for each kind."""
-        key = tuple((name, self._part(name, x)) for name, x in _arguments(bound))
+        parts = tuple((name, self._part(name, x)) for name, x in _arguments(bound))
+        key = parts, _structures(bound)
         with self._lock:
             found = self._traces.get(key)
             if found is None:
@@ -139,13 +142,7 @@ class TracedFunction:
                 self._traces.put(key, found)
         return found
 
-    def _check_constant(self, name: str, x: Any, is_inside: bool) -> None:
-        if is_inside and isinstance(x, Tensor | Handle | TensorSpec):
-            raise DefinitionError(
-                f"{self.__name__}: a {type(x).__name__} inside of {name}",
-                because="each tensor is an argument of its own",
-                hint=f"def {self.__name__}(*{name}): ...",
-            )
+    def _check_constant(self, name: str, x: Any) -> None:
         if isinstance(x, Tensor):
             raise DefinitionError(
                 f"{self.__name__}: a tensor for {name}",
@@ -159,13 +156,13 @@ class TracedFunction:
                 hint="call the function inside the definition, or pass a TensorSpec",
             )
 
-    def _part(self, name: str, x: Any, is_inside: bool = False) -> Hashable:
+    def _part(self, name: str, x: Any) -> Hashable:
         """Return what a trace depends on in an argument: 1, 1.0 and True are different programs."""
-        if isinstance(x, TensorSpec) and not is_inside:
+        if isinstance(x, TensorSpec):
             return x.key
         if isinstance(x, tuple | list):
-            return type(x), *(self._part(name, item, True) for item in x)
-        self._check_constant(name, x, is_inside)
+            return type(x), *(self._part(name, item) for item in x)
+        self._check_constant(name, x)
         try:
             hash(x)
         except TypeError:
@@ -178,11 +175,10 @@ class TracedFunction:
 
     def _trace(self, bound: inspect.BoundArguments) -> Traced:
         with FusionDefinition(as_name(self.__name__, "fusion")) as fd:
-            for name, x in _arguments(bound):
-                _put(bound, name, _defined(fd, name, x))
-            result = self.function(*bound.args, **bound.kwargs)
-            container = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)
-            for output in result if container else (result,):
+            defined = _replaced(bound, partial(_defined, fd))
+            result = self.function(*defined.args, **defined.kwargs)
+            outputs, structure = flattened(result)
+            for _, output in outputs:
                 if not isinstance(output, Handle):
                     raise DefinitionError(
                         f"{self.__name__} returns {type(output).__name__}",
@@ -190,7 +186,11 @@ class TracedFunction:
                         hint="return a tensor that it computed, or a tuple of them",
                     )
                 fd.add_output(output)
-        return Traced(definition=fd, container=container)
+        if isinstance(result, Handle):
+            return Traced(definition=fd, made=itemgetter(0))
+        is_flat = type(result) in (tuple, list) and len(outputs) == len(result)
+        made = type(result) if is_flat else partial(unflattened, structure=structure)
+        return Traced(definition=fd, made=made)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -204,9 +204,10 @@ class TracedFunction:
         """Run the program of the function on DTensors."""
         arguments = _arguments(bound)
         self._check_dtensors(arguments)
-        key = tuple(
+        parts = tuple(
             (n, spec_of(x) if has_dtensors((x,)) else self._part(n, x)) for n, x in arguments
         )
+        key = parts, _structures(bound)
         with self._lock:
             ready = self._calls.get(key)
         if ready is None:
@@ -215,7 +216,7 @@ class TracedFunction:
                 self._calls.put(key, ready)
         program, traced = ready
         outputs = program.run(*(x for _, x in arguments if isinstance(x, Tensor)))
-        return outputs[0] if traced.container is None else traced.container(outputs)
+        return traced.made(outputs)
 
     def _check_dtensors(self, arguments: Sequence[tuple[str, Any]]) -> None:
         tensors = [(name, x) for name, x in arguments if isinstance(x, Tensor)]
@@ -258,7 +259,7 @@ def _signature(function: Any) -> inspect.Signature:
         ) from error
 
 
-def _arguments(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
+def _items(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
     """Return the arguments by name; those of *args, and sorted those of **kwargs, one by one."""
     found: list[tuple[str, Any]] = []
     for name, x in bound.arguments.items():
@@ -272,27 +273,62 @@ def _arguments(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
     return found
 
 
-def _put(bound: inspect.BoundArguments, name: str, x: Any) -> None:
-    """Replace the argument that has a name of `_arguments`."""
-    name, _, item = name.partition(".")
-    if not item:
-        bound.arguments[name] = x
-    elif isinstance(bound.arguments[name], dict):
-        bound.arguments[name] = {**bound.arguments[name], item: x}
-    else:
-        old = bound.arguments[name]
-        bound.arguments[name] = (*old[: int(item)], x, *old[int(item) + 1 :])
+def _leaves(name: str, x: Any) -> list[tuple[str, Any]]:
+    """Return what stands in an argument with tensors in it, by name; any other as it is."""
+    if isinstance(x, _LEAVES):
+        return [(name, x)]
+    found, _ = flattened(x)
+    if not any(isinstance(leaf, _TENSORS) for _, leaf in found):
+        return [(name, x)]
+    return [(f"{name}.{key_text(path)}", leaf) for path, leaf in found]
+
+
+_TENSORS = (Tensor, Handle, TensorSpec)
+_LEAVES = (*_TENSORS, int, float, str, type(None), torch.dtype)
+
+
+def _arguments(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
+    """Return the arguments by name; of dicts, lists and dataclasses what is in them."""
+    return [leaf for name, x in _items(bound) for leaf in _leaves(name, x)]
+
+
+def _structures(bound: inspect.BoundArguments) -> tuple[Hashable, ...]:
+    """Return which arguments have tensors in them, and how."""
+    trees = [(name, x) for name, x in _items(bound) if not isinstance(x, _LEAVES)]
+    return tuple(
+        (name, repr(flattened(x)[1])) for name, x in trees if _leaves(name, x)[0][0] != name
+    )
+
+
+def _replaced(
+    bound: inspect.BoundArguments, new: Callable[[str, Any], Any]
+) -> inspect.BoundArguments:
+    """Return the arguments with what a function makes of each of `_arguments` in its place."""
+    made = {name: _mapped(name, x, new) for name, x in _items(bound)}
+    changed = bound.signature.bind(*bound.args, **bound.kwargs)
+    for name, x in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            changed.arguments[name] = tuple(made[f"{name}.{i}"] for i in range(len(x)))
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            changed.arguments[name] = {key: made[f"{name}.{key}"] for key in x}
+        else:
+            changed.arguments[name] = made[name]
+    return changed
+
+
+def _mapped(name: str, x: Any, new: Callable[[str, Any], Any]) -> Any:
+    leaves = _leaves(name, x)
+    if len(leaves) == 1 and leaves[0][0] == name:
+        return new(name, x)
+    return unflattened([new(*leaf) for leaf in leaves], flattened(x)[1])
 
 
 def _with_specs(bound: inspect.BoundArguments) -> inspect.BoundArguments:
     """Return the arguments, with the spec of each DTensor in its place."""
     from mdfuse.runs.dtensor import spec_of
 
-    changed = bound.signature.bind(*bound.args, **bound.kwargs)
-    for name, x in _arguments(bound):
-        if isinstance(x, Tensor):
-            _put(changed, name, spec_of(x))  # type: ignore[arg-type]
-    return changed
+    return _replaced(bound, lambda name, x: spec_of(x) if isinstance(x, Tensor) else x)  # type: ignore[arg-type]
 
 
 def _defined(fd: FusionDefinition, name: str, x: Any) -> Any:

@@ -171,13 +171,9 @@ def problem(
     row = row_of(i)
     if row is None:
         return _unknown(i)
-    return (
-        _of_parts(i, row)
-        or _of_operands(i, row)
-        or _of_attributes(i, row, types, rank)
-        or _of_order(i, row, types)
-        or next(filter(None, (_of_index(index, types) for index in i.indices)), None)
-    )
+    found = _of_parts(i, row) or _of_operands(i, row) or _of_attributes(i, row, types, rank)
+    found = found or (_of_order(i, row, types) if i.order is not None else None)
+    return found or next(filter(None, [_of_index(index, types) for index in i.indices]), None)
 
 
 def _unknown(i: Instruction) -> Problem:
@@ -205,10 +201,10 @@ def _of_parts(i: Instruction, row: Row) -> Problem | None:
     if row.makes != "values" and makes != results:
         what = f"{row.name} defines {makes} names"
         return Problem(what, f"it defines {results}", "name what it makes")
-    if len({*i.outputs}) < makes:
+    if makes > 1 and len({*i.outputs}) < makes:
         what = f"{row.name} defines %{i.outputs[0]} twice"
         return Problem(what, "each result has a name of its own", "name them differently")
-    bad = [n for n in (*i.outputs, *i.reads) if not _is_of_value(n)]
+    bad = [n for n in (*i.outputs, *i.inputs) if isinstance(n, str) and not _is_of_value(n)]
     return Problem(f"a value is named {bad[0]!r}", RULE, "name it otherwise") if bad else None
 
 
@@ -269,10 +265,11 @@ def _operands_text(row: Row) -> str:
 def _of_attributes(
     i: Instruction, row: Row, types: Mapping[str, BufferType], rank: int | None
 ) -> Problem | None:
-    found = attributes_problem(row.name, row.attrs, i.attrs, rank, _Dims(i, types))
-    if found is not None:
-        return found
     comm = i.comm
+    if i.attrs or row.attrs:
+        found = attributes_problem(row.name, row.attrs, i.attrs, rank, _Dims(i, types))
+        if found is not None:
+            return found
     if comm is None:
         return None
     settings = [(a.name, getattr(comm, a.name)) for a in row.sets]

@@ -96,6 +96,7 @@ _ROWS = (
         makes="value",
         is_view=True,
     ),
+    Row(name="own", operands=_ONE, makes="value", is_view=True, is_slice=True),
     Row(
         name="pad",
         operands=_ONE,
@@ -112,6 +113,7 @@ _ROWS = (
     ),
     Row(name="term", operands=_ONE, makes="value"),
     Row(name="accumulate", operands=_ONE, makes="value"),
+    Row(name="addmm", operands=(3, 3), makes="value"),
     # -- communications
     Row(
         name="post",

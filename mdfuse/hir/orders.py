@@ -35,13 +35,15 @@ class Order:
 def orders_of(program: HostProgram) -> dict[str, Order]:
     """Return name with a buffer of its own -> its order; `program.orders` keeps this."""
     found: dict[str, Order] = {}
-    allocated: set[str] = set()
+    settled: set[str] = set()
     for i in program.walk():
+        if i.op == "free":
+            settled.difference_update(map(program.root, i.reads))
         for name in map(program.root, i.outputs if i.op != "launch" else ()):
-            if name in allocated or name not in program.types:
+            if name in settled or name not in program.types:
                 continue  # later writes go into the same buffer
             found[name] = Order(i.order, _lies(program, i, name, found))
-            allocated.update((name,) if i.op == "alloc" else ())
+            settled.update((name,) if i.op == "alloc" or i.order is not None else ())
     return found
 
 

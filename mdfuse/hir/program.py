@@ -149,7 +149,9 @@ class Instruction:
     def indices(self) -> list[Index]:
         """The index expressions in its operands and attributes."""
         found: list[Any] = [x for x in self.inputs if type(x) in UNKNOWN]
-        return found + [v for _, v in self.attrs if type(v) in UNKNOWN]
+        if self.attrs:
+            found += [v for _, v in self.attrs if type(v) in UNKNOWN]
+        return found
 
     def walk(self) -> Iterator[Instruction]:
         """Yield the instruction, then all instructions inside it."""
@@ -162,6 +164,32 @@ class Instruction:
         pairs = [(getattr(self, name), value) for name, value in fields.items()]
         is_same = all(old is new or old == new for old, new in pairs)
         return self if is_same else replace(self, **fields)
+
+    def made(
+        self,
+        inputs: tuple[Operand, ...],
+        outputs: tuple[str, ...],
+        attrs: tuple[tuple[str, Any], ...],
+        comm: Communication | None,
+        body: tuple[Instruction, ...],
+        orelse: tuple[Instruction, ...],
+    ) -> Instruction:
+        """Return the instruction with other names and numbers; itself where they are the same."""
+        is_same = comm is self.comm and inputs == self.inputs and outputs == self.outputs
+        if is_same and (attrs, body, orelse) == (self.attrs, self.body, self.orelse):
+            return self
+        return Instruction(
+            op=self.op,
+            fn=self.fn,
+            inputs=inputs,
+            outputs=outputs,
+            attrs=attrs,
+            order=self.order,
+            comm=comm,
+            body=body,
+            orelse=orelse,
+            source=self.source,
+        )
 
     @property
     def parts(self) -> tuple[tuple[Instruction, ...], ...]:
@@ -269,6 +297,13 @@ class HostProgram:
         from mdfuse.hir.unroll import write
 
         return land_receives.run(early_waits.run(late_waits.run(write(self))))
+
+    @cached_property
+    def as_run(self) -> HostProgram:
+        """What plans are made of: `written_out`, with a rank's own products where sums are."""
+        from mdfuse.hir.passes import own_products
+
+        return own_products.run(self.written_out)
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
@@ -432,11 +467,13 @@ def _first(term: Term) -> int:
 
 def index_names(i: Instruction, types: Mapping[str, BufferType]) -> set[str]:
     """Return the loop indices in an instruction itself, not those that its operands depend on."""
-    found = [*i.indices]
+    found = i.indices
     layouts = [types[n].layout for n in i.outputs if n in types]
     if i.comm is not None:
         layouts += [i.comm.source, i.comm.destination]
     for layout in layouts:
         if layout is not None and layout.stream is not None and layout.stream.index is not None:
             found.append(layout.stream.index)
+    if not found:
+        return set()
     return {t.name for index in found for t in terms(index) if t.kind == "index"}

@@ -12,7 +12,7 @@ from mdfuse.extents.expressions import UNKNOWN, resolve
 from mdfuse.hir.calls import blocks_of
 from mdfuse.hir.instructions import BLOCKS, POSTS, op_of
 from mdfuse.hir.passes import late_waits, local_streams
-from mdfuse.hir.program import HostProgram, Instruction, Known, joined, resolved
+from mdfuse.hir.program import BufferType, HostProgram, Instruction, Known, joined, resolved
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.mesh import DeviceMesh
@@ -85,9 +85,23 @@ def project(program: HostProgram, rank: int) -> HostProgram:
     made = (n for i in kept for j in i.walk() for n in j.outputs)
     shared = (n for pair in program.aliases.items() for n in pair)
     named = dict.fromkeys((*program.inputs, *program.outputs, *made, *shared))
-    types = {n: program.types[n].at(known) for n in named if n in program.types}
+    types = _types_at(program, named, known)
     found = replace(program, types=types, instructions=tuple(kept), rank=rank)
     return late_waits.run(local_streams.run(found, program))
+
+
+def _types_at(program: HostProgram, names: Iterable[str], known: Known) -> dict[str, BufferType]:
+    """Return the types of names with all known terms replaced; one object where they are equal."""
+    found: dict[BufferType, BufferType] = {}
+    types = {}
+    for name in names:
+        kind = program.types.get(name)
+        if kind is not None:
+            here = found.get(kind)
+            if here is None:
+                here = found[kind] = kind.at(known)
+            types[name] = here
+    return types
 
 
 def _block(
@@ -156,7 +170,7 @@ def localized(program: HostProgram, i: Instruction, rank: int, known: Known) -> 
         layout = program.types[i.reads[0]].layout
         known = program.knows(rank, layout.mesh if layout is not None else None)
         attrs = _peer(program, i, dict(resolved(attrs, known)), rank)
-    elif any(isinstance(v, UNKNOWN) for _, v in attrs):
+    elif any(type(v) in UNKNOWN for _, v in attrs):
         attrs = resolved(attrs, known)
     localize = op.localize if op is not None else None
     if localize is not None and program.types[i.outputs[0]].layout is not None:
@@ -164,11 +178,13 @@ def localized(program: HostProgram, i: Instruction, rank: int, known: Known) -> 
     if comm is not None:
         comm = comm.at(known)
     inputs = i.inputs
-    if any(isinstance(x, UNKNOWN) for x in inputs):
-        inputs = tuple(resolve(x, known) if isinstance(x, UNKNOWN) else x for x in inputs)
-    body = tuple(localized(program, inner, rank, known) for inner in i.body)
-    orelse = tuple(localized(program, inner, rank, known) for inner in i.orelse)
-    return i.changed(inputs=inputs, attrs=attrs, comm=comm, body=body, orelse=orelse)
+    if any(type(x) in UNKNOWN for x in inputs):
+        inputs = tuple([resolve(x, known) if type(x) in UNKNOWN else x for x in inputs])
+    body, orelse = i.body, i.orelse
+    if body or orelse:
+        body = tuple([localized(program, inner, rank, known) for inner in body])
+        orelse = tuple([localized(program, inner, rank, known) for inner in orelse])
+    return i.made(inputs, i.outputs, attrs, comm, body, orelse)
 
 
 def _peer(

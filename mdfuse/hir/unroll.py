@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError
-from mdfuse.extents.expressions import Index, Term, resolve
+from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve
 from mdfuse.hir.calls import blocks_of, per_index
 from mdfuse.hir.instructions import POSTS, TRANSFERS, op_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
@@ -62,6 +62,25 @@ class Turn:
     bound: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """What an instruction says whatever the iteration.
+
+    Attributes:
+        outputs: the names whose buffers it binds.
+        freed: those that it frees.
+        is_fixed: it has no name, number or communication.
+        has_indices: an index is among its operands or attributes, or in its body.
+        is_of_part: it depends on the part that the rank has in an iteration.
+    """
+
+    outputs: tuple[str, ...]
+    freed: tuple[str, ...]
+    is_fixed: bool
+    has_indices: bool
+    is_of_part: bool
+
+
 @dataclass
 class Unrolled:
     """A walk over a projection that writes down what runs, in order."""
@@ -88,6 +107,14 @@ class Unrolled:
     _dependent: dict[int, list[str]] = field(default_factory=dict)
     #: layout of a chunk, its number -> the layout with that number
     _layouts: dict[tuple[Layout, object], Layout] = field(default_factory=dict)
+    #: id of a type of the program -> id of the first one that equals it
+    _equal: dict[int, int] = field(default_factory=dict)
+    #: such an id -> the type as long as all indices are what they are now
+    _kinds: dict[int, BufferType] = field(default_factory=dict)
+    #: communication of the program -> what it is as long as all indices are what they are now
+    _comms: dict[Communication, Communication] = field(default_factory=dict)
+    #: id of an instruction -> what is the same of it in every iteration
+    _sites: dict[int, _Site] = field(default_factory=dict)
     #: the program with the types that were found so far
     local: HostProgram = field(init=False)
 
@@ -98,6 +125,9 @@ class Unrolled:
     def __post_init__(self) -> None:
         self.blocks, self.per_index = blocks_of(self.program), per_index(self.program)
         self.local = replace(self.program, types=self.types, aliases={})
+        first: dict[BufferType, int] = {}
+        for kind in self.program.types.values():
+            self._equal[id(kind)] = first.setdefault(kind, id(kind))
 
     def write(self) -> HostProgram:
         program = self.program
@@ -159,7 +189,8 @@ class Unrolled:
         """Write out a block at one index; the names of that index are its own."""
         block, number = self.blocks[i.fn], self.number(i.kwargs["index"], "the call's index", i)
         (index,) = block.outputs
-        self.env[index], self.of_call = number, f"@{number}"
+        self.set_index(index, number)
+        self.of_call = f"@{number}"
         self.names.update((name, f"{name}@{number}") for name in self.per_index)
         self.bound |= self.bound_at.get(number, set())
         self.block(block.body)
@@ -167,7 +198,7 @@ class Unrolled:
         self.bound -= self.per_index
         for name in self.per_index:
             del self.names[name]
-        del self.env[index]
+        self.set_index(index, None)
         self.of_call = ""
 
     def loop(self, i: Instruction) -> None:
@@ -187,10 +218,16 @@ class Unrolled:
         outer = self.env.get(index)
         self.iterate(i, self.turns(i, range(start, stop, step)), dropped)
         self.left.update(self.bound.intersection(dropped))
-        if outer is None:
+        self.set_index(index, outer)
+
+    def set_index(self, index: str, number: int | None) -> None:
+        """Note what an index is from now on; None: it is over."""
+        self._kinds.clear()
+        self._comms.clear()
+        if number is None:
             self.env.pop(index, None)
         else:
-            self.env[index] = outer
+            self.env[index] = number
 
     def turns(self, loop: Instruction, numbers: range) -> Sequence[range]:
         """Return the iterations of a loop, in runs that are written as one: here each by itself."""
@@ -224,7 +261,7 @@ class Unrolled:
 
     def part(self, loop: Instruction, part: tuple[Instruction, ...], turn: Turn) -> None:
         """Write out a part of the body of a loop, with the names of one iteration."""
-        self.env[loop.outputs[0]] = turn.numbers[0]
+        self.set_index(loop.outputs[0], turn.numbers[0])
         self.names.update(turn.names)
         self.bound.difference_update(turn.names)
         self.bound |= turn.bound
@@ -280,32 +317,46 @@ class Unrolled:
                 because="a plan holds one prepared call for each",
                 hint="loop over fewer, larger pieces",
             )
-        if not (i.inputs or i.outputs or i.comm or i.indices):
+        site = self._sites.get(id(i)) or self.site(i)
+        if site.is_fixed:
             self.code.append(i)  # the same in every iteration
             return
-        roots = [self.program.root(n) for n in i.outputs]
-        self.bound.update(roots)
-        self.left.difference_update(roots)
-        if i.op == "free":
-            self.bound.difference_update(map(self.program.root, i.reads))
+        self.bound.update(site.outputs)
+        self.left.difference_update(site.outputs)
+        self.bound.difference_update(site.freed)
         i = self.renamed(i)
-        for index in (x for inner in (i, *i.body) for x in inner.indices):
-            raise self.unknown(index, f"{i.fn or i.op}: the index", i)
+        if site.has_indices:
+            for index in (x for inner in (i, *i.body) for x in inner.indices):
+                raise self.unknown(index, f"{i.fn or i.op}: the index", i)
         self.code.append(i)
+
+    def site(self, i: Instruction) -> _Site:
+        root = self.program.root
+        found = self._sites[id(i)] = _Site(
+            outputs=tuple(map(root, i.outputs)),
+            freed=tuple(map(root, i.reads)) if i.op == "free" else (),
+            is_fixed=not (i.inputs or i.outputs or i.comm or i.indices),
+            has_indices=any(j.indices for j in (i, *i.body)),
+            is_of_part=self.is_of_part(i),
+        )
+        return found
 
     def renamed(self, i: Instruction) -> Instruction:
         """Return an instruction with the names, numbers and types of this iteration."""
-        inputs = tuple(self.operand(x) for x in i.inputs)
-        outputs = tuple(map(self.name, i.outputs))
-        for old, new in zip(i.outputs, outputs, strict=True):
-            kind = self.program.types.get(self.program.root(old))
+        site = self._sites.get(id(i)) or self.site(i)
+        program_types, names = self.program.types, self.names
+        inputs = tuple([self.operand(x) for x in i.inputs])
+        outputs = []
+        for root in site.outputs:
+            new, kind = names.get(root, root), program_types.get(root)
+            outputs.append(new)
             if kind is not None:
                 self.types[new] = self.at(new, kind, i)
-        body = tuple(map(self.renamed, i.body))
+        body = tuple([self.renamed(j) for j in i.body]) if i.body else ()
         comm = self.posted(i.comm) if i.comm is not None else None
-        attrs = resolved(i.attrs, self.known) if i.attrs else i.attrs
-        i = i.changed(inputs=inputs, outputs=outputs, attrs=attrs, comm=comm, body=body)
-        return self.local.relocalized(i) if self.env and self.is_of_part(i) else i
+        attrs = resolved(i.attrs, self.known) if site.has_indices else i.attrs
+        i = i.made(inputs, tuple(outputs), attrs, comm, body, i.orelse)
+        return self.local.relocalized(i) if site.is_of_part and self.env else i
 
     def is_of_part(self, i: Instruction) -> bool:
         """Return whether an instruction depends on the part that the rank has in this iteration."""
@@ -314,7 +365,7 @@ class Unrolled:
 
     def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
         """Return a type in this iteration; raise ProgramError where its chunk does not exist."""
-        kind = self.here(kind)
+        kind = self.kind(kind)
         stream = kind.layout.stream if kind.layout is not None else None
         index = stream.index if stream is not None else None
         if stream is not None and isinstance(index, int) and not 0 <= index < stream.count:
@@ -330,10 +381,25 @@ class Unrolled:
 
     def typed(self, name: str) -> str:
         """Return the name in this iteration; it has a type even where nothing has bound it."""
-        new, kind = self.name(name), self.program.types.get(self.program.root(name))
-        if new not in self.types and kind is not None:
-            self.types[new] = self.here(kind)
+        root = self.program.root(name)
+        new = self.names.get(root, root)
+        if new not in self.types:
+            kind = self.program.types.get(root)
+            if kind is not None:
+                self.types[new] = self.kind(kind)
         return new
+
+    def kind(self, kind: BufferType) -> BufferType:
+        """Return `here` of a type of the program, which is asked once in an iteration."""
+        if kind.layout is None or kind.layout.stream is None:
+            return kind
+        code = self._equal.get(id(kind), id(kind))
+        found = self._kinds.get(code)
+        if found is None:
+            found = self.here(kind)
+            if found.layout is None or _is_numbered(found.layout):
+                self._kinds[code] = found
+        return found
 
     def here(self, kind: BufferType) -> BufferType:
         """Return a type as it is in this iteration."""
@@ -349,12 +415,22 @@ class Unrolled:
 
     def posted(self, comm: Communication) -> Communication:
         """Return a communication as it is in this iteration."""
-        return comm.at(self.known)
+        found = self._comms.get(comm)
+        if found is None:
+            found = comm.at(self.known)
+            if _is_numbered(found.source) and _is_numbered(found.destination):
+                self._comms[comm] = found
+        return found
 
     def operand(self, x: Operand) -> Operand:
         if isinstance(x, str):
             return self.env[x] if x in self.env else self.typed(x)
-        return resolve(x, self.known)
+        return resolve(x, self.known) if type(x) in UNKNOWN else x
+
+
+def _is_numbered(layout: Layout) -> bool:
+    """Return whether a layout is that of no chunk, or of one whose number is known."""
+    return layout.stream is None or not isinstance(layout.stream.index, UNKNOWN)
 
 
 def _iterations(start: int, stop: int, step: int) -> int:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from mdfuse.layouts.blocks import Cut, part_of_blocks
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.reach import Reach
 
@@ -181,32 +180,6 @@ def window(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     return DimMap(operands=(labels,), results=(labels,))
 
 
-def along_blocks(
-    labels: DimMap, attrs: Mapping[str, Any], shape: Shape, cuts: Mapping[int, Cut]
-) -> tuple[DimMap, dict[int, Cut | None]]:
-    """Label the dims of a slice that takes whole blocks of them: they may stay split.
-
-    Args:
-        labels: those of a `window`.
-        attrs: its attributes.
-        shape: of its operand.
-        cuts: dims of the operand that are in blocks -> how they are cut.
-
-    Returns:
-        the labels, and for each such dim how the result is cut; None: plainly.
-    """
-    found: dict[int, Cut | None] = {}
-    for d, cut in cuts.items():
-        if labels.result[d] is None and attrs["steps"][d] == 1 and not cut.plain:
-            taken = part_of_blocks(cut.blocks, shape[d], (attrs["starts"][d], attrs["ends"][d]))
-            if taken != 0:
-                found[d] = Cut(taken) if taken else None
-    if not found:
-        return labels, found
-    dims = tuple(d if d in found else label for d, label in enumerate(labels.result))
-    return replace(labels, operands=(dims,), results=(dims,)), found
-
-
 def window_of_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label a slice that ranks reduce from what each has of it: dims it cuts may be split, too."""
     taken = window(shapes, result, attrs)
@@ -369,13 +342,25 @@ def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
         inner[i] = (shape[i], rest[0], result[j], rest[1])
 
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
-        n, n_inner, m, m_inner = inner[label]
-        parts = math.prod(sizes)
-        if (n == m and n_inner == m_inner) or (n % parts == 0 and m % parts == 0):
-            return True
-        return _boundaries(n, n_inner, sizes) == _boundaries(m, m_inner, sizes)
+        return fall_together(*inner[label], sizes)
 
     return DimMap(operands=(tuple(before),), results=(tuple(after),), fits=fits)
+
+
+def fall_together(n: int, n_inner: int, m: int, m_inner: int, sizes: tuple[int, ...]) -> bool:
+    """Whether the parts of a dim have the boundaries of those of another one.
+
+    Args:
+        n: rows of the one.
+        n_inner: elements of a row.
+        m: rows of the other one.
+        m_inner: elements of such a row.
+        sizes: of the axes that split them.
+    """
+    parts = math.prod(sizes)
+    if (n == m and n_inner == m_inner) or (n % parts == 0 and m % parts == 0):
+        return True
+    return _boundaries(n, n_inner, sizes) == _boundaries(m, m_inner, sizes)
 
 
 def reshape_groups(shape: Shape, result: Shape) -> list[tuple[list[int], list[int]]]:

@@ -34,7 +34,7 @@ NAMES = tuple(_CALLS)
 #: Those whose kernel reads the result.
 OF_RESULT = ("relu", "sigmoid", "tanh")
 #: What torch calls the kernel, and its `out=` form, where that is not usual.
-_KERNELS, _FORMS = {"relu": "threshold"}, {"hardswish": "out", "mish": None}
+_KERNELS, _FORMS = {"relu": "threshold"}, {"hardswish": None, "mish": None}
 
 
 def slope(name: str) -> tuple[Callable[..., Any], Callable[..., Any] | None]:

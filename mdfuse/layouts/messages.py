@@ -17,7 +17,7 @@ from mdfuse.layouts.side import At, Side
 _MOST_SHARES = 8
 
 #: What the busiest holder sends over the average, at which messages need not be cut further.
-_EVENLY = 9 / 8
+_EVENLY = 6 / 5
 
 #: Elements of a share, at least: fewer are not worth a message.
 _LEAST_SHARE = 1024
@@ -171,7 +171,7 @@ class Pattern:
     def shares(self, messages: int) -> int:
         """Return in how many shares each of some messages is sent.
 
-        The fewest with which no holder sends over an eighth more than all do on average; where
+        The fewest with which no holder sends over a fifth more than all do on average; where
         there are none, those with which it is least.
         """
         n, turns = max(messages, 1), self.turns

@@ -6,12 +6,13 @@ dim labels. Every pass that needs the answer asks here again.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
-from mdfuse.ir.dims import DimMap, Labels, along_blocks, always
+from mdfuse.ir.dims import DimMap, Labels, always
+from mdfuse.ir.dims_in_blocks import along_blocks, reshape_of_blocks
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
@@ -133,6 +134,10 @@ def _chosen(
         shape = operands[0].value.shape
         labels, taken = along_blocks(labels, expr.kwargs, shape, layout.cuts)
         operands = [replace(operands[0], labels=labels.operands[0])]
+    if expr.op == "reshape" and (layout := operands[0].layout) is not None:
+        shapes = operands[0].value.shape, values[expr.output].shape
+        labels, taken = reshape_of_blocks(labels, *shapes, layout)
+        operands = [replace(operands[0], labels=labels.operands[0])]
     mesh = _mesh(operands, laws)
     if mesh is None:
         return None
@@ -149,7 +154,7 @@ def _chosen(
         if mesh.axis_size(axis) > 1:
             chosen[axis] = _vote(expr, axis, mesh, here, labels, results)
     splits = _splits(mesh, chosen, here, labels, results)
-    cuts = _cuts(expr, splits, here, labels, results)
+    cuts = _cuts(expr, splits, here, labels, results, taken)
     wanted = {
         o.value.name: _layout(mesh, o.labels, splits, cuts, _partials(chosen, o, mesh)).reaching(
             o.reaches, o.value.shape
@@ -412,16 +417,20 @@ def _cuts(
     operands: Sequence[_Operand],
     labels: DimMap,
     results: Sequence[_Result],
+    taken: Collection[int],
 ) -> dict[int, Cut]:
-    """Return label -> how its dims are cut: as the first operand in blocks, else as a law."""
-    if not TABLE[expr.op].takes_blocks or labels.fits is not always:
-        return {}
-    sides = [(o.layout, o.labels) for o in operands] + [(r.law, r.labels) for r in results]
+    """Return label -> how its dims are cut: as the first operand in blocks, else as a law.
+
+    These are `taken` labels of operands alone where parts must have the same boundaries.
+    """
+    is_free = TABLE[expr.op].takes_blocks and labels.fits is always
+    sides = [(o.layout, o.labels) for o in operands]
+    sides += [(r.law, r.labels) for r in results if is_free]
     found: dict[int, Cut] = {}
     for layout, dims in sides:
         for dim, cut in layout.cuts.items() if layout is not None else ():
             label = dims[dim]
-            if label is not None and label in splits:
+            if label is not None and label in splits and (is_free or label in taken):
                 is_as_there = layout is not None and layout.split_axes(dim) == splits[label]
                 found.setdefault(label, cut if is_as_there else Cut(cut.blocks))
     return found

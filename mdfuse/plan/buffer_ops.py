@@ -11,6 +11,7 @@ from torch import Tensor
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.extremes import neutral
+from mdfuse.ir.ops import itself
 from mdfuse.layouts.boxes import nth_chunk, relative
 from mdfuse.layouts.layout import Partial
 from mdfuse.layouts.stream import JOINED
@@ -103,6 +104,11 @@ def _unexpand(i: Instruction, context: Context) -> list[Line]:
     ndim = len(context.type(i.outputs[0]).shape)
     index = tuple(slice(0, 1) if d in dims else slice(None) for d in range(ndim))
     return _view(i, context, "__getitem__", index)
+
+
+def _own(i: Instruction, context: Context) -> list[Line]:
+    """Bind the result to all of the operand."""
+    return _view(i, context, itself)
 
 
 def _pad(i: Instruction, context: Context) -> list[Line]:
@@ -229,6 +235,35 @@ def _accumulate(i: Instruction, context: Context) -> list[Line]:
     return [*made, Line(run=run, args=(target, part))]
 
 
+def _addmm(i: Instruction, context: Context) -> list[Line]:
+    """Add this rank's product to a buffer, which the product reads as it writes."""
+    args = tuple(context.ref(x) for x in i.reads)
+    into, a, b = map(context.local, i.reads)
+    if 0 in (*into, a[-1]):
+        return []
+    if len(into) == 2:
+        return [Line(run="addmm_", args=args)]
+    run = _add_rows if len(b) == 2 else _add_batches
+    return [Line(run=run, args=args)]
+
+
+def _add_rows(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a product of batches with one matrix: of all rows at once, where they lie evenly."""
+    if into.is_contiguous() and a.is_contiguous():
+        into.flatten(0, -2).addmm_(a.flatten(0, -2), b)
+    else:
+        _add_batches(into, a, b)
+
+
+def _add_batches(into: Tensor, a: Tensor, b: Tensor) -> None:
+    a, b = (x.expand(*into.shape[:-2], *x.shape[-2:]) for x in (a, b))
+    if into.ndim == 3:
+        into.baddbmm_(a, b)
+    else:
+        for mine, left, right in zip(into, a, b, strict=True):
+            _add_batches(mine, left, right)
+
+
 #: How parts join, in the buffer of the first one.
 JOIN: dict[str, Callable[..., Any] | str] = {
     "sum": "add_",
@@ -245,8 +280,10 @@ BUFFER_OPS: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "chunk": _narrow,
     "select": _select,
     "unexpand": _unexpand,
+    "own": _own,
     "pad": _pad,
     "pack": _pack,
     "term": _term,
     "accumulate": _accumulate,
+    "addmm": _addmm,
 }

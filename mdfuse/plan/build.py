@@ -26,7 +26,7 @@ from mdfuse.plan.arena import Arena, arena
 from mdfuse.plan.context import CALLER_SLOT, Context, Fuse, Step
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Function, Line, SlotRef, Slots, Stamping, write
-from mdfuse.plan.memory import Owned, own
+from mdfuse.plan.memory import Owned, in_place, own
 from mdfuse.plan.posts import Posts
 from mdfuse.plan.steps import Builder
 from mdfuse.runtime.watch.running import RunCount, register
@@ -101,8 +101,9 @@ class Plan:
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """All calls, in order."""
-        return tuple(line for step in self.steps for line in step.lines)
+        """All calls, in order; what may take the place of an operand does."""
+        lines = tuple(line for step in self.steps for line in step.lines)
+        return in_place(lines, self.outputs) if self.one_stream else lines
 
     @cached_property
     def owned(self) -> Owned:
@@ -257,7 +258,7 @@ def build(
     """
     if program.rank is None:
         raise ProgramError("a plan is for one rank", hint="project the program first")
-    written, arguments, out = program.written_out, arguments or (), out or ()
+    written, arguments, out = program.as_run, arguments or (), out or ()
     has_streams = device.type == "cuda" and not is_simulated
     context = Context(
         written, program.rank, {}, bind, device, poison, has_streams,

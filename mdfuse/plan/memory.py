@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from mdfuse.interpreter.garbage import no_collection
-from mdfuse.plan.lines import Line, NewBuffer, in_form
+from mdfuse.ir.ops import itself
+from mdfuse.plan.lines import Line, NewBuffer, SlotRef, in_form
 from mdfuse.plan.packing import MANY, Life, peak, place, place_in, size_of
 
 #: Offsets are multiples of this: torch aligns new buffers so, kernels may count on it.
@@ -28,7 +29,7 @@ ALIGNMENT = {"cpu": 64, "cuda": 512}
 
 #: A plan owns its buffers where that takes no more memory than this, compared with what torch's
 #: allocator would hold at once.
-WORTH = 1.05
+WORTH = 1.0
 
 #: At how many heights of its memory it is tried to leave what lies above to torch.
 TRIED = 64
@@ -77,21 +78,49 @@ def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
     return bases
 
 
+def in_place(lines: Sequence[Line], results: Sequence[int | None]) -> tuple[Line, ...]:
+    """Turn new buffers that take the place of an operand into that operand.
+
+    So they do whoever the operand's memory belongs to, the plan or torch. Those that are made
+    before the operand have its place only where the plan owns both.
+    """
+    alone = [life for life in lives(lines, results) if life.new is not None]
+    starts, took = {life.slot: life.start for life in alone}, taken(lines, alone)
+    return tuple(
+        Line(run=itself, args=(SlotRef(of),), into=made, shares=(of,), is_view=True)
+        if line.new and (of := took.get(made := line.targets[0])) is not None and starts[of] < n
+        else line
+        for n, line in enumerate(lines)
+    )
+
+
 def merged(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
+    """Find buffers that have one place, since one takes that of the other.
+
+    Returns:
+        slot -> the slot of the first buffer in the same place; for most buffers their own slot.
+    """
+    home = {life.slot: life.slot for life in found}
+    for made, of in taken(lines, found).items():
+        home[made] = home[of]
+    return home
+
+
+def taken(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
     """Find buffers that take the place of an operand whose last use is the call that fills them.
 
     Not where the call also reads the operand through a view of it: `h + h.T` would read what it has
     just written.
 
     Returns:
-        slot -> the slot of the first buffer in the same place; for most buffers their own slot.
+        slot -> that of the operand, in the order of the calls.
     """
     lives_of = {life.slot: life for life in found}
-    home, bases = {slot: slot for slot in lives_of}, _bases(lines)
+    took, bases = dict[int, int](), _bases(lines)
     for n, line in enumerate(lines):
         for made in (s for s in line.refs if line.in_place and s in lives_of):
             born = lives_of[made]
-            if born.start != n or home[made] != made:
+            if born.start != n or made in took:
                 continue
             dying = [s for s in line.refs if s in lives_of and s != made and lives_of[s].stop == n]
             alike = [
@@ -102,8 +131,8 @@ def merged(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
                 and not any(s in bases[view] for view in line.refs if view != s)
             ]
             if alike:
-                home[made] = home[alike[0]]
-    return home
+                took[made] = alike[0]
+    return took
 
 
 def _joined(found: Sequence[Life], home: Mapping[int, int]) -> list[Life]:

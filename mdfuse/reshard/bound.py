@@ -33,15 +33,15 @@ def bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> Moved:
     """
     kept = [a for a in source.partial_axes if a in goal.partial_axes]
     ranks = sorted({*source.mesh.ranks, *goal.mesh.ranks})
-    cuts, volume = _grid(source, goal, shape)
+    cuts, volume = cut_in_cells(source, goal, shape)
     terms = math.prod(source.mesh.axis_size(a) for a in source.partial_axes if a not in kept)
     least, total = 0.0, 0.0
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in ranks:
         groups[_at(source, rank, kept)].append(rank)
     for members in groups.values():
-        have = {r: _cells(source, shape, cuts, r) for r in members}
-        need = {r: _cells(goal, shape, cuts, r) for r in members}
+        have = {r: cells_of(source, shape, cuts, r) for r in members}
+        need = {r: cells_of(goal, shape, cuts, r) for r in members}
         for r in members:
             lacks = need[r] & ~have[r] if terms == 1 else need[r]
             least = max(least, float((volume * lacks).sum()))
@@ -62,15 +62,15 @@ def crossing_bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> floa
     hosts = hosts_by_rank(source.mesh, goal.mesh)
     kept = [a for a in source.partial_axes if a in goal.partial_axes]
     reduced = [a for a in source.partial_axes if a not in kept]
-    cuts, volume = _grid(source, goal, shape)
+    cuts, volume = cut_in_cells(source, goal, shape)
     terms: dict[Any, dict[int, Any]] = defaultdict(dict)  # term -> host -> what it holds of it
     for r in source.mesh.ranks:
         there = terms[_at(source, r, kept), _at(source, r, reduced)]
-        there[hosts[r]] = there.get(hosts[r], False) | _cells(source, shape, cuts, r)
+        there[hosts[r]] = there.get(hosts[r], False) | cells_of(source, shape, cuts, r)
     needs: dict[Any, dict[int, Any]] = defaultdict(dict)
     for r in goal.mesh.ranks:
         there = needs[_at(goal, r, kept)]
-        there[hosts[r]] = there.get(hosts[r], False) | _cells(goal, shape, cuts, r)
+        there[hosts[r]] = there.get(hosts[r], False) | cells_of(goal, shape, cuts, r)
     into, out = Counter[int](), Counter[int]()
     for group, need in needs.items():
         held = [found for (at, _), found in terms.items() if at == group]
@@ -91,7 +91,7 @@ def _only(found: dict[int, Any], host: int, like: Any) -> Any:
     return found.get(host, like & False) & ~others
 
 
-def _grid(
+def cut_in_cells(
     source: Layout, goal: Layout, shape: tuple[int, ...]
 ) -> tuple[list[list[int]], np.ndarray[Any, Any]]:
     """Return where parts of either layout begin and end, and the elements of cells between."""
@@ -111,7 +111,7 @@ def _at(layout: Layout, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
     return tuple(coordinate[layout.mesh.axis_index(a)] for a in axes) if coordinate else ()
 
 
-def _cells(
+def cells_of(
     layout: Layout, shape: tuple[int, ...], cuts: list[list[int]], rank: int
 ) -> np.ndarray[Any, Any]:
     """Return which cells between the cuts a rank has."""

@@ -7,12 +7,13 @@ rank by rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mdfuse.layouts.lacks import UNIT, is_special
+from mdfuse.layouts.lacks import UNIT, is_special, length
 from mdfuse.reshard.costs import Move, Node
 from mdfuse.reshard.search import Search
 
@@ -26,10 +27,36 @@ def cheapest(search: Search) -> _Way:
         return found
     ways = [found, _unpadded(search, found)]
     best = min(ways, key=lambda way: _arriving(search, way))
-    if _arriving(search, best)[0] * 64 > search.least_arriving(search.start) * 65:
+    most, _ = _arriving(search, best)
+    if most * 64 > search.least_arriving(search.start) * 65:
         other = replace(search, left={}, is_worst_alone=True).path()
-        best = min(best, other, _unpadded(search, other), key=lambda way: _arriving(search, way))
+        ways = [best, other, _unpadded(search, other), *_scattered_first(search, most)]
+        best = min(ways, key=lambda way: _arriving(search, way))
     return best
+
+
+def _scattered_first(search: Search, most: int) -> Iterator[_Way]:
+    """Yield ways on which terms are reduced to parts of dims, and these are exchanged then.
+
+    Args:
+        search: from where to where.
+        most: what arrives at the worst rank of a way that is known.
+    """
+
+    def onward(here: Node, way: _Way, each: Any) -> Iterator[_Way]:
+        if np.max(each) >= most:
+            return
+        if not here.partial:
+            yield [*way, (here, Move("Exchange", search.end))]
+        for a in here.partial:
+            for move in search.along(here, a):
+                if move.kind == "ReduceScatter":
+                    ((_, taken),) = _unpadded(search, [(here, move)])
+                    more = each + _arriving_by(search, here, taken)
+                    yield from onward(move.after, [*way, (here, taken)], more)
+
+    if not search.made and len(search.ops) <= 2:  # of three there are many
+        yield from onward(search.start, [], 0)
 
 
 def _is_coarse(search: Search, way: _Way) -> bool:
@@ -56,9 +83,20 @@ def _arriving(search: Search, way: _Way) -> tuple[int, int]:
     """Return what arrives at the worst rank, and at all of them."""
     each: Any = np.zeros(search.sizes, int)
     for here, move in way:
-        if move.kind in ("Exchange", "ReduceExchange"):
-            copies = search.count(here.partial) // search.count(move.after.partial) - 1
-            each = each + UNIT * search.missing(here, move.after, copies)
-        else:
-            each = each + search.cost(move, here)
+        each = each + _arriving_by(search, here, move)
     return int(each.max()), int(each.sum())
+
+
+def _arriving_by(search: Search, here: Node, move: Move) -> Any:
+    """Return what a move brings to each rank: an array that broadcasts over the mesh."""
+    if move.kind in ("Exchange", "ReduceExchange"):
+        copies = search.count(here.partial) // search.count(move.after.partial) - 1
+        return UNIT * search.missing(here, move.after, copies)
+    if move.kind not in ("Allreduce", "Allgather", "ReduceScatter"):
+        return search.cost(move, here)
+    whole, n = move.after if move.kind == "Allgather" else here, search.count(move.axes)
+    block: Any = 1
+    for dim, axes in enumerate(whole.splits):
+        rows = length(search.cut(dim, axes))
+        block = block * (-(-rows // n) if dim == move.dim else rows)
+    return UNIT * (-(-2 * block * (n - 1) // n) if move.dim is None else block * (n - 1))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ from mdfuse.backends.ucx.backend import UcxBackend
 from mdfuse.bootstrap import Launch, gloo_devices
 from mdfuse.runtime.fast_lane import Lanes, agree_on_lanes
 from mdfuse.runtime.watch.watch import Watch
-from mdfuse.torch_private import Store
+from mdfuse.torch_private import PrefixStore, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,15 @@ def _open_symmetric(world: World) -> Backend:
         store=world.store,
         timeout_s=world.timeout_s,
         noter=world.watch,
+        instead=partial(_open_instead, world),
     )
+
+
+def _open_instead(world: World) -> Backend:
+    """Open what carries teams whose members do not see each other's memory."""
+    name = "nccl" if world.device.type == "cuda" else "gloo"
+    store = PrefixStore("instead", world.store)
+    return BACKENDS[name].open(replace(world, store=store, lanes=None))
 
 
 BACKENDS: dict[str, BackendRow] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -27,3 +27,10 @@ def posters(communicator: Communicator, run: int) -> Callable[[Call], Poster]:
 def arena(communicator: Communicator, size: int) -> Tensor | None:
     """Return memory for buffers of a program that others see; None where none is needed."""
     return next((x.arena(size) for x in communicator.sharing().values()), None)
+
+
+def carried(communicator: Communicator) -> Iterator[str]:
+    """Yield a line for each team of this rank that another backend carries than was asked for."""
+    for name, backend in communicator.sharing().items():
+        for team, why in backend.carried.items():
+            yield f"{name}: ranks {', '.join(map(str, team))} communicate by {why}"

@@ -77,6 +77,10 @@ def attention(program: HostProgram, i: Instruction) -> tuple[float, int, str] | 
 def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] | None:
     """Return how many products [m, k] x [k, n] an instruction is, m, n and k; None: it is none."""
     shapes = _shapes(program, i)
+    if i.op == "addmm":
+        (*batch, m, n), k = shapes[0], shapes[1][-1]
+        count = math.prod(batch)
+        return (1, count * m, n, k) if len(shapes[2]) == 2 else (count, m, n, k)
     if i.fn == "linear" or (i.fn == "matmul" and len(shapes[1]) <= 2):
         made = _shape(program, i.outputs[0])
         n = shapes[1][-1 if i.fn == "matmul" else 0] if len(shapes[1]) == 2 else 1

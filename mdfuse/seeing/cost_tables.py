@@ -128,7 +128,8 @@ class CostTable:
 
     def by(self, backend: str) -> CostTable:
         """Return the table for programs of a backend, where it has what that one takes."""
-        costs = self.costs.by(backend) if backend != self.machine.backend else None
+        usual = self.machine.backend
+        costs = self.costs.by(backend, usual) if backend != usual else None
         if costs is None:
             return self
         found = replace(self, machine=replace(self.machine, backend=backend), costs=costs)

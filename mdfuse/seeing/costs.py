@@ -144,15 +144,24 @@ class Costs:
         before = backend + _OF
         return {k.removeprefix(before): x for k, x in self.links.items() if k.startswith(before)}
 
-    def by(self, backend: str) -> Costs | None:
+    def by(self, backend: str, usual: str | None = None) -> Costs | None:
         """Return the table for programs whose usual backend is another one; None: not measured.
+
+        Args:
+            backend: their usual one.
+            usual: that of this table, whose links are then those of posts that name it.
 
         >>> costs = Costs(links={"*": Link(2e-6), "symmetric: *": Link(1e-6)})
         >>> costs.by("symmetric").link("Allgather", "tp").latency_s, costs.by("mpi")
         (1e-06, None)
         """
         links = self._links(backend)
-        return replace(self, links=links) if links else None
+        if not links:
+            return None
+        others = {k: x for k, x in self.links.items() if _OF in k}
+        if usual is not None:
+            others.update((usual + _OF + k, x) for k, x in self._links(None).items())
+        return replace(self, links={**links, **others})
 
     def copy_seconds(self, nbytes: int, dtype: str) -> float:
         """Return the seconds of a copy of some bytes on a rank, each of which is read and written.

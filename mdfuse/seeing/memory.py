@@ -67,7 +67,7 @@ def memory_of(local: HostProgram) -> Memory:
         ProgramError: its loops cannot be written out.
     """
     assert local.rank is not None
-    flat = local.written_out
+    flat = local.as_run
     walk = _Walk(flat)
     for name in flat.inputs:
         walk.bind(name, -1)
@@ -186,7 +186,9 @@ def _seen(i: Instruction, lies: Dims | None, program: HostProgram) -> Dims | Non
         return None
     if i.op == "permute":
         return seen_through(i, lies)
-    if i.op in ("set", "pad", "unexpand") or (i.op == "expand" and _ndim(i, program) == len(lies)):
+    if i.op in ("set", "own", "pad", "unexpand") or (
+        i.op == "expand" and _ndim(i, program) == len(lies)
+    ):
         return lies
     shapes = [program.types[x].local_shape(program.rank) for x in (i.reads[0], i.outputs[0])]
     rows = tuple(range(len(shapes[0])))

@@ -41,7 +41,8 @@ def named(text: str, backend: str = "auto") -> tuple[Costs, float]:
         if isinstance(fields, dict) and "format" in fields:
             table = parsed(json.dumps(fields))
             return table.by(backend).costs, table.mean_error
-        return costs_of({"name": Path(text).stem, **fields}), 0.0
+        costs = costs_of({"name": Path(text).stem, **fields})
+        return costs.by(backend) or costs, 0.0
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise _wrong(text, str(error)) from error
     except ProgramError as error:

@@ -109,7 +109,7 @@ def timeline(program: HostProgram, costs: Costs) -> Timeline:
 
 def on_ranks(program: HostProgram, costs: Costs, classes: Classes) -> Timeline:
     """Return a timeline of the first rank of each class."""
-    programs = [program.project(r).written_out for r in classes.firsts]
+    programs = [program.project(r).as_run for r in classes.firsts]
     clock = _Clock(costs=costs, classes=classes)
     clock.run([_Rank(p, clock) for p in programs])
     if more := slowed(clock.events, clock.slows):

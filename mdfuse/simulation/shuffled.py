@@ -181,8 +181,16 @@ class _Queues:
     def bind(self, step: Step) -> None:
         """Let a step bind its outputs, though its inputs are not there yet.
 
-        Integers that are still anything may be no divisors, and no places in a table.
+        Integers that are still anything may be no divisors, and no places in a table. What the
+        step writes over keeps its contents until its stream comes to it.
         """
+        written = [x for x in (self.slots[n] for n in step.outputs) if isinstance(x, Tensor)]
+        contents = [(x, x.clone()) for x in written]
+        self.try_to_bind(step)
+        for x, before in contents:
+            copy_alike(before, x)
+
+    def try_to_bind(self, step: Step) -> None:
         for number in (None, 1, 0):
             slots = self.slots if number is None else [_filled(x, number) for x in self.slots]
             try:

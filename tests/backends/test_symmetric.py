@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
 from mdfuse.backends.symmetric.moves import Put, Shape, Show, Take, kind_of, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.teams import team_key
+from mdfuse.backends.work import DONE
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.backend_rows import why_not
@@ -590,6 +591,51 @@ def test_a_member_that_cannot_open_what_this_rank_has() -> None:
         prepared_with(backend, card, "no permission\nto see")
     os.close(card.file)
     assert "on rank 1" in str(caught.value) and "no permission" in str(caught.value)
+
+
+class Gloo:
+    """A backend that is told of teams and calls, and does nothing."""
+
+    name = "gloo"
+
+    def __init__(self) -> None:
+        self.teams: list[tuple[int, ...]] = []
+        self.calls: list[Call] = []
+        self.is_closed = False
+
+    def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
+        self.teams += teams
+
+    def bind(self, call: Call) -> Callable[..., Work]:
+        self.calls.append(call)
+        return lambda srcs, dsts: DONE
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_team_that_does_not_see_itself_is_carried_by_another_backend() -> None:
+    """That team alone, whoever could not see whom; it is opened once."""
+    opened: list[Gloo] = []
+    backend = alone_of_two()
+    backend.instead = lambda: opened.append(Gloo()) or opened[-1]
+    for rank, host in ((1, "elsewhere"), (2, "elsewhere")):
+        store = PrefixStore(f"symmetric/{team_key((0, rank))}", backend.store)
+        card = Card(process=replace(this_process(), host=host), file=0)
+        store.set(f"card/{rank}", json.dumps(card.fields()))
+        store.set(f"opened/{rank}", "")
+        backend.prepare([(0, rank)])
+        backend.prepare([(0, rank)])
+    (gloo,) = opened
+    assert gloo.teams == [(0, 1), (0, 2)] == [*backend.carried]
+    assert "gloo, as" in backend.carried[0, 1] and "on another host" in backend.carried[0, 1]
+    call = Call(kind="Allgather", team=(0, 1), rank=0)
+    backend.bind(call)
+    backend.posters(1)(call)
+    backend.bind(Call(kind="Allgather", team=(0,), rank=0))([torch.ones(2)], [torch.zeros(2)])
+    assert gloo.calls == [call, call]
+    backend.close()
+    assert gloo.is_closed
 
 
 def test_a_rank_without_room(monkeypatch: pytest.MonkeyPatch) -> None:

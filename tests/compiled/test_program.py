@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -34,6 +35,20 @@ def scaled(is_symbolic: bool = False, dtype: torch.dtype = torch.int64) -> mf.Pr
 
 
 X = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.mark.usefixtures("alone")
+def test_inputs_by_name() -> None:
+    program = scaled()
+    x, s = program.fusion.inputs
+    for found in (program(**{s: 3, x: X}), program(X, **{s: 3}), program(X, 3)):
+        assert torch.equal(found[0], X * 3)
+    for given, named, text in (
+        ((), {x: X}, f"lacks {s}"), ((X,), {x: X, s: 3}, f"no input {x!r}"),
+        ((X,), {s: 3, "y": X}, "no input 'y'"),
+    ):  # fmt: skip
+        with pytest.raises(mf.ProgramError, match=re.escape(text)):
+            program(*given, **named)
 
 
 @pytest.mark.usefixtures("alone")

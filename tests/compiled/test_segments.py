@@ -206,7 +206,7 @@ def test_sums_are_the_same_to_the_last_bit() -> None:
         x = fd.define_tensor([64, 130], mesh=TWO, layout=COLUMNS)
         h = fd.ops.set(x).on(TWO, {}) * 1.37
         fd.add_output(h.sum([1]))
-    program, x = mf.compile(fd), drawn(64, 130)
+    program, x = mf.compile(fd, mf.Options(compile="never")), drawn(64, 130)
     assert not torch.equal((x * 1.37).sum(1), (x.T.contiguous().T * 1.37).sum(1))
     check_by_hand(program, [x], [(x * 1.37).sum(1)])
 

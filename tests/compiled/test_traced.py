@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -153,8 +154,8 @@ def test_traces_that_are_refused() -> None:
     refused(lambda: same.define(spec, {1}), "set for n", "told from others")
     refused(lambda: same.define(spec, [{}]), "dict for n")
     refused(lambda: same.define(plain), "a tensor for x", "pass TensorSpec")
-    refused(lambda: same.define(spec, (plain,)), "a Tensor inside of n", "an argument of its own")
-    refused(lambda: same.define(spec, [spec]), "a TensorSpec inside of n")
+    refused(lambda: same.define(spec, (plain,)), "a tensor for n.0", "pass TensorSpec")
+    refused(lambda: same.define(spec, {"a": [spec, plain]}), "a tensor for n.a.1")
     refused(lambda: same.define(), "missing a required argument: 'x'", "(x, n=None)")
     refused(lambda: same.define(mf.TensorSpec(3)), "shape 3")  # type: ignore[arg-type]
     refused(lambda: mf.fusion(lambda x: 3.0).define(spec), "returns float", "tuple of them")
@@ -165,6 +166,48 @@ def test_traces_that_are_refused() -> None:
     with mf.FusionDefinition("open") as fd:
         x = fd.define_tensor([2])
         refused(lambda: same.define(x), "%x of @open for x", "call the function inside")
+
+
+@dataclass
+class Pair:
+    """Two tensors, or what else stands for them."""
+
+    first: Any
+    second: Any
+
+
+torch.export.register_dataclass(Pair)
+
+
+def paired(x: Any, more: Any, scale: float = 1.0) -> Any:
+    """Trees in, a tree out."""
+    y = more["pair"].first * scale + x
+    return {"sum": y, "rest": [Pair(y * more["pair"].second, more["list"][1])]}
+
+
+def test_trees_of_arguments_and_results(alone: TorchMesh) -> None:
+    traced, spec = mf.fusion(paired), mf.TensorSpec((2, 3), mesh=alone)
+    specs = {"list": [2.0, spec], "pair": Pair(spec, 3.0)}
+    fd = traced.define(spec, specs, scale=2.0)
+    assert fd.fusion.inputs == ("x", "more_list_1", "more_pair_first")
+    assert fd is traced.define(spec, {"list": [2.0, spec], "pair": Pair(spec, 3.0)}, scale=2.0)
+    others = ({**specs, "list": (2.0, spec)}, {**specs, "pair": Pair(spec, 4.0)})
+    assert all(traced.define(spec, other, scale=2.0) is not fd for other in others)
+    x, y, z = torch.randn(3, 2, 3)
+    placed = [TorchReplicate(), TorchReplicate()]
+    a, b, c = (DTensor.from_local(t, alone, placed) for t in (x, y, z))
+    given = {"list": [2.0, c], "pair": Pair(b, 3.0)}
+    for call in (traced, mf.differentiable(traced)):
+        found = call(a, given, scale=2.0)
+        pair = found["rest"][0]
+        assert type(pair) is Pair
+        torch.testing.assert_close(found["sum"].full_tensor(), y * 2 + x)
+        torch.testing.assert_close(pair.first.full_tensor(), (y * 2 + x) * 3)
+        torch.testing.assert_close(pair.second.full_tensor(), z)
+    with mf.FusionDefinition("inside") as fd:
+        h = fd.define_tensor([2, 3])
+        assert paired(h, {"pair": Pair(h, 3.0), "list": [0, h]})["sum"].shape == (2, 3)
+        assert traced(h, {"pair": Pair(h, 3.0), "list": [0, h]})["sum"].shape == (2, 3)
 
 
 def test_calls_on_dtensors(alone: TorchMesh) -> None:
@@ -190,7 +233,7 @@ def test_calls_on_dtensors(alone: TorchMesh) -> None:
     assert counted == [1.0, 2.0]
     assert layer.program(mf.spec_of(a), mf.spec_of(b)).plans.info().hits == 2
     refused(lambda: layer(a, torch.ones(4, 6)), "a plain tensor for w")
-    refused(lambda: layer(a, b, n=[a]), "a DTensor inside of n")
+    refused(lambda: layer(a, b, n=[torch.ones(2)]), "a plain tensor for n.0")
     grow = mf.fusion(lambda x: x + 1.0).program(mf.TensorSpec((-1, 4), mesh=alone))
     for rows in (2, 3):
         z = DTensor.from_local(torch.zeros(rows, 4), alone, placed)

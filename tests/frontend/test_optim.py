@@ -134,7 +134,7 @@ def test_an_update_is_local_and_in_place() -> None:
     assert sorted(kinds) == ["Allgather"] * 2 + ["Allreduce"] + ["ReduceScatter"] * 2
     text = str(program)
     for name in ("w", "b", "mw", "mb", "vw", "vb"):
-        assert re.search(rf"^  %{name} = (add|sub)\(", text, re.MULTILINE), (name, text)
+        assert re.search(rf"^ +%{name} = (add|sub)\(", text, re.MULTILINE), (name, text)
 
 
 def test_a_norm_of_all_is_one_small_all_reduce() -> None:

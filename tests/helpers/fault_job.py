@@ -11,6 +11,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse.backends.mpi import library as mpi_library
+from mdfuse.plan import inductor
 from mdfuse.runtime import communicator
 
 fault, moment, guilty = sys.argv[1:4]
@@ -65,6 +66,7 @@ DEEDS = {
     "refuse": lambda: refuse(),
     "fork": lambda: fork(),
     "threads": lambda: time.sleep(1),  # the others are two each by then
+    "compile": lambda: run_compiled(),
 }
 if is_here("join"):
     do_it()
@@ -88,7 +90,7 @@ def program(name, *, with_sum=False):
 
 
 gather, total = program("gather"), program("total", with_sum=True)
-x = torch.ones(ROWS)
+x = torch.ones(ROWS, device=comm.device)
 
 
 def refuse():
@@ -112,6 +114,16 @@ def fork():
     assert os.waitpid(child, 0) == (child, 0)
 
 
+def run_compiled():
+    """Run a program whose launch the guilty rank compiles for ten minutes, the others at once."""
+    inductor.folder = lambda: None  # nobody waits for the files of another rank
+    inductor.compiled = lambda found: (is_here(moment) and time.sleep(600)) or found.graph
+    with mf.FusionDefinition("waves") as fd:
+        y = fd.define_tensor([3 * ROWS], mesh=mesh, layout={"x": mf.Shard(0)}).sin() * 0.5
+        fd.add_output(fd.ops.set(y.exp()).on(mesh, {}))
+    mf.compile(fd, mf.Options(compile="always")).run(x)
+
+
 def run_in_threads():
     """Two programs at once, on one rank in another order."""
     here = [gather, total] if comm.rank != int(guilty) else [total, gather]
@@ -128,6 +140,8 @@ if is_here("before"):
     do_it()
 if fault == "threads":
     run_in_threads()
+if fault == "compile":
+    run_compiled()
 for _ in range(2):
     gather.run(x)
     if moment == "after":
@@ -139,6 +153,8 @@ if is_here("after"):
 if moment == "in" and comm.rank != int(guilty):
     await_it()
 gather.run(x)
+if x.is_cuda:  # the third run replays a graph, and the host goes on
+    torch.cuda.synchronize()
 if moment not in ("after", "close", "MPI_Finalize") or fault not in ("fork", "stop", "sleep"):
     sys.exit("it ran on")
 if is_here("close"):

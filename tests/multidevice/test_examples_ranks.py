@@ -81,13 +81,13 @@ def test_generating_runs_one_plan(axes: dict[str, int], comm: mf.Communicator) -
     """The same bytes on all ranks, as simulated; trained parameters are gathered for them."""
     generate, train = example("generate"), example("train_llama")
     mesh = DeviceMesh.arange(**axes)
-    step = generate.Launched(mesh, None)
+    step = generate.Launched(mesh, generate.Weights(None))
     found = generate.generate(step, b"You may", 60)
     before = step.program.plans.info()
     found += generate.generate(step, found[-1:], 60)
     after = step.program.plans.info()
     assert (after.misses, after.size) == (before.misses, before.size)
-    alone = generate.Simulated(mesh, None)
+    alone = generate.Simulated(mesh, generate.Weights(None))
     assert found[:8] == generate.generate(alone, b"You may", 8)
     trained = train.Launched(DeviceMesh.arange(fsdp=4)).parameters()
     for name, w in train.initial().items():

@@ -189,14 +189,14 @@ def test_symmetric_every_form(
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize("name", ["experts", "reduce", "mlp"])
+@pytest.mark.parametrize("name", FORMS)
 def test_forms_with_random_delays(name: str, comm: mf.Communicator) -> None:
     check_delays(name, comm)
 
 
 @pytest.mark.world(4)
 @pytest.mark.backend("symmetric")
-@pytest.mark.parametrize("name", ["experts", "reduce", "mlp"])
+@pytest.mark.parametrize("name", FORMS)
 def test_symmetric_forms_with_random_delays(
     name: str, comm: mf.Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

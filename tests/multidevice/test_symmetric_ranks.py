@@ -13,7 +13,8 @@ import torch
 from backend_suite import *  # noqa: F403  the tests that every backend passes
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Partial, Shard
+from mdfuse import DeviceMesh, Partial, Shard, Stream
+from mdfuse.backends.symmetric import backend as symmetric
 from mdfuse.backends.symmetric import host_team
 from mdfuse.layouts.call import Call
 
@@ -46,6 +47,54 @@ def test_more_than_fits_into_slots(comm: mf.Communicator) -> None:
     want = [whole, parts.sum(0), whole.chunk(2)[tp].chunk(2, 1)[dp]]
     for found, expected in zip(got, want, strict=True):
         assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.world(4)
+def test_ranks_that_do_not_see_each_other_communicate_otherwise(
+    comm: mf.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comm.device.type == "cpu":  # NCCL refuses ranks that share a GPU, so the next test asks more
+        check_otherwise([[0, 2], [3, 1]], comm, monkeypatch)
+
+
+@pytest.mark.world(2)
+@pytest.mark.gpu
+def test_gpus_that_do_not_see_each_other_communicate_otherwise(
+    comm: mf.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_otherwise([[1, 0]], comm, monkeypatch)
+
+
+def check_otherwise(
+    ranks: list[list[int]], comm: mf.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the teams the one in which rank 1 sees nobody; chunks, rings and sums go by it, too."""
+
+    def refuse(rank: int, team: tuple[int, ...], cards: object) -> None:
+        if rank == 1:
+            raise OSError("this GPU does not reach the others")
+
+    monkeypatch.setattr(symmetric, "_check_host", refuse)
+    mesh = DeviceMesh(ranks, axes=("dp", "tp"))
+    around = Stream(0, 4, rotate="tp")
+    with mf.FusionDefinition("otherwise") as fd:
+        x = fd.define_tensor([8, 6], mesh=mesh, layout={"dp": Shard(0), "tp": Shard(1)})
+        w = fd.define_tensor([6, 4], mesh=mesh, layout={"tp": Shard(0)})
+        fd.add_output((x @ w).on(mesh, {"dp": Shard(0)}))
+        fd.add_output((x @ w).on(mesh, {"dp": Shard(0), "tp": Shard(0)}, stream=around))
+    program, draw = mf.compile(fd), torch.Generator().manual_seed(7)
+    whole = [torch.randint(-9, 9, n, generator=draw).float() for n in ((8, 6), (6, 4))]
+    (dp, tp), n = mesh.coordinate(comm.rank), mesh.shape[0]
+    x_part, w_part = whole[0].chunk(n)[dp].chunk(2, 1)[tp], whole[1].chunk(2)[tp]
+    rows = (whole[0] @ whole[1]).chunk(n)[dp]
+    for _ in range(4):
+        got = program.run(*(part.contiguous().to(comm.device) for part in (x_part, w_part)))
+        assert torch.equal(got[0].cpu(), rows)
+        assert torch.equal(got[1].cpu(), rows.chunk(2)[tp])
+    other, team = "nccl" if comm.device.type == "cuda" else "gloo", mesh.team(1, "tp")
+    named = ", ".join(map(str, team))
+    told = f"symmetric: ranks {named} communicate by {other}, as ranks do not see each other"
+    assert (told in program.explain()) == (comm.rank in team)
 
 
 @pytest.fixture

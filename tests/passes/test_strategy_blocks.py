@@ -137,3 +137,35 @@ def test_gradients_through_blocks() -> None:
     found = mf.simulate(program, [x, w.detach()])
     torch.testing.assert_close(found.outputs[0], w.grad)
     assert found.per_rank[0][0].shape == (8, 6)
+
+
+def test_views_along_blocks_are_local() -> None:
+    """Three projections in one, taken apart by a view, and the gradient: nothing is sent."""
+
+    def loss(x: Any, w: Any) -> Any:
+        q, k, v = F.linear(x, w).reshape(3, 3, 4, 2).unbind(1)
+        return (q.exp().sum(-1) * (k * v).sum(-1)).sum()
+
+    x = torch.randn(3, 6, dtype=torch.float64)
+    w = torch.randn(24, 6, dtype=torch.float64, requires_grad=True)
+    loss(x, w).backward()
+    with mf.FusionDefinition("gradient") as fd:
+        a = fd.define_tensor([3, 6], x.dtype, TP)
+        b = fd.define_tensor([24, 6], x.dtype, TP, layout={"tp": Shard(0, 3)})
+        (ct,) = mf.grad(loss(a, b), [b])
+        fd.add_output(ct)
+    program = mf.compile(fd)
+    assert posts(program) == []
+    torch.testing.assert_close(mf.simulate(program, [x, w.detach()]).outputs[0], w.grad)
+
+
+def test_a_view_into_other_blocks_is_no_view_of_parts() -> None:
+    """Of 24 columns in three blocks, each of two ranks has 4 of every 8; in halves of 12 none."""
+    with mf.FusionDefinition("halves") as fd:
+        x = fd.define_tensor([2, 24], torch.float64, TP, layout={"tp": Shard(1, 3)})
+        fd.add_output(x.reshape(2, 2, 12) * 2)
+    program, whole = mf.compile(fd), torch.arange(48.0).double().reshape(2, 24)
+    assert posts(program) == ["Exchange"]
+    torch.testing.assert_close(
+        mf.simulate(program, [whole]).outputs[0], whole.reshape(2, 2, 12) * 2
+    )

@@ -76,6 +76,13 @@ def test_the_worst_of_one_step_is_the_best_of_the_next() -> None:
     assert arriving(source, goal, (13, 9)).tolist() == [63] * 4 + [54] * 4
 
 
+def test_terms_are_reduced_where_they_are_and_parts_exchanged_then() -> None:
+    """At once, two terms of 7 x 3 elements arrive, but for 2 x 3 or more of the own one: 36."""
+    source = Layout(MESHES[1], {"a": Shard(0), "b": Shard(0), "c": Partial()})
+    goal = Layout(MESHES[1], {"a": Shard(1), "b": Shard(0), "c": Shard(1)}, {1: ("c", "a")})
+    assert arriving(source, goal, (13, 9)).max() == 33
+
+
 def test_padding_is_sent_where_it_is_little() -> None:
     def kinds(mesh: DeviceMesh, extent: int) -> list[str]:
         return [step.kind for step in steps(Layout(mesh, {"x": Shard(0)}), Layout(mesh), (extent,))]

@@ -112,6 +112,20 @@ def test_posts_that_name_a_backend_take_its_links() -> None:
     assert by is not None and at("Allreduce", None, by) == 4e-6 and at("Gather", None, by) == 3e-6
 
 
+def test_with_two_backends_each_post_takes_its_own_links(tmp_path: Path) -> None:
+    """Whichever is the usual one: what the table was measured with is what posts name then."""
+    write(tmp_path, TABLE)
+    for usual, other in (("nccl", "symmetric"), ("symmetric", "nccl")):
+        table, _ = found(replace(MACHINE, backend=usual), tmp_path)
+        assert table is not None
+        seconds = {
+            name: table.costs.link("Allreduce", "tp", 2, backend).seconds(0)
+            for name, backend in ((usual, None), (other, other))
+        }
+        assert seconds == {"nccl": pytest.approx(1e-6), "symmetric": 4e-6}
+    assert table.by("nccl").costs.link("Allreduce", "tp").seconds(0) == pytest.approx(1e-6)
+
+
 def test_programs_of_another_backend_have_its_table(tmp_path: Path) -> None:
     write(tmp_path, TABLE)
     table, told = found(replace(MACHINE, backend="symmetric"), tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,7 +14,16 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.algorithms import Composition, Sizes
-from mdfuse.backends.base import Around, PostSite, Work, check_call, check_usable
+from mdfuse.backends.base import (
+    Around,
+    Backend,
+    Interruptible,
+    Poster,
+    PostSite,
+    Work,
+    check_call,
+    check_usable,
+)
 from mdfuse.backends.post_notes import PostLog, Track
 from mdfuse.backends.symmetric.cuda_sites import Site, Sited, numbering
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, why_not
@@ -26,6 +36,8 @@ from mdfuse.backends.work import DONE, first_line
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
 from mdfuse.torch_private import PrefixStore, Store
+
+_log = logging.getLogger("mdfuse.comm")
 
 #: How many bytes an all-reduce may bring a rank in one step, rather than in two.
 SMALL_BYTES = 64 * 1024
@@ -41,6 +53,9 @@ class SymmetricBackend:
         store: shared by all ranks; nobody else uses its keys.
         timeout_s: seconds after which a communication that does not finish is an error.
         noter: takes notes of what is queued on a GPU; None where nobody watches.
+        instead: opens the backend of teams whose members do not see each other's memory; None: such
+            a team is an error.
+        carried: such a team -> which backend carries it, and why.
 
     Raises:
         BackendError: this process cannot share memory.
@@ -53,7 +68,10 @@ class SymmetricBackend:
     store: Store
     timeout_s: float
     noter: PostLog | None = None
+    instead: Callable[[], Backend] | None = None
+    carried: dict[tuple[int, ...], str] = field(default_factory=dict, init=False)
     _teams: dict[tuple[int, ...], Team] = field(default_factory=dict, init=False)
+    _other: Backend | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         check_usable(self.name, why_not())
@@ -64,7 +82,8 @@ class SymmetricBackend:
 
     def abort(self) -> bool:
         """End the waits of this rank with an error; see `Interruptible`."""
-        return self._provider.abort()
+        others = _ended(self._other)
+        return self._provider.abort() or others
 
     def track(self, stream: int) -> Track | None:
         """Return a new track of what is queued on a stream; see `Tracking`."""
@@ -72,14 +91,32 @@ class SymmetricBackend:
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
         """Make the teams that this rank is in; see `Backend.prepare`."""
-        for team in new_teams(teams, self.rank, self._teams):
-            self._teams[team] = self._make(team)
+        for team in new_teams(teams, self.rank, {*self._teams, *self.carried}):
+            made, refusals = self._make(team)
+            if made is not None:
+                self._teams[team] = made
+            elif self.instead is None:
+                raise _not_seen(self.rank, team, refusals)
+            else:
+                self._carry(team, refusals, self.instead)
 
-    def bind(self, call: Call) -> SymmetricPoster:
+    def _carry(
+        self, team: tuple[int, ...], refusals: Mapping[int, str], opened: Callable[[], Backend]
+    ) -> None:
+        """Let another backend carry a team; all members do, who know the same refusals."""
+        self._other = self._other or opened()
+        self._other.prepare([team])
+        rank, because = next(iter(refusals.items()))
+        why = f"on rank {rank} {first_line(OSError(because))}"
+        self.carried[team] = f"{self._other.name}, as ranks do not see each other's memory: {why}"
+        if self.rank == team[0]:
+            _log.warning("ranks %s communicate by %s", team, self.carried[team])
+
+    def bind(self, call: Call) -> Poster:
         """Prepare a call that will be posted many times; see `Backend.bind`."""
         return self._poster(call, None)
 
-    def posters(self, run: int) -> Callable[[Call], SymmetricPoster]:
+    def posters(self, run: int) -> Callable[[Call], Poster]:
         """Return what prepares the calls of a plan; see `Sharing`."""
         number = numbering(run)
         return lambda call: self._poster(call, number(call))
@@ -92,7 +129,9 @@ class SymmetricBackend:
         """Return memory for buffers of a program; see `Sharing`."""
         return self._provider.arena(size)
 
-    def _poster(self, call: Call, site: Site | None) -> SymmetricPoster:
+    def _poster(self, call: Call, site: Site | None) -> Poster:
+        if call.team in self.carried and self._other is not None:
+            return self._other.bind(call)
         team = self._teams.get(call.team)
         check_call(call, team is not None)
         shape = Shape(members=len(call.team), slot=self._provider.slot)
@@ -104,11 +143,15 @@ class SymmetricBackend:
             team.close()
         self._teams.clear()
         self._provider.close()
+        if self._other is not None:
+            self._other.close()
 
-    def _make(self, team: tuple[int, ...]) -> Team:
+    def _make(self, team: tuple[int, ...]) -> tuple[Team | None, dict[int, str]]:
         """Make an outbox, and open those of the other members.
 
-        Where one of them cannot, all members raise, and say which and why.
+        Returns:
+            the team, None where a member could not open another's; and who could not, and why: the
+            same on all members.
         """
         shape = Shape(members=len(team), slot=self._provider.slot)
         store = PrefixStore(f"symmetric/{team_key(team)}", self.store)
@@ -129,9 +172,9 @@ class SymmetricBackend:
                 problem = str(error)
             answers = self._exchange(store, "opened", team, problem)
         refusals = {rank: text for rank, text in zip(team, answers, strict=True) if text}
-        if refusals or made is None:
-            raise _not_seen(self.rank, team, refusals)
-        return made
+        if refusals and made is not None:
+            made.close()
+        return (None if refusals else made), refusals
 
     def _offered(self, team: tuple[int, ...], shape: Shape) -> tuple[SharedMemory, Card]:
         try:
@@ -163,6 +206,11 @@ class SymmetricBackend:
             return [text.decode() for text in store.multi_get(keys)]
         except RuntimeError as error:
             raise not_connected(self.name, self.rank, team, error) from error
+
+
+def _ended(backend: object) -> bool:
+    """End the waits for a backend, where that is possible; return whether it is."""
+    return isinstance(backend, Interruptible) and backend.abort()
 
 
 def _check_host(rank: int, team: tuple[int, ...], cards: Sequence[Card]) -> None:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from mdfuse.errors import OWN, DefinitionError, Source
 from mdfuse.frontend.importing.adapters import Adapter, adapted
-from mdfuse.frontend.importing.inline import inline
+from mdfuse.frontend.importing.inline import inline, part_detached
 from mdfuse.frontend.importing.lines import line_of
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
@@ -199,6 +199,7 @@ def _captured(
             exported = torch.export.export(whole, tensors, dynamic_shapes=dynamic, strict=False)
             inline(exported.graph_module)
             if any(writes(n.target) for n in exported.graph.nodes):  # writes become new values
+                part_detached(exported.graph_module)
                 exported = exported.run_decompositions({})
     except Exception as error:
         raise _not_exported(module, error) from error

@@ -56,12 +56,14 @@ def ramp_of(node: Any, read: Callable[[Any], Any]) -> Ramp | None:
     return inner if is_same or is_whole else None
 
 
-def take(x: Handle, where: Sequence[Any]) -> Any:
+def take(x: Any, where: Sequence[Any]) -> Any:
     """Index a value with tensors; None takes a dim whole, as in `aten.index`.
 
     Raises:
         DefinitionError: a mask, or an index that is out of range.
     """
+    x = as_value(x) if isinstance(x, Tensor) else x
+    where = _without_masks(where)
     at = [d for d, i in enumerate(where) if i is not None]
     _check(x, [where[d] for d in at])
     if at != [*range(at[0], at[-1] + 1)]:  # torch puts indexed dims that are apart in front
@@ -86,6 +88,38 @@ def take(x: Handle, where: Sequence[Any]) -> Any:
         given = [i if isinstance(i, Handle) else as_value(i) for i in known]
         return at_indices(x, at[0], given)
     return _rows(x, at, known)
+
+
+def put(x: Any, where: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    """Write values where tensors index, or add them; None takes a dim whole."""
+    where = _without_masks(where)
+    x, values = (as_value(y) if isinstance(y, Tensor) else y for y in (x, values))
+    at = [d for d, i in enumerate(where) if i is not None]
+    given = [as_value(where[d]) if isinstance(where[d], Tensor) else where[d] for d in at]
+    if at == [*range(len(at))]:
+        return ops.index_put(x, given, values, accumulate=accumulate)
+    rest = [d for d in range(x.ndim) if d not in at]
+    indexed = torch.broadcast_shapes(*(tuple(i.shape) for i in given))
+    is_one_block = at == [*range(at[0], at[-1] + 1)]
+    first = at[0] if is_one_block else 0  # torch puts indexed dims that are apart in front
+    own = [x.shape[d] for d in rest]
+    values = ops.expand(values, (*own[:first], *indexed, *own[first:]))
+    front = [*range(first, first + len(indexed))]
+    order = [*front, *(d for d in range(values.ndim) if d not in front)]
+    turned = [*at, *rest]
+    made = ops.index_put(
+        ops.permute(x, turned), given, ops.permute(values, order), accumulate=accumulate
+    )
+    return ops.permute(made, [turned.index(d) for d in range(x.ndim)])
+
+
+def _without_masks(where: Sequence[Any]) -> list[Any]:
+    """The positions where masks that are known hold, in the place of these."""
+    found: list[Any] = []
+    for i in where:
+        is_mask = isinstance(i, Tensor) and i.dtype == torch.bool
+        found += i.nonzero(as_tuple=True) if is_mask else [i]
+    return found
 
 
 def _counted(x: Handle, i: Any, dim: int) -> Any:

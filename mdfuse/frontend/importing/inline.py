@@ -59,3 +59,27 @@ def _detached(graph: GraphModule, x: Any) -> Any:
     made = graph.graph.call_function(torch.ops.aten.detach.default, (x,))
     made.meta = dict(x.meta)
     return made
+
+
+def part_detached(graph: GraphModule) -> None:
+    """Make copies of what is detached, where nothing else reads its memory.
+
+    What is written into a detached value in place is not detached. But a value that shares memory
+    is made again of what was written, when operations in place become new values: by `detach`.
+    """
+    aten = torch.ops.aten
+    for node in graph.graph.nodes:
+        if node.target is aten.detach.default and _is_alone(node.args[0]):
+            node.target = aten.detach_copy.default
+
+
+def _is_alone(x: Any) -> bool:
+    """Whether the memory of a value, which has one reader, is read and written by nothing else."""
+    while isinstance(x, Node) and x.op == "call_function" and len(x.users) == 1:
+        schema = getattr(x.target, "_schema", None)
+        if schema is None:
+            return False
+        if not any(result.alias_info for result in schema.returns):
+            return True
+        x = x.args[0]
+    return False

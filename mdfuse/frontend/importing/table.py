@@ -217,7 +217,7 @@ TABLE: dict[str, Call] = {
          "aten.lift_fresh_copy.default", "aten.positive.default"),
         _itself,
     ),
-    **dict.fromkeys(("aten.detach.default", "aten.detach_.default"), ops.detach),
+    **{f"aten.{name}.default": ops.detach for name in ("detach", "detach_", "detach_copy")},
     "aten.expand.default": _expand,
     **dict.fromkeys(
         ("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other",
@@ -307,7 +307,7 @@ TABLE: dict[str, Call] = {
     "aten._weight_norm.default": norms.weight_norm,
     "aten._native_batch_norm_legit_functional.default": norms.batch_norm_of_training,
     "aten.index.Tensor": indices.take,
-    "aten.index_put.default": ops.index_put,
+    "aten.index_put.default": indices.put,
     **{
         str(call): call
         for call in (
@@ -320,6 +320,10 @@ TABLE: dict[str, Call] = {
     "aten.arange.start": ops.arange,
     "aten.arange.start_step": ops.arange,
 }  # fmt: skip
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool
 
 
 def is_known(target: str) -> bool:
@@ -360,6 +364,11 @@ IN_CONTEXT: dict[str, Call] = {
 BY_VALUE: Mapping[str, Call] = {
     **dict.fromkeys(_JOINS, lambda tensors, *_: [x for x in tensors if not is_nothing(x)]),
     "aten.index.Tensor": lambda x, indices: [x],
+    "aten.index_put.default": lambda x, indices, values, *_: [
+        x,
+        values,
+        *(i for i in indices if not _is_mask(i)),
+    ],
     "aten.embedding_bag.padding_idx": bags.wanted,
     "aten.scaled_dot_product_attention.default": drawn.wanted_of_attention,
 }

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import are_same
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, indexing, moves, views
 from mdfuse.frontend.ops.lookup_parts import added_up, at_indices, check_index, from_the_end
@@ -313,7 +314,8 @@ def index_put(
 
     Args:
         x: a tensor.
-        indices: of the first dims, one tensor of integers for each; repeated to one shape.
+        indices: of the first dims, one tensor of integers for each; repeated to one shape. Or one
+            mask of the first dims: all elements where it holds get the same values.
         values: of x's dtype, repeated to the shape of x[indices].
         accumulate: add; else of equal indices the last one counts.
     """
@@ -324,6 +326,8 @@ def index_put(
             because="there is an index for each of the first dims; values have x's dtype",
             hint=f"values.to({x.dtype})",
         )
+    if count == 1 and indices[0].dtype == torch.bool:
+        return _put_where(x, indices[0], values, accumulate)
     flat = None
     for n, index in zip(x.shape, indices, strict=False):
         own = from_the_end(check_index("index_put", index), n)
@@ -336,6 +340,21 @@ def index_put(
     flat = views.reshape(flat, (math.prod(flat.shape),))
     made = index_add(merged, 0, flat, source) if accumulate else _replaced(merged, 0, flat, source)
     return views.reshape(made, x.shape)
+
+
+def _put_where(x: Handle, mask: Handle, values: Handle, accumulate: bool) -> Handle:
+    """x with the same values wherever a mask holds."""
+    rest = x.ndim - mask.ndim
+    is_one = values.ndim <= rest or (values.ndim == rest + 1 and are_same(values.shape[0], 1))
+    is_of_x = rest >= 0 and all(map(are_same, mask.shape, x.shape))
+    if not is_of_x or not is_one:
+        raise DefinitionError(
+            f"index_put of {shown(x)} where {shown(mask)} holds, with {shown(values)}",
+            because="how many elements a mask takes is no shape, so all of them get the same",
+            hint="where(mask, values, x), or positions as integers",
+        )
+    added = x + values if accumulate else values
+    return where(views.reshape(mask, (*mask.shape, *(1,) * rest)), added, x)
 
 
 def masked_scatter(x: Handle, mask: Handle, source: Handle) -> Handle:

@@ -37,11 +37,14 @@ name = "group_launches"
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with launches, where its local work is to be compiled."""
-    if options.compile == "never":
-        return program
-    if options.compile == "auto" and not torch.cuda.is_available():
+    if not is_grouped(options):
         return program
     return replace(program, instructions=_Groups.of(program).block(program.instructions))
+
+
+def is_grouped(options: Options) -> bool:
+    """Return whether programs get launches."""
+    return options.compile == "always" or (options.compile == "auto" and torch.cuda.is_available())
 
 
 @dataclass(eq=False)

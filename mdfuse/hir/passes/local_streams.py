@@ -32,7 +32,9 @@ _IDLE = ("free", "get_stream", "set_stream", "sync", "group_start", "group_end")
 
 def run(program: HostProgram, whole: HostProgram) -> HostProgram:
     """Return a projection without syncs that it does not need, where it lacks work of the whole."""
-    if not any(i.op == "sync" for i in _looped(whole)) or _work(program) == _work(whole):
+    if not any(i.op == "sync" for i in _looped(whole)):
+        return program
+    if _count(program) == _count(whole) or _work(program) == _work(whole):
         return program
     marked = replace(program, instructions=tuple(_marked(program.instructions, iter(range(10**6)))))
     needed = _needed(marked)
@@ -43,6 +45,10 @@ def run(program: HostProgram, whole: HostProgram) -> HostProgram:
 
 def _looped(program: HostProgram) -> Iterator[Instruction]:
     return (j for i in program.instructions if i.op == "for" for k in i.body for j in k.walk())
+
+
+def _count(program: HostProgram) -> int:
+    return sum([1 for _ in _looped(program)])
 
 
 def _work(program: HostProgram) -> int:

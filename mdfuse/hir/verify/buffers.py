@@ -19,6 +19,7 @@ from mdfuse.hir.verify.layouts import (
     rows_text,
 )
 from mdfuse.hir.verify.posts import buffer_problem, transition_problem
+from mdfuse.hir.verify.products import own_problem, product_problem
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.extremes import is_number_of
 from mdfuse.ir.graph import dtype_name
@@ -322,6 +323,35 @@ def _dtypes(kinds: Sequence[BufferType]) -> list[torch.dtype]:
     return [k.dtype for k in kinds]
 
 
+def _addmm(types: Types, i: Instruction) -> None:
+    """Check that a product of a rank's own parts is added where each rank has a part of its own."""
+    into, *factors = (types.program.types.get(x) if isinstance(x, str) else None for x in i.inputs)
+    types.made(i)
+    kinds = [k for k in (into, *factors) if k is not None and k.layout is not None]
+    if len(kinds) < 3:
+        raise types.mismatch(i, "addmm is for three buffers")
+    into, a, b = kinds
+    if i.inputs[0] != i.outputs[0]:
+        raise types.mismatch(i, f"it adds to the buffer that it reads, %{i.inputs[0]}")
+    if any(k.padding is not None or k.flat for k in kinds) or len({*_dtypes(kinds)}) > 1:
+        raise types.mismatch(i, "it takes plain buffers of one dtype")
+    problem = product_problem(into, a, b, types.program.rank)
+    if problem is not None:
+        raise types.mismatch(i, problem)
+
+
+def _own(types: Types, i: Instruction) -> None:
+    """Check that a rank's term of a sum may lie where its part of the sum is."""
+    pair = types.same_shape(i)
+    if pair is None:
+        return
+    _dense(types, i, *pair)
+    problem = own_problem(*pair, types.program.rank)
+    if problem is not None:
+        raise types.mismatch(i, problem)
+    types.slice(i)
+
+
 def _alloc(types: Types, i: Instruction) -> None:
     kind = types.made(i)
     if kind.layout is None:
@@ -398,9 +428,11 @@ RULES: dict[str, Callable[[Types, Instruction], None]] = {
     "chunk": _chunk,
     "select": _select,
     "unexpand": _unexpand,
+    "own": _own,
     "pad": _pad,
     "pack": _pack,
     "term": _term,
     "accumulate": _accumulate,
+    "addmm": _addmm,
     "post": _post,
 }

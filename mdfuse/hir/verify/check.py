@@ -22,12 +22,13 @@ from mdfuse.extents.expressions import UNKNOWN, terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.projection import executed
-from mdfuse.hir.verify.elsewhere import key_of
+from mdfuse.hir.verify.elsewhere import Ends, key_near, key_of
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.folded import folded
 from mdfuse.hir.verify.layers import without_repeated
 from mdfuse.hir.verify.rotations import rotates
 from mdfuse.hir.verify.sizes import check_sizes
+from mdfuse.hir.verify.stand_ins import does_the_same, holds_for_numbers
 from mdfuse.hir.verify.structure import check_defined, check_structure
 from mdfuse.hir.verify.teams import check_teams
 from mdfuse.hir.verify.types import check_types
@@ -94,16 +95,21 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
     written = program.written_inputs
     known: dict[Hashable, bool] = {}  # what some rank runs -> whether its flow was checked
     for first, last in _classes(program):
+        if not is_straight:
+            _verify_looped_ranks(program, first, last, in_full)
+            continue
         for rank in dict.fromkeys((first, last)):
-            if not is_straight:
-                _verify_looped(program, program.project(rank), in_full)
+            has_flow = rank == first or bool(special)
+            is_alone = in_full or len(program.meshes) == 1
+            near = None if is_alone else key_near(program, rank, ends)
+            if near is not None and known.get(near, -1) >= has_flow:
                 continue
             mine = _held(executed(program, rank), program, ends)
-            has_flow = rank == first or bool(special)
-            key = None if in_full or len(program.meshes) == 1 else key_of(mine, written)
+            key = None if is_alone else key_of(mine, written)
             if key is None or known.get(key, -1) < has_flow:
                 _verify_straight(mine, program, has_flow)
                 known[key] = has_flow
+            known[near] = has_flow
     if any(map(_is_transfer, _inside(special))) and (in_full or not rotates(program)):
         _check_transfers(program)
 
@@ -115,10 +121,6 @@ def _verify_straight(mine: HostProgram, program: HostProgram, has_flow: bool) ->
     _check_sizes(local)
 
 
-#: Names of inputs, and of outputs, by the mesh that has them; None: every rank has them.
-_Ends = tuple[Mapping[DeviceMesh | None, list[str]], Mapping[DeviceMesh | None, list[str]]]
-
-
 def _by_mesh(program: HostProgram, names: Iterable[str]) -> Mapping[DeviceMesh | None, list[str]]:
     found: dict[DeviceMesh | None, list[str]] = defaultdict(list)
     for name in names:
@@ -127,7 +129,7 @@ def _by_mesh(program: HostProgram, names: Iterable[str]) -> Mapping[DeviceMesh |
     return found
 
 
-def _held(mine: HostProgram, program: HostProgram, ends: _Ends) -> HostProgram:
+def _held(mine: HostProgram, program: HostProgram, ends: Ends) -> HostProgram:
     """Return what a rank executes with those of the inputs and outputs that the rank has."""
     assert mine.rank is not None
     if mine.instructions is program.instructions:
@@ -138,24 +140,42 @@ def _held(mine: HostProgram, program: HostProgram, ends: _Ends) -> HostProgram:
     return replace(mine, inputs=inputs, outputs=outputs, instructions=kept)
 
 
-def _verify_looped(program: HostProgram, mine: HostProgram, in_full: bool) -> None:
-    """Verify a projection with indices: with iterations folded, and written out if that fails."""
+def _verify_looped_ranks(program: HostProgram, first: int, last: int, in_full: bool) -> None:
+    """Verify the projections of the first and the last rank of a class, or one for both."""
+    mine = program.project(first)
+    local = _verify_looped(program, mine, in_full)
+    if last == first:
+        return
+    other = program.project(last)
+    if local is not None and does_the_same(mine, other):
+        _check_sizes(replace(local, rank=last))
+    else:
+        _verify_looped(program, other, in_full)
+
+
+def _verify_looped(program: HostProgram, mine: HostProgram, in_full: bool) -> HostProgram | None:
+    """Verify a projection with indices: with iterations folded, and written out if that fails.
+
+    Returns:
+        The projection with iterations folded; None where it was written out.
+    """
     check_defined(mine)
     if not in_full:
         try:
             local = folded(mine)
             if local is not None:
-                _check_looped(local, program)
-                return
+                _check_flow(local, program)
+                if not holds_for_numbers(mine):
+                    check_types(local)
+                _check_sizes(local)
+                return local
         except (MdfuseError, KeyError):
             pass  # it may be right all the same: what is written out has the last word
-    _check_looped(unrolled(mine), program)
-
-
-def _check_looped(local: HostProgram, program: HostProgram) -> None:
+    local = unrolled(mine)
     _check_flow(local, program)
     check_types(local)
     _check_sizes(local)
+    return None
 
 
 #: Instructions that may have an index expression, or take part of a buffer.

@@ -10,13 +10,16 @@ same types.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from mdfuse.communication import Communication
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
+
+#: Names of inputs, and of outputs, by the mesh that has them; None: every rank has them.
+Ends = tuple[Mapping[DeviceMesh | None, list[str]], Mapping[DeviceMesh | None, list[str]]]
 
 
 class _Unlike(Exception):
@@ -30,7 +33,8 @@ def key_of(mine: HostProgram, written: frozenset[str]) -> Hashable:
         mine: straight-line, with the inputs and outputs that the rank has.
         written: the inputs whose buffers the program writes.
     """
-    writer = _Key(mine, written)
+    assert mine.rank is not None
+    writer = _Key(mine, written, mine.rank)
     try:
         code = tuple([writer.instruction(i) for i in mine.instructions])
         ends = [tuple([writer.name(n) for n in names]) for names in (mine.inputs, mine.outputs)]
@@ -39,10 +43,36 @@ def key_of(mine: HostProgram, written: frozenset[str]) -> Hashable:
     return code, *ends, tuple(writer.said)
 
 
+def key_near(program: HostProgram, rank: int, ends: Ends) -> Hashable:
+    """Return what stands for all that may concern one rank of a program for all ranks.
+
+    Ranks with equal keys have equal `key_of`. None where the rank stands for itself alone.
+
+    Args:
+        program: straight-line.
+        rank: any.
+        ends: names of inputs, and of outputs, by the mesh that has them; None: every rank has them.
+    """
+    writer = _Key(program, program.written_inputs, rank)
+    meshes = (None, *program.meshes_of(rank))
+    here = sorted({n for m in meshes for n in program.near.get(m, ())})
+    code = [program.instructions[n] for n in here]
+    try:
+        said = tuple([writer.instruction(i) for i in code if i.op != "return"])
+        held = [
+            tuple([(writer.name(n), m is None) for m in meshes for n in by_mesh.get(m, ())])
+            for by_mesh in ends
+        ]
+    except _Unlike:
+        return None
+    return said, *held, tuple(writer.said)
+
+
 @dataclass(slots=True)
 class _Key:
     program: HostProgram
     written: frozenset[str]
+    rank: int
     #: name -> its number, in the order in which names appear
     numbers: dict[str, int] = field(default_factory=dict)
     #: what is said of each name: its type, and whose buffer it has
@@ -80,11 +110,10 @@ class _Key:
         mesh = self.meshes.get(id(layout.mesh))
         if mesh is None:
             mesh = self.meshes[id(layout.mesh)] = self.mesh(layout.mesh)
-        return mesh, layout.placements, layout.splits, layout.stream
+        return mesh, layout.placements, layout.splits, layout.stream, layout.reaches
 
     def mesh(self, mesh: DeviceMesh) -> Hashable:
         """Return a mesh by how far its ranks are off."""
         if not mesh.is_consecutive or mesh.hosts is not None:
             raise _Unlike
-        assert self.program.rank is not None
-        return mesh.axes, mesh.shape, mesh.first - self.program.rank
+        return mesh.axes, mesh.shape, mesh.first - self.rank

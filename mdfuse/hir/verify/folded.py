@@ -24,7 +24,7 @@ Where one of these is not sure, there is no such program, and all iterations hav
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -70,6 +70,8 @@ class _Folded(Unrolled):
     saved: int = 0
     #: in an iteration that stands for several: the loop's index, and its number in the last of them
     last: tuple[str, int] | None = None
+    #: layout -> which chunk it is of in an iteration of the loop that is looked at
+    _which: dict[Layout, Linear | None] = field(default_factory=dict)
 
     @cached_property
     def shared(self) -> dict[str, str]:
@@ -138,8 +140,10 @@ class _Folded(Unrolled):
 
     def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
         found = super().at(name, kind, i)
+        if found is kind or self.last is None:
+            return found
         chunk = chunk_of(kind.layout) if kind.layout is not None else None
-        if chunk is None or chunk.op is None or found is kind or self.last is None:
+        if chunk is None or chunk.op is None:
             return found
         assert found.layout is not None
         operands = (self.types[self.name(x)].layout for x in i.reads if self.name(x) in self.types)
@@ -169,12 +173,17 @@ class _Folded(Unrolled):
         """Return the runs of iterations that are alike; each by itself where this is not sure."""
         inside = [j for i in loop.body for j in i.walk()]
         index = Term("index", loop.outputs[0])
+        self._which.clear()
         try:
             if len(numbers) < FEWEST or numbers.step != 1 or any(i.op == "for" for i in inside):
                 raise _Unfit
             starts = {numbers.start, numbers.start + 1}
+            done: set[tuple[BufferType, Linear]] = set()
             for name, which in self.chunks(index, inside).items():
-                starts.update(self.borders(name, which, index, numbers))
+                kind = self.program.types[name]
+                if (kind, which) not in done:
+                    done.add((kind, which))
+                    starts.update(self.borders(kind, which, index, numbers))
             for i in inside:
                 _check(i, index)
                 starts.update(self.branches(i, index) if i.op == "if" else ())
@@ -232,6 +241,12 @@ class _Folded(Unrolled):
 
     def which_of(self, layout: Layout, index: Term) -> Linear | None:
         """Return which chunk a layout is of in an iteration; None where it is the same in all."""
+        if layout not in self._which:
+            self._which[layout] = self.chunk_in(layout, index)
+        return self._which[layout]
+
+    def chunk_in(self, layout: Layout, index: Term) -> Linear | None:
+        """Return `which_of` a layout; it is asked once."""
         chunk = chunk_of(layout)
         if chunk is None or index not in terms(chunk.index):
             return None
@@ -254,9 +269,11 @@ class _Folded(Unrolled):
         """Return a lookup of what is known before the loop over an index."""
         return lambda term: self.known(term) if term != index else None
 
-    def borders(self, name: str, which: Linear, index: Term, numbers: range) -> Iterator[int]:
+    def borders(
+        self, kind: BufferType, which: Linear, index: Term, numbers: range
+    ) -> Iterator[int]:
         """Yield the iterations at which the chunks begin anew, or have another size."""
-        kind, count, constant = self.program.types[name], which.modulus, which.constant
+        count, constant = which.modulus, which.constant
         assert kind.layout is not None and kind.layout.stream is not None
         if kind.layout.stream.op is not None:
             return  # a part of as many elements as all others
@@ -308,9 +325,11 @@ def _check(i: Instruction, index: Term) -> None:
     Which peers a rank has makes no difference to the rank itself; that there are such ranks is
     checked with the transfers of all ranks.
     """
+    if i.op == "get_stream" or (index.name in i.inputs and op_of(i) is None):
+        raise _Unfit
+    if not i.indices:
+        return
     attrs = () if i.op in (*TRANSFERS, "if") else i.attrs
     numbers = [x for x in i.inputs if not isinstance(x, str)] if op_of(i) is None else []
     if any(index in terms(x) for x in (*(v for _, v in attrs), *numbers)):
-        raise _Unfit
-    if (index.name in i.reads and op_of(i) is None) or i.op == "get_stream":
         raise _Unfit

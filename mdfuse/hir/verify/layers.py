@@ -43,6 +43,10 @@ _WINDOW = 4
 _NEVER = ("block", "call", "get_stream", "accumulate", "return", "barrier")
 
 
+#: Instructions that write operands.
+_WRITING = ("post", "recv")
+
+
 class _Unlike(Exception):
     """Names stand for different things in two layers."""
 
@@ -129,17 +133,19 @@ class _Form:
             return self.loop(i)
         inputs = tuple([self.name(x) if type(x) is str else self.value(x) for x in i.inputs])
         kinds = tuple([self.result(x) for x in i.outputs])
-        self.made += _written(i)
-        row = row_of(i)
+        if i.op in _WRITING:
+            self.made += _written(i)
+        row = row_of(i) if i.outputs and i.inputs else None
         if row is not None and row.is_view:
             self.views += [(x, y) for x in i.outputs for y in i.reads]
         if i.op in TRANSFERS:
             self.sends += 1 if i.op == "send" else -1
-        attrs = tuple([(k, self.value(v)) for k, v in i.attrs])
+        attrs = tuple([(k, self.value(v)) for k, v in i.attrs]) if i.attrs else ()
         comm = self.posted(i.comm) if i.comm is not None else None
-        inside = [tuple(map(self.instruction, block)) for block in (i.body, i.orelse)]
+        body = tuple([self.instruction(j) for j in i.body]) if i.body else ()
+        orelse = tuple([self.instruction(j) for j in i.orelse]) if i.orelse else ()
         fn = i.fn if i.op != "launch" else ""
-        return i.op, fn, inputs, kinds, attrs, i.order, comm, *inside
+        return i.op, fn, inputs, kinds, attrs, i.order, comm, body, orelse
 
     def loop(self, i: Instruction) -> Hashable:
         (index,) = i.outputs
@@ -150,9 +156,10 @@ class _Form:
         return i.op, attrs, body
 
     def name(self, name: str) -> int | None:
-        if name not in self.loops:
+        found = self.loops.get(name)
+        if found is None:
             self.names.append(name)
-        return self.loops.get(name)
+        return found
 
     def result(self, name: str) -> Hashable:
         if name in self.loops:
@@ -163,10 +170,13 @@ class _Form:
         return self.kind(kind) if kind is not None else None
 
     def value(self, x: Any) -> Hashable:
-        return self.index(x) if isinstance(x, Term | Calc | Poly) else (type(x), x)
+        kind = type(x)
+        return self.index(x) if kind is Term or kind is Calc or kind is Poly else (kind, x)
 
     def index(self, x: Index | Poly | None) -> Hashable:
         """Return an index with the indices of loops among the names."""
+        if type(x) is int:
+            return x
         if isinstance(x, Calc):
             return x.op, self.index(x.left), self.index(x.right)
         if isinstance(x, Poly):
@@ -251,11 +261,18 @@ class _Uses:
     last: dict[str, int] = field(default_factory=dict)
 
     def note(self, i: Instruction, at: int) -> None:
-        for name in (*i.outputs, *_written(i)):
+        first, last = self.first, self.last
+        for name in (*i.outputs, *_written(i)) if i.op in _WRITING else i.outputs:
             self.made.setdefault(name, at)
-        for name in (*i.outputs, *i.reads):
-            self.first.setdefault(name, at)
-            self.last[name] = at
+        for name in i.outputs:
+            first.setdefault(name, at)
+            last[name] = at
+        for x in i.inputs:
+            if isinstance(x, str):
+                first.setdefault(x, at)
+                last[x] = at
+        if not i.body and not i.orelse and i.op != "for":
+            return
         for inner in (*i.body, *i.orelse):
             self.note(inner, at)
         if i.op == "for":

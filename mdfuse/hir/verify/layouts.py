@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from mdfuse.extents.expressions import Index, terms
-from mdfuse.ir.dims import DimMap, Labels, along_blocks, always, reshape, reshape_groups
+from mdfuse.ir.dims import DimMap, Labels, always, reshape, reshape_groups
+from mdfuse.ir.dims_in_blocks import along_blocks, reshape_of_blocks
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.boxes import Box, Rows
@@ -167,7 +168,8 @@ class _Row:
         cut = layout.cuts.get(dim)
         if self.cuts.setdefault(label, cut) != cut:
             raise Contradiction(f"dim {dim} of operand {at} of {self.fn} is in other blocks")
-        if cut is not None and not (TABLE[self.fn].takes_blocks and self.labels.fits is always):
+        is_free = TABLE[self.fn].takes_blocks and self.labels.fits is always
+        if cut is not None and not is_free and label not in self.taken:
             raise Contradiction(f"{self.fn} needs dim {dim} of operand {at} in one block")
 
     def apart(self, at: int, dim: int) -> Contradiction:
@@ -356,9 +358,13 @@ def result_layout(
         labels, taken = along_blocks(labels, attrs, shapes[0], cuts)
     if taken:
         return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), taken=taken)
+    if fn == "reshape" and layouts[0] is not None and shapes[0] is not None:
+        operand = plain(layouts[0], len(shapes[0]))
+        labels, taken = reshape_of_blocks(labels, shapes[0], shape, operand)
     if labels.fits is not always or labels.reaches:
         known = shapes if TABLE[fn].rule is reshape or labels.reaches else ()
-        return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), known, shape)
+        given = (tuple(layouts), declared, numbers, tuple(absent), known, shape, taken)
+        return _result(fn, labels, *given)
     key = labels.operands, labels.result, tuple(labels.reduces.items())
     made = _known_result(fn, key, tuple(layouts), declared, numbers, tuple(absent))
     if isinstance(made, str):

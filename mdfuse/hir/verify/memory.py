@@ -152,7 +152,10 @@ class Clocks:
 
     def of(self, stream: int) -> Clock:
         """Return the clock of a stream, a new one where the stream was not seen before."""
-        return self.streams.setdefault(stream, {stream: 0})
+        found = self.streams.get(stream)
+        if found is None:
+            found = self.streams[stream] = {stream: 0}
+        return found
 
     def snapshot(self, stream: int) -> Clock:
         """Return a stream's clock, for another stream to wait for, and advance the stream."""

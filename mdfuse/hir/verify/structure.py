@@ -107,9 +107,13 @@ class _Structure:
     allocated: dict[str, Instruction] = field(default_factory=dict)
     handles: set[str] = field(default_factory=set)
     group: Instruction | None = None
+    inputs: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inputs = frozenset(self.program.inputs)
 
     def block(self, block: tuple[Instruction, ...]) -> None:
-        rules, inputs = _RULES, frozenset(self.program.inputs)
+        rules, inputs = _RULES, self.inputs
         for i in block:
             if self.group is not None and i.op not in (*POSTS, "group_end"):
                 raise self.wrong_in_group(i)
@@ -124,9 +128,10 @@ class _Structure:
 
     def check_writes(self, i: Instruction, names: tuple[str, ...]) -> None:
         """Raise ProgramError for a write into an input, unless an alias says that it is updated."""
-        updated = set(map(self.program.root, self.program.aliases))
+        written = self.inputs.intersection(names)
+        updated = set(map(self.program.root, self.program.aliases)) if written else ()
         for name in names:
-            if name in self.program.inputs and name not in updated:
+            if name in written and name not in updated:
                 raise wrong(
                     self.program,
                     i,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
@@ -14,6 +14,7 @@ from mdfuse.hir.verify.layouts import axes_of, chunk_of
 from mdfuse.hir.verify.op_types import lacks, row_problem
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.graph import Operand, dtype_name
+from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.mesh import DeviceMesh
 
@@ -36,7 +37,8 @@ class Types:
     kinds: dict[BufferType | None, int] = field(default_factory=lambda: {None: 0})
     #: rows with operands that were checked
     seen: set[object] = field(default_factory=set)
-    #: the same of all ranks, but for which ranks a mesh has: stages that do the same
+    #: the same, but for which ranks a mesh has, or for the numbers of chunks: stages and iterations
+    #: that do the same
     seen_elsewhere: set[object] = field(default_factory=set)
     #: number -> the index expressions that it was computed from
     computed_from: dict[str, tuple[Index, ...]] = field(default_factory=dict)
@@ -119,7 +121,7 @@ class Types:
         known = tuple(k for k in operands if k is not None)
         if len(known) < len(operands):
             return
-        key = _but_for_ranks((*results, *known)) if self.program.rank is None else None
+        key = self.key_elsewhere(i.fn, (*results, *known))
         question = i.fn, i.attrs, numbers, len(results), key
         if key is not None and question in self.seen_elsewhere:
             return
@@ -128,6 +130,15 @@ class Types:
             raise self.mismatch(i, problem)
         if key is not None:
             self.seen_elsewhere.add(question)
+
+    def key_elsewhere(self, fn: str, kinds: tuple[BufferType | type, ...]) -> Hashable:
+        """Return what stands for types in rows that do the same elsewhere; None: they are alone."""
+        rank, row = self.program.rank, TABLE.get(fn)
+        if rank is None:
+            return _but_for_ranks(kinds)
+        if row is None or row.localize is not None or row.globalize is not None:
+            return None  # its attributes depend on where a part lies
+        return _but_for_numbers(kinds, rank)
 
     def numbers(self, i: Instruction) -> tuple[str, ...]:
         """Return the axes along which ranks may read different numbers in this row."""
@@ -292,6 +303,25 @@ def _but_for_ranks(kinds: Iterable[BufferType | type]) -> tuple[object, ...] | N
         if mesh is not None and layout.mesh is not mesh and layout.mesh != mesh:
             return None
         mesh = layout.mesh
-        said = layout.placements, layout.splits, layout.stream
+        said = layout.placements, layout.splits, layout.stream, layout.reaches
         found.append((k.dtype, k.shape, k.padding, k.flat, *said))
     return (mesh.axes, mesh.shape, *found) if mesh is not None else None
+
+
+def _but_for_numbers(kinds: Iterable[BufferType | type], rank: int) -> tuple[object, ...]:
+    """Return what types say on a rank apart from the numbers of their chunks.
+
+    What a row makes of chunks depends on which of them are one chunk, and on how large they are.
+    """
+    found: list[object] = []
+    numbers: dict[object, int] = {}
+    for k in kinds:
+        if not isinstance(k, BufferType) or k.layout is None or k.layout.stream is None:
+            found.append(k)
+            continue
+        layout, chunk = k.layout, k.layout.stream
+        which = numbers.setdefault(chunk.index, len(numbers))
+        part = chunk.dim, chunk.chunks, chunk.rotate, chunk.op, which, k.local_shape(rank)
+        said = layout.mesh, layout.placements, layout.splits, layout.reaches
+        found.append((k.dtype, k.shape, k.padding, k.flat, *said, *part))
+    return tuple(found)

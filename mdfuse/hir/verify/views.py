@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mdfuse.hir.instructions import row_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
@@ -15,6 +16,7 @@ from mdfuse.layouts.boxes import Box, Interval, nth_chunk, relative
 OPAQUE = (-1,)
 
 
+@lru_cache(maxsize=4096)
 def whole(kind: BufferType, rank: int) -> Box:
     """Return the box of all of a buffer on a rank, in the buffer's own coordinates."""
     return tuple((0, n) for n in kind.local_shape(rank))
@@ -101,6 +103,7 @@ def _unexpand(c: Cut) -> Shape:
 #: view op -> the region and the dims of its result; the others may lie anyhow in their operand.
 SHAPES: dict[str, Callable[[Cut], Shape]] = {
     "set": _same,
+    "own": _same,
     "permute": _permute,
     "narrow": _narrow,
     "chunk": _narrow,

@@ -85,7 +85,8 @@ for _name in ("clamp", "hardtanh"):  # whose gradients differ at the limits
 _unary("cast", calls.cast, exact(calls.cast), attr("dtype", "dtype", True))
 for _name in slopes.NAMES:  # linear in the cotangent, which comes first
     _call, _write = slopes.slope(_name)
-    _writes = rounded(_write) if _write else DENSE
+    _is_exact = _name in ("relu", "leaky_relu", "hardtanh")
+    _writes = DENSE if _write is None else exact(_write) if _is_exact else rounded(_write)
     _how: dict[str, Any] = {"host": "binary", "operands": (2, 2), "partial": "scale"}
     _how |= {"attrs": TABLE[_name].attrs}
     row(f"{_name}_grad", _call, dims.pointwise, shapes.alike, _writes, **_how)

@@ -107,3 +107,40 @@ def test_one_of_each_row_where_runs_choose_how_many() -> None:
 def test_refused(call: Callable[..., Any], more: tuple[Tensor, ...], text: str) -> None:
     with pytest.raises(DefinitionError, match=text):
         mf.from_torch(Taking(call), (X, *more), mesh=TP)
+
+
+def written(index: Any, value: Any = 0.5, add: bool = False) -> Callable[..., Tensor]:
+    """A copy of x with values written at an index."""
+
+    def call(x: Tensor, j: Tensor) -> Tensor:
+        x = x.clone()
+        at = index(x, j)
+        x[at] = x[at] + value if add else value(x) if callable(value) else value
+        return x
+
+    return call
+
+
+KNOWN = torch.tensor([True, False, True, True])
+WRITES: dict[str, Callable[..., Any]] = {
+    "a mask": written(lambda x, j: x > 7),
+    "rows by a mask": written(lambda x, j: x[:, 0] > 7, lambda x: x[0] * 2),
+    "columns": written(lambda x, j: (slice(None), j), lambda x: x[:, :2].sin()),
+    "a known mask": written(lambda x, j: KNOWN, lambda x: x[:3].cos()),
+    "columns by a known mask": written(
+        lambda x, j: (slice(None), torch.tensor([True] * 2 + [False] * 4))),
+    "added": lambda x, j: x.index_put((j,), torch.ones(2, 6), accumulate=True),
+    "added by a mask": lambda x, j: x.index_put((x > 7,), x[0, 1], accumulate=True),
+    "rows that a known mask takes": lambda x, j: x[KNOWN],
+    "rows of a constant": lambda x, j: torch.zeros(4, 6)[j] + x[:2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_and_masks(name: str, dim: int) -> None:
+    call, j = WRITES[name], torch.tensor([3, 1])
+    layouts = {"input:x": {"tp": Shard(dim)}}
+    model = mf.from_torch(Taking(call), (X, j), mesh=TP, layouts=layouts)
+    given = [*model.load(), *model.inputs(X, j)]
+    assert torch.equal(mf.simulate(model.compile(), given).outputs[0], call(X, j))

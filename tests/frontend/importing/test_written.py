@@ -43,6 +43,39 @@ def test_intermediate_values(split: Any) -> None:
         torch.testing.assert_close(x, y)
 
 
+class AddedTo(nn.Module):
+    """Parameters are added in place to what has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = (nn.Parameter(torch.ones(6, dtype=torch.float64)) for _ in range(2))
+
+    @torch.no_grad()
+    def made(self, x: Tensor) -> Tensor:
+        return (x * self.w).cumsum(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.made(x)
+        y += self.w
+        z = (x * self.v).t().detach()
+        z[:, 1:].mul_(self.v[:, None])
+        return y * z.t()
+
+
+@pytest.mark.parametrize("split", [{}, {"tp": Shard(0)}])
+def test_what_is_added_to_a_detached_value_gets_its_gradient(split: Any) -> None:
+    module = AddedTo()
+    model = mf.from_torch(module, (X,), mesh=TP, layouts={"w": split, "v": split})
+    step = model.training_step(lambda y: (y * y).sum(), optimizer=partial(mf.optim.sgd, lr=1.0))
+    weights = model.load()
+    given = step.arguments(weights, step.state(weights), X)
+    state = step.updated(mf.simulate(step.compile(), given).outputs)
+    module(X).square().sum().backward()
+    for name, w in module.named_parameters():
+        assert w.grad is not None
+        torch.testing.assert_close(state[name], (w - w.grad).detach())
+
+
 class Counting(nn.Module):
     """It keeps a mean of what it has seen, and how often it was called."""
 

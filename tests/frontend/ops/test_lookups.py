@@ -122,6 +122,8 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         lambda ops, x, i, m: x.index_add(0, i, x[:2]), ("a source of [5, 4]",)),
     "index_copy": (lambda ops, x, i, m: x.index_copy(1, i, x), ("a source of [5, 5]",)),
     "index_put of nothing": (lambda ops, x, i, m: x.index_put((), x), ("0 indices",)),
+    "index_put of each where a mask holds": (
+        lambda ops, x, i, m: x.index_put((m,), x[0]), ("all of them get the same", "where(mask")),
     "index_put of integers": (lambda ops, x, i, m: x.index_put((i,), i), ("x's dtype",)),
     "masked_scatter": (lambda ops, x, i, m: x.masked_scatter(i, x), ("a mask is made of bools",)),
     "slice_scatter": (

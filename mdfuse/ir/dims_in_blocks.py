@@ -1,0 +1,120 @@
+"""Labels of dims in blocks: which views of them are local.
+
+%q: f32[4,8,2] (tp=S1) = slice(%h: f32[4,24,2] (tp=S1/3), starts=[0,0,0], ends=[4,8,2])
+%r: f32[4,3,8,2] (tp=S2) = reshape(%h)
+%h: f32[4,24,2] (tp=S1/3) = reshape(%r)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mdfuse.ir.dims import DimMap, Shape, fall_together, reshape_groups
+from mdfuse.layouts.blocks import Cut, part_of_blocks
+from mdfuse.layouts.layout import Layout
+
+#: How many blocks a reshape makes of dims before a split one, at most: as fused projections have.
+_FEW_BLOCKS = 8
+
+
+def along_blocks(
+    labels: DimMap, attrs: Mapping[str, Any], shape: Shape, cuts: Mapping[int, Cut]
+) -> tuple[DimMap, dict[int, Cut | None]]:
+    """Label the dims of a slice that takes whole blocks of them: they may stay split.
+
+    Args:
+        labels: those of a `window`.
+        attrs: its attributes.
+        shape: of its operand.
+        cuts: dims of the operand that are in blocks -> how they are cut.
+
+    Returns:
+        the labels, and for each such dim how the result is cut; None: plainly.
+    """
+    found: dict[int, Cut | None] = {}
+    for d, cut in cuts.items():
+        if labels.result[d] is None and attrs["steps"][d] == 1 and not cut.plain:
+            taken = part_of_blocks(cut.blocks, shape[d], (attrs["starts"][d], attrs["ends"][d]))
+            if taken != 0:
+                found[d] = Cut(taken) if taken else None
+    if not found:
+        return labels, found
+    dims = tuple(d if d in found else label for d, label in enumerate(labels.result))
+    return replace(labels, operands=(dims,), results=(dims,)), found
+
+
+def reshape_of_blocks(
+    labels: DimMap, shape: Shape, result: Shape, operand: Layout
+) -> tuple[DimMap, dict[int, Cut | None]]:
+    """Label the dims of a reshape from and into blocks: more of them may stay split.
+
+    A dim that the reshape keeps stays in blocks; of one that falls into its equal blocks, the dim
+    behind that of the blocks is split, plainly. The other way round, a dim that is split behind a
+    few others is in blocks when they are one; not behind the first dim, which is a batch.
+
+    Args:
+        labels: those of a `reshape`.
+        shape: of its operand.
+        result: of its result.
+        operand: the layout of its operand.
+
+    Returns:
+        the labels, and for each such dim of the operand how the result is cut; None: plainly.
+    """
+    before, after = [*labels.operands[0]], [*labels.result]
+    taken, inner = dict[int, Cut | None](), dict[int, tuple[int, int, int, int]]()
+    for old, new in reshape_groups(shape, result):
+        split = [d for d in old if operand.split_axes(d)]
+        large = [d for d in old if shape[d] != 1], [d for d in new if result[d] != 1]
+        if len(split) != 1 or not large[1]:
+            continue
+        (d,), cut = split, operand.cuts.get(split[0])
+        if cut is not None and len(large[0]) == len(large[1]) == 1:
+            taken[d] = cut
+            continue
+        j, blocks = large[1][0], math.prod(shape[e] for e in old if e < d)
+        if cut is not None:
+            found = _behind(result, large[1], cut.blocks) if not cut.plain and blocks == 1 else None
+            if found is None or not isinstance(cut.blocks, int):
+                continue
+            after[j], j, taken[d] = None, found, None
+            rows = shape[d] // cut.blocks, result[j]
+        elif len(large[1]) == 1 and old[0] and _are_few(blocks, shape[d], result[j]):
+            before[large[0][0]], taken[d] = None, Cut(blocks)
+            rows = shape[d], result[j] // blocks
+        else:
+            continue
+        before[d], after[j] = d, d
+        rest = (
+            math.prod(shape[e] for e in old if e > d),
+            math.prod(result[e] for e in new if e > j),
+        )
+        inner[d] = rows[0], rest[0], rows[1], rest[1]
+
+    def fits(label: int, sizes: tuple[int, ...]) -> bool:
+        if label in inner:
+            return fall_together(*inner[label], sizes)
+        return label in taken or labels.fits(label, sizes)
+
+    if not taken:
+        return labels, taken
+    return replace(labels, operands=(tuple(before),), results=(tuple(after),), fits=fits), taken
+
+
+def _are_few(blocks: int, rows: int, extent: int) -> bool:
+    """Whether dims before a split one may be blocks of what they make up: all are numbers."""
+    is_known = all(type(n) is int for n in (blocks, rows, extent))
+    return is_known and 1 < blocks <= _FEW_BLOCKS and rows > 1
+
+
+def _behind(result: Shape, dims: Sequence[int], blocks: object) -> int | None:
+    """Return the dim behind those that number some blocks; None where none do."""
+    n = 1
+    for d in dims:
+        if n == blocks:
+            return d
+        n *= result[d]
+    return None
