@@ -147,5 +147,5 @@ def test_a_sum_that_the_backward_waits_for_is_in_no_bucket(reduction: str) -> No
     for got, right in zip(mf.simulate(program, given).outputs, wanted, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
     sums = [c for c in program.communications if c.kind == "Allreduce"]
-    # dw, and dv and du together: with the loss, if nothing reads it before; else that, and the count
+    # dw, and dv and du together: with the loss, if nothing reads it before; else that and a count
     assert len(sums) == {"sum": 2, "mean": 4}[reduction]
