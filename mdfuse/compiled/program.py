@@ -14,24 +14,22 @@ from mdfuse.caching import Cache
 from mdfuse.communication import Communication
 from mdfuse.compiled import overlap
 from mdfuse.compiled.advice import advice
+from mdfuse.compiled.carriers import elsewhere, staging
 from mdfuse.compiled.overlap import Overlap
 from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.compiled.trial import Trial
-from mdfuse.config import Options, backend_choice, environment, options_from_environment
+from mdfuse.config import Options, environment, options_from_environment
 from mdfuse.errors import DefinitionError, MdfuseError, ProgramError
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
 from mdfuse.frontend.cache import NamedDefinition, program_of
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.capture import eager
-from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.projection import project
 from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge
-from mdfuse.plan.arena import arena
 from mdfuse.plan.runnable import Runnable
 from mdfuse.runs.arguments import has_dtensors
 from mdfuse.runs.extents import (
@@ -43,7 +41,6 @@ from mdfuse.runs.extents import (
 )
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init
-from mdfuse.runtime.sharing import carried
 from mdfuse.seeing.report.numbers import size_text
 
 if TYPE_CHECKING:
@@ -171,8 +168,8 @@ class Program:
         lines += [f"  {line}" for line in _stages(self.host, self.schedule)]
         lines += [f"  overlap: {line}" for line in self._overlap_told()]
         lines += [f"  {line}" for line in _streams(self.host)]
-        lines += [f"  {line}" for line in _staging(self.host, self.options)]
-        lines += [f"  {line}" for line in _carried(self._evaluators.recent)]
+        lines += [f"  {line}" for line in staging(self.host, self.options)]
+        lines += [f"  {line}" for line in elsewhere(self._evaluators.recent)]
         lines += [f"  {line}" for line in _graphs(self.host, self.options)]
         lines += [f"  {line}" for line in _launches(self.host, self._evaluators.recent)]
         for n, lowering in enumerate(self.lowerings):
@@ -340,7 +337,6 @@ def _stages(host: HostProgram, schedule: Schedule | None) -> Iterator[str]:
         return
     from mdfuse.seeing.rank_classes import rank_classes
     from mdfuse.seeing.rank_groups import rank_groups
-    from mdfuse.seeing.report.numbers import size_text
 
     for g in rank_groups(host, schedule, rank_classes(host)):
         stages = f"stage{'s' * (len(g.stages) > 1)} {', '.join(map(str, g.stages))}"
@@ -365,40 +361,6 @@ def _streams(host: HostProgram) -> Iterator[str]:
             how = f"iteration %{i.outputs[0]} on stream {stream}"
         where = f" ({i.source})" if i.source else ""
         yield f"streams: {i.kwargs['stop']} chunks{where}, {how}"
-
-
-def _staging(host: HostProgram, options: Options | None) -> Iterator[str]:
-    """Yield lines on the memory through which backends carry what the program posts."""
-    usual = backend_choice(options_from_environment(options).backend).usual
-    for name, named in ((usual, None), *((x, x) for x in host.backends)):
-        posted = [*_teams(host, named)]
-        staging = BACKENDS[name].staging if name in BACKENDS else {}
-        if posted and staging:
-            teams = len({*posted})
-            sizes = " or ".join(f"{size_text(n)} of {of}" for of, n in staging.items())
-            yield f"staging: {name} takes {sizes} memory of a rank for each team, at most {teams}"
-    if any(i.kwargs.get("memory") == "symmetric" for i in host.walk()):
-        first = host.meshes[0].ranks[0]
-        size = arena(project(host, first).as_run).size
-        if size:
-            yield f"arena: {size_text(size)} of a GPU for what the others copy from rank {first}"
-
-
-def _teams(host: HostProgram, backend: str | None) -> Iterator[object]:
-    """Yield what tells teams apart, for each post that names a backend."""
-    for i in host.walk():
-        if i.comm is not None and i.comm.backend == backend:
-            yield i.comm.source.mesh, i.comm.destination.mesh, i.comm.axes
-        elif i.op in TRANSFERS and i.kwargs.get("backend") == backend:
-            layout = host.types[i.reads[0]].layout
-            assert layout is not None
-            yield layout.mesh, layout.mesh, tuple(filter(None, [i.kwargs.get("axis")]))
-
-
-def _carried(last: HostIrEvaluator | None) -> Iterator[str]:
-    """Yield lines on teams that another backend carries than was asked for, once they are made."""
-    if last is not None and last.communicator is not None:
-        yield from carried(last.communicator)
 
 
 def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:

@@ -60,8 +60,8 @@ def run(fusion: Fusion, most: int, is_cut: bool = False) -> Fusion:
     Args:
         fusion: with all sets.
         most: the option.
-        is_cut: whether the batch is taken in microbatches. Then sums of the forward go alone: what
-            is computed may wait for one of them, as for a count, and would for all in its bucket.
+        is_cut: whether the batch is taken in microbatches. Then a sum that the backward waits for,
+            as for a count, goes alone: it would wait for all in its bucket.
     """
     buckets = [b for b in _buckets(fusion, most, is_cut) if len(b.sets) > 1]
     if not buckets:
@@ -88,6 +88,7 @@ def _buckets(fusion: Fusion, most: int, is_cut: bool) -> Iterator[_Bucket]:
     waiting: dict[str, _Kind] = {}
     #: a sum that is widened for one set -> the place of that
     widened: dict[str, int] = {}
+    alone = _waited_for(fusion) if is_cut else set()
     for at, expr in enumerate(fusion.exprs):
         if expr.op == "widen" and len(fusion.consumers[expr.output]) == 1:
             widened[expr.output] = at
@@ -99,8 +100,7 @@ def _buckets(fusion: Fusion, most: int, is_cut: bool) -> Iterator[_Bucket]:
             yield filling.pop(read)
             waiting = {x: k for x, k in waiting.items() if k != read}
         kind = _kind(expr, fusion)
-        is_back = expr.source is not None and expr.source.note == BACKWARD
-        if kind is None or (is_cut and not is_back):
+        if kind is None or expr.output in alone:
             continue
         size = _bytes(fusion.values[expr.reads[0]])
         if size > most:
@@ -118,6 +118,17 @@ def _buckets(fusion: Fusion, most: int, is_cut: bool) -> Iterator[_Bucket]:
         )
         waiting[expr.output] = kind
     yield from filling.values()
+
+
+def _waited_for(fusion: Fusion) -> set[str]:
+    """Return what the forward computes that leads to something that the backward computes."""
+    found = set[str]()
+    for expr in reversed(fusion.exprs):
+        is_back = expr.source is not None and expr.source.note == BACKWARD
+        if is_back or not found.isdisjoint(expr.outputs):
+            found.update(expr.reads)
+    back = (e for e in fusion.exprs if e.source is not None and e.source.note == BACKWARD)
+    return found.difference(x for e in back for x in e.outputs)
 
 
 def _kind(expr: Expr, fusion: Fusion) -> _Kind | None:

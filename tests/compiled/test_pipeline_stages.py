@@ -124,8 +124,8 @@ def test_what_a_rank_hands_over_as_it_is_takes_no_memory() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_sums_of_the_forward_share_no_bucket(reduction: str) -> None:
-    """The backward waits for the count of a mean, and would wait for the loss in its bucket."""
+def test_a_sum_that_the_backward_waits_for_is_in_no_bucket(reduction: str) -> None:
+    """As the count of a mean, with which it would wait for the loss."""
     a, b = (mf.DeviceMesh(ranks, axes=["dp"]) for ranks in ([0, 1], [2, 3]))
     split = {"dp": mf.Shard(0)}
     with mf.FusionDefinition("net") as fd:
@@ -147,4 +147,5 @@ def test_sums_of_the_forward_share_no_bucket(reduction: str) -> None:
     for got, right in zip(mf.simulate(program, given).outputs, wanted, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
     sums = [c for c in program.communications if c.kind == "Allreduce"]
-    assert len(sums) == 3 + (reduction == "mean")  # loss, count; dw; dv and du together
+    # dw, and dv and du together: with the loss, if nothing reads it before; else that and a count
+    assert len(sums) == {"sum": 2, "mean": 4}[reduction]

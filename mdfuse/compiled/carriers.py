@@ -1,0 +1,49 @@
+"""What a program says of the backends that carry its posts: their memory, and other backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mdfuse.config import Options, backend_choice, options_from_environment
+from mdfuse.evaluator import HostIrEvaluator
+from mdfuse.hir.instructions import TRANSFERS
+from mdfuse.hir.program import HostProgram
+from mdfuse.hir.projection import project
+from mdfuse.plan.arena import arena
+from mdfuse.runtime.backend_rows import BACKENDS
+from mdfuse.runtime.sharing import carried
+from mdfuse.seeing.report.numbers import size_text
+
+
+def staging(host: HostProgram, options: Options | None) -> Iterator[str]:
+    """Yield lines on the memory through which backends carry what the program posts."""
+    usual = backend_choice(options_from_environment(options).backend).usual
+    for name, named in ((usual, None), *((x, x) for x in host.backends)):
+        posted = [*_teams(host, named)]
+        room = BACKENDS[name].staging if name in BACKENDS else {}
+        if posted and room:
+            teams = len({*posted})
+            sizes = " or ".join(f"{size_text(n)} of {of}" for of, n in room.items())
+            yield f"staging: {name} takes {sizes} memory of a rank for each team, at most {teams}"
+    if any(i.kwargs.get("memory") == "symmetric" for i in host.walk()):
+        first = host.meshes[0].ranks[0]
+        size = arena(project(host, first).as_run).size
+        if size:
+            yield f"arena: {size_text(size)} of a GPU for what the others copy from rank {first}"
+
+
+def _teams(host: HostProgram, backend: str | None) -> Iterator[object]:
+    """Yield what tells teams apart, for each post that names a backend."""
+    for i in host.walk():
+        if i.comm is not None and i.comm.backend == backend:
+            yield i.comm.source.mesh, i.comm.destination.mesh, i.comm.axes
+        elif i.op in TRANSFERS and i.kwargs.get("backend") == backend:
+            layout = host.types[i.reads[0]].layout
+            assert layout is not None
+            yield layout.mesh, layout.mesh, tuple(filter(None, [i.kwargs.get("axis")]))
+
+
+def elsewhere(last: HostIrEvaluator | None) -> Iterator[str]:
+    """Yield lines on teams that another backend carries than was asked for, once they are made."""
+    if last is not None and last.communicator is not None:
+        yield from carried(last.communicator)
