@@ -55,8 +55,7 @@ class Program:
 
     Attributes:
         fusion: the fusion as lowered: every value with its layout, every reshard a set.
-        segments: reshards, and runs of expressions without one, in topological order; see
-            `mdfuse.compiled.segments.Segment`.
+        segments: reshards, and runs of expressions without one, in order; see `segments.Segment`.
         host: the global host program.
         options: how the program runs; None: as the environment says.
         symbolic: where the definition has symbolic extents: all its lowerings. `fusion`, `segments`
