@@ -464,7 +464,8 @@ OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "routed_mm": (
         "x sq",
         lambda ops, x, w: ops.routed_mm(x, ops.unsqueeze(w, 0), ops.tensor([1, 0, 1, 2, 0])),
-        lambda x, w: torch.stack([x[i] @ w[n] for i, n in enumerate((1, 0, 1, 2, 0))])[None]),
+        lambda x, w: torch.stack(  # of the third matrix there is none
+            [x[i] @ w[n] if n < 2 else 0 * x[i] for i, n in enumerate((1, 0, 1, 2, 0))])[None]),
     "empty": ("x", lambda ops, x: x + ops.empty(5, 4), lambda x: x),
     "empty_like": ("x", lambda ops, x: x + torch.empty_like(x), lambda x: x),
     "new_empty": ("x", lambda ops, x: x + x.new_empty(5, 4), lambda x: x),
