@@ -250,7 +250,8 @@ def _cut(
         lines: the calls.
         kept: the slots that are used outside.
         last: those that are filled behind the compiled function.
-        are_shared: results that may share memory come behind it, as views do.
+        are_shared: results that may share memory come behind it, as views do. Nothing writes there
+            later: of memory that is written again they would be copies (`local_ops.ordered`).
 
     Raises:
         Refusal: a result may share memory with something else, or not: nobody knows.

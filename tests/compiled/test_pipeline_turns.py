@@ -6,8 +6,7 @@ import random
 import re
 
 import pytest
-import torch
-from helpers.pipelines import Net, batch_of, meshes, network
+from helpers.pipelines import Net, batch_of, check_orders, check_results, meshes, network
 
 import mdfuse as mf
 from mdfuse import hir
@@ -29,12 +28,7 @@ def test_results_are_those_of_torch_in_any_order_of_ranks_and_streams(count: int
     net = turning(11)
     program = made(net, count)
     assert hir.parse(str(program)) == program.host
-    for seed in (None, *range(5)):
-        given = [x.clone() for x in net.inputs]
-        options = mf.Options(poison=True)
-        found = mf.simulate(program, given, options=options, schedule=seed).outputs
-        for got, want in zip(found, net.wanted, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    check_orders(program, net, 5)
 
 
 def test_blocks_are_in_pieces_that_begin_with_waits() -> None:
@@ -90,8 +84,5 @@ def test_other_orders_of_pieces_are_refused_with_the_call_or_give_the_same() -> 
             assert re.search(r"call [FIWT]\d+(\.\d)?\(\d\)", refusal)
             continue
         accepted += 1
-        given = [x.clone() for x in net.inputs]
-        found = mf.simulate(program, given, options=mf.Options(poison=True)).outputs
-        for got, want in zip(found, net.wanted, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        check_results(program, net)
     assert accepted < 10

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Shard
+from mdfuse import DeviceMesh, Shard, hir
 
 _DP, _BOTH = DeviceMesh.arange(dp=2), DeviceMesh.arange(dp=2, tp=2)
 _LAYERS = 2
@@ -23,6 +23,21 @@ LAYOUTS: dict[str, tuple[DeviceMesh, Any, Any, Any, bool]] = {
     "dp sp": (_BOTH, {"dp": Shard(0), "tp": Shard(1)}, {"tp": Shard(0)}, {"tp": Shard(1)}, False),
     "fsdp": (_DP, {"dp": Shard(0)}, {"dp": Shard(0)}, {"dp": Shard(0)}, True),
 }
+
+
+def added_up(rows: int, count: int) -> hir.HostProgram:
+    """A training step in microbatches, not verified: gradients are added up, and an all-reduce is
+    in each iteration."""
+    with mf.FusionDefinition("step") as fd:
+        x = fd.define_tensor([rows, 4], torch.float32, _BOTH, {"dp": Shard(0)}, name="x")
+        w1 = fd.define_tensor([8, 4], torch.float32, _BOTH, {"tp": Shard(0)})
+        w2 = fd.define_tensor([4, 8], torch.float32, _BOTH, {"tp": Shard(1)})
+        y = fd.ops.linear(fd.ops.relu(fd.ops.linear(x, w1)), w2)
+        loss = fd.ops.set(y).on(_BOTH, {"dp": Shard(0)}).square().mean()
+        for g in mf.grad(loss, [w1, w2]):
+            fd.add_output(g)
+    options = mf.Options(verify=False)
+    return mf.pipeline(fd, microbatches=count, batch={"x": 0}, options=options).host
 
 
 @dataclass(frozen=True)

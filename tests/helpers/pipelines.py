@@ -36,6 +36,20 @@ def batch_of(net: Net) -> dict[str, int]:
     return {name: 0 for name in ("x", "t") if name in net.definition.fusion.inputs}
 
 
+def check_orders(program: mf.Program, net: Net, seeds: int) -> None:
+    """In the order of the text, and in others of ranks and streams, results are torch's."""
+    for seed in (None, *range(seeds)):
+        check_results(program, net, seed)
+
+
+def check_results(program: Any, net: Net, seed: int | None = None) -> None:
+    """What simulated ranks make of poisoned buffers is torch's; inputs may be written."""
+    given, options = [x.clone() for x in net.inputs], mf.Options(poison=True)
+    found = mf.simulate(program, given, options=options, schedule=seed).outputs
+    for got, want in zip(found, net.wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
 def _layer(x: Any, w: Any, v: Any, ops: Any) -> Any:
     return x + ops.linear(ops.gelu(ops.linear(x, w)), v)
 

@@ -15,14 +15,15 @@ where it saves anything: the program holds most while the value is there.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from mdfuse.config import Options
 from mdfuse.hir.instructions import BLOCKS, is_library, is_local, op_of
 from mdfuse.hir.passes.group_launches import is_grouped
-from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import storage
 
 name = "fill_outputs"
@@ -52,7 +53,7 @@ def _filled(program: HostProgram, output: str) -> HostProgram:
     kind = program.types[output]
     if code[at].order not in (None, tuple(range(len(kind.shape)))):
         return program  # what reads the value would read it column by column
-    if kind.layout is None or _bytes(kind.local_shape(), kind.dtype.itemsize) < LEAST:
+    if kind.layout is None or _bytes(kind) < LEAST:
         return program
     value = next((x for x in code[at].reads if _may_lie_there(program, x, output, at)), None)
     if value is None:
@@ -120,22 +121,12 @@ def _fullest(program: HostProgram) -> int:
     for x in first.keys() - {*program.inputs, *program.outputs}:
         kind = program.types.get(x)
         if kind is not None and kind.layout is not None:
-            size = _bytes(kind.local_shape(), kind.dtype.itemsize)
+            size = _bytes(kind)
             held[first[x]] += size
             held[last[x] + 1] -= size
-    return _highest([held[n] for n in range(len(code))])
+    heights = list(accumulate(held[n] for n in range(len(code))))
+    return heights.index(max(heights))
 
 
-def _bytes(shape: Sequence[int], itemsize: int) -> int:
-    for n in shape:
-        itemsize *= n
-    return itemsize
-
-
-def _highest(changes: Sequence[int]) -> int:
-    now, best, found = 0, 0, -1
-    for n, change in enumerate(changes):
-        now += change
-        if now > best:
-            best, found = now, n
-    return found
+def _bytes(kind: BufferType) -> int:
+    return math.prod(kind.local_shape(), start=kind.dtype.itemsize)

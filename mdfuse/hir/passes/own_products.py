@@ -200,11 +200,8 @@ class _Walk:
 
     def land(self, own: _Own, found: _Changes) -> bool:
         """Let what a rank computes be computed where it is received, and tell whether it may."""
-        into, begin, types = (
-            own.got,
-            own.made if own.alloc is None else own.alloc,
-            self.program.types,
-        )
+        into, types = own.got, self.program.types
+        begin = own.made if own.alloc is None else own.alloc
         if own_problem(types[into], types[own.part], self.rank) is not None:
             return False
         bound = self.bound(into, begin)
@@ -217,9 +214,8 @@ class _Walk:
         view = Instruction(
             op="own", inputs=(into,), outputs=(own.part,), source=self.code[begin].source
         )
-        first = [view]
+        first = [view] if bound == begin else [self.code[bound], view]
         if bound != begin:
-            first.insert(0, self.code[bound])
             found.rows[bound] = []
         found.rows.update((n, []) for n in own.transfers)
         last, synced = self.code[own.group - 1], self.synced(own.group, own.made)

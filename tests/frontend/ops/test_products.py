@@ -104,17 +104,22 @@ def by_numbers(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def by_routes(fd: FusionDefinition, name: str) -> tuple[list[Any], Any]:
+    """Define operands, and two products in a row of each row with the matrices of its number."""
+    mesh, *layouts, _ = ROUTES[name]
+    given = [fd.define_tensor(t.shape, t.dtype, mesh, layout)
+             for t, layout in zip((X, UP, DOWN), layouts, strict=True)]  # fmt: skip
+    ids = fd.define_tensor(IDS.shape, IDS.dtype, mesh, layouts[0])
+    apart = mf.ops.routed_mm(given[0], given[1], ids)
+    return given, mf.ops.routed_mm(apart.sin(), given[2], ids)
+
+
 @pytest.mark.usefixtures("how")
 @pytest.mark.parametrize("name", ROUTES)
 def test_rows_by_their_numbers(name: str) -> None:
     mesh, *layouts, posts = ROUTES[name]
     with FusionDefinition("routes") as fd:
-        given = [fd.define_tensor(t.shape, t.dtype, mesh, layout)
-                 for t, layout in zip((X, UP, DOWN), layouts, strict=True)]  # fmt: skip
-        ids = fd.define_tensor(IDS.shape, IDS.dtype, mesh, layouts[0])
-        apart = mf.ops.routed_mm(given[0], given[1], ids)
-        y = fd.ops.set(mf.ops.routed_mm(apart.sin(), given[2], ids)).on(mesh, layouts[0])
-        fd.add_output(y)
+        fd.add_output(fd.ops.set(by_routes(fd, name)[1]).on(mesh, layouts[0]))
     forward = mf.compile(fd)
     assert sorted(c.kind for c in forward.communications) == posts
     check_everywhere(forward, [X, UP, DOWN, IDS], [by_numbers(X, UP, DOWN)])
@@ -123,13 +128,8 @@ def test_rows_by_their_numbers(name: str) -> None:
 @pytest.mark.usefixtures("how")
 @pytest.mark.parametrize("name", ROUTES)
 def test_gradients_of_rows_by_their_numbers(name: str) -> None:
-    mesh, *layouts, _ = ROUTES[name]
     with FusionDefinition("routes") as fd:
-        given = [fd.define_tensor(t.shape, t.dtype, mesh, layout)
-                 for t, layout in zip((X, UP, DOWN), layouts, strict=True)]  # fmt: skip
-        ids = fd.define_tensor(IDS.shape, IDS.dtype, mesh, layouts[0])
-        apart = mf.ops.routed_mm(given[0], given[1], ids)
-        y = mf.ops.routed_mm(apart.sin(), given[2], ids)
+        given, y = by_routes(fd, name)
         first = mf.grad(y.square().sum(), given)
         again = mf.grad(sum((g * g).sum() for g in first), given)
         for g in (*first, *again):

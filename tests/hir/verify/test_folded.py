@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.microbatches import added_up
 from helpers.mutants import broken, is_right
 
 import mdfuse as mf
@@ -19,18 +20,7 @@ MESH = DeviceMesh.arange(dp=2, tp=2)
 
 
 def microbatches(count: int) -> HostProgram:
-    """A training step, whose gradients are added up; an all-reduce in each iteration."""
-    rows = 6 * count
-    with mf.FusionDefinition("step") as fd:
-        x = fd.define_tensor([rows, 4], torch.float32, MESH, {"dp": Shard(0)}, name="x")
-        w1 = fd.define_tensor([8, 4], torch.float32, MESH, {"tp": Shard(0)})
-        w2 = fd.define_tensor([4, 8], torch.float32, MESH, {"tp": Shard(1)})
-        y = fd.ops.linear(fd.ops.relu(fd.ops.linear(x, w1)), w2)
-        loss = fd.ops.set(y).on(MESH, {"dp": Shard(0)}).square().mean()
-        for g in mf.grad(loss, [w1, w2]):
-            fd.add_output(g)
-    options = Options(verify=False)
-    return mf.pipeline(fd, microbatches=count, batch={"x": 0}, options=options).host
+    return added_up(6 * count, count)
 
 
 def chunks(count: int) -> HostProgram:

@@ -6,27 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
+from helpers.microbatches import added_up
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Shard, hir
+from mdfuse import hir
 from mdfuse.hir.verify import check, verify
-
-MESH = DeviceMesh.arange(dp=2, tp=2)
-
-
-def microbatches(rows: int) -> hir.HostProgram:
-    """A training step in eight microbatches, whose gradients are added up."""
-    with mf.FusionDefinition("step") as fd:
-        x = fd.define_tensor([rows, 4], torch.float32, MESH, {"dp": Shard(0)}, name="x")
-        w1 = fd.define_tensor([8, 4], torch.float32, MESH, {"tp": Shard(0)})
-        w2 = fd.define_tensor([4, 8], torch.float32, MESH, {"tp": Shard(1)})
-        y = fd.ops.linear(fd.ops.relu(fd.ops.linear(x, w1)), w2)
-        loss = fd.ops.set(y).on(MESH, {"dp": Shard(0)}).square().mean()
-        for g in mf.grad(loss, [w1, w2]):
-            fd.add_output(g)
-    options = mf.Options(verify=False)
-    return mf.pipeline(fd, microbatches=8, batch={"x": 0}, options=options).host
 
 
 def asked(program: hir.HostProgram, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -46,13 +30,13 @@ def asked(program: hir.HostProgram, monkeypatch: pytest.MonkeyPatch) -> Counter[
 
 
 def test_even_parts_are_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(microbatches(48), monkeypatch) == {"folded": 1, "check_types": 1}
+    assert asked(added_up(48, 8), monkeypatch) == {"folded": 1, "check_types": 1}
 
 
 def test_uneven_parts_are_verified_on_the_first_and_the_last_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert asked(microbatches(47), monkeypatch) == {"folded": 2, "check_types": 2}
+    assert asked(added_up(47, 8), monkeypatch) == {"folded": 2, "check_types": 2}
 
 
 #: Rank 0 posts rows 0 and 1, rank 1 rows 2 and 3; the loop writes two rows.
