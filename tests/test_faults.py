@@ -138,7 +138,8 @@ REPLAYED = tuple(
 ABSENT = r"rank {0} did not come to %s: busy elsewhere, or gone"
 STOPPED = r"rank {0} stopped, by a signal or a debugger"
 MET, NO_ANSWER = r"waited 3 s for ranks \[{0}\]", "rank {0} no answer"
-ELSEWHERE = "see the log of rank {0}: it died, or stopped, or never came"
+#: Where ranks are slow, others may not have come either, and are named, too.
+ELSEWHERE = r"see the log of (rank|ranks( \d,)*) {0}(, \d)*: it died, or stopped, or never came"
 
 
 def at_init(fault: str, moment: str, guilty: int, *says: str, own: int | None = None) -> Case:

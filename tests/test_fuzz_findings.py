@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, FusionDefinition, Partial, Replicate, Shard
+from mdfuse import DeviceMesh, FusionDefinition, Partial, Replicate, Shard, hir
 from mdfuse.hir.verify import verify
 
 MESH = DeviceMesh.arange(t=2)
@@ -383,3 +383,25 @@ def test_a_copy_before_windows_that_overlap() -> None:
     given, kernel = torch.randn(1, 1, 8).double(), torch.randn(1, 1, 3).double()
     (found,) = mf.simulate(mf.compile(fd), [given, kernel]).outputs
     torch.testing.assert_close(found, F.conv1d(given * 2, kernel, padding=1))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "routed_mm_grad(%x, %x, None, shape=[1,2,3,3])",
+        "grouped_mm_grad(%x, %x, None, shape=[2,3,3])",
+        "routed_mm(%x, None, %x)",
+        "solve(%x, None)",
+    ],
+)
+def test_an_operand_that_is_not_there(call: str) -> None:
+    """The rule of the op's shape takes it for granted."""
+    text = f"""
+        host @f on mesh(t=2) {{
+          input %x: f32[3,3] (t=R)
+          %y: f32[3,3] (t=R) = {call}
+          return %y
+        }}
+    """
+    with pytest.raises(mf.ProgramError):
+        verify(hir.parse(text))

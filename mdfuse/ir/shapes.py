@@ -20,8 +20,8 @@ Attrs = Mapping[str, Any]
 #: Gives the shape of the result; of a row with several results, a tuple of shapes.
 ShapeRule = Callable[[Shapes, Attrs], Shape | tuple[Shape, ...]]
 
-#: How a rule refuses operands.
-_REFUSALS = (ValueError, TypeError, LookupError, ZeroDivisionError)
+#: How a rule refuses operands; an assertion, that one is there.
+_REFUSALS = (ValueError, TypeError, LookupError, ZeroDivisionError, AssertionError)
 
 
 def _present(shapes: Shapes) -> list[Shape]:
