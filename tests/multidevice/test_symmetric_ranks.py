@@ -17,6 +17,7 @@ from mdfuse import DeviceMesh, Partial, Shard, Stream
 from mdfuse.backends.symmetric import backend as symmetric
 from mdfuse.backends.symmetric import host_team
 from mdfuse.layouts.call import Call
+from mdfuse.torch_private import PrefixStore
 
 pytestmark = pytest.mark.backend("symmetric")
 
@@ -74,8 +75,13 @@ def check_otherwise(
         if rank == 1:
             raise OSError("this GPU does not reach the others")
 
-    monkeypatch.setattr(symmetric, "_check_host", refuse)
     mesh = DeviceMesh(ranks, axes=("dp", "tp"))
+    comm.prepare([mesh.team(1, "tp")])  # as other tests may have
+    monkeypatch.setattr(symmetric, "_check_host", refuse)
+    backend: Any = comm.sharing()["symmetric"]
+    apart = PrefixStore("seen by nobody", backend.store)
+    for name, new in (("_teams", {}), ("carried", {}), ("store", apart)):
+        monkeypatch.setattr(backend, name, new)
     around = Stream(0, 4, rotate="tp")
     with mf.FusionDefinition("otherwise") as fd:
         x = fd.define_tensor([8, 6], mesh=mesh, layout={"dp": Shard(0), "tp": Shard(1)})
@@ -95,6 +101,8 @@ def check_otherwise(
     named = ", ".join(map(str, team))
     told = f"symmetric: ranks {named} communicate by {other}, as ranks do not see each other"
     assert (told in program.explain()) == (comm.rank in team)
+    for made in backend._teams.values():
+        made.close()
 
 
 @pytest.fixture
