@@ -1,8 +1,9 @@
-"""Labels of dims in blocks: which views of them are local.
+"""Labels of dims in blocks: which views of them, and what is joined, are local.
 
 %q: f32[4,8,2] (tp=S1) = slice(%h: f32[4,24,2] (tp=S1/3), starts=[0,0,0], ends=[4,8,2])
 %r: f32[4,3,8,2] (tp=S2) = reshape(%h)
 %h: f32[4,24,2] (tp=S1/3) = reshape(%r)
+%h: f32[4,24,2] (tp=S1/3) = cat(%q, %k, %v, dim=1)
 """
 
 from __future__ import annotations
@@ -13,27 +14,53 @@ from dataclasses import replace
 from typing import Any
 
 from mdfuse.ir.dims import DimMap, Shape, fall_together, reshape_groups
-from mdfuse.layouts.blocks import Cut, part_of_blocks
+from mdfuse.layouts.blocks import Cut, as_blocks, part_of_blocks
 from mdfuse.layouts.layout import Layout
+
+#: The rows with labels of their own where dims are in blocks.
+IN_BLOCKS = frozenset({"slice", "reshape", "cat"})
 
 #: How many blocks a reshape makes of dims before a split one, at most: as fused projections have.
 _FEW_BLOCKS = 8
 
 
-def along_blocks(
-    labels: DimMap, attrs: Mapping[str, Any], shape: Shape, cuts: Mapping[int, Cut]
+def labels_in_blocks(
+    op: str,
+    labels: DimMap,
+    attrs: Mapping[str, Any],
+    shapes: Sequence[Shape | None],
+    result: Shape,
+    layouts: Sequence[Layout | None],
 ) -> tuple[DimMap, dict[int, Cut | None]]:
-    """Label the dims of a slice that takes whole blocks of them: they may stay split.
+    """Return the labels of an op where dims of its operands, or of its result, are in blocks.
 
     Args:
-        labels: those of a `window`.
+        op: the row.
+        labels: those that its rule gives.
         attrs: its attributes.
-        shape: of its operand.
-        cuts: dims of the operand that are in blocks -> how they are cut.
+        shapes: of its operands; None for those that are not tensors.
+        result: the shape of its result.
+        layouts: of its operands, as far as they are known.
 
     Returns:
-        the labels, and for each such dim how the result is cut; None: plainly.
+        the labels, and for each dim of the result that is cut otherwise than its operand how; None:
+        plainly.
     """
+    first, shape = layouts[0] if layouts else None, shapes[0] if shapes else None
+    if first is not None and shape is not None:
+        if op == "slice":
+            return _along_blocks(labels, attrs, shape, first.cuts)
+        if op == "reshape":
+            return _reshape_of_blocks(labels, shape, result, first)
+        if op == "cat":
+            return _joined_blocks(labels, attrs["dim"] % len(result), shapes, layouts)
+    return labels, {}
+
+
+def _along_blocks(
+    labels: DimMap, attrs: Mapping[str, Any], shape: Shape, cuts: Mapping[int, Cut]
+) -> tuple[DimMap, dict[int, Cut | None]]:
+    """Label the dims of a slice that takes whole blocks of them: they may stay split."""
     found: dict[int, Cut | None] = {}
     for d, cut in cuts.items():
         if labels.result[d] is None and attrs["steps"][d] == 1 and not cut.plain:
@@ -46,7 +73,32 @@ def along_blocks(
     return replace(labels, operands=(dims,), results=(dims,)), found
 
 
-def reshape_of_blocks(
+def _joined_blocks(
+    labels: DimMap, dim: int, shapes: Sequence[Shape | None], layouts: Sequence[Layout | None]
+) -> tuple[DimMap, dict[int, Cut | None]]:
+    """Label a concatenation of tensors that are split along its dim alike: each is a block."""
+    known = [x for x in layouts if x is not None]
+    extents = [shape[dim] for shape in shapes if shape is not None]
+    places = {(x.mesh, x.split_axes(dim), x.cuts.get(dim), x.stream) for x in known}
+    is_known = len(known) == len(shapes) and all(type(n) is int for n in extents)
+    if not is_known or len(places) != 1:
+        return labels, {}
+    ((_, axes, cut, stream),) = places
+    blocks = as_blocks(extents) if any(extents) else None
+    if not axes or cut is not None or stream is not None or blocks is None:
+        return labels, {}
+    dims = tuple(dim if d == dim else label for d, label in enumerate(labels.result))
+
+    def fits(label: int, sizes: tuple[int, ...]) -> bool:
+        return label == dim or labels.fits(label, sizes)
+
+    return (
+        replace(labels, operands=(dims,) * len(shapes), results=(dims,), fits=fits),
+        {dim: Cut(blocks)},
+    )
+
+
+def _reshape_of_blocks(
     labels: DimMap, shape: Shape, result: Shape, operand: Layout
 ) -> tuple[DimMap, dict[int, Cut | None]]:
     """Label the dims of a reshape from and into blocks: more of them may stay split.
@@ -54,15 +106,6 @@ def reshape_of_blocks(
     A dim that the reshape keeps stays in blocks; of one that falls into its equal blocks, the dim
     behind that of the blocks is split, plainly. The other way round, a dim that is split behind a
     few others is in blocks when they are one; not behind the first dim, which is a batch.
-
-    Args:
-        labels: those of a `reshape`.
-        shape: of its operand.
-        result: of its result.
-        operand: the layout of its operand.
-
-    Returns:
-        the labels, and for each such dim of the operand how the result is cut; None: plainly.
     """
     before, after = [*labels.operands[0]], [*labels.result]
     taken, inner = dict[int, Cut | None](), dict[int, tuple[int, int, int, int]]()

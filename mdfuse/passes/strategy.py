@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
 from mdfuse.ir.dims import DimMap, Labels, always
-from mdfuse.ir.dims_in_blocks import along_blocks, reshape_of_blocks
+from mdfuse.ir.dims_in_blocks import IN_BLOCKS, labels_in_blocks
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
@@ -130,14 +130,10 @@ def _chosen(
 ) -> Strategy | None:
     operands, labels = _operands(expr, values)
     taken: dict[int, Cut | None] = {}
-    if expr.op == "slice" and (layout := operands[0].layout) is not None:
-        shape = operands[0].value.shape
-        labels, taken = along_blocks(labels, expr.kwargs, shape, layout.cuts)
-        operands = [replace(operands[0], labels=labels.operands[0])]
-    if expr.op == "reshape" and (layout := operands[0].layout) is not None:
-        shapes = operands[0].value.shape, values[expr.output].shape
-        labels, taken = reshape_of_blocks(labels, *shapes, layout)
-        operands = [replace(operands[0], labels=labels.operands[0])]
+    if expr.op in IN_BLOCKS:
+        labels, taken = _in_blocks(expr, values, labels, laws[0])
+        at = {x: n for n, x in enumerate(expr.inputs)}
+        operands = [replace(o, labels=labels.operands[at[o.value.name]]) for o in operands]
     mesh = _mesh(operands, laws)
     if mesh is None:
         return None
@@ -172,6 +168,28 @@ def _chosen(
         }
         made.append(_layout(mesh, result.labels, splits, {**cuts, **taken}, {**passed, **reduced}))
     return Strategy(wanted=wanted, results=tuple(made))
+
+
+def _in_blocks(
+    expr: Expr, values: Mapping[str, Value], labels: DimMap, law: Layout | None
+) -> tuple[DimMap, dict[int, Cut | None]]:
+    """Return the labels with dims in blocks, and how those of the result are cut that differ.
+
+    What is joined is not in blocks where it is to be whole along that dim.
+    """
+    inputs = [
+        values[x] if isinstance(x, str) and values[x].is_tensor else None for x in expr.inputs
+    ]
+    found, taken = labels_in_blocks(
+        expr.op,
+        labels,
+        expr.kwargs,
+        [None if x is None else x.shape for x in inputs],
+        values[expr.outputs[0]].shape,
+        [None if x is None else x.layout for x in inputs],
+    )
+    is_whole = law is not None and expr.op == "cat" and not all(map(law.split_axes, taken))
+    return (labels, {}) if is_whole else (found, taken)
 
 
 def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:

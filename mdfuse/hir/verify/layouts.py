@@ -15,7 +15,7 @@ from typing import Any
 
 from mdfuse.extents.expressions import Index, terms
 from mdfuse.ir.dims import DimMap, Labels, always, reshape, reshape_groups
-from mdfuse.ir.dims_in_blocks import along_blocks, reshape_of_blocks
+from mdfuse.ir.dims_in_blocks import IN_BLOCKS, labels_in_blocks
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.boxes import Box, Rows
@@ -353,15 +353,13 @@ def result_layout(
     if len(labels.results) > 1:
         labels = replace(labels, results=labels.results[at : at + 1])
     taken: Mapping[int, Cut | None] = {}
-    if fn == "slice" and layouts[0] is not None and shapes[0] is not None:
-        cuts = plain(layouts[0], len(shapes[0])).cuts
-        labels, taken = along_blocks(labels, attrs, shapes[0], cuts)
-    if taken:
-        return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), taken=taken)
-    if fn == "reshape" and layouts[0] is not None and shapes[0] is not None:
-        operand = plain(layouts[0], len(shapes[0]))
-        labels, taken = reshape_of_blocks(labels, shapes[0], shape, operand)
-    if labels.fits is not always or labels.reaches:
+    if fn in IN_BLOCKS:
+        operands = [
+            None if x is None or of is None else plain(x, len(of))
+            for x, of in zip(layouts, shapes, strict=True)
+        ]
+        labels, taken = labels_in_blocks(fn, labels, attrs, shapes, shape, operands)
+    if taken or labels.fits is not always or labels.reaches:
         known = shapes if TABLE[fn].rule is reshape or labels.reaches else ()
         given = (tuple(layouts), declared, numbers, tuple(absent), known, shape, taken)
         return _result(fn, labels, *given)
