@@ -244,7 +244,9 @@ class _Backward:
         found = RULES[expr.op](applied, cts[0] if len(cts) == 1 else cts)
         for x, part in zip(expr.inputs, found, strict=True):
             if part is not None and isinstance(x, str) and x in self.path:
-                self.parts.setdefault(x, []).append(self._fitted(part, self.recorder.values[x]))
+                if not isinstance(part, Window):  # that has shape and dtype of the operand
+                    part = self._fitted(part, self.recorder.values[x])
+                self.parts.setdefault(x, []).append(part)
 
     def _total(self, name: str) -> Handle:
         """Return the sum of what came back to a value, in the order of its readers."""
@@ -255,10 +257,8 @@ class _Backward:
             self.totals[name] = total
         return self.totals[name]
 
-    def _fitted(self, part: Part, x: Value) -> Part:
+    def _fitted(self, part: Handle, x: Value) -> Handle:
         """Return what comes back to an operand in its shape and dtype: summed where it repeats."""
-        if isinstance(part, Window):
-            return part
         skip = part.ndim - len(x.shape)
         new = tuple(range(skip))
         kept = tuple(
