@@ -175,7 +175,7 @@ def _in_blocks(
 ) -> tuple[DimMap, dict[int, Cut | None]]:
     """Return the labels with dims in blocks, and how those of the result are cut that differ.
 
-    What is joined is not in blocks where it is to be whole along that dim.
+    What is joined is not in blocks where a law wants it otherwise along that dim.
     """
     inputs = [
         values[x] if isinstance(x, str) and values[x].is_tensor else None for x in expr.inputs
@@ -188,8 +188,8 @@ def _in_blocks(
         values[expr.outputs[0]].shape,
         [None if x is None else x.layout for x in inputs],
     )
-    is_whole = law is not None and expr.op == "cat" and not all(map(law.split_axes, taken))
-    return (labels, {}) if is_whole else (found, taken)
+    is_other = law is not None and any(law.cuts.get(d) != cut for d, cut in taken.items())
+    return (labels, {}) if is_other and expr.op == "cat" else (found, taken)
 
 
 def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
