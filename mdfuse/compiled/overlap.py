@@ -19,6 +19,7 @@ from mdfuse.passes.overlap import Form, Window
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge
 from mdfuse.seeing.costs import H100, Costs
+from mdfuse.seeing.memory import memory_of
 from mdfuse.seeing.named_tables import HERE, here, named
 from mdfuse.seeing.report.numbers import size_text
 from mdfuse.seeing.timeline import timeline
@@ -36,12 +37,15 @@ class Choice:
         form: how it is computed in chunks; None: one after the other.
         plain: seconds one after the other.
         times: seconds of each form.
+        staging: bytes beside inputs and outputs, in the form (the best one if none was chosen) and
+            one after the other.
     """
 
     window: Window
     form: Form | None
     plain: float
     times: Mapping[Form, float]
+    staging: tuple[int, int]
 
     @property
     def gain(self) -> float:
@@ -52,9 +56,13 @@ class Choice:
         plain = f"{_ms(self.plain)} one after the other"
         if self.form is not None:
             seconds = _ms(self.times[self.form])
-            return f"{self.window.text}: {self.form}: {seconds} predicted, {plain}"
-        best = f"best of {len(self.times)} forms {_ms(min(self.times.values()))}"
-        return f"{self.window.text}: left as it is: {plain}, {best}"
+            told = f"{self.form}: {seconds} predicted, {plain}"
+        else:
+            best = f"best of {len(self.times)} forms {_ms(min(self.times.values()))}"
+            told = f"left as it is: {plain}, {best}"
+        chunks, whole = map(size_text, self.staging)
+        staging = f"staging: {chunks} in chunks, {whole} one after the other"
+        return f"{self.window.text}: {told}; {staging}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +113,7 @@ class _Chooser:
     error: float
     should_merge: ShouldMerge | None
     options: Options
-    known: dict[object, tuple[float, dict[Form, float]]] = field(default_factory=dict)
-
-    def seconds(self, fusion: Fusion) -> float:
-        return timeline(self.lowered(fusion)[1], self.costs).seconds
+    known: dict[object, Choice] = field(default_factory=dict)
 
     def lowered(self, fusion: Fusion) -> tuple[tuple[Section, ...], HostProgram]:
         return hir_lowering.lower_prepared(with_ids(fusion), self.should_merge, self.options)
@@ -117,11 +122,19 @@ class _Chooser:
         fusion = overlap.alone(self.fusion, window)
         key = overlap.likeness(fusion)
         if key not in self.known:
-            forms = overlap.forms(fusion, window)
-            times = {form: self.seconds(streamed) for form, streamed in forms.items()}
-            self.known[key] = (self.seconds(fusion) if times else 0.0), times
-        plain, times = self.known[key]
-        return Choice(window, choose(plain, times, self.error), plain, times)
+            self.known[key] = self._decided(window, fusion, overlap.forms(fusion, window))
+        return replace(self.known[key], window=window)
+
+    def _decided(self, window: Window, fusion: Fusion, forms: Mapping[Form, Fusion]) -> Choice:
+        if not forms:
+            return Choice(window, None, 0.0, {}, (0, 0))
+        plain, *hosts = (self.lowered(x)[1] for x in (fusion, *forms.values()))
+        seconds = timeline(plain, self.costs).seconds
+        times = {f: timeline(x, self.costs).seconds for f, x in zip(forms, hosts, strict=True)}
+        form = choose(seconds, times, self.error)
+        told = form or min(times, key=times.__getitem__)
+        in_chunks = dict(zip(forms, hosts, strict=True))[told]
+        return Choice(window, form, seconds, times, (_staging(in_chunks), _staging(plain)))
 
     def choices(self) -> list[Choice]:
         """Return what is decided of each window; of those that share work, the best go first."""
@@ -222,6 +235,11 @@ def _ahead(chooser: _Chooser, lowered: Lowered, before: float) -> tuple[Lowered,
         return lowered, []
     text = f"posted ahead of their place: at most {size_text(rooms[0])}"
     return found[rooms[0]], [f"{text}: {_ms(times[rooms[0]])} predicted, {_ms(before)} without"]
+
+
+def _staging(host: HostProgram) -> int:
+    """Return the bytes that the first rank holds beside inputs and outputs, at most."""
+    return memory_of(host.project(host.meshes[0].ranks[0])).staging
 
 
 def _ms(seconds: float) -> str:

@@ -33,6 +33,7 @@ def repeated(
     apart_at: Callable[[Sequence[Any]], tuple[int, ...] | None] | None,
     is_kept: Callable[[], bool],
     are_numbers: Callable[[Sequence[Any]], bool] | None,
+    is_captured: Callable[[], bool] | None,
     guarded: Callable[..., list[Any]],
     is_alone: bool,
     communicator: Communicator,
@@ -48,6 +49,8 @@ def repeated(
         is_kept: tells whether the plan still is in the cache, and counts its use.
         are_numbers: tells whether the numbers among arguments are of their kinds; None: there are
             none.
+        is_captured: tells whether the caller captures a graph that cannot hold a run; None: none is
+            such.
         guarded: runs the plan with all that numbers, communications and autocast need.
         is_alone: no other rank has to do with a run.
         communicator: on which it runs.
@@ -60,6 +63,8 @@ def repeated(
     def again(arguments: Sequence[Any]) -> list[Any] | None:
         with lock:  # a plan's buffers serve one run at a time
             if not communicator.is_ready or not is_like(arguments):
+                return None
+            if is_captured is not None and is_captured():
                 return None
             at = None
             if apart_at is not None and (at := apart_at(arguments)) is None:

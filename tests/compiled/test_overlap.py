@@ -188,11 +188,28 @@ def test_a_layer_in_chunks_gives_the_values(size: int, rows: int, pays: str) -> 
     check_everywhere(found, [*given.values()], [layer.of(given)])
 
 
+@pytest.mark.parametrize(
+    ("name", "staged"),
+    [
+        # two shards in four pieces each: one is multiplied while the next one comes
+        ("gather", "192 B in chunks, 1.5 KiB one after the other"),
+        # all that is exchanged, packed and as it came, or two of 16 pieces of both
+        ("experts", "384 B in chunks, 6 KiB one after the other"),
+        ("reduce", "192 B in chunks, 1.5 KiB one after the other"),
+    ],
+)
+def test_the_staging_of_a_form_is_told(name: str, staged: str, pays: str) -> None:
+    """What a rank holds beside inputs and outputs: of 64 rows of 24 bytes."""
+    line, _ = told(mf.compile(CASES[name].definition(LINE, 64), replace(AUTO, costs=pays)))
+    assert "16 chunks" in line and line.endswith(f"; staging: {staged}")
+
+
 def test_what_was_left_is_told() -> None:
     fd = CASES["gather"].definition(LINE, 64)
     found = mf.compile(fd, replace(AUTO, costs="unit"))
     (line,) = told(found)
     assert "left as it is: 2e+03 ms one after the other, best of 7 forms" in line
+    assert line.endswith("in chunks, 1.5 KiB one after the other")
     assert str(found) == str(mf.compile(fd, PLAIN))
 
 
