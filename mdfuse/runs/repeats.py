@@ -35,6 +35,7 @@ def repeated(
     cache: Cache[Runnable],
     key: Hashable,
     are_numbers: Callable[[Sequence[Any]], bool] | None,
+    is_captured: Callable[[], bool] | None,
     guarded: Callable[..., list[Any]],
     is_alone: bool,
     communicator: Communicator,
@@ -51,6 +52,8 @@ def repeated(
         key: of the plan, there.
         are_numbers: tells whether the numbers among arguments are of their kinds; None: there are
             none.
+        is_captured: tells whether the caller captures a graph that cannot hold a run; None: none is
+            such.
         guarded: runs the plan with all that numbers, communications and autocast need.
         is_alone: no other rank has to do with a run.
         communicator: on which it runs.
@@ -63,6 +66,8 @@ def repeated(
     def again(arguments: Sequence[Any]) -> list[Any] | None:
         with lock:  # a plan's buffers serve one run at a time
             if not communicator.is_ready or not is_like(arguments):
+                return None
+            if is_captured is not None and is_captured():
                 return None
             at = None
             if apart_at is not None and (at := apart_at(arguments)) is None:
