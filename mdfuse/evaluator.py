@@ -19,7 +19,7 @@ from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
 from mdfuse.caching import Cache
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import BackendError, MdfuseError, ProgramError
+from mdfuse.errors import BackendError, IndexRangeError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
@@ -33,6 +33,7 @@ from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.runs.arguments import (
     check_arguments,
+    check_graph,
     check_no_gradients,
     check_outputs,
     check_ranks,
@@ -195,6 +196,12 @@ class HostIrEvaluator:
             return plan.run(arguments, out, at)
         except BackendError as error:
             raise communicator.broke_off(self._tally, error) from error.__cause__
+        except IndexRangeError:  # the run came to its end, and all ranks have met
+            raise
+        except BaseException as error:  # also Ctrl-C: what this rank posts next would not fit
+            if concerns_others:
+                communicator.abandon(self._tally, error)
+            raise
         finally:
             if concerns_others:
                 communicator.is_ready = communicator.is_sound
@@ -475,9 +482,10 @@ class HostIrEvaluator:
             trace_of(self.options, communicator)
             if self.communicates and (crowded := communicator.crowded(self.program.name)):
                 raise crowded
-            if not communicator.can_capture(self.program.backends):
-                self._check_graph(communicator)
             program, rank, device = self.program, communicator.rank, communicator.device
+            if not communicator.can_capture(program.backends):
+                graph = options_from_environment(self.options).graph
+                check_graph(program.name, graph, device, communicator.backend)
             check_arguments(program, rank, arguments, device)
             check_no_gradients(program.name, program.inputs, arguments)
             if out is not None:
@@ -486,12 +494,3 @@ class HostIrEvaluator:
         except MdfuseError as error:
             return error
         return None
-
-    def _check_graph(self, communicator: Communicator) -> None:
-        if options_from_environment(self.options).graph == "always":
-            raise ProgramError(
-                f'@{self.program.name} with graph="always" on {communicator.device} by backend '
-                f"{communicator.backend!r}",
-                because="CUDA graphs are for GPUs, and hold only what the host need not do",
-                hint='graph="auto" captures where it can',
-            )
