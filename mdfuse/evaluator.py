@@ -19,7 +19,7 @@ from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
 from mdfuse.caching import Cache
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import BackendError, IndexRangeError, MdfuseError, ProgramError
+from mdfuse.errors import BackendError, IndexRangeError, MdfuseError, ProgramError, told
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
@@ -277,7 +277,7 @@ class HostIrEvaluator:
         self,
         arguments: Sequence[Any],
         out: Sequence[Any] | None,
-        problem: MdfuseError | None,
+        problem: BaseException | None,
         is_partial: bool,
     ) -> Runnable:
         """Check arguments of a new kind, and return the plan of a run with them."""
@@ -290,7 +290,7 @@ class HostIrEvaluator:
                     self._begin(problem, communicator)
                     plan, problem = self._cached(arguments, out, communicator)
                     agree(self.program.name, problem, communicator)
-                except MdfuseError:
+                except BaseException:
                     self.forget()
                     raise
         elif problem is None:
@@ -302,7 +302,7 @@ class HostIrEvaluator:
 
     def _cached(
         self, arguments: Sequence[Any], out: Sequence[Any] | None, communicator: Communicator
-    ) -> tuple[Runnable | None, MdfuseError | None]:
+    ) -> tuple[Runnable | None, BaseException | None]:
         """Return the plan of a signature, made where there is none; or why there cannot be one."""
         assert self._local is not None and self._signature is not None
         key = self._signature.read(arguments, out)
@@ -312,7 +312,7 @@ class HostIrEvaluator:
                 plan = self._first(arguments, out, communicator)
             elif isinstance(plan, Once):
                 plan = self._captured(plan, arguments, out, communicator)
-        except MdfuseError as error:
+        except BaseException as error:  # whatever it is, the others are told before it is raised
             return None, error
         if key is not None:
             self._drop(self.plans.put(key, plan))
@@ -435,7 +435,7 @@ class HostIrEvaluator:
 
     # -- all ranks run, or none ------------------------------------------------------------------
 
-    def _begin(self, problem: MdfuseError | None, communicator: Communicator) -> None:
+    def _begin(self, problem: BaseException | None, communicator: Communicator) -> None:
         """Let all ranks agree before the first run, and make their teams in program order."""
         options = options_from_environment(self.options)
         local = first_run(self.program, options, problem, communicator)
@@ -454,13 +454,13 @@ class HostIrEvaluator:
         align(self.options, communicator, self._tally.serial)
         self._local, self._device_type = local, communicator.device.type
 
-    def _refuse(self, problem: MdfuseError | None, communicator: Communicator) -> None:
+    def _refuse(self, problem: BaseException | None, communicator: Communicator) -> None:
         """Raise a problem in the place of a run that others may have begun, and tell them why."""
         assert problem is not None
         self._tally.runs += 1
         self._tally.refused += 1
         if self.communicates:
-            communicator.refuse(self._tally.occasion, str(problem))
+            communicator.refuse(self._tally.occasion, told(problem))
         elif self._checks is not None:  # they meet at the end
             agree(self.program.name, problem, communicator)
         raise problem

@@ -440,6 +440,10 @@ def compile(
             f"compile takes a FusionDefinition, not {type(definition).__name__}",
             hint="for a traced function: mf.compile(f.define(...))",
         )
+    if not isinstance(options, Options | None):
+        raise ProgramError(  # type: ignore[unreachable]
+            f"options={options!r} of compile", hint='mf.compile(fd, mf.Options(overlap="auto"))'
+        )
     named = definition.named
     key = should_merge, options, None if options else environment()
     return program_of(named, key, lambda s: lowered(s, options, should_merge))

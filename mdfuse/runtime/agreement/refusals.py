@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 
 from mdfuse.backends.work import first_line
-from mdfuse.errors import BackendError, ProgramError
+from mdfuse.errors import BackendError, ProgramError, told
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.agreement.meetings import ANSWER_S
 from mdfuse.runtime.watch.running import RunCount
@@ -57,11 +56,10 @@ class Refusals:
 
     def abandon(self, tally: RunCount, error: BaseException) -> None:
         """Note that an error ended a run on this rank, perhaps between two posts; leave word."""
-        reason = "".join(traceback.format_exception_only(error)).rstrip()
         self.broken = self.broken or f"{type(error).__name__} ended a run of @{tally.name} here"
 
         def leave_word() -> None:
-            self.store.set(f"refused/{tally.occasion}", self._word("left", reason))
+            self.store.set(f"refused/{tally.occasion}", self._word("left", told(error)))
             self.store.set(f"settled/{tally.occasion}", _BEGUN)
 
         within(ANSWER_S, leave_word)

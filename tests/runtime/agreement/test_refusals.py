@@ -16,12 +16,14 @@ from helpers.shown_reports import not_said, shown
 ROOT = Path(__file__).resolve().parents[3]
 
 #: Each rank writes down what it met: in the run that rank 1 refuses, in the next one, and after all
-#: have joined again. Then the same of a run that Ctrl-C ends on rank 1, between two posts.
+#: have joined again. Then the same of a run that Ctrl-C ends on rank 1, between two posts, and
+#: what happens where rank 1 has no memory for the plan of a first run.
 SCRIPT = """
 import os
 import time
 import torch
 import mdfuse as mf
+from mdfuse import evaluator
 
 mf.init()
 mesh = mf.DeviceMesh([0, 1, 2])
@@ -53,7 +55,7 @@ def run(rows, value, program=program):
     try:
         (got,) = program.run(torch.full((rows,), value))
         said.append(str(got.tolist()))
-    except (mf.MdfuseError, KeyboardInterrupt) as error:
+    except (mf.MdfuseError, MemoryError, KeyboardInterrupt) as error:
         said.append(f"{type(error).__name__} {error}")
 
 
@@ -66,6 +68,16 @@ run(2, 1.0, doubled)
 run(2, 7.0 if rank == 1 else 2.0, doubled)
 run(2, 3.0, doubled)
 mf.init().close()
+
+
+def no_room(*_, **__):
+    raise MemoryError("no room")
+
+
+build = evaluator.build
+evaluator.build = no_room if rank == 1 else build
+run(2, 3.0, doubled)
+evaluator.build = build
 run(2, 3.0, doubled)
 with open(f"said.{rank}", "w") as file:
     file.write("\\n====\\n".join(said))
@@ -108,7 +120,7 @@ def test_one_rank_refuses_or_leaves_a_later_run(tmp_path: Path) -> None:
             assert not_said(shown()["test_refusal"], said_here) == []
         assert joined_again == "[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]"
         assert first == str([2.0] * 6)
-        interrupted, run_on, joined_again = left
+        interrupted, run_on, unbuilt, joined_again = left
         if rank == 1:
             assert interrupted == "KeyboardInterrupt "
             assert "because     KeyboardInterrupt ended a run of @doubled here" in run_on
@@ -116,4 +128,9 @@ def test_one_rank_refuses_or_leaves_a_later_run(tmp_path: Path) -> None:
             said_here = f"ProgramError @doubled broke off on rank {rank}: another rank left it"
             assert interrupted.startswith(f"{said_here}\n  rank 1: KeyboardInterrupt\n")
         assert run_on.startswith(f"BackendError rank {rank} runs no program that communicates")
+        if rank == 1:
+            assert unbuilt == "MemoryError no room"
+        else:
+            said_here = "ProgramError rank 1 refused to run @doubled\n  MemoryError: no room\n"
+            assert unbuilt.startswith(said_here)
         assert joined_again == str([6.0] * 6)
