@@ -46,6 +46,7 @@ from mdfuse.runs.tracing import align, noted, trace_of
 from mdfuse.runtime.agreement.programs import agree, first_run
 from mdfuse.runtime.sharing import arena, posters
 from mdfuse.runtime.watch.running import RunCount
+from mdfuse.torch_private import untraced
 
 if TYPE_CHECKING:
     from mdfuse.runs.dtensor_border import Border
@@ -111,6 +112,7 @@ class HostIrEvaluator:
         """Copy without plans: a copy has not run, and will on the communicator of its process."""
         return HostIrEvaluator, (self.program, None, self.options)
 
+    @untraced
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
         """Run once.
 
@@ -142,6 +144,7 @@ class HostIrEvaluator:
         out = [given.get(n) for n in self.program.outputs] if given else None
         return self.call([arguments.get(n) for n in names], out, problem, is_partial=True)
 
+    @untraced
     def call(
         self,
         arguments: Sequence[Any],
