@@ -18,6 +18,7 @@ from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing import save as saving
 from mdfuse.plan.places import picked
 from mdfuse.runtime.communicator import init
+from mdfuse.torch_private import untraced
 
 #: What a file that is missing, cut off or something else makes of reading it.
 _UNREADABLE = (
@@ -78,12 +79,11 @@ class Step:
         places = {name: n for n, name in enumerate(given)}
         #: puts the state and the others in definition order; None where they are
         self._ordered = (
-            None
-            if given == [*fusion.inputs]
-            else picked([places[name] for name in fusion.inputs])
+            None if given == [*fusion.inputs] else picked([places[name] for name in fusion.inputs])
         )
         self._results = [i for i, name in enumerate(fusion.outputs) if name not in fusion.reuse]
 
+    @untraced
     def __call__(self, *inputs: Any, extents: Mapping[str, int] | None = None) -> Any:
         """Run the program on this rank; all ranks run it alike.
 
