@@ -124,6 +124,21 @@ def test_a_weight_is_updated_in_place(compiler: Compiler) -> None:
         torch.testing.assert_close(w, want)
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_fills_a_buffer_asks_for_no_address(compiler: Compiler) -> None:
+    """Where it is traced there is none, and torch warns of whoever asks."""
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([3], torch.float64, MESH, {})
+        y = x.tanh()
+        fd.add_output(y, reuse=x)
+        fd.add_output(y * 2.0)
+    given = torch.randn(3, dtype=torch.float64)
+    want = given.tanh()
+    got = mf.compile(fd, options=ALWAYS).run(given)
+    assert got[0] is given and len(compiler.bodies) == 1
+    torch.testing.assert_close(got, [want, want * 2])
+
+
 def test_a_view_of_an_input_that_is_written(compiler: Compiler) -> None:
     with FusionDefinition("old") as fd:
         w = fd.define_tensor([3, 4], torch.float32, MESH, {})
