@@ -19,7 +19,6 @@ from mdfuse.seeing.amounts import attention, is_work, nbytes, operations, produc
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.seeing.kernels import kernels
 
-
 #: The longest time, in seconds, and the lowest speed: beyond them sums are no numbers any more.
 _LONGEST, _LOWEST = 1e9, 1e-9
 
