@@ -17,51 +17,62 @@ from mdfuse.ir.dims import DimMap, Shape, fall_together, reshape_groups
 from mdfuse.layouts.blocks import Cut, as_blocks, part_of_blocks
 from mdfuse.layouts.layout import Layout
 
-#: The rows with labels of their own where dims are in blocks.
-IN_BLOCKS = frozenset({"slice", "reshape", "cat"})
-
 #: How many blocks a reshape makes of dims before a split one, at most: as fused projections have.
 _FEW_BLOCKS = 8
 
 
+#: How the result is cut along each dim of the operand that is in blocks, or becomes so; None:
+#: plainly.
+Taken = dict[int, Cut | None]
+
+
+#: The ops that have labels of their own where dims are in blocks.
+IN_BLOCKS = frozenset({"slice", "reshape", "cat"})
+
+
 def labels_in_blocks(
     op: str,
-    labels: DimMap,
     attrs: Mapping[str, Any],
     shapes: Sequence[Shape | None],
     result: Shape,
     layouts: Sequence[Layout | None],
-) -> tuple[DimMap, dict[int, Cut | None]]:
-    """Return the labels of an op where dims of its operands, or of its result, are in blocks.
+    labels: DimMap,
+) -> tuple[DimMap, Taken]:
+    """Label the dims of one of `IN_BLOCKS` so that more of them stay split.
 
     Args:
-        op: the row.
-        labels: those that its rule gives.
+        op: which one.
         attrs: its attributes.
-        shapes: of its operands; None for those that are not tensors.
+        shapes: of its operands.
         result: the shape of its result.
         layouts: of its operands, as far as they are known.
+        labels: those without blocks.
+    """
+    shape, layout = shapes[0], layouts[0]
+    if shape is None or layout is None:
+        return labels, {}
+    if op == "slice":
+        return along_blocks(labels, attrs, shape, layout.cuts)
+    if op == "reshape":
+        return reshape_of_blocks(labels, shape, result, layout)
+    return joined_blocks(labels, attrs["dim"] % len(result), shapes, layouts)
+
+
+def along_blocks(
+    labels: DimMap, attrs: Mapping[str, Any], shape: Shape, cuts: Mapping[int, Cut]
+) -> tuple[DimMap, Taken]:
+    """Label the dims of a slice that takes whole blocks of them: they may stay split.
+
+    Args:
+        labels: those of a `window`.
+        attrs: its attributes.
+        shape: of its operand.
+        cuts: dims of the operand that are in blocks -> how they are cut.
 
     Returns:
-        the labels, and for each dim of the result that is cut otherwise than its operand how; None:
-        plainly.
+        the labels, and for each such dim how the result is cut; None: plainly.
     """
-    first, shape = layouts[0] if layouts else None, shapes[0] if shapes else None
-    if first is not None and shape is not None:
-        if op == "slice":
-            return _along_blocks(labels, attrs, shape, first.cuts)
-        if op == "reshape":
-            return _reshape_of_blocks(labels, shape, result, first)
-        if op == "cat":
-            return _joined_blocks(labels, attrs["dim"] % len(result), shapes, layouts)
-    return labels, {}
-
-
-def _along_blocks(
-    labels: DimMap, attrs: Mapping[str, Any], shape: Shape, cuts: Mapping[int, Cut]
-) -> tuple[DimMap, dict[int, Cut | None]]:
-    """Label the dims of a slice that takes whole blocks of them: they may stay split."""
-    found: dict[int, Cut | None] = {}
+    found: Taken = {}
     for d, cut in cuts.items():
         if labels.result[d] is None and attrs["steps"][d] == 1 and not cut.plain:
             taken = part_of_blocks(cut.blocks, shape[d], (attrs["starts"][d], attrs["ends"][d]))
@@ -73,9 +84,9 @@ def _along_blocks(
     return replace(labels, operands=(dims,), results=(dims,)), found
 
 
-def _joined_blocks(
+def joined_blocks(
     labels: DimMap, dim: int, shapes: Sequence[Shape | None], layouts: Sequence[Layout | None]
-) -> tuple[DimMap, dict[int, Cut | None]]:
+) -> tuple[DimMap, Taken]:
     """Label a concatenation of tensors that are split along its dim alike: each is a block."""
     known = [x for x in layouts if x is not None]
     extents = [shape[dim] for shape in shapes if shape is not None]
@@ -92,23 +103,30 @@ def _joined_blocks(
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
         return label == dim or labels.fits(label, sizes)
 
-    return (
-        replace(labels, operands=(dims,) * len(shapes), results=(dims,), fits=fits),
-        {dim: Cut(blocks)},
-    )
+    joined = replace(labels, operands=(dims,) * len(shapes), results=(dims,), fits=fits)
+    return joined, {dim: Cut(blocks)}
 
 
-def _reshape_of_blocks(
+def reshape_of_blocks(
     labels: DimMap, shape: Shape, result: Shape, operand: Layout
-) -> tuple[DimMap, dict[int, Cut | None]]:
+) -> tuple[DimMap, Taken]:
     """Label the dims of a reshape from and into blocks: more of them may stay split.
 
     A dim that the reshape keeps stays in blocks; of one that falls into its equal blocks, the dim
     behind that of the blocks is split, plainly. The other way round, a dim that is split behind a
     few others is in blocks when they are one; not behind the first dim, which is a batch.
+
+    Args:
+        labels: those of a `reshape`.
+        shape: of its operand.
+        result: of its result.
+        operand: the layout of its operand.
+
+    Returns:
+        the labels, and for each such dim of the operand how the result is cut; None: plainly.
     """
     before, after = [*labels.operands[0]], [*labels.result]
-    taken, inner = dict[int, Cut | None](), dict[int, tuple[int, int, int, int]]()
+    taken, inner = Taken(), dict[int, tuple[int, int, int, int]]()
     for old, new in reshape_groups(shape, result):
         split = [d for d in old if operand.split_axes(d)]
         large = [d for d in old if shape[d] != 1], [d for d in new if result[d] != 1]

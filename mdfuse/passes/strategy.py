@@ -19,6 +19,7 @@ from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.reach import Reach
 from mdfuse.mesh import DeviceMesh
+from mdfuse.reshard import costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +130,47 @@ def _chosen(
     expr: Expr, values: Mapping[str, Value], laws: tuple[Layout | None, ...]
 ) -> Strategy | None:
     operands, labels = _operands(expr, values)
-    taken: dict[int, Cut | None] = {}
-    if expr.op in IN_BLOCKS:
-        labels, taken = _in_blocks(expr, values, labels, laws[0])
-        at = {x: n for n, x in enumerate(expr.inputs)}
-        operands = [replace(o, labels=labels.operands[at[o.value.name]]) for o in operands]
+    found = _by_labels(expr, values, laws, operands, labels, {})
+    if found is None or expr.op not in IN_BLOCKS:
+        return found
+    shapes, layouts = zip(*((values[x].shape, values[x].layout) for x in expr.reads), strict=True)
+    out = values[expr.outputs[0]].shape
+    in_blocks, taken = labels_in_blocks(expr.op, expr.kwargs, shapes, out, layouts, labels)
+    if not taken:
+        return found
+    dims = dict(zip(expr.reads, in_blocks.operands, strict=True))
+    operands = [replace(o, labels=dims[o.value.name]) for o in operands]
+    kept, law = _by_labels(expr, values, laws, operands, in_blocks, taken), laws[0]
+    if kept is None or law is None or law.partial_axes:
+        return kept
+    return min((kept, found), key=lambda way: _moved(way, expr, values, law))
+
+
+def _moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:
+    """Return what changes of layout of the operands and of the result cost."""
+    read = [(values[x].layout, to, values[x]) for x, to in way.wanted.items()]
+    changes = [(way.result, law, values[expr.output]), *read]
+    return sum(costs([old], to, x.shape, x.dtype.itemsize)[0] for old, to, x in changes if old)
+
+
+def _by_labels(
+    expr: Expr,
+    values: Mapping[str, Value],
+    laws: tuple[Layout | None, ...],
+    operands: Sequence[_Operand],
+    labels: DimMap,
+    taken: Mapping[int, Cut | None],
+) -> Strategy | None:
+    """Return the strategy that labels of dims lead to.
+
+    Args:
+        expr: the expression.
+        values: all values.
+        laws: for each result the layout that it must have in the end.
+        operands: what it reads.
+        labels: of their dims, and of those of its results.
+        taken: labels of dims in blocks -> how the result is cut along them.
+    """
     mesh = _mesh(operands, laws)
     if mesh is None:
         return None
@@ -168,28 +205,6 @@ def _chosen(
         }
         made.append(_layout(mesh, result.labels, splits, {**cuts, **taken}, {**passed, **reduced}))
     return Strategy(wanted=wanted, results=tuple(made))
-
-
-def _in_blocks(
-    expr: Expr, values: Mapping[str, Value], labels: DimMap, law: Layout | None
-) -> tuple[DimMap, dict[int, Cut | None]]:
-    """Return the labels with dims in blocks, and how those of the result are cut that differ.
-
-    What is joined is not in blocks where a law wants it otherwise along that dim.
-    """
-    inputs = [
-        values[x] if isinstance(x, str) and values[x].is_tensor else None for x in expr.inputs
-    ]
-    found, taken = labels_in_blocks(
-        expr.op,
-        labels,
-        expr.kwargs,
-        [None if x is None else x.shape for x in inputs],
-        values[expr.outputs[0]].shape,
-        [None if x is None else x.layout for x in inputs],
-    )
-    is_other = law is not None and any(law.cuts.get(d) != cut for d, cut in taken.items())
-    return (labels, {}) if is_other and expr.op == "cat" else (found, taken)
 
 
 def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:

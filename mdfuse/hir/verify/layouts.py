@@ -15,7 +15,7 @@ from typing import Any
 
 from mdfuse.extents.expressions import Index, terms
 from mdfuse.ir.dims import DimMap, Labels, always, reshape, reshape_groups
-from mdfuse.ir.dims_in_blocks import IN_BLOCKS, labels_in_blocks
+from mdfuse.ir.dims_in_blocks import IN_BLOCKS, Taken, labels_in_blocks
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.boxes import Box, Rows
@@ -352,13 +352,13 @@ def result_layout(
         raise Contradiction(f"{fn} does not take these operands") from None
     if len(labels.results) > 1:
         labels = replace(labels, results=labels.results[at : at + 1])
-    taken: Mapping[int, Cut | None] = {}
+    taken: Taken = {}
     if fn in IN_BLOCKS:
         operands = [
             None if x is None or of is None else plain(x, len(of))
             for x, of in zip(layouts, shapes, strict=True)
         ]
-        labels, taken = labels_in_blocks(fn, labels, attrs, shapes, shape, operands)
+        labels, taken = labels_in_blocks(fn, attrs, shapes, shape, operands, labels)
     if taken or labels.fits is not always or labels.reaches:
         known = shapes if TABLE[fn].rule is reshape or labels.reaches else ()
         given = (tuple(layouts), declared, numbers, tuple(absent), known, shape, taken)
