@@ -39,7 +39,8 @@ class Signature:
         promoted: the positions of further inputs that change the dtype of torch's results where
             they are zeros without memory.
         bare: the positions of inputs whose memory may go to what knows nothing of tensors (a
-            library of communications, compiled code, a CUDA graph), and so must hold their elements.
+            library of communications, compiled code, a CUDA graph), and so must hold their
+            elements.
         device: the index of the GPU whose current stream counts; None on CPU.
         owner: tells the signatures of one program from those of others.
     """
