@@ -232,6 +232,14 @@ _WHY: Mapping[tuple[str, ...], tuple[str, str]] = {
         "where(mask, x, other) keeps the shape; experts of transformers have other forms: "
         'module.set_experts_implementation("grouped_mm")',
     ),
+    ("cond", "while_loop", "map_impl", "scan"): (
+        "which operations a program runs depends on no numbers",
+        "where(condition, a, b) of both results; loops over a number of steps that is known",
+    ),
+    ("rand", "normal", "bernoulli", "multinomial", "exponential", "uniform"): (
+        "only dropout draws numbers: others, computed once, would be the same in each run",
+        "make what is drawn an argument of the module",
+    ),
     ("fft",): (
         "there is no Fourier transform",
         "a product with its matrix, exp(-2j * pi * j * k / n), which is a constant",

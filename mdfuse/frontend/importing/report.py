@@ -43,7 +43,9 @@ def report(
         "not read": _counted(unexpected or ()),
     }
     lines += [f"  {name}: {text}" for name, text in notes.items() if text]
-    return "\n".join([*lines, *(f"  warning: {text}" for text in warnings)])
+    own = (f"the backward of {name} is not captured: gradients are those of its forward"
+           for name in captured.own_backwards)  # fmt: skip
+    return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *own))])
 
 
 def _said(patterns: Patterns, pattern: str) -> str:

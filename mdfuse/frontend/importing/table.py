@@ -190,9 +190,20 @@ def _elu(x: Handle, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
 
 
 def _embedding(
-    context: drawn.Context, weight: Handle, indices: Handle, padding_idx: int = -1, *_: Any
+    context: drawn.Context,
+    weight: Handle,
+    indices: Handle,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Any:
-    """Rows of a table; the one of padding gets no gradient."""
+    """Rows of a table; the one of padding gets no gradient. Sparse is how torch keeps dw."""
+    if context.is_trained and scale_grad_by_freq:
+        raise DefinitionError(
+            "gradients of embedding with scale_grad_by_freq=True",
+            because="rows count alike, however often they are read",
+            hint="set scale_grad_by_freq of that layer to False before the import",
+        )
     is_padded = context.is_trained and padding_idx >= 0
     return ops.embedding(indices, weight, padding_idx if is_padded else None)
 
@@ -273,6 +284,7 @@ TABLE: dict[str, Call] = {
     **{f"aten.upsample_{mode}{n}d.vec": images.resized(mode)
        for mode, n in (("nearest", 1), ("nearest", 2), ("nearest", 3), ("linear", 1),
                        ("bilinear", 2), ("trilinear", 3), ("bicubic", 2))},
+    **{f"aten._upsample_nearest_exact{n}d.vec": images.resized("nearest-exact") for n in (1, 2, 3)},
     **{f"aten._upsample_{mode}2d_aa.vec": images.resized(mode, antialias=True)
        for mode in ("bilinear", "bicubic")},
     "aten.grid_sampler.default": images.grid_sample,

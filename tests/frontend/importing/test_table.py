@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mdfuse as mf
 from mdfuse import DefinitionError, DeviceMesh, Shard
 from mdfuse.frontend.importing.table import BY_VALUE, IN_CONTEXT, ROWS, TABLE, VIEWS, is_known
-from mdfuse.torch_private import flattened
+from mdfuse.trees import flattened
 
 TP = DeviceMesh.arange(tp=2)
 
@@ -28,6 +28,7 @@ A, B, ROW = numbers(4, 6), numbers(4, 6).flip(0), numbers(6)
 CUBE, IMAGE = numbers(4, 3, 6), numbers(4, 3, 6, 6)
 IDS = torch.tensor([[0, 2, 1], [3, 0, 2], [1, 1, 3], [2, 0, 0]])
 KNOWN = torch.tensor([2, 0, 1])
+TURNS = torch.polar(torch.ones(4, dtype=torch.float64), torch.arange(4, dtype=torch.float64))
 
 #: name -> function, and its arguments.
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -173,6 +174,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x: [x.float(), x.to(torch.int64), x.to(torch.float32).to(x), x.half().float(),
                    x.type_as(IDS), x.bool()],
         (A,),
+    ),
+    "rotations": (
+        lambda x: torch.view_as_real(torch.view_as_complex(x) * TURNS).flatten(1),
+        (numbers(4, 4, 2),),
     ),
     "broadcasts": (lambda x, y: [*torch.broadcast_tensors(x, y), x + y], (A, ROW)),
 }  # fmt: skip
