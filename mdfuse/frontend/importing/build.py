@@ -236,6 +236,10 @@ _WHY: Mapping[tuple[str, ...], tuple[str, str]] = {
         "which operations a program runs depends on no numbers",
         "where(condition, a, b) of both results; loops over a number of steps that is known",
     ),
+    ("wrap_with_autocast",): (
+        "a program has the dtypes of its operations, which autocast chooses as they run",
+        "cast in the module, x.to(torch.bfloat16), or import all of it as module.bfloat16()",
+    ),
     ("rand", "normal", "bernoulli", "multinomial", "exponential", "uniform"): (
         "only dropout draws numbers: others, computed once, would be the same in each run",
         "make what is drawn an argument of the module",

@@ -217,6 +217,11 @@ class Called(nn.Module):
         return self.call(x)
 
 
+def autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ x.mT
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -226,6 +231,7 @@ class Called(nn.Module):
             lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
             ("test_capture.py", "depends on no numbers", "where(condition, a, b)"),
         ),
+        (autocast, ("autocast chooses", "cast in the module")),
         (lambda x: x + torch.randn_like(x), ("only dropout draws", "an argument of the module")),
         (lambda x: (x > 0).nonzero(), ("numbers that only a run knows", "where(mask, x, other)")),
     ],
