@@ -22,7 +22,8 @@ def report(
         f"{len(model.constants)} constants, {len(captured.inputs)} inputs, "
         f"{sum(o.place is not None for o in captured.outputs)} outputs"
     ]
-    rows = [(p, _said(patterns, p), _counted(names)) for p, names in patterns.matched.items()]
+    rows = [(p, _said(patterns, p), _counted(names) or "0: others count, or it is unused")
+            for p, names in patterns.matched.items()]  # fmt: skip
     placed = {captured.parameters[n].name for n in model.parameters if n in model.placed}
     whole = [n.name for n in (captured.parameters[n] for n in model.parameters)
              if n.name not in placed]  # fmt: skip
