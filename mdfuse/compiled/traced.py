@@ -22,7 +22,7 @@ from mdfuse.frontend.spec import TensorSpec
 from mdfuse.mesh import as_mesh
 from mdfuse.names import as_name
 from mdfuse.runs.arguments import has_dtensors
-from mdfuse.torch_private import spec_of
+from mdfuse.torch_private import spec_of, untraced
 from mdfuse.trees import flattened, key_text, unflattened
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class TracedFunction:
         self._calls: Cache[tuple[Program, Traced]] = Cache(LIMIT)
         self._lock = threading.RLock()
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Inside a definition, run the body there; on DTensors, run the body's program.
 

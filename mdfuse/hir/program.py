@@ -84,6 +84,10 @@ class BufferType:
             shape = self._padded(self.padding, shape, rank)
         return (math.prod(shape),) if self.flat else shape
 
+    def nbytes(self) -> int:
+        """Return the bytes of a part, the largest."""
+        return math.prod(self.local_shape(), start=self.dtype.itemsize)
+
     def _padded(
         self, padding: Padding, shape: tuple[int, ...], rank: int | None
     ) -> tuple[int, ...]:
@@ -311,6 +315,17 @@ class HostProgram:
         found = [t.layout.mesh for t in self.types.values() if t.layout is not None]
         found += [m for c in self.communications for m in (c.source.mesh, c.destination.mesh)]
         return tuple(dict.fromkeys({id(m): m for m in found}.values()))
+
+    @cached_property
+    def _local_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that a buffer has on the rank of a projection."""
+        found = self._local_shapes.get(name)
+        if found is None:
+            found = self._local_shapes[name] = self.types[name].local_shape(self.rank)
+        return found
 
     @cached_property
     def _by_rank(self) -> MeshesByRank:
