@@ -10,7 +10,7 @@ whole batch comes after it. Which dims are the batch's, the labels of the operat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from networkx.utils import UnionFind
@@ -21,6 +21,7 @@ from mdfuse.ir.dims import DimMap, always
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
+from mdfuse.passes import drop_unread, sum_rows
 from mdfuse.passes.strategy import dim_map
 from mdfuse.passes.streams import chunked_label, one_dim
 
@@ -38,12 +39,13 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     Raises:
         LoweringError: something needs the batch as a whole.
     """
-    same: UnionFind[tuple[str, int]] = UnionFind()
-    for expr in fusion.exprs:
-        if fusion.values[expr.outputs[0]].is_tensor:
-            for first, *others in one_dim(expr, dim_map(expr, fusion.values)):
-                same.union(first, *others)
+    same = _dims(fusion)
     roots = {same[name, dim] for name, dim in batch.items()}
+    inner, found = sum_rows.contracted(fusion, lambda view: _is_inner(fusion, view, same, roots))
+    if found:
+        fusion = drop_unread.run(replace(fusion, values=inner.values, exprs=tuple(inner.exprs)))
+        same = _dims(fusion)
+        roots = {same[name, dim] for name, dim in batch.items()}
     values = dict(fusion.values)
     for value in fusion.values.values():
         dims = [d for d in range(len(value.shape)) if same[value.name, d] in roots]
@@ -60,6 +62,25 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         for made in _streamed(fusion, expr, values):
             values[made.name] = made
     return _once(replace(fusion, values=values))
+
+
+def _dims(fusion: Fusion) -> UnionFind[tuple[str, int]]:
+    """Return which dims of values are the same: (name of a value, dim)."""
+    same: UnionFind[tuple[str, int]] = UnionFind()
+    for expr in fusion.exprs:
+        if fusion.values[expr.outputs[0]].is_tensor:
+            for first, *others in one_dim(expr, dim_map(expr, fusion.values)):
+                same.union(first, *others)
+    return same
+
+
+def _is_inner(
+    fusion: Fusion, view: Expr, same: UnionFind[tuple[str, int]], roots: Container[object]
+) -> bool:
+    """Tell whether a view of rows makes one of the batch's dim and some before it."""
+    (x,) = view.reads
+    inner = range(1, len(fusion.values[x].shape) - 1)
+    return any(same[x, d] in roots for d in inner) and same[view.output, 0] not in roots
 
 
 def _in_lengths(value: Value, rows: object) -> Value:
