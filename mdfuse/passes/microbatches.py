@@ -163,6 +163,10 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
         if any(_is_read(x, values) for x in expr.inputs):
             raise _refused(fusion, results[0], f"{expr.op} needs that dim as a whole")
         return
+    for x, dims in zip(expr.inputs, labels.operands, strict=True):
+        stream = values[x].stream if isinstance(x, str) else None
+        if stream is not None and stream.op is None and dims[stream.dim] != batch:
+            raise _refused(fusion, results[0], f"{expr.op} needs all of %{x} for each microbatch")
     for value, dims in zip(results, labels.results, strict=True):
         if batch in dims:
             if expr.op == "set" and not _is_cut(fusion, expr, value):
@@ -173,8 +177,8 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
             raise _refused(fusion, value, f"{expr.op} needs that dim as a whole")
         if op in ("max", "min") and any(_is_empty(values[x]) for x in expr.reads):
             raise _refused(fusion, value, f"a microbatch is empty, and has no {op}")
-        read = (values[x].stream for x in expr.inputs if isinstance(x, str) and _is_read(x, values))
-        (chunks,) = {stream.chunks for stream in read if stream is not None}
+        cut = (values[x].stream for x in (*expr.reads, *expr.outputs) if _is_read(x, values))
+        (chunks,) = {stream.chunks for stream in cut if stream is not None}
         yield replace(value, stream=Stream.over(op, chunks))
 
 
