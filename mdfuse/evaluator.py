@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from sys import modules
@@ -19,7 +19,7 @@ from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
 from mdfuse.caching import Cache
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import BackendError, MdfuseError, ProgramError
+from mdfuse.errors import BackendError, IndexRangeError, MdfuseError, ProgramError, told
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
@@ -40,11 +40,13 @@ from mdfuse.runs.arguments import (
     not_by_name,
     numbers,
 )
+from mdfuse.runs.capturing import captured_by_caller, check_capture, check_graph
 from mdfuse.runs.repeats import Again, never, repeated
 from mdfuse.runs.tracing import align, noted, trace_of
 from mdfuse.runtime.agreement.programs import agree, first_run
-from mdfuse.runtime.sharing import arena, posters
+from mdfuse.runtime.sharing import Posters, arena, posters
 from mdfuse.runtime.watch.running import RunCount
+from mdfuse.torch_private import untraced
 
 if TYPE_CHECKING:
     from mdfuse.runs.dtensor_border import Border
@@ -99,6 +101,10 @@ class HostIrEvaluator:
     _device_type: str = field(default="cpu", init=False, repr=False)
     #: Memory of what others copy from where it lies.
     _arena: Tensor | None = field(default=None, init=False, repr=False)
+    #: Makes for each plan what prepares its posts.
+    _posters: Posters | None = field(default=None, init=False, repr=False)
+    #: Tells whether the caller captures a graph that cannot hold a run; None: none is such.
+    _is_captured: Callable[[], bool] | None = field(default=None, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +116,7 @@ class HostIrEvaluator:
         """Copy without plans: a copy has not run, and will on the communicator of its process."""
         return HostIrEvaluator, (self.program, None, self.options)
 
+    @untraced
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
         """Run once.
 
@@ -141,6 +148,7 @@ class HostIrEvaluator:
         out = [given.get(n) for n in self.program.outputs] if given else None
         return self.call([arguments.get(n) for n in names], out, problem, is_partial=True)
 
+    @untraced
     def call(
         self,
         arguments: Sequence[Any],
@@ -195,6 +203,12 @@ class HostIrEvaluator:
             return plan.run(arguments, out, at)
         except BackendError as error:
             raise communicator.broke_off(self._tally, error) from error.__cause__
+        except IndexRangeError:  # the run came to its end, and all ranks have met
+            raise
+        except BaseException as error:  # also Ctrl-C: what this rank posts next would not fit
+            if concerns_others:
+                communicator.abandon(self._tally, error)
+            raise
         finally:
             if concerns_others:
                 communicator.is_ready = communicator.is_sound
@@ -227,6 +241,8 @@ class HostIrEvaluator:
         signature, communicator = self._signature, self.communicator
         if signature is None or communicator is None or not communicator.is_ready:
             return None
+        if self._is_captured is not None and self._is_captured():
+            return None
         key = signature.read(arguments, out)
         if key is None:
             return None
@@ -252,9 +268,11 @@ class HostIrEvaluator:
             plan,
             is_like=signature.like(arguments),
             apart_at=signature.apart_again() if plan.may_overlap else None,
-            is_kept=partial(self.plans.again, key, plan),
+            cache=self.plans,
+            key=key,
             are_numbers=partial(self._are_numbers, signature) if plan.numbers else None,
             guarded=partial(self._run, plan),
+            is_captured=self._is_captured,
             is_alone=not self.communicates and self._checks is None,
             communicator=communicator,
             tally=self._tally,
@@ -270,7 +288,7 @@ class HostIrEvaluator:
         self,
         arguments: Sequence[Any],
         out: Sequence[Any] | None,
-        problem: MdfuseError | None,
+        problem: BaseException | None,
         is_partial: bool,
     ) -> Runnable:
         """Check arguments of a new kind, and return the plan of a run with them."""
@@ -283,7 +301,7 @@ class HostIrEvaluator:
                     self._begin(problem, communicator)
                     plan, problem = self._cached(arguments, out, communicator)
                     agree(self.program.name, problem, communicator)
-                except MdfuseError:
+                except BaseException:
                     self.forget()
                     raise
         elif problem is None:
@@ -295,7 +313,7 @@ class HostIrEvaluator:
 
     def _cached(
         self, arguments: Sequence[Any], out: Sequence[Any] | None, communicator: Communicator
-    ) -> tuple[Runnable | None, MdfuseError | None]:
+    ) -> tuple[Runnable | None, BaseException | None]:
         """Return the plan of a signature, made where there is none; or why there cannot be one."""
         assert self._local is not None and self._signature is not None
         key = self._signature.read(arguments, out)
@@ -305,7 +323,7 @@ class HostIrEvaluator:
                 plan = self._first(arguments, out, communicator)
             elif isinstance(plan, Once):
                 plan = self._captured(plan, arguments, out, communicator)
-        except MdfuseError as error:
+        except BaseException as error:  # whatever it is, the others are told before it is raised
             return None, error
         if key is not None:
             self._drop(self.plans.put(key, plan))
@@ -318,10 +336,10 @@ class HostIrEvaluator:
         out: Sequence[Any] | None,
         caller: int,
     ) -> Plan:
-        assert self._local is not None
+        assert self._local is not None and self._posters is not None
         return build(
             self._local,
-            posters(communicator, self._tally.serial),
+            self._posters(),
             communicator.device,
             options_from_environment(self.options).poison,
             arguments,
@@ -423,12 +441,12 @@ class HostIrEvaluator:
     def forget(self) -> None:
         """Make the next run a first one."""
         self._local, self._signature, self._last, self._again = None, None, _NO_RUN, never
-        self._arena = None
+        self._arena, self._posters = None, None
         self._drop(self.plans.clear(self._number))
 
     # -- all ranks run, or none ------------------------------------------------------------------
 
-    def _begin(self, problem: MdfuseError | None, communicator: Communicator) -> None:
+    def _begin(self, problem: BaseException | None, communicator: Communicator) -> None:
         """Let all ranks agree before the first run, and make their teams in program order."""
         options = options_from_environment(self.options)
         local = first_run(self.program, options, problem, communicator)
@@ -443,17 +461,20 @@ class HostIrEvaluator:
             communicator.can_capture(self.program.backends),
         )
         self._tally = RunCount(name=self.program.name, serial=next(_serials))
+        self._posters = posters(communicator, self._tally.serial)
         communicator.count(self._tally)
         align(self.options, communicator, self._tally.serial)
         self._local, self._device_type = local, communicator.device.type
+        if self.communicates:
+            self._is_captured = captured_by_caller(self.program, communicator)
 
-    def _refuse(self, problem: MdfuseError | None, communicator: Communicator) -> None:
+    def _refuse(self, problem: BaseException | None, communicator: Communicator) -> None:
         """Raise a problem in the place of a run that others may have begun, and tell them why."""
         assert problem is not None
         self._tally.runs += 1
         self._tally.refused += 1
         if self.communicates:
-            communicator.refuse(self._tally.occasion, str(problem))
+            communicator.refuse(self._tally.occasion, told(problem))
         elif self._checks is not None:  # they meet at the end
             agree(self.program.name, problem, communicator)
         raise problem
@@ -473,11 +494,12 @@ class HostIrEvaluator:
         try:
             check_ranks(self.program, communicator.rank, communicator.size)
             trace_of(self.options, communicator)
-            if self.communicates and (crowded := communicator.crowded(self.program.name)):
-                raise crowded
-            if not communicator.can_capture(self.program.backends):
-                self._check_graph(communicator)
             program, rank, device = self.program, communicator.rank, communicator.device
+            if self.communicates and (crowded := communicator.crowded(program.name)):
+                raise crowded
+            if self.communicates:
+                check_capture(program, communicator)
+            check_graph(program, self.options, communicator)
             check_arguments(program, rank, arguments, device)
             check_no_gradients(program.name, program.inputs, arguments)
             if out is not None:
@@ -486,12 +508,3 @@ class HostIrEvaluator:
         except MdfuseError as error:
             return error
         return None
-
-    def _check_graph(self, communicator: Communicator) -> None:
-        if options_from_environment(self.options).graph == "always":
-            raise ProgramError(
-                f'@{self.program.name} with graph="always" on {communicator.device} by backend '
-                f"{communicator.backend!r}",
-                because="CUDA graphs are for GPUs, and hold only what the host need not do",
-                hint='graph="auto" captures where it can',
-            )
