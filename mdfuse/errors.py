@@ -165,3 +165,9 @@ class IndexRangeError(ProgramError, IndexError):
 
 class BackendError(MdfuseError):
     """A backend or launcher that is missing, unusable or failing."""
+
+
+def told(error: BaseException) -> str:
+    """Return what other ranks read of an error: one of mdfuse's says itself what it is."""
+    name = type(error).__name__
+    return str(error) if isinstance(error, MdfuseError) else f"{name}: {error}".rstrip(": ")

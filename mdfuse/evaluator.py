@@ -19,7 +19,7 @@ from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
 from mdfuse.caching import Cache
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import BackendError, MdfuseError, ProgramError
+from mdfuse.errors import BackendError, IndexRangeError, MdfuseError, ProgramError, told
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
@@ -46,6 +46,7 @@ from mdfuse.runs.tracing import align, noted, trace_of
 from mdfuse.runtime.agreement.programs import agree, first_run
 from mdfuse.runtime.sharing import Posters, arena, posters
 from mdfuse.runtime.watch.running import RunCount
+from mdfuse.torch_private import untraced
 
 if TYPE_CHECKING:
     from mdfuse.runs.dtensor_border import Border
@@ -115,6 +116,7 @@ class HostIrEvaluator:
         """Copy without plans: a copy has not run, and will on the communicator of its process."""
         return HostIrEvaluator, (self.program, None, self.options)
 
+    @untraced
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
         """Run once.
 
@@ -146,6 +148,7 @@ class HostIrEvaluator:
         out = [given.get(n) for n in self.program.outputs] if given else None
         return self.call([arguments.get(n) for n in names], out, problem, is_partial=True)
 
+    @untraced
     def call(
         self,
         arguments: Sequence[Any],
@@ -200,6 +203,12 @@ class HostIrEvaluator:
             return plan.run(arguments, out, at)
         except BackendError as error:
             raise communicator.broke_off(self._tally, error) from error.__cause__
+        except IndexRangeError:  # the run came to its end, and all ranks have met
+            raise
+        except BaseException as error:  # also Ctrl-C: what this rank posts next would not fit
+            if concerns_others:
+                communicator.abandon(self._tally, error)
+            raise
         finally:
             if concerns_others:
                 communicator.is_ready = communicator.is_sound
@@ -259,7 +268,8 @@ class HostIrEvaluator:
             plan,
             is_like=signature.like(arguments),
             apart_at=signature.apart_again() if plan.may_overlap else None,
-            is_kept=partial(self.plans.again, key, plan),
+            cache=self.plans,
+            key=key,
             are_numbers=partial(self._are_numbers, signature) if plan.numbers else None,
             guarded=partial(self._run, plan),
             is_captured=self._is_captured,
@@ -278,7 +288,7 @@ class HostIrEvaluator:
         self,
         arguments: Sequence[Any],
         out: Sequence[Any] | None,
-        problem: MdfuseError | None,
+        problem: BaseException | None,
         is_partial: bool,
     ) -> Runnable:
         """Check arguments of a new kind, and return the plan of a run with them."""
@@ -291,7 +301,7 @@ class HostIrEvaluator:
                     self._begin(problem, communicator)
                     plan, problem = self._cached(arguments, out, communicator)
                     agree(self.program.name, problem, communicator)
-                except MdfuseError:
+                except BaseException:
                     self.forget()
                     raise
         elif problem is None:
@@ -303,7 +313,7 @@ class HostIrEvaluator:
 
     def _cached(
         self, arguments: Sequence[Any], out: Sequence[Any] | None, communicator: Communicator
-    ) -> tuple[Runnable | None, MdfuseError | None]:
+    ) -> tuple[Runnable | None, BaseException | None]:
         """Return the plan of a signature, made where there is none; or why there cannot be one."""
         assert self._local is not None and self._signature is not None
         key = self._signature.read(arguments, out)
@@ -313,7 +323,7 @@ class HostIrEvaluator:
                 plan = self._first(arguments, out, communicator)
             elif isinstance(plan, Once):
                 plan = self._captured(plan, arguments, out, communicator)
-        except MdfuseError as error:
+        except BaseException as error:  # whatever it is, the others are told before it is raised
             return None, error
         if key is not None:
             self._drop(self.plans.put(key, plan))
@@ -436,7 +446,7 @@ class HostIrEvaluator:
 
     # -- all ranks run, or none ------------------------------------------------------------------
 
-    def _begin(self, problem: MdfuseError | None, communicator: Communicator) -> None:
+    def _begin(self, problem: BaseException | None, communicator: Communicator) -> None:
         """Let all ranks agree before the first run, and make their teams in program order."""
         options = options_from_environment(self.options)
         local = first_run(self.program, options, problem, communicator)
@@ -458,13 +468,13 @@ class HostIrEvaluator:
         if self.communicates:
             self._is_captured = captured_by_caller(self.program, communicator)
 
-    def _refuse(self, problem: MdfuseError | None, communicator: Communicator) -> None:
+    def _refuse(self, problem: BaseException | None, communicator: Communicator) -> None:
         """Raise a problem in the place of a run that others may have begun, and tell them why."""
         assert problem is not None
         self._tally.runs += 1
         self._tally.refused += 1
         if self.communicates:
-            communicator.refuse(self._tally.occasion, str(problem))
+            communicator.refuse(self._tally.occasion, told(problem))
         elif self._checks is not None:  # they meet at the end
             agree(self.program.name, problem, communicator)
         raise problem

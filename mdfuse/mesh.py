@@ -6,7 +6,7 @@ import math
 import os
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -70,6 +70,11 @@ class DeviceMesh:
     def _set(
         self, shape: tuple[int, ...], ranks: Sequence[int], axes: Sequence[str] | None, hosts: Any
     ) -> None:
+        if not shape:
+            raise MeshError(
+                f"{ranks[0]} is no array of ranks",
+                hint=f"[{ranks[0]}] for one; DeviceMesh.arange(x={ranks[0]}) for so many in a row",
+            )
         if axes is None:
             if len(shape) not in _DEFAULT_AXES:
                 raise MeshError(
@@ -360,6 +365,12 @@ def _flatten(nested: Any, what: str = "a rank") -> tuple[tuple[int, ...], list[i
                 hint="for example [[0, 1], [2, 3]]",
             )
         return (len(parts), *shapes.pop()), [rank for _, flat in parts for rank in flat]
+    if isinstance(nested, Mapping):
+        raise MeshError(
+            f"{nested!r} is no mesh",
+            because="a mesh is an array of ranks",
+            hint="where it is a layout, pass the mesh before it: (mesh, {...})",
+        )
     if isinstance(nested, bool) or not hasattr(nested, "__index__"):
         raise MeshError(
             f"{nested!r} is not {what}",
@@ -422,6 +433,6 @@ def _canonical(flat: list[int]) -> Sequence[int]:
         twice = sorted(r for r, n in Counter(flat).items() if n > 1)
         raise MeshError(
             "a mesh holds each rank once; twice or more: " + ", ".join(map(str, twice)),
-            hint="leave the repeated ranks out",
+            hint="leave them out; where these are sizes of axes: DeviceMesh.arange(x=2, y=2)",
         )
     return tuple(flat)

@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from operator import attrgetter, methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import (
     TCPStore,
     Work,
 )
-from torch._C._dynamo import guards
+from torch._C._dynamo import eval_frame, guards
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch.autograd import forward_ad
 
@@ -70,8 +70,10 @@ __all__ = [
     "table_grad",
     "transform_level",
     "unflattened",
+    "untraced",
     "writes",
 ]
+Function = TypeVar("Function", bound=Any)
 
 #: A process group of one library, as its own class: torch's stubs lack most of its methods.
 Group = Any
@@ -448,6 +450,18 @@ def argument_names(overload: Any) -> list[str]:
     return [x.name for x in overload._schema.arguments]
 
 
+# -- tracing by torch.compile ----------------------------------------------------------------------
+
+
+def untraced(function: Function) -> Function:
+    """Keep `torch.compile` out of a function and all that it calls: the graph breaks there."""
+    skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "mdfuse has prepared what it calls"
+    return function
+
+
 # -- trees of tensors ------------------------------------------------------------------------------
 
 
@@ -474,9 +488,6 @@ def key_text(path: Sequence[Any]) -> str:
 
     kinds = {_pytree.SequenceKey: "idx", _pytree.MappingKey: "key", _pytree.GetAttrKey: "name"}
     return ".".join(str(getattr(key, kinds[type(key)])) for key in path)
-
-
-# -- memory ----------------------------------------------------------------------------------------
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -81,6 +81,9 @@ MESHES = [
     Row("duplicate ranks", MeshError, lambda: DeviceMesh([0, 1, 1, 2, 2]), ("1, 2", "once")),
     Row("ragged", MeshError, lambda: DeviceMesh([[0, 1], [2]]), ("[[0, 1], [2]]", "array")),
     Row("negative", MeshError, lambda: DeviceMesh([0, -1]), ("-1", "count from 0")),
+    Row("a number", MeshError, lambda: DeviceMesh(4), ("4 is no array", "arange(x=4)")),
+    Row("a layout", MeshError, lambda: DeviceMesh({"x": Shard(0)}), ("Shard", "(mesh, {...})")),
+    Row("sizes", MeshError, lambda: DeviceMesh((2, 2)), ("once", "arange(x=2, y=2)")),
     Row("no ranks", MeshError, lambda: DeviceMesh([]), ("[]", "at least one")),
     Row("fractions", MeshError, lambda: DeviceMesh([0.5]), ("0.5", "integers")),
     Row("bools", MeshError, lambda: DeviceMesh([True]), ("True", "integers")),
@@ -702,7 +705,8 @@ GLOBAL_ARGUMENTS: list[tuple[str, list[Any], tuple[str, ...]]] = [
     ("three", [X, 2, 3], ("3 arguments for 2",)),
     ("shape", [X[1:], 2], ("%x", "(6, 3)", "(7, 3)")),
     ("one rank's part", [FIRST, 2], ("%x", "(4, 3)", "whole tensor")),
-    ("dtype", [X.double(), 2], ("%x", "torch.float64", "torch.float32")),
+    ("dtype", [X.double(), 2], ("%x", "torch.float64", "pass x.to(torch.float32)")),
+    ("array", [X.numpy(), 2], ("%x", "ndarray", "pass a tensor of torch")),
     ("None", [None, 2], ("%x", "NoneType", "(7, 3)")),
     ("list", [[1.0], 2], ("%x", "list")),
     ("sparse", [X.to_sparse(), 2], ("%x", "sparse", "to_dense")),
@@ -754,6 +758,15 @@ def test_good_arguments_are_taken() -> None:
 SIMULATED = [
     Row("extents", ProgramError, lambda p: mf.simulate(p, [X, 2], {"x.0": 7}), ("x.0",)),
     Row("both", ProgramError, lambda p: mf.simulate(p, [X, 2], per_rank=GOOD), ("at once",)),
+    Row(
+        "dict", ProgramError, lambda p: mf.simulate(p, {"x": X, "s": 2}), ("a dict of x, s", "list")
+    ),  # type: ignore[arg-type]
+    Row(
+        "options",
+        ProgramError,
+        lambda p: mf.compile(pair(), {"graph": "never"}),  # type: ignore[arg-type]
+        ("{'graph': 'never'}", "mf.Options("),
+    ),
     Row("no program", ProgramError, lambda p: mf.simulate(3, [X]), ("int", "compile")),  # type: ignore[arg-type]
 ]
 

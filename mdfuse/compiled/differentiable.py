@@ -21,6 +21,7 @@ from mdfuse.frontend.plain import brief
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Layout
 from mdfuse.runs.arguments import has_dtensors
+from mdfuse.torch_private import untraced
 
 
 def differentiable(
@@ -78,6 +79,7 @@ class _Function:
         self.options = options
         self._known: Cache[_Differentiable] = Cache(LIMIT)
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function = self.function
         if function.is_inside(args, kwargs):
@@ -113,6 +115,7 @@ class _Differentiable:
         )
         self._forwards: dict[tuple[int, ...], _Forward] = {}
 
+    @untraced
     def __call__(self, *inputs: Any) -> list[Any]:
         wrt = tuple(n for n, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad)
         if not wrt or not torch.is_grad_enabled():

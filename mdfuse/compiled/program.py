@@ -42,6 +42,7 @@ from mdfuse.runs.extents import (
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init
 from mdfuse.seeing.report.numbers import size_text
+from mdfuse.torch_private import untraced
 
 if TYPE_CHECKING:
     from mdfuse.pipelines.schedules import Schedule
@@ -194,6 +195,7 @@ class Program:
         assert self.symbolic is not None
         return local_extents(self.host, self.symbolic.fusion)
 
+    @untraced
     def __call__(self, *inputs: Any, **named: Any) -> list[Any]:
         """Run with inputs by name, behind those in definition order: `run`.
 
@@ -214,6 +216,7 @@ class Program:
             self.refuse(problem)
         return self.run(*inputs, *(named[name] for name in left))
 
+    @untraced
     def run(
         self,
         *inputs: Any,
@@ -439,6 +442,10 @@ def compile(
         raise DefinitionError(
             f"compile takes a FusionDefinition, not {type(definition).__name__}",
             hint="for a traced function: mf.compile(f.define(...))",
+        )
+    if not isinstance(options, Options | None):
+        raise ProgramError(
+            f"options={options!r} of compile", hint='mf.compile(fd, mf.Options(overlap="auto"))'
         )
     named = definition.named
     key = should_merge, options, None if options else environment()

@@ -33,6 +33,7 @@ from mdfuse.ir.writes import fresh_write
 from mdfuse.passes.segment_ids import Dim, extent_ids, input_extents
 from mdfuse.passes.segmentation import Section
 from mdfuse.runs.extents import check_extents, complete_extents
+from mdfuse.torch_private import untraced
 
 if TYPE_CHECKING:
     from mdfuse.compiled.program import Program
@@ -127,6 +128,7 @@ class Segment:
         itself = replace(self, map={i: i for i in self.map})
         return Program(self.fusion, (itself,), host, self.options)
 
+    @untraced
     def run(
         self,
         *inputs: Any,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing import save as saving
 from mdfuse.plan.places import picked
 from mdfuse.runtime.communicator import init
+from mdfuse.torch_private import untraced
 
 #: What a file that is missing, cut off or something else makes of reading it.
 _UNREADABLE = (
@@ -74,10 +75,15 @@ class Step:
         self.program = program
         self.state = {name: state[name] for name in names}
         self._others = [name for name in fusion.inputs if name not in written]
-        places = {name: n for n, name in enumerate((*names, *self._others))}
-        self._ordered = picked([places[name] for name in fusion.inputs])
+        given = [*names, *self._others]
+        places = {name: n for n, name in enumerate(given)}
+        #: puts the state and the others in definition order; None where they are
+        self._ordered = (
+            None if given == [*fusion.inputs] else picked([places[name] for name in fusion.inputs])
+        )
         self._results = [i for i, name in enumerate(fusion.outputs) if name not in fusion.reuse]
 
+    @untraced
     def __call__(self, *inputs: Any, extents: Mapping[str, int] | None = None) -> Any:
         """Run the program on this rank; all ranks run it alike.
 
@@ -98,7 +104,9 @@ class Step:
                 hint=f"pass, in this order: {', '.join(self._others)}",
             )
             self.program.refuse(problem)
-        given = self._ordered((*self.state.values(), *inputs))
+        given: Sequence[Any] = (*self.state.values(), *inputs)
+        if self._ordered is not None:
+            given = self._ordered(given)
         outputs = self.program.run(*given, extents=extents)
         found = tuple([outputs[i] for i in self._results])
         return found[0] if len(found) == 1 else found or None

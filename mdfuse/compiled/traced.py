@@ -22,7 +22,7 @@ from mdfuse.frontend.spec import TensorSpec
 from mdfuse.mesh import as_mesh
 from mdfuse.names import as_name
 from mdfuse.runs.arguments import has_dtensors
-from mdfuse.torch_private import flattened, key_text, spec_of, unflattened
+from mdfuse.torch_private import flattened, key_text, spec_of, unflattened, untraced
 
 if TYPE_CHECKING:
     from mdfuse.compiled.program import Program
@@ -61,6 +61,7 @@ class TracedFunction:
         self._calls: Cache[tuple[Program, Traced]] = Cache(LIMIT)
         self._lock = threading.RLock()
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Inside a definition, run the body there; on DTensors, run the body's program.
 

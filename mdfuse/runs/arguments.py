@@ -128,11 +128,14 @@ def check_global(
         _check_plain(name, x, where)
         if (tuple(x.shape), x.dtype) == (shape, dtype):
             return
-    found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    found, hint = type(x).__name__, "pass a tensor of torch"
+    if isinstance(x, Tensor):
+        found = f"{x.dtype} {tuple(x.shape)}"
+        hint = "pass the whole tensor, not the part of one rank"
+        if tuple(x.shape) == shape:
+            hint = f"pass x.to({dtype}), or define the input with {x.dtype}"
     raise ProgramError(
-        f"{found} for %{name}, expected a global tensor: {dtype} {shape}",
-        where=where,
-        hint="pass the whole tensor, not the part of one rank",
+        f"{found} for %{name}, expected a global tensor: {dtype} {shape}", where=where, hint=hint
     )
 
 
@@ -174,6 +177,8 @@ def _no_number(name: str, x: Any, dtype: torch.dtype, where: str) -> ProgramErro
 def described(x: Any) -> str:
     """Return in short what was passed, for error messages."""
     if not isinstance(x, Tensor):
+        if isinstance(x, Mapping):
+            return f"a {type(x).__name__} of {', '.join(map(str, x))}"
         text = repr(x) if not isinstance(x, int) or abs(x) < 1 << 128 else hex(x)
         return text if len(text) <= 100 else f"{text[:100]}..."
     why = why_not(x)

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn, Protocol
@@ -32,6 +32,7 @@ from mdfuse.runtime.backend_rows import BACKENDS, World, auto
 from mdfuse.runtime.deadline import NEVER
 from mdfuse.runtime.fast_lane import Replays
 from mdfuse.runtime.joining import (
+    check_same,
     last_meeting,
     meet,
     not_joined,
@@ -81,8 +82,8 @@ class Communicator:
         store: a store shared by all ranks, under a prefix of this communicator's own.
         is_ready: programs can run: the communicator is sound, and no program that communicates is
             running.
-        is_sound: False once it is closed, after a run that broke off or that this rank refused (see
-            `settle`), and in a fork of this process.
+        is_sound: False once it is closed, after a run that broke off, or that this rank refused
+            (see `settle`) or left, and in a fork of this process.
         first_run: held around the first run of a program, in which all ranks meet.
         crowd: the threads of this rank that ran programs at once, where ranks differed; or "".
     """
@@ -213,10 +214,16 @@ class Communicator:
             self.is_ready = self.is_sound = False
             self._refusals.refuse(occasion, reason)
 
+    def abandon(self, tally: RunCount, error: BaseException) -> None:
+        """Note that an error of this rank ended a run that others may wait in."""
+        if self._meetings.size > 1:
+            self.is_ready = self.is_sound = False
+            self._refusals.abandon(tally, error)
+
     def broke_off(self, tally: RunCount, error: BackendError) -> MdfuseError:
         """Note that a communication of a run broke; return the error that tells why.
 
-        It has the words of a rank that refused the run, or else the positions of all ranks.
+        It has the words of a rank that refused or left the run, or else the positions of all ranks.
         """
         self.is_ready = self.is_sound = False
         refused = self._refusals.broke_off(tally, error)
@@ -401,7 +408,8 @@ def init(
     check_null_arguments(wanted, given)
     if _live is not None:
         _live.check_process()
-        return _same(_live, wanted, given | {"device": device and null_device(device)})
+        check_same(_live, wanted, given | {"device": device and null_device(device)})
+        return _live
     if wanted == NULL:
         _live = _stand_in(rank, size, device, options.timeout_s)
     else:
@@ -424,26 +432,6 @@ def _stand_in(
     meetings = Meetings(world.store, 0, 1, timeout_s)
     opened = BACKENDS[NULL].open(world)
     return Communicator(world=world, backend=opened, meetings=meetings, is_host=False)
-
-
-def _same(live: Communicator, wanted: str, given: Mapping[str, object]) -> Communicator:
-    has = {"rank": live.rank, "size": live.size, "device": live.device}
-    if wanted not in ("auto", live.backend):
-        raise BackendError(
-            f"backend {wanted!r} is wanted, but this process already communicates by "
-            f"{live.backend!r}",
-            because="a process has one communicator at a time",
-            hint="close() the first on all ranks, or name the backend in the first init()",
-        )
-    other = [f"{k}={v}" for k, v in given.items() if v is not None and str(v) != str(has[k])]
-    if other:
-        raise BackendError(
-            f"{', '.join(other)} wanted, but this process stands for rank {live.rank} of "
-            f"{live.size} on {live.device}",
-            because="a process has one communicator at a time",
-            hint="close() the first",
-        )
-    return live
 
 
 def _forget(communicator: Communicator) -> None:

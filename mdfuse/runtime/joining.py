@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,9 @@ from mdfuse.runtime.watch.neighbours import Neighbours
 from mdfuse.runtime.watch.reports import folder_of
 from mdfuse.runtime.watch.watch import Watch
 from mdfuse.torch_private import Store, is_capturing
+
+if TYPE_CHECKING:
+    from mdfuse.runtime.communicator import Communicator
 
 
 def watch_for(launch: Launch, options: Options, environment: Mapping[str, str]) -> Watch:
@@ -171,3 +175,23 @@ def _device(name: str, launch: Launch) -> tuple[torch.device, BackendError | Non
             hint=f'start at most {count} ranks per host, or use backend="gloo"',
         )
     return torch.device("cuda", launch.local_rank % count), None
+
+
+def check_same(live: Communicator, wanted: str, given: Mapping[str, object]) -> None:
+    """Raise BackendError unless a communicator has what a further `init` asks for."""
+    has = {"rank": live.rank, "size": live.size, "device": live.device}
+    if wanted not in ("auto", live.backend):
+        raise BackendError(
+            f"backend {wanted!r} is wanted, but this process already communicates by "
+            f"{live.backend!r}",
+            because="a process has one communicator at a time",
+            hint="close() the first on all ranks, or name the backend in the first init()",
+        )
+    other = [f"{k}={v}" for k, v in given.items() if v is not None and str(v) != str(has[k])]
+    if other:
+        raise BackendError(
+            f"{', '.join(other)} wanted, but this process stands for rank {live.rank} of "
+            f"{live.size} on {live.device}",
+            because="a process has one communicator at a time",
+            hint="close() the first",
+        )

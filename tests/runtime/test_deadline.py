@@ -258,7 +258,7 @@ def test_a_wait_in_a_plan_that_never_ends() -> None:
 def test_a_refusal_ends_the_wait(can_abort: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     store, aborted = HashStore(), list[str]()
     rank = Watched(store=store)
-    store.set("refused/4/2", "rank 1: %x has shape (5,)")
+    store.set("refused/4/2", "another rank refused it\nrank 1: %x has shape (5,)")
 
     def abort() -> bool:
         aborted.append("waits")

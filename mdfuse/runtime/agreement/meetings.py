@@ -22,7 +22,7 @@ ANSWER_S = 1.0
 
 
 def raise_alike(
-    problem: MdfuseError | None,
+    problem: BaseException | None,
     said: Sequence[str | None],
     elsewhere: Callable[[int, str], MdfuseError],
 ) -> None:

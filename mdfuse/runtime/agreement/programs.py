@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mdfuse.config import VERSION, Options
-from mdfuse.errors import IndexRangeError, MdfuseError, ProgramError, printable
+from mdfuse.errors import IndexRangeError, ProgramError, printable, told
 from mdfuse.hir.program import HostProgram
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.runtime.agreement.crowds import BECAUSE, HINT, crowd
@@ -42,7 +42,7 @@ _SHARED = (
 def first_run(
     program: HostProgram,
     options: Options,
-    problem: MdfuseError | None,
+    problem: BaseException | None,
     communicator: Communicator,
 ) -> HostProgram:
     """Let all ranks agree before a program's first run; return this rank's projection.
@@ -55,7 +55,7 @@ def first_run(
     if problem is None:
         try:
             local = _checked(program, options, communicator.rank)
-        except MdfuseError as error:
+        except BaseException as error:  # whatever it is, the others are told before it is raised
             problem = error
     agree(program.name, problem, communicator, fingerprint(program, options))
     assert local is not None
@@ -74,7 +74,7 @@ def _checked(program: HostProgram, options: Options, rank: int) -> HostProgram:
 
 
 def agree(
-    name: str, problem: MdfuseError | None, communicator: Communicator, what: str | None = None
+    name: str, problem: BaseException | None, communicator: Communicator, what: str | None = None
 ) -> None:
     """Raise on every rank, unless all ranks are without a problem and run the same.
 
@@ -88,13 +88,13 @@ def agree(
         what: what this rank runs, line by line; all ranks run the same.
 
     Raises:
-        MdfuseError: `problem`, where there is one.
+        BaseException: `problem`, where there is one.
         ProgramError: another rank has one, or runs something else. An IndexRangeError for an
             IndexRangeError.
     """
     own = None if what is None else hashlib.sha256(what.encode()).hexdigest()
     kind = _OUT_OF_RANGE if isinstance(problem, IndexRangeError) else _REFUSED
-    reports = communicator.all_ok(own if problem is None else f"{kind}{problem}")
+    reports = communicator.all_ok(own if problem is None else f"{kind}{told(problem)}")
     problems = [r if r and r.startswith((_REFUSED, _OUT_OF_RANGE)) else None for r in reports]
     raise_alike(problem, problems, partial(_elsewhere, name))
     if any(report != reports[0] for report in reports):

@@ -1,4 +1,4 @@
-"""Refused runs: which rank refused one, whether others had begun it, and if ranks can go on."""
+"""Runs that a rank refused or left: which one, whether others had begun it, if ranks can go on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from mdfuse.backends.work import first_line
-from mdfuse.errors import BackendError, ProgramError
+from mdfuse.errors import BackendError, ProgramError, told
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.agreement.meetings import ANSWER_S
 from mdfuse.runtime.watch.running import RunCount
@@ -20,7 +20,7 @@ _BEGUN = "other ranks had begun it"
 
 @dataclass(slots=True, kw_only=True)
 class Refusals:
-    """The words that ranks leave in the store about runs that they refused, or that broke off.
+    """The words that ranks leave in the store about runs that they refused or left.
 
     Where all ranks refuse a run, nothing of it was posted, and they go on. Otherwise the next post
     of a rank could meet one of another run, so that no rank runs anything any more.
@@ -48,18 +48,31 @@ class Refusals:
         self.refused = occasion
 
         def leave_word() -> None:
-            self.store.set(f"refused/{occasion}", f"rank {self.rank}: {reason}")
+            self.store.set(f"refused/{occasion}", self._word("refused", reason))
             if self.store.add(f"refusals/{occasion}", 1) == self.size:
                 self.store.set(f"settled/{occasion}", _ALL_REFUSED)
 
         within(ANSWER_S, leave_word)
 
+    def abandon(self, tally: RunCount, error: BaseException) -> None:
+        """Note that an error ended a run on this rank, perhaps between two posts; leave word."""
+        self.broken = self.broken or f"{type(error).__name__} ended a run of @{tally.name} here"
+
+        def leave_word() -> None:
+            self.store.set(f"refused/{tally.occasion}", self._word("left", told(error)))
+            self.store.set(f"settled/{tally.occasion}", _BEGUN)
+
+        within(ANSWER_S, leave_word)
+
+    def _word(self, verb: str, reason: str) -> str:
+        return f"another rank {verb} it\nrank {self.rank}: {reason}"
+
     def broke_off(self, tally: RunCount, error: BackendError) -> ProgramError | None:
         """Note that a communication of the run that began last broke on this rank.
 
         Returns:
-            the error with the words of a rank that refused the run; None where none did, or the
-            store does not answer.
+            the error with the words of a rank that refused or left the run; None where none did, or
+            the store does not answer.
         """
         self.broken = self.broken or f"a communication broke ({first_line(error)})"
         found: list[str] = []
@@ -72,9 +85,10 @@ class Refusals:
         within(ANSWER_S, ask)
         if not found:
             return None
+        why, *words = found[0].splitlines()
         return ProgramError(
-            f"@{tally.name} broke off on rank {self.rank}: another rank refused it",
-            where=found[0].splitlines(),
+            f"@{tally.name} broke off on rank {self.rank}: {why}",
+            where=words,
             because="all ranks run, or none does",
         )
 

@@ -75,7 +75,7 @@ class Bulletin:
             self._set("alarm", text)
 
     def refusal(self, occasion: str) -> str | None:
-        """Return what a rank said that refused a run, or None."""
+        """Return what a rank said that refused or left a run, or None."""
         return self._get(f"refused/{occasion}")
 
     def gather(self, ranks: Iterable[int], ending: Deadline = NEVER) -> Answers:

@@ -338,12 +338,13 @@ class Watch:
         return f"{what} is not done on rank {self._rank} after {age_s:.1f} s ({limit})"
 
     def _broken(self) -> Alarm | None:
-        """Return the alarm over a wait for a rank that refused the run; None if it can be ended."""
+        """Return the alarm over a wait for a rank that left the run; None if it can be ended."""
         if self._refused is None:
             return None
         now = self._standing()
-        what = f"{now.doing or 'a run'} broke off on rank {self._rank}: another rank refused it"
-        return Alarm.at(now, what, self._world, self._refused)
+        why, _, words = self._refused.partition("\n")
+        what = f"{now.doing or 'a run'} broke off on rank {self._rank}: {why}"
+        return Alarm.at(now, what, self._world, words)
 
     @contextmanager
     def _reporting(self, alarm: Alarm, now: OwnPosition) -> Iterator[Table]:
