@@ -54,7 +54,9 @@ class Trial:
         assert self.seconds is not None
         plain, chunks = (f"{s * 1e3:.3g} ms" for s in self.seconds)
         kept = "overlapped" if self.best is self.overlapped else "one after the other"
-        return f"measured: {chunks} overlapped, {plain} one after the other; all ranks run it {kept}"
+        return (
+            f"measured: {chunks} overlapped, {plain} one after the other; all ranks run it {kept}"
+        )
 
     def call(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
         """Run once, in the form whose turn it is; see `HostIrEvaluator.call`."""
