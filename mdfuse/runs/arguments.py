@@ -194,12 +194,22 @@ def not_buffers(program: str, out: object) -> ProgramError:
     )
 
 
-def not_by_name(program: HostProgram, arguments: object) -> ProgramError:
-    """Return the error for arguments of an evaluator that are no mapping."""
+def not_by_name(program: HostProgram, arguments: object) -> ProgramError | None:
+    """Return the error for arguments of an evaluator that are no mapping, or have other names."""
+    if not isinstance(arguments, Mapping):
+        return ProgramError(
+            f"@{program.name}: {type(arguments).__name__} for the arguments",
+            because="an evaluator takes them by name",
+            hint="pass a dict with " + ", ".join(program.inputs),
+        )
+    names = {*program.inputs, *program.outputs}
+    unknown = [n for n in arguments if n not in names]
+    missing = [n for n in program.inputs if n not in arguments]
+    if not unknown and not missing:
+        return None
     return ProgramError(
-        f"@{program.name}: {type(arguments).__name__} for the arguments",
-        because="an evaluator takes them by name",
-        hint="pass a dict with " + ", ".join(program.inputs),
+        f"@{program.name}: missing {missing}, unknown {unknown}",
+        hint="pass a tensor, None or a number for each of " + ", ".join(program.inputs),
     )
 
 
