@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from _layers_models import Case
 from _layers_peers import PEERS, Bench, reference
-from _measure import Contender, Row, device_time, host_time, interleave
+from _measure import Contender, Row, device_time, eagerly, host_time, interleave
 from _ranks import Ranks
 from torch import Tensor
 
@@ -77,6 +77,8 @@ class Plan:
         limits: what is allowed.
         left_out: what torch could not run or capture, and why; filled while measuring.
         is_sequence: each rank has some of the tokens of x.
+        programs: mdfuse's of the layer that is measured.
+        eager: what mdfuse ran eagerly, and why; filled while measuring.
     """
 
     ranks: Ranks
@@ -87,6 +89,8 @@ class Plan:
     limits: Limits = _LIMITS
     left_out: dict[str, str] = field(default_factory=dict)
     is_sequence: bool = False
+    programs: list[mf.Program] = field(default_factory=list)
+    eager: list[str] = field(default_factory=list)
 
     @property
     def is_gpu(self) -> bool:
@@ -96,6 +100,11 @@ class Plan:
     def has_limits(self) -> bool:
         """Times are a GPU's, and communication is out of the picture, or meant."""
         return self.is_gpu and (self.ranks.comm.size == 1 or self.limits.on_ranks)
+
+    def told(self) -> Iterator[str]:
+        """Lines on what was not measured as it was meant to be."""
+        yield from (f"left out: {what}: {why}" for what, why in self.left_out.items())
+        yield from (f"not compiled or captured: {line}" for line in self.eager)
 
 
 def bench(plan: Plan, case: Case) -> Bench:
@@ -111,6 +120,7 @@ def bench(plan: Plan, case: Case) -> Bench:
         options=plan.options,
         compiler=plan.compiler,
         is_sequence=plan.is_sequence,
+        programs=plan.programs,
     )
 
 
@@ -206,6 +216,8 @@ def figures(plan: Plan, case: Case, ready: Mapping[str, Ready]) -> Iterator[Row]
     else:
         yield from _times(plan, case, ready, "time", host_time, 1)
     yield from _errors(plan, case, ready)
+    plan.eager.extend(f"{case.name}: {line}" for p in plan.programs for line in eagerly(p))
+    plan.programs.clear()
 
 
 def _queued(calls: Callable[[], None]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,7 @@ class Bench:
         options: mdfuse's; None: those of the environment.
         compiler: the backend of torch.compile.
         is_sequence: each rank has some of the tokens of x, and of the result.
+        programs: mdfuse's, which are added when they are made.
     """
 
     ranks: Ranks
@@ -53,6 +54,7 @@ class Bench:
     options: mf.Options | None
     compiler: str
     is_sequence: bool = False
+    programs: list[mf.Program] = field(default_factory=list)
 
 
 def ours(bench: Bench) -> _Call:
@@ -74,7 +76,9 @@ def ours(bench: Bench) -> _Call:
             for name, (shape, _) in case.shapes().items()
         }
         fd.add_output(case.layer(w, dense, gather))
-    run, inputs = mf.compile(fd, bench.options).run, list(bench.parts.values())
+    program, inputs = mf.compile(fd, bench.options), list(bench.parts.values())
+    bench.programs.append(program)
+    run = program.run
     return lambda: run(*inputs)[0]
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,6 +126,16 @@ def _no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def eagerly(program: mdfuse.Program) -> list[str]:
+    """What a program runs eagerly though it was to be compiled or captured, and why."""
+    lines = map(str.strip, program.explain().splitlines())
+    return [line for line in lines if _EAGER.search(line)]
+
+
+#: As `explain()` says it, of units and of what graphs leave out.
+_EAGER = re.compile(r": runs? eagerly, ")
 
 
 def host_time(calls: Callable[[], None]) -> float:

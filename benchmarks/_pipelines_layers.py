@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from _layers_models import Case
-from _measure import Contender, Row, interleave
+from _measure import Contender, Row, eagerly, interleave
 from _pipelines_clock import makespan_of
 from _pipelines_torch import Stage, stage_of, step_of
 from _ranks import Ranks
@@ -19,6 +19,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
+from mdfuse.seeing import Costs
 from mdfuse.seeing.memory import memory_of
 
 #: The bubble as a multiple of the formula's, the time of torch's, the peak as predicted.
@@ -253,6 +254,7 @@ class Layers:
         options: mdfuse's.
         compiler: the backend of torch.compile; None: it is left out.
         rounds: how many.
+        costs: what predicts the bubble; None: nothing does.
         note: what to do with a line on how far it is.
     """
 
@@ -260,6 +262,7 @@ class Layers:
     options: mf.Options
     compiler: str | None
     rounds: int
+    costs: Costs | None
     note: Callable[[str], None]
 
     def rows(self, schedules: Sequence[str]) -> Iterator[Row]:
@@ -277,7 +280,9 @@ class Layers:
                     continue  # a graph that is compiled goes back in one piece
                 made = partial(step_of, bench, name, module)
                 calls[peer] = self._ready(f"{peer}: {name}", made, want)
-            yield from self._schedule(name, ours, calls)
+            for line in eagerly(ours.program):
+                self.note(f"{name}: not compiled or captured: {line}")
+            yield from self._schedule(name, ours, alone, calls)
 
     def _ready(self, what: str, make: Callable[[], C], want: Results | None = None) -> C:
         """Make a step, and run it until it is compiled, captured, and right."""
@@ -294,7 +299,7 @@ class Layers:
         return call
 
     def _schedule(
-        self, name: str, ours: _Ours, calls: Mapping[str, Callable[[], Any]]
+        self, name: str, ours: _Ours, alone: _Ours, calls: Mapping[str, Callable[[], Any]]
     ) -> Iterator[Row]:
         """All figures of a schedule."""
         times = interleave(
@@ -304,21 +309,30 @@ class Layers:
             settle=self.bench.ranks.settle,
             stopwatch=partial(makespan_of, self.bench.ranks),
         )
-        yield self._bubble(name, ours, times)
+        yield from self._bubbles(name, ours, alone, times)
         for peer in [x for x in times if x not in ("ours", "alone")]:
             yield self._row(f"{name}: time", times["ours"], times[peer], peer, _TIME)
         if self.bench.ranks.device.type == "cuda":
             yield self._peak(name)
 
-    def _bubble(self, name: str, ours: _Ours, times: Mapping[str, list[float]]) -> Row:
-        """What a step takes beyond the work of a stage; the table's share of that work."""
+    def _bubbles(
+        self, name: str, ours: _Ours, alone: _Ours, times: Mapping[str, list[float]]
+    ) -> Iterator[Row]:
+        """What a step takes beyond the work of a stage: beside the table's share of that work.
+
+        The table knows of no hand-overs. Costs do: of their time, and that work beside is slower.
+        """
         schedule = ours.program.schedule
         assert schedule is not None
         timed = schedule.timed()
         share = timed.bubble[0] / timed.work[0]
         beyond = [step - work for step, work in zip(times["ours"], times["alone"], strict=True)]
         formula = [work * share for work in times["alone"]]
-        return self._row(f"{name}: bubble", beyond, formula, "formula", _BUBBLE)
+        yield self._row(f"{name}: bubble", beyond, formula, "formula", _BUBBLE)
+        if self.costs is not None:
+            step, work = (x.program.timeline(self.costs).seconds for x in (ours, alone))
+            predicted = [(step - work) * 1e9] * len(beyond)
+            yield self._row(f"{name}: bubble", beyond, predicted, "predicted", None)
 
     def _peak(self, name: str) -> Row:
         """Bytes of a step on this rank that is not captured, beside what its program says."""
@@ -341,7 +355,7 @@ class Layers:
         ours: list[float],
         against: list[float],
         alternative: str,
-        limit: float,
+        limit: float | None,
         unit: Any = "ms",
     ) -> Row:
         bench = self.bench

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
+    ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 SCHEDULES: Mapping[str, tuple[Any, bool]] = {
     "gpipe": (ScheduleGPipe, False),
     "1f1b": (Schedule1F1B, False),
+    "interleaved": (ScheduleInterleaved1F1B, True),
     "zb1p": (ScheduleInterleavedZeroBubble, True),
 }
 

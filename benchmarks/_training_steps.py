@@ -138,7 +138,9 @@ def _ours(net: Net, bucket: int = BUCKET) -> Step:
     state = {name: net.parts[name].clone() for name in names}
     state |= {f"{n}.{m}": torch.zeros_like(state[n]) for n in names for m in ("mean", "square")}
     count = torch.ones((), device=net.stack.ranks.device)
-    taking = mf.Step(mf.compile(_fusion(net), options), {**state, "step": count})
+    program = mf.compile(_fusion(net), options)
+    net.stack.layer.programs.append(program)
+    taking = mf.Step(program, {**state, "step": count})
     others = [x for name, x in net.parts.items() if name not in names]
     return Step(call=partial(taking, *others), state=state, steps=[count], first=1.0)
 

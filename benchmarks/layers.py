@@ -102,6 +102,7 @@ def _where(plan: Plan) -> dict[str, object]:
         "reference": "float64",
         "peers": plan.peers,
         "left_out": plan.left_out,
+        "eager": plan.eager,
     }
 
 
@@ -147,8 +148,8 @@ def main() -> None:
     )
     path = _measure(plan, _chosen(arguments, ranks.comm.size), arguments)
     if ranks.comm.rank == 0:
-        for what, why in plan.left_out.items():
-            screen.output().print(f"left out: {what}: {why}", markup=False, soft_wrap=True)
+        for line in plan.told():
+            screen.output().print(line, markup=False, soft_wrap=True)
         screen.output().print(f"written: {path}", soft_wrap=True)
         draw([path], path.with_suffix(".svg"))
     ranks.close()

@@ -155,6 +155,7 @@ def main() -> None:
     where = {
         "device": str(ranks.device), "dtype": "bfloat16" if plan.is_gpu else "float32",
         "ranks": ranks.comm.size, "parallel": style, "layers": layers, "left_out": plan.left_out,
+        "eager": plan.eager,
     }  # fmt: skip
     found: list[Row] = []
     llamas = [m.name for m in MODELS if m.family == "llama"]
@@ -171,8 +172,8 @@ def main() -> None:
         if plan.is_gpu:
             torch.cuda.empty_cache()
     if ranks.comm.rank == 0:
-        for what, why in plan.left_out.items():
-            screen.output().print(f"left out: {what}: {why}", markup=False, soft_wrap=True)
+        for line in plan.told():
+            screen.output().print(line, markup=False, soft_wrap=True)
         screen.output().print(f"written: {path}", soft_wrap=True)
     ranks.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from sys import modules
@@ -33,7 +33,6 @@ from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.runs.arguments import (
     check_arguments,
-    check_graph,
     check_no_gradients,
     check_outputs,
     check_ranks,
@@ -41,10 +40,11 @@ from mdfuse.runs.arguments import (
     not_by_name,
     numbers,
 )
+from mdfuse.runs.capturing import captured_by_caller, check_capture, check_graph
 from mdfuse.runs.repeats import Again, never, repeated
 from mdfuse.runs.tracing import align, noted, trace_of
 from mdfuse.runtime.agreement.programs import agree, first_run
-from mdfuse.runtime.sharing import arena, posters
+from mdfuse.runtime.sharing import Posters, arena, posters
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.torch_private import untraced
 
@@ -101,6 +101,10 @@ class HostIrEvaluator:
     _device_type: str = field(default="cpu", init=False, repr=False)
     #: Memory of what others copy from where it lies.
     _arena: Tensor | None = field(default=None, init=False, repr=False)
+    #: Makes for each plan what prepares its posts.
+    _posters: Posters | None = field(default=None, init=False, repr=False)
+    #: Tells whether the caller captures a graph that cannot hold a run; None: none is such.
+    _is_captured: Callable[[], bool] | None = field(default=None, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -237,6 +241,8 @@ class HostIrEvaluator:
         signature, communicator = self._signature, self.communicator
         if signature is None or communicator is None or not communicator.is_ready:
             return None
+        if self._is_captured is not None and self._is_captured():
+            return None
         key = signature.read(arguments, out)
         if key is None:
             return None
@@ -262,9 +268,11 @@ class HostIrEvaluator:
             plan,
             is_like=signature.like(arguments),
             apart_at=signature.apart_again() if plan.may_overlap else None,
-            is_kept=partial(self.plans.again, key, plan),
+            cache=self.plans,
+            key=key,
             are_numbers=partial(self._are_numbers, signature) if plan.numbers else None,
             guarded=partial(self._run, plan),
+            is_captured=self._is_captured,
             is_alone=not self.communicates and self._checks is None,
             communicator=communicator,
             tally=self._tally,
@@ -328,10 +336,10 @@ class HostIrEvaluator:
         out: Sequence[Any] | None,
         caller: int,
     ) -> Plan:
-        assert self._local is not None
+        assert self._local is not None and self._posters is not None
         return build(
             self._local,
-            posters(communicator, self._tally.serial),
+            self._posters(),
             communicator.device,
             options_from_environment(self.options).poison,
             arguments,
@@ -433,7 +441,7 @@ class HostIrEvaluator:
     def forget(self) -> None:
         """Make the next run a first one."""
         self._local, self._signature, self._last, self._again = None, None, _NO_RUN, never
-        self._arena = None
+        self._arena, self._posters = None, None
         self._drop(self.plans.clear(self._number))
 
     # -- all ranks run, or none ------------------------------------------------------------------
@@ -453,9 +461,12 @@ class HostIrEvaluator:
             communicator.can_capture(self.program.backends),
         )
         self._tally = RunCount(name=self.program.name, serial=next(_serials))
+        self._posters = posters(communicator, self._tally.serial)
         communicator.count(self._tally)
         align(self.options, communicator, self._tally.serial)
         self._local, self._device_type = local, communicator.device.type
+        if self.communicates:
+            self._is_captured = captured_by_caller(self.program, communicator)
 
     def _refuse(self, problem: BaseException | None, communicator: Communicator) -> None:
         """Raise a problem in the place of a run that others may have begun, and tell them why."""
@@ -483,12 +494,12 @@ class HostIrEvaluator:
         try:
             check_ranks(self.program, communicator.rank, communicator.size)
             trace_of(self.options, communicator)
-            if self.communicates and (crowded := communicator.crowded(self.program.name)):
-                raise crowded
             program, rank, device = self.program, communicator.rank, communicator.device
-            if not communicator.can_capture(program.backends):
-                graph = options_from_environment(self.options).graph
-                check_graph(program.name, graph, device, communicator.backend)
+            if self.communicates and (crowded := communicator.crowded(program.name)):
+                raise crowded
+            if self.communicates:
+                check_capture(program, communicator)
+            check_graph(program, self.options, communicator)
             check_arguments(program, rank, arguments, device)
             check_no_gradients(program.name, program.inputs, arguments)
             if out is not None:

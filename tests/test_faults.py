@@ -127,11 +127,13 @@ CASES = (
     ),
 )
 
-#: Of a replay the watchdog knows the program, and no post in it; it ends who waits for the GPU.
+#: Of a replay the watchdog knows the program, and no post in it; it ends who waits for the GPU. A
+#: rank that has queued its part may die or stop: its GPU, and its memory, serve the others all the
+#: same, and they run on.
 REPLAYED = tuple(
     replace(case, says=("@gather", *case.says[1:]), statuses=(*ENDED, -signal.SIGABRT))
     for case in CASES
-    if case.fault in ("kill", "stop", "sleep", "raise") and case.moment in ("in", "after")
+    if case.fault in ("kill", "stop", "sleep", "raise") and case.moment == "after"
 )
 
 #: Before all ranks have met, and when they part; by launch, for each waits for other things.

@@ -219,8 +219,10 @@ class Sharing(Protocol):
 
     carried: dict[tuple[int, ...], str]
 
-    def posters(self, run: int) -> Callable[[Call], Poster]:
-        """Return what prepares the calls of a plan, in program order; see `Backend.bind`.
+    def posters(self, run: int) -> Callable[[], Callable[[Call], Poster]]:
+        """Return what makes for each plan of a program what prepares its calls, in program order.
+
+        See `Backend.bind`; what ranks tell each other of a program's posts goes with it.
 
         Args:
             run: the number of the program, alike on all ranks.

@@ -19,12 +19,16 @@ from mdfuse.passes.overlap import Form, Window
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge
 from mdfuse.seeing.costs import H100, Costs
+from mdfuse.seeing.memory import memory_of
 from mdfuse.seeing.named_tables import HERE, here, named
 from mdfuse.seeing.report.numbers import size_text
 from mdfuse.seeing.timeline import timeline
 
 #: Of forms whose times are within this of the best one, that with the fewest chunks is taken.
 _ALIKE = 0.01
+
+#: For how many of the largest that a post fills there may be room ahead of their place.
+_ROOMS = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +40,15 @@ class Choice:
         form: how it is computed in chunks; None: one after the other.
         plain: seconds one after the other.
         times: seconds of each form.
+        staging: bytes beside inputs and outputs, in the form (the best one if none was chosen) and
+            one after the other.
     """
 
     window: Window
     form: Form | None
     plain: float
     times: Mapping[Form, float]
+    staging: tuple[int, int]
 
     @property
     def gain(self) -> float:
@@ -52,9 +59,13 @@ class Choice:
         plain = f"{_ms(self.plain)} one after the other"
         if self.form is not None:
             seconds = _ms(self.times[self.form])
-            return f"{self.window.text}: {self.form}: {seconds} predicted, {plain}"
-        best = f"best of {len(self.times)} forms {_ms(min(self.times.values()))}"
-        return f"{self.window.text}: left as it is: {plain}, {best}"
+            told = f"{self.form}: {seconds} predicted, {plain}"
+        else:
+            best = f"best of {len(self.times)} forms {_ms(min(self.times.values()))}"
+            told = f"left as it is: {plain}, {best}"
+        chunks, whole = map(size_text, self.staging)
+        staging = f"staging: {chunks} in chunks, {whole} one after the other"
+        return f"{self.window.text}: {told}; {staging}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +107,19 @@ def choose(plain: float, times: Mapping[Form, float], error: float = 0.0) -> For
     return min(near, key=lambda f: (f.chunks, f.rotate is None, f.dims), default=None)
 
 
+#: A fusion, its sections, its host program.
+Lowered = tuple[Fusion, tuple[Section, ...], HostProgram]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A lowered program, the seconds that it takes, and the bytes that are received ahead."""
+
+    lowered: Lowered
+    seconds: float
+    room: int = 0
+
+
 @dataclass
 class _Chooser:
     """Choices for one fusion; windows that are alike are gone through once."""
@@ -105,23 +129,34 @@ class _Chooser:
     error: float
     should_merge: ShouldMerge | None
     options: Options
-    known: dict[object, tuple[float, dict[Form, float]]] = field(default_factory=dict)
-
-    def seconds(self, fusion: Fusion) -> float:
-        return timeline(self.lowered(fusion)[1], self.costs).seconds
+    known: dict[object, Choice] = field(default_factory=dict)
 
     def lowered(self, fusion: Fusion) -> tuple[tuple[Section, ...], HostProgram]:
         return hir_lowering.lower_prepared(with_ids(fusion), self.should_merge, self.options)
+
+    def timed(self, fusion: Fusion, room: int = 0) -> Timed:
+        """Return a whole program with room for what is received ahead; 0: what options say."""
+        ahead = replace(self.options, prefetch_bytes=room or self.options.prefetch_bytes)
+        lowered = fusion, *hir_lowering.lower_prepared(fusion, self.should_merge, ahead)
+        return Timed(lowered, timeline(lowered[-1], self.costs).seconds, room)
 
     def choice(self, window: Window) -> Choice:
         fusion = overlap.alone(self.fusion, window)
         key = overlap.likeness(fusion)
         if key not in self.known:
-            forms = overlap.forms(fusion, window)
-            times = {form: self.seconds(streamed) for form, streamed in forms.items()}
-            self.known[key] = (self.seconds(fusion) if times else 0.0), times
-        plain, times = self.known[key]
-        return Choice(window, choose(plain, times, self.error), plain, times)
+            self.known[key] = self._decided(window, fusion, overlap.forms(fusion, window))
+        return replace(self.known[key], window=window)
+
+    def _decided(self, window: Window, fusion: Fusion, forms: Mapping[Form, Fusion]) -> Choice:
+        if not forms:
+            return Choice(window, None, 0.0, {}, (0, 0))
+        plain, *hosts = (self.lowered(x)[1] for x in (fusion, *forms.values()))
+        seconds = timeline(plain, self.costs).seconds
+        times = {f: timeline(x, self.costs).seconds for f, x in zip(forms, hosts, strict=True)}
+        form = choose(seconds, times, self.error)
+        told = form or min(times, key=times.__getitem__)
+        in_chunks = dict(zip(forms, hosts, strict=True))[told]
+        return Choice(window, form, seconds, times, (_staging(in_chunks), _staging(plain)))
 
     def choices(self) -> list[Choice]:
         """Return what is decided of each window; of those that share work, the best go first."""
@@ -137,10 +172,6 @@ class _Chooser:
                 free.append(c)
                 taken.update(c.window.values if c.form is not None else ())
         return free
-
-
-#: A fusion, its sections, its host program.
-Lowered = tuple[Fusion, tuple[Section, ...], HostProgram]
 
 
 def lower(
@@ -171,23 +202,25 @@ def find(
     place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
     in_order = sorted(choices, key=lambda c: place[c.window.values[0]])
     told += [str(c) for c in in_order] or _nothing(fusion)
+    before = Timed(lowered, timeline(plain, costs).seconds)
+    found = _ahead(chooser, before)
     streamed = _streamed(fusion, {c.window: c.form for c in choices if c.form is not None})
-    before = timeline(plain, costs).seconds
-    found, after = lowered, before
     if streamed is not fusion:
         streamed = with_ids(streamed)
-        made = streamed, *chooser.lowered(streamed)
-        seconds = timeline(made[-1], costs).seconds
-        whole = f"the whole program: {_ms(seconds)} predicted, {_ms(before)} one after the other"
-        if seconds > before:
-            told.append(f"left as it is after all: {whole}")
+        chunks = chooser.timed(streamed)
+        ahead = chooser.timed(streamed, found.room) if found.room else chunks
+        best = min(chunks, ahead, key=lambda x: x.seconds)
+        whole = f"the whole program: {_ms(best.seconds)} predicted, {_ms(found.seconds)} one after"
+        if best.seconds > found.seconds:
+            told.append(f"left as it is after all: {whole} the other")
         else:
-            found, after = made, seconds
-            told.append(f"{whole}, by {costs.name}")
-    found, line = _ahead(chooser, found, after)
-    told += line
-    is_new = found is not lowered
-    return found, Overlap(plain, tuple(told), is_new and options.overlap == "measure")
+            told.append(f"{whole} the other, by {costs.name}")
+            found, before = best, chunks
+    if found.room:
+        text = f"posted ahead of their place: at most {size_text(found.room)}"
+        told.append(f"{text}: {_ms(found.seconds)} predicted, {_ms(before.seconds)} without")
+    is_new = found.lowered is not lowered
+    return found.lowered, Overlap(plain, tuple(told), is_new and options.overlap == "measure")
 
 
 def _streamed(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion:
@@ -201,27 +234,25 @@ def _streamed(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion:
     return fusion
 
 
-def _ahead(chooser: _Chooser, lowered: Lowered, before: float) -> tuple[Lowered, list[str]]:
-    """Return a program that posts what is there already ahead of its place, where that gains.
+def _ahead(chooser: _Chooser, plain: Timed) -> Timed:
+    """Return the program with what is there already posted ahead of its place, where that gains.
 
-    Two budgets are tried: room for the largest that a post fills, as for a parameter of the next
-    layer, and for two of them. A budget of the user's stays.
+    There is room for the largest that a post fills, for two of them, or for four, which is about
+    what the parameters of a layer take. A budget of the user's stays.
     """
-    fusion, _, host = lowered
+    fusion, _, host = plain.lowered
     largest = raise_posts.largest(host)
     if chooser.options.prefetch_bytes or not largest:
-        return lowered, []
-    found: dict[int, Lowered] = {}
-    for room in (largest, 2 * largest):
-        ahead = replace(chooser.options, prefetch_bytes=room)
-        found[room] = fusion, *hir_lowering.lower_prepared(fusion, chooser.should_merge, ahead)
-    times = {room: timeline(x[-1], chooser.costs).seconds for room, x in found.items()}
-    enough = min(min(times.values()) * (1 + _ALIKE), before * (1 - chooser.error))
-    rooms = [room for room, seconds in times.items() if seconds <= enough and seconds < before]
-    if not rooms:
-        return lowered, []
-    text = f"posted ahead of their place: at most {size_text(rooms[0])}"
-    return found[rooms[0]], [f"{text}: {_ms(times[rooms[0]])} predicted, {_ms(before)} without"]
+        return plain
+    found = [chooser.timed(fusion, room * largest) for room in _ROOMS]
+    least = min(x.seconds for x in found)
+    enough = min(least * (1 + _ALIKE), plain.seconds * (1 - chooser.error))
+    return next((x for x in found if x.seconds <= enough and x.seconds < plain.seconds), plain)
+
+
+def _staging(host: HostProgram) -> int:
+    """Return the bytes that the first rank holds beside inputs and outputs, at most."""
+    return memory_of(host.project(host.meshes[0].ranks[0])).staging
 
 
 def _ms(seconds: float) -> str:

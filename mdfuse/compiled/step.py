@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,12 @@ class Step:
         self.program = program
         self.state = {name: state[name] for name in names}
         self._others = [name for name in fusion.inputs if name not in written]
-        places = {name: n for n, name in enumerate((*names, *self._others))}
-        self._ordered = picked([places[name] for name in fusion.inputs])
+        given = [*names, *self._others]
+        places = {name: n for n, name in enumerate(given)}
+        #: puts the state and the others in definition order; None where they are
+        self._ordered = (
+            None if given == [*fusion.inputs] else picked([places[name] for name in fusion.inputs])
+        )
         self._results = [i for i, name in enumerate(fusion.outputs) if name not in fusion.reuse]
 
     @untraced
@@ -100,7 +104,9 @@ class Step:
                 hint=f"pass, in this order: {', '.join(self._others)}",
             )
             self.program.refuse(problem)
-        given = self._ordered((*self.state.values(), *inputs))
+        given: Sequence[Any] = (*self.state.values(), *inputs)
+        if self._ordered is not None:
+            given = self._ordered(given)
         outputs = self.program.run(*given, extents=extents)
         found = tuple([outputs[i] for i in self._results])
         return found[0] if len(found) == 1 else found or None

@@ -313,6 +313,17 @@ class HostProgram:
         return tuple(dict.fromkeys({id(m): m for m in found}.values()))
 
     @cached_property
+    def _local_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that a buffer has on the rank of a projection."""
+        found = self._local_shapes.get(name)
+        if found is None:
+            found = self._local_shapes[name] = self.types[name].local_shape(self.rank)
+        return found
+
+    @cached_property
     def _by_rank(self) -> MeshesByRank:
         return MeshesByRank(self.meshes)
 

@@ -20,9 +20,31 @@ from mdfuse.layouts.layout import Layout
 _FEW_BLOCKS = 8
 
 
+#: How the result is cut along each dim of the operand that is in blocks, or becomes so; None:
+#: plainly.
+Taken = dict[int, Cut | None]
+
+
+def view_in_blocks(
+    op: str, attrs: Mapping[str, Any], shapes: tuple[Shape, Shape], operand: Layout, labels: DimMap
+) -> tuple[DimMap, Taken]:
+    """Label the dims of a slice, or of a reshape, so that more of them stay split.
+
+    Args:
+        op: which op; of others labels are what they were.
+        attrs: its attributes.
+        shapes: of its operand and its result.
+        operand: the layout of its operand.
+        labels: those without blocks.
+    """
+    if op == "slice":
+        return along_blocks(labels, attrs, shapes[0], operand.cuts)
+    return reshape_of_blocks(labels, *shapes, operand) if op == "reshape" else (labels, {})
+
+
 def along_blocks(
     labels: DimMap, attrs: Mapping[str, Any], shape: Shape, cuts: Mapping[int, Cut]
-) -> tuple[DimMap, dict[int, Cut | None]]:
+) -> tuple[DimMap, Taken]:
     """Label the dims of a slice that takes whole blocks of them: they may stay split.
 
     Args:
@@ -34,7 +56,7 @@ def along_blocks(
     Returns:
         the labels, and for each such dim how the result is cut; None: plainly.
     """
-    found: dict[int, Cut | None] = {}
+    found: Taken = {}
     for d, cut in cuts.items():
         if labels.result[d] is None and attrs["steps"][d] == 1 and not cut.plain:
             taken = part_of_blocks(cut.blocks, shape[d], (attrs["starts"][d], attrs["ends"][d]))
@@ -48,7 +70,7 @@ def along_blocks(
 
 def reshape_of_blocks(
     labels: DimMap, shape: Shape, result: Shape, operand: Layout
-) -> tuple[DimMap, dict[int, Cut | None]]:
+) -> tuple[DimMap, Taken]:
     """Label the dims of a reshape from and into blocks: more of them may stay split.
 
     A dim that the reshape keeps stays in blocks; of one that falls into its equal blocks, the dim
@@ -65,7 +87,7 @@ def reshape_of_blocks(
         the labels, and for each such dim of the operand how the result is cut; None: plainly.
     """
     before, after = [*labels.operands[0]], [*labels.result]
-    taken, inner = dict[int, Cut | None](), dict[int, tuple[int, int, int, int]]()
+    taken, inner = Taken(), dict[int, tuple[int, int, int, int]]()
     for old, new in reshape_groups(shape, result):
         split = [d for d in old if operand.split_axes(d)]
         large = [d for d in old if shape[d] != 1], [d for d in new if result[d] != 1]

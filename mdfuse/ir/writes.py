@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mdfuse.ir.ops import Op
 from mdfuse.ir.out_forms import Write
+from mdfuse.ir.tensors import PLAIN
 
 
 def is_dense_result(op: Op, facts: Sequence[Tensor | None]) -> bool:
@@ -156,8 +157,11 @@ def _where_alike(
 
 
 def _lies_plainly(out: Tensor) -> bool:
-    """Whether a buffer lies as a new one does: dense, at an address that is a multiple of 64."""
-    return out.is_contiguous() and out.data_ptr() % 64 == 0
+    """Whether a buffer lies as a new one does: dense, at an address that is a multiple of 64.
+
+    One that is traced for a compiler has no address: compiled code has bits of its own.
+    """
+    return out.is_contiguous() and (type(out) not in PLAIN or out.data_ptr() % 64 == 0)
 
 
 def _are_dense(out: Tensor, operands: Sequence[Any]) -> bool:

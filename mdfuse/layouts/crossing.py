@@ -8,23 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mdfuse.layouts.aligned import Aligned, digits
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank
 from mdfuse.layouts.lacks import every_coordinate, length, meeting, rows_at, shared
 from mdfuse.layouts.side import Side
 from mdfuse.mesh import DeviceMesh
-
-
-class Crossing(NamedTuple):
-    """What an exchange does where hosts are known.
-
-    Attributes:
-        busiest: elements through the host that takes in or gives out most.
-        messages: that a rank sends or receives, at most.
-    """
-
-    busiest: int
-    messages: int
 
 
 class _Held(NamedTuple):
@@ -39,8 +28,8 @@ class _Held(NamedTuple):
     key: Any
 
 
-def crossing(exchange: Exchange) -> Crossing:
-    """Return what goes from host to host; hosts are known, and extents are numbers.
+def crossing(exchange: Exchange) -> int:
+    """Return the elements through the host that takes in or gives out most; extents are numbers.
 
     Each holder of what several hosts have is taken to send as much of it to other hosts.
 
@@ -49,8 +38,11 @@ def crossing(exchange: Exchange) -> Crossing:
     >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
     >>> rows, columns = (Side(Layout(mesh, {"a": Shard(d)}), (4, 4)) for d in (0, 1))
     >>> crossing(Exchange(rows, columns))
-    Crossing(busiest=8, messages=1)
+    8
     """
+    aligned = _aligned(exchange)
+    if aligned is not None:
+        return aligned.crossing()
     source, destination = exchange.source, exchange.destination
     hosts = hosts_by_rank(source.mesh, destination.mesh)
     fixed = tuple(a for a in source.mesh.axes if a in source.fixed)
@@ -65,7 +57,7 @@ def crossing(exchange: Exchange) -> Crossing:
     far = wanted - np.bincount(held.key, local)[held.key]  # all receivers, less those served near
     share = -(-far * held.holders // np.bincount(held.key, held.holders)[held.key].astype(int))
     out = np.bincount(held.host, share)
-    return Crossing(int(max(into.max(), out.max())), _messages(exchange))
+    return int(max(into.max(), out.max()))
 
 
 def least_crossing(exchange: Exchange) -> int:
@@ -77,12 +69,24 @@ def least_crossing(exchange: Exchange) -> int:
     >>> least_crossing(Exchange(rows, whole))
     8
     """
+    aligned = _aligned(exchange)
+    if aligned is not None:
+        return aligned.least_crossing()
     source, destination = exchange.source, exchange.destination
     fixed, needed = (tuple(a for a in x.mesh.axes if a in x.fixed) for x in (source, destination))
     held, need = _held(source.mesh, fixed), _held(destination.mesh, needed)
     near = _near(source.mesh, fixed, destination.mesh, needed)
     lack = _sizes(destination, need.at) - _overlap(exchange, held, near, need.at).sum(1)
     return int(np.bincount(need.host, lack).max())
+
+
+def _aligned(exchange: Exchange) -> Aligned | None:
+    """Return an exchange on one mesh whose hosts follow its axes; None: it is no such one."""
+    source, destination = exchange.source, exchange.destination
+    if source.mesh != destination.mesh or source.layout.reaches or destination.layout.reaches:
+        return None
+    found = digits(source.mesh)
+    return Aligned(exchange, found) if found is not None else None
 
 
 def elements_by_host(side: Side) -> list[int]:
@@ -96,10 +100,9 @@ def elements_by_host(side: Side) -> list[int]:
     held = _held(side.mesh, tuple(a for a in side.mesh.axes if a in side.fixed))
     sizes = np.broadcast_to(_sizes(side, held.at), held.host.shape)
     found = np.bincount(held.host, sizes).astype(int)
-    return [int(found[h]) for h in np.unique(held.host)]
+    return [*map(int, found[_each_host(side.mesh)])]
 
 
-@lru_cache(maxsize=256)
 def hosts_of_terms(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     """Return on how many hosts the terms along some axes are at least.
 
@@ -107,8 +110,23 @@ def hosts_of_terms(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     >>> hosts_of_terms(mesh, ("a",)), hosts_of_terms(mesh, ("b",)), hosts_of_terms(mesh, ("a", "b"))
     (2, 1, 2)
     """
-    most = int(np.bincount(_held(mesh, axes).host).max())
-    return -(-math.prod(map(mesh.axis_size, axes)) // most)
+    return -(-math.prod(map(mesh.axis_size, axes)) // parts_on_host(mesh, axes))
+
+
+@lru_cache(maxsize=256)
+def parts_on_host(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
+    """Return how many different parts ranks of one host have, at most, of what some axes split.
+
+    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
+    >>> parts_on_host(mesh, ("a",)), parts_on_host(mesh, ("b",))
+    (1, 2)
+    """
+    return int(np.bincount(_held(mesh, axes).host).max())
+
+
+@lru_cache(maxsize=256)
+def _each_host(mesh: DeviceMesh) -> Any:
+    return np.unique(np.array(mesh.hosts))
 
 
 @lru_cache(maxsize=256)
@@ -169,8 +187,11 @@ def _sizes(side: Side, at: dict[str, Any]) -> Any:
     return size
 
 
-def _messages(exchange: Exchange) -> int:
+def messages(exchange: Exchange) -> int:
     """Return how many messages a rank sends or receives at most."""
+    aligned = _aligned(exchange)
+    if aligned is not None:
+        return aligned.messages()
     source, destination = exchange.source, exchange.destination
     own: Any = 0
     if source.mesh == destination.mesh:

@@ -70,8 +70,8 @@ class Exchange:
             terms | source.numbered(n, self.reduced) for n in range(source.count(self.reduced))
         ]
         for parts in product(*starmap(source.meeting, enumerate(need))):
-            part = {a: i for coordinates, _ in parts for a, i in coordinates.items()}
-            for box in product(*[rows for _, rows in parts]):
+            part = {a: i for coordinates, *_ in parts for a, i in coordinates.items()}
+            for box in product(*[rows for *_, rows in parts]):
                 for n, term in enumerate(every):
                     for sender, share in self._senders({**part, **term}, rank, at, held, box):
                         yield sender, share, n

@@ -86,6 +86,7 @@ def _in_teams(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Any, Any, Any]:
     return found % len(hosts), here, n - here
 
 
+@lru_cache(maxsize=256)
 def rings(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     """Return how many teams along axes reach other hosts, at the host that has most of them.
 
@@ -99,6 +100,7 @@ def rings(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     return int(np.bincount(host, elsewhere > 0).max())
 
 
+@lru_cache(maxsize=256)
 def pairs_apart(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     """Return how many pairs of a team have one rank at a host, the other not, at the busiest host.
 

@@ -94,11 +94,13 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
     grid = meshes[1].shape if meshes[0] == meshes[1] else (meshes[1].size,)
     takes, known = (np.zeros(max(m.last_rank for m in meshes) + 1, bool) for _ in meshes)
     takes[goal[np.broadcast_to(lack, grid).reshape(-1)]] = True
-    senders = np.unique(exchange.senders()) if exchange.by_host else ranks[_is_sending(exchange)]
-    senders = senders[~takes[senders]]
-    if len(senders) <= _FEW:  # some turns are those of parts without elements
-        senders = np.array([r for r in senders.tolist() if any(exchange.sent(r))], int)
-    takes[senders] = True
+    rest = ranks[~takes[ranks]]
+    if len(rest) > _FEW:
+        rest = np.unique(exchange.senders()) if exchange.by_host else ranks[_is_sending(exchange)]
+        rest = rest[~takes[rest]]
+    if len(rest) <= _FEW:  # some turns are those of parts without elements
+        rest = np.array([r for r in rest.tolist() if any(exchange.sent(r))], int)
+    takes[rest] = True
     known[ranks] = True
     every = np.concatenate((ranks, goal[~known[goal]]))
     return tuple(every[takes[every]].tolist())

@@ -64,11 +64,11 @@ class RankPart:
 
 def part_of(comm: Family, rank: int) -> RankPart:
     """Return what a rank posts, and what it copies by itself."""
-    team = comm.team(rank)
     if comm.kind in ("Exchange", "ReduceExchange"):
         return _exchange(comm, rank)
     if comm.kind == "SendRecv":
         return _send_recv(comm, rank)
+    team = comm.team(rank)
     if comm.kind == "AllToAll":
         return _all_to_all(comm, rank, team) if team else RankPart()
     return _with_root(comm, rank, team)
@@ -191,6 +191,8 @@ def _send_recv(comm: Family, rank: int) -> RankPart:
     for position in sorted(positions):
         sender, receiver = (mesh.ranks[position] for mesh in meshes)
         box = _whole(comm.source.box(comm.shape, sender))
+        if not box_size(box):
+            continue
         if sender == receiver:
             copies.append((box, box))
         elif rank == sender:
@@ -242,10 +244,8 @@ def _point_to_point(
     recvs: list[tuple[int, Box]],
     copies: list[tuple[Box, Box]],
 ) -> RankPart:
-    """Return a rank's part of sends and receives between pairs; empty boxes are left out."""
-    sends = [(peer, box) for peer, box in sends if box_size(box)]
-    recvs = [(peer, box) for peer, box in recvs if box_size(box)]
-    kept = tuple(pair for pair in copies if box_size(pair[0]))
+    """Return a rank's part of sends and receives between pairs, of which no box is empty."""
+    kept = tuple(copies)
     if not sends and not recvs:
         return RankPart(copies=kept)
     call = Call(

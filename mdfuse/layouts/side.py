@@ -152,10 +152,12 @@ class Side:
         if dim in self._plain and len(rows) == 1:
             ((start, stop),), size = rows, self._plain[dim]
             return range(start // size, (stop - 1) // size + 1)
-        if dim in self.layout.blocked or len(rows) > 1:
+        reach = self.layout.reach(dim)
+        is_alone = not self.split[dim] and reach is None
+        if is_alone or dim in self.layout.blocked or len(rows) > 1:
             return range(self.count(self.split[dim]))
         ((start, stop),) = rows
-        if self.layout.reach(dim) is not None:
+        if reach is not None:
             parts = enumerate(self.layout.chunks_of(dim, self.shape[dim]))
             found = [n for n, (_, (a, b)) in parts if max(a, start) < min(b, stop)]
             return range(found[0], found[-1] + 1) if found else range(0)
@@ -170,11 +172,12 @@ class Side:
             interval, position = nth_chunk(interval, n, i), position * n + i
         return position
 
-    def meeting(self, dim: int, rows: Rows) -> Iterator[tuple[dict[str, int], Rows]]:
-        """Yield the parts of a dim that have some rows: coordinates, and which of these rows."""
-        axes = self.split[dim]
+    def meeting(self, dim: int, rows: Rows) -> Iterator[tuple[dict[str, int], Rows, Rows]]:
+        """Yield the parts of a dim that have some rows: coordinates, part, which of these rows."""
+        axes, is_plain = self.split[dim], dim in self._plain
         for n in self.positions(dim, rows):
             at = self.numbered(n, axes) if axes else {}
-            both = meet(self.rows_of(dim, at), rows)
+            part = self._part(dim, n) if is_plain else self.rows_of(dim, at)
+            both = meet(part, rows)
             if both:
-                yield at, both
+                yield at, part, both

@@ -106,8 +106,8 @@ class Turns:
         axes = self.destination.split[dim]
         number = self.destination.number(at, axes)
         found = list[_Piece]()
-        for coordinates, both in source.meeting(dim, rows):
-            met = self.pattern.met_in(dim, source.rows_of(dim, coordinates))
+        for coordinates, part, both in source.meeting(dim, rows):
+            met = self.pattern.met_in(dim, part)
             place, first = self._places(coordinates)
             found.append(
                 _Piece(both, coordinates.items() <= own, place, first, number - met.start, met.size)

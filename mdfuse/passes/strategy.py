@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
 from mdfuse.ir.dims import DimMap, Labels, always
-from mdfuse.ir.dims_in_blocks import along_blocks, reshape_of_blocks
+from mdfuse.ir.dims_in_blocks import view_in_blocks
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.reach import Reach
 from mdfuse.mesh import DeviceMesh
+from mdfuse.reshard import costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,15 +130,47 @@ def _chosen(
     expr: Expr, values: Mapping[str, Value], laws: tuple[Layout | None, ...]
 ) -> Strategy | None:
     operands, labels = _operands(expr, values)
-    taken: dict[int, Cut | None] = {}
-    if expr.op == "slice" and (layout := operands[0].layout) is not None:
-        shape = operands[0].value.shape
-        labels, taken = along_blocks(labels, expr.kwargs, shape, layout.cuts)
-        operands = [replace(operands[0], labels=labels.operands[0])]
-    if expr.op == "reshape" and (layout := operands[0].layout) is not None:
-        shapes = operands[0].value.shape, values[expr.output].shape
-        labels, taken = reshape_of_blocks(labels, *shapes, layout)
-        operands = [replace(operands[0], labels=labels.operands[0])]
+    found = _by_labels(expr, values, laws, operands, labels, {})
+    layout = operands[0].layout if operands else None
+    if layout is None or found is None:
+        return found
+    shapes = operands[0].value.shape, values[expr.outputs[0]].shape
+    in_blocks, taken = view_in_blocks(expr.op, expr.kwargs, shapes, layout, labels)
+    if not taken:
+        return found
+    operands = [replace(operands[0], labels=in_blocks.operands[0])]
+    kept, law = _by_labels(expr, values, laws, operands, in_blocks, taken), laws[0]
+    if kept is None or law is None or law.partial_axes:
+        return kept
+    return min((kept, found), key=lambda way: _moved(way, expr, values, law))
+
+
+def _moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:
+    """Return what changes of layout of a view's operand and of its result cost."""
+    value, out = values[expr.reads[0]], values[expr.output]
+    assert value.layout is not None
+    before = costs([value.layout], way.wanted[value.name], value.shape, value.dtype.itemsize)
+    return before[0] + costs([way.result], law, out.shape, out.dtype.itemsize)[0]
+
+
+def _by_labels(
+    expr: Expr,
+    values: Mapping[str, Value],
+    laws: tuple[Layout | None, ...],
+    operands: Sequence[_Operand],
+    labels: DimMap,
+    taken: Mapping[int, Cut | None],
+) -> Strategy | None:
+    """Return the strategy that labels of dims lead to.
+
+    Args:
+        expr: the expression.
+        values: all values.
+        laws: for each result the layout that it must have in the end.
+        operands: what it reads.
+        labels: of their dims, and of those of its results.
+        taken: labels of dims in blocks -> how the result is cut along them.
+    """
     mesh = _mesh(operands, laws)
     if mesh is None:
         return None

@@ -71,10 +71,10 @@ class _CudaRecording:
 
     graph: torch.cuda.CUDAGraph
     recorder: CudaRecorder
-    replay: Callable[[], None] = field(init=False)  # the graph's own: each run calls it
+    replay: Callable[[], None] = field(init=False)  # each run calls it: the binding itself
 
     def __post_init__(self) -> None:
-        self.replay = self.graph.replay
+        self.replay = super(torch.cuda.CUDAGraph, self.graph).replay
 
     def reset(self) -> None:
         torch.cuda.synchronize(self.recorder.device)

@@ -102,7 +102,13 @@ class Exchanges:
             self.context.bind_name(i.outputs[0])
         used = (*(x for pair in pairs for x in pair), *(e.buffer for e in (*sends, *recvs)))
         post = Line(
-            run=_exchange(self.post(poster), len(pairs), len(sends), [e in recvs for e in ends]),
+            run=_exchange(
+                self.post(poster),
+                len(pairs),
+                len(sends),
+                [e in recvs for e in ends],
+                self.context.has_streams,
+            ),
             args=tuple(map(SlotRef, used)),
             into=tuple(e.handle for e in ends),
             shares=used,
@@ -250,7 +256,7 @@ _Post = Callable[[list[Tensor], list[Tensor]], tuple[Work, ...]]
 
 
 def _exchange(
-    post: _Post, pairs: int, sends: int, receives: Sequence[bool]
+    post: _Post, pairs: int, sends: int, receives: Sequence[bool], has_streams: bool
 ) -> Callable[..., tuple[Pending, ...]]:
     """Return the function that makes the copies and posts; each handle delivers into its place.
 
@@ -259,6 +265,7 @@ def _exchange(
         pairs: how many copies on this rank: the first arguments are their sources and places.
         sends: how many of the following arguments are sent; into the others is received.
         receives: for each handle, whether it is one of a receive from another rank.
+        has_streams: whether handles may be waited for on different streams.
     """
 
     def exchange(*buffers: Tensor) -> tuple[Pending, ...]:
@@ -267,7 +274,7 @@ def _exchange(
             destination.copy_(source.reshape(destination.shape))
         landed = [landing(place) for place in away[sends:]]
         works = post([x.contiguous() for x in away[:sends]], [d for d, _ in landed])
-        sent, received = halves(works)
+        sent, received = halves(works, has_streams)
         unpacks = (unpack for _, unpack in landed)
         return tuple(
             Pending(received, next(unpacks)) if is_one else Pending(sent) for is_one in receives

@@ -100,6 +100,18 @@ def _unwatched() -> None:
     """Do nothing, where nobody watches."""
 
 
+def _as_one(calls: Sequence[_Call]) -> _Call:
+    """Return what makes all of these calls."""
+    if len(calls) == 1:
+        return calls[0]
+
+    def all_of_them() -> None:
+        for call in calls:
+            call()
+
+    return all_of_them
+
+
 @dataclass
 class _Captured:
     """A captured region: the graph, and the buffers that it reads and fills.
@@ -172,7 +184,7 @@ class GraphPlan:
     limit: int | None = None
     _captured: dict[int, dict[tuple[int, ...], _Captured]] = field(default_factory=dict)
     _functions: dict[tuple[bool, int], Function] = field(default_factory=dict)
-    _ready: dict[tuple[int, ...], tuple[_Call, ...]] = field(default_factory=dict)
+    _ready: dict[tuple[int, ...], _Call] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.regions = regions(self.plan)
@@ -237,11 +249,10 @@ class GraphPlan:
                 key = tuple(map(_address, values)) if at is None else (*at, *map(_address, buffers))
             except TypeError:  # this rank lacks some
                 key = tuple([0 if x is None else x.data_ptr() for x in values])
-        calls = self._ready.get(key) if key is not None else None
-        if calls is None:
+        replay = self._ready.get(key) if key is not None else None
+        if replay is None:
             return self._run(values, key)
-        for call in calls:
-            call()
+        replay()
         return self._taken(values)
 
     def _buffers(self, out: Sequence[Any]) -> list[Any]:
@@ -265,7 +276,7 @@ class GraphPlan:
         if at is not None and all(c is not None and not c.copied for c in used):
             if len(self._ready) >= _READY:
                 self._ready.clear()
-            self._ready[at] = tuple(call for c in used if c is not None for call in c.calls)
+            self._ready[at] = _as_one([call for c in used if c is not None for call in c.calls])
         return results
 
     def _graph(self, n: int, slots: dict[int, Any]) -> _Captured | None:

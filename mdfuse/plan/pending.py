@@ -59,11 +59,36 @@ class _Copied:
         self._event.wait()
 
 
-def halves(works: tuple[Work, ...]) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+class _Shared:
+    """A work that several handles are waited for by, on whatever streams.
+
+    What its first wait leaves done, or queued on the stream that was current then, later ones find
+    through an event: most works do nothing in a second wait.
+    """
+
+    __slots__ = ("_event", "_work")
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._event: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Let the stream that is current now wait for the work."""
+        if self._event is not None:
+            self._event.wait()
+            return
+        self._work.wait()
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+
+def halves(works: tuple[Work, ...], has_streams: bool) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
     """Return what is to be waited for where something is sent, and where it is received.
 
     Some backends have works whose halves can be waited for one by one (`Divided`).
     """
+    if has_streams:
+        works = tuple([w if hasattr(w, "sent") else _Shared(w) for w in works])
     sent, received = (
         tuple([getattr(work, half, work) for work in works]) for half in ("sent", "received")
     )

@@ -38,8 +38,9 @@ class Signature:
         written: the positions of those whose buffers are written through an alias.
         promoted: the positions of further inputs that change the dtype of torch's results where
             they are zeros without memory.
-        posted: the positions of inputs whose memory may go to a library that knows nothing of
-            tensors, or into a CUDA graph, and so must hold their elements.
+        bare: the positions of inputs whose memory may go to what knows nothing of tensors (a
+            library of communications, compiled code, a CUDA graph), and so must hold their
+            elements.
         device: the index of the GPU whose current stream counts; None on CPU.
         owner: tells the signatures of one program from those of others.
     """
@@ -49,7 +50,7 @@ class Signature:
     absent: tuple[int, ...]
     numbers: tuple[int, ...]
     written: tuple[int, ...]
-    posted: tuple[int, ...]
+    bare: tuple[int, ...]
     promoted: tuple[int, ...]
     device: int | None
     owner: int
@@ -75,7 +76,7 @@ class Signature:
             given = tuple(map(is_, out, repeat(None)))
         if not PLAIN.issuperset(map(type, tensors)):
             return None
-        for n in self.posted:
+        for n in self.bare:
             x = arguments[n]
             if x.is_neg() or x.is_conj() or is_zero_tensor(x):
                 return None
@@ -198,7 +199,7 @@ def signature_of(
     """Return how to read off the arguments of one rank; `is_captured`: for CUDA graphs, too."""
     kinds = [program.types[name] for name in program.inputs]
     mine = _positions(kinds, lambda k: k.layout is not None and rank in k.layout.mesh)
-    posted = {*program.inputs} if is_captured else _posted(program)
+    bare = {*program.inputs} if is_captured else _bare(program)
     promoted = _positions(kinds, lambda k: not k.shape or not k.dtype.is_floating_point)
     return Signature(
         count=len(kinds),
@@ -206,8 +207,8 @@ def signature_of(
         absent=_positions(kinds, lambda k: k.layout is not None and rank not in k.layout.mesh),
         numbers=_positions(kinds, lambda k: k.layout is None),
         written=tuple(n for n in mine if program.inputs[n] in program.written_inputs),
-        posted=tuple(n for n in mine if program.inputs[n] in posted),
-        promoted=tuple(n for n in mine if n in promoted and program.inputs[n] not in posted),
+        bare=tuple(n for n in mine if program.inputs[n] in bare),
+        promoted=tuple(n for n in mine if n in promoted and program.inputs[n] not in bare),
         device=device.index if device.type == "cuda" else None,
         owner=owner,
     )
@@ -219,8 +220,8 @@ def _positions(
     return tuple(n for n, kind in enumerate(kinds) if is_one(kind))
 
 
-def _posted(program: HostProgram) -> set[str]:
-    """Return the names whose memory a communication may read or write."""
+def _bare(program: HostProgram) -> set[str]:
+    """Return the names whose memory a communication or compiled code may read or write."""
     shared = storage(program)
-    posts = (i for i in program.walk() if i.comm is not None or i.op in ("send", "recv"))
-    return {shared.get(x, x) for i in posts for x in (*i.reads, *i.outputs)}
+    users = (i for i in program.walk() if i.comm is not None or i.op in ("send", "recv", "launch"))
+    return {shared.get(x, x) for i in users for x in (*i.reads, *i.outputs)}

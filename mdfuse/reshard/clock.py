@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from mdfuse.communication import Communication
-from mdfuse.layouts.crossing import crossing
+from mdfuse.layouts.crossing import crossing, messages
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank, pairs_apart, rings
 from mdfuse.layouts.lacks import UNIT, arriving, is_special, part_size
@@ -55,9 +55,8 @@ def is_timed(source: Layout, destination: Layout, shape: tuple[int, ...]) -> boo
 def network(comm: Communication, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return (messages of a rank, elements through the network of a host), at the busiest."""
     if comm.kind in EXCHANGES:
-        sides = Side(comm.source, shape), Side(comm.destination, shape)
-        found = crossing(Exchange(*sides))
-        return found.messages, found.busiest
+        exchange = Exchange(Side(comm.source, shape), Side(comm.destination, shape))
+        return messages(exchange), crossing(exchange)
     before, after = (part_size(x, shape) for x in (comm.source, comm.destination))
     if comm.is_along_axes:
         return 1, along(comm.kind, comm.source.mesh, comm.axes, before, after)

@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mdfuse.caching import Cache
 from mdfuse.layouts.blocks import segments, split
 from mdfuse.layouts.boxes import Rows
 from mdfuse.layouts.crossing import (
-    Crossing,
     crossing,
     elements_by_host,
     hosts_of_terms,
     least_crossing,
+    messages,
+    parts_on_host,
 )
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.lacks import (
@@ -39,6 +41,9 @@ from mdfuse.layouts.lacks import (
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.side import Side
 from mdfuse.reshard.clock import along, is_timed, nanoseconds
+
+#: The rows that ranks need, and those of them that they have: many questions are about the same.
+_OVERLAPS: Cache[tuple[Any, Any]] = Cache(limit=512)
 
 
 class Node(NamedTuple):
@@ -71,18 +76,17 @@ class Costs:
     itemsize: int
     #: whether what arrives at others than the worst rank is no matter
     is_worst_alone: bool = False
+    layouts: dict[Node, Layout] = field(default_factory=dict)
     #: node -> elements of its largest part
     parts: dict[Node, int] = field(default_factory=dict)
     #: node without a Partial -> cost of all that is left
     left: dict[Node, int] = field(default_factory=dict)
     #: what exchanges take between hosts
-    crossings: dict[tuple[Layout, Layout], Crossing] = field(default_factory=dict)
+    crossings: dict[tuple[Node, Node], int] = field(default_factory=dict)
     #: axes that are Partial -> what crosses hosts at least
     crossed: dict[tuple[int, ...], int] = field(default_factory=dict)
-    #: (dim, axes that split it, and afterwards) -> the rows that each rank has of those it needs
-    overlaps: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Any] = field(default_factory=dict)
-    #: (dim, axes that split it) -> the rows of each rank
-    rows_by_rank: dict[tuple[int, tuple[int, ...]], Any] = field(default_factory=dict)
+    #: what nodes without terms hold, or need
+    sides: dict[Node, Side] = field(default_factory=dict)
 
     # -- nodes and layouts -----------------------------------------------------------------------
 
@@ -136,6 +140,11 @@ class Costs:
         return tuple(of.get(a) for a in range(len(self.sizes)))
 
     def layout(self, node: Node) -> Layout:
+        if node not in self.layouts:
+            self.layouts[node] = self._layout(node)
+        return self.layouts[node]
+
+    def _layout(self, node: Node) -> Layout:
         if node == self.start:
             return self.source
         if node == self.end:
@@ -183,6 +192,10 @@ class Costs:
         """Whether costs are nanoseconds; else they are elements times `UNIT`."""
         return is_timed(self.source, self.goal, self.shape)
 
+    @cached_property
+    def is_special(self) -> bool:
+        return is_special(self.source, self.goal, self.shape)
+
     def cost(self, move: Move, here: Node) -> int:
         """Return what a move costs: what arrives at a rank, or how long that takes."""
         if move.kind in ("slice", "term"):
@@ -215,16 +228,24 @@ class Costs:
         arrives = UNIT * worst
         if not self.is_timed:
             return self.weighed(arrives, average)
-        terms, need = (self.layout(x._replace(made=())) for x in (here, after))
-        found = self.crossing(terms, need)
-        return nanoseconds(found.messages, arrives, found.busiest, self.itemsize)
+        starts = messages(self.between(here, after))
+        return nanoseconds(starts, arrives, self.crossing(here, after), self.itemsize)
 
-    def crossing(self, held: Layout, need: Layout) -> Crossing:
+    def crossing(self, here: Node, after: Node) -> int:
         """Return what an exchange takes between hosts."""
-        if (held, need) not in self.crossings:
-            found = crossing(Exchange(Side(held, self.shape), Side(need, self.shape)))
-            self.crossings[held, need] = found
-        return self.crossings[held, need]
+        if (here, after) not in self.crossings:
+            self.crossings[here, after] = crossing(self.between(here, after))
+        return self.crossings[here, after]
+
+    def between(self, here: Node, after: Node) -> Exchange:
+        """Return the exchange from one node to another, of terms that are there before."""
+        return Exchange(self.side(here), self.side(after))
+
+    def side(self, node: Node) -> Side:
+        """Return what ranks hold at a node, before anything becomes Partial."""
+        if node not in self.sides:
+            self.sides[node] = Side(self.layout(node._replace(made=())), self.shape)
+        return self.sides[node]
 
     def to_go(self, node: Node) -> int:
         """Return what all that is left costs at least, for a node without a Partial.
@@ -235,16 +256,15 @@ class Costs:
             worst, average = self.lack(node, self.end)
             arrives = UNIT * worst
             if self.is_timed and worst:
-                held, need = (self.layout(x._replace(made=())) for x in (node, self.end))
-                crossing = least_crossing(Exchange(Side(held, self.shape), Side(need, self.shape)))
-                self.left[node] = nanoseconds(1, arrives, crossing, self.itemsize)
+                crosses = least_crossing(self.between(node, self.end))
+                self.left[node] = nanoseconds(1, arrives, crosses, self.itemsize)
             else:
                 self.left[node] = self.weighed(arrives, average)
         return self.left[node]
 
     def lack(self, here: Node, after: Node, copies: int = 0) -> tuple[int, int]:
         """Return what an exchange brings to a rank, at most and on average; see `lacks`."""
-        if is_special(self.source, self.goal, self.shape):
+        if self.is_special:
             held = self.layout(here._replace(partial=(), made=()))
             return lacks(held, self.layout(after._replace(made=())), self.shape, copies)
         return most_and_mean(self.missing(here, after, copies))
@@ -254,14 +274,21 @@ class Costs:
         needed: Any = copies + 1
         held: Any = 1
         for dim, (have, need) in enumerate(zip(here.splits, after.splits, strict=True)):
-            if (dim, need) not in self.rows_by_rank:
-                self.rows_by_rank[dim, need] = length(self.cut(dim, need))
-            if (dim, have, need) not in self.overlaps:
-                both = self.cut(dim, need), self.cut(dim, have)
-                self.overlaps[dim, have, need] = shared(*both)
-            needed = needed * self.rows_by_rank[dim, need]
-            held = held * self.overlaps[dim, have, need]
+            rows, both = self.overlap(dim, have, need)
+            needed, held = needed * rows, held * both
         return needed - held
+
+    def overlap(self, dim: int, have: tuple[int, ...], need: tuple[int, ...]) -> tuple[Any, Any]:
+        """Return the rows that each rank needs, and how many of them it has."""
+        cut = self.source.cuts.get(dim)
+        names = self.source.mesh.axes if cut is not None else ()
+        key = (self.sizes, self.shape[dim], cut, names, have, need)
+        found = _OVERLAPS.find(key)
+        if found is None:
+            rows = self.cut(dim, need)
+            found = length(rows), shared(rows, self.cut(dim, have))
+            _OVERLAPS.put(key, found)
+        return found
 
     def cut(self, dim: int, axes: tuple[int, ...]) -> list[tuple[Any, Any]]:
         """Return where the parts of all ranks begin and end, in each block of a dim."""
@@ -280,22 +307,32 @@ class Costs:
         arrives = self.least_arriving(node)
         if not self.is_timed:
             return arrives
-        crosses = self.least_crossing(node.partial) if node.partial and not self.made else 0
-        return nanoseconds(0, arrives, crosses, self.itemsize)
+        return nanoseconds(0, arrives, 0 if self.made else self.least_crossing(node), self.itemsize)
 
-    def least_crossing(self, partial: tuple[int, ...]) -> int:
-        """Return what a host takes in on average where terms are still to be reduced, at least.
+    def least_crossing(self, node: Node) -> int:
+        """Return what a host takes in at least: of terms on average, else the one that needs most.
 
         The first host that has the sum of terms on n hosts has got n - 1, and each other one that
         needs the sum gets one more.
         """
-        if partial not in self.crossed:
-            mesh, need = self.source.mesh, self.layout(self.end)
-            needed = elements_by_host(Side(need, self.shape))
-            hosts = hosts_of_terms(mesh, tuple(mesh.axes[a] for a in partial))
-            total = sum(needed) + (hosts - 2) * math.prod(self.shape) * self.kept
-            self.crossed[partial] = total // len(needed) if hosts > 1 else 0
-        return self.crossed[partial]
+        mesh = self.source.mesh
+        if not node.partial:
+            axes = tuple(mesh.axes[a] for a in sum(node.splits, ()))
+            held = self.part(node) * parts_on_host(mesh, axes) * self.kept
+            return max(0, self.most_needed - held)
+        if node.partial not in self.crossed:
+            hosts = hosts_of_terms(mesh, tuple(mesh.axes[a] for a in node.partial))
+            total = sum(self.needed_by_host) + (hosts - 2) * math.prod(self.shape) * self.kept
+            self.crossed[node.partial] = total // len(self.needed_by_host) if hosts > 1 else 0
+        return self.crossed[node.partial]
+
+    @cached_property
+    def needed_by_host(self) -> list[int]:
+        return elements_by_host(Side(self.layout(self.end), self.shape))
+
+    @cached_property
+    def most_needed(self) -> int:
+        return max(self.needed_by_host)
 
     def least_arriving(self, node: Node) -> int:
         """Return what arrives at least."""

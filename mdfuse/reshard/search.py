@@ -237,13 +237,15 @@ class Search(Costs):
 
     def least_of(self, move: Move, here: Node) -> int:
         """Return what a late move costs at least."""
+        arrives, crosses = 0, self.crossing(here, move.after) if self.is_timed else 0
+        if move.kind == "ReduceExchange":
+            arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
+            if not self.is_timed:
+                return self.dearer(self.weighed(arrives, self.shared(here)))
+        least = nanoseconds(1, arrives, crosses, self.itemsize)
         if move.kind == "Exchange":  # and what follows: all that is left at this node
-            rest = self.to_go(here) - self.least(move.after)
-            return max(rest, nanoseconds(1, 0, 0, self.itemsize))
-        arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
-        if self.is_timed:
-            return nanoseconds(1, arrives, 0, self.itemsize)
-        return self.dearer(self.weighed(arrives, self.shared(here)))
+            least = max(least, self.to_go(here) - self.least(move.after))
+        return least
 
     def settled(
         self, here: Node, spent: int, path: tuple[tuple[Node, Move], ...]

@@ -43,16 +43,6 @@ def check_ranks(program: HostProgram, rank: int, size: int) -> None:
         )
 
 
-def check_graph(name: str, graph: str, device: torch.device, backend: str) -> None:
-    """Raise ProgramError where all of a program is to be captured, and nothing of it can be."""
-    if graph == "always":
-        raise ProgramError(
-            f'@{name} with graph="always" on {device} by backend {backend!r}',
-            because="CUDA graphs are for GPUs, and hold only what the host need not do",
-            hint='graph="auto" captures where it can',
-        )
-
-
 def check_arguments(
     program: HostProgram, rank: int, arguments: Sequence[Any], device: torch.device
 ) -> None:

@@ -62,6 +62,8 @@ class BackendRow:
             backend has none.
         staging: device type -> how many bytes a rank has for each of its teams, through which goes
             what is posted there; none: the backend reads and writes the buffers.
+        takes_turns: its posts on GPUs and the replays of graphs take turns as the host queues them,
+            so that a graph of the caller's cannot hold any.
     """
 
     devices: tuple[str, ...]
@@ -71,6 +73,7 @@ class BackendRow:
     load: Callable[[], object] = lambda: None
     agree: Callable[..., Lanes | None] | None = None
     staging: Mapping[str, int] = field(default_factory=dict)
+    takes_turns: bool = False
 
 
 def _c10d_row(name: str, agree: Callable[..., Lanes | None] | None = None) -> BackendRow:
@@ -142,6 +145,7 @@ BACKENDS: dict[str, BackendRow] = {
         open=_open_symmetric,
         load=ask_for_queues,  # before CUDA
         staging=OUTBOX_BYTES,
+        takes_turns=True,
     ),
 }
 

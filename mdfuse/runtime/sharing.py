@@ -14,14 +14,23 @@ if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
 
 
-def posters(communicator: Communicator, run: int) -> Callable[[Call], Poster]:
-    """Return what prepares the calls of a plan, in program order; see `Sharing`."""
+#: Makes for each plan of a program what prepares its calls, in program order.
+Posters = Callable[[], Callable[[Call], Poster]]
+
+
+def posters(communicator: Communicator, run: int) -> Posters:
+    """Return what makes for each plan of a program what prepares its calls; see `Sharing`."""
     sharing = {name: x.posters(run) for name, x in communicator.sharing().items()}
 
-    def poster(call: Call) -> Poster:
-        return sharing.get(call.backend or communicator.backend, communicator.poster)(call)
+    def of_a_plan() -> Callable[[Call], Poster]:
+        shared = {name: make() for name, make in sharing.items()}
 
-    return poster
+        def poster(call: Call) -> Poster:
+            return shared.get(call.backend or communicator.backend, communicator.poster)(call)
+
+        return poster
+
+    return of_a_plan
 
 
 def arena(communicator: Communicator, size: int) -> Tensor | None:

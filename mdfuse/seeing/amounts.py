@@ -42,7 +42,7 @@ def buffer_bytes(program: HostProgram, name: str) -> int:
     kind = program.types.get(name)
     if kind is None or kind.layout is None or program.rank not in kind.layout.mesh:
         return 0
-    return math.prod(kind.local_shape(program.rank)) * kind.dtype.itemsize
+    return math.prod(program.local_shape(name)) * kind.dtype.itemsize
 
 
 def operations(program: HostProgram, i: Instruction) -> int:
@@ -54,10 +54,10 @@ def operations(program: HostProgram, i: Instruction) -> int:
         q, k = shapes[:2]
         return 2 * _ATTENTIONS[i.fn] * math.prod(q) * k[-2]
     if i.fn == "convolution":
-        places = shapes[0] if i.kwargs.get("transposed") else _shape(program, i.outputs[0])
+        places = shapes[0] if i.kwargs.get("transposed") else program.local_shape(i.outputs[0])
         return 2 * math.prod(places) * math.prod(shapes[1][1:])
     if i.fn == "convolution_weight":
-        return 2 * math.prod(shapes[0]) * math.prod(_shape(program, i.outputs[0])[1:])
+        return 2 * math.prod(shapes[0]) * math.prod(program.local_shape(i.outputs[0])[1:])
     if i.fn in ("grouped_mm", "grouped_mm_grad"):
         return 2 * math.prod(shapes[0]) * (shapes[1][-1])
     if i.fn in ("routed_mm", "routed_mm_grad"):
@@ -82,11 +82,11 @@ def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] |
         count = math.prod(batch)
         return (1, count * m, n, k) if len(shapes[2]) == 2 else (count, m, n, k)
     if i.fn == "linear" or (i.fn == "matmul" and len(shapes[1]) <= 2):
-        made = _shape(program, i.outputs[0])
+        made = program.local_shape(i.outputs[0])
         n = shapes[1][-1 if i.fn == "matmul" else 0] if len(shapes[1]) == 2 else 1
         return 1, math.prod(made) // max(n, 1), n, shapes[0][-1]
     if i.fn == "matmul":
-        made = _shape(program, i.outputs[0])
+        made = program.local_shape(i.outputs[0])
         m = shapes[0][-2] if len(shapes[0]) > 1 else 1
         n = shapes[1][-1]
         return math.prod(made) // max(m * n, 1), m, n, shapes[0][-1]
@@ -112,8 +112,4 @@ def _sides(shapes: list[tuple[int, ...]]) -> zip[tuple[str, tuple[int, ...]]]:
 
 
 def _shapes(program: HostProgram, i: Instruction) -> list[tuple[int, ...]]:
-    return [_shape(program, x) if isinstance(x, str) else () for x in i.inputs]
-
-
-def _shape(program: HostProgram, name: str) -> tuple[int, ...]:
-    return program.types[name].local_shape(program.rank)
+    return [program.local_shape(x) if isinstance(x, str) else () for x in i.inputs]

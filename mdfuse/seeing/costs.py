@@ -19,16 +19,21 @@ from mdfuse.seeing.amounts import attention, is_work, nbytes, operations, produc
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.seeing.kernels import kernels
 
+#: The longest time, in seconds, and the lowest speed: beyond them sums are no numbers any more.
+_LONGEST, _LOWEST = 1e9, 1e-9
+
 
 def _check(**numbers: float) -> None:
     for name, x in numbers.items():
         is_time = name.endswith("_s")
-        is_number = isinstance(x, int | float) and not isinstance(x, bool) and not math.isnan(x)
-        if not is_number or x < 0 or (x == 0 and not is_time):
+        is_number = isinstance(x, int | float) and not isinstance(x, bool)
+        if not is_number or not (0 <= x <= _LONGEST if is_time else x >= _LOWEST):
             raise ProgramError(
                 f"{name}={x!r}",
                 because="it is a time in seconds" if is_time else "it is a speed, per second",
-                hint="a number from 0" if is_time else "a number above 0; math.inf takes no time",
+                hint=f"a number from 0 to {_LONGEST:g}"
+                if is_time
+                else f"a number from {_LOWEST:g}; math.inf takes no time",
             )
 
 

@@ -56,6 +56,13 @@ class Memory:
     peak: int
     peak_at: int
 
+    @property
+    def staging(self) -> int:
+        """The most bytes held at once that are neither passed by the caller nor returned."""
+        count = len(self.bytes) - 1
+        freed = tuple(x for x in self.lives if not x.is_input and x.last < count)
+        return max(_held(freed, count))
+
 
 def memory_of(local: HostProgram) -> Memory:
     """Return what a rank holds over time.

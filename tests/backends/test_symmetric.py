@@ -142,8 +142,10 @@ class FakeHeap:
 
     def __init__(self) -> None:
         self.out: set[int] = set()
+        self.asked = 0
 
     def find(self, address: int) -> tuple[str, int] | None:
+        self.asked += 1
         return None if address in self.out else ("all", address)
 
     def open(self, handle: str) -> int:
@@ -178,10 +180,11 @@ class World:
         self.works: list[Any] = []
         self.shown = 0
         self.numbers: list[Any] = []
+        self.told: list[Any] = [{} for _ in team]
+        self.store, self.heaps = HashStore(), [FakeHeap() for _ in team]
         self.sites = [
-            Sites(own=i, heap=FakeHeap(), store=store, timeout_s=1.0)  # type: ignore[arg-type]
-            for store in [HashStore()]
-            for i in range(len(team))
+            Sites(own=i, heap=heap, store=self.store, timeout_s=1.0)  # type: ignore[arg-type]
+            for i, heap in enumerate(self.heaps)
         ]
 
     def begin_run(self) -> None:
@@ -202,6 +205,7 @@ class World:
                 sited = Sited(
                     call=call,
                     site=site,
+                    told=self.told[own],
                     pieces=pieces(call, composition, "sends"),
                     remade=partial(moves, *how),
                 )
@@ -308,11 +312,15 @@ def test_what_all_need_is_put_once() -> None:
 @pytest.mark.parametrize("team", TEAMS, ids=str)
 @pytest.mark.parametrize("small", [0, 1 << 20], ids=["in two steps", "in one step"])
 def test_streams_show_what_others_copy(team: tuple[int, ...], small: int) -> None:
-    """From the second run on, what is sent is shown; what is reduced on the way is not."""
+    """From the second run on, what is sent is shown; what is reduced on the way is not.
+
+    Where it lies is looked for once, and what was told of that is forgotten.
+    """
     n, count, here = len(team), 700, World(team, slot=4096)
     operands = [drawn(r, n * count) for r in team]
     got = [[torch.zeros(x) for x in (n * n * count, count, n * count, n * count)] for _ in team]
-    here.sites[1].heap.out.add(operands[1].data_ptr())  # type: ignore[attr-defined]
+    here.heaps[1].out.add(operands[1].data_ptr())
+    asked = []
     for run in range(4):
         here.begin_run()
         before = here.shown
@@ -329,19 +337,22 @@ def test_streams_show_what_others_copy(team: tuple[int, ...], small: int) -> Non
             here.post(to_all, [operands[i]], got[i][3:], small)
         here.run()
         assert (here.shown > before) == (run > 0)
+        assert (here.store.num_keys() > 0) == (run == 0)
+        asked.append([heap.asked for heap in here.heaps])
         total = torch.stack(operands).sum(0)
         for i in range(n):
             mine = slice(i * count, i * count + count)
             want = [torch.cat(operands), total[mine], total, torch.cat([x[mine] for x in operands])]
             assert all(torch.equal(a, b) for a, b in zip(got[i], want, strict=True))
             got[i][0].zero_(), got[i][3].zero_()
+    assert asked == [asked[0]] * 4 and all(asked[0])
 
 
 def test_pairs_show_uneven_pieces() -> None:
     """Pieces that are shown beside others, none, many one after the other, and one rank idle."""
     here = World((0, 1, 2), slot=2048)
     given = {0: [drawn(3, 700), drawn(4, 1), drawn(8, 0)], 1: [drawn(5, 2000)], 2: [drawn(6, 9)]}
-    here.sites[0].heap.out.add(given[0][0].data_ptr())  # type: ignore[attr-defined]
+    here.heaps[0].out.add(given[0][0].data_ptr())
     sends = {0: (1, 1, 1), 1: (0,), 2: (1,)}
     recvs = {0: (1,), 1: (0, 0, 0, 2), 2: ()}
     into = {0: [2000], 1: [700, 1, 0, 9], 2: []}
@@ -631,7 +642,7 @@ def test_a_team_that_does_not_see_itself_is_carried_by_another_backend() -> None
     assert "gloo, as" in backend.carried[0, 1] and "on another host" in backend.carried[0, 1]
     call = Call(kind="Allgather", team=(0, 1), rank=0)
     backend.bind(call)
-    backend.posters(1)(call)
+    backend.posters(1)()(call)
     backend.bind(Call(kind="Allgather", team=(0,), rank=0))([torch.ones(2)], [torch.zeros(2)])
     assert gloo.calls == [call, call]
     backend.close()

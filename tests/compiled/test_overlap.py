@@ -188,11 +188,28 @@ def test_a_layer_in_chunks_gives_the_values(size: int, rows: int, pays: str) -> 
     check_everywhere(found, [*given.values()], [layer.of(given)])
 
 
+@pytest.mark.parametrize(
+    ("name", "staged"),
+    [
+        # two shards in four pieces each: one is multiplied while the next one comes
+        ("gather", "192 B in chunks, 1.5 KiB one after the other"),
+        # all that is exchanged, packed and as it came, or two of 16 pieces of both
+        ("experts", "384 B in chunks, 6 KiB one after the other"),
+        ("reduce", "192 B in chunks, 1.5 KiB one after the other"),
+    ],
+)
+def test_the_staging_of_a_form_is_told(name: str, staged: str, pays: str) -> None:
+    """What a rank holds beside inputs and outputs: of 64 rows of 24 bytes."""
+    line, _ = told(mf.compile(CASES[name].definition(LINE, 64), replace(AUTO, costs=pays)))
+    assert "16 chunks" in line and line.endswith(f"; staging: {staged}")
+
+
 def test_what_was_left_is_told() -> None:
     fd = CASES["gather"].definition(LINE, 64)
     found = mf.compile(fd, replace(AUTO, costs="unit"))
     (line,) = told(found)
     assert "left as it is: 2e+03 ms one after the other, best of 7 forms" in line
+    assert line.endswith("in chunks, 1.5 KiB one after the other")
     assert str(found) == str(mf.compile(fd, PLAIN))
 
 
@@ -258,6 +275,42 @@ def test_the_next_layer_is_gathered_over_this_one(pays: str) -> None:
     for w in inputs[1:]:
         expected = (expected @ w).relu()
     check_everywhere(found, inputs, [expected], exact=True)
+
+
+def test_layers_of_several_weights_are_gathered_ahead(pays: str) -> None:
+    """In the backward, too, where they are gathered again; chunks would take longer than that."""
+    mesh, split = DeviceMesh.arange(dp=4), {"dp": Shard(0)}
+    with mf.FusionDefinition("step") as fd:
+        x = h = fd.define_tensor([4, 16], mesh=mesh, layout=split)
+        weights = []
+        for n in range(3):
+            shapes = {"gate": (16, 32), "up": (16, 32), "down": (32, 16)}
+            own = {
+                k: fd.define_tensor(s, mesh=mesh, layout=split, name=f"{k}{n}")
+                for k, s in shapes.items()
+            }
+            with mf.recompute():
+                gate, up, down = (fd.ops.set(w).on(mesh, {}) for w in own.values())
+            h = h + (fd.ops.relu(h @ gate) * (h @ up)) @ down
+            weights += own.values()
+        for w in mf.grad(fd.ops.mse_loss(h, x), weights):
+            fd.add_output(fd.ops.set(w).on(mesh, split))
+    found = mf.compile(fd, replace(AUTO, costs=pays))
+    seconds = found.timeline(PAYS).seconds
+    for room in (2 << 10, 8 << 10):
+        other = mf.compile(fd, Options(prefetch_bytes=room)).timeline(PAYS).seconds
+        assert seconds <= 1.02 * other, room
+    assert seconds < 0.8 * mf.compile(fd).timeline(PAYS).seconds
+    products, gathered = 0, []
+    posted: dict[str, int] = {}
+    for i in found.host:
+        products += i.fn in ("matmul", "contract")
+        if i.comm is not None and i.comm.kind == "Allgather":
+            posted[i.outputs[0]] = products
+        elif i.op == "wait" and i.reads[0] in posted:
+            gathered.append(products - posted[i.reads[0]])
+    # all but those of the first layer travel behind at least one product
+    assert len(gathered) >= 15 and min(gathered[3:]) > 0, gathered
 
 
 def test_a_budget_of_the_user_stays(pays: str) -> None:

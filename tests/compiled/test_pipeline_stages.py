@@ -112,6 +112,24 @@ def test_stages_without_work_are_a_chain() -> None:
     check(name, mf.pipeline(fd, microbatches=3, batch=batch, schedule="1f1b"), given)
 
 
+@pytest.mark.parametrize(("schedule", "waits"), [("1f1b", 9), ("interleaved", 2)])
+def test_what_hand_overs_add_to_a_step(schedule: str, waits: int) -> None:
+    """One way for each microbatch, and the way back; where more are begun, of the first alone."""
+    first, second = meshes(2)
+    with mf.FusionDefinition("net") as fd:
+        x, t = (fd.define_tensor([64, 8], D, m, name=n) for m, n in ((first, "x"), (second, "t")))
+        w, v = (fd.define_tensor([8, 8], D, m) for m in (first, second))
+        loss = (F.linear(fd.ops.set(F.linear(x, w)).on(second, {}), v) * t).sum()
+        for y in (loss, *mf.grad(loss, [x, w, v])):
+            fd.add_output(y)
+    program = mf.pipeline(fd, microbatches=8, batch={"x": 0, "t": 0}, schedule=schedule)
+    unit, away = 2.0 * 8 * 8 * 8, 20.0  # operations of a product, a second each
+    link = mf.seeing.Link(away, 1e30)
+    costs = mf.seeing.Costs(launch_s=0.0, flops=1.0, bandwidth=1e30, links={"*": link})
+    products = 3 * 8 + 3  # of a stage, and of the idle time
+    assert program.timeline(costs).seconds == pytest.approx(products * unit + waits * away)
+
+
 def test_what_a_rank_hands_over_as_it_is_takes_no_memory() -> None:
     fd, given = define("an input on its way", 6)
     batch = {"x": 0, "aim2": 0}

@@ -38,6 +38,7 @@ class Compiler:
         self.bodies.append(forms)
 
         def call(*values: Tensor) -> list[Tensor]:
+            assert not any(x.is_neg() or x.is_conj() or torch._is_zerotensor(x) for x in values)
             assert found.sizes or [form_of(x) for x in values] == forms
             results = found.graph(*values)
             assert found.sizes or [form_of(x) for x in results] == found.results
@@ -123,6 +124,21 @@ def test_a_weight_is_updated_in_place(compiler: Compiler) -> None:
         torch.testing.assert_close(w, want)
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_fills_a_buffer_asks_for_no_address(compiler: Compiler) -> None:
+    """Where it is traced there is none, and torch warns of whoever asks."""
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([3], torch.float64, MESH, {})
+        y = x.tanh()
+        fd.add_output(y, reuse=x)
+        fd.add_output(y * 2.0)
+    given = torch.randn(3, dtype=torch.float64)
+    want = given.tanh()
+    got = mf.compile(fd, options=ALWAYS).run(given)
+    assert got[0] is given and len(compiler.bodies) == 1
+    torch.testing.assert_close(got, [want, want * 2])
+
+
 def test_a_view_of_an_input_that_is_written(compiler: Compiler) -> None:
     with FusionDefinition("old") as fd:
         w = fd.define_tensor([3, 4], torch.float32, MESH, {})
@@ -176,6 +192,22 @@ def test_strided_and_expanded_arguments(compiler: Compiler) -> None:
         (got,) = run(fd, x)
         torch.testing.assert_close(got, (x.exp() * x).sum(0))
     assert len({body[0] for body in compiler.bodies}) == 3
+
+
+LAZY: dict[str, Callable[[Tensor], Tensor]] = {
+    "negative": torch._neg_view,
+    "no memory": lambda x: torch._efficientzerotensor(x.shape),
+}
+
+
+@pytest.mark.parametrize("what", LAZY)
+def test_elements_that_are_not_in_memory(what: str, compiler: Compiler) -> None:
+    """Of a view of an input, behind runs with plain ones of its shape and strides."""
+    program = mf.compile(defined(lambda fd, x: [x[1:].exp() * x[:3]], [4, 3]), options=ALWAYS)
+    for make in (torch.clone, torch.clone, LAZY[what], LAZY[what], torch.clone):
+        x = make(torch.randn(4, 3))
+        plain = x.clone().resolve_neg()
+        torch.testing.assert_close(program.run(x)[0], plain[1:].exp() * plain[:3])
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(compiler: Compiler) -> None:

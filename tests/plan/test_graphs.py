@@ -339,7 +339,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch, unjoined: None) -> list[FakeRecor
 
     evaluator = "mdfuse.evaluator"
     monkeypatch.setattr(f"{evaluator}.HostIrEvaluator._may_capture", lambda *_: True)
-    monkeypatch.setattr(f"{evaluator}.HostIrEvaluator._check_graph", lambda *_: None)
+    monkeypatch.setattr(f"{evaluator}.check_graph", lambda *_: None)
     monkeypatch.setattr("mdfuse.plan.capturing.capture_stream", lambda _: Stream())
     monkeypatch.setattr("mdfuse.plan.capturing.CudaRecorder", recorder)
     mf.init(backend="gloo")

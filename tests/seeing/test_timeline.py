@@ -440,6 +440,9 @@ def test_attention_counts_its_products() -> None:
     [
         (lambda: Costs(launch_s=-1.0), r"launch_s=-1.0"),
         (lambda: Costs(flops=0), r"flops=0"),
+        (lambda: Costs(launch_s=1e300), r"launch_s=1e\+300(.|\n)*from 0 to 1e\+09"),
+        (lambda: Link(1e-6, 1e-300), r"bandwidth=1e-300(.|\n)*from 1e-09"),
+        (lambda: Link(float("inf")), "latency_s=inf"),
         (lambda: Costs(switch_s=-1e-6), r"switch_s=-1e-06"),
         (lambda: Link(slows=0.96), r"slows=0.96"),
         (lambda: Link(slows=True), r"slows=True"),

@@ -25,7 +25,7 @@ from mdfuse.backends.base import (
     check_usable,
 )
 from mdfuse.backends.post_notes import PostLog, Track
-from mdfuse.backends.symmetric.cuda_sites import Site, Sited, numbering
+from mdfuse.backends.symmetric.cuda_sites import Site, Sited, Tellings, numbering
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, why_not
 from mdfuse.backends.symmetric.moves import Move, Shape, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers
@@ -114,12 +114,17 @@ class SymmetricBackend:
 
     def bind(self, call: Call) -> Poster:
         """Prepare a call that will be posted many times; see `Backend.bind`."""
-        return self._poster(call, None)
+        return self._poster(call, None, {})
 
-    def posters(self, run: int) -> Callable[[Call], Poster]:
-        """Return what prepares the calls of a plan; see `Sharing`."""
-        number = numbering(run)
-        return lambda call: self._poster(call, number(call))
+    def posters(self, run: int) -> Callable[[], Callable[[Call], Poster]]:
+        """Return what prepares the calls of a program's plans; see `Sharing`."""
+        told: Tellings = {}
+
+        def of_a_plan() -> Callable[[Call], Poster]:
+            number = numbering(run)
+            return lambda call: self._poster(call, number(call), told)
+
+        return of_a_plan
 
     def around(self) -> Around | None:
         """Return what to call before and behind replays of graphs; see `Sharing`."""
@@ -129,13 +134,13 @@ class SymmetricBackend:
         """Return memory for buffers of a program; see `Sharing`."""
         return self._provider.arena(size)
 
-    def _poster(self, call: Call, site: Site | None) -> Poster:
+    def _poster(self, call: Call, site: Site | None, told: Tellings) -> Poster:
         if call.team in self.carried and self._other is not None:
             return self._other.bind(call)
         team = self._teams.get(call.team)
         check_call(call, team is not None)
         shape = Shape(members=len(call.team), slot=self._provider.slot)
-        return SymmetricPoster(call, team, shape, site)
+        return SymmetricPoster(call, team, shape, site, told)
 
     def close(self) -> None:
         """Give up all outboxes."""
@@ -243,7 +248,8 @@ class SymmetricPoster:
     call: Call
     team: Team | None
     shape: Shape
-    site: Site | None = None
+    site: Site | None
+    told: Tellings
     _by_size: dict[int, Callable[[Sequence[Tensor], Sequence[Tensor]], _Bound]] = field(
         default_factory=dict
     )
@@ -280,6 +286,7 @@ class SymmetricPoster:
         return Sited(
             call=self.call,
             site=self.site,
+            told=self.told,
             pieces=pieces(self.call, composition, "sends"),
             remade=partial(moves, self.call, composition, itemsize, self.shape),
         )

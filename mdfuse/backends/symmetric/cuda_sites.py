@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch import Tensor
@@ -77,17 +77,38 @@ def numbering(run: int) -> Callable[[Call], Site | None]:
     return number
 
 
+@dataclass(slots=True, eq=False)
+class Told:
+    """What this rank told of a site, and was told.
+
+    Attributes:
+        mine: index of a reader -> where the pieces for it lie.
+        at: the addresses of the buffers for which that was asked last.
+        moves: those of all runs from the second one on, once they are known.
+    """
+
+    mine: dict[int, list[Place]]
+    at: list[int]
+    moves: tuple[Move, ...] | None = None
+
+
+#: A team, a site -> what was told of it, as long as there is the program.
+Tellings = dict[tuple[tuple[int, ...], Site], Told]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sited:
     """A call at its site, for buffers of certain sizes.
 
     Attributes:
+        told: of the program's sites.
         pieces: index of a reader -> what is sent to it, in order.
         remade: returns its moves where some pieces are shown.
     """
 
     call: Call
     site: Site
+    told: Tellings
     pieces: Mapping[int, Sequence[Piece]]
     remade: Callable[[Shown], tuple[Move, ...]]
 
@@ -125,8 +146,6 @@ class Sites:
     heap: CudaHeap
     store: Store
     timeout_s: float
-    _told: dict[Site, dict[int, list[Place]]] = field(default_factory=dict)
-    _known: dict[Site, tuple[Move, ...]] = field(default_factory=dict)
 
     def moves(
         self, sited: Sited, usual: tuple[Move, ...], srcs: Sequence[Tensor], dsts: Sequence[Tensor]
@@ -136,20 +155,26 @@ class Sites:
         Raises:
             BackendError: another rank does not tell where its pieces lie, or they have moved.
         """
-        site = sited.site
-        mine = self._places(sited, Buffers.of(srcs, dsts, 0))
-        told = self._told.get(site)
-        if told is None:
-            self._told[site] = mine
-            for reader, number in site.to:
-                key = f"{site.run}/{self.own}/{reader}/{number}"
-                self.store.set(key, json.dumps(mine.get(reader, [])))
-            return usual
-        if told != mine:
-            raise _moved(sited.call)
-        if site not in self._known:
-            self._known[site] = sited.remade(_Known(site, mine, self._others(sited)))
-        return self._known[site]
+        site, at = sited.site, [x.data_ptr() for x in (*srcs, *dsts)]
+        told = sited.told.get((sited.call.team, site))
+        if told is None or told.at != at:
+            mine = self._places(sited, Buffers.of(srcs, dsts, 0))
+            if told is None:
+                sited.told[sited.call.team, site] = Told(mine, at)
+                self._tell(site, mine)
+                return usual
+            if told.mine != mine:
+                raise _moved(sited.call)
+            told.at = at
+        if told.moves is None:
+            told.moves = sited.remade(_Known(site, told.mine, self._others(sited)))
+        return told.moves
+
+    def _tell(self, site: Site, mine: Mapping[int, Sequence[Place]]) -> None:
+        """Tell each reader where the pieces for it lie; it forgets what it has read."""
+        for reader, number in site.to:
+            key = f"{site.run}/{self.own}/{reader}/{number}"
+            self.store.set(key, json.dumps(mine.get(reader, [])))
 
     def _places(self, sited: Sited, buffers: Buffers) -> dict[int, list[Place]]:
         """Return where the pieces for each reader lie."""
@@ -169,6 +194,8 @@ class Sites:
         try:
             self.store.wait(keys, timedelta(seconds=self.timeout_s))
             texts = self.store.multi_get(keys)
+            for key in keys:  # nobody else reads it, nor this rank again
+                self.store.delete_key(key)
         except RuntimeError as error:
             raise not_connected("symmetric", call.rank, call.team, error) from error
         found: dict[int, list[int | None]] = {}

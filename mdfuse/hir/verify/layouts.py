@@ -15,7 +15,7 @@ from typing import Any
 
 from mdfuse.extents.expressions import Index, terms
 from mdfuse.ir.dims import DimMap, Labels, always, reshape, reshape_groups
-from mdfuse.ir.dims_in_blocks import along_blocks, reshape_of_blocks
+from mdfuse.ir.dims_in_blocks import Taken, view_in_blocks
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.boxes import Box, Rows
@@ -352,16 +352,12 @@ def result_layout(
         raise Contradiction(f"{fn} does not take these operands") from None
     if len(labels.results) > 1:
         labels = replace(labels, results=labels.results[at : at + 1])
-    taken: Mapping[int, Cut | None] = {}
-    if fn == "slice" and layouts[0] is not None and shapes[0] is not None:
-        cuts = plain(layouts[0], len(shapes[0])).cuts
-        labels, taken = along_blocks(labels, attrs, shapes[0], cuts)
-    if taken:
-        return _result(fn, labels, tuple(layouts), declared, numbers, tuple(absent), taken=taken)
-    if fn == "reshape" and layouts[0] is not None and shapes[0] is not None:
-        operand = plain(layouts[0], len(shapes[0]))
-        labels, taken = reshape_of_blocks(labels, shapes[0], shape, operand)
-    if labels.fits is not always or labels.reaches:
+    taken: Taken = {}
+    first, before = (layouts[0], shapes[0]) if layouts else (None, None)
+    if first is not None and before is not None:
+        operand = plain(first, len(before))
+        labels, taken = view_in_blocks(fn, attrs, (before, shape), operand, labels)
+    if taken or labels.fits is not always or labels.reaches:
         known = shapes if TABLE[fn].rule is reshape or labels.reaches else ()
         given = (tuple(layouts), declared, numbers, tuple(absent), known, shape, taken)
         return _result(fn, labels, *given)
