@@ -31,12 +31,12 @@ from mdfuse.plan.posts import groups
 from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.runs.arguments import (
+    by_name,
     check_arguments,
     check_no_gradients,
     check_outputs,
     check_ranks,
     not_buffers,
-    not_by_name,
     numbers,
 )
 from mdfuse.runs.capturing import captured_by_caller, check_capture, check_graph
@@ -131,12 +131,8 @@ class HostIrEvaluator:
             ProgramError: an argument is missing, unknown, or does not fit the program. Before the
                 first run all ranks agree, so it is raised on every rank alike.
         """
-        names, problem = self.program.inputs, not_by_name(self.program, arguments)
-        if not isinstance(arguments, Mapping):
-            return self.call((), None, problem)  # type: ignore[unreachable]
-        given = {n: arguments[n] for n in arguments if n not in names}
-        out = [given.get(n) for n in self.program.outputs] if given else None
-        return self.call([arguments.get(n) for n in names], out, problem, is_partial=True)
+        values, out, problem = by_name(self.program, arguments)
+        return self.call(values, out, problem, is_partial=True)
 
     @untraced
     def call(
