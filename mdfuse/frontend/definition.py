@@ -64,6 +64,8 @@ class FusionDefinition:
         self.outputs: list[int] = []
         #: what the user's code, and operations that look at extents, decided about them
         self.assumed = Assumptions()
+        #: what functions of values keep for later calls that need the same
+        self.shared: dict[Hashable, tuple[Handle, Handle]] = {}
         self._dims = 0
         self._streams = 0
         #: how many blocks of `recompute` are open
@@ -222,10 +224,6 @@ class FusionDefinition:
         if value is None:
             self.inputs.append(handle.id)
         return handle
-
-    def define_vector(self, values: Sequence[float | int | bool]) -> list[Handle]:
-        """Define a scalar for each number."""
-        return [self.define_scalar(v) for v in values]
 
     def add_output(
         self, t: Handle, stride_order: Sequence[int] | None = None, reuse: Handle | None = None

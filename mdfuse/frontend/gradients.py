@@ -22,6 +22,7 @@ from mdfuse.frontend.handle import Handle, ValueId
 from mdfuse.frontend.ops import recording
 from mdfuse.frontend.sites import Derived, Site
 from mdfuse.frontend.vjps import COMPLEX, NO_GRADIENT, RULES
+from mdfuse.frontend.vjps.windows import Part, Window, joined
 from mdfuse.ir.graph import Expr, Like, Value
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class _Backward:
         self.of = {names[y]: None if seed is None else names[seed] for y, seed in of.items()}
         self.wrt = [recorder.names[i] for i in wrt]
         #: what has come back to each value, from its last reader to its first
-        self.parts: dict[str, list[Handle]] = {}
+        self.parts: dict[str, list[Part]] = {}
         #: the sum of that, for values that are gone through
         self.totals: dict[str, Handle] = {}
         #: values of `recompute` regions -> what is computed again
@@ -243,12 +244,14 @@ class _Backward:
         found = RULES[expr.op](applied, cts[0] if len(cts) == 1 else cts)
         for x, part in zip(expr.inputs, found, strict=True):
             if part is not None and isinstance(x, str) and x in self.path:
-                self.parts.setdefault(x, []).append(self._fitted(part, self.recorder.values[x]))
+                if not isinstance(part, Window):  # that has shape and dtype of the operand
+                    part = self._fitted(part, self.recorder.values[x])
+                self.parts.setdefault(x, []).append(part)
 
     def _total(self, name: str) -> Handle:
         """Return the sum of what came back to a value, in the order of its readers."""
         if name not in self.totals:
-            total, *others = reversed(self.parts[name])
+            total, *others = joined(self.parts[name][::-1])
             for part in others:
                 total = total + part
             self.totals[name] = total

@@ -114,10 +114,20 @@ def adamw(
     mean, square = _like(m, wide), _like(v, wide)
     mean = mean + (g - mean) * (1.0 - betas[0])
     square = square * betas[1] + g * g * (1.0 - betas[1])
-    first, second = (1.0 - ROWS["pow"](beta, step) for beta in betas)
-    root = ROWS["sqrt"](square) / ROWS["sqrt"](second) + eps
+    rate, second = _corrected(step, lr, betas)
+    root = ROWS["sqrt"](square) / second + eps
     kept = wide * (1.0 - lr * weight_decay)
-    return back(kept - (mean / root) * (lr / first), w), back(mean, m), back(square, v)
+    return back(kept - (mean / root) * rate, w), back(mean, m), back(square, v)
+
+
+def _corrected(step: Handle, lr: Number, betas: tuple[Number, Number]) -> tuple[Handle, Handle]:
+    """Return the rate and the root for moments of so many steps: once for all parameters."""
+    numbers = ((type(x), x.id if isinstance(x, Handle) else x) for x in (step, lr, *betas))
+    made, key = step.definition.shared, ("adamw", *numbers)
+    if key not in made:
+        first, second = (1.0 - ROWS["pow"](beta, step) for beta in betas)
+        made[key] = lr / first, ROWS["sqrt"](second)
+    return made[key]
 
 
 def clip_by_global_norm(

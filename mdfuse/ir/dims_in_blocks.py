@@ -1,8 +1,9 @@
-"""Labels of dims in blocks: which views of them are local.
+"""Labels of dims in blocks: which views of them, and what is joined, are local.
 
 %q: f32[4,8,2] (tp=S1) = slice(%h: f32[4,24,2] (tp=S1/3), starts=[0,0,0], ends=[4,8,2])
 %r: f32[4,3,8,2] (tp=S2) = reshape(%h)
 %h: f32[4,24,2] (tp=S1/3) = reshape(%r)
+%h: f32[4,24,2] (tp=S1/3) = cat(%q, %k, %v, dim=1)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from mdfuse.ir.dims import DimMap, Shape, fall_together, reshape_groups
-from mdfuse.layouts.blocks import Cut, part_of_blocks
+from mdfuse.layouts.blocks import Cut, as_blocks, part_of_blocks
 from mdfuse.layouts.layout import Layout
 
 #: How many blocks a reshape makes of dims before a split one, at most: as fused projections have.
@@ -25,21 +26,36 @@ _FEW_BLOCKS = 8
 Taken = dict[int, Cut | None]
 
 
-def view_in_blocks(
-    op: str, attrs: Mapping[str, Any], shapes: tuple[Shape, Shape], operand: Layout, labels: DimMap
+#: The ops that have labels of their own where dims are in blocks.
+IN_BLOCKS = frozenset({"slice", "reshape", "cat"})
+
+
+def labels_in_blocks(
+    op: str,
+    attrs: Mapping[str, Any],
+    shapes: Sequence[Shape | None],
+    result: Shape,
+    layouts: Sequence[Layout | None],
+    labels: DimMap,
 ) -> tuple[DimMap, Taken]:
-    """Label the dims of a slice, or of a reshape, so that more of them stay split.
+    """Label the dims of one of `IN_BLOCKS` so that more of them stay split.
 
     Args:
-        op: which op; of others labels are what they were.
+        op: which one.
         attrs: its attributes.
-        shapes: of its operand and its result.
-        operand: the layout of its operand.
+        shapes: of its operands.
+        result: the shape of its result.
+        layouts: of its operands, as far as they are known.
         labels: those without blocks.
     """
+    shape, layout = shapes[0], layouts[0]
+    if shape is None or layout is None:
+        return labels, {}
     if op == "slice":
-        return along_blocks(labels, attrs, shapes[0], operand.cuts)
-    return reshape_of_blocks(labels, *shapes, operand) if op == "reshape" else (labels, {})
+        return along_blocks(labels, attrs, shape, layout.cuts)
+    if op == "reshape":
+        return reshape_of_blocks(labels, shape, result, layout)
+    return joined_blocks(labels, attrs["dim"] % len(result), shapes, layouts)
 
 
 def along_blocks(
@@ -66,6 +82,29 @@ def along_blocks(
         return labels, found
     dims = tuple(d if d in found else label for d, label in enumerate(labels.result))
     return replace(labels, operands=(dims,), results=(dims,)), found
+
+
+def joined_blocks(
+    labels: DimMap, dim: int, shapes: Sequence[Shape | None], layouts: Sequence[Layout | None]
+) -> tuple[DimMap, Taken]:
+    """Label a concatenation of tensors that are split along its dim alike: each is a block."""
+    known = [x for x in layouts if x is not None]
+    extents = [shape[dim] for shape in shapes if shape is not None]
+    places = {(x.mesh, x.split_axes(dim), x.cuts.get(dim), x.stream) for x in known}
+    is_known = len(known) == len(shapes) and all(type(n) is int for n in extents)
+    if not is_known or len(places) != 1:
+        return labels, {}
+    ((_, axes, cut, stream),) = places
+    blocks = as_blocks(extents) if any(extents) else None
+    if not axes or cut is not None or stream is not None or blocks is None:
+        return labels, {}
+    dims = tuple(dim if d == dim else label for d, label in enumerate(labels.result))
+
+    def fits(label: int, sizes: tuple[int, ...]) -> bool:
+        return label == dim or labels.fits(label, sizes)
+
+    joined = replace(labels, operands=(dims,) * len(shapes), results=(dims,), fits=fits)
+    return joined, {dim: Cut(blocks)}
 
 
 def reshape_of_blocks(

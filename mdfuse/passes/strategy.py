@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
 from mdfuse.ir.dims import DimMap, Labels, always
-from mdfuse.ir.dims_in_blocks import view_in_blocks
+from mdfuse.ir.dims_in_blocks import IN_BLOCKS, labels_in_blocks
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
@@ -131,14 +131,15 @@ def _chosen(
 ) -> Strategy | None:
     operands, labels = _operands(expr, values)
     found = _by_labels(expr, values, laws, operands, labels, {})
-    layout = operands[0].layout if operands else None
-    if layout is None or found is None:
+    if found is None or expr.op not in IN_BLOCKS:
         return found
-    shapes = operands[0].value.shape, values[expr.outputs[0]].shape
-    in_blocks, taken = view_in_blocks(expr.op, expr.kwargs, shapes, layout, labels)
+    shapes, layouts = zip(*((values[x].shape, values[x].layout) for x in expr.reads), strict=True)
+    out = values[expr.outputs[0]].shape
+    in_blocks, taken = labels_in_blocks(expr.op, expr.kwargs, shapes, out, layouts, labels)
     if not taken:
         return found
-    operands = [replace(operands[0], labels=in_blocks.operands[0])]
+    dims = dict(zip(expr.reads, in_blocks.operands, strict=True))
+    operands = [replace(o, labels=dims[o.value.name]) for o in operands]
     kept, law = _by_labels(expr, values, laws, operands, in_blocks, taken), laws[0]
     if kept is None or law is None or law.partial_axes:
         return kept
@@ -146,11 +147,10 @@ def _chosen(
 
 
 def _moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:
-    """Return what changes of layout of a view's operand and of its result cost."""
-    value, out = values[expr.reads[0]], values[expr.output]
-    assert value.layout is not None
-    before = costs([value.layout], way.wanted[value.name], value.shape, value.dtype.itemsize)
-    return before[0] + costs([way.result], law, out.shape, out.dtype.itemsize)[0]
+    """Return what changes of layout of the operands and of the result cost."""
+    read = [(values[x].layout, to, values[x]) for x, to in way.wanted.items()]
+    changes = [(way.result, law, values[expr.output]), *read]
+    return sum(costs([old], to, x.shape, x.dtype.itemsize)[0] for old, to, x in changes if old)
 
 
 def _by_labels(

@@ -310,6 +310,47 @@ def test_symbolic_extents() -> None:
             torch.testing.assert_close(ours, theirs)
 
 
+Parts = dict[str, tuple[Callable[[Any], Any], list[str]]]
+
+#: what is made of [5,4] -> what puts the cotangents of its slices together
+PARTS: Parts = {
+    "side by side": (lambda x: (x[:2] ** 3).sum() + (x[2:].sin() * x.mean()).sum(), ["cat"]),
+    "backwards": (lambda x: (x[:, 3:] * x[:, 1:2] ** 2 * x[:, :1] * x[:, 2:3] ** 3).sum(), ["cat"]),
+    "both dims": (lambda x: sum((y**3).sum() for d in (0, 1) for y in x.unbind(d)), ["cat"] * 2),
+    "twice": (lambda x: sum((y**3).sum() * y.sum() for y in (*x.chunk(2), *x.chunk(2))),
+              ["cat"] * 2),
+    "a gap": (lambda x: (x[:2] ** 3).sum() + (x[3:] ** 2).sum(), ["slice_grad"] * 2),
+    "overlapping": (lambda x: (x[:3] ** 3).sum() + (x[2:] ** 2).sum(), ["slice_grad"] * 2),
+    "steps": (lambda x: (x[::2] ** 3).sum() + (x[1::2] ** 2).sum(), ["slice_grad"] * 2),
+    "of two dims": (lambda x: (x[:2, :2] ** 3).sum() + (x[2:] ** 2).sum(), ["slice_grad"] * 2),
+    "none of it": (lambda x: x[:0].sum() + (x[:2] ** 2).sum() + (x[2:] ** 3).sum(),
+                   ["slice_grad", "cat"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_slices_come_back_side_by_side(name: str) -> None:
+    """Where they make up a dim; gradients of the gradient are right, too."""
+    f, joins = PARTS[name]
+    x = numbers(5, 4)
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), leaf)
+    definitions = []
+    for is_second in (False, True):
+        with mf.FusionDefinition("parts") as fd:
+            (h,) = given(fd, TP, ([5, 4], {"tp": Shard(0)}))
+            (dx,) = mf.grad(f(h), [h])
+            fd.add_output(dx)
+            if is_second:
+                fd.add_output(mf.grad(dx.square().sum(), [h])[0])
+        definitions.append(fd)
+    once, twice = definitions
+    found = [e.op for e in once.fusion.exprs if e.op in ("cat", "slice_grad")]
+    assert sorted(found) == sorted(joins)
+    check_everywhere(mf.compile(twice), [x], [first.detach(), second])
+
+
 def test_slices_of_symbolic_extents() -> None:
     """One definition for rows that are even and odd, few and many."""
 

@@ -135,6 +135,27 @@ def test_an_update_is_local_and_in_place() -> None:
     text = str(program)
     for name in ("w", "b", "mw", "mb", "vw", "vb"):
         assert re.search(rf"^ +%{name} = (add|sub)\(", text, re.MULTILINE), (name, text)
+    # what follows from the step alone is computed once for all parameters
+    assert sum(i.fn == "pow" for i in program.host) == 2
+
+
+def test_steps_of_other_numbers_share_nothing() -> None:
+    """Three groups: with another rate, and with other betas."""
+    shape, groups = (3,), ((0.1, (0.9, 0.99)), (0.2, (0.9, 0.99)), (0.1, (0.8, 0.9)))
+    w, dw = numbers(*shape), numbers(*shape, seed=1)
+    with mf.FusionDefinition("groups") as fd:
+        h, dh = fd.define_tensor(shape), fd.define_tensor(shape)
+        zeros, step = fd.define_tensor(shape), fd.define_tensor([])
+        for lr, betas in (*groups, *groups):
+            fd.add_output(mf.optim.adamw(h, dh, zeros, zeros, step, lr=lr, betas=betas)[0])
+    program = mf.compile(fd)
+    assert sum(i.fn == "pow" for i in program.host) == 6
+    found = mf.simulate(program, [w, dw, torch.zeros(shape), torch.tensor(1.0)]).outputs
+    for new, (lr, betas) in zip(found, (*groups, *groups), strict=True):
+        right = w.clone().requires_grad_()
+        right.grad = dw
+        torch.optim.AdamW([right], lr, betas=betas).step()
+        torch.testing.assert_close(new, right.detach())
 
 
 def test_a_norm_of_all_is_one_small_all_reduce() -> None:

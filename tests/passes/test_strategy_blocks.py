@@ -68,43 +68,66 @@ def split(x: Any, *places: int) -> list[Any]:
     return list(torch.split(x, places, -1))
 
 
+def layer(kv: int, x: Any, qkv: Any, bias: Any, out: Any, up: Any, down: Any) -> Any:
+    """Attention and hidden units, with projections that are one."""
+    q, k, v = split(F.linear(x, qkv, bias), 16, kv * 4, kv * 4)
+    q, k, v = (t.reshape(2, 3, n, 4).transpose(1, 2) for t, n in ((q, 4), (k, kv), (v, kv)))
+    k, v = (t.repeat_interleave(4 // kv, 1) if kv < 4 else t for t in (k, v))
+    found = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+    x = x + F.linear(found, out)
+    gate, raised = split(F.linear(x, up), 32, 32)
+    return x + F.linear(F.silu(gate) * raised, down)
+
+
 @pytest.mark.parametrize("kv", [2, 4])
-def test_a_layer_with_fused_projections_reduces_twice(kv: int) -> None:
-    heads, width, batch, rows = 4, 16, 2, 3
-    sizes, each = (width, kv * 4, kv * 4), 4
-
-    def layer(x: Any, qkv: Any, bias: Any, out: Any, up: Any, down: Any) -> Any:
-        q, k, v = split(F.linear(x, qkv, bias), *sizes)
-        q, k, v = (
-            t.reshape(batch, rows, n, each).transpose(1, 2)
-            for t, n in ((q, heads), (k, kv), (v, kv))
-        )
-        k, v = (t.repeat_interleave(heads // kv, 1) if kv < heads else t for t in (k, v))
-        found = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-        x = x + F.linear(found, out)
-        gate, raised = split(F.linear(x, up), 32, 32)
-        return x + F.linear(F.silu(gate) * raised, down)
-
+def test_a_layer_with_fused_projections_reduces_twice_each_way(kv: int) -> None:
+    """Forwards, and backwards: nothing is sent between the projections and their weights."""
+    sizes = (16, kv * 4, kv * 4)
     first = Shard(0, sizes)
     placed = [
-        ((batch, rows, width), None),
-        ((sum(sizes), width), first),
+        ((2, 3, 16), None),
+        ((sum(sizes), 16), first),
         ((sum(sizes),), first),
-        ((width, width), Shard(1)),
-        ((64, width), Shard(0, 2)),
-        ((width, 32), Shard(1)),
+        ((16, 16), Shard(1)),
+        ((64, 16), Shard(0, 2)),
+        ((16, 32), Shard(1)),
     ]
     generator = torch.Generator().manual_seed(1)
-    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s, _ in placed]
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) / 5 for s, _ in placed]
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    whole = layer(kv, *leaves)
+    expected = [whole.detach(), *torch.autograd.grad(whole.square().sum(), leaves)]
     with mf.FusionDefinition("layer") as fd:
         inputs = [
             fd.define_tensor([*s], torch.float64, TP, layout={"tp": p} if p else {})
             for s, p in placed
         ]
-        fd.add_output(layer(*inputs))
+        y = layer(kv, *inputs)
+        for found in (y, *mf.grad(y.square().sum(), inputs)):
+            fd.add_output(found)
     program = mf.compile(fd)
-    assert posts(program) == ["Allreduce", "Allreduce"]
-    torch.testing.assert_close(mf.simulate(program, tensors).outputs[0], layer(*tensors))
+    assert posts(program) == ["Allreduce"] * 4
+    for found, right in zip(mf.simulate(program, tensors).outputs, expected, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def test_what_is_joined_is_in_blocks() -> None:
+    """Each rank joins what it has; nothing is sent before all of it is wanted."""
+    a, b = torch.randn(3, 5, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    with mf.FusionDefinition("joined") as fd:
+        x, y = (fd.define_tensor(t.shape, t.dtype, TP, {"tp": Shard(1)}) for t in (a, b))
+        joined = torch.cat([x, y, x], 1) * 2
+        fd.add_output(joined)
+        fd.add_output(torch.cat([x, y], 1).on(TP, {}))
+    program = mf.compile(fd)
+    assert program.fusion.layout(joined.name) == mf.Layout(TP, {"tp": Shard(1, (5, 4, 5))})
+    assert posts(program) == ["Allgather", "Allgather"]
+    result = mf.simulate(program, [a, b])
+    torch.testing.assert_close(result.outputs[0], torch.cat([a, b, a], 1) * 2)
+    torch.testing.assert_close(result.outputs[1], torch.cat([a, b], 1))
+    torch.testing.assert_close(
+        result.per_rank[1][0], torch.cat([a[:, 3:], b[:, 2:], a[:, 3:]], 1) * 2
+    )
 
 
 @pytest.mark.parametrize("other", [Shard(0, (4, 2, 2)), Shard(0), None])

@@ -36,6 +36,7 @@ from mdfuse.frontend.vjps.table import (
     where,
     widely,
 )
+from mdfuse.frontend.vjps.windows import Part
 from mdfuse.ir import slopes
 
 # -- pointwise: two operands ---------------------------------------------------------------------
@@ -325,7 +326,7 @@ def _of_kernel(name: str) -> Rule:
         assert twice is not None
         return None, ct * e[0] * twice(e[1], **e.attrs)
 
-    def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    def made(e: Applied, ct: Handle) -> Sequence[Part | None]:
         first = record(f"{name}_grad", ct, e[1], **e.attrs) if e.wants(0) else None
         return first, bent(e, ct)[1] if twice and e.wants(1) else None
 

@@ -9,6 +9,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import indexing, views
 from mdfuse.frontend.ops.recording import record
 from mdfuse.frontend.vjps.table import Applied, rule
+from mdfuse.frontend.vjps.windows import Part, Window
 
 
 @rule("set", "stride_order")
@@ -33,9 +34,8 @@ def _expand(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 
 @rule("slice")
-def _slice(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    starts, steps = e.attrs["starts"], e.attrs["steps"]
-    return (record("slice_grad", ct, shape=e.shape(0), starts=starts, steps=steps),)
+def _slice(e: Applied, ct: Handle) -> Sequence[Part | None]:
+    return (Window(ct, e.shape(0), e.attrs["starts"], e.attrs["steps"]),)
 
 
 @rule("slice_grad")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import in_f32, record
+from mdfuse.frontend.vjps.windows import Part
 
 
 class Applied(Protocol):
@@ -52,7 +53,7 @@ class Applied(Protocol):
 
 #: (expression, cotangent of the result) -> cotangents of the operands. Of several results it is a
 #: list, with None for those to which nothing came back.
-Rule = Callable[[Applied, Any], Sequence[Handle | None]]
+Rule = Callable[[Applied, Any], Sequence[Part | None]]
 
 RULES: dict[str, Rule] = {}
 

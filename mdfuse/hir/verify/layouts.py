@@ -15,7 +15,7 @@ from typing import Any
 
 from mdfuse.extents.expressions import Index, terms
 from mdfuse.ir.dims import DimMap, Labels, always, reshape, reshape_groups
-from mdfuse.ir.dims_in_blocks import Taken, view_in_blocks
+from mdfuse.ir.dims_in_blocks import IN_BLOCKS, Taken, labels_in_blocks
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.boxes import Box, Rows
@@ -353,10 +353,12 @@ def result_layout(
     if len(labels.results) > 1:
         labels = replace(labels, results=labels.results[at : at + 1])
     taken: Taken = {}
-    first, before = (layouts[0], shapes[0]) if layouts else (None, None)
-    if first is not None and before is not None:
-        operand = plain(first, len(before))
-        labels, taken = view_in_blocks(fn, attrs, (before, shape), operand, labels)
+    if fn in IN_BLOCKS:
+        operands = [
+            None if x is None or of is None else plain(x, len(of))
+            for x, of in zip(layouts, shapes, strict=True)
+        ]
+        labels, taken = labels_in_blocks(fn, attrs, shapes, shape, operands, labels)
     if taken or labels.fits is not always or labels.reaches:
         known = shapes if TABLE[fn].rule is reshape or labels.reaches else ()
         given = (tuple(layouts), declared, numbers, tuple(absent), known, shape, taken)

@@ -1,0 +1,84 @@
+"""What comes back to slices of a value: side by side they are one tensor, else each is in zeros.
+
+%q, %k, %v = parts of %h                    what comes back to %h: cat(%dq, %dk, %dv)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mdfuse.extents.extent import are_same, is_symbolic
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops.recording import record
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """What comes back to a slice of an operand, of which the rest gets nothing.
+
+    Attributes:
+        ct: the cotangent of the slice.
+        shape: of the operand.
+        starts: per dim, the first place that the slice took.
+        steps: per dim.
+    """
+
+    ct: Handle
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @property
+    def dim(self) -> int | None:
+        """The only dim that the slice cut, if that is one run of places that are known."""
+        pairs = enumerate(zip(self.ct.shape, self.shape, strict=True))
+        cut = [d for d, (n, of) in pairs if not are_same(n, of)]
+        if len(cut) != 1 or any(step != 1 for step in self.steps):
+            return None
+        places = self.starts[cut[0]], self.ct.shape[cut[0]], self.shape[cut[0]]
+        return None if is_symbolic(places) or not places[1] else cut[0]
+
+    def in_zeros(self) -> Handle:
+        """Return it in the operand's shape."""
+        where = {"shape": self.shape, "starts": self.starts, "steps": self.steps}
+        made: Handle = record("slice_grad", self.ct, **where)
+        return made
+
+
+#: What comes back to an operand.
+Part = Handle | Window
+
+
+def joined(parts: Sequence[Part]) -> list[Handle]:
+    """Return what comes back to a value, its slices that make up a dim as one tensor."""
+    found: list[Handle] = []
+    windows = [x for x in parts if isinstance(x, Window)]
+    for part in parts:
+        if not isinstance(part, Window):
+            found.append(part)
+        elif part in windows:
+            row = _row(part, windows)
+            whole = (
+                part.in_zeros()
+                if len(row) == 1
+                else record("cat", *(x.ct for x in row), dim=part.dim)
+            )
+            found.append(whole)
+            windows = [x for x in windows if x not in row]
+    return found
+
+
+def _row(part: Window, windows: Sequence[Window]) -> list[Window]:
+    """Return slices side by side from one end of a dim to the other, or the given one alone."""
+    dim, at, row = part.dim, 0, list[Window]()
+    if dim is None:
+        return [part]
+    by_start: dict[int, Window] = {}
+    for x in (part, *windows):
+        if x.dim == dim:
+            by_start.setdefault(x.starts[dim], x)
+    while at in by_start:
+        row.append(by_start[at])
+        at += row[-1].ct.shape[dim]
+    return row if at == part.shape[dim] and part in row else [part]
