@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 import mdfuse
+from mdfuse.seeing.cost_tables import processor
 
 #: Times a batch of calls: (calls) -> nanoseconds.
 Stopwatch = Callable[[Callable[[], None]], float]
@@ -298,21 +299,11 @@ def _stored(row: Row) -> dict[str, Any]:
 def _machine() -> dict[str, Any]:
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
         "system": platform.platform(),
     }
-
-
-def _processor() -> str:
-    """The model's name; `platform` does not know it on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _versions() -> dict[str, str | None]:

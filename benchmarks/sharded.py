@@ -77,7 +77,9 @@ def _program(net: Stack, ahead: int) -> mf.Program:
             for before, after in zip(old, new, strict=True):
                 fd.add_output(after, reuse=before)
         fd.add_output(step + 1.0, reuse=step)
-    return mf.compile(fd, mf.Options(prefetch_bytes=ahead))
+    program = mf.compile(fd, mf.Options(prefetch_bytes=ahead))
+    net.layer.programs.append(program)
+    return program
 
 
 def _ours(net: Stack, ahead: int) -> mf.Step:
@@ -235,6 +237,8 @@ def main() -> None:
         title = f"{arguments.layers} layers of {case.name}, sharded, on {ranks.name}"
         show(screen.output(), title, rows)
         Report(benchmark="sharded", arguments=told, rows=rows, where=where).write(path)
+        for line in plan.told():
+            screen.output().print(line, markup=False, soft_wrap=True)
         screen.output().print(f"written: {path}", soft_wrap=True)
     ranks.close()
 

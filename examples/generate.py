@@ -331,10 +331,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mesh", default="tp=2", help="axes and their sizes")
+    parser.add_argument("--mesh", default="tp=2", help="axes, sizes: %(default)s")
     parser.add_argument("--checkpoint", type=Path, help="a file or a folder; random without one")
-    parser.add_argument("--prompt", default="You may")
-    parser.add_argument("--tokens", type=int, default=256, help="how many follow")
+    parser.add_argument("--prompt", default="You may", help="a text: %(default)s")
+    parser.add_argument("--tokens", type=int, default=256, help="how many follow: %(default)s")
     parser.add_argument("--sim", action="store_true", help="simulate, whoever started this process")
     arguments = parser.parse_args()
     with screen.errors():

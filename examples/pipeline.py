@@ -178,11 +178,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mesh", default="pp=2,tp=2", help="axes and their sizes; pp for stages")
+    parser.add_argument("--mesh", default="pp=2,tp=2", help="axes, sizes: %(default)s; pp: stages")
     parser.add_argument("--stages", type=int, help="one for each rank group, if not more")
-    parser.add_argument("--schedule", default="1f1b", help="a name, or a CSV file")
-    parser.add_argument("--microbatches", type=int, default=4, help="parts of a batch, in turn")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--schedule", default="1f1b", help="a name or a CSV file: %(default)s")
+    parser.add_argument("--microbatches", type=int, default=4, help="parts of a batch: %(default)s")
+    parser.add_argument("--steps", type=int, default=30, help="how many: %(default)s")
     parser.add_argument("--sim", action="store_true", help="simulate, whoever started this process")
     arguments = parser.parse_args()
     console = screen.output()

@@ -322,13 +322,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mesh", default="dp=2,tp=2", help="axes and their sizes")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch, in turn")
+    parser.add_argument("--mesh", default="dp=2,tp=2", help="axes, sizes: %(default)s")
+    parser.add_argument("--steps", type=int, default=30, help="how many: %(default)s")
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch: %(default)s")
     parser.add_argument("--sim", action="store_true", help="simulate, whoever started this process")
     parser.add_argument("--save", type=Path, help="a folder for the state; not where simulated")
     parser.add_argument("--export", type=Path, help="a safetensors file for the parameters")
-    parser.add_argument("--plot", type=Path, default=Path("train_llama.svg"))
+    parser.add_argument(
+        "--plot", type=Path, default=Path("train_llama.svg"), help="the curves: %(default)s"
+    )
     arguments = parser.parse_args()
     console = screen.output()
     with screen.errors():

@@ -19,25 +19,24 @@ from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
 from mdfuse.caching import Cache
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import BackendError, IndexRangeError, MdfuseError, ProgramError, told
+from mdfuse.errors import BackendError, IndexRangeError, MdfuseError, told
 from mdfuse.hir.program import HostProgram
-from mdfuse.ir.ops import TABLE
 from mdfuse.ir.tensors import resolved
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.fusing import Fuser
-from mdfuse.plan.index_checks import IndexChecks
+from mdfuse.plan.index_checks import IndexChecks, has_tables
 from mdfuse.plan.lengths import Lengths
 from mdfuse.plan.names import check_names
 from mdfuse.plan.posts import groups
 from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.runs.arguments import (
+    by_name,
     check_arguments,
     check_no_gradients,
     check_outputs,
     check_ranks,
     not_buffers,
-    not_by_name,
     numbers,
 )
 from mdfuse.runs.capturing import captured_by_caller, check_capture, check_graph
@@ -132,21 +131,8 @@ class HostIrEvaluator:
             ProgramError: an argument is missing, unknown, or does not fit the program. Before the
                 first run all ranks agree, so it is raised on every rank alike.
         """
-        names = self.program.inputs
-        problem: MdfuseError | None = None
-        if not isinstance(arguments, Mapping):
-            problem = not_by_name(self.program, arguments)  # type: ignore[unreachable]
-            return self.call((), None, problem)
-        given = {n: arguments[n] for n in arguments if n not in names}
-        unknown = [n for n in given if n not in self.program.outputs]
-        missing = [n for n in names if n not in arguments]
-        if unknown or missing:
-            problem = ProgramError(
-                f"@{self.program.name}: missing {missing}, unknown {unknown}",
-                hint="pass a tensor, None or a number for each of " + ", ".join(names),
-            )
-        out = [given.get(n) for n in self.program.outputs] if given else None
-        return self.call([arguments.get(n) for n in names], out, problem, is_partial=True)
+        values, out, problem = by_name(self.program, arguments)
+        return self.call(values, out, problem, is_partial=True)
 
     @untraced
     def call(
@@ -216,10 +202,8 @@ class HostIrEvaluator:
     @cached_property
     def _checks(self) -> IndexChecks | None:
         """The checks of indices into tables; None where they are off, or there are no tables."""
-        rows = (TABLE.get(i.fn) for i in self.program.walk())
-        has_tables = any(row is not None and row.indexed is not None for row in rows)
         is_asked = options_from_environment(self.options).check_indices
-        return IndexChecks() if is_asked and has_tables else None
+        return IndexChecks() if is_asked and has_tables(self.program) else None
 
     @cached_property
     def _written(self) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ from mdfuse.passes import (
     split_scans,
     spread_streams,
     streams,
+    sum_rows,
     widen_sums,
 )
 from mdfuse.passes.segment_ids import with_ids
@@ -55,6 +56,8 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (streams.name, streams.run),
     # Every value needs a layout; no later pass infers one.
     (propagate_layouts.name, propagate_layouts.run),
+    # Needs to know what a view would bring together; what it makes yields Partials.
+    (sum_rows.name, sum_rows.run),
     # Needs to know what is split where an op would have it whole; what it makes yields Partials.
     (keep_splits.name, keep_splits.run),
     # As the pass before; it may have found that nobody needs the operand whole.

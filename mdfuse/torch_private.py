@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import (
 from torch._C._dynamo import eval_frame, guards
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -44,6 +45,8 @@ __all__ = [
     "Work",
     "all_gather_of",
     "argument_names",
+    "asynchronous_type",
+    "attention_kernels",
     "begin_group",
     "cache_folder",
     "current_gpu",
@@ -52,24 +55,20 @@ __all__ = [
     "empty_on_gpu",
     "end_group",
     "fake_group",
-    "flattened",
     "forward_level",
     "gloo_options",
     "is_capturing",
     "is_transformed",
     "is_zero_tensor",
-    "key_text",
     "likeness",
-    "asynchronous_type",
-    "attention_kernels",
     "local_of",
     "nccl_options",
+    "pytree",
     "reduce_scatter_of",
     "shard_order",
     "spec_of",
     "table_grad",
     "transform_level",
-    "unflattened",
     "untraced",
     "writes",
 ]
@@ -460,34 +459,6 @@ def untraced(function: Function) -> Function:
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "mdfuse has prepared what it calls"
     return function
-
-
-# -- trees of tensors ------------------------------------------------------------------------------
-
-
-def flattened(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
-    """Return (path, leaf) of a tree of tuples, lists, dicts and what else is registered as such.
-
-    Besides its structure, for `unflattened`.
-    """
-    from torch.utils import _pytree
-
-    return _pytree.tree_flatten_with_path(tree)
-
-
-def unflattened(leaves: Sequence[Any], structure: Any) -> Any:
-    """Return the tree of a structure with these leaves."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_unflatten(list(leaves), structure)
-
-
-def key_text(path: Sequence[Any]) -> str:
-    """Return the keys of a path, joined by dots: of dicts their keys, of lists their places."""
-    from torch.utils import _pytree
-
-    kinds = {_pytree.SequenceKey: "idx", _pytree.MappingKey: "key", _pytree.GetAttrKey: "name"}
-    return ".".join(str(getattr(key, kinds[type(key)])) for key in path)
 
 
 # -- files -----------------------------------------------------------------------------------------

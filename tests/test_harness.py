@@ -99,15 +99,6 @@ def pytest_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
-def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What plain pytest prints about `WRONG`."""
-    folder = write_folder(tmp_path_factory.mktemp("hosted"), WRONG)
-    done = run(folder, pytest_command("-v", "--launcher", request.param))
-    assert done.returncode == 1, done.stdout + done.stderr
-    return done.stdout
-
-
 def failure_in(output: str, test: str) -> str:
     """What a run's report says of a failed test."""
     found = re.search(rf"^_+ {test} _+$(.*?)^(__|=====)", output, re.DOTALL | re.MULTILINE)
@@ -115,51 +106,40 @@ def failure_in(output: str, test: str) -> str:
     return found.group(1)
 
 
-@pytest.mark.timeout(300)  # the first test waits for the whole run: one job for each failure
-class TestHostedRun:
-    """One run of plain pytest over all of `WRONG`."""
-
-    def test_every_test_has_its_own_verdict(self, output: str) -> None:
-        verdicts = re.findall(r"::(test_\w+).* (PASSED|FAILED)", output)
-        assert verdicts == [
-            ("test_good", "PASSED"),
-            ("test_fails_on_one", "FAILED"),
-            ("test_others_wait_for_the_one_that_fails", "FAILED"),
-            ("test_rank_exits", "FAILED"),
-            ("test_skips", "FAILED"),
-            ("test_the_watchdog_ends_a_rank", "FAILED"),
-            ("test_teardown_fails", "FAILED"),
-            ("test_good_again", "PASSED"),
-            ("test_good_again", "PASSED"),
-        ]
-
-    def test_a_failure_on_one_rank_names_it(self, output: str) -> None:
-        text = failure_in(output, "test_fails_on_one")
-        assert "rank 1: AssertionError: rank one says no" in text
-        assert "rank 0" not in text
-
-    def test_ranks_that_wait_are_shown_with_their_stacks(self, output: str) -> None:
-        text = failure_in(output, "test_others_wait_for_the_one_that_fails")
-        assert "rank 0: AssertionError: rank zero says no" in text
-        assert "rank 1: no verdict" in text
-        assert re.search(r'File ".*test_it.py", line \d+ in test_others_wait', text)
-
-    def test_a_rank_that_leaves_is_not_waited_for(self, output: str) -> None:
-        assert "no verdict" in failure_in(output, "test_rank_exits")
-
-    def test_what_a_watchdog_reports_is_printed(self, output: str) -> None:
-        text = failure_in(output, "test_the_watchdog_ends_a_rank")
-        assert "mdfuse.BackendError: what never comes is not done on rank 0 after" in text
-        assert re.search(r"this report is in .*/reports/rank0-pid\d+-\w+\.txt", text)
-
-    def test_a_skip_is_a_failure(self, output: str) -> None:
-        text = failure_in(output, "test_skips")
-        assert "ranks 0, 1: skipped itself" in text
-        assert "as if there were nothing to see" in text
-
-    def test_a_failure_in_teardown_is_the_tests_own(self, output: str) -> None:
-        text = failure_in(output, "test_teardown_fails")
-        assert "rank 1: teardown: AssertionError: cleaning up went wrong" in text
+@pytest.mark.timeout(300)  # one job for each failure
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_each_test_of_a_run_has_its_own_verdict(launcher: str, tmp_path: Path) -> None:
+    """One run of plain pytest over all of `WRONG`, whose jobs take most of the time: one test."""
+    folder = write_folder(tmp_path, WRONG)
+    done = run(folder, pytest_command("-v", "--launcher", launcher))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.findall(r"::(test_\w+).* (PASSED|FAILED)", done.stdout) == [
+        ("test_good", "PASSED"),
+        ("test_fails_on_one", "FAILED"),
+        ("test_others_wait_for_the_one_that_fails", "FAILED"),
+        ("test_rank_exits", "FAILED"),
+        ("test_skips", "FAILED"),
+        ("test_the_watchdog_ends_a_rank", "FAILED"),
+        ("test_teardown_fails", "FAILED"),
+        ("test_good_again", "PASSED"),
+        ("test_good_again", "PASSED"),
+    ]
+    text = failure_in(done.stdout, "test_fails_on_one")
+    assert "rank 1: AssertionError: rank one says no" in text
+    assert "rank 0" not in text
+    text = failure_in(done.stdout, "test_others_wait_for_the_one_that_fails")
+    assert "rank 0: AssertionError: rank zero says no" in text
+    assert "rank 1: no verdict" in text
+    assert re.search(r'File ".*test_it.py", line \d+ in test_others_wait', text), "the stacks"
+    assert "no verdict" in failure_in(done.stdout, "test_rank_exits"), "it is not waited for"
+    text = failure_in(done.stdout, "test_the_watchdog_ends_a_rank")
+    assert "mdfuse.BackendError: what never comes is not done on rank 0 after" in text
+    assert re.search(r"this report is in .*/reports/rank0-pid\d+-\w+\.txt", text)
+    text = failure_in(done.stdout, "test_skips")
+    assert "ranks 0, 1: skipped itself" in text
+    assert "as if there were nothing to see" in text
+    text = failure_in(done.stdout, "test_teardown_fails")
+    assert "rank 1: teardown: AssertionError: cleaning up went wrong" in text
 
 
 class TestDirectRun:

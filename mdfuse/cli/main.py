@@ -83,8 +83,9 @@ def run(
 ) -> None:
     """Run a program on the launched ranks, or simulate it, and compare it with one device.
 
-    Start it with a launcher: torchrun --nproc-per-node 4 -m mdfuse run FILE.py, or
-    mpirun -n 4 python -m mpi4py -m mdfuse run FILE.py. Without launcher and --sim it is one rank.
+    Start it with a launcher; without one, and without --sim, it is one rank:
+      torchrun --nproc-per-node 4 -m mdfuse run FILE.py
+      mpirun -n 4 python -m mpi4py -m mdfuse run FILE.py
     """
     if sim is not None and mesh is not None:
         raise typer.BadParameter("--sim names the mesh already", param_hint="--mesh")
@@ -116,8 +117,11 @@ def dump(
 ) -> None:
     """Show a program; nothing runs.
 
-    Stages: fusion (as defined, with the stated layouts), layouts (every value's layout), segments
-    (after all passes, every reshard a set), host (what the ranks execute).
+    The stages:
+      fusion    as defined, with the stated layouts
+      layouts   every value's layout
+      segments  after all passes, every reshard a set
+      host      what the ranks execute
     """
     if rank is not None and stage is not Stage.HOST:
         raise typer.BadParameter("only the stage host differs by rank", param_hint="--rank")
@@ -161,8 +165,10 @@ def diff(
 ) -> None:
     """Show two programs beside each other: communications, memory, times, and what differs.
 
-    One file with two meshes (--mesh dp=8 --mesh fsdp=4,tp=2), with other layouts of some inputs
-    (--mesh tp=4 --layout 'w1=(tp=S1)'), or two files.
+    One file with two meshes, one file with other layouts, or two files:
+      mdfuse diff FILE.py --mesh dp=8 --mesh fsdp=4,tp=2
+      mdfuse diff FILE.py --mesh tp=4 --layout 'w1=(tp=S1)'
+      mdfuse diff FILE.py OTHER.py --mesh tp=4
     """
     texts, layouts = mesh or ["tp=4"], layout or []
     for given, option in ((texts, "--mesh"), (layouts, "--layout")):
@@ -254,8 +260,8 @@ def doctor(
 ) -> None:
     """Show versions, launcher, devices, links, libraries and backends, each with its remedy.
 
-    Exit status 1: something keeps programs from running. Start it as a program is started to see
-    what its ranks see: torchrun --nproc-per-node 4 -m mdfuse doctor --collective.
+    Exit status 1: something keeps programs from running. What ranks see:
+      torchrun --nproc-per-node 4 -m mdfuse doctor --collective
     """
     with screen.errors():
         from mdfuse.cli.doctor.ranks import run
@@ -273,7 +279,8 @@ def calibrate(
     """Measure in about a minute what work and communications take here, for predicted times.
 
     Start it as programs are started, on a machine that does nothing else:
-    torchrun --nproc-per-node 2 -m mdfuse calibrate. Predictions with --costs here follow it.
+      torchrun --nproc-per-node 2 -m mdfuse calibrate
+    Predictions with --costs here follow it.
     """
     with screen.errors():
         from mdfuse.cli.calibration.command import run

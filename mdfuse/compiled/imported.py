@@ -35,7 +35,7 @@ from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.names import as_name
 from mdfuse.plan.progress import progress
 from mdfuse.runtime.communicator import Communicator
-from mdfuse.torch_private import flattened, unflattened
+from mdfuse.trees import flattened, unflattened
 
 
 def from_torch(

@@ -22,7 +22,8 @@ from mdfuse.frontend.spec import TensorSpec
 from mdfuse.mesh import as_mesh
 from mdfuse.names import as_name
 from mdfuse.runs.arguments import has_dtensors
-from mdfuse.torch_private import flattened, key_text, spec_of, unflattened, untraced
+from mdfuse.torch_private import spec_of, untraced
+from mdfuse.trees import flattened, key_text, unflattened
 
 if TYPE_CHECKING:
     from mdfuse.compiled.program import Program

@@ -29,7 +29,7 @@ class Trial:
 
     Args:
         plain: runs it one after the other.
-        overlapped: runs it in chunks.
+        overlapped: runs it in chunks, or with posts ahead of their place.
         keep: called when it is decided.
 
     Attributes:
@@ -53,8 +53,10 @@ class Trial:
         """What was decided, in a line."""
         assert self.seconds is not None
         plain, chunks = (f"{s * 1e3:.3g} ms" for s in self.seconds)
-        kept = "in chunks" if self.best is self.overlapped else "one after the other"
-        return f"measured: {chunks} in chunks, {plain} one after the other; all ranks run it {kept}"
+        kept = "overlapped" if self.best is self.overlapped else "one after the other"
+        return (
+            f"measured: {chunks} overlapped, {plain} one after the other; all ranks run it {kept}"
+        )
 
     def call(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
         """Run once, in the form whose turn it is; see `HostIrEvaluator.call`."""

@@ -225,10 +225,6 @@ class FusionDefinition:
             self.inputs.append(handle.id)
         return handle
 
-    def define_vector(self, values: Sequence[float | int | bool]) -> list[Handle]:
-        """Define a scalar for each number."""
-        return [self.define_scalar(v) for v in values]
-
     def add_output(
         self, t: Handle, stride_order: Sequence[int] | None = None, reuse: Handle | None = None
     ) -> None:

@@ -14,7 +14,7 @@ once; the calls say which one runs at which index, when (`verify/calls.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names
@@ -62,15 +62,3 @@ def chunks_of(program: HostProgram, block: Instruction) -> int | None:
         if stream is not None and getattr(stream.index, "name", None) == block.outputs[0]:
             found.add(stream.count)
     return found.pop() if len(found) == 1 else None
-
-
-def used_by(program: HostProgram, blocks: Iterable[Instruction]) -> dict[str, list[str]]:
-    """Return name of an index -> the blocks that make or use it, in order."""
-    own, found = per_index(program), dict[str, list[str]]()
-    for block in blocks:
-        inside = [j for i in block.body for j in i.walk()]
-        names = (program.root(n) for i in inside for n in (*i.reads, *i.outputs))
-        for name in dict.fromkeys(names):
-            if name in own:
-                found.setdefault(name, []).append(block.fn)
-    return found

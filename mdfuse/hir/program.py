@@ -84,6 +84,10 @@ class BufferType:
             shape = self._padded(self.padding, shape, rank)
         return (math.prod(shape),) if self.flat else shape
 
+    def nbytes(self) -> int:
+        """Return the bytes of a part, the largest."""
+        return math.prod(self.local_shape(), start=self.dtype.itemsize)
+
     def _padded(
         self, padding: Padding, shape: tuple[int, ...], rank: int | None
     ) -> tuple[int, ...]:

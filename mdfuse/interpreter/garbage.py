@@ -66,10 +66,15 @@ def quick_collections() -> Iterator[None]:
     True
     """
     was_frozen = gc.get_freeze_count() > 0
-    gc.collect()
-    gc.freeze()
+    collected()
     try:
         yield
     finally:
         if not was_frozen:
             gc.unfreeze()
+
+
+def collected() -> None:
+    """Collect garbage, and let later collections of `quick_collections` leave out what is left."""
+    gc.collect()
+    gc.freeze()

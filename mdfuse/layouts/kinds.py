@@ -115,7 +115,6 @@ REDUCING = kinds_that(lambda k: k.reduces)
 SPLITTING = kinds_that(lambda k: k.splits)
 ALONG_SEVERAL = kinds_that(lambda k: k.along_several)
 IN_PIECES = kinds_that(lambda k: k.in_pieces)
-BY_ALL = kinds_that(lambda k: k.by_all and k.moves)
 
 
 def by_kind(

@@ -10,7 +10,7 @@ whole batch comes after it. Which dims are the batch's, the labels of the operat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from networkx.utils import UnionFind
@@ -21,6 +21,7 @@ from mdfuse.ir.dims import DimMap, always
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
+from mdfuse.passes import drop_unread, sum_rows
 from mdfuse.passes.strategy import dim_map
 from mdfuse.passes.streams import chunked_label, one_dim
 
@@ -38,12 +39,13 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     Raises:
         LoweringError: something needs the batch as a whole.
     """
-    same: UnionFind[tuple[str, int]] = UnionFind()
-    for expr in fusion.exprs:
-        if fusion.values[expr.outputs[0]].is_tensor:
-            for first, *others in one_dim(expr, dim_map(expr, fusion.values)):
-                same.union(first, *others)
+    same = _dims(fusion)
     roots = {same[name, dim] for name, dim in batch.items()}
+    inner, found = sum_rows.contracted(fusion, lambda view: _is_inner(fusion, view, same, roots))
+    if found:
+        fusion = drop_unread.run(replace(fusion, values=inner.values, exprs=tuple(inner.exprs)))
+        same = _dims(fusion)
+        roots = {same[name, dim] for name, dim in batch.items()}
     values = dict(fusion.values)
     for value in fusion.values.values():
         dims = [d for d in range(len(value.shape)) if same[value.name, d] in roots]
@@ -60,6 +62,25 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         for made in _streamed(fusion, expr, values):
             values[made.name] = made
     return _once(replace(fusion, values=values))
+
+
+def _dims(fusion: Fusion) -> UnionFind[tuple[str, int]]:
+    """Return which dims of values are the same: (name of a value, dim)."""
+    same: UnionFind[tuple[str, int]] = UnionFind()
+    for expr in fusion.exprs:
+        if fusion.values[expr.outputs[0]].is_tensor:
+            for first, *others in one_dim(expr, dim_map(expr, fusion.values)):
+                same.union(first, *others)
+    return same
+
+
+def _is_inner(
+    fusion: Fusion, view: Expr, same: UnionFind[tuple[str, int]], roots: Container[object]
+) -> bool:
+    """Tell whether a view of rows makes one of the batch's dim and some before it."""
+    (x,) = view.reads
+    inner = range(1, len(fusion.values[x].shape) - 1)
+    return any(same[x, d] in roots for d in inner) and same[view.output, 0] not in roots
 
 
 def _in_lengths(value: Value, rows: object) -> Value:
@@ -142,6 +163,10 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
         if any(_is_read(x, values) for x in expr.inputs):
             raise _refused(fusion, results[0], f"{expr.op} needs that dim as a whole")
         return
+    for x, dims in zip(expr.inputs, labels.operands, strict=True):
+        stream = values[x].stream if isinstance(x, str) else None
+        if stream is not None and stream.op is None and dims[stream.dim] != batch:
+            raise _refused(fusion, results[0], f"{expr.op} needs all of %{x} for each microbatch")
     for value, dims in zip(results, labels.results, strict=True):
         if batch in dims:
             if expr.op == "set" and not _is_cut(fusion, expr, value):
@@ -152,8 +177,8 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
             raise _refused(fusion, value, f"{expr.op} needs that dim as a whole")
         if op in ("max", "min") and any(_is_empty(values[x]) for x in expr.reads):
             raise _refused(fusion, value, f"a microbatch is empty, and has no {op}")
-        read = (values[x].stream for x in expr.inputs if isinstance(x, str) and _is_read(x, values))
-        (chunks,) = {stream.chunks for stream in read if stream is not None}
+        cut = (values[x].stream for x in (*expr.reads, *expr.outputs) if _is_read(x, values))
+        (chunks,) = {stream.chunks for stream in cut if stream is not None}
         yield replace(value, stream=Stream.over(op, chunks))
 
 

@@ -108,6 +108,7 @@ class Context:
         storage: name -> the name whose memory it shares; names with memory of their own are absent.
         updated: names that may share memory with what is written again after it was bound.
         host_values: which names stand for numbers of a run, or for host memory.
+        shapes: type -> the shape of this rank's part; many values have the same type.
         checks: looks at the indices of tables; None: nobody does.
         fuse: makes the steps of a host unit fewer; None: each stays.
         in_unit: calls are prepared for such a unit, in which torch makes the results: a compiler
@@ -137,6 +138,7 @@ class Context:
     storage: dict[str, str] = field(default_factory=dict)
     updated: frozenset[str] = frozenset()
     host_values: HostValues = field(init=False)
+    shapes: dict[BufferType, tuple[int, ...]] = field(default_factory=dict)
     checks: IndexChecks | None = None
     fuse: Fuse | None = None
     in_unit: bool = False
@@ -166,7 +168,11 @@ class Context:
         return self.type(name).box(self.rank)
 
     def local(self, name: str) -> tuple[int, ...]:
-        return self.type(name).local_shape(self.rank)
+        kind = self.type(name)
+        shape = self.shapes.get(kind)
+        if shape is None:
+            shape = self.shapes[kind] = kind.local_shape(self.rank)
+        return shape
 
     # -- which names have a buffer ---------------------------------------------------------------
 

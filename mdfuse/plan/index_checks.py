@@ -14,10 +14,16 @@ from functools import partial
 from torch import Tensor
 
 from mdfuse.errors import IndexRangeError
-from mdfuse.hir.program import Instruction
+from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.ops import TABLE
 from mdfuse.plan.context import Context, base_name, described
 from mdfuse.plan.lines import Line, SlotRef, drop
+
+
+def has_tables(program: HostProgram) -> bool:
+    """Tell whether some instruction reads rows of a table by their indices."""
+    rows = (TABLE.get(i.fn) for i in program.walk())
+    return any(row is not None and row.indexed is not None for row in rows)
 
 
 @dataclass

@@ -44,10 +44,7 @@ def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for n, line in enumerate(lines):
-        if line.run is None:
-            continue
-        used = (*line.refs, *line.ends, *(line.targets if line.new is None else ()))
-        for base in (base for slot in used for base in bases.get(slot, ())):
+        for base in (base for slot in _used(line) for base in bases.get(slot, ())):
             first.setdefault(base, n)
             last[base] = n
     kept = {base for slot in results if slot is not None for base in bases.get(slot, ())}
@@ -62,6 +59,13 @@ def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
         for n, line in enumerate(lines)
         if (line.new is not None or line.makes) and (slot := line.targets[0]) not in kept
     ]
+
+
+def _used(line: Line) -> tuple[int, ...]:
+    """Return the slots whose buffers a line uses, and those of what it makes of other buffers."""
+    if line.run is None:
+        return ()
+    return (*line.refs, *line.ends, *(line.targets if line.new is None else ()))
 
 
 def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
@@ -109,30 +113,56 @@ def merged(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
 def taken(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
     """Find buffers that take the place of an operand whose last use is the call that fills them.
 
-    Not where the call also reads the operand through a view of it: `h + h.T` would read what it has
-    just written.
+    The last use of what is reduced lasts until its wait, as the sum is there then. Not where the
+    call also reads the operand through a view of it: `h + h.T` would read what it has just written.
 
     Returns:
         slot -> that of the operand, in the order of the calls.
     """
     lives_of = {life.slot: life for life in found}
     took, bases = dict[int, int](), _bases(lines)
+    handles = _handles(lines)
     for n, line in enumerate(lines):
         for made in (s for s in line.refs if line.in_place and s in lives_of):
             born = lives_of[made]
             if born.start != n or made in took:
                 continue
-            dying = [s for s in line.refs if s in lives_of and s != made and lives_of[s].stop == n]
             alike = [
                 s
-                for s in dying
-                if lives_of[s].new == born.new
+                for s in line.refs
+                if s in lives_of
+                and s != made
+                and lives_of[s].new == born.new
                 and lives_of[s].start < n
                 and not any(s in bases[view] for view in line.refs if view != s)
+                and _dies(lives_of[s], lines, n, bases, handles[n])
             ]
             if alike:
                 took[made] = alike[0]
     return took
+
+
+def _handles(lines: Sequence[Line]) -> list[int | None]:
+    """Return for each line the handle of the post that it belongs to, or of the next one."""
+    waited = {slot for line in lines for slot in line.ends}
+    found: list[int | None] = []
+    for line in reversed(lines):
+        own = next((slot for slot in line.targets if slot in waited), None)
+        is_bound = own is not None and line.run is not None
+        found.append(own if is_bound or not found else found[-1])
+    return found[::-1]
+
+
+def _dies(
+    life: Life,
+    lines: Sequence[Line],
+    at: int,
+    bases: Mapping[int, frozenset[int]],
+    handle: int | None,
+) -> bool:
+    """Return whether nothing uses a buffer behind a call, but for the post of that handle."""
+    behind = (slot for line in lines[at + 1 : life.stop + 1] for slot in _used(line))
+    return all(slot == handle for slot in behind if life.slot in bases.get(slot, ()))
 
 
 def _joined(found: Sequence[Life], home: Mapping[int, int]) -> list[Life]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from itertools import combinations
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
 from mdfuse.layouts.lacks import is_lacking
 from mdfuse.layouts.layout import Layout, Replicate, Shard, replicated
+from mdfuse.mesh import DeviceMesh
 from mdfuse.reshard.blocks import through_blocks
 from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.refined import on_common_mesh
@@ -161,7 +163,7 @@ def _reducing(
         first, at_root = root
         rest = steps(at_root, destination, shape) if at_root != destination else ()
         yield (first,), rest, True
-    is_apart = not any(r in source.mesh for r in destination.mesh)
+    is_apart = _are_apart(source.mesh, destination.mesh)
     for done in splits_of(source, axes, shape):
         yield steps(source, done, shape), steps(done, destination, shape), is_apart
     if len(ops) == 1 and not kept and source.stream is None:
@@ -171,6 +173,11 @@ def _reducing(
                 kind="ReduceExchange", source=source, destination=split, reduce_op=op
             )
             yield (reduced,), steps(split, destination, shape), False
+
+
+@lru_cache(maxsize=256)
+def _are_apart(one: DeviceMesh, other: DeviceMesh) -> bool:
+    return not any(r in one for r in other)
 
 
 def _to_one_rank(

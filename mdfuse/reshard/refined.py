@@ -7,6 +7,7 @@ are the mesh itself. What changes from one layout to the other is then a change 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,19 +36,29 @@ def on_common_mesh(
     >>> on_common_mesh(Layout(one, {"b": Shard(0)}), Layout(other, {"p": Shard(1)}), (8, 8))
     ((a=R, b0=S0, b1=S0), (a=S1, b0=S1, b1=R))
     """
-    meshes = source.mesh, destination.mesh
-    if (
-        meshes[0].size != meshes[1].size
-        or meshes[0].size == 1
-        or source.stream
-        or destination.stream
-    ):
+    if source.stream or destination.stream:
         return None
-    places = [meshes[0].position(r) for r in meshes[1].ranks]
+    common = _common_mesh(source.mesh, destination.mesh)
+    if common is None:
+        return None
+    mesh, *axes = common
+    found = [
+        _refined(x, mesh, of, shape) for x, of in zip((source, destination), axes, strict=True)
+    ]
+    return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
+
+
+@lru_cache(maxsize=256)
+def _common_mesh(
+    one: DeviceMesh, other: DeviceMesh
+) -> tuple[DeviceMesh, list[list[str]], list[list[str]]] | None:
+    """Return the common mesh, and the names of its axes that make up each axis of both."""
+    if one.size != other.size or one.size == 1 or other.first not in one:
+        return None
+    places = [one.position(r) for r in other.ranks]
     if None in places:
         return None
-    axes = _axes_of(np.array(places), meshes[1])
-    own = _axes_of(np.arange(meshes[0].size), meshes[0])
+    axes, own = _axes_of(np.array(places), other), _axes_of(np.arange(one.size), one)
     if axes is None or own is None:
         return None
     digits = [d for found in (*own, *axes) for d in found]
@@ -55,17 +66,11 @@ def on_common_mesh(
     if any(high % low for low, high in pairwise(cuts)):
         return None
     pieces = [_Digit(low, high // low) for low, high in pairwise(cuts)][::-1]
-    names = _names(meshes[0], own, pieces)
-    hosts = meshes[0].hosts if hosts_by_rank(*meshes) is not None else None
-    sizes = tuple(d.size for d in pieces)
-    mesh = DeviceMesh.of(sizes, meshes[0].ranks, tuple(names.values()), hosts)
-    if mesh == meshes[0]:
-        mesh = meshes[0]
-    found = [
-        _refined(layout, mesh, [_within(pieces, x, names) for x in of], shape)
-        for layout, of in ((source, own), (destination, axes))
-    ]
-    return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
+    names = _names(one, own, pieces)
+    hosts = one.hosts if hosts_by_rank(one, other) is not None else None
+    mesh = DeviceMesh.of(tuple(d.size for d in pieces), one.ranks, tuple(names.values()), hosts)
+    of = [[_within(pieces, x, names) for x in digits] for digits in (own, axes)]
+    return one if mesh == one else mesh, of[0], of[1]
 
 
 def _axes_of(places: np.ndarray, mesh: DeviceMesh) -> list[list[_Digit]] | None:

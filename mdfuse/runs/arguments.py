@@ -194,13 +194,29 @@ def not_buffers(program: str, out: object) -> ProgramError:
     )
 
 
-def not_by_name(program: HostProgram, arguments: object) -> ProgramError:
-    """Return the error for arguments of an evaluator that are no mapping."""
-    return ProgramError(
-        f"@{program.name}: {type(arguments).__name__} for the arguments",
-        because="an evaluator takes them by name",
-        hint="pass a dict with " + ", ".join(program.inputs),
-    )
+def by_name(
+    program: HostProgram, given: object
+) -> tuple[list[Any], list[Any] | None, ProgramError | None]:
+    """Return arguments in order, buffers of outputs, and what is wrong with them, given by name."""
+    names = program.inputs
+    if not isinstance(given, Mapping):
+        problem = ProgramError(
+            f"@{program.name}: {type(given).__name__} for the arguments",
+            because="an evaluator takes them by name",
+            hint="pass a dict with " + ", ".join(names),
+        )
+        return [], None, problem
+    buffers = {n: given[n] for n in given if n not in names}
+    unknown = [n for n in buffers if n not in program.outputs]
+    missing = [n for n in names if n not in given]
+    wrong = None
+    if unknown or missing:
+        wrong = ProgramError(
+            f"@{program.name}: missing {missing}, unknown {unknown}",
+            hint="pass a tensor, None or a number for each of " + ", ".join(names),
+        )
+    out = [buffers.get(n) for n in program.outputs] if buffers else None
+    return [given.get(n) for n in names], out, wrong
 
 
 def check_outputs(

@@ -70,7 +70,7 @@ def machine_of(device: torch.device, backend: str, is_one_host: bool = True) -> 
         link = "host" if is_one_host else "network"
         threads = torch.get_num_threads()
         return Machine(
-            device=_processor(), link=link, backend=backend, threads=threads, versions=versions
+            device=processor(), link=link, backend=backend, threads=threads, versions=versions
         )
     versions["cuda"] = str(torch.version.cuda)
     if torch.distributed.is_nccl_available():
@@ -90,7 +90,7 @@ def _gpu_link(is_one_host: bool) -> str:
     return "peer" if torch.cuda.can_device_access_peer(0, 1) else "host"
 
 
-def _processor() -> str:
+def processor() -> str:
     """Return the model's name; `platform` does not know it on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -49,11 +49,22 @@ def times(name: str, costs: Costs) -> tuple[float, dict[Form, float]]:
 
 
 def drawn(seed: int) -> Costs:
-    """Costs from links that are free to links that are all there is."""
+    """Costs from links that are free to links that are all there is.
+
+    Of every ten tables one has links without end, one work that takes no time, one a latency beside
+    which nothing counts.
+    """
     draw = random.Random(seed)
     latency, launch = (draw.choice((0.0, 10 ** draw.uniform(-5, -2))) for _ in "ab")
     link = Link(latency, 10 ** draw.uniform(3, 7))
     flops, bandwidth = 10 ** draw.uniform(4, 8), 10 ** draw.uniform(5, 9)
+    match seed % 10:
+        case 7:
+            link = Link(latency, math.inf)
+        case 8:
+            flops = bandwidth = math.inf
+        case 9:
+            link = Link(1e3, 10 ** draw.uniform(3, 7))
     return Costs(launch_s=launch, flops=flops, bandwidth=bandwidth, links={"*": link})
 
 

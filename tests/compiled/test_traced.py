@@ -179,35 +179,45 @@ class Pair:
 torch.export.register_dataclass(Pair)
 
 
+@dataclass
+class Own:
+    """A pair that torch knows nothing of."""
+
+    first: Any
+    second: Any
+
+
 def paired(x: Any, more: Any, scale: float = 1.0) -> Any:
     """Trees in, a tree out."""
     y = more["pair"].first * scale + x
-    return {"sum": y, "rest": [Pair(y * more["pair"].second, more["list"][1])]}
+    kind = type(more["pair"])
+    return {"sum": y, "rest": [kind(y * more["pair"].second, more["list"][1])]}
 
 
-def test_trees_of_arguments_and_results(alone: TorchMesh) -> None:
+@pytest.mark.parametrize("kind", [Pair, Own])
+def test_trees_of_arguments_and_results(alone: TorchMesh, kind: Any) -> None:
     traced, spec = mf.fusion(paired), mf.TensorSpec((2, 3), mesh=alone)
-    specs = {"list": [2.0, spec], "pair": Pair(spec, 3.0)}
+    specs = {"list": [2.0, spec], "pair": kind(spec, 3.0)}
     fd = traced.define(spec, specs, scale=2.0)
     assert fd.fusion.inputs == ("x", "more_list_1", "more_pair_first")
-    assert fd is traced.define(spec, {"list": [2.0, spec], "pair": Pair(spec, 3.0)}, scale=2.0)
-    others = ({**specs, "list": (2.0, spec)}, {**specs, "pair": Pair(spec, 4.0)})
+    assert fd is traced.define(spec, {"list": [2.0, spec], "pair": kind(spec, 3.0)}, scale=2.0)
+    others = ({**specs, "list": (2.0, spec)}, {**specs, "pair": kind(spec, 4.0)})
     assert all(traced.define(spec, other, scale=2.0) is not fd for other in others)
     x, y, z = torch.randn(3, 2, 3)
     placed = [TorchReplicate(), TorchReplicate()]
     a, b, c = (DTensor.from_local(t, alone, placed) for t in (x, y, z))
-    given = {"list": [2.0, c], "pair": Pair(b, 3.0)}
+    given = {"list": [2.0, c], "pair": kind(b, 3.0)}
     for call in (traced, mf.differentiable(traced)):
         found = call(a, given, scale=2.0)
         pair = found["rest"][0]
-        assert type(pair) is Pair
+        assert type(pair) is kind
         torch.testing.assert_close(found["sum"].full_tensor(), y * 2 + x)
         torch.testing.assert_close(pair.first.full_tensor(), (y * 2 + x) * 3)
         torch.testing.assert_close(pair.second.full_tensor(), z)
     with mf.FusionDefinition("inside") as fd:
         h = fd.define_tensor([2, 3])
-        assert paired(h, {"pair": Pair(h, 3.0), "list": [0, h]})["sum"].shape == (2, 3)
-        assert traced(h, {"pair": Pair(h, 3.0), "list": [0, h]})["sum"].shape == (2, 3)
+        assert paired(h, {"pair": kind(h, 3.0), "list": [0, h]})["sum"].shape == (2, 3)
+        assert traced(h, {"pair": kind(h, 3.0), "list": [0, h]})["sum"].shape == (2, 3)
 
 
 def test_calls_on_dtensors(alone: TorchMesh) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
-from mdfuse.torch_private import flattened
+from mdfuse.trees import flattened
 
 #: mesh -> the axis that splits the rows of parameters, the one of inputs, what is gathered.
 MESHES: Mapping[str, tuple[DeviceMesh, str, str, tuple[str, ...]]] = {

@@ -283,6 +283,24 @@ def test_rows_that_are_merged_where_parts_are_uneven(
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
+def test_attention_to_all_samples_that_ranks_bring_together() -> None:
+    """Queries are cut; gradients of keys and values are sums over what is cut."""
+    layout = {"dp": Shard(1)}
+    with mf.FusionDefinition("step") as fd:
+        x = fd.define_tensor([3, 6, 8], torch.float64, DP, layout, name="x")
+        w = [fd.define_tensor([8, 8], torch.float64, DP) for _ in "qkv"]
+        loss = F.scaled_dot_product_attention(*(F.linear(x, u) for u in w)).square().mean()
+        for y in (loss, *mf.grad(loss, w)):
+            fd.add_output(y)
+    program = mf.pipeline(fd, microbatches=2, batch={"x": 1}, options=POISON)
+    given = [torch.randn(3, 6, 8, dtype=torch.float64), *torch.randn(3, 8, 8, dtype=torch.float64)]
+    found = mf.simulate(program, given, options=POISON).outputs
+    leaves = [u.clone().requires_grad_() for u in given[1:]]
+    y = F.scaled_dot_product_attention(*(F.linear(given[0], u) for u in leaves)).square().mean()
+    for got, want in zip(found, [y.detach(), *torch.autograd.grad(y, leaves)], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
 # -- what cannot be ------------------------------------------------------------------------------
 
 
@@ -299,6 +317,7 @@ WHOLE = {
     "merged otherwise": lambda x: x.reshape(2, 14),
     "median": lambda x: x.sort(0)[0],
     "maximum of nothing": lambda x: x[:4].amax(0),
+    "attention to all samples": lambda x: F.scaled_dot_product_attention(x.sin(), x.cos(), x),
 }
 
 

@@ -13,8 +13,8 @@ import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.hir.text.parser import parse
 from mdfuse.plan.build import Plan, build
-from mdfuse.plan.lines import NewBuffer
-from mdfuse.plan.memory import ALIGNMENT, WORTH, lives
+from mdfuse.plan.lines import Line, NewBuffer, SlotRef
+from mdfuse.plan.memory import ALIGNMENT, WORTH, lives, taken
 from mdfuse.plan.packing import MANY, Life, peak, place, size_of
 
 CPU = torch.device("cpu")
@@ -157,6 +157,49 @@ def test_results_of_another_size_or_dtype_have_their_own_place() -> None:
     where = addresses(plan)
     assert len({where["a"], where["b"]}) == 2
     assert torch.equal(plan.run([x])[0], torch.exp(x) + 1)
+
+
+def sum_of(between: Line | None = None, before: Line | None = None) -> list[Line]:
+    """A buffer 1 that is reduced into a new buffer 2; 3 is the handle of that, 4 of a post before.
+
+    Args:
+        between: what is done between post and wait.
+        before: what is posted before, and waited for at the end.
+    """
+    new = NewBuffer(shape=(4,), strides=(1,), dtype=torch.float32, device=CPU)
+    a, b = SlotRef(1), SlotRef(2)
+    lines = [
+        Line(run="empty", into=1, new=new),
+        Line(run="fill_", args=(a, 1.0)),
+        before,
+        Line(run="empty", into=2, new=new),
+        Line(run="record"),
+        Line(run="all_reduce", args=(a, b), in_place=True),
+        Line(run="mark", into=3, shares=(1, 2)),
+        between,
+        Line(run="wait", ends=(3,)),
+        Line(run=None, into=(3, 1)),
+        Line(run="mul", args=(b, 2.0), into=5, makes=16),
+        Line(run="wait", ends=(4,)) if before is not None else None,
+    ]
+    return [line for line in lines if line is not None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_taken"),
+    [
+        ({}, True),
+        ({"between": Line(run="exp", args=(SlotRef(9),), into=6, makes=16)}, True),
+        ({"between": Line(run="exp", args=(SlotRef(1),), into=6, makes=16)}, False),
+        ({"between": Line(run="view", args=(SlotRef(1),), into=6, shares=(1,))}, False),
+        ({"before": Line(run="send", args=(SlotRef(1),), into=4, shares=(1,))}, False),
+    ],
+)
+def test_a_sum_takes_the_place_of_what_is_reduced(changes: dict[str, Line], is_taken: bool) -> None:
+    """Where nobody else reads that before the wait, nor has begun to send it."""
+    lines = sum_of(**changes)
+    found = [life for life in lives(lines, [5]) if life.new is not None]
+    assert taken(lines, found) == ({2: 1} if is_taken else {})
 
 
 def test_poisoned_buffers_are_poisoned_in_each_run() -> None:

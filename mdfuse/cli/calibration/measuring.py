@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,14 +33,16 @@ from mdfuse.config import Options
 from mdfuse.errors import BackendError
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.hir.program import HostProgram
+from mdfuse.interpreter.garbage import collected
 from mdfuse.ir.graph import dtype_name
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.seeing.costs import MOST_SLOWED, Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
 
-#: Timed samples of each subject, of which the least counts.
-SAMPLES = 5
+#: Timed samples of each subject, of which the least counts: at most, and where the two least of
+#: them are close to each other on all ranks, how far apart as a share.
+SAMPLES, _FEW, _CLOSE = 5, 3, 0.01
 
 #: Runs in a row of which the time of one is known: so are those of the programs to be predicted.
 _QUEUED = 8
@@ -67,7 +68,19 @@ def seconds_of(
 
     What else runs on a machine only ever adds time. On a GPU its own time counts.
     """
-    return min(samples_of(comm, call, runs, clock))
+    found = list[float]()
+    for sample in samples_of(comm, call, runs, clock):
+        found.append(sample)
+        if len(found) >= _FEW and _are_close(comm, found):
+            break
+    return min(found)
+
+
+def _are_close(comm: Communicator, samples: Sequence[float]) -> bool:
+    """Tell whether another sample would change little, on any rank; all ranks call it."""
+    least, next_one, *_ = sorted(samples)
+    is_close = next_one - least <= _CLOSE * least
+    return not any(comm.all_ok(None if is_close else "its samples are far apart"))
 
 
 def own_clock() -> Clock:
@@ -80,8 +93,8 @@ def own_clock() -> Clock:
 
 def samples_of(
     comm: Communicator, call: Call, runs: int, clock: Clock = time.perf_counter
-) -> list[float]:
-    """Return the seconds of a call, on this rank, in each of some samples; all ranks call it."""
+) -> Iterator[float]:
+    """Yield the seconds of a call, on this rank, in each of some samples; all ranks call it."""
 
     def calls() -> None:
         for _ in range(runs):
@@ -89,9 +102,9 @@ def samples_of(
 
     for _ in range(3):  # prepares, captures, connects
         call()
-    if comm.device.type != "cuda":
-        return [timed(calls, comm, clock) / runs for _ in range(SAMPLES)]
-    return [_queued(calls, call, comm) / runs for _ in range(SAMPLES)]
+    is_gpu = comm.device.type == "cuda"
+    for _ in range(SAMPLES):
+        yield (_queued(calls, call, comm) if is_gpu else timed(calls, comm, clock)) / runs
 
 
 #: Bytes that a GPU copies before what is timed, and how often: some 2 ms, in which the host queues
@@ -169,7 +182,11 @@ class Measurements:
         """Measure everything else; `advance` is called after each subject."""
         run_s = self.times["run", "run"][1]
         probe: Call | None = None
+        call: Call | None
         for n, subject in enumerate(self._subjects()):
+            if n % _KEPT == 0:
+                call = None  # what it holds is garbage, too
+                collected()
             call = self._run_of(subject.program, subject.options)
             clock = time.perf_counter if subject.table == "links" else own_clock()
             seconds = seconds_of(self.comm, call, subject.runs, clock) - run_s
@@ -178,8 +195,6 @@ class Measurements:
                 probe = call
             if probe is not None and n % _EVERY == 0:
                 self.calm += samples_of(self.comm, probe, 1)
-            if n % _KEPT == 0:
-                gc.collect()
             if subject.local:
                 mine = subject.program.project(0)
                 seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)

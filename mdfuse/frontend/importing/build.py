@@ -232,6 +232,18 @@ _WHY: Mapping[tuple[str, ...], tuple[str, str]] = {
         "where(mask, x, other) keeps the shape; experts of transformers have other forms: "
         'module.set_experts_implementation("grouped_mm")',
     ),
+    ("cond", "while_loop", "map_impl", "scan"): (
+        "which operations a program runs depends on no numbers",
+        "where(condition, a, b) of both results; loops over a number of steps that is known",
+    ),
+    ("wrap_with_autocast",): (
+        "a program has the dtypes of its operations, which autocast chooses as they run",
+        "cast in the module, x.to(torch.bfloat16), or import all of it as module.bfloat16()",
+    ),
+    ("rand", "normal", "bernoulli", "multinomial", "exponential", "uniform"): (
+        "only dropout draws numbers: others, computed once, would be the same in each run",
+        "make what is drawn an argument of the module",
+    ),
     ("fft",): (
         "there is no Fourier transform",
         "a product with its matrix, exp(-2j * pi * j * k / n), which is a constant",

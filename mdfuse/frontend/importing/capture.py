@@ -17,12 +17,14 @@ from torch.fx import GraphModule, Node
 
 from mdfuse.errors import OWN, DefinitionError, Source
 from mdfuse.frontend.importing.adapters import Adapter, adapted
+from mdfuse.frontend.importing.backwards import own_backwards
 from mdfuse.frontend.importing.inline import inline, part_detached
 from mdfuse.frontend.importing.lines import line_of
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.names import as_name
-from mdfuse.torch_private import flattened, key_text, unflattened, writes
+from mdfuse.torch_private import writes
+from mdfuse.trees import flattened, key_text, unflattened
 
 #: The attribute under which the wrapper holds the module.
 _PREFIX = "module."
@@ -80,6 +82,7 @@ class Captured:
         mutated: placeholders of buffers that the module writes, in the order of the first results.
         unused: parameters that nothing reads.
         structure: of the arguments, and of the result, as `unflattened` takes them.
+        own_backwards: the functions of torch.autograd that it calls; of these the forward is seen.
     """
 
     module: nn.Module
@@ -93,6 +96,7 @@ class Captured:
     mutated: tuple[Node, ...]
     unused: tuple[Parameter, ...]
     structure: tuple[Any, Any]
+    own_backwards: tuple[str, ...] = ()
 
     @property
     def results(self) -> tuple[Any, ...]:
@@ -194,7 +198,7 @@ def _captured(
     names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
     dynamic = _dynamic(dynamic_shapes or {}, names)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), own_backwards() as own:
             warnings.simplefilter("ignore")
             exported = torch.export.export(whole, tensors, dynamic_shapes=dynamic, strict=False)
             inline(exported.graph_module)
@@ -220,6 +224,7 @@ def _captured(
         mutated=mutated,
         unused=tuple(p for p in parameters if p.name not in read),
         structure=(structure, whole.seen.structure),
+        own_backwards=tuple(own),
     )
 
 

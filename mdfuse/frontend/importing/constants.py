@@ -18,7 +18,11 @@ _FEW = 8
 
 def is_made(x: Tensor) -> bool:
     """Whether a tensor is made by each rank: one number everywhere, a row of steps, a few."""
-    return _uniform(x) is not None or _steps(x) is not None or x.numel() <= _FEW
+    return (
+        _uniform(x) is not None
+        or _steps(x) is not None
+        or (x.numel() <= _FEW and not x.is_complex())
+    )
 
 
 def as_value(x: Tensor) -> Any:

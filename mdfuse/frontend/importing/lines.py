@@ -18,9 +18,11 @@ _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in ', re.MULTILINE)
 def line_of(stack: str | None) -> Source | None:
     """Return the line of the model in a stack trace: the innermost one that is not torch's own.
 
-    Where all are torch's, as those of `torch.nn.TransformerEncoder`, the innermost of these.
+    Where all are torch's, as those of `torch.nn.TransformerEncoder`, the innermost of these. What
+    torch wrote itself, as the branches of `torch.cond`, has no line.
     """
-    found = [(file, int(line)) for file, line in _FRAME.findall(stack or "")]
+    lines = _FRAME.findall(stack or "")
+    found = [(file, int(line)) for file, line in lines if not file.startswith("<eval_with_key>")]
     frames = [(file, line) for file, line in found if not file.startswith(PACKAGE)]
     users = [(file, line) for file, line in frames if not file.startswith(OWN)] or frames
     return Source(_in_path(users[-1][0]), users[-1][1]) if users else None

@@ -63,10 +63,10 @@ class Patterns:
             LayoutError: patterns that are equally exact; names of one thing that disagree; a
                 layout that does not fit; a Partial.
         """
-        pattern = self._chosen(names)
-        if pattern is None:
+        chosen = self._chosen(names)
+        if not chosen:
             return None
-        first = names[0]
+        pattern, first = chosen[0], names[0]
         layout = self._layouts[pattern]
         partial = layout.partial_axes
         if partial:
@@ -79,11 +79,12 @@ class Patterns:
             layout = layout.normalized(ndim)
         except MdfuseError as error:
             raise _of_pattern(pattern, error, first) from error
-        self.matched[pattern].append(first)
+        for pattern in chosen:
+            self.matched[pattern].append(first)
         return Placed(pattern=pattern, layout=layout)
 
-    def _chosen(self, names: Sequence[str]) -> str | None:
-        """The pattern that counts: one that says something of a name before those for all."""
+    def _chosen(self, names: Sequence[str]) -> list[str]:
+        """The patterns that count, which say the same; those for one name before those for all."""
         best = (matching(self._layouts, [name], "layouts") for name in names)
         found = dict.fromkeys(match[0] for match in best if match is not None)
         special = [p for p in found if not all(_matches(name, p) for name in names)]
@@ -97,7 +98,7 @@ class Patterns:
                     because="what has several names, as a tied parameter, is one input",
                     hint="give both patterns the same placements, or leave one out",
                 )
-        return asked[0] if asked else None
+        return asked
 
     def check_used(self, names: Sequence[str]) -> None:
         """Raise LayoutError for a pattern that matches nothing, with the nearest names."""

@@ -22,7 +22,8 @@ def report(
         f"{len(model.constants)} constants, {len(captured.inputs)} inputs, "
         f"{sum(o.place is not None for o in captured.outputs)} outputs"
     ]
-    rows = [(p, _said(patterns, p), _counted(names)) for p, names in patterns.matched.items()]
+    rows = [(p, _said(patterns, p), _counted(names) or "0: others count, or it is unused")
+            for p, names in patterns.matched.items()]  # fmt: skip
     placed = {captured.parameters[n].name for n in model.parameters if n in model.placed}
     whole = [n.name for n in (captured.parameters[n] for n in model.parameters)
              if n.name not in placed]  # fmt: skip
@@ -43,7 +44,9 @@ def report(
         "not read": _counted(unexpected or ()),
     }
     lines += [f"  {name}: {text}" for name, text in notes.items() if text]
-    return "\n".join([*lines, *(f"  warning: {text}" for text in warnings)])
+    own = (f"the backward of {name} is not captured: gradients are those of its forward"
+           for name in captured.own_backwards)  # fmt: skip
+    return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *own))])
 
 
 def _said(patterns: Patterns, pattern: str) -> str:

@@ -70,7 +70,8 @@ SAME: Mapping[str, str] = {
          "pairwise_distance", "bilinear", "im2col", "col2im", "lstm_cell", "gru_cell",
          "rnn_tanh_cell", "rnn_relu_cell", "isclose", "tensordot", "view_as_complex",
          "view_as_real", "zeros_like", "ones_like", "full_like", "empty_like", "new_empty",
-         "new_full", "new_zeros", "new_ones"),
+         "new_full", "new_zeros", "new_ones", "cholesky", "inverse", "complex", "polar",
+         "nextafter", "renorm", "i0", "fake_quantize_per_tensor_affine"),
         "default",
     ),
     **dict.fromkeys(("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and",
@@ -86,6 +87,9 @@ SAME: Mapping[str, str] = {
     "scatter": "value src reduce value_reduce",
     "scatter_reduce": "two",
     "index_fill": "int_Scalar int_Tensor",
+    **dict.fromkeys(("bucketize", "searchsorted"), "Tensor"),
+    "isin": "Tensor_Tensor",
+    "quantile": "scalar",
     "tensor_split": "sections indices",
     "std_mean": "default dim correction",
     "norm": "Scalar ScalarOpt_dim ScalarOpt_dim_dtype",
@@ -190,9 +194,20 @@ def _elu(x: Handle, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
 
 
 def _embedding(
-    context: drawn.Context, weight: Handle, indices: Handle, padding_idx: int = -1, *_: Any
+    context: drawn.Context,
+    weight: Handle,
+    indices: Handle,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Any:
-    """Rows of a table; the one of padding gets no gradient."""
+    """Rows of a table; the one of padding gets no gradient. Sparse is how torch keeps dw."""
+    if context.is_trained and scale_grad_by_freq:
+        raise DefinitionError(
+            "gradients of embedding with scale_grad_by_freq=True",
+            because="rows count alike, however often they are read",
+            hint="set scale_grad_by_freq of that layer to False before the import",
+        )
     is_padded = context.is_trained and padding_idx >= 0
     return ops.embedding(indices, weight, padding_idx if is_padded else None)
 
@@ -267,12 +282,20 @@ TABLE: dict[str, Call] = {
     "aten.linalg_vector_norm.default": lambda x, ord=2, dim=None, keepdim=False, **how: (
         ops.vector_norm(x, ord, dim, keepdim, **how)),
     "aten.linalg_norm.default": norms.linalg_norm,
+    "aten.linalg_matrix_norm.default": ops.matrix_norm,
+    "aten.linalg_matrix_norm.str_ord": ops.matrix_norm,
+    **{f"aten.special_{name}.default": ops.BY_NAME[name] for name in ("i0", "i1")},
+    "aten.linalg_cholesky.default": ops.cholesky,
+    "aten.linalg_inv.default": ops.inverse,
+    "aten.linalg_solve.default": lambda x, y, left=True: (
+        ops.linalg_solve(x, y) if left else ops.linalg_solve(x.mT, y.mT).mT),
     "aten.max_pool2d_with_indices.default": lambda *a, **k: (
         ops.max_pool2d(*a, **k, return_indices=True)),
     **{f"aten.adaptive_max_pool{n}d.default": images.adaptive_max(n) for n in (1, 2, 3)},
     **{f"aten.upsample_{mode}{n}d.vec": images.resized(mode)
        for mode, n in (("nearest", 1), ("nearest", 2), ("nearest", 3), ("linear", 1),
                        ("bilinear", 2), ("trilinear", 3), ("bicubic", 2))},
+    **{f"aten._upsample_nearest_exact{n}d.vec": images.resized("nearest-exact") for n in (1, 2, 3)},
     **{f"aten._upsample_{mode}2d_aa.vec": images.resized(mode, antialias=True)
        for mode in ("bilinear", "bicubic")},
     "aten.grid_sampler.default": images.grid_sample,

@@ -15,7 +15,6 @@ where it saves anything: the program holds most while the value is there.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import accumulate
@@ -23,7 +22,7 @@ from itertools import accumulate
 from mdfuse.config import Options
 from mdfuse.hir.instructions import BLOCKS, is_library, is_local, op_of
 from mdfuse.hir.passes.group_launches import is_grouped
-from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import storage
 
 name = "fill_outputs"
@@ -53,7 +52,7 @@ def _filled(program: HostProgram, output: str) -> HostProgram:
     kind = program.types[output]
     if code[at].order not in (None, tuple(range(len(kind.shape)))):
         return program  # what reads the value would read it column by column
-    if kind.layout is None or _bytes(kind) < LEAST:
+    if kind.layout is None or kind.nbytes() < LEAST:
         return program
     value = next((x for x in code[at].reads if _may_lie_there(program, x, output, at)), None)
     if value is None:
@@ -121,12 +120,8 @@ def _fullest(program: HostProgram) -> int:
     for x in first.keys() - {*program.inputs, *program.outputs}:
         kind = program.types.get(x)
         if kind is not None and kind.layout is not None:
-            size = _bytes(kind)
+            size = kind.nbytes()
             held[first[x]] += size
             held[last[x] + 1] -= size
     heights = list(accumulate(held[n] for n in range(len(code))))
     return heights.index(max(heights))
-
-
-def _bytes(kind: BufferType) -> int:
-    return math.prod(kind.local_shape(), start=kind.dtype.itemsize)

@@ -8,7 +8,9 @@
                                                     }
 
 Work waits until something needs it, so that what belongs together joins. It goes before
-communications and all else that is no local work. What is written over a value is in a unit where
+communications and all else that is no local work, but for what is computed element by element for
+work of that kind behind a post or a wait, of no more bytes than it makes: in one unit it is neither
+written nor read. What is written over a value is in a unit where
 each element is computed from the one that lies there; whoever reads that value otherwise goes in a
 unit before, since a compiler may make both into one kernel. A long unit is cut, where layers repeat
 into equal ones, which are compiled once. For matrix products and attention a compiler calls the
@@ -17,8 +19,8 @@ library that torch calls: they are in units for what is around them, and none is
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -54,7 +56,7 @@ class _Groups:
     Attributes:
         program: whose instructions these are.
         shared: name -> the name whose memory it may share.
-        reads: how often each name is read.
+        readers_of: who reads a name, once for each time.
         kept: names that are in use whoever reads them: inputs, outputs, and what shares a buffer.
         bound: names that have a buffer so far.
         empty: those whose buffer has no value yet.
@@ -68,7 +70,7 @@ class _Groups:
 
     program: HostProgram
     shared: dict[str, str]
-    reads: Counter[str]
+    readers_of: Mapping[str, Sequence[Instruction]]
     kept: frozenset[str]
     bound: set[str]
     empty: set[str] = field(default_factory=set)
@@ -82,9 +84,11 @@ class _Groups:
     def of(cls, program: HostProgram) -> _Groups:
         aliases = {*program.aliases, *map(program.root, program.aliases)}
         kept = frozenset({*program.inputs, *program.outputs, *aliases})
-        found = (i for i in program.walk() if i.op != "launch")
-        reads = Counter(x for i in found for x in i.reads)
-        return cls(program, storage(program), reads, kept, set(program.inputs))
+        readers: dict[str, list[Instruction]] = defaultdict(list)
+        for i in (i for i in program.walk() if i.op != "launch"):
+            for x in i.reads:
+                readers[x].append(i)
+        return cls(program, storage(program), readers, kept, set(program.inputs))
 
     def block(self, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
         """Return a block with units; nothing waits beyond its end."""
@@ -100,7 +104,7 @@ class _Groups:
                 self.empty.update(set(i.outputs) - self.bound)
                 done.append(i)
             else:
-                needed = self.needed(i) if is_local(i) else list(self.waiting)
+                needed = self.needed(i) if is_local(i) else self.not_held(i)
                 done += self.units(needed)
                 done.append(self.nested(i))
             self.bound.update(i.outputs)
@@ -214,6 +218,36 @@ class _Groups:
                 read, written = read | own_read, written | own_written
         return found[::-1]
 
+    def not_held(self, i: Instruction) -> list[Instruction]:
+        """Return the waiting instructions that must run before one that is no local work."""
+        held = self.held(i) if i.op in ("post", "wait") else {}
+        made, read = {x for j in held.values() for x in j.outputs}, {*held}
+        taken = {x for j in held.values() for x in j.reads} - made
+        needed = {x for x in made if any(id(j) not in read for j in self.readers_of[x])}
+        if sum(map(self.nbytes, taken)) > sum(map(self.nbytes, needed)):
+            held = {}  # to compute it late would read more than to read what it makes
+        return [j for j in self.waiting if id(j) not in held]
+
+    def held(self, i: Instruction) -> dict[int, Instruction]:
+        """Return, by id, what a post or a wait need not wait for, and may join what is behind."""
+        (read, written), waiting = self.touched(i), set(map(id, self.waiting))
+        found: dict[int, Instruction] = {}
+        for j in reversed(self.waiting):
+            own_read, own_written = self.touched(j)
+            is_free = not (own_written & (read | written) or own_read & written)
+            readers = [k for x in j.outputs for k in self.readers_of.get(x, ())]
+            later = (k for k in readers if id(k) not in found)
+            is_led = all(id(k) not in waiting and _is_elementwise(k) for k in later)
+            is_own = self.kept.isdisjoint(j.outputs) and self.given.isdisjoint(j.outputs)
+            if is_free and readers and is_led and is_own and _is_elementwise(j):
+                found[id(j)] = j
+            else:
+                read, written = read | own_read, written | own_written
+        return found
+
+    def nbytes(self, name: str) -> int:
+        return self.program.types[name].nbytes()
+
     def touched(self, i: Instruction) -> tuple[set[str], set[str]]:
         """Return the names and the memory that an instruction reads, and those it writes."""
         read = {x for name in i.reads for x in (name, self.memory(name))}
@@ -250,7 +284,9 @@ class _Groups:
             inputs |= dict.fromkeys(x for x in i.reads if x not in made)
             made |= dict.fromkeys(i.outputs)
         outputs = tuple(
-            x for x in made if x in self.kept or x in self.given or self.reads[x] > inner[x]
+            x
+            for x in made
+            if x in self.kept or x in self.given or len(self.readers_of.get(x, ())) > inner[x]
         )
         if not outputs:  # nobody reads what it makes
             return taken
@@ -264,6 +300,11 @@ class _Groups:
         )
         self.number += 1
         return [unit]
+
+
+def _is_elementwise(i: Instruction) -> bool:
+    op = op_of(i)
+    return op is not None and i.op == op.host and op.is_elementwise
 
 
 def _is_recomputed(i: Instruction) -> bool:

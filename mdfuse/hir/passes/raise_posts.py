@@ -14,7 +14,6 @@ more bytes on a rank than the option says: the memory that it costs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -97,7 +96,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 def largest(program: HostProgram) -> int:
     """Return the bytes of the largest buffer that a gather fills outside of loops; 0: none does."""
     gathers = (i for i in program.instructions if i.comm is not None and i.op == "post")
-    sizes = (_bytes(program, i.reads[-1]) for i in gathers if i.comm.kind == "Allgather")  # type: ignore[union-attr]
+    sizes = (program.types[i.reads[-1]].nbytes() for i in gathers if i.comm.kind == "Allgather")  # type: ignore[union-attr]
     return max(sizes, default=0)
 
 
@@ -132,7 +131,7 @@ def _raised(program: HostProgram, at: int, writes: _Writes) -> _Raised | None:
         made = program.instructions[by]
         carried.add(by)
         reads += made.reads
-    size = _bytes(program, into)
+    size = program.types[into].nbytes()
     return _Raised(at, since, tuple(sorted(carried)), size) if since < at else None
 
 
@@ -145,12 +144,6 @@ def _goes_along(program: HostProgram, by: int, x: str, writes: _Writes) -> bool:
     if not is_alone or not is_carried or i.body or by <= writes.fence:
         return False
     return shared_operand(i) is not None or writes.written.get(writes.shared.get(x, x)) == by
-
-
-def _bytes(program: HostProgram, name: str) -> int:
-    """Return the bytes of a buffer on the rank that has most."""
-    kind = program.types[name]
-    return math.prod(kind.local_shape()) * kind.dtype.itemsize
 
 
 def _is_gap(i: Instruction) -> bool:

@@ -94,14 +94,15 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
     ends = _by_mesh(program, program.inputs), _by_mesh(program, program.outputs)
     written = program.written_inputs
     known: dict[Hashable, bool] = {}  # what some rank runs -> whether its flow was checked
+    nears: dict[tuple[DeviceMesh, ...], Hashable] = {}
     for first, last in _classes(program):
         if not is_straight:
             _verify_looped_ranks(program, first, last, in_full)
             continue
         for rank in dict.fromkeys((first, last)):
             has_flow = rank == first or bool(special)
-            is_alone = in_full or len(program.meshes) == 1
-            near = None if is_alone else key_near(program, rank, ends)
+            is_alone = in_full or len(program.meshes) < 2
+            near = None if is_alone else _near(program, rank, ends, nears)
             if near is not None and known.get(near, -1) >= has_flow:
                 continue
             mine = _held(executed(program, rank), program, ends)
@@ -112,6 +113,20 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
             known[near] = has_flow
     if any(map(_is_transfer, _inside(special))) and (in_full or not rotates(program)):
         _check_transfers(program)
+
+
+def _near(
+    program: HostProgram, rank: int, ends: Ends, keys: dict[tuple[DeviceMesh, ...], Hashable]
+) -> Hashable:
+    """Return what is equal for ranks that run the same; None where a rank is like no other one.
+
+    `keys` keeps what stands for the ranks of some meshes.
+    """
+    meshes = program.meshes_of(rank)
+    if meshes not in keys:
+        keys[meshes] = key_near(program, meshes, ends)
+    key = keys[meshes]
+    return None if key is None else (key, rank - meshes[0].first)
 
 
 def _verify_straight(mine: HostProgram, program: HostProgram, has_flow: bool) -> None:

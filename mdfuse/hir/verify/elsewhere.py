@@ -10,7 +10,7 @@ same types.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mdfuse.communication import Communication
@@ -43,24 +43,25 @@ def key_of(mine: HostProgram, written: frozenset[str]) -> Hashable:
     return code, *ends, tuple(writer.said)
 
 
-def key_near(program: HostProgram, rank: int, ends: Ends) -> Hashable:
-    """Return what stands for all that may concern one rank of a program for all ranks.
+def key_near(program: HostProgram, meshes: Sequence[DeviceMesh], ends: Ends) -> Hashable:
+    """Return what stands for all that may concern the ranks of some meshes.
 
-    Ranks with equal keys have equal `key_of`. None where the rank stands for itself alone.
+    Ranks that are as far from the first rank of their first mesh, with equal keys of all meshes
+    that have them, have equal `key_of`. None where each rank stands for itself alone.
 
     Args:
-        program: straight-line.
-        rank: any.
+        program: straight-line, for all ranks.
+        meshes: those that have a rank, in the order of the program.
         ends: names of inputs, and of outputs, by the mesh that has them; None: every rank has them.
     """
-    writer = _Key(program, program.written_inputs, rank)
-    meshes = (None, *program.meshes_of(rank))
-    here = sorted({n for m in meshes for n in program.near.get(m, ())})
+    writer = _Key(program, program.written_inputs, meshes[0].first)
+    every = (None, *meshes)
+    here = sorted({n for m in every for n in program.near.get(m, ())})
     code = [program.instructions[n] for n in here]
     try:
         said = tuple([writer.instruction(i) for i in code if i.op != "return"])
         held = [
-            tuple([(writer.name(n), m is None) for m in meshes for n in by_mesh.get(m, ())])
+            tuple([(writer.name(n), m is None) for m in every for n in by_mesh.get(m, ())])
             for by_mesh in ends
         ]
     except _Unlike:

@@ -48,24 +48,29 @@ class Refusals:
         self.refused = occasion
 
         def leave_word() -> None:
-            self.store.set(f"refused/{occasion}", self._word("refused", reason))
+            self.store.set(f"refused/{occasion}", self._word("refused it", reason))
             if self.store.add(f"refusals/{occasion}", 1) == self.size:
                 self.store.set(f"settled/{occasion}", _ALL_REFUSED)
 
         within(ANSWER_S, leave_word)
 
     def abandon(self, tally: RunCount, error: BaseException) -> None:
-        """Note that an error ended a run on this rank, perhaps between two posts; leave word."""
+        """Note that an error ended a run on this rank, perhaps between two posts; leave word.
+
+        Others may have what they need for that run, and wait in the next one.
+        """
         self.broken = self.broken or f"{type(error).__name__} ended a run of @{tally.name} here"
 
         def leave_word() -> None:
-            self.store.set(f"refused/{tally.occasion}", self._word("left", told(error)))
+            next_one = f"{tally.serial}/{tally.runs + 1}"
+            self.store.set(f"refused/{tally.occasion}", self._word("left it", told(error)))
+            self.store.set(f"refused/{next_one}", self._word("left the one before", told(error)))
             self.store.set(f"settled/{tally.occasion}", _BEGUN)
 
         within(ANSWER_S, leave_word)
 
-    def _word(self, verb: str, reason: str) -> str:
-        return f"another rank {verb} it\nrank {self.rank}: {reason}"
+    def _word(self, deed: str, reason: str) -> str:
+        return f"another rank {deed}\nrank {self.rank}: {reason}"
 
     def broke_off(self, tally: RunCount, error: BackendError) -> ProgramError | None:
         """Note that a communication of the run that began last broke on this rank.

@@ -64,6 +64,26 @@ def test_a_run_takes_what_no_work_in_it_takes(monkeypatch: pytest.MonkeyPatch) -
     assert measuring.Measurements(mf.init(), TINY)._run() == pytest.approx(0.5)
 
 
+@pytest.mark.usefixtures("unjoined")
+@pytest.mark.parametrize(
+    ("samples", "others", "count"),
+    [
+        ([4.0, 2.0, 2.01], None, 3),  # the two least are close
+        ([4.0, 2.0, 2.1, 2.01], None, 4),
+        ([4.0, 3.0, 2.9, 2.5, 2.0], None, 5),
+        ([2.0, 2.0, 2.0, 2.0, 2.0], "its samples are far apart", 5),
+    ],
+)
+def test_as_many_samples_as_it_takes(
+    samples: list[float], others: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm, taken = mf.init(), iter([2 * x for x in samples])
+    monkeypatch.setattr(measuring, "timed", lambda calls, comm, clock: next(taken))
+    monkeypatch.setattr(comm, "all_ok", lambda text: (text, others))
+    assert measuring.seconds_of(comm, lambda: None, runs=2) == min(samples)
+    assert len(samples) == count and next(taken, None) is None
+
+
 def works(host: mf.hir.HostProgram) -> int:
     return sum(map(is_work, host.project(0).written_out.instructions))
 

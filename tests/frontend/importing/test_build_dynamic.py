@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mdfuse as mf
 from mdfuse import DefinitionError, DeviceMesh, Shard
-from mdfuse.torch_private import flattened
+from mdfuse.trees import flattened
 
 BATCHES: dict[str, tuple[str, ...]] = {
     "llama": ("input_ids",),

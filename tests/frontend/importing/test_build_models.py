@@ -14,7 +14,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.compiled.imported import ImportedModel
-from mdfuse.torch_private import flattened
+from mdfuse.trees import flattened
 
 
 def ran(model: ImportedModel, tiny: Tiny) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
-from mdfuse.torch_private import flattened
+from mdfuse.trees import flattened
 
 TP = DeviceMesh.arange(tp=2)
 IDS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(1))

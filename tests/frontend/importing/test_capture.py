@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -61,6 +62,28 @@ def test_trees_of_arguments_and_results(has_mask: bool) -> None:
         torch.testing.assert_close(x, y)
     last = model.compile().host.types[model.compile().host.outputs[1]].layout
     assert last is not None and last.is_replicated
+
+
+@dataclass
+class Scaled:
+    """What a user passes and returns, unknown to torch."""
+
+    x: Any
+    by: Any = 1.0
+
+
+class Scales(nn.Module):
+    def forward(self, given: Scaled) -> list[Scaled]:
+        return [Scaled(given.x * given.by), given]
+
+
+def test_dataclasses_as_arguments_and_results() -> None:
+    given = Scaled(X, torch.tensor(3.0))
+    model = mf.from_torch(Scales(), (given,), mesh=TP, layouts={"input:given.x": {"tp": Shard(0)}})
+    assert model.fusion.inputs == ("given.x", "given.by")
+    first, second = run(model, given)
+    assert type(first) is type(second) is Scaled and first.by == 1.0
+    torch.testing.assert_close((first.x, second.x, second.by), (X * 3, X, given.by))
 
 
 def test_arguments_of_another_structure() -> None:
@@ -194,11 +217,22 @@ class Called(nn.Module):
         return self.call(x)
 
 
+def autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ x.mT
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [
         (lambda x: torch.fft.fft(x).real, ("Fourier", "product with its matrix")),
         (lambda x: torch.fft.rfft(x).real, ("Fourier", "product with its matrix")),
+        (
+            lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+            ("test_capture.py", "depends on no numbers", "where(condition, a, b)"),
+        ),
+        (autocast, ("autocast chooses", "cast in the module")),
+        (lambda x: x + torch.randn_like(x), ("only dropout draws", "an argument of the module")),
         (lambda x: (x > 0).nonzero(), ("numbers that only a run knows", "where(mask, x, other)")),
     ],
 )

@@ -25,6 +25,7 @@ def placed(x: Tensor, corners: bool) -> Tensor:
 CALLS: dict[str, Callable[[Tensor], Any]] = {
     "sizes": lambda x: (
         F.interpolate(x[..., 0], scale_factor=2, mode="linear"), F.interpolate(x[..., 0], 8),
+        F.interpolate(x, (7, 3), mode="nearest-exact"),
         F.interpolate(x, (6, 3), mode="bilinear", align_corners=True)),
     "cubics": lambda x: (
         F.interpolate(x, (7, 3), mode="bicubic"),

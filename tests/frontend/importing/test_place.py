@@ -80,6 +80,19 @@ def test_layouts_and_negative_dims() -> None:
     assert str(values["layers.1.bias"].layout) == "(dp=R, tp=S0)"
 
 
+def test_the_report_of_patterns_of_tied_names_and_of_one_that_others_hide() -> None:
+    split = {"tp": Shard(0)}
+    model = imported({"layers.0.weight": split, "layers.2.weight": split, "*.1.*": {},
+                      "layers.1.weight": split, "layers.1.bias": {"dp": Shard(0)}})  # fmt: skip
+    assert [" ".join(line.split()) for line in model.report().splitlines()[1:6]] == [
+        "layers.0.weight tp=S0 1: layers.0.weight",
+        "layers.2.weight tp=S0 1: layers.0.weight",
+        "*.1.* replicated 0: others count, or it is unused",
+        "layers.1.weight tp=S0 1: layers.1.weight",
+        "layers.1.bias dp=S0 1: layers.1.bias",
+    ]
+
+
 @pytest.mark.parametrize("name", ["output:logits", "output:0", "output:*"])
 def test_outputs(name: str) -> None:
     model = imported({name: {"tp": Shard(1)}, "input:ids": {"dp": Shard(0)}})

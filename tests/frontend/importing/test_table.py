@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mdfuse as mf
 from mdfuse import DefinitionError, DeviceMesh, Shard
 from mdfuse.frontend.importing.table import BY_VALUE, IN_CONTEXT, ROWS, TABLE, VIEWS, is_known
-from mdfuse.torch_private import flattened
+from mdfuse.trees import flattened
 
 TP = DeviceMesh.arange(tp=2)
 
@@ -28,6 +28,8 @@ A, B, ROW = numbers(4, 6), numbers(4, 6).flip(0), numbers(6)
 CUBE, IMAGE = numbers(4, 3, 6), numbers(4, 3, 6, 6)
 IDS = torch.tensor([[0, 2, 1], [3, 0, 2], [1, 1, 3], [2, 0, 0]])
 KNOWN = torch.tensor([2, 0, 1])
+STEPS = torch.tensor([-1.0, -0.5, 0.25, 0.75], dtype=torch.float64)
+TURNS = torch.polar(torch.ones(4, dtype=torch.float64), torch.arange(4, dtype=torch.float64))
 
 #: name -> function, and its arguments.
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -174,8 +176,33 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
                    x.type_as(IDS), x.bool()],
         (A,),
     ),
+    "matrices": (
+        lambda x: [*factored(x @ x.mT + 8 * torch.eye(4).to(x)),
+                   torch.linalg.matrix_norm(x), torch.linalg.matrix_norm(x, 1)],
+        (A,),
+    ),
+    "places": (
+        lambda x, row: [torch.bucketize(x, STEPS), torch.searchsorted(STEPS, x, right=True),
+                        torch.isin(IDS, KNOWN[:2]), torch.quantile(x, 0.3, 1),
+                        torch.special.i0(x), torch.special.i1(x), torch.renorm(x, 2, 0, 0.5),
+                        torch.view_as_real(torch.complex(x, row.expand_as(x))),
+                        torch.view_as_real(torch.polar(x, row.expand_as(x)))],
+        (A, ROW),
+    ),
+    "rotations": (
+        lambda x: torch.view_as_real(torch.view_as_complex(x) * TURNS).flatten(1),
+        (numbers(4, 4, 2),),
+    ),
     "broadcasts": (lambda x, y: [*torch.broadcast_tensors(x, y), x + y], (A, ROW)),
 }  # fmt: skip
+
+
+def factored(x: Tensor) -> list[Tensor]:
+    """What is made of a positive definite matrix."""
+    side = x[:, :2]
+    return [torch.linalg.cholesky(x), torch.linalg.cholesky(x, upper=True), torch.linalg.inv(x),
+            torch.linalg.solve(x, side), torch.linalg.solve(x, side.mT, left=False),
+            torch.linalg.solve(x, side[:, 0])]  # fmt: skip
 
 
 class Calls(nn.Module):

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from helpers.tiny_models import MESHES, MODELS, Tiny, imported
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mdfuse as mf
 from mdfuse import DefinitionError, DeviceMesh, LayoutError, ProgramError, Shard, TensorSpec
 from mdfuse.compiled.imported import ImportedModel
 from mdfuse.compiled.training import TrainingStep
-from mdfuse.torch_private import flattened
+from mdfuse.trees import flattened
 
 #: A rate at which one step of descent shows the gradient.
 RATE = 1.0
@@ -199,6 +200,53 @@ def test_the_row_of_padding_gets_no_gradient(split: Any) -> None:
     w = module.table.weight
     assert w.grad is not None
     torch.testing.assert_close(state["table.weight"], (w - w.grad).detach())
+
+
+def test_rows_that_count_by_how_often_they_are_read_are_refused() -> None:
+    module, ids = nn.Embedding(8, 4, scale_grad_by_freq=True), torch.tensor([1, 1, 2])
+    model = mf.from_torch(module, (ids,), mesh=DeviceMesh.arange(tp=2))
+    assert torch.equal(mf.simulate(model.compile(), [*model.load(), ids]).outputs[0], module(ids))
+    with pytest.raises(DefinitionError, match="scale_grad_by_freq=True") as error:
+        model.training_step(squares, optimizer=mf.optim.sgd)
+    told = ("sparse.py", "rows count alike", "to False before the import")
+    assert all(text in str(error.value) for text in told)
+
+
+class Rounded(torch.autograd.Function):
+    """Whole numbers, through which gradients go as if they were not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        return given[0]
+
+
+class Straight(nn.Module):
+    """A function with a backward of its own, beside one of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Rounded.apply(checkpoint(self.linear, x, use_reentrant=True))
+
+
+def test_a_backward_of_its_own_is_told() -> None:
+    """Here all gradients are zeros: those of the forward alone."""
+    module, x = Straight().double(), torch.randn(3, 4, dtype=torch.float64)
+    called = torch.autograd.Function.apply
+    model = mf.from_torch(module, (x,), mesh=DeviceMesh.arange(tp=2))
+    assert called == torch.autograd.Function.apply
+    told = [line for line in model.report().splitlines() if "warning" in line]
+    assert told == ["  warning: the backward of Rounded is not captured: "
+                    "gradients are those of its forward"]  # fmt: skip
+    step = model.training_step(squares, optimizer=partial(mf.optim.sgd, lr=RATE))
+    _, state = one_step(step, model, x)
+    assert torch.equal(state["linear.weight"], module.linear.weight)
 
 
 class Guarded(nn.Module):

@@ -71,6 +71,47 @@ def test_work_goes_before_communication() -> None:
     torch.testing.assert_close(got.double(), (a.exp() + 1) * b.sin().cos(), **CLOSE)
 
 
+def behind_a_sum(ahead: str) -> mf.Program:
+    """`a` and `b` of this rank, and a sum over ranks of `x`, which both programs add up."""
+    mesh = DeviceMesh.arange(t=2)
+    with FusionDefinition("behind") as fd:
+        a, b = (fd.define_tensor([4, 4], torch.float32, mesh, {}) for _ in range(2))
+        x = fd.define_tensor([4, 4], torch.float32, mesh, {"t": Shard(0)})
+        total = fd.ops.set(fd.ops.sum(x, dims=[0])).on(mesh, {})
+        early = {
+            "narrow": lambda: fd.ops.cast(a * 2.0, torch.float64),
+            "wide": lambda: a * 2.0 + b,
+            "product": lambda: fd.ops.cast(a @ b, torch.float64),
+            "returned": lambda: fd.ops.cast(a * 2.0, torch.float64),
+        }[ahead]()
+        if ahead == "returned":
+            fd.add_output(early)
+        fd.add_output((total + 1.0) * early)
+    return grouped(fd)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "form"),
+    [
+        ("narrow", "sum alloc post wait fused0(mul cast add mul)"),
+        ("wide", "sum alloc post fused0(mul add) wait fused1(add mul)"),
+        ("product", "sum alloc post matmul wait fused0(cast add mul)"),
+        ("returned", "sum alloc post fused0(mul cast) wait fused1(add mul)"),
+    ],
+)
+def test_what_is_read_behind_a_wait_is_computed_there(ahead: str, form: str) -> None:
+    """Where that reads no more: what is wide is narrow then, and is never written."""
+    program = behind_a_sum(ahead)
+    assert sorted(" ".join(shape_of(program.host)).split()) == sorted(form.split()), str(program)
+    a, b, x = torch.randn(3, 4, 4).unbind()
+    got = mf.simulate(program, [a, b, x]).outputs[-1]
+    early = a @ b if ahead == "product" else a * 2 + (b if ahead == "wide" else 0)
+    torch.testing.assert_close(got.double(), ((x.sum(0) + 1) * early).double(), **CLOSE)
+    at = {op: n for n, op in enumerate(shape_of(program.host))}
+    first = next(n for op, n in at.items() if "mul" in op or op == "matmul")
+    assert (first > at["wait"]) == (ahead == "narrow")
+
+
 def test_layers_are_equal_units() -> None:
     """Cut where the fewest values are read later: here a layer hands on one."""
     mesh = DeviceMesh.arange(t=1)

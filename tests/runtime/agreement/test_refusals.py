@@ -9,9 +9,15 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from helpers.shown_reports import not_said, shown
+
+from mdfuse import BackendError
+from mdfuse.runtime.agreement.refusals import Refusals
+from mdfuse.runtime.watch.running import RunCount
+from mdfuse.torch_private import HashStore
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -134,3 +140,19 @@ def test_one_rank_refuses_or_leaves_a_later_run(tmp_path: Path) -> None:
             said_here = "ProgramError rank 1 refused to run @doubled\n  MemoryError: no room\n"
             assert unbuilt.startswith(said_here)
         assert joined_again == str([6.0] * 6)
+
+
+def test_others_wait_in_the_run_that_was_left_or_in_the_next_one() -> None:
+    store = HashStore()
+    here, there = (
+        Refusals(store=store, rank=rank, size=2, timeout_s=1.0, waiting=lambda _: nullcontext())
+        for rank in range(2)
+    )
+    there.abandon(RunCount(name="f", serial=3, runs=7), IndexError("9 is out of range"))
+    for runs, deed in ((7, "left it"), (8, "left the one before"), (9, None)):
+        error = here.broke_off(RunCount(name="f", serial=3, runs=runs), BackendError("closed"))
+        assert (error is None) == (deed is None)
+        said = (
+            f"@f broke off on rank 0: another rank {deed}\n  rank 1: IndexError: 9 is out of range"
+        )
+        assert error is None or str(error).startswith(said)

@@ -1,0 +1,29 @@
+"""Which functions of a module have a backward of their own, which export does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.autograd import Function
+
+_FUNCTION: Any = Function
+
+
+@contextmanager
+def own_backwards() -> Iterator[dict[str, None]]:
+    """Note the names of the `torch.autograd.Function`s that are called; not those of torch."""
+    found: dict[str, None] = {}
+    plain = vars(Function)["apply"]
+
+    def noted(kind: type, *args: Any, **kwargs: Any) -> Any:
+        if not kind.__module__.startswith("torch."):
+            found[kind.__name__] = None
+        return plain.__get__(None, kind)(*args, **kwargs)
+
+    _FUNCTION.apply = classmethod(noted)
+    try:
+        yield found
+    finally:
+        _FUNCTION.apply = plain

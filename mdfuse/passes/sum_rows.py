@@ -1,0 +1,108 @@
+"""Sum products of rows over all dims of the rows, where rows as one dim would lose a split.
+
+    %a: f64[40,7] (dp=R) = reshape(%x)                              # %x: f64[5,8,7] (dp=S1)
+    %t: f64[7,40] (dp=R) = permute(%a, dims=[1,0])
+    %b: f64[40,9] (dp=R) = reshape(%y)                              # %y: f64[5,8,9] (dp=S1)
+    %w: f64[7,9] (dp=R) = matmul(%t, %b)
+->
+    %w: f64[7,9] (dp=P(sum)) = contract(%x, %y, left=[0,1,2], right=[0,1,3], kept=[2,3])
+
+Gradients of weights have this form. Where the first dim is split, rows as one dim are, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mdfuse.extents.extent import comparable
+from mdfuse.ir.graph import Expr, Fusion, Operand
+from mdfuse.passes.keep_splits import Maker, forgotten
+from mdfuse.passes.propagate_layouts import anew
+from mdfuse.passes.strategy import choose
+
+name = "sum_rows"
+
+
+def run(fusion: Fusion) -> Fusion:
+    """Return the fusion with such products as contractions."""
+    made, found = contracted(fusion, lambda view: _loses(fusion, view))
+    return anew(forgotten(fusion, made, found), found) if found else fusion
+
+
+def contracted(fusion: Fusion, is_asked: Callable[[Expr], bool]) -> tuple[Maker, list[str]]:
+    """Return the fusion's expressions with products of rows as contractions, and which they are.
+
+    Args:
+        fusion: with layouts; the views that nobody reads any more stay in it.
+        is_asked: whether one of the views of a product, a reshape, speaks for it.
+    """
+    maker, found = Maker(dict(fusion.values)), list[str]()
+    for expr in fusion.exprs:
+        product = _product(fusion, expr)
+        if product is None or not any(map(is_asked, product.views)):
+            maker.exprs.append(expr)
+            continue
+        left, right = (view.inputs[0] for view in product.views)
+        dims = (*range(product.dims),)
+        first, last = product.dims, product.dims + 1
+        maker.op(
+            expr, "contract", left, right, last=True,
+            left=(*dims, first), right=(*dims, last), kept=(first, last),
+        )  # fmt: skip
+        found.append(expr.output)
+    return maker, found
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product of a matrix's transpose and a matrix that are views of the same rows.
+
+    Attributes:
+        views: what makes the matrices.
+        dims: how many dims the rows have, more than one.
+    """
+
+    views: tuple[Expr, Expr]
+    dims: int
+
+
+def _product(fusion: Fusion, expr: Expr) -> _Product | None:
+    if expr.op != "matmul":
+        return None
+    turned, right = (_made(fusion, x) for x in expr.inputs)
+    if turned is None or turned.op != "permute" or turned.kwargs["dims"] != (1, 0):
+        return None
+    left = _made(fusion, turned.inputs[0])
+    rows = [_rows(fusion, view) for view in (left, right)]
+    if left is None or right is None or rows[0] is None or rows[0] != rows[1]:
+        return None
+    return _Product((left, right), len(fusion.values[left.reads[0]].shape) - 1)
+
+
+def _made(fusion: Fusion, x: Operand) -> Expr | None:
+    return fusion.producers.get(x) if isinstance(x, str) else None
+
+
+def _rows(fusion: Fusion, view: Expr | None) -> object:
+    """Return the extents of the dims that a view makes one of, all but the last; else None."""
+    if view is None or view.op != "reshape":
+        return None
+    *rows, features = fusion.values[view.reads[0]].shape
+    shape = fusion.values[view.output].shape
+    is_matrix = len(shape) == 2 and comparable(shape[1]) == comparable(features)
+    return comparable(tuple(rows)) if is_matrix and len(rows) > 1 else None
+
+
+def _loses(fusion: Fusion, view: Expr) -> bool:
+    """Tell whether a view brings together what is split along one of the dims that become one."""
+    strategy = choose(view, fusion.values)
+    (x,) = view.reads
+    layout = fusion.values[x].layout
+    if strategy is None or layout is None:
+        return False
+    kept = strategy.wanted[x]
+    dims = range(len(fusion.values[x].shape) - 1)
+    return kept.mesh == layout.mesh and any(
+        a not in kept.split_axes(d) for d in dims for a in layout.split_axes(d)
+    )

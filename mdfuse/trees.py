@@ -1,0 +1,69 @@
+"""Trees of tensors: tuples, lists, dicts, dataclasses, and what else torch knows as such."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from mdfuse.torch_private import pytree
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A dataclass that torch does not know as a tree, taken apart: its type and fields."""
+
+    kind: type
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+pytree.register_pytree_node(
+    _Record,
+    lambda x: ([*x.values], (x.kind, x.names)),
+    lambda values, said: said[0](**dict(zip(said[1], values, strict=True))),
+    serialized_type_name=f"{__name__}._Record",
+    flatten_with_keys_fn=lambda x: (
+        [(pytree.GetAttrKey(n), v) for n, v in zip(x.names, x.values, strict=True)],
+        (x.kind, x.names),
+    ),
+)
+
+
+def flattened(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
+    """Return (path, leaf) of a tree, besides its structure, for `unflattened`."""
+    found, structure = pytree.tree_flatten_with_path(tree)
+    if any(_is_record(x) for _, x in found):
+        return pytree.tree_flatten_with_path(_with_records(tree))
+    return found, structure
+
+
+def unflattened(leaves: Sequence[Any], structure: Any) -> Any:
+    """Return the tree of a structure with these leaves."""
+    return pytree.tree_unflatten(list(leaves), structure)
+
+
+def key_text(path: Sequence[Any]) -> str:
+    """Return the keys of a path, joined by dots: of dicts their keys, of lists their places."""
+    kinds = {pytree.SequenceKey: "idx", pytree.MappingKey: "key", pytree.GetAttrKey: "name"}
+    return ".".join(str(getattr(key, kinds[type(key)])) for key in path)
+
+
+def _is_record(x: Any) -> bool:
+    """Whether x is a dataclass; those of mdfuse, as specs of tensors, stand for one thing each."""
+    if not is_dataclass(x) or isinstance(x, type):
+        return False
+    kind: Any = type(x)
+    return kind.__dataclass_params__.init and not kind.__module__.startswith(f"{__package__}.")
+
+
+def _with_records(tree: Any) -> Any:
+    """Put a record in the place of each dataclass that torch does not know as a tree."""
+    return pytree.tree_map(_record, tree)
+
+
+def _record(x: Any) -> Any:
+    if not _is_record(x):
+        return x
+    names = tuple(f.name for f in fields(x) if f.init)
+    return _Record(type(x), names, tuple(_with_records(getattr(x, n)) for n in names))
