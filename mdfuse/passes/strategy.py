@@ -143,7 +143,7 @@ def _chosen(
     kept, law = _by_labels(expr, values, laws, operands, in_blocks, taken), laws[0]
     if kept is None or law is None or law.partial_axes:
         return kept
-    return min((kept, found), key=lambda way: _moved(way, expr, values, law))
+    return min((found, kept), key=lambda way: _moved(way, expr, values, law))
 
 
 def _moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:
