@@ -11,7 +11,7 @@ import torch
 from _graphs import HandGraph
 from _measure import Contender, Row, device_time, host_time, interleave
 from _overlap_copies import Copies, lane, pinned, stand_in
-from _overlap_shapes import Form, Parts, Shape, compare, definition, figures, forms
+from _overlap_shapes import FORMS, Parts, Shape, compare, definition, figures
 from torch import Tensor
 
 import mdfuse as mf
@@ -81,13 +81,13 @@ class Alone:
         right, mine = shape.right(parts), parts[0]
         most = shape.moved(self.size, mine.x.itemsize)
         calls: dict[str, _Call] = {}
-        for name, form in forms(shape).items():
+        for name, pieces in FORMS.items():
             self.copies.expect(incoming, 1.0, most)
-            check = self._program(shape, form, f"{name}, checked", mine)
+            check = self._program(shape, pieces, f"{name}, checked", mine)
             for _ in range(3):  # eager, captured, replayed
                 compare(f"{shape}, {name}", check(), right)
             self.copies.expect(incoming, self.share, most)
-            calls[name] = self._program(shape, form, name, mine)
+            calls[name] = self._program(shape, pieces, name, mine)
             for _ in range(3):
                 calls[name]()
         calls["product"] = self._steady(self._product(shape, parts))
@@ -101,13 +101,9 @@ class Alone:
         )
         yield from figures(shape, times, "copies", has_limit=self.is_gpu)
 
-    def _program(self, shape: Shape, form: Form, name: str, mine: Parts) -> _Call:
-        options = mf.Options(
-            graph="always" if self.is_gpu else "never",
-            compile="never",
-            stream_policy=form.policy,
-        )
-        fd = definition(shape, self.mesh, self.dtype, form.pieces, name)
+    def _program(self, shape: Shape, pieces: int, name: str, mine: Parts) -> _Call:
+        options = mf.Options(graph="always" if self.is_gpu else "never", compile="never")
+        fd = definition(shape, self.mesh, self.dtype, pieces, name)
         run = mf.compile(fd, options).run
         return lambda: run(mine.x, mine.w)[0]
 

@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed._symmetric_memory as symmetric_memory
 from _graphs import HandGraph
 from _measure import Contender, Row, device_time, host_time, interleave
-from _overlap_shapes import Form, Parts, Shape, compare, definition, figures, forms
+from _overlap_shapes import FORMS, Parts, Shape, compare, definition, figures
 from _ranks import Ranks
 from torch import Tensor
 
@@ -73,7 +73,7 @@ class Together:
         whole = torch.cat([shape.ready(p.x) for p in parts]) if shape.kind == "AG+MM" else mine.x
         del parts
         calls: dict[str, Callable[[], object]] = {
-            name: self._program(shape, form, name, mine) for name, form in forms(shape).items()
+            name: self._program(shape, pieces, name, mine) for name, pieces in FORMS.items()
         }
         peers = {
             "nccl" if self.is_gpu else "gloo": partial(_in_turn, shape, mine),
@@ -87,7 +87,7 @@ class Together:
                 calls[name] = self._steady(call)
             except (RuntimeError, NotImplementedError) as error:
                 self.left_out[f"{shape}: {name}"] = f"{type(error).__name__}: {error}"
-        for name in forms(shape):
+        for name in FORMS:
             for _ in range(3):  # eager, captured, replayed
                 compare(f"{shape}, {name}", calls[name](), right)  # type: ignore[arg-type]
         y = whole.new_empty(shape.rows, shape.columns)
@@ -102,14 +102,13 @@ class Together:
         )
         yield from figures(shape, times, "communication", has_limit=False)
 
-    def _program(self, shape: Shape, form: Form, name: str, mine: Parts) -> _Call:
+    def _program(self, shape: Shape, pieces: int, name: str, mine: Parts) -> _Call:
         options = mf.Options(
             backend=self.ranks.comm.backend,
             graph="always" if self.is_gpu else "never",
             compile="never",
-            stream_policy=form.policy,
         )
-        fd = definition(shape, self.ranks.mesh, mine.x.dtype, form.pieces, name)
+        fd = definition(shape, self.ranks.mesh, mine.x.dtype, pieces, name)
         run = mf.compile(fd, options).run
         return lambda: run(mine.x, mine.w)[0]
 

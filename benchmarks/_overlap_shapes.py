@@ -106,37 +106,8 @@ SHAPES = (
 SMALL = (Shape("AG+MM", 64, 16, 24), Shape("MM+RS", 64, 16, 24))
 
 
-@dataclass(frozen=True)
-class Form:
-    """How mdfuse computes a shape.
-
-    Attributes:
-        pieces: in how many each rank's shard goes; 0: as a whole.
-        policy: the option `stream_policy`.
-    """
-
-    pieces: int
-    policy: Literal["auto", "compute_in_turn"] = "auto"
-
-
-_FORMS = {
-    "one after the other": Form(0),
-    "one piece": Form(1),
-    "two pieces": Form(2),
-    "four pieces": Form(4),
-}
-
-#: Products of pieces on two streams, where nothing that is sent waits for them.
-_IN_TURN = {
-    "two pieces, in turn": Form(2, "compute_in_turn"),
-    "four pieces, in turn": Form(4, "compute_in_turn"),
-}
-
-
-def forms(shape: Shape) -> dict[str, Form]:
-    """The programs of a shape, by what they are called."""
-    return {**_FORMS, **(_IN_TURN if shape.kind == "AG+MM" else {})}
-
+#: mdfuse's program -> in how many pieces each rank's shard goes; 0: as a whole.
+FORMS = {"one after the other": 0, "one piece": 1, "two pieces": 2, "four pieces": 4}
 
 #: dtype -> the largest error, relative to the norm of the result.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
@@ -161,8 +132,8 @@ def figures(
         moved: the contender that only communicates, beside `product`.
         has_limit: whether the ideal sets a limit.
     """
-    chunks = [name for name, form in forms(shape).items() if form.pieces]
-    best = min(chunks, key=lambda name: statistics.median(times[name]))
+    pieces = [name for name, n in FORMS.items() if n]
+    best = min(pieces, key=lambda name: statistics.median(times[name]))
     ideal = [max(pair) for pair in zip(times["product"], times[moved], strict=True)]
     for name, others in {"ideal": ideal, **times}.items():
         if name != best:

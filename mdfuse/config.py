@@ -82,8 +82,7 @@ class Options:
         streams: how many streams a lowering with streams uses.
         stream_policy: which stream an instruction of a streamed loop goes to. "round_robin": each
             iteration on the next stream; "copy_compute": transfers on one stream, the rest on
-            another; "compute_in_turn": that, with computations on two streams in turn where no
-            transfer waits for them; "auto": copy_compute where the loop communicates.
+            another; "auto": copy_compute where the loop communicates.
         graph: "auto", "always" or "never": whether runs are captured as CUDA graphs.
         compile: "auto", "always" or "never": whether local work between communications is compiled
             into fewer kernels; "auto" does so on GPUs. "always" is an error where some cannot be.
@@ -125,7 +124,7 @@ class Options:
 
     backend: str = "auto"
     streams: int = 4
-    stream_policy: Literal["auto", "round_robin", "copy_compute", "compute_in_turn"] = "auto"
+    stream_policy: Literal["auto", "round_robin", "copy_compute"] = "auto"
     graph: Literal["auto", "always", "never"] = "auto"
     compile: Literal["auto", "always", "never"] = "auto"
     verify: bool = True
@@ -212,7 +211,7 @@ _PLACE = (lambda value: value is None or isinstance(value, str)), "it is a path,
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "backend": (lambda value: isinstance(value, str), "it is text that names backends"),
     "streams": (_is_count(1024), "a lowering uses from 1 to 1024 streams"),
-    "stream_policy": _is_one_of("auto", "round_robin", "copy_compute", "compute_in_turn"),
+    "stream_policy": _is_one_of("auto", "round_robin", "copy_compute"),
     "graph": _is_one_of("auto", "always", "never"),
     "compile": _is_one_of("auto", "always", "never"),
     "verify": _FLAG,
@@ -268,11 +267,7 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
         "backend to use: auto, gloo, nccl, ucc, mpi, ucx, symmetric, null; then axis=backend",
     ),
     "MDFUSE_STREAMS": ("streams", _count, "number of streams of a streamed lowering"),
-    "MDFUSE_STREAM_POLICY": (
-        "stream_policy",
-        str,
-        "auto, round_robin, copy_compute, compute_in_turn",
-    ),
+    "MDFUSE_STREAM_POLICY": ("stream_policy", str, "auto, round_robin or copy_compute"),
     "MDFUSE_GRAPH": ("graph", str, "CUDA graphs: auto, always or never"),
     "MDFUSE_COMPILE": ("compile", str, "compiled local work: auto, always or never"),
     "MDFUSE_BUCKET_BYTES": (

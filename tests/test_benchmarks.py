@@ -231,8 +231,6 @@ def check_ideal(rows: list[dict[str, Any]], moved: str, others: set[str]) -> Non
         (best,) = {row["sizes"] for row in mine}
         against = {row["alternative"]: row["rounds"]["against"] for row in mine}
         forms = {"one after the other", "one piece", "two pieces", "four pieces"}
-        if shape.startswith("AG"):
-            forms |= {"two pieces, in turn", "four pieces, in turn"}
         assert {*against} == {"ideal", "product", moved} | others | forms - {best}
         longer = zip(against["product"], against[moved], strict=True)
         assert against["ideal"] == [max(pair) for pair in longer]

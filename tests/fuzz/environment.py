@@ -218,7 +218,7 @@ def _seconds(text: str) -> Any:
 #: Variable -> the option's value by a second reading; `...`: an error.
 READINGS: dict[str, Callable[[str], Any]] = {
     "MDFUSE_STREAMS": lambda t: n if (n := _integer(t)) is not ... and n <= 1024 else ...,
-    "MDFUSE_STREAM_POLICY": _one_of("auto", "round_robin", "copy_compute", "compute_in_turn"),
+    "MDFUSE_STREAM_POLICY": _one_of("auto", "round_robin", "copy_compute"),
     "MDFUSE_GRAPH": _one_of("auto", "always", "never"),
     "MDFUSE_PLANS": lambda t: n if (n := _integer(t)) is not ... and n <= 1 << 31 else ...,
     "MDFUSE_FAST_LANE": _one_of("auto", "always", "never"),

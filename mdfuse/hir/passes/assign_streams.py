@@ -39,9 +39,6 @@ name = "assign_streams"
 #: The streams of the policy copy_compute.
 COMPUTE, TRANSFER = 0, 1
 
-#: How many streams computations take in turn by the policy compute_in_turn.
-_TURNS = 2
-
 #: Instructions on the transfer stream: an `alloc` of what arrives, too; an `if` adds that up.
 _TRANSFERS = (*POSTS, "wait", "alloc", "if")
 #: Large computations, which are worth a stream of their own.
@@ -66,17 +63,13 @@ def _on_streams(i: Instruction, options: Options, caller: str, s: str) -> list[I
     """Return a loop with its streams, which the caller's stream joins; `s` counts them."""
     back = Instruction(op="set_stream", inputs=(caller,))
     wait = Instruction(op="sync", inputs=(caller,))
-    policy = _policy(i, options)
-    if policy == "round_robin":
+    if _policy(i, options) == "copy_compute":
+        body = _copy_compute(i)
+        used = {j.kwargs["stream"] for j in body if j.op == "set_stream"}
+    else:
         used = set(range(min(options.streams, i.kwargs["stop"])))
         turn = set_stream(calc("mod", loop(i.outputs[0]), len(used)))
         body = joined((turn, *part) for part in i.parts)
-    else:
-        body = _copy_compute(i)
-        used = {j.kwargs["stream"] for j in body if j.op == "set_stream"}
-        if policy == "compute_in_turn" and not any(j.op == "sync" for j in body):
-            body = _in_turn(body, loop(i.outputs[0]))
-            used = set(range(_TURNS + len(used - {COMPUTE})))
     if len(used) == 1:
         (only,) = used
         body = tuple(j for j in body if j.op != "set_stream")
@@ -255,15 +248,6 @@ def _copy_compute(i: Instruction) -> tuple[Instruction, ...]:
             case _:
                 assigned.add(members)
     return tuple(assigned.code)
-
-
-def _in_turn(body: Sequence[Instruction], i: Index) -> tuple[Instruction, ...]:
-    """Return a body by copy_compute with computations on some streams in turn, transfers behind.
-
-    So a product that leaves a part of the device idle at its end has the next one beside it.
-    """
-    streams = {COMPUTE: set_stream(calc("mod", i, _TURNS)), TRANSFER: set_stream(_TURNS)}
-    return tuple(streams[j.kwargs["stream"]] if j.op == "set_stream" else j for j in body)
 
 
 def _written(i: Instruction) -> Iterable[str]:

@@ -48,9 +48,7 @@ class How:
 def hows(draw: st.DrawFn) -> How:
     options = mf.Options(
         streams=draw(st.integers(1, 3)),
-        stream_policy=draw(
-            st.sampled_from(["auto", "round_robin", "copy_compute", "compute_in_turn"])
-        ),
+        stream_policy=draw(st.sampled_from(["auto", "round_robin", "copy_compute"])),
     )
     merge = draw(st.sampled_from([None, merge_local, merge_nothing]))
     return How(options, merge, draw(st.integers(0, 99)))

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from expecttest import TestCase
-from helpers.oracle import check_everywhere
-from helpers.overlaps import CASES as WINDOWS
-from helpers.overlaps import in_forms, prepared, program
 from helpers.stream_cases import CASES, text
 
 import mdfuse as mf
 
 ROUND_ROBIN = mf.Options(stream_policy="round_robin")
 COPY_COMPUTE = mf.Options(stream_policy="copy_compute")
-IN_TURN = mf.Options(stream_policy="compute_in_turn")
 
 
 class TestPolicies(TestCase):
@@ -310,20 +305,3 @@ host @send_to_a_mesh on m0=mesh(a=2), m1=mesh(b=2: 2..3) rank 3 {
   return %z
 }""",
         )
-
-
-@pytest.mark.parametrize("name", ["gather", "three", "scatter"])
-def test_computations_in_turn(name: str) -> None:
-    """On two streams where each waits for what arrives alone, whatever comes first."""
-    case = WINDOWS[name]
-    fusion = prepared(case, mf.DeviceMesh.arange(tp=4), 8)
-    inputs, spread = case.inputs(fusion), []
-    for n, (_, _, streamed) in enumerate(in_forms(fusion)):
-        found = program(streamed, IN_TURN)
-        found.host.check()
-        check_everywhere(found, inputs, case.expected(inputs), exact=True, schedule=n)
-        spread.append("set_stream %i mod 2" in str(found))
-        if not spread[-1]:
-            assert str(found) == str(program(streamed, COPY_COMPUTE))
-    # what a scatter sends is computed in the loop: transfers wait for it
-    assert any(spread) == (name != "scatter")
