@@ -232,7 +232,7 @@ def _avg_pool(n: int) -> Operation:
                   for at, m in enumerate(made)]  # fmt: skip
         are_full = all({*c} == {k} for c, k in zip(counts, how["kernel"], strict=True))
         divisor = divisor_override or (math.prod(how["kernel"]) if are_full else 1)
-        found = _sums(x, how, made, divisor)
+        found = _sums(x, _cut_to(x, how), made, divisor)
         if divisor_override is not None or are_full:
             return found
         for at, c in enumerate(counts):
@@ -242,6 +242,13 @@ def _avg_pool(n: int) -> Operation:
     function.__name__ = f"avg_pool{n}d"
     function.__doc__ = f"The mean of each window of the last {n} dim{'s' * (n > 1)}."
     return function
+
+
+def _cut_to(x: Handle, how: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Windows that reach no further behind x than from the first of them to the end."""
+    extents = zip(x.shape[-len(how["kernel"]) :], how["kernel"], how["padding"], strict=True)
+    kernel = (builtins.min(k, n + p) if type(n) is int else k for n, k, p in extents)
+    return {**how, "kernel": tuple(kernel)}
 
 
 def _own(how: dict[str, tuple[int, ...]], at: int) -> tuple[int, int, int]:
