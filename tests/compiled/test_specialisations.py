@@ -43,9 +43,9 @@ def test_every_rank_holds_its_part(name: str) -> None:
         assert is_close(got, CASES[name][2](*given))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"joined"}))
 def test_text_of_a_known_extent_is_that_of_the_numbers(name: str) -> None:
-    """As if the definition had said the number."""
+    """As if the definition had said the number; what is joined is in blocks only of numbers."""
     program = mf.compile(defined(name))
     for n in (8, 5, 7, 16):
         with mf.FusionDefinition(name) as fd:
