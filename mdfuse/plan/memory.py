@@ -85,16 +85,19 @@ def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
 def in_place(lines: Sequence[Line], results: Sequence[int | None]) -> tuple[Line, ...]:
     """Turn new buffers that take the place of an operand into that operand.
 
-    So they do whoever the operand's memory belongs to, the plan or torch. Those that are made
-    before the operand have its place only where the plan owns both.
+    So they do whoever the operand's memory belongs to, the plan or torch. One that is made before
+    the operand is what the operand is made in.
     """
     alone = [life for life in lives(lines, results) if life.new is not None]
-    starts, took = {life.slot: life.start for life in alone}, taken(lines, alone)
+    took = taken(lines, alone)
+    at = {line.targets[0]: n for n, line in enumerate(lines) if line.new is not None}
+    stands = {made: of for made, of in took.items() if at[of] < at[made]}
+    stands |= {of: made for made, of in took.items() if at[of] > at[made] and of not in took}
     return tuple(
         Line(run=itself, args=(SlotRef(of),), into=made, shares=(of,), is_view=True)
-        if line.new and (of := took.get(made := line.targets[0])) is not None and starts[of] < n
+        if line.new is not None and (of := stands.get(made := line.targets[0])) is not None
         else line
-        for n, line in enumerate(lines)
+        for line in lines
     )
 
 

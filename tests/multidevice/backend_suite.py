@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -131,14 +132,14 @@ def test_another_backend_along_an_axis(
     bound, posters = {}, evaluator.posters
 
     def spy(comm: mf.Communicator, run: int) -> Any:
-        poster = posters(comm, run)
+        made = posters(comm, run)
 
-        def bind(call: Call) -> Any:
+        def bind(poster: Any, call: Call) -> Any:
             found = poster(call)
             bound[call.kind] = type(found).__module__.removeprefix("mdfuse.backends.")
             return found
 
-        return bind
+        return lambda: partial(bind, made())
 
     monkeypatch.setattr(evaluator, "posters", spy)
     fd, generator = two_axes(), torch.Generator().manual_seed(0)

@@ -119,7 +119,8 @@ def test_gradients_of_torch(pays: str, comm: mf.Communicator, monkeypatch: Any) 
     monkeypatch.setattr(mf.Program, "run", lambda p, *x, **k: (made.append(p), run(p, *x, **k))[1])
     case = CASES["mlp"]
     fd = case.definition(LINE, 16)
-    f = mf.differentiable(fd, Options(overlap="auto", costs=pays))
+    # without room to post ahead, which would gain more in the backward
+    f = mf.differentiable(fd, Options(overlap="auto", costs=pays, prefetch_bytes=1))
     wholes = [x.double().requires_grad_() for x in case.inputs(mf.compile(fd).fusion, 3)]
     (want,) = case.expected(wholes)
     want.square().sum().backward()

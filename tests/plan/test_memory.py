@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.hir.text.parser import parse
+from mdfuse.ir.ops import itself
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.lines import Line, NewBuffer, SlotRef
-from mdfuse.plan.memory import ALIGNMENT, WORTH, lives, taken
+from mdfuse.plan.memory import ALIGNMENT, WORTH, in_place, lives, taken
 from mdfuse.plan.packing import MANY, Life, peak, place, size_of
 
 CPU = torch.device("cpu")
@@ -200,6 +201,18 @@ def test_a_sum_takes_the_place_of_what_is_reduced(changes: dict[str, Line], is_t
     lines = sum_of(**changes)
     found = [life for life in lives(lines, [5]) if life.new is not None]
     assert taken(lines, found) == ({2: 1} if is_taken else {})
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_buffers_in_one_place_the_later_one_is_not_made(is_first: bool) -> None:
+    """Whichever that is: the sum, or what is reduced."""
+    lines = sum_of()
+    if is_first:
+        lines.insert(0, lines.pop(2))
+    found = in_place(lines, [5])
+    made = [line.targets[0] for line in found if line.new is not None]
+    stand = {line.targets[0]: line.args[0].slot for line in found if line.run is itself}
+    assert (made, stand) == (([2], {1: 2}) if is_first else ([1], {2: 1}))
 
 
 def test_poisoned_buffers_are_poisoned_in_each_run() -> None:

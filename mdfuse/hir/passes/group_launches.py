@@ -15,12 +15,13 @@ each element is computed from the one that lies there; whoever reads that value 
 unit before, since a compiler may make both into one kernel. A long unit is cut, where layers repeat
 into equal ones, which are compiled once. For matrix products and attention a compiler calls the
 library that torch calls: they are in units for what is around them, and none is made of them alone.
+A product that is summed over ranks gets a buffer of the program's, which the sum may have then.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -57,6 +58,7 @@ class _Groups:
         program: whose instructions these are.
         shared: name -> the name whose memory it may share.
         readers_of: who reads a name, once for each time.
+        summed: names that are summed over ranks, whole.
         kept: names that are in use whoever reads them: inputs, outputs, and what shares a buffer.
         bound: names that have a buffer so far.
         empty: those whose buffer has no value yet.
@@ -71,6 +73,7 @@ class _Groups:
     program: HostProgram
     shared: dict[str, str]
     readers_of: Mapping[str, Sequence[Instruction]]
+    summed: frozenset[str]
     kept: frozenset[str]
     bound: set[str]
     empty: set[str] = field(default_factory=set)
@@ -88,7 +91,9 @@ class _Groups:
         for i in (i for i in program.walk() if i.op != "launch"):
             for x in i.reads:
                 readers[x].append(i)
-        return cls(program, storage(program), readers, kept, set(program.inputs))
+        posts = (i for i in program.walk() if i.comm is not None and i.comm.kind == "Allreduce")
+        summed = frozenset(i.inputs[0] for i in posts if isinstance(i.inputs[0], str))
+        return cls(program, storage(program), readers, summed, kept, set(program.inputs))
 
     def block(self, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
         """Return a block with units; nothing waits beyond its end."""
@@ -299,7 +304,15 @@ class _Groups:
             source=taken[0].source,
         )
         self.number += 1
-        return [unit]
+        return [*self.buffers(taken), unit]
+
+    def buffers(self, taken: Sequence[Instruction]) -> Iterator[Instruction]:
+        """Yield what allocates buffers for the products of a unit that are summed over ranks."""
+        for i in filter(is_library, taken):
+            x = i.outputs[0]
+            is_new = self.memory(x) == x and x not in self.given | self.kept
+            if x in self.summed and is_new and len(i.outputs) == 1:
+                yield Instruction(op="alloc", outputs=(x,), order=i.order, source=i.source)
 
 
 def _is_elementwise(i: Instruction) -> bool:

@@ -112,6 +112,27 @@ def test_what_is_read_behind_a_wait_is_computed_there(ahead: str, form: str) -> 
     assert (first > at["wait"]) == (ahead == "narrow")
 
 
+def test_a_product_that_is_summed_over_ranks_has_a_buffer() -> None:
+    """So the sum may have its place; not what is computed by a compiled kernel."""
+    mesh = DeviceMesh.arange(t=2)
+    with FusionDefinition("sums") as fd:
+        x = fd.define_tensor([4, 4], torch.float32, mesh, {"t": Shard(1)})
+        w = fd.define_tensor([4, 4], torch.float32, mesh, {"t": Shard(0)})
+        y = x * 2.0
+        fd.add_output(fd.ops.set(y @ w).on(mesh, {}) + 1.0)
+        fd.add_output(fd.ops.set(fd.ops.sum(y * y, dims=[1])).on(mesh, {}))
+    program = grouped(fd)
+    code = [*program.host]
+    launch = next(n for n, i in enumerate(code) if i.op == "launch")
+    summed = [i.inputs[0] for i in code if i.comm is not None]
+    made = {x for i in code[:launch] if i.op == "alloc" for x in i.outputs}
+    assert [x in made for x in summed] == [True, False], str(program)
+    a, b = torch.randn(2, 4, 4)
+    first, second = mf.simulate(program, [a, b]).outputs
+    torch.testing.assert_close(first, 2 * a @ b + 1, **CLOSE)
+    torch.testing.assert_close(second, (4 * a * a).sum(1), **CLOSE)
+
+
 def test_layers_are_equal_units() -> None:
     """Cut where the fewest values are read later: here a layer hands on one."""
     mesh = DeviceMesh.arange(t=1)
