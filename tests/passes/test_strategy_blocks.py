@@ -112,7 +112,7 @@ def test_a_layer_with_fused_projections_reduces_twice_each_way(kv: int) -> None:
 
 
 def test_what_is_joined_is_in_blocks() -> None:
-    """Each rank joins what it has; where all of it is wanted, it receives what the other has."""
+    """Each rank joins what it has; where all of it is wanted, parts are gathered before."""
     a, b = torch.randn(3, 5, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
     with mf.FusionDefinition("joined") as fd:
         x, y = (fd.define_tensor(t.shape, t.dtype, TP, {"tp": Shard(1)}) for t in (a, b))
@@ -121,8 +121,8 @@ def test_what_is_joined_is_in_blocks() -> None:
         fd.add_output(torch.cat([x, y], 1).on(TP, {}))
     program = mf.compile(fd)
     assert program.fusion.layout(joined.name) == mf.Layout(TP, {"tp": Shard(1, (5, 4, 5))})
-    assert posts(program) == ["Exchange"]
-    assert [program.bytes_received(rank) // 24 for rank in (0, 1)] == [2 + 2, 3 + 2]
+    assert posts(program) == ["Allgather"] * 2
+    assert [program.bytes_received(rank) // 24 for rank in (0, 1)] == [3 + 2, 3 + 2]
     result = mf.simulate(program, [a, b])
     torch.testing.assert_close(result.outputs[0], torch.cat([a, b, a], 1) * 2)
     torch.testing.assert_close(result.outputs[1], torch.cat([a, b], 1))
