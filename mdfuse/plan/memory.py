@@ -41,24 +41,31 @@ def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
     Buffers that torch allocates within a call count, too.
     """
     bases = _bases(lines)
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for n, line in enumerate(lines):
-        for base in (base for slot in _used(line) for base in bases.get(slot, ())):
-            first.setdefault(base, n)
-            last[base] = n
+    uses = _uses(lines, bases)
     kept = {base for slot in results if slot is not None for base in bases.get(slot, ())}
     return [
         Life(
             slot=slot,
             new=line.new,
             nbytes=line.makes if line.new is None else line.new.nbytes,
-            start=first.get(slot, n),
-            stop=last.get(slot, n),
+            start=uses[slot][0][0] if slot in uses else n,
+            stop=uses[slot][-1][0] if slot in uses else n,
         )
         for n, line in enumerate(lines)
         if (line.new is not None or line.makes) and (slot := line.targets[0]) not in kept
     ]
+
+
+def _uses(
+    lines: Sequence[Line], bases: Mapping[int, frozenset[int]]
+) -> dict[int, list[tuple[int, int]]]:
+    """Return for each buffer the lines that use it, each with the slot by which it does."""
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for n, line in enumerate(lines):
+        for slot in _used(line):
+            for base in bases.get(slot, ()):
+                found[base].append((n, slot))
+    return found
 
 
 def _used(line: Line) -> tuple[int, ...]:
@@ -124,7 +131,7 @@ def taken(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
     """
     lives_of = {life.slot: life for life in found}
     took, bases = dict[int, int](), _bases(lines)
-    handles = _handles(lines)
+    handles, uses = _handles(lines), _uses(lines, bases)
     for n, line in enumerate(lines):
         for made in (s for s in line.refs if line.in_place and s in lives_of):
             born = lives_of[made]
@@ -138,7 +145,7 @@ def taken(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
                 and lives_of[s].new == born.new
                 and lives_of[s].start < n
                 and not any(s in bases[view] for view in line.refs if view != s)
-                and _dies(lives_of[s], lines, n, bases, handles[n])
+                and all(slot == handles[n] for at, slot in reversed(uses[s]) if at > n)
             ]
             if alike:
                 took[made] = alike[0]
@@ -154,18 +161,6 @@ def _handles(lines: Sequence[Line]) -> list[int | None]:
         is_bound = own is not None and line.run is not None
         found.append(own if is_bound or not found else found[-1])
     return found[::-1]
-
-
-def _dies(
-    life: Life,
-    lines: Sequence[Line],
-    at: int,
-    bases: Mapping[int, frozenset[int]],
-    handle: int | None,
-) -> bool:
-    """Return whether nothing uses a buffer behind a call, but for the post of that handle."""
-    behind = (slot for line in lines[at + 1 : life.stop + 1] for slot in _used(line))
-    return all(slot == handle for slot in behind if life.slot in bases.get(slot, ()))
 
 
 def _joined(found: Sequence[Life], home: Mapping[int, int]) -> list[Life]:
