@@ -226,9 +226,9 @@ class _Groups:
     def not_held(self, i: Instruction) -> list[Instruction]:
         """Return the waiting instructions that must run before one that is no local work."""
         held = self.held(i) if i.op in ("post", "wait") else {}
-        made, read = {x for j in held.values() for x in j.outputs}, {*held}
+        made = {x for j in held.values() for x in j.outputs}
         taken = {x for j in held.values() for x in j.reads} - made
-        needed = {x for x in made if any(id(j) not in read for j in self.readers_of[x])}
+        needed = {x for x in made if any(id(j) not in held for j in self.readers_of[x])}
         if sum(map(self.nbytes, taken)) > sum(map(self.nbytes, needed)):
             held = {}  # to compute it late would read more than to read what it makes
         return [j for j in self.waiting if id(j) not in held]
