@@ -23,6 +23,7 @@ from mdfuse.plan import compilation
 from mdfuse.plan.compilation import Made, Tally, complete
 from mdfuse.plan.context import Context, Step, label
 from mdfuse.plan.forms import Form
+from mdfuse.plan.last_reads import freeing
 from mdfuse.plan.lengths import Lengths
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.symbolic import Calls
@@ -188,15 +189,13 @@ class Fuser:
         """Compile what the units of a plan need, and return its steps with that."""
         held, self._held = self._held, {}
         here = {n: held[n] for n in map(id, steps) if n in held}
-        if not here:
-            return list(steps)
         functions = [x.made for x in here.values()]
         late = complete(functions, self.timeout_s, context.rank == 0, self.tally)
         done: list[Step] = []
         for step in steps:
             waiting = here.get(id(step))
             done += [step] if waiting is None else self.finished(waiting, late, context)
-        return done
+        return freeing(done, context)
 
     def finished(self, held: _Held, late: Sequence[Made], context: Context) -> Sequence[Step]:
         """Return the steps of a unit whose function is there, or those of its calls."""
