@@ -96,7 +96,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 
 
 def largest(program: HostProgram) -> int:
-    """Return the most bytes that a gather outside of loops takes ahead of its place; 0: none may."""
+    """Return the most bytes that a gather outside of loops takes ahead of its place; 0: none."""
     comms = ((r, program.instructions[r.at].comm) for r in _candidates(program))
     return max((r.bytes for r, c in comms if c is not None and c.kind == "Allgather"), default=0)
 
