@@ -241,7 +241,7 @@ def test_overlap_beside_copies(tmp_path: Path) -> None:
     done = run(tmp_path, OVERLAP, *OVERLAP_ON_CPUS, "--of", "4")
     assert done.returncode == 0, done.stderr
     stored = json.loads((tmp_path / "a.json").read_text())
-    assert stored["world"]["stands for rank 0 of"] == 4
+    assert stored["world"]["stands for rank 0 of"] == 4 and stored["world"]["eager"] == []
     check_ideal(stored["rows"], "copies", set())
 
 
@@ -253,6 +253,7 @@ def test_overlap_on_ranks(tmp_path: Path, backend: str) -> None:
     assert done.returncode == 0, done.stderr
     stored = json.loads((tmp_path / "a.json").read_text())
     assert stored["world"]["backend"] == backend and not stored["world"]["left_out"]
+    assert stored["world"]["eager"] == []
     check_ideal(stored["rows"], "communication", {"gloo", "compiled"})
 
 
@@ -504,7 +505,7 @@ def test_predicted_times_stand_beside_measured_ones(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     file = json.loads((tmp_path / "a.json").read_text())
     assert file["world"]["held_out"] == {"mlp": [1.0, 2.0]}
-    assert "off by 50% on average" in file["world"]["table"]
+    assert "off by 50% on average" in file["world"]["table"] and file["world"]["eager"] == []
     (row,) = file["rows"]
     works = 6 * 12  # of a layer: six linear layers, attention, GELU, two sums, two norms
     assert set(row["rounds"]["ours"]) == {works * 1e9}
