@@ -43,15 +43,17 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The calls of a unit, cut into what comes in and behind the compiled function.
+    """The calls of a unit, cut into what comes in front of the compiled function, in it and behind.
 
     Attributes:
+        ahead: what fills buffers with a number.
         inside: calls to compile.
         behind: views of what the unit makes, and a library's calls that fill buffers.
         takes: the slots that the compiled function reads or writes.
         makes: the slots of its results.
     """
 
+    ahead: tuple[Line, ...]
     inside: tuple[Line, ...]
     behind: tuple[Line, ...]
     takes: tuple[int, ...]
@@ -156,7 +158,7 @@ class Fuser:
         gone = [*dense.values(), *(s for s in cut.makes if s not in kept)]
         behind = (*cut.behind, drop(*gone)) if gone else cut.behind
         step = Step(
-            lines=(*before, call, *behind),
+            lines=(*before, *cut.ahead, call, *behind),
             label=f"launch {i.fn}, {label(i)}",
             op="launch",
             inputs=tuple(context.slot(x) for x in i.reads),
@@ -268,7 +270,8 @@ def _cut(
         elif any(_reads(_target(line), slot) for slot in last):
             filling.append(line)
             needed.update(line.refs)
-    later = [*filling, *(line for line in behind if not line.is_view)]
+    ahead = _ahead(lines)
+    later = [*ahead, *filling, *(line for line in behind if not line.is_view)]
     inside = [line for line in lines if line.run is not None and line not in later]
     made = {slot for line in inside for slot in line.targets}
     takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
@@ -282,7 +285,21 @@ def _cut(
         if not are_shared:
             return _cut(lines, kept, last, are_shared=True)
         raise Refusal("a result may share memory with an operand, or with another result")
-    return _Cut(tuple(inside), (*behind[::-1], *filling[::-1]), tuple(takes), tuple(makes))
+    last_of_all = (*behind[::-1], *filling[::-1])
+    return _Cut(ahead, tuple(inside), last_of_all, tuple(takes), tuple(makes))
+
+
+def _ahead(lines: Sequence[Line]) -> tuple[Line, ...]:
+    """Return what fills buffers from outside before any other call uses them.
+
+    Sums over chunks begin so: the functions of all chunks are then one.
+    """
+    found, used = list[Line](), set[int]()
+    for line in lines:
+        if line.run == "fill_" and used.isdisjoint(line.refs):
+            found.append(line)
+        used.update((*line.refs, *line.targets))
+    return tuple(found)
 
 
 def _target(line: Line) -> Any:

@@ -11,7 +11,7 @@ import networkx as nx
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
-from mdfuse.seeing.amounts import buffer_bytes, is_work
+from mdfuse.seeing.amounts import added_to, buffer_bytes, is_work
 
 
 def kernels(program: HostProgram, launch: Instruction) -> list[tuple[int, str]]:
@@ -45,7 +45,8 @@ def _moved(
     used = {roots.get(x, x) for i in outside if is_work(i) for x in i.reads}
     writes = inside & (used | {roots.get(x, x) for x in launch.outputs})
     first = program.types[launch.body[part[-1]].outputs[0]].dtype
-    return sum(buffer_bytes(program, x) for x in reads | writes), dtype_name(first)
+    sums = sum(added_to(program, launch.body[n]) for n in part)
+    return sums + sum(buffer_bytes(program, x) for x in reads | writes), dtype_name(first)
 
 
 def _roots(body: tuple[Instruction, ...]) -> dict[str, str]:
