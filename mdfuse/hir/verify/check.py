@@ -29,7 +29,7 @@ from mdfuse.hir.verify.layers import without_repeated
 from mdfuse.hir.verify.rotations import rotates
 from mdfuse.hir.verify.shifted import even
 from mdfuse.hir.verify.sizes import check_sizes
-from mdfuse.hir.verify.stand_ins import does_the_same, holds_for_numbers
+from mdfuse.hir.verify.stand_ins import does_the_same, holds_for_numbers, projected
 from mdfuse.hir.verify.structure import check_defined, check_structure
 from mdfuse.hir.verify.teams import check_teams
 from mdfuse.hir.verify.types import check_types
@@ -164,7 +164,7 @@ def _verify_looped_ranks(program: HostProgram, first: int, last: int, in_full: b
     local = _verify_looped(program, mine, in_full)
     if last == first:
         return
-    other = program.project(last)
+    other = projected(program, mine, last)
     if local is not None and does_the_same(mine, other):
         _check_sizes(replace(local, rank=last))
     else:

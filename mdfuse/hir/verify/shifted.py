@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from mdfuse.extents.expressions import Calc, Term, terms
+from mdfuse.extents.expressions import Calc, terms
 from mdfuse.extents.linear import linear
 from mdfuse.hir.instructions import op_of, row_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
@@ -26,9 +26,9 @@ from mdfuse.ir.dims import pointwise
 from mdfuse.layouts.stream import Stream
 
 #: Instructions beside rows of the op table that are the same whatever the number of rows.
-_PLAIN = frozenset(
-    """alloc free chunk accumulate send recv wait barrier group_start group_end for next if return
-    get_stream set_stream sync""".split()
+_PLAIN = (
+    *("alloc", "free", "chunk", "accumulate", "send", "recv", "wait", "barrier", "return"),
+    *("group_start", "group_end", "for", "next", "if", "get_stream", "set_stream", "sync"),
 )
 
 #: Rows of the op table, besides those that are pointwise, of which extents of results are those of
