@@ -152,9 +152,13 @@ class Instruction:
     @property
     def indices(self) -> list[Index]:
         """The index expressions in its operands and attributes."""
-        found: list[Any] = [x for x in self.inputs if type(x) in UNKNOWN]
-        if self.attrs:
-            found += [v for _, v in self.attrs if type(v) in UNKNOWN]
+        found: list[Any] = []
+        for x in self.inputs:
+            if type(x) is not str and type(x) in UNKNOWN:
+                found.append(x)
+        for _, v in self.attrs:
+            if type(v) in UNKNOWN:
+                found.append(v)
         return found
 
     def walk(self) -> Iterator[Instruction]:
@@ -278,11 +282,17 @@ class HostProgram:
 
     def walk(self) -> Iterator[Instruction]:
         """Yield all instructions, those inside loops, branches and host units included."""
+        return iter(self._every)
+
+    @cached_property
+    def _every(self) -> tuple[Instruction, ...]:
+        found: list[Instruction] = []
         for i in self.instructions:
             if i.body or i.orelse:
-                yield from i.walk()
+                found += i.walk()
             else:
-                yield i
+                found.append(i)
+        return tuple(found)
 
     @cached_property
     def checked(self) -> HostProgram:
