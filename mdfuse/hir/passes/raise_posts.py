@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
 from mdfuse.hir.instructions import COMMUNICATIONS, POSTS, PURE_VIEWS, row_of
-from mdfuse.hir.orders import Dims
+from mdfuse.hir.orders import Dims, seen_through
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand, storage
 
@@ -147,6 +147,8 @@ def _is_new(program: HostProgram, i: Instruction) -> bool:
     else:
         known = program.orders.get(program.root(operand))
         lies = known.lies if known is not None else None
+    if lies is not None and i.op != "set":
+        lies = seen_through(i, lies) if i.op == "permute" else None
     return i.order is not None and i.order != lies
 
 
