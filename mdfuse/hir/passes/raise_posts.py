@@ -132,8 +132,9 @@ def _raised(program: HostProgram, at: int, writes: _Writes) -> _Raised | None:
         made = program.instructions[by]
         carried.add(by)
         reads += made.reads
-    made = (i for i in map(program.instructions.__getitem__, carried) if _is_new(program, i))
-    size = sum(program.types[x].nbytes() for i in made for x in i.outputs)
+    moved = map(program.instructions.__getitem__, carried)
+    new = (x for i in moved if _is_new(program, i) for x in i.outputs)
+    size = sum(program.types[x].nbytes() for x in new)
     return _Raised(at, since, tuple(sorted(carried)), size) if since < at else None
 
 
