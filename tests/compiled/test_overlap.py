@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 from functools import cache
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from helpers.oracle import check_everywhere
 from helpers.overlaps import CASES, Layer, prepared, program
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Options, ProgramError, Shard, Stream
-from mdfuse.compiled.overlap import choose
+from mdfuse import DeviceMesh, Options, ProgramError, Shard, Stream, hir_lowering
+from mdfuse.compiled.overlap import Lowered, choose, find
 from mdfuse.hir.program import HostProgram
 from mdfuse.passes import overlap
 from mdfuse.passes.overlap import Form
+from mdfuse.passes.segment_ids import with_ids
 from mdfuse.seeing import H100, Costs, Link
 from mdfuse.seeing.named_tables import named
 from mdfuse.seeing.timeline import timeline
@@ -118,6 +120,41 @@ def test_slower_links_never_overlap_less(name: str) -> None:
 def test_free_links_leave_all_as_it_is() -> None:
     costs = Costs(launch_s=1e-6, flops=1e9, bandwidth=1e9)
     assert all(choose(*times(name, costs)) is None for name in ("gather", "scatter", "reduce"))
+
+
+def every_way(name: str, mesh: DeviceMesh, rows: int) -> tuple[Lowered, list[HostProgram]]:
+    """A program as it is, and with each choice of forms for windows that share no value."""
+    plain = hir_lowering.lower(CASES[name].definition(mesh, rows).fusion)
+    fusion, hosts = plain[0], [plain[-1]]
+    forms = {w: [*overlap.forms(overlap.alone(fusion, w), w)] for w in overlap.windows(fusion)}
+    for count in range(1, len(forms) + 1):
+        for chosen in combinations(forms, count):
+            values = [v for w in chosen for v in w.values]
+            if len({*values}) < len(values):
+                continue
+            for ways in product(*map(forms.__getitem__, chosen)):
+                found = overlap.apply(fusion, dict(zip(chosen, ways, strict=True)))
+                if found is not None:
+                    hosts.append(hir_lowering.lower_prepared(with_ids(found))[1])
+    return plain, hosts
+
+
+@pytest.mark.parametrize("name", ["fused", "gather", "sum of blocks", "experts in blocks"])
+def test_whole_programs_are_the_best_of_all_choices(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a chain of windows and its parts exclude each other; for 10 tables each."""
+    plain, hosts = every_way(name, DeviceMesh.arange(dp=2, tp=2), 13)
+    chosen = 0
+    for seed in range(10):
+        costs = drawn(seed)
+        monkeypatch.setattr("mdfuse.compiled.overlap._table", lambda _, c=costs: (c, 0.0, []))
+        lowered, _ = find(plain, None, AUTO)
+        seconds = timeline(lowered[-1], costs).seconds
+        before, *others = (timeline(host, costs).seconds for host in hosts)
+        assert seconds <= before and seconds <= 1.02 * min(before, *others), seed
+        chosen += lowered is not plain
+    assert 2 < chosen < 10
 
 
 # -- programs --------------------------------------------------------------------------------------

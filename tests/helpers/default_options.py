@@ -13,6 +13,7 @@ import pytest
 
 from mdfuse import config
 from mdfuse.config import VARIABLES, Options
+from mdfuse.errors import ProgramError
 
 
 def parsed(texts: Sequence[str]) -> dict[str, Any]:
@@ -21,13 +22,14 @@ def parsed(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         pytest.UsageError: there is no such option, or it cannot have that value.
     """
-    variables = {f"MDFUSE_{name.upper()}": x for name, _, x in (t.partition("=") for t in texts)}
-    if unknown := variables.keys() - VARIABLES.keys():
+    pairs = [text.partition("=") for text in texts]
+    variables = {f"MDFUSE_{name.upper()}": value for name, _, value in pairs}
+    if not all(value for _, _, value in pairs) or variables.keys() - VARIABLES.keys():
         names = ", ".join(option for option, _, _ in VARIABLES.values())
-        raise pytest.UsageError(f"--default {' '.join(texts)}: {unknown} is none of {names}")
+        raise pytest.UsageError(f"--default {' '.join(texts)}: NAME=VALUE of {names}")
     try:
         found = config.options_from_environment(variables=variables)
-    except Exception as error:
+    except ProgramError as error:
         raise pytest.UsageError(f"--default {' '.join(texts)}: {error}") from error
     return {VARIABLES[x][0]: getattr(found, VARIABLES[x][0]) for x in variables}
 

@@ -98,6 +98,30 @@ def _mlp(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
     fd.add_output((fd.ops.relu(x @ w) @ v).on(mesh, _rows(mesh, tp=Shard(0))))
 
 
+def _fused(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
+    """As `_mlp`, with hidden units in blocks of which each rank has a part."""
+    blocks = (5, 3)
+    x = fd.define_tensor([rows, 6], mesh=mesh, layout=_rows(mesh, tp=Shard(0)), name="x")
+    w = fd.define_tensor([6, 8], mesh=mesh, layout={"tp": Shard(1, blocks=blocks)}, name="w")
+    v = fd.define_tensor([8, 6], mesh=mesh, layout={"tp": Shard(0, blocks=blocks)}, name="v")
+    fd.add_output((fd.ops.relu(x @ w) @ v).on(mesh, _rows(mesh, tp=Shard(0))))
+
+
+def _sum_of_blocks(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
+    """Matmul and all-reduce, where what is summed over is in blocks."""
+    x = fd.define_tensor([rows, 8], mesh=mesh, layout=_rows(mesh, tp=Shard(1, blocks=2)), name="x")
+    w = fd.define_tensor([8, 6], mesh=mesh, layout={"tp": Shard(0, blocks=2)}, name="w")
+    fd.add_output((x @ w).on(mesh, _rows(mesh)))
+
+
+def _experts_in_blocks(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
+    """All-to-all to experts, of each half of which a rank has a part."""
+    half = {"tp": Shard(0, blocks=2)}
+    x = fd.define_tensor([8, rows, 6], mesh=mesh, layout={"tp": Shard(1)}, name="x")
+    w = fd.define_tensor([8, 6, 4], mesh=mesh, layout=half, name="w")
+    fd.add_output(fd.ops.set(x).on(mesh, half) @ w)
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer of Llama whose rows, as what it adds to them, are split along tp.
@@ -174,6 +198,9 @@ CASES = {
     "reduce": Case(_reduce, torch.matmul),
     "experts": Case(_experts, torch.matmul),
     "mlp": Case(_mlp, lambda x, w, v: (x @ w).relu() @ v),
+    "fused": Case(_fused, lambda x, w, v: (x @ w).relu() @ v),
+    "sum of blocks": Case(_sum_of_blocks, torch.matmul),
+    "experts in blocks": Case(_experts_in_blocks, torch.matmul),
 }
 
 

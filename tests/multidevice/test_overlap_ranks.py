@@ -140,7 +140,7 @@ def test_gradients_of_torch(pays: str, comm: mf.Communicator, monkeypatch: Any) 
 #: case -> how many forms it has of 13 rows, along all ranks and along two of them.
 FORMS = {
     "gather": (5, 3), "three": (6, 4), "scatter": (3, 2), "reduce": (3, 2), "experts": (6, 6),
-    "mlp": (11, 7),
+    "mlp": (11, 7), "fused": (11, 7), "sum of blocks": (3, 2), "experts in blocks": (3, 3),
 }  # fmt: skip
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from helpers.oracle import check_everywhere
 from helpers.overlaps import CASES, in_forms, prepared, program
+from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream, hir_lowering
@@ -35,6 +43,10 @@ def shown(fusion: Fusion) -> list[str]:
         ("experts", ["set matmul: 2 4 8 2 4 8 16"]),
         ("mlp", ["set matmul relu matmul set: 4 4tp 8tp 16tp", "set matmul: 2 4 8 16 4tp 8tp 16tp",
                  "matmul set: 4 4tp 8tp 16tp"]),
+        ("fused", ["set matmul relu matmul set: 4 4tp 8tp 16tp",
+                   "set matmul: 2 4 8 16 4tp 8tp 16tp", "matmul set: 4 4tp 8tp 16tp"]),
+        ("sum of blocks", ["matmul set: 2 4 8 16"]),
+        ("experts in blocks", ["set matmul: 2 4 8 16"]),
     ],
 )  # fmt: skip
 def test_windows_and_forms(name: str, expected: list[str]) -> None:
@@ -53,6 +65,72 @@ def test_all_forms_give_the_values(name: str, mesh: DeviceMesh, rows: int) -> No
     assert found or rows == 3
     for _, _, streamed in found:
         check_everywhere(program(streamed), inputs, case.expected(inputs), exact=True)
+
+
+def in_blocks(draw: random.Random, size: int) -> dict[str, Any]:
+    """Blocks of a dim, half of the time: equal ones, or two that are not."""
+    if size < 2 or draw.random() < 0.5:
+        return {}
+    equal = [n for n in (2, 3, 4) if size % n == 0]
+    first = draw.randrange(1, size)
+    return {"blocks": draw.choice([*equal, (first, size - first)])}
+
+
+def drawn_layout(draw: random.Random, mesh: DeviceMesh, shape: Sequence[int]) -> dict[str, Shard]:
+    blocks = [in_blocks(draw, n) for n in shape]
+    dims = ((axis, draw.randrange(len(shape))) for axis in mesh.axes if draw.random() < 0.6)
+    return {axis: Shard(dim, **blocks[dim]) for axis, dim in dims}
+
+
+def drawn(draw: random.Random) -> tuple[mf.FusionDefinition, Callable[..., Tensor]]:
+    """One or two products, or one for each expert, with layouts of all dims, also in blocks."""
+    ranks = draw.choice([{"tp": 2}, {"tp": 3}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}])
+    order = draw.sample(range(math.prod(ranks.values())), math.prod(ranks.values()))
+    mesh = DeviceMesh(np.reshape(order, [*ranks.values()]).tolist(), axes=(*ranks,))
+    dtype = draw.choice([torch.float32, torch.float64, torch.complex64, torch.int32, torch.uint8])
+    rows, batch, two = draw.choice([24, 13, 8, 3, 1]), draw.choice([(), (2,), (8,)]), False
+    shapes = [(*batch, rows, 6), (6, 8)]
+    if batch == (8,):
+        shapes[1] = (8, 6, 8)
+    elif two := draw.random() < 0.5:
+        shapes.append((8, 5))
+    with mf.FusionDefinition("für_1") as fd:
+
+        def given(shape: Sequence[int], name: str) -> Any:
+            return fd.define_tensor(shape, dtype, mesh, drawn_layout(draw, mesh, shape), name=name)
+
+        def moved(x: Any) -> Any:
+            is_moved = draw.random() < 0.7
+            return fd.ops.set(x).on(mesh, drawn_layout(draw, mesh, x.shape)) if is_moved else x
+
+        x, *ws = map(given, shapes, ("größe", "c0", "i"))
+        y = moved(moved(x) @ ws[0])
+        if two:
+            y = moved((y + y) @ ws[1])
+        fd.add_output(y)
+    return fd, lambda x, w, v=None: (2 * (x @ w)) @ v if two else x @ w
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_forms_of_drawn_layouts(seed: int) -> None:
+    fd, plain = drawn(random.Random(seed))
+    fusion, generator = hir_lowering.prepare(fd.fusion), torch.Generator().manual_seed(seed)
+    values = [fusion.values[x] for x in fusion.inputs]
+    inputs = [torch.randint(0, 3, v.shape, generator=generator).to(v.dtype) for v in values]
+    for _, _, streamed in in_forms(fusion):
+        check_everywhere(program(streamed), inputs, [plain(*inputs)], exact=True)
+
+
+def test_most_drawn_layouts_have_forms_and_blocks() -> None:
+    """So that those tests are about something."""
+    found: Counter[str] = Counter()
+    for seed in range(48):
+        fusion = hir_lowering.prepare(drawn(random.Random(seed))[0].fusion)
+        for window, _, streamed in in_forms(fusion):
+            layouts = [streamed.layout(v) for v in window.values]
+            blocks = any(isinstance(p, Shard) and p.blocks for x in layouts for p in x.placements)
+            found.update([" ".join(e.op for e in window.exprs), "blocks" if blocks else "none"])
+    assert min(found[x] for x in ("set matmul", "matmul set", "blocks", "none")) > 20, found
 
 
 @pytest.mark.parametrize("name", ["gather", "scatter"])

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
 from mdfuse.hir.instructions import COMMUNICATIONS, POSTS, PURE_VIEWS, row_of
-from mdfuse.hir.orders import Dims
+from mdfuse.hir.orders import Dims, seen_through
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand, storage
 
@@ -132,8 +132,9 @@ def _raised(program: HostProgram, at: int, writes: _Writes) -> _Raised | None:
         made = program.instructions[by]
         carried.add(by)
         reads += made.reads
-    made = (i for i in map(program.instructions.__getitem__, carried) if _is_new(program, i))
-    size = sum(program.types[x].nbytes() for i in made for x in i.outputs)
+    moved = map(program.instructions.__getitem__, carried)
+    new = (x for i in moved if _is_new(program, i) for x in i.outputs)
+    size = sum(program.types[x].nbytes() for x in new)
     return _Raised(at, since, tuple(sorted(carried)), size) if since < at else None
 
 
@@ -147,6 +148,8 @@ def _is_new(program: HostProgram, i: Instruction) -> bool:
     else:
         known = program.orders.get(program.root(operand))
         lies = known.lies if known is not None else None
+    if lies is not None and i.op != "set":
+        lies = seen_through(i, lies) if i.op == "permute" else None
     return i.order is not None and i.order != lies
 
 

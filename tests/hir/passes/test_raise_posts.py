@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import helpers
 import pytest
 import torch
 from helpers.oracle import check_everywhere, simulate_shares
@@ -14,12 +16,19 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.hir.passes import raise_posts
+from mdfuse.seeing.memory import memory_of
 
 MESH = DeviceMesh.arange(dp=4)
 ROWS = {"dp": Shard(0)}
 WIDTH, BATCH, RATE = 16, 8, 0.1
 #: A gathered parameter, in f64.
 WHOLE = WIDTH * WIDTH * 8
+
+
+@pytest.fixture
+def pays() -> str:
+    """A table by which overlap pays."""
+    return str(Path(helpers.__file__).parent / "pays.json")
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -236,6 +245,62 @@ def test_drawn(seed: int) -> None:
     program = mf.compile(fd, ahead(draw.choice([100, 300, 1000, 1 << 20])))
     for schedule in (None, 0, 1, 2):
         check_everywhere(program, given, expected, schedule=schedule)
+
+
+def updated_between(draw: random.Random) -> tuple[mf.FusionDefinition, list[Tensor], list[Tensor]]:
+    """Products with gathered parameters, some of which are updated in place before or behind.
+
+    Returns:
+        the definition; inputs; outputs.
+    """
+    mesh, layers = DeviceMesh.arange(dp=draw.choice([2, 3, 4])), draw.choice([2, 3, 4])
+    splits = [Shard(0), Shard(1), Shard(0, blocks=2)]
+    given = [numbers(5, 6), *(numbers(6, 6, seed=n + 1) for n in range(layers))]
+    h, *known = given
+    updated: dict[int, bool] = {}
+    with mf.FusionDefinition("updated") as fd:
+        x = fd.define_tensor([5, 6], torch.float64, mesh, {"dp": Shard(0)})
+        layouts = [{"dp": draw.choice(splits)} for _ in known]
+        inputs = [fd.define_tensor([6, 6], torch.float64, mesh, layout) for layout in layouts]
+        ws = [*inputs]
+        for _ in range(3 * layers):
+            n = draw.randrange(layers)
+            match draw.choice(["use", "use", "turned", "update", "work"]):
+                case "use":
+                    x, h = x @ fd.ops.set(ws[n]).on(mesh, {}), h @ known[n]
+                case "turned":
+                    x = x @ fd.ops.set(ws[n].transpose(0, 1)).on(mesh, {})
+                    h = h @ known[n].T
+                case "update":
+                    ws[n], known[n] = ws[n] * 0.5 + 1.0, known[n] * 0.5 + 1.0
+                    updated[n] = draw.random() < 0.8
+                case "work":
+                    x, h = x * 0.5 + 1.0, h * 0.5 + 1.0
+        fd.add_output(x * 1.0)
+        for n, is_in_place in updated.items():
+            fd.add_output(ws[n], reuse=inputs[n] if is_in_place else None)
+    return fd, given, [h, *(known[n] for n in updated)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("launches", ["never", "always"])
+def test_parameters_that_are_updated_between_gathers(seed: int, launches: Any, pays: str) -> None:
+    """Each gather brings the value of its place; and the budget is kept to the byte."""
+    fd, given, expected = updated_between(random.Random(seed))
+    plain = staging(mf.compile(fd, mf.Options(compile=launches)))
+    for size in (287, 288, 600, 1 << 20):
+        program = mf.compile(fd, mf.Options(compile=launches, prefetch_bytes=size))
+        for schedule in (None, seed):
+            check_everywhere(program, given, expected, schedule=schedule)
+        if launches == "never":  # else units are cut otherwise
+            assert all(b <= a + size for a, b in zip(plain, staging(program), strict=True))
+    chosen = mf.compile(fd, mf.Options(compile=launches, overlap="auto", costs=pays))
+    check_everywhere(chosen, given, expected, schedule=seed)
+
+
+def staging(program: mf.Program) -> list[int]:
+    """The bytes that each rank holds at most, beside inputs and outputs."""
+    return [memory_of(program.host.project(r)).staging for r in program.host.meshes[0].ranks]
 
 
 @pytest.mark.parametrize("value", [-1, 1.0, True, None])
