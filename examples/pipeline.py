@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def places_of(groups: Sequence[DeviceMesh], stages: int, schedule: str) -> list[
         raise mf.DefinitionError(
             f"{stages} stages",
             because=f"each has half a layer at least, and there are {llama.LAYERS} layers",
-            hint=f"--stages from 1 to {HALVES}",
+            hint=f"--stages from 1 to {HALVES}, and a mesh of fewer rank groups: --mesh pp=2",
         )
     order = [*groups, *reversed(groups)] if turns(schedule) else [*groups]
     return [order[s % len(order)] for s in range(stages)]
@@ -179,19 +180,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mesh", default="pp=2,tp=2", help="axes, sizes: %(default)s; pp: stages")
-    parser.add_argument("--stages", type=int, help="one for each rank group, if not more")
+    parser.add_argument(
+        "--stages", type=int, help="how many: by default one on each rank group, or two (zbv)"
+    )
     parser.add_argument("--schedule", default="1f1b", help="a name or a CSV file: %(default)s")
     parser.add_argument("--microbatches", type=int, default=4, help="parts of a batch: %(default)s")
     parser.add_argument("--steps", type=int, default=30, help="how many: %(default)s")
     parser.add_argument("--sim", action="store_true", help="simulate, whoever started this process")
     arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: a number from 1 on")
+    if arguments.schedule.endswith(".csv") and not Path(arguments.schedule).is_file():
+        parser.error(f"--schedule {arguments.schedule}: no such file")
     console = screen.output()
     with screen.errors():
         mesh = parse_mesh(arguments.mesh)
         is_alone = arguments.sim or detect(os.environ).size == 1
         if is_alone and not screen.is_first():
             return
-        stages = arguments.stages or len(groups_of(mesh)) * (1 + turns(arguments.schedule))
+        stages = arguments.stages
+        if stages is None:
+            stages = len(groups_of(mesh)) * (1 + turns(arguments.schedule))
         program = compiled(mesh, stages, arguments.microbatches, arguments.schedule)
         if screen.is_first():
             told = program.schedule, program.schedule.timed()

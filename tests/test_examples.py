@@ -376,6 +376,28 @@ def test_training_in_stages_shows_its_schedule(
     assert "2 simulated ranks, pp=2, 2 stages: loss 5.7478 -> 5.7478" in out
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--steps", "0"], "--steps 0: a number from 1 on"),
+        (["--schedule", "none.csv"], "--schedule none.csv: no such file"),
+        (["--mesh", "pp=4", "--schedule", "zbv"], "a mesh of fewer rank groups: --mesh pp=2"),
+        (["--mesh", "pp=2", "--stages", "0"], "--stages from 1 to 4"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_training_in_stages(
+    given: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", *given, "--sim"])
+    with pytest.raises(SystemExit):
+        example("pipeline").main()
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
 def test_stages_need_rank_groups_and_layers() -> None:
     pipeline = example("pipeline")
     with pytest.raises(mf.MeshError, match="no axis pp"):

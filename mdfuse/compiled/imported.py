@@ -23,6 +23,7 @@ from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing import save as saving
 from mdfuse.frontend.importing.blocks import blocks_of
 from mdfuse.frontend.importing.build import Model, check_known, constants_of, record
+from mdfuse.frontend.importing.called import called
 from mdfuse.frontend.importing.capture import Captured, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.gathers import warnings_of
@@ -206,6 +207,40 @@ class ImportedModel:
     def compile(self, options: Options | None = None) -> Program:
         """Return the program of the forward, as `mf.compile` does."""
         return compile(self.definition, options)
+
+    def record(self, *args: Any, name: str = "", **kwargs: Any) -> tuple[Any, dict[str, Handle]]:
+        """Record the module in the definition under way, of values of it: as a stage is.
+
+        Parameters and constants become inputs of that definition, on the module's mesh, and
+        buffers that the module writes outputs of it.
+
+        Args:
+            args, kwargs: as the module was imported with them, a value in the place of each tensor.
+            name: what the names of parameters begin with, besides a dot, where a definition has
+                several modules.
+
+        Returns:
+            What the module returns, of values; and name -> value of each parameter and constant, in
+            the order of `load`.
+
+        Raises:
+            DefinitionError: arguments of another structure, shape or dtype.
+
+        >>> import torch, mdfuse as mf
+        >>> first, second = mf.DeviceMesh([0]), mf.DeviceMesh([1])
+        >>> modules, x = [torch.nn.Linear(4, 4) for _ in range(2)], torch.randn(6, 4)
+        >>> one, two = (mf.from_torch(m, (x,), mesh=p) for m, p in zip(modules, (first, second)))
+        >>> with mf.FusionDefinition("stages") as fd:
+        ...     h, weights = one.record(fd.define_tensor([6, 4], mesh=first, name="x"), name="one")
+        ...     y, more = two.record(fd.ops.set(h).on(second, {}), name="two")
+        ...     fd.add_output(y)
+        >>> [*weights, *more]
+        ['one.weight', 'one.bias', 'two.weight', 'two.bias']
+        >>> program = mf.pipeline(fd, microbatches=3, batch={"x": 0})
+        >>> (y,) = mf.simulate(program, [x, *one.load(), *two.load()]).outputs
+        >>> torch.testing.assert_close(y, modules[1](modules[0](x)).detach())
+        """
+        return called(self.model, args, kwargs, name)
 
     def training_step(
         self,

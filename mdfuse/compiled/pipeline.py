@@ -183,7 +183,8 @@ def _checked(fusion: Fusion, count: int, batch: Mapping[str, int]) -> Batch:
     extents = {name: fusion.values[name].shape[dim] for name, dim in dims.items()}
     if len({*map(str, extents.values())}) > 1:
         because = ", ".join(f"%{name} has {n} rows" for name, n in extents.items())
-        raise _wrong(fusion, f"batch={dict(batch)!r}", because, "name dims of one length")
+        hint = "name dims of one length, and none that the batch is only a part of: it is found"
+        raise _wrong(fusion, f"batch={dict(batch)!r}", because, hint)
     streams = [v.name for v in fusion.values.values() if v.layout is not None and v.layout.stream]
     if streams:
         because = "microbatches are the only loop of such a program"

@@ -106,10 +106,12 @@ def _refuse_tensors(func: Callable[..., Any], arguments: Sequence[Any]) -> None:
         if isinstance(x, list | tuple):
             _refuse_tensors(func, x)
         elif isinstance(x, torch.Tensor):
+            is_parameter = isinstance(x, torch.nn.Parameter)
+            module = ", or the module: mf.from_torch(module, …).record(value)" * is_parameter
             raise DefinitionError(
                 f"{_name(func)} of a value of a fusion and a {type(x).__name__}",
                 because="operands are values of the definition and numbers",
-                hint="make it an input with fd.define_tensor",
+                hint=f"make it an input with fd.define_tensor{module}",
             )
 
 

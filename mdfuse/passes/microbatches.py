@@ -50,7 +50,7 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     for value in fusion.values.values():
         dims = [d for d in range(len(value.shape)) if same[value.name, d] in roots]
         if len(dims) > 1:
-            raise _refused(fusion, value, f"its dims {dims} are the batch's at once")
+            raise _pairs(fusion, value, [(d, same[value.name, d]) for d in dims], batch, same)
         if dims and (value.name in batch or value.name in fusion.producers):
             values[value.name] = replace(value, stream=Stream(dims[0], count))
     apart = [e for e in fusion.exprs if not _falls_together(e, values)]
@@ -119,7 +119,7 @@ def _check_lengths(
                 fusion,
                 values[expr.outputs[0]],
                 f"{count} microbatches do not fall together in {shapes} of {expr.op}",
-                hint="choose as many as divide the rows of each rank",
+                hint=f"choose as many as divide the rows of each rank, or {_AT_ONCE}",
             )
 
 
@@ -161,12 +161,13 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
     batch = _label(expr, labels, values)
     if batch is None:
         if any(_is_read(x, values) for x in expr.inputs):
-            raise _refused(fusion, results[0], f"{expr.op} needs that dim as a whole")
+            raise _needs_whole(fusion, results[0], expr, values)
         return
     for x, dims in zip(expr.inputs, labels.operands, strict=True):
         stream = values[x].stream if isinstance(x, str) else None
         if stream is not None and stream.op is None and dims[stream.dim] != batch:
-            raise _refused(fusion, results[0], f"{expr.op} needs all of %{x} for each microbatch")
+            dim = f"%{x}, whose dim {stream.dim} is the batch's"
+            raise _refused(fusion, results[0], f"for each microbatch {expr.op} needs all of {dim}")
     for value, dims in zip(results, labels.results, strict=True):
         if batch in dims:
             if expr.op == "set" and not _is_cut(fusion, expr, value):
@@ -174,9 +175,10 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
             continue
         op = labels.reduces.get(batch)
         if op not in JOINED:
-            raise _refused(fusion, value, f"{expr.op} needs that dim as a whole")
-        if op in ("max", "min") and any(_is_empty(values[x]) for x in expr.reads):
-            raise _refused(fusion, value, f"a microbatch is empty, and has no {op}")
+            raise _needs_whole(fusion, value, expr, values)
+        if op in ("max", "min") and (found := [x for x in expr.reads if _is_empty(values[x])]):
+            because = f"a microbatch of %{found[0]} is empty, and has no {op}"
+            raise _refused(fusion, value, because, _fewer(values[found[0]]))
         cut = (values[x].stream for x in (*expr.reads, *expr.outputs) if _is_read(x, values))
         (chunks,) = {stream.chunks for stream in cut if stream is not None}
         yield replace(value, stream=Stream.over(op, chunks))
@@ -222,22 +224,79 @@ def _is_cut(fusion: Fusion, expr: Expr, value: Value) -> bool:
     return form(fusion.layout(expr.reads[0]), value.layout, value.stream, extent) == "chunks"
 
 
-def _is_empty(value: Value) -> bool:
-    """Return whether some rank has no row in some microbatch."""
+def _parts(value: Value) -> list[int]:
+    """Return how many rows of the batch each rank has; none where that is not cut."""
     stream, layout = value.stream, value.layout
     if stream is None or stream.op is not None or layout is None:
-        return False
-    parts = [b - a for _, (a, b) in layout.chunks_of(stream.dim, value.shape[stream.dim])]
+        return []
+    return [b - a for _, (a, b) in layout.chunks_of(stream.dim, value.shape[stream.dim])]
+
+
+def _is_empty(value: Value) -> bool:
+    """Return whether some rank has no row in some microbatch."""
+    return value.stream is not None and _has_empty(_parts(value), value.stream)
+
+
+def _has_empty(parts: Sequence[int], stream: Stream) -> bool:
     cuts = (stream.interval((0, n), i) for n in parts for i in range(stream.count))
     return any(a >= b for a, b in cuts)
 
 
-def _refused(
+def _fewer(value: Value) -> str:
+    """Say of how many microbatches none is empty."""
+    assert value.stream is not None
+    parts, dim = _parts(value), value.stream.dim
+    for count in range(value.stream.count, 0, -1):
+        if not _has_empty(parts, Stream(dim, count)):
+            return f"microbatches={count}"
+    return "give each rank a row of the batch"
+
+
+def _needs_whole(
+    fusion: Fusion, value: Value, expr: Expr, values: Mapping[str, Value]
+) -> LoweringError:
+    """Say which dim an operation needs as a whole."""
+    read = ((x, values[x].stream) for x in expr.reads if _is_read(x, values))
+    x, stream = next(read, (None, None))
+    dim = f"dim {stream.dim} of %{x}, the batch's," if stream is not None else "the batch's dim"
+    hint = _MERGED if expr.op == "reshape" else _ANOTHER
+    return _refused(fusion, value, f"{expr.op} needs {dim} as a whole", hint)
+
+
+def _pairs(
     fusion: Fusion,
     value: Value,
-    because: str,
-    hint: str = "compute it of sums over the batch, or compile without microbatches",
+    found: Sequence[tuple[int, object]],
+    batch: Mapping[str, int],
+    same: UnionFind[tuple[str, int]],
 ) -> LoweringError:
+    """Say how several dims of a value are the batch's.
+
+    Args:
+        fusion: whose value it is.
+        value: with several of them.
+        found: those dims, with what they are the same as.
+        batch: input -> its dim that is the batch's.
+        same: which dims are the same.
+    """
+    of = {
+        root: [f"{d} of %{x}" for x, d in batch.items() if same[x, d] == root] for _, root in found
+    }
+    if len(of) > 1:
+        told = (f"its dim {d} is dim {' and '.join(of[root])}" for d, root in found)
+        hint = "name in batch= the inputs whose rows are samples; weights have none"
+        return _refused(fusion, value, ", ".join(told) + ", all of which batch= names", hint)
+    dims = " and ".join(str(d) for d, _ in found)
+    because = f"its dims {dims} are both the batch's: each sample meets all others"
+    return _refused(fusion, value, because)
+
+
+_AT_ONCE = "take the batch at once: mf.compile(definition)"
+_ANOTHER = f"name another dim in batch=, or {_AT_ONCE}"
+_MERGED = f"let the batch be the first of the dims that are merged, or {_AT_ONCE}"
+
+
+def _refused(fusion: Fusion, value: Value, because: str, hint: str = _ANOTHER) -> LoweringError:
     return LoweringError(
         f"%{value.name} cannot be computed in microbatches",
         where=fusion.where(value.name),

@@ -76,7 +76,8 @@ class Schedule:
         where = placed(stages, groups, named.turns) if isinstance(groups, int) else tuple(groups)
         count = groups if isinstance(groups, int) else 1 + max(where, default=0)
         if not named.can(stages, count, microbatches):
-            raise _impossible(name, named, stages, count, microbatches)
+            given = None if isinstance(groups, int) else where
+            raise _impossible(name, named, stages, count, microbatches, given)
         natural = placed(stages, count, named.turns)
         if not named.anywhere and where != natural:
             raise _elsewhere(name, named, where, natural)
@@ -259,14 +260,32 @@ def _row(cells: Iterable[str | Cell], where: str) -> tuple[Cell, ...]:
 schedule_named = Schedule.named
 
 
-def _impossible(name: str, named: Named, p: int, g: int, m: int) -> DefinitionError:
-    """Say what a schedule cannot have, and what is near that it can, or which others can."""
+def _impossible(
+    name: str, named: Named, p: int, g: int, m: int, where: Sequence[int] | None
+) -> DefinitionError:
+    """Say what a schedule cannot have, and what is near that it can, or which others can.
+
+    Args:
+        name: of the schedule.
+        named: what it can have.
+        p: how many stages there are.
+        g: how many rank groups.
+        m: how many microbatches.
+        where: the rank group of each stage; None where it follows from the schedule.
+    """
     near = [
         n for n in sorted(range(1, 4 * m + 2 * p), key=lambda n: abs(n - m)) if named.can(p, g, n)
     ]
-    others = [n for n, other in NAMED.items() if n != "forward" and other.can(p, g, m)]
+    others = [
+        n
+        for n, other in NAMED.items()
+        if n != "forward"
+        and other.can(p, g, m)
+        and (where is None or other.anywhere or where == placed(p, g, other.turns))
+    ]
+    groups = f"{g} rank groups" if where is None else f"rank groups {' '.join(map(str, where))}"
     return DefinitionError(
-        f"schedule {name!r} cannot have {p} stages on {g} rank groups with {m} microbatches",
+        f"schedule {name!r} cannot have {p} stages on {groups} with {m} microbatches",
         because=named.rule,
         hint=f"microbatches={near[0]}" if near else "one of " + ", ".join(others),
     )

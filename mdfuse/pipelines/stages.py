@@ -335,12 +335,7 @@ class _Finder:
         """
         fits = [n for n, m in enumerate(meshes) if m == self.mesh(x) and n <= most]
         if not fits:
-            raise _refused(
-                self.fusion,
-                x,
-                "what is computed for gradients goes from later stages to earlier ones",
-                "leave hand-overs out of recompute()",
-            )
+            raise _against(self.fusion, x)
         return fits[-1]
 
     def asked(self, behind: list[Expr], stage: dict[str, int]) -> set[str]:
@@ -409,6 +404,41 @@ def _is_of_batch(fusion: Fusion, expr: Expr) -> bool:
     return any(s is not None and s.op is None for s in streams)
 
 
+def _against(fusion: Fusion, name: str) -> LoweringError:
+    """Say why a value of the backward cannot be on its mesh."""
+    if (late := _of_a_sum(fusion)) is not None:
+        return late
+    because = "what is computed for gradients goes from later stages to earlier ones"
+    if any(e.source is not None and e.source.note == RECOMPUTED for e in fusion.exprs):
+        return _refused(fusion, name, because, "leave hand-overs out of recompute()")
+    hint = f"differentiate once, not through a gradient, or {_AT_ONCE}"
+    return _refused(fusion, name, because, hint)
+
+
+def _of_a_sum(fusion: Fusion) -> LoweringError | None:
+    """Say which value each microbatch computes of what is known when all are done; None: none."""
+    late = dict[str, tuple[str, str]]()  # name -> the sum that it follows from, and its kind
+    for e in fusion.exprs:
+        stream = fusion.values[e.outputs[0]].stream
+        read = next((x for x in e.reads if x in late), None)
+        if stream is not None and read is not None:
+            note = e.source.note if e.source is not None else ""
+            name, op = late[read]
+            because = f"each microbatch reads %{name}, a {op} over the whole batch"
+            per = "add up in the loss what each sample gives, as a mean does"
+            if note not in (BACKWARD, RECOMPUTED):
+                per = "compute it of each sample, as layer_norm does, or of inputs"
+            return _refused(fusion, e.outputs[0], because, f"{per}, or {_AT_ONCE}")
+        if stream is not None and stream.op is not None:
+            late.update(dict.fromkeys(e.outputs, (e.outputs[0], stream.op)))
+        elif read is not None:
+            late.update(dict.fromkeys(e.outputs, late[read]))
+    return None
+
+
+_AT_ONCE = "take the batch at once: mf.compile(definition)"
+
+
 def _whole(fusion: Fusion, expr: Expr) -> LoweringError:
     (x,) = expr.reads
     value = fusion.values[expr.output]
@@ -418,11 +448,14 @@ def _whole(fusion: Fusion, expr: Expr) -> LoweringError:
         hint = "split the batch into even parts, or not at all"
     elif value.stream is None:
         before, after = fusion.layout(x), fusion.layout(expr.output)
-        because = f"it goes from {before} to {after}, which split the batch otherwise"
+        places = f"{before} on {before.mesh} to {after} on {after.mesh}"
+        because = f"it goes from {places}, which split the batch otherwise"
         hint = "split the batch alike on both meshes, or not at all"
+    elif (late := _of_a_sum(fusion)) is not None:
+        return late
     else:
         because = "a stage needs a sum over the whole batch, to which it leads"
-        hint = "compute the sum on the mesh of the stage that needs it, of inputs"
+        hint = f"compute the sum of inputs, or {_AT_ONCE}"
     return _refused(fusion, expr.output, because, hint)
 
 

@@ -351,17 +351,73 @@ def test_a_batch_that_is_split_otherwise_on_the_next_mesh() -> None:
         fd.add_output(fd.ops.set(x.exp()).on(b, {}).exp())
     with pytest.raises(mf.LoweringError, match="cannot be computed in a pipeline") as error:
         mf.pipeline(fd, microbatches=2, batch={"x": 0})
-    assert "split the batch otherwise" in str(error.value)
+    places = "(dp=S0) on mesh(dp=2) to (tp=R) on mesh(tp=1: 2)"
+    assert f"it goes from {places}, which split the batch otherwise" in str(error.value)
 
 
-def test_a_stage_that_needs_the_whole_batch() -> None:
+#: What a stage computes of its rows, what of the batch it needs, and what to do instead.
+OF_SUMS: dict[str, tuple[Any, str, str]] = {
+    "rows less their mean": (
+        lambda h: h - h.mean(0),
+        "a sum over the whole batch",
+        "compute it of each sample, as layer_norm does",
+    ),
+    "rows by their maximum": (
+        lambda h: h / h.amax(0),
+        "a max over the whole batch",
+        "compute it of each sample, as layer_norm does",
+    ),
+    "a loss that is a norm": (
+        lambda h: h.square().sum().sqrt(),
+        "a sum over the whole batch",
+        "add up in the loss what each sample gives, as a mean does",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SUMS)
+def test_a_stage_that_needs_the_whole_batch(name: str) -> None:
+    """The line is that of what needs it, not that of a hand-over."""
+    compute, because, hint = OF_SUMS[name]
     with mf.FusionDefinition("f") as fd:
         x = fd.define_tensor([8, 4], mesh=mesh(0), name="x")
-        h = fd.ops.set(x.exp()).on(mesh(1), {})
-        fd.add_output(h - h.mean(0))
+        w = fd.define_tensor([4, 4], mesh=mesh(1), name="w")
+        h = fd.ops.linear(fd.ops.set(x.exp()).on(mesh(1), {}), w)
+        y = compute(h)
+        fd.add_output(y)
+        if not y.shape:
+            fd.add_output(mf.grad(y, [w])[0])
     with pytest.raises(mf.LoweringError, match="cannot be computed in a pipeline") as error:
         mf.pipeline(fd, microbatches=2, batch={"x": 0})
-    assert "a sum over the whole batch" in str(error.value)
+    assert f"each microbatch reads %{'t_' if 'norm' in name else ''}" in str(error.value)
+    for said in (because, hint, "mf.compile(definition)"):
+        assert said in str(error.value)
+    assert "lambda h: h" in str(error.value)
+
+
+def test_gradients_of_gradients_go_through_stages_the_other_way() -> None:
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([8, 4], mesh=mesh(0), name="x")
+        w, v = (fd.define_tensor([4, 4], mesh=mesh(n), name=f"w{n}") for n in (0, 1))
+        h = fd.ops.linear(fd.ops.set(fd.ops.linear(x, w)).on(mesh(1), {}), v).tanh()
+        (dx,) = mf.grad(h.sum(), [x])
+        fd.add_output(mf.grad(dx.square().sum(), [w])[0])
+    with pytest.raises(mf.LoweringError, match="from later stages to earlier ones") as error:
+        mf.pipeline(fd, microbatches=2, batch={"x": 0}, schedule="gpipe")
+    assert "differentiate once" in str(error.value)
+
+
+def test_a_batch_of_features() -> None:
+    """The first stage sums over it, which the second one reads for each of its columns."""
+    with mf.FusionDefinition("f") as fd:
+        x, t = (fd.define_tensor([6, 4], mesh=mesh(n), name=name) for n, name in enumerate("xt"))
+        w, v = (fd.define_tensor([4, 4], mesh=mesh(n), name=f"w{n}") for n in (0, 1))
+        h = fd.ops.linear(fd.ops.set(fd.ops.linear(x, w)).on(mesh(1), {}), v)
+        for dw in mf.grad(fd.ops.mse_loss(h, t), [w, v]):
+            fd.add_output(dw)
+    with pytest.raises(mf.LoweringError, match="a sum over the whole batch") as error:
+        mf.pipeline(fd, microbatches=2, batch={"x": 1, "t": 1})
+    assert "recompute" not in str(error.value)
 
 
 # -- what the order of calls gives ---------------------------------------------------------------

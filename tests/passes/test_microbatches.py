@@ -311,22 +311,80 @@ def defined(shape: list[int], build: Callable[[Any], Any]) -> mf.FusionDefinitio
     return fd
 
 
-WHOLE = {
-    "softmax": lambda x: x.softmax(0),
-    "product with itself": lambda x: x @ x.T,
-    "merged otherwise": lambda x: x.reshape(2, 14),
-    "median": lambda x: x.sort(0)[0],
-    "maximum of nothing": lambda x: x[:4].amax(0),
-    "attention to all samples": lambda x: F.scaled_dot_product_attention(x.sin(), x.cos(), x),
+#: What is computed of x: f32[7,4], why not in 3 microbatches of dim 0, and what to do instead.
+WHOLE: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "softmax": (
+        lambda x: x.softmax(0),
+        "needs dim 0 of %x, the batch's, as a whole",
+        "another dim",
+    ),
+    "product with itself": (
+        lambda x: x @ x.T,
+        "its dims 0 and 1 are both the batch's: each sample meets all others",
+        "name another dim in batch=, or take the batch at once: mf.compile(definition)",
+    ),
+    "merged otherwise": (
+        lambda x: x.reshape(2, 14),
+        "do not fall together in [7, 4] and [2, 14] of reshape",
+        "choose as many as divide the rows of each rank, or take the batch at once",
+    ),
+    "merged behind another dim": (
+        lambda x: x.reshape(7, 2, 2).transpose(0, 1).reshape(14, 2),
+        "reshape needs dim 1 of %t_1, the batch's, as a whole",
+        "let the batch be the first of the dims that are merged",
+    ),
+    "median": (lambda x: x.sort(0)[0], "sort needs dim 0 of %x", "name another dim in batch="),
+    "slice": (lambda x: x[:4].amax(0), "slice needs dim 0 of %x", "name another dim in batch="),
+    "attention to all samples": (
+        lambda x: F.scaled_dot_product_attention(x.sin(), x.cos(), x),
+        "needs all of %t_1, whose dim 0 is the batch's",
+        "name another dim in batch=",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_needs_the_batch_is_refused(name: str) -> None:
-    fd = defined([7, 4], WHOLE[name])
+    build, because, hint = WHOLE[name]
+    fd = defined([7, 4], build)
     with pytest.raises(mf.LoweringError, match="microbatches") as raised:
         mf.pipeline(fd, microbatches=3, batch={"x": 0})
-    assert "test_microbatches.py" in str(raised.value)
+    for said in ("test_microbatches.py", because, hint):
+        assert said in str(raised.value)
+
+
+def test_the_maximum_of_nothing_is_refused() -> None:
+    """Seven rows make four microbatches of two and nothing in the fifth; four have none empty."""
+    fd = defined([7, 4], lambda x: x.amax(0))
+    with pytest.raises(mf.LoweringError, match="%x is empty, and has no max") as raised:
+        mf.pipeline(fd, microbatches=5, batch={"x": 0})
+    assert str(raised.value).endswith("try         microbatches=4")
+    x = torch.randn(7, 4)
+    program = mf.pipeline(fd, microbatches=4, batch={"x": 0})
+    assert torch.equal(mf.simulate(program, [x]).outputs[0], x.amax(0))
+
+
+def test_a_weight_is_no_batch() -> None:
+    with mf.FusionDefinition("f") as fd:
+        x, w = (fd.define_tensor([6, 4], mesh=DP, name=n) for n in "xw")
+        fd.add_output(F.linear(x, w))
+    with pytest.raises(mf.LoweringError, match="its dim 1 is dim 0 of %w") as raised:
+        mf.pipeline(fd, microbatches=3, batch={"x": 0, "w": 0})
+    assert "name in batch= the inputs whose rows are samples" in str(raised.value)
+
+
+def test_rows_that_the_batch_is_merged_into_are_found() -> None:
+    """Naming them as the batch is refused; without them it is right."""
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([6, 3, 4], torch.float64, DP, name="x")
+        t = fd.define_tensor([18], torch.int64, DP, name="t")
+        fd.add_output(F.cross_entropy(x.reshape(-1, 4), t))
+    with pytest.raises(mf.DefinitionError, match="%x has 6 rows, %t has 18 rows") as raised:
+        mf.pipeline(fd, microbatches=4, batch={"x": 0, "t": 0})
+    assert "none that the batch is only a part of" in str(raised.value)
+    x, t = torch.randn(6, 3, 4, dtype=torch.float64), torch.randint(4, (18,))
+    (found,) = mf.simulate(mf.pipeline(fd, microbatches=4, batch={"x": 0}), [x, t]).outputs
+    torch.testing.assert_close(found, F.cross_entropy(x.reshape(-1, 4), t), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,13 @@ def test_what_a_schedule_cannot_have(
     assert f"because     {NAMED[name].rule}" in str(error.value)
 
 
+def test_what_a_schedule_cannot_have_where_stages_lie_as_they_do() -> None:
+    """`interleaved` could have four stages on two groups, but not these."""
+    with pytest.raises(mf.DefinitionError, match="4 stages on rank groups 0 1 1 0") as error:
+        Schedule.named("1f1b", stages=4, microbatches=8, groups=[0, 1, 1, 0])
+    assert str(error.value).endswith("try         one of gpipe, zbv, dualpipev")
+
+
 def test_stages_that_lie_elsewhere() -> None:
     with pytest.raises(mf.DefinitionError, match=r"0 1 0 1(.|\n)*up again: 0 1 1 0"):
         Schedule.named("zbv", stages=4, microbatches=8, groups=[0, 1, 0, 1])

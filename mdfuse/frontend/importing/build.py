@@ -84,20 +84,31 @@ class Model:
         named += [*self.constants.items()]
         return [part for n, name in named for part, _, _ in self.parts(n, name)]
 
-    def define_inputs(self, fd: FusionDefinition) -> Inputs:
-        """Define an input for each parameter that is read, each constant and each argument."""
+    def define_inputs(
+        self,
+        fd: FusionDefinition,
+        arguments: Mapping[Node, Handle] | None = None,
+        prefix: str = "",
+    ) -> Inputs:
+        """Define an input for each parameter that is read, each constant and each argument.
+
+        Args:
+            fd: the definition.
+            arguments: values that are there already, instead of inputs.
+            prefix: what the names of parameters and constants begin with.
+        """
         captured = self.captured
-        names = {n: captured.parameters[n].name for n in self.parameters}
-        names |= self.constants
+        names = {n: prefix + captured.parameters[n].name for n in self.parameters}
+        names |= {n: prefix + name for n, name in self.constants.items()}
         taken = {*names.values()}
-        for node, name in captured.inputs.items():
+        for node, name in captured.inputs.items() if arguments is None else ():
             names[node] = f"input.{name}" if name in taken else name
         symbols: dict[str, int] = {}
         given = {node: self._define(fd, name, node, symbols) for node, name in names.items()}
         calls = (n for n in self.live if n.op == "call_function")
         is_random = any(draws(str(n.target), n.args, n.kwargs) for n in calls)
-        seed = fd.define_scalar(dtype=int, name="seed") if is_random else None
-        return Inputs(nodes=given, seed=seed)
+        seed = fd.define_scalar(dtype=int, name=f"{prefix}seed") if is_random else None
+        return Inputs(nodes={**given, **(arguments or {})}, seed=seed)
 
     def _define(
         self, fd: FusionDefinition, name: str, node: Node, symbols: dict[str, int]
