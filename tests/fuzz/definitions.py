@@ -67,6 +67,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "stride_order": lambda x, order: x,
     "embedding": lambda indices, weight: F.embedding(indices, weight),
     "mod": torch.remainder,
+    "adaptive_max_pool1d": F.adaptive_max_pool1d,  # torch's own gives the places, too
     "softmin": lambda x, dim=-1, dtype=None: F.softmin(x, dim, dtype=dtype),  # torch guesses a dim
 }
 #: Numbers that are drawn here, and other meanings of a name.
