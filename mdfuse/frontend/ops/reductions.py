@@ -25,7 +25,7 @@ from mdfuse.frontend.ops.recording import (
     chosen,
     in_f32,
     record,
-    shown,
+    with_fractions,
 )
 
 Reduction = Callable[..., Handle]
@@ -207,10 +207,7 @@ def norm(
     *,
     dims: Dims = None,
 ) -> Handle:
-    """The p-norm of the elements along dims (of all by default), also of a matrix ("fro": 2).
-
-    Elements are floats or complex numbers, or become so with `dtype`.
-    """
+    """The p-norm of the elements along dims (of all by default), also of a matrix ("fro": 2)."""
     if isinstance(p, str) and p != "fro":
         raise DefinitionError(
             f"norm of %{x.name} with p={p!r}",
@@ -221,17 +218,6 @@ def norm(
     wide = in_f32(with_fractions(as_dtype(x, dtype) if dtype is not None else x))
     result = _norm(wide, 2.0 if p == "fro" else float(p), over, keepdim)
     return back(result, x) if dtype is None else as_dtype(result, dtype)
-
-
-def with_fractions(x: Handle) -> Handle:
-    """Return a value of which norms are taken; raise DefinitionError for integers."""
-    if not (x.dtype.is_floating_point or x.dtype.is_complex):
-        raise DefinitionError(
-            f"a norm of {shown(x)}",
-            because="a norm has fractions, which its dtype has not",
-            hint="cast it to a float dtype before",
-        )
-    return x
 
 
 def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
