@@ -109,7 +109,8 @@ class DeviceMesh:
     @classmethod
     def arange(cls, /, **sizes: int) -> DeviceMesh:
         """Make a mesh of ranks 0, 1, 2, … over axes in the order given, the last one fastest."""
-        if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
+        numbers = [_short(n, "a size") for n in sizes.values() if isinstance(n, int)]
+        if len(numbers) < max(len(sizes), 1) or min(numbers) < 1:
             raise MeshError(
                 f"arange({sizes})",
                 because="each axis has a size of at least 1",
@@ -377,7 +378,18 @@ def _flatten(nested: Any, what: str = "a rank") -> tuple[tuple[int, ...], list[i
             because=f"{what[2:]}s are integers",
             hint=f"pass nested lists of {what[2:]}s, or an array",
         )
-    return (), [nested.__index__()]
+    return (), [_short(nested.__index__(), what)]
+
+
+def _short(number: int, what: str) -> int:
+    """Return a number that can be printed; Python refuses those of more than 4300 digits."""
+    if number.bit_length() > 64:
+        raise MeshError(
+            f"a number of {number.bit_length()} bits is not {what}",
+            because=f"a job has at most {MOST_RANKS} ranks, which count from 0",
+            hint="name the ranks as the launcher does: 0 to world size - 1",
+        )
+    return number
 
 
 def _hosts(hosts: Any, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
+from fuzz.__main__ import main
 from fuzz.driver import fuzz, once
 from fuzz.fuzzers import FUZZERS
 
@@ -37,3 +39,15 @@ def test_the_driver_finds_what_is_wrong() -> None:
     assert places == {"KeyError", "MdfuseError"}
     again = [once(draw, finding.seed) for finding in fuzz(draw, 50, 0)]
     assert [f.place for f in again if f] == [f.place for f in fuzz(draw, 50, 0)]
+
+
+def test_programs_with_launches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["launch/fuzz", "runs", "--inputs", "12", "--seed", "1", "--launches"]
+    monkeypatch.setattr("sys.argv", asked)
+    assert main() == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "runs: 12 inputs, seed 1, 0 findings"
+    launches, functions = (int(x) for x in re.findall(r"\d+", said[1]))
+    assert launches >= functions > 0

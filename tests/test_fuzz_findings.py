@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -405,3 +406,33 @@ def test_an_operand_that_is_not_there(call: str) -> None:
     """
     with pytest.raises(mf.ProgramError):
         verify(hir.parse(text))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+@pytest.mark.parametrize("eps", [1e-6, 1, True])
+def test_distances_of_integers_are_floats(dtype: torch.dtype, eps: float) -> None:
+    x, y = (torch.randint(0, 100, (4, 3)).to(dtype) for _ in range(2))
+    with FusionDefinition("f") as fd:
+        a, b = (fd.define_tensor([4, 3], dtype, MESH, {"t": Shard(0)}) for _ in range(2))
+        fd.add_output(F.pairwise_distance(a, b, eps=eps))
+    (found,) = mf.simulate(mf.compile(fd), [x, y]).outputs
+    torch.testing.assert_close(found, F.pairwise_distance(x, y, eps=eps))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "norm",
+    [torch.norm, torch.linalg.vector_norm, lambda x: torch.linalg.matrix_norm(x, 1)],
+    ids=["norm", "vector_norm", "matrix_norm"],
+)
+def test_norms_of_integers_are_refused(norm: Callable[[Any], Any], dtype: torch.dtype) -> None:
+    with pytest.raises(RuntimeError, match="floating point"):
+        norm(torch.ones(3, 3, dtype=dtype))
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([3, 3], dtype, MESH, {})
+        with pytest.raises(mf.DefinitionError, match="a norm of %x") as caught:
+            norm(x)
+        assert "cast it to a float dtype" in str(caught.value)
+        fd.add_output(x.norm(dtype=torch.float32))
+    (found,) = mf.simulate(mf.compile(fd), [torch.ones(3, 3, dtype=dtype)]).outputs
+    torch.testing.assert_close(found, torch.tensor(3.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -156,3 +156,17 @@ def test_wrong_hosts_in_the_text_of_a_program() -> None:
     text = "host @p on mesh(x=2 on 0*3) {\n  return\n}"
     with pytest.raises(mf.MdfuseError, match="3 hosts, from 0, for 2 ranks"):
         mf.hir.parse(text)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: DeviceMesh(n),
+        lambda n: DeviceMesh([0, -n]),
+        lambda n: DeviceMesh([0], hosts=[n]),
+        lambda n: DeviceMesh.arange(tp=n),
+    ],
+)
+def test_numbers_that_python_does_not_print(make: Callable[[int], DeviceMesh]) -> None:
+    with pytest.raises(mf.MeshError, match="a number of 16610 bits is not a"):
+        make(10**5000)

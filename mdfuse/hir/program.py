@@ -152,13 +152,9 @@ class Instruction:
     @property
     def indices(self) -> list[Index]:
         """The index expressions in its operands and attributes."""
-        found: list[Any] = []
-        for x in self.inputs:
-            if type(x) is not str and type(x) in UNKNOWN:
-                found.append(x)
-        for _, v in self.attrs:
-            if type(v) in UNKNOWN:
-                found.append(v)
+        found: list[Any] = [x for x in self.inputs if type(x) in UNKNOWN]
+        if self.attrs:
+            found += [v for _, v in self.attrs if type(v) in UNKNOWN]
         return found
 
     def walk(self) -> Iterator[Instruction]:

@@ -10,7 +10,16 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import parts, reductions, views
 from mdfuse.frontend.ops.pointwise import ROWS, cast
-from mdfuse.frontend.ops.recording import Dims, back, checked, in_f32, own_place, record, shown
+from mdfuse.frontend.ops.recording import (
+    Dims,
+    back,
+    checked,
+    in_f32,
+    own_place,
+    record,
+    shown,
+    with_fractions,
+)
 from mdfuse.frontend.ops.reductions import norm, sum
 
 
@@ -34,6 +43,8 @@ def pairwise_distance(
     x1: Handle, x2: Handle, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Handle:
     """The p-norm of x1 - x2 + eps along the last dim."""
+    if isinstance(eps, int) and abs(eps) < 2**63:  # a float, also to torch, and so the sum
+        eps = float(eps)
     return norm(x1 - x2 + eps, p, -1, keepdim)
 
 
@@ -78,7 +89,7 @@ def matrix_norm(
         return norm(x, 2, over, keepdim)
     rows, columns = (d % x.ndim for d in over)
     first, second = (rows, columns) if abs(ord) == 1 else (columns, rows)
-    total = sum(ROWS["abs"](in_f32(x)), first, True)
+    total = sum(ROWS["abs"](in_f32(with_fractions(x))), first, True)
     found = (reductions.amax if ord > 0 else reductions.amin)(total, second, True)
     return back(found if keepdim else record("squeeze", found, dims=(rows, columns)), x)
 

@@ -109,6 +109,17 @@ def in_f32(x: Handle) -> Handle:
     return record("cast", x, dtype=torch.float32) if is_narrow else x
 
 
+def with_fractions(x: Handle) -> Handle:
+    """Return a value of which norms are taken; raise DefinitionError for integers."""
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise DefinitionError(
+            f"a norm of {shown(x)}",
+            because="a norm has fractions, which its dtype has not",
+            hint="cast it to a float dtype before",
+        )
+    return x
+
+
 def back(y: Handle, x: Handle) -> Handle:
     """A result in the dtype that x had."""
     return y if y.dtype == x.dtype else record("cast", y, dtype=x.dtype)

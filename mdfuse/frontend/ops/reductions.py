@@ -25,6 +25,7 @@ from mdfuse.frontend.ops.recording import (
     chosen,
     in_f32,
     record,
+    with_fractions,
 )
 
 Reduction = Callable[..., Handle]
@@ -214,7 +215,7 @@ def norm(
             hint='a number, or "fro", which is 2',
         )
     over = checked(x, dim, dims)
-    wide = in_f32(as_dtype(x, dtype) if dtype is not None else x)
+    wide = in_f32(with_fractions(as_dtype(x, dtype) if dtype is not None else x))
     result = _norm(wide, 2.0 if p == "fro" else float(p), over, keepdim)
     return back(result, x) if dtype is None else as_dtype(result, dtype)
 
