@@ -113,7 +113,7 @@ _ROWS = (
     ),
     Row(name="term", operands=_ONE, makes="value"),
     Row(name="accumulate", operands=_ONE, makes="value"),
-    Row(name="addmm", operands=(3, 3), makes="value"),
+    Row(name="addmm", operands=(2, 3), makes="value"),
     # -- communications
     Row(
         name="post",
@@ -208,7 +208,7 @@ def op_of(i: Instruction) -> Op | None:
 def is_library(i: Instruction) -> bool:
     """Return whether a library's kernels run an instruction, which no compiler makes itself."""
     op = op_of(i)
-    return op is not None and op.is_library
+    return i.op == "addmm" or (op is not None and op.is_library)
 
 
 def row_of(i: Instruction) -> Row | None:

@@ -310,10 +310,10 @@ class HostProgram:
 
     @cached_property
     def as_run(self) -> HostProgram:
-        """What plans are made of: `written_out`, with a rank's own products where sums are."""
-        from mdfuse.hir.passes import own_products
+        """What plans are made of: `written_out`, with products computed where sums of them are."""
+        from mdfuse.hir.passes import add_products, own_products
 
-        return own_products.run(self.written_out)
+        return add_products.run(own_products.run(self.written_out))
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:

@@ -15,6 +15,7 @@ from mdfuse.ir.ops import itself
 from mdfuse.layouts.boxes import nth_chunk, relative
 from mdfuse.layouts.layout import Partial
 from mdfuse.layouts.stream import JOINED
+from mdfuse.plan import products
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.context import Context, base_name
 from mdfuse.plan.lines import Line, SlotRef, drop
@@ -242,35 +243,6 @@ def _accumulate(i: Instruction, context: Context) -> list[Line]:
     return [*made, Line(run=JOIN[chunk.op], args=(target, part))]
 
 
-def _addmm(i: Instruction, context: Context) -> list[Line]:
-    """Add this rank's product to a buffer, which the product reads as it writes."""
-    args = tuple(context.ref(x) for x in i.reads)
-    into, a, b = map(context.local, i.reads)
-    if 0 in (*into, a[-1]):
-        return []
-    if len(into) == 2:
-        return [Line(run="addmm_", args=args)]
-    run = _add_rows if len(b) == 2 else _add_batches
-    return [Line(run=run, args=args)]
-
-
-def _add_rows(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a product of batches with one matrix: of all rows at once, where they lie evenly."""
-    if into.is_contiguous() and a.is_contiguous():
-        into.flatten(0, -2).addmm_(a.flatten(0, -2), b)
-    else:
-        _add_batches(into, a, b)
-
-
-def _add_batches(into: Tensor, a: Tensor, b: Tensor) -> None:
-    a, b = (x.expand(*into.shape[:-2], *x.shape[-2:]) for x in (a, b))
-    if into.ndim == 3:
-        into.baddbmm_(a, b)
-    else:
-        for mine, left, right in zip(into, a, b, strict=True):
-            _add_batches(mine, left, right)
-
-
 #: How parts join, in the buffer of the first one.
 JOIN: dict[str, Callable[..., Any] | str] = {
     "sum": "add_",
@@ -292,5 +264,5 @@ BUFFER_OPS: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "pack": _pack,
     "term": _term,
     "accumulate": _accumulate,
-    "addmm": _addmm,
+    "addmm": products.added,
 }

@@ -237,7 +237,7 @@ def _written_last(i: Instruction, outside: Mapping[int, str], context: Context) 
 
     It writes there itself; a compiler would give it a buffer, and copy.
     """
-    read = {x for j in i.body for x in j.reads}
+    read = {x for j in i.body for x in j.reads if j.op != "addmm" or x not in j.outputs}
     found = {context.slot(x) for j in i.body if is_library(j) for x in j.outputs if x not in read}
     return found.intersection(outside)
 

@@ -39,7 +39,8 @@ def nbytes(program: HostProgram, i: Instruction) -> int:
 
 def added_to(program: HostProgram, i: Instruction) -> int:
     """Return the bytes of a sum that an instruction reads and writes again as it adds to it."""
-    return buffer_bytes(program, i.outputs[0]) if i.op in ("accumulate", "addmm") else 0
+    is_added = i.op == "accumulate" or (i.op == "addmm" and len(i.inputs) == 3)
+    return buffer_bytes(program, i.outputs[0]) if is_added else 0
 
 
 def buffer_bytes(program: HostProgram, name: str) -> int:
@@ -83,9 +84,9 @@ def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] |
     """Return how many products [m, k] x [k, n] an instruction is, m, n and k; None: it is none."""
     shapes = _shapes(program, i)
     if i.op == "addmm":
-        (*batch, m, n), k = shapes[0], shapes[1][-1]
+        (*batch, m, n), k = program.local_shape(i.outputs[0]), shapes[-2][-1]
         count = math.prod(batch)
-        return (1, count * m, n, k) if len(shapes[2]) == 2 else (count, m, n, k)
+        return (1, count * m, n, k) if len(shapes[-1]) == 2 else (count, m, n, k)
     if i.fn == "linear" or (i.fn == "matmul" and len(shapes[1]) <= 2):
         made = program.local_shape(i.outputs[0])
         n = shapes[1][-1 if i.fn == "matmul" else 0] if len(shapes[1]) == 2 else 1

@@ -251,8 +251,9 @@ def _is(kind: str, number: str, wanted: str) -> bool:
 
 
 def _dtype(program: HostProgram, i: Instruction) -> str:
-    """Return the type of the first tensor that an instruction reads or makes."""
-    kinds = (program.types.get(x) for x in (*i.reads, *i.outputs))
+    """Return the type of the first tensor that an instruction reads or makes; of factors first."""
+    read = i.reads[::-1] if i.op == "addmm" else i.reads
+    kinds = (program.types.get(x) for x in (*read, *i.outputs))
     floats = [k.dtype for k in kinds if k is not None and k.dtype.is_floating_point]
     return dtype_name(floats[0]) if floats else "f32"
 

@@ -45,8 +45,13 @@ class Event:
 
 
 def name_of(i: Instruction) -> str:
-    """Return what an instruction does, as programs print it; an iteration has its number: `@2`."""
-    made = ", ".join(f"%{n}" for n in i.outputs)
+    """Return what an instruction does, as programs print it; an iteration has its number: `@2`.
+
+    So has a sum over chunks, in the iteration that adds to it.
+    """
+    sums = {n for j in i.walk() if j.op in ("accumulate", "addmm") for n in j.outputs}
+    number = next((x.rpartition("@")[2] for x in i.reads if "@" in x), "") if sums else ""
+    made = ", ".join(f"%{n}@{number}" if n in sums and number else f"%{n}" for n in i.outputs)
     return f"{made} = {i.fn or i.op}" if made else i.fn or i.op
 
 

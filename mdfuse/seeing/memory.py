@@ -168,8 +168,14 @@ class _Walk:
                 self.bind(name, n, i)
 
     def unit(self, n: int, i: Instruction) -> None:
-        """Go through a host unit; what only it reads is dropped behind its last use."""
-        kept = {*i.outputs, *i.reads}
+        """Go through a host unit; what only it reads is dropped behind its last use.
+
+        Products that add to a sum come behind all else, and so hold what they read till then.
+        """
+        late = {x for j in i.body if j.op == "addmm" for x in j.reads}.difference(
+            i.outputs, i.reads
+        )
+        kept = {*i.outputs, *i.reads, *late}
         last = {name: at for at, j in enumerate(i.body) for name in (*j.reads, *j.outputs)}
         most = self.now
         for at, j in enumerate(i.body):
@@ -178,6 +184,8 @@ class _Walk:
             most = max(most, self.now)
             for name in [x for x, end in last.items() if end == at and x not in kept]:
                 self.drop(name, n)
+        for name in late:
+            self.drop(name, n)
         self.inside[n] = most
 
     def finish(self, count: int) -> list[Life]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from helpers.pipelines import batch_of, meshes, sines
@@ -73,6 +74,7 @@ def test_a_timeline_takes_what_the_schedule_takes(schedule: str) -> None:
     """Each work a second, transfers none: as long as the schedule with the works of its blocks.
 
     A block may begin before all that it needs is there, with what does not wait; forwards do not.
+    A product that is added up is one work.
     """
     places = meshes(3)
     places += {"interleaved": places, "zbv": places[::-1]}.get(schedule, [])
@@ -82,8 +84,11 @@ def test_a_timeline_takes_what_the_schedule_takes(schedule: str) -> None:
     costs = Costs(launch_s=1.0, links={"*": Link(0.0)})
     timeline = program.timeline(costs)
     found = by_action(program.host, program.schedule, timeline.events)
+    products = {x for i in program.host.walk() if i.fn == "matmul" for x in i.outputs}
     works = {
-        i.fn: float(sum(is_work(k) for j in i.body for k in j.walk()))
+        i.fn: float(
+            sum(is_work(j) - (j.op == "accumulate" and j.reads[0] in products) for j in i.body)
+        )
         for i in program.host.instructions
         if i.op == "block"
     }
@@ -95,3 +100,17 @@ def test_a_timeline_takes_what_the_schedule_takes(schedule: str) -> None:
         assert busiest - 1e-6 <= found.makespan <= planned + 1e-6
     else:
         assert timeline.seconds == pytest.approx(planned)
+
+
+@pytest.mark.parametrize("compile", ["never", "always"])
+def test_work_that_only_adds_to_a_sum_is_of_its_microbatch(compile: Any) -> None:
+    """As the gradients of weights of a stage are, where nothing goes further back."""
+    net = sines(meshes(2))
+    options = mf.Options(compile=compile)
+    program = mf.pipeline(
+        net.definition, microbatches=3, batch=batch_of(net), schedule="zb1p", options=options
+    )
+    costs = Costs(launch_s=1e-6, links={"*": Link(1e-7, 1e12)})
+    found = by_action(program.host, program.schedule, program.timeline(costs).events)
+    for lane in found.lanes:
+        assert [str(s.action)[1:] for s in lane if s.action.phase == "W"] == ["W0", "W1", "W2"]

@@ -19,7 +19,7 @@ from mdfuse.hir.verify.layouts import (
     rows_text,
 )
 from mdfuse.hir.verify.posts import buffer_problem, transition_problem
-from mdfuse.hir.verify.products import own_problem, product_problem
+from mdfuse.hir.verify.products import adds_to, own_problem, product_problem
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.extremes import is_number_of
 from mdfuse.ir.graph import dtype_name
@@ -324,17 +324,23 @@ def _dtypes(kinds: Sequence[BufferType]) -> list[torch.dtype]:
 
 
 def _addmm(types: Types, i: Instruction) -> None:
-    """Check that a product of a rank's own parts is added where each rank has a part of its own."""
-    into, *factors = (types.program.types.get(x) if isinstance(x, str) else None for x in i.inputs)
+    """Check that a product of a rank's own parts is added where each rank has a part of its own.
+
+    With two operands it is what the buffer then holds.
+    """
     types.made(i)
-    kinds = [k for k in (into, *factors) if k is not None and k.layout is not None]
+    names = (*i.outputs, *i.inputs[-2:])
+    found = (types.program.types.get(x) if isinstance(x, str) else None for x in names)
+    kinds = [k for k in found if k is not None and k.layout is not None]
     if len(kinds) < 3:
         raise types.mismatch(i, "addmm is for three buffers")
     into, a, b = kinds
-    if i.inputs[0] != i.outputs[0]:
+    if len(i.inputs) == 3 and i.inputs[0] != i.outputs[0]:
         raise types.mismatch(i, f"it adds to the buffer that it reads, %{i.inputs[0]}")
-    if any(k.padding is not None or k.flat for k in kinds) or len({*_dtypes(kinds)}) > 1:
+    if any(k.padding is not None or k.flat for k in kinds) or a.dtype != b.dtype:
         raise types.mismatch(i, "it takes plain buffers of one dtype")
+    if not adds_to(into.dtype, a.dtype):
+        raise types.mismatch(i, "it takes plain buffers of one dtype, or adds 16 bits to f32")
     problem = product_problem(into, a, b, types.program.rank)
     if problem is not None:
         raise types.mismatch(i, problem)

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from mdfuse.extents.expressions import Term, terms
 from mdfuse.hir.program import BufferType
 from mdfuse.ir import dims, shapes
 from mdfuse.ir.dims import Labels
 from mdfuse.layouts.layout import Partial, Replicate, Shard, Varies
+
+
+def adds_to(into: torch.dtype, factors: torch.dtype) -> bool:
+    """Return whether products of a dtype are added as they are computed to a buffer of another."""
+    is_narrow = factors in (torch.float16, torch.bfloat16)
+    return into == factors or (is_narrow and into == torch.float32)
 
 
 def product_problem(into: BufferType, a: BufferType, b: BufferType, rank: int | None) -> str | None:
