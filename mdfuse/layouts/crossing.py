@@ -11,7 +11,16 @@ import numpy as np
 from mdfuse.layouts.aligned import Aligned, digits
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank
-from mdfuse.layouts.lacks import every_coordinate, length, meeting, rows_at, shared
+from mdfuse.layouts.lacks import (
+    cut,
+    every_coordinate,
+    meeting,
+    part_sizes,
+    place_of,
+    rows_at,
+    shared,
+    split_sizes,
+)
 from mdfuse.layouts.side import Side
 from mdfuse.mesh import DeviceMesh
 
@@ -26,6 +35,8 @@ class _Held(NamedTuple):
     holders: Any
     #: a number for each part and term
     key: Any
+    #: the first of these ranks, in row-major order
+    first: Any
 
 
 def crossing(exchange: Exchange) -> int:
@@ -47,14 +58,17 @@ def crossing(exchange: Exchange) -> int:
     hosts = hosts_by_rank(source.mesh, destination.mesh)
     fixed = tuple(a for a in source.mesh.axes if a in source.fixed)
     held, receivers = _held(source.mesh, fixed), destination.mesh.array
-    near = _near(source.mesh, fixed, destination.mesh, None)
-    overlap = _overlap(exchange, held, near, every_coordinate(destination.mesh))
-    lack = _sizes(destination, every_coordinate(destination.mesh)) * source.count(exchange.reduced)
-    lack = lack - overlap.sum(1)
+    lack = part_sizes(destination.layout, destination.shape) * source.count(exchange.reduced)
+    far = part_sizes(source.layout, source.shape)[held.first] * destination.count(
+        destination.free
+    )  # all receivers
+    if not are_apart(source.mesh, destination.mesh):  # less those served near
+        near = _near(source.mesh, fixed, destination.mesh, None)
+        overlap = _overlap(exchange, held, near, every_coordinate(destination.mesh))
+        lack = lack - overlap.sum(1)
+        local = np.bincount(near[0].reshape(-1), overlap.reshape(-1), len(held.key))
+        far = far - np.bincount(held.key, local)[held.key]
     into = np.bincount(hosts[receivers], lack)
-    local = np.bincount(near[0].reshape(-1), overlap.reshape(-1), len(held.key))
-    wanted = _sizes(source, held.at) * destination.count(destination.free)
-    far = wanted - np.bincount(held.key, local)[held.key]  # all receivers, less those served near
     share = -(-far * held.holders // np.bincount(held.key, held.holders)[held.key].astype(int))
     out = np.bincount(held.host, share)
     return int(max(into.max(), out.max()))
@@ -76,7 +90,9 @@ def least_crossing(exchange: Exchange) -> int:
     fixed, needed = (tuple(a for a in x.mesh.axes if a in x.fixed) for x in (source, destination))
     held, need = _held(source.mesh, fixed), _held(destination.mesh, needed)
     near = _near(source.mesh, fixed, destination.mesh, needed)
-    lack = _sizes(destination, need.at) - _overlap(exchange, held, near, need.at).sum(1)
+    lack = part_sizes(destination.layout, destination.shape)[need.first] - _overlap(
+        exchange, held, near, need.at
+    ).sum(1)
     return int(np.bincount(need.host, lack).max())
 
 
@@ -98,7 +114,7 @@ def elements_by_host(side: Side) -> list[int]:
     [16, 16]
     """
     held = _held(side.mesh, tuple(a for a in side.mesh.axes if a in side.fixed))
-    sizes = np.broadcast_to(_sizes(side, held.at), held.host.shape)
+    sizes = part_sizes(side.layout, side.shape)[held.first]
     found = np.bincount(held.host, sizes).astype(int)
     return [*map(int, found[_each_host(side.mesh)])]
 
@@ -139,7 +155,13 @@ def _held(mesh: DeviceMesh, fixed: tuple[str, ...]) -> _Held:
     n = math.prod(map(mesh.axis_size, fixed))
     pairs = np.array(mesh.hosts) * n + number
     found, first, counts = np.unique(pairs, return_index=True, return_counts=True)
-    return _Held(found // n, {a: at[a][first] for a in fixed}, counts, found % n)
+    return _Held(found // n, {a: at[a][first] for a in fixed}, counts, found % n, first)
+
+
+@lru_cache(maxsize=256)
+def are_apart(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether no host has ranks of both."""
+    return {*(mesh.hosts or ())}.isdisjoint(other.hosts or ())
 
 
 @lru_cache(maxsize=256)
@@ -179,29 +201,22 @@ def _overlap(exchange: Exchange, held: _Held, near: tuple[Any, Any], need: dict[
     return overlap
 
 
-def _sizes(side: Side, at: dict[str, Any]) -> Any:
-    """Return how many elements the parts at some coordinates have."""
-    size: Any = np.ones(len(next(iter(at.values()), [0])), int)
-    for dim, extent in enumerate(side.shape):
-        size = size * length(rows_at(side.layout, dim, extent, at))
-    return size
-
-
 def messages(exchange: Exchange) -> int:
     """Return how many messages a rank sends or receives at most."""
     aligned = _aligned(exchange)
     if aligned is not None:
         return aligned.messages()
     source, destination = exchange.source, exchange.destination
-    own: Any = 0
-    if source.mesh == destination.mesh:
-        at = every_coordinate(source.mesh)
-        both = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
-        own = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
     copies, turns = destination.count(destination.free), source.count(source.free)
-    sent = -(-_meeting(source, destination) * copies // turns) - own
-    got = _meeting(destination, source) * source.count(exchange.reduced) - own
-    return int(max(np.max(sent), np.max(got)))
+    terms = source.count(exchange.reduced)
+    if source.mesh != destination.mesh:
+        sent, got = _most_met(source, destination), _most_met(destination, source)
+        return max(-(-sent * copies // turns), got * terms)
+    at = every_coordinate(source.mesh)
+    both = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
+    own: Any = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
+    each = -(-_meeting(source, destination) * copies // turns) - own
+    return int(max(np.max(each), np.max(_meeting(destination, source) * terms - own)))
 
 
 def _shared(exchange: Exchange, dim: int, have: dict[str, Any], need: dict[str, Any]) -> Any:
@@ -209,6 +224,27 @@ def _shared(exchange: Exchange, dim: int, have: dict[str, Any], need: dict[str, 
     extent = exchange.source.shape[dim]
     held = rows_at(exchange.source.layout, dim, extent, have)
     return shared(rows_at(exchange.destination.layout, dim, extent, need), held)
+
+
+def _most_met(side: Side, other: Side) -> int:
+    """Return how many parts of the other side a part of this one meets at most."""
+    a, b = side.layout, other.layout
+    if a.blocked or b.blocked or a.reaches or b.reaches:
+        return int(np.max(_meeting(side, other)))
+    # each dim is split by axes of its own, so that some rank has the most of all dims
+    return math.prod(
+        _met(split_sizes(a, dim), split_sizes(b, dim), extent)
+        for dim, extent in enumerate(side.shape)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _met(sizes: tuple[int, ...], others: tuple[int, ...], extent: int) -> int:
+    """Return how many parts of a dim, split by the others, one meets at most that these split."""
+    at = np.unravel_index(np.arange(math.prod(sizes)), sizes) if sizes else ()
+    ((start, stop),) = cut(((0, extent),), [(n, i, True) for n, i in zip(sizes, at, strict=True)])
+    first, last = (place_of(others, extent, row) for row in (start, stop - 1))
+    return int(np.max(np.where(stop > start, last - first + 1, 0)))
 
 
 def _meeting(side: Side, other: Side) -> Any:

@@ -65,6 +65,8 @@ def most_and_mean(found: Any) -> tuple[int, int]:
 def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int) -> Any:
     """Return what each rank needs from others, as an array that broadcasts over the mesh."""
     need, have, is_holder = _coordinates(source.mesh, destination.mesh)
+    if not np.any(is_holder):
+        return part_sizes(destination, shape) * (copies + 1)
     needed: Any = copies + 1
     held: Any = is_holder
     for dim, extent in enumerate(shape):
@@ -123,11 +125,20 @@ def every_coordinate(mesh: DeviceMesh) -> _Coordinates:
 
 def position(layout: Layout, dim: int, extent: int, row: Any) -> Any:
     """Return which part of a dim, in the order of rows, has each row."""
+    return place_of(split_sizes(layout, dim), extent, row)
+
+
+def split_sizes(layout: Layout, dim: int) -> tuple[int, ...]:
+    """Return in how many parts the axes split a dim, outermost first."""
+    return tuple(map(layout.mesh.axis_size, layout.split_axes(dim)))
+
+
+def place_of(sizes: tuple[int, ...], extent: int, row: Any) -> Any:
+    """Return which of the parts that axes of these sizes make has each row."""
     start: Any = 0
     stop: Any = extent
     position: Any = 0
-    for axis in layout.split_axes(dim):
-        n = layout.mesh.axis_size(axis)
+    for n in sizes:
         length = np.maximum(-(-(stop - start) // n), 1)
         i = np.clip((row - start) // length, 0, n - 1)
         start = np.minimum(start + i * length, stop)
@@ -312,6 +323,25 @@ def weighed(worst: int, average: int) -> int:
 def dearer(cost: int) -> int:
     """Return the cost of a ReduceExchange: collectives that cost 1/64 more are preferred."""
     return cost * 65 // 64
+
+
+def part_sizes(layout: Layout, shape: tuple[int, ...]) -> Any:
+    """Return the elements of the part of each rank, in row-major order; extents are numbers."""
+    found: Any = np.ones(layout.mesh.size, int)
+    for dim, extent in enumerate(shape):
+        axes = layout.split_axes(dim)
+        if dim in layout.blocked or layout.reach(dim) is not None:
+            found = found * length(rows_at(layout, dim, extent, every_coordinate(layout.mesh)))
+        else:
+            found = found * _lengths(layout.mesh, axes, extent)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _lengths(mesh: DeviceMesh, axes: tuple[str, ...], extent: int) -> Any:
+    """Return how many rows each rank has of a dim that some axes split."""
+    at = every_coordinate(mesh)
+    return length(cut(((0, extent),), [(mesh.axis_size(a), at[a], True) for a in axes]))
 
 
 def part_size(layout: Layout, shape: tuple[int, ...]) -> int:

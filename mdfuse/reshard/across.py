@@ -17,7 +17,7 @@ from mdfuse.layouts.lacks import is_lacking
 from mdfuse.layouts.layout import Layout, Replicate, Shard, replicated
 from mdfuse.mesh import DeviceMesh
 from mdfuse.reshard.blocks import through_blocks
-from mdfuse.reshard.clock import is_timed
+from mdfuse.reshard.clock import is_timed, least_arriving
 from mdfuse.reshard.refined import on_common_mesh
 from mdfuse.reshard.splits import free_dims, placed, splits_of
 from mdfuse.reshard.step import Local, Step, step_cost, step_time
@@ -86,13 +86,16 @@ def _cheapest(
 ) -> _Path:
     """Return the steps of the way that costs least; of two equal ones, the first.
 
-    One that costs more is not followed to its end.
+    One that is known not to cost less is not followed to its end.
     """
     size = itemsize if is_timed(source, destination, shape) else None
-    found, best = (), (math.inf, 0)
+    least = 0 if size is None else least_arriving(source.mesh, destination, shape, size)
+    found: _Path = ()
+    best: tuple[float, int] = (math.inf, 0)
     for first, rest, is_apart in ways:
         spent = _spent(first, shape, size, best[0])
-        if spent > best[0]:
+        is_there = bool(first) and first[-1].destination == destination
+        if (max(spent, least), len(first) + (not is_there)) >= best:
             continue
         then = rest()
         more = _spent(then, shape, size, best[0] if is_apart else best[0] - spent)
@@ -112,10 +115,10 @@ def _spent(path: _Path, shape: tuple[int, ...], itemsize: int | None, limit: flo
     for step in path:
         if spent > limit:
             break
-        is_timed = itemsize is not None
-        spent += (
-            step_time(step, shape, itemsize, limit - spent) if is_timed else step_cost(step, shape)
-        )
+        if itemsize is None:
+            spent += step_cost(step, shape)
+        else:
+            spent += step_time(step, shape, itemsize, limit - spent)
     return spent
 
 

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from mdfuse.communication import Communication
-from mdfuse.layouts.crossing import crossing, messages
+from mdfuse.layouts.crossing import are_apart, crossing, elements_by_host, messages
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank, pairs_apart, rings
 from mdfuse.layouts.lacks import UNIT, arriving, is_special, part_size
@@ -65,6 +65,19 @@ def crossing_of(comm: Communication, shape: tuple[int, ...]) -> int:
     if comm.is_along_axes:
         return along(comm.kind, comm.source.mesh, comm.axes, before, after)
     return _between(comm, before, after)
+
+
+def least_arriving(
+    mesh: DeviceMesh, destination: Layout, shape: tuple[int, ...], itemsize: int
+) -> int:
+    """Return how long it takes at least until all is there, where no host has ranks of both.
+
+    Of terms that are made there, most need not arrive.
+    """
+    if destination.partial_axes or not are_apart(mesh, destination.mesh):
+        return 0
+    comes = max(elements_by_host(Side(destination, shape)))
+    return nanoseconds(1, 0, comes, itemsize)
 
 
 def _exchange(comm: Communication, shape: tuple[int, ...]) -> Exchange:

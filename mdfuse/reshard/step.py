@@ -32,9 +32,9 @@ def elements(step: Step, shape: tuple[int, ...]) -> int:
     """Return how many elements arrive at a rank, padding included, times `UNIT`."""
     if isinstance(step, Local):
         return 0
-    before, after = (part_size(x, shape) for x in (step.source, step.destination))
     if step.kind in EXCHANGES:
         return UNIT * _exchanged(step, shape)[0]
+    before, after = (part_size(x, shape) for x in (step.source, step.destination))
     if not step.is_along_axes:
         return UNIT * (after if step.kind == "Scatter" else max(before, after))
     return arriving(step.kind, step.size, before, after)

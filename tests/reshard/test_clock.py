@@ -101,10 +101,18 @@ def test_what_is_not_known_costs_bytes() -> None:
         assert shown(Layout(bare, before), Layout(MESH, after))[: len(want)] == want
 
 
+def test_of_two_ways_as_long_the_one_of_fewer_steps_is_taken() -> None:
+    """The longer one is found first."""
+    there = DeviceMesh([[4, 5, 6, 7], [8, 9, 10, 11]], ("a", "b"))
+    there = there.with_hosts([1, 1, 1, 1, 2, 2, 2, 2])
+    goal = Layout(there, {"a": Shard(1), "b": Shard(1)}, {1: ("b", "a")})
+    assert shown(Layout(MESH, {"a": Partial()}), goal, (64, 48)) == ["ReduceExchange[sum]"]
+
+
 @pytest.mark.parametrize("kind", ["Broadcast", "Scatter", "Gather", "SendRecv"])
 def test_what_goes_from_mesh_to_mesh(kind: str) -> None:
     """Through the network of the busiest host, of 16 elements."""
-    from mdfuse.reshard.clock import network
+    from mdfuse.reshard.clock import crossing_of, messages_of
 
     one, pair = DeviceMesh([0], hosts=[0]), DeviceMesh([1, 2], axes="p", hosts=[0, 0])
     four = DeviceMesh([4, 5, 6, 3], axes="p", hosts=[1, 1, 2, 0])
@@ -118,7 +126,7 @@ def test_what_goes_from_mesh_to_mesh(kind: str) -> None:
     source, goal, want = ways[kind]
     (step,) = steps(source, goal, (16,))
     assert isinstance(step, Communication)
-    assert (step.kind, network(step, (16,))) == (kind, (1, want))
+    assert (step.kind, messages_of(step, (16,)), crossing_of(step, (16,))) == (kind, 1, want)
 
 
 def test_replicas_elsewhere() -> None:

@@ -406,6 +406,8 @@ def _without_expanded(value: Value, source: Layout, target: Layout) -> _Squeezed
     dims = tuple(sorted(value.expanded))
     if value.stream is not None:  # its chunks were written where each element has a place
         return None
+    if source.reaches or target.reaches:  # `expand` reads and makes no rows of others
+        return None
     if not dims or source == target or any(_some_rank_is_empty(value, source, d) for d in dims):
         return None
     kept = {d: d for d in range(len(value.shape)) if d not in dims}

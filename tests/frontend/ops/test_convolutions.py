@@ -150,6 +150,7 @@ SPLIT: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
         (1,), lambda x, w: w * F.avg_pool2d(x, (4, 3), (3, 2), 1, True, False)),
     "means of windows much longer than what there is": (
         (1,), lambda x, w: w * F.avg_pool2d(x, (100_000, 90_000), ceil_mode=True)),
+    "the mean of the largest": ((1,), lambda x, w: w * F.max_pool2d(x, 3, 2, 1).mean((2, 3))),
     "the largest of dilated windows": ((1,), lambda x, w: w * F.max_pool2d(x, 2, 1, 1, 3)),
 }  # fmt: skip
 
