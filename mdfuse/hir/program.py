@@ -357,6 +357,11 @@ class HostProgram:
         return orders_of(self)
 
     @cached_property
+    def likely_orders(self) -> Mapping[str, Order]:
+        """The same where inputs lie row by row."""
+        return orders_of(self, has_dense_inputs=True)
+
+    @cached_property
     def written_inputs(self) -> frozenset[str]:
         """The inputs whose buffers are written: those that have aliases."""
         return frozenset(map(self.root, self.aliases)).intersection(self.inputs)

@@ -8,7 +8,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.seeing import Costs
 from mdfuse.seeing.curves import Curve, Grid
-from mdfuse.seeing.kernels import kernels
+from mdfuse.seeing.kernels import Kernel, kernels
 
 ROWS, WIDTH, HIDDEN = 4, 8, 16
 
@@ -29,7 +29,30 @@ def test_work_between_products_is_a_kernel() -> None:
     (launch,) = (i for i in host.instructions if i.op == "launch")
     small, large = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN
     first, second, third = 2 * small, 2 * large, 3 * small  # y is written, and read at the end
-    assert kernels(host, launch) == [(first, "f32"), (second, "f32"), (third, "f32")]
+    assert kernels(host, launch) == [Kernel(n, "f32") for n in (first, second, third)]
+
+
+def test_kernels_that_add_rows_up_or_read_across_are_told_apart() -> None:
+    with mf.FusionDefinition("block") as fd:
+        x = fd.define_tensor([ROWS, WIDTH], mesh=DeviceMesh([0]))
+        w = fd.define_tensor([WIDTH, WIDTH], mesh=DeviceMesh([0]))
+        z = fd.define_tensor([WIDTH, ROWS], mesh=DeviceMesh([0]))
+        y = fd.ops.linear(fd.ops.softmax(x * 2, -1), w)
+        y = fd.ops.linear(fd.ops.exp(y), w)
+        y = fd.ops.linear(y - fd.ops.amax(y, [-1], keepdim=True), w)
+        fd.add_output(y + fd.ops.permute(z, [1, 0]))
+    host = mf.compile(fd, mf.Options(compile="always")).host.project(0)
+    (launch,) = (i for i in host.instructions if i.op == "launch")
+    assert [k.like for k in kernels(host, launch)] == ["sum", "*", "sum", "across"]
+    byte = {"*": 1.0, "sum": 10.0, "across": 100.0}
+    works = {f"{key} f32": Curve(((1.0, s), (1e6, 1e6 * s))) for key, s in byte.items()}
+    grid = Grid(((1.0,), (1.0,), (1.0,)), (1e-9,))
+    costs = Costs(works=works, products={"matmul f32": grid})
+    small = 4 * ROWS * WIDTH
+    seconds = costs.seconds(host, launch)
+    assert round(seconds) == 2 * small * 10 + 2 * small + 2 * small * 10 + 3 * small * 100
+    less = replace(costs, works={"* f32": works["* f32"]}).seconds(host, launch)
+    assert round(less) == (2 + 2 + 2 + 3) * small, "what is not measured is like other work"
 
 
 def test_a_launch_takes_its_products_and_its_kernels() -> None:
