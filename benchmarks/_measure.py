@@ -171,6 +171,7 @@ def interleave(
     batch: int,
     settle: Callable[[], object],
     stopwatch: Stopwatch = host_time,
+    warm: int = 3,
 ) -> dict[str, list[float]]:
     """Nanoseconds per call of each contender in each round.
 
@@ -180,10 +181,12 @@ def interleave(
         batch: calls per turn; small enough that a GPU's launch queue never fills.
         settle: waits until nothing is under way on any rank; called before and after each turn.
         stopwatch: what is timed.
+        warm: calls before; none where the contenders have run already.
     """
     draw, samples = random.Random(0), {name: list[float]() for name in contenders}
     for contender in contenders.values():  # warm: plans, caches, connections
-        _turn(contender, max(3, batch), settle, stopwatch)
+        if warm:
+            _turn(contender, max(warm, batch), settle, stopwatch)
     with _no_garbage_collection():
         for _ in range(rounds):
             for name in draw.sample(list(contenders), len(contenders)):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from _graphs import HandGraph
-from _measure import Contender, Row, device_time, host_time, interleave
+from _measure import Contender, Row, device_time, eagerly, host_time, interleave
 from _overlap_copies import Copies, lane, pinned, stand_in
-from _overlap_shapes import FORMS, Parts, Shape, compare, definition, figures
+from _overlap_shapes import FORMS, Parts, Shape, compare, definition, figures, run_of
 from torch import Tensor
 
 import mdfuse as mf
@@ -35,12 +35,14 @@ class Alone:
         size: how many ranks there would be.
         rounds: how many.
         link: bytes per second of the link that is stood in for.
+        eager: what mdfuse ran eagerly, and why; filled while measuring.
     """
 
     device: torch.device
     size: int
     rounds: int
     link: float
+    eager: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.comm, self.copies = stand_in(self.size, self.device)
@@ -63,6 +65,7 @@ class Alone:
             "dtype": str(self.dtype).removeprefix("torch."),
             "link, bytes per second": self.link,
             "copies from the host, bytes per second": self.host_rate,
+            "eager": self.eager,
         }
 
     def close(self) -> None:
@@ -83,13 +86,15 @@ class Alone:
         calls: dict[str, _Call] = {}
         for name, pieces in FORMS.items():
             self.copies.expect(incoming, 1.0, most)
-            check = self._program(shape, pieces, f"{name}, checked", mine)
+            check = run_of(self._program(shape, pieces, f"{name}, checked"), mine)
             for _ in range(3):  # eager, captured, replayed
                 compare(f"{shape}, {name}", check(), right)
             self.copies.expect(incoming, self.share, most)
-            calls[name] = self._program(shape, pieces, name, mine)
+            program = self._program(shape, pieces, name)
+            calls[name] = run_of(program, mine)
             for _ in range(3):
                 calls[name]()
+            self.eager.extend(f"{shape}, {name}: {line}" for line in eagerly(program))
         calls["product"] = self._steady(self._product(shape, parts))
         calls["copies"] = self._steady(self._moved(shape, incoming, mine))
         times = interleave(
@@ -101,11 +106,10 @@ class Alone:
         )
         yield from figures(shape, times, "copies", has_limit=self.is_gpu)
 
-    def _program(self, shape: Shape, pieces: int, name: str, mine: Parts) -> _Call:
+    def _program(self, shape: Shape, pieces: int, name: str) -> mf.Program:
         options = mf.Options(graph="always" if self.is_gpu else "never", compile="never")
         fd = definition(shape, self.mesh, self.dtype, pieces, name)
-        run = mf.compile(fd, options).run
-        return lambda: run(mine.x, mine.w)[0]
+        return mf.compile(fd, options)
 
     def _product(self, shape: Shape, parts: list[Parts]) -> _Call:
         """The product of a rank, all at once."""

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed._symmetric_memory as symmetric_memory
 from _graphs import HandGraph
-from _measure import Contender, Row, device_time, host_time, interleave
-from _overlap_shapes import FORMS, Parts, Shape, compare, definition, figures
+from _measure import Contender, Row, device_time, eagerly, host_time, interleave
+from _overlap_shapes import FORMS, Parts, Shape, compare, definition, figures, run_of
 from _ranks import Ranks
 from torch import Tensor
 
@@ -34,12 +34,14 @@ class Together:
         rounds: how many.
         compiler: the backend of torch.compile.
         left_out: what torch could not run here, and why; filled while measuring.
+        eager: what mdfuse ran eagerly, and why; likewise.
     """
 
     ranks: Ranks
     rounds: int
     compiler: str
     left_out: dict[str, str] = field(default_factory=dict)
+    eager: list[str] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -58,6 +60,7 @@ class Together:
             "backend": comm.backend,
             "device": str(comm.device),
             "left_out": self.left_out,
+            "eager": self.eager,
         }
 
     def close(self) -> None:
@@ -72,8 +75,9 @@ class Together:
         right, mine = shape.right(parts, rank), parts[rank]
         whole = torch.cat([shape.ready(p.x) for p in parts]) if shape.kind == "AG+MM" else mine.x
         del parts
+        programs = {name: self._program(shape, k, name, mine) for name, k in FORMS.items()}
         calls: dict[str, Callable[[], object]] = {
-            name: self._program(shape, pieces, name, mine) for name, pieces in FORMS.items()
+            name: run_of(program, mine) for name, program in programs.items()
         }
         peers = {
             "nccl" if self.is_gpu else "gloo": partial(_in_turn, shape, mine),
@@ -87,9 +91,10 @@ class Together:
                 calls[name] = self._steady(call)
             except (RuntimeError, NotImplementedError) as error:
                 self.left_out[f"{shape}: {name}"] = f"{type(error).__name__}: {error}"
-        for name in FORMS:
+        for name, program in programs.items():
             for _ in range(3):  # eager, captured, replayed
                 compare(f"{shape}, {name}", calls[name](), right)  # type: ignore[arg-type]
+            self.eager.extend(f"{shape}, {name}: {line}" for line in eagerly(program))
         y = whole.new_empty(shape.rows, shape.columns)
         calls["product"] = self._steady(partial(_product, shape, mine, whole, y))
         calls["communication"] = self._steady(partial(_moved, shape, mine, y))
@@ -102,15 +107,14 @@ class Together:
         )
         yield from figures(shape, times, "communication", has_limit=False)
 
-    def _program(self, shape: Shape, pieces: int, name: str, mine: Parts) -> _Call:
+    def _program(self, shape: Shape, pieces: int, name: str, mine: Parts) -> mf.Program:
         options = mf.Options(
             backend=self.ranks.comm.backend,
             graph="always" if self.is_gpu else "never",
             compile="never",
         )
         fd = definition(shape, self.ranks.mesh, mine.x.dtype, pieces, name)
-        run = mf.compile(fd, options).run
-        return lambda: run(mine.x, mine.w)[0]
+        return mf.compile(fd, options)
 
     def _compiled(self, shape: Shape, mine: Parts) -> _Call:
         """Functional collectives in one compiled function."""

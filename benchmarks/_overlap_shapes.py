@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -165,6 +165,12 @@ def definition(
             w = _tensor(fd, shape.inner * n, shape.columns, mesh, 0, dtype)
             fd.add_output((x @ w).on(mesh, {"tp": Shard(0)}, stream=stream))
     return fd
+
+
+def run_of(program: mf.Program, mine: Parts) -> Callable[[], Tensor]:
+    """A run of a program on a rank's parts."""
+    run = program.run
+    return lambda: run(mine.x, mine.w)[0]
 
 
 def _tensor(

@@ -2,14 +2,14 @@
 
 Forward, and each half of the backward, of a stage take one nap: so every schedule's table says how
 many naps the whole takes, and few cores are enough for many ranks. A nap takes longer than it is
-told to, which is measured beside: naps alone, as many as a table has. The same table by hand, with
-torch's sends and receives and no work but naps, says what is left for mdfuse to do better.
+told to, which is measured beside: naps alone. The same table by hand, with torch's sends and
+receives and no work but naps, says what is left for mdfuse to do better.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,14 +30,27 @@ _ROWS, _WIDTH = 4, 16
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb1p": 1, "zbv": 2, "dualpipev": 2}
 #: Measured, as a multiple of what the table says.
 _LIMIT = 1.08
+#: Tags of a stage's messages by hand: two for each microbatch.
+_TAGS = 1 << 10
 
 
-def register(seconds: float) -> Any:
+@dataclass
+class Nap:
+    """How long one is, in seconds: none while programs are made and their results compared."""
+
+    seconds: float = 0.0
+
+    def take(self, times: int = 1) -> None:
+        for _ in range(times):
+            time.sleep(self.seconds)
+
+
+def register(nap: Nap) -> Any:
     """Return an operation x w^T that sleeps, whose gradients sleep as long, each by itself."""
 
     def add(name: str, call: Callable[[Tensor, Tensor], Tensor], rule: str, **more: Any) -> Any:
         def sleeping(a: Tensor, b: Tensor) -> Tensor:
-            time.sleep(seconds)
+            nap.take()
             return call(a, b)
 
         return mf.register_op(name, sleeping, rule, meta=call, **more)
@@ -52,22 +65,27 @@ def register(seconds: float) -> Any:
     )
 
 
-def _by_hand(ranks: Ranks, seconds: float, schedule: mf.Schedule) -> Callable[[], None]:
-    """The naps and hand-overs of this rank's row, one stage on each rank."""
-    rank, last = ranks.comm.rank, ranks.comm.size - 1
+def _by_hand(ranks: Ranks, nap: Nap, schedule: mf.Schedule) -> Callable[[], None]:
+    """The naps and hand-overs of this rank's row; what a rank hands to itself, it has."""
+    rank, owners = ranks.comm.rank, schedule.owners
     x = torch.zeros(_ROWS, _WIDTH, dtype=torch.float64)
+
+    def neighbour(stage: int) -> int | None:
+        other = owners.get(stage)
+        return None if other == rank else other
 
     def call() -> None:
         sent = []
         for action in schedule.actions[rank]:
-            step = 1 if action.phase == "F" else -1
+            s, forward = action.stage, action.phase == "F"
+            before, after = (s - 1, s + 1) if forward else (s + 1, s - 1)
+            tag = 2 * action.microbatch + forward
             hands_over = action.phase != "W"
-            if hands_over and 0 <= rank - step <= last:
-                dist.recv(x, rank - step)
-            for _ in range(2 if action.phase == "B" else 1):
-                time.sleep(seconds)
-            if hands_over and 0 <= rank + step <= last:
-                sent.append(dist.isend(x.clone(), rank + step))
+            if hands_over and (source := neighbour(before)) is not None:
+                dist.recv(x, source, tag=tag + _TAGS * s)
+            nap.take(2 if action.phase == "B" else 1)
+            if hands_over and (target := neighbour(after)) is not None:
+                sent.append(dist.isend(x.clone(), target, tag=tag + _TAGS * after))
         for work in sent:
             work.wait()
 
@@ -153,43 +171,36 @@ def _reference(wholes: list[Tensor]) -> list[Tensor]:
 _ALONE = 12
 
 
-def _sleep(seconds: float) -> None:
-    for _ in range(_ALONE):
-        time.sleep(seconds)
-
-
-def rows(ranks: Ranks, seconds: float, microbatches: int, rounds: int) -> Iterator[Row]:
-    """Each schedule beside its table."""
-    nap, size = register(seconds), ranks.comm.size
-    made = {name: _made(ranks, nap, name, microbatches) for name in _possible(size, microbatches)}
+def rows(ranks: Ranks, lengths: Sequence[float], microbatches: int, rounds: int) -> Iterator[Row]:
+    """Each schedule beside its table, by naps of some lengths, in seconds."""
+    nap, size = Nap(), ranks.comm.size
+    op = register(nap)
+    made = {name: _made(ranks, op, name, microbatches) for name in _possible(size, microbatches)}
     for naps in made.values():
         for _ in range(2):  # the second run has a plan
             naps.check(ranks.comm.rank)
-    calls: dict[str, Callable[[], object]] = {"naps": partial(_sleep, seconds)}
+    calls = {"naps": Contender(call=partial(nap.take, _ALONE))}
     for name, x in made.items():
-        calls[name] = partial(x.program.run, *x.inputs)
-        if SCHEDULES[name] == 1:
-            calls[f"{name} by hand"] = _by_hand(ranks, seconds, x.schedule)
-    times = interleave(
-        {name: Contender(call=call) for name, call in calls.items()},
-        rounds=rounds,
-        batch=1,
-        settle=ranks.settle,
-        stopwatch=partial(makespan_of, ranks),
-    )
-    for name, naps in made.items():
-        slots = naps.schedule.timed().makespan
-        predicted = {
-            "table": [slots * nap / _ALONE for nap in times["naps"]],
-            "table, as told": [slots * seconds * 1e9] * rounds,
-            "by hand": times.get(f"{name} by hand"),
-        }
-        for alternative, against in predicted.items():
-            if against is not None:
+        calls[name] = Contender(call=partial(x.program.run, *x.inputs))
+        calls[f"{name} by hand"] = Contender(call=_by_hand(ranks, nap, x.schedule))
+    clock = partial(makespan_of, ranks)
+    measure = partial(interleave, calls, batch=1, settle=ranks.settle, stopwatch=clock)
+    measure(rounds=0)  # naps of no length warm as well
+    for nap.seconds in lengths:
+        times = measure(rounds=rounds, warm=0)
+        for name, naps in made.items():
+            slots = naps.schedule.timed().makespan
+            told = [slots * nap.seconds * 1e9] * rounds
+            beside = {
+                "table": [slots * each / _ALONE for each in times["naps"]],
+                "table, as told": told,
+                "by hand": times[f"{name} by hand"],
+            }
+            sizes = f"{size} ranks, {len(_places(size, name))} stages, {microbatches} microbatches"
+            for alternative, against in beside.items():
                 yield Row(
-                    name=f"sleeping stages, {name}: time",
-                    sizes=f"{size} ranks, {len(_places(size, name))} stages, "
-                    f"{microbatches} microbatches",
+                    name=f"naps of {nap.seconds * 1e3:g} ms, {name}: time",
+                    sizes=sizes,
                     unit="ms",
                     ours=times[name],
                     against=against,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _layers_models import Case, cases
-from _measure import Contender, Report, Row, device_time, host_time, interleave, show
+from _measure import Contender, Report, Row, device_time, eagerly, host_time, interleave, show
 from _ranks import Ranks, start_or_alone
 
 import mdfuse as mf
@@ -86,15 +86,19 @@ def _inputs(program: mf.Program, ranks: Ranks) -> list[Any]:
     ]
 
 
-def rows(ranks: Ranks, table: CostTable, arguments: argparse.Namespace) -> Iterator[Row]:
-    """A row for each program; they are measured in turns."""
+def rows(
+    ranks: Ranks, table: CostTable, arguments: argparse.Namespace, eager: list[str]
+) -> Iterator[Row]:
+    """A row for each program; they are measured in turns. What ran eagerly is added to `eager`."""
     is_gpu = ranks.device.type == "cuda"
     dtype = torch.bfloat16 if is_gpu else torch.float32
     contenders: dict[str, Contender] = {}
     predicted: dict[str, tuple[float, str]] = {}
+    programs: dict[str, mf.Program] = {}
     for case, layers in _cases(is_gpu, arguments.small, arguments.model):
         program = _program(case, layers, ranks, dtype)
         name = f"{case.name}, {case.sizes}"
+        programs[name] = program
         seconds = program.timeline(table.costs).seconds
         predicted[name] = seconds * 1e9, f"{layers} layers" if layers > 1 else "1 layer"
         contenders[name] = Contender(call=_call(program, _inputs(program, ranks)))
@@ -106,6 +110,7 @@ def rows(ranks: Ranks, table: CostTable, arguments: argparse.Namespace) -> Itera
         settle=ranks.settle,
         stopwatch=stopwatch,
     )
+    eager += [f"{name}: {line}" for name, p in programs.items() for line in eagerly(p)]
     for name, (ns, layers) in predicted.items():
         yield Row(
             name=name,
@@ -157,7 +162,8 @@ def main() -> None:
     arguments = _arguments()
     ranks = start_or_alone(arguments.device)
     table = table_of(ranks, arguments.costs)
-    found = list(rows(ranks, table, arguments))
+    eager: list[str] = []
+    found = list(rows(ranks, table, arguments, eager))
     if ranks.comm.rank == 0:
         path = arguments.output or _RESULTS / f"costs-{ranks.name}.json"
         where = {
@@ -167,9 +173,12 @@ def main() -> None:
             "table": table.text,
             "held_out": dict(table.held_out),
             "spread": table.spread,
+            "eager": eager,
         }
         given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
         show(screen.output(), f"predicted and measured, on {ranks.name}", found)
+        for line in eager:
+            screen.output().print(f"not compiled or captured: {line}", soft_wrap=True)
         Report(benchmark="costs", arguments=given, rows=found, where=where).write(path)
         screen.output().print(f"written: {path}", soft_wrap=True)
     ranks.close()

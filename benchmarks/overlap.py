@@ -75,11 +75,15 @@ def main() -> None:
     shapes = SMALL if arguments.small else SHAPES
     is_first = not isinstance(bench, Together) or bench.ranks.comm.rank == 0
     found: list[Row] = []
+    told = 0
     for shape in [shapes[n] for n in arguments.shapes or range(len(shapes))]:
         of_shape = list(bench.rows(shape))
         found += of_shape
         if is_first:
             show(screen.output(), f"{shape}, {bench.size} ranks", of_shape)
+            for line in bench.eager[told:]:
+                screen.output().print(f"not compiled or captured: {line}", soft_wrap=True)
+            told = len(bench.eager)
             report = Report(benchmark="overlap", arguments=given, rows=found, where=bench.where)
             report.write(path)
         mf.FusionCache.reset()  # plans own buffers and graphs

@@ -1,6 +1,7 @@
 """Pipelines beside their tables, and beside torch's.
 
 ./launch/torchrun 4 benchmarks/pipelines.py naps                      # stages that sleep
+./launch/torchrun 4 benchmarks/pipelines.py naps --nap 5,20 --rounds 3
 ./launch/torchrun 2 benchmarks/pipelines.py layers                    # GPUs, a stage on each
 ./launch/torchrun 2 benchmarks/pipelines.py layers --schedules gpipe,1f1b,zb1p --layers 2
 ./launch/torchrun 2 benchmarks/pipelines.py layers --schedules interleaved --backend symmetric
@@ -17,8 +18,8 @@ without them: each microbatch waits for one there and one back. `interleaved` wi
 rank begins as many forwards again, which hides them. All results are compared with one device in
 float64 first.
 
-A line says what each step took to compile. A row is printed, and the file written anew, as soon as
-it is measured. `--compiler none` leaves torch.compile out.
+A line says what each step took to compile. A row of layers is printed, and the file written anew,
+as soon as it is measured. `--compiler none` leaves torch.compile out.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("what", choices=("naps", "layers"))
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--nap", type=float, default=5.0, help="how long one is, in milliseconds")
+    parser.add_argument(
+        "--nap", default="5", help="how long one is, in milliseconds: some, as 5,20"
+    )
     parser.add_argument("--model", default="llama3-8b", help="a Llama of benchmarks/layers.py")
     parser.add_argument("--layers", type=int, default=1, help="on each stage")
     parser.add_argument(
@@ -89,7 +92,8 @@ def main() -> None:
     for row in _rows(arguments, ranks):
         found.append(row)
         if ranks.comm.rank == 0:
-            show(screen.output(), f"pipelines on {ranks.name}", [row])
+            if arguments.what == "layers":
+                show(screen.output(), f"pipelines on {ranks.name}", [row])
             Report(benchmark="pipelines", arguments=given, rows=found, where=where).write(path)
     if ranks.comm.rank == 0:
         show(screen.output(), f"pipelines on {ranks.name}", found)
@@ -101,8 +105,8 @@ def _rows(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
     """The rows of either half, each as soon as it is measured."""
     m, rounds = arguments.microbatches, arguments.rounds
     if arguments.what == "naps":
-        seconds = (1.0 if arguments.small else arguments.nap) / 1e3
-        yield from naps.rows(ranks, seconds, m, rounds)
+        told = "1" if arguments.small else arguments.nap
+        yield from naps.rows(ranks, [float(x) / 1e3 for x in told.split(",")], m, rounds)
         return
 
     def note(line: str) -> None:

@@ -104,12 +104,14 @@ class Options:
             there, are reduced together, in buckets of up to so many bytes on each rank: fewer
             posts, and a copy of each value. 0: each by itself.
         prefetch_bytes: communications of what is there already, such as a parameter that a later
-            layer gathers, are posted ahead, as long as what they receive before its place takes at
-            most so many bytes on each rank. 0: each where the program has it.
+            layer gathers, are posted ahead, as long as what they receive before its place, and
+            what they copy to send it, takes at most so many bytes on each rank. 0: each where the
+            program has it.
         overlap: "auto": what communicates is computed in chunks together with the products beside
-            it, where that takes less time by `costs`; "measure": the first runs, which give the
-            same values, take turns, and all ranks keep the quicker program; "never": values are
-            computed in chunks where a `Stream` says so. No program with such a stream is changed.
+            it, where that takes less time by `costs`; "measure": the first runs, whose values
+            are the same but for rounding, take turns, and all ranks keep the quicker program;
+            "never": values are computed in chunks where a `Stream` says so. No program with such a
+            stream is changed.
         costs: the table for it: "here" (what `mdfuse calibrate` measured, or a table that ships for
             this device), "h100", "unit", or the path of a JSON file.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.

@@ -256,7 +256,8 @@ class HostIrEvaluator:
             key=key,
             are_numbers=partial(self._are_numbers, signature) if plan.numbers else None,
             guarded=partial(self._run, plan),
-            is_captured=self._is_captured,
+            # `is_like` has seen the stream; that of handle 0 is never captured
+            is_captured=self._is_captured if signature.stream() else None,
             is_alone=not self.communicates and self._checks is None,
             communicator=communicator,
             tally=self._tally,

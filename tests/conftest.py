@@ -73,6 +73,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help='all programs with compile="always"; what is traced for the compiler runs as it is',
     )
+    parser.addoption(
+        "--default",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another default of Options, on all ranks: overlap=measure; may come several times",
+    )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def default_options(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --default, what no test asks for is as it says."""
+    from helpers import default_options
+
+    with default_options.defaults(default_options.parsed(request.config.getoption("default"))):
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -241,7 +241,7 @@ def test_overlap_beside_copies(tmp_path: Path) -> None:
     done = run(tmp_path, OVERLAP, *OVERLAP_ON_CPUS, "--of", "4")
     assert done.returncode == 0, done.stderr
     stored = json.loads((tmp_path / "a.json").read_text())
-    assert stored["world"]["stands for rank 0 of"] == 4
+    assert stored["world"]["stands for rank 0 of"] == 4 and stored["world"]["eager"] == []
     check_ideal(stored["rows"], "copies", set())
 
 
@@ -253,6 +253,7 @@ def test_overlap_on_ranks(tmp_path: Path, backend: str) -> None:
     assert done.returncode == 0, done.stderr
     stored = json.loads((tmp_path / "a.json").read_text())
     assert stored["world"]["backend"] == backend and not stored["world"]["left_out"]
+    assert stored["world"]["eager"] == []
     check_ideal(stored["rows"], "communication", {"gloo", "compiled"})
 
 
@@ -275,13 +276,13 @@ def test_pipelines_beside_tables_and_torch(tmp_path: Path, what: str) -> None:
     ):  # of 1 ms: forwards and both halves of backwards of 4 microbatches, idle time
         slots = {"gpipe": 15, "1f1b": 15, "interleaved": 27, "zb1p": 13, "zbv": 25, "dualpipev": 26}
         for name, count in slots.items():
-            times = found[f"sleeping stages, {name}: time", "table, as told"]
+            times = found[f"naps of 1 ms, {name}: time", "table, as told"]
             assert times["against"] == pytest.approx([count * 1e6] * 2)
             assert min(times["ours"]) > (24e6 if count > 24 else 12e6)  # what a rank works
-            measured = found[f"sleeping stages, {name}: time", "table"]["against"]
+            measured = found[f"naps of 1 ms, {name}: time", "table"]["against"]
             assert min(measured) > count * 1e6  # no nap is shorter than it is told to be
         by_hand = {name for name, alternative in found if alternative == "by hand"}
-        assert by_hand == {f"sleeping stages, {name}: time" for name in ("gpipe", "1f1b", "zb1p")}
+        assert by_hand == {f"naps of 1 ms, {name}: time" for name in slots}
         return
     peers = {name: {"torch", "torch, compiled"} for name in ("gpipe", "interleaved")}
     for name, others in {**peers, "zb1p": {"torch"}}.items():
@@ -504,7 +505,7 @@ def test_predicted_times_stand_beside_measured_ones(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     file = json.loads((tmp_path / "a.json").read_text())
     assert file["world"]["held_out"] == {"mlp": [1.0, 2.0]}
-    assert "off by 50% on average" in file["world"]["table"]
+    assert "off by 50% on average" in file["world"]["table"] and file["world"]["eager"] == []
     (row,) = file["rows"]
     works = 6 * 12  # of a layer: six linear layers, attention, GELU, two sums, two norms
     assert set(row["rounds"]["ours"]) == {works * 1e9}

@@ -14,7 +14,7 @@ from torch import Tensor
 from mdfuse.backends import algorithms
 from mdfuse.backends.algorithms import Composition, Copy, Piece, Reduce, Round, Sizes
 from mdfuse.backends.base import Work, flat
-from mdfuse.backends.work import DONE, Posted
+from mdfuse.backends.work import DONE, Posted, queued
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import REDUCING
@@ -184,6 +184,8 @@ def _bound(
         recvs = [(peer, parts[n][i]) for peer, n, i in incoming] if incoming else []
         sends = [(peer, parts[n][i]) for peer, n, i in outgoing] if outgoing else []
         works = transfer(recvs, sends) if recvs or sends else ()
+        if copies and not works:  # which no library's work stands behind
+            works = queued(buffers)
         if step.after:
             return Posted(call, works, buffers, partial(finish, buffers))
         return Posted(call, works, (recvs, sends)) if works else DONE

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import OutOfMemoryError
+import torch
+from torch import OutOfMemoryError, Tensor
 
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
@@ -28,6 +29,49 @@ class _Waitable(Protocol):
     def wait(self) -> Any: ...
 
 
+class Queued:
+    """The work of what is queued on the stream that is current where this is made."""
+
+    __slots__ = ("_event",)
+
+    is_done = True
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> None:
+        """Let the stream that is current now wait for it."""
+        self._event.wait()
+
+
+def queued(buffers: Sequence[Tensor]) -> tuple[Queued, ...]:
+    """Return the work of what was just done to buffers; none on CPUs, where it is done."""
+    return (Queued(),) if any(x.is_cuda for x in buffers) else ()
+
+
+class Shared:
+    """A work that is waited for on several streams.
+
+    What its first wait leaves done, or queued on the stream that was current then, later ones find
+    through an event: most works do nothing in a second wait.
+    """
+
+    __slots__ = ("_first", "_work")
+
+    def __init__(self, work: _Waitable) -> None:
+        self._work = work
+        self._first: Queued | None = None
+
+    def wait(self) -> None:
+        """Let the stream that is current now wait for the work."""
+        if self._first is not None:
+            self._first.wait()
+            return
+        self._work.wait()
+        self._first = Queued()
+
+
 @dataclass(slots=True, eq=False)
 class Posted:
     """Works in flight, with their buffers and the local work that follows them.
@@ -43,13 +87,19 @@ class Posted:
     works: Sequence[_Waitable]
     kept: object
     finish: Callable[[], object] | None = None
+    _first: Queued | None = None
 
     def wait(self) -> None:
-        """Return once the buffers may be used; a second wait returns at once.
+        """Return once the buffers may be used (on GPUs: by work queued on the current stream).
+
+        A second wait asks the library nothing: it is for what the first one left on its stream.
 
         Raises:
             BackendError: the communication failed or timed out; a second wait raises again.
         """
+        if self._first is not None:
+            self._first.wait()
+            return
         try:
             for work in self.works:
                 work.wait()
@@ -60,6 +110,8 @@ class Posted:
             self.finish()
             self.finish = None
         self.kept = None
+        if torch.cuda.is_initialized():
+            self._first = Queued()
 
 
 def failure(call: Call, error: Exception) -> BackendError:

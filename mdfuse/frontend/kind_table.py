@@ -212,7 +212,7 @@ KINDS: dict[str, Kind] = {
                      "equal_nan", "sparse_grad", "include_self", "accumulate", "use_input_stats",
                      "add_zero_attn", "need_weights", "average_attn_weights", "log_target",
                      "swap", "log_input", "full", "ceil_mode", "return_indices",
-                     "count_include_pad", "antialias", "upper"), _FLAG),
+                     "count_include_pad", "antialias", "upper", "scale_grad_by_freq"), _FLAG),
     **dict.fromkeys(("unbiased", "align_corners", "recompute_scale_factor"), _FLAG_OR_NONE),
     "dtype": _DTYPE_OR_NONE,
     **dict.fromkeys(

@@ -46,8 +46,8 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    _no_scaled_rows("embedding", max_norm, scale_grad_by_freq)
-    return BY_NAME["embedding"](input, weight, padding_idx)
+    _no_scaled_rows("embedding", max_norm, False)
+    return BY_NAME["embedding"](input, weight, padding_idx, scale_grad_by_freq)
 
 
 def _no_scaled_rows(name: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:

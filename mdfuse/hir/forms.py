@@ -173,7 +173,9 @@ def problem(
         return _unknown(i)
     found = _of_parts(i, row) or _of_operands(i, row) or _of_attributes(i, row, types, rank)
     found = found or (_of_order(i, row, types) if i.order is not None else None)
-    return found or next(filter(None, [_of_index(index, types) for index in i.indices]), None)
+    for index in () if found is not None else i.indices:
+        found = found or _of_index(index, types)
+    return found
 
 
 def _unknown(i: Instruction) -> Problem:

@@ -12,7 +12,7 @@ import torch
 
 from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError, Source
-from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve, terms
+from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve
 from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.orders import Order, orders_of
@@ -152,9 +152,13 @@ class Instruction:
     @property
     def indices(self) -> list[Index]:
         """The index expressions in its operands and attributes."""
-        found: list[Any] = [x for x in self.inputs if type(x) in UNKNOWN]
-        if self.attrs:
-            found += [v for _, v in self.attrs if type(v) in UNKNOWN]
+        found: list[Any] = []
+        for x in self.inputs:
+            if type(x) is not str and type(x) in UNKNOWN:
+                found.append(x)
+        for _, v in self.attrs:
+            if type(v) in UNKNOWN:
+                found.append(v)
         return found
 
     def walk(self) -> Iterator[Instruction]:
@@ -278,11 +282,17 @@ class HostProgram:
 
     def walk(self) -> Iterator[Instruction]:
         """Yield all instructions, those inside loops, branches and host units included."""
+        return iter(self._every)
+
+    @cached_property
+    def _every(self) -> tuple[Instruction, ...]:
+        found: list[Instruction] = []
         for i in self.instructions:
             if i.body or i.orelse:
-                yield from i.walk()
+                found += i.walk()
             else:
-                yield i
+                found.append(i)
+        return tuple(found)
 
     @cached_property
     def checked(self) -> HostProgram:
@@ -483,17 +493,3 @@ def resolved(attrs: tuple[tuple[str, Any], ...], known: Known) -> tuple[tuple[st
 
 def _first(term: Term) -> int:
     return 0
-
-
-def index_names(i: Instruction, types: Mapping[str, BufferType]) -> set[str]:
-    """Return the loop indices in an instruction itself, not those that its operands depend on."""
-    found = i.indices
-    layouts = [types[n].layout for n in i.outputs if n in types]
-    if i.comm is not None:
-        layouts += [i.comm.source, i.comm.destination]
-    for layout in layouts:
-        if layout is not None and layout.stream is not None and layout.stream.index is not None:
-            found.append(layout.stream.index)
-    if not found:
-        return set()
-    return {t.name for index in found for t in terms(index) if t.kind == "index"}

@@ -23,8 +23,9 @@ from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve
 from mdfuse.hir.calls import blocks_of, per_index
+from mdfuse.hir.indices import index_names
 from mdfuse.hir.instructions import POSTS, TRANSFERS, op_of
-from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
+from mdfuse.hir.program import BufferType, HostProgram, Instruction, resolved
 from mdfuse.ir.graph import Operand
 from mdfuse.layouts.layout import Layout
 
@@ -67,6 +68,7 @@ class _Site:
     """What an instruction says whatever the iteration.
 
     Attributes:
+        inputs: what it reads, with the names whose buffers these are.
         outputs: the names whose buffers it binds.
         freed: those that it frees.
         is_fixed: it has no name, number or communication.
@@ -74,6 +76,7 @@ class _Site:
         is_of_part: it depends on the part that the rank has in an iteration.
     """
 
+    inputs: tuple[Operand, ...]
     outputs: tuple[str, ...]
     freed: tuple[str, ...]
     is_fixed: bool
@@ -321,9 +324,11 @@ class Unrolled:
         if site.is_fixed:
             self.code.append(i)  # the same in every iteration
             return
-        self.bound.update(site.outputs)
-        self.left.difference_update(site.outputs)
-        self.bound.difference_update(site.freed)
+        if site.outputs:
+            self.bound.update(site.outputs)
+            self.left.difference_update(site.outputs)
+        if site.freed:
+            self.bound.difference_update(site.freed)
         i = self.renamed(i)
         if site.has_indices:
             for index in (x for inner in (i, *i.body) for x in inner.indices):
@@ -333,6 +338,7 @@ class Unrolled:
     def site(self, i: Instruction) -> _Site:
         root = self.program.root
         found = self._sites[id(i)] = _Site(
+            inputs=tuple([root(x) if type(x) is str else x for x in i.inputs]),
             outputs=tuple(map(root, i.outputs)),
             freed=tuple(map(root, i.reads)) if i.op == "free" else (),
             is_fixed=not (i.inputs or i.outputs or i.comm or i.indices),
@@ -345,7 +351,7 @@ class Unrolled:
         """Return an instruction with the names, numbers and types of this iteration."""
         site = self._sites.get(id(i)) or self.site(i)
         program_types, names = self.program.types, self.names
-        inputs = tuple([self.operand(x) for x in i.inputs])
+        inputs = tuple([self.operand(x) for x in site.inputs])
         outputs = []
         for root in site.outputs:
             new, kind = names.get(root, root), program_types.get(root)
@@ -378,16 +384,6 @@ class Unrolled:
                 hint="let the loop run over the chunks that there are",
             )
         return kind
-
-    def typed(self, name: str) -> str:
-        """Return the name in this iteration; it has a type even where nothing has bound it."""
-        root = self.program.root(name)
-        new = self.names.get(root, root)
-        if new not in self.types:
-            kind = self.program.types.get(root)
-            if kind is not None:
-                self.types[new] = self.kind(kind)
-        return new
 
     def kind(self, kind: BufferType) -> BufferType:
         """Return `here` of a type of the program, which is asked once in an iteration."""
@@ -423,9 +419,20 @@ class Unrolled:
         return found
 
     def operand(self, x: Operand) -> Operand:
-        if isinstance(x, str):
-            return self.env[x] if x in self.env else self.typed(x)
-        return resolve(x, self.known) if type(x) in UNKNOWN else x
+        """Return what an operand, a name with a buffer of its own if any, is in this iteration.
+
+        The name has a type even where nothing has bound it.
+        """
+        if type(x) is not str:
+            return resolve(x, self.known) if type(x) in UNKNOWN else x
+        if x in self.env:
+            return self.env[x]
+        new = self.names.get(x, x)
+        if new not in self.types:
+            kind = self.program.types.get(x)
+            if kind is not None:
+                self.types[new] = self.kind(kind)
+        return new
 
 
 def _is_numbered(layout: Layout) -> bool:

@@ -53,10 +53,18 @@ def in_order(x: Tensor, *, order: Sequence[int]) -> Tensor:
     return x.permute(tuple(order)).contiguous().permute(back)
 
 
-def lookup(indices: Tensor, table: Tensor, *, part: tuple[int, int, int] | None = None) -> Tensor:
+def lookup(
+    indices: Tensor,
+    table: Tensor,
+    *,
+    part: tuple[int, int, int] | None = None,
+    padding_idx: int | None = None,
+    scale_grad_by_freq: bool = False,
+) -> Tensor:
     """Look up rows of a table; with `part=(start, stop, rows in all)`, of those rows of a table.
 
-    Rows outside of the part come back as zeros: the sum over all parts is the lookup.
+    Rows outside of the part come back as zeros: the sum over all parts is the lookup. What else is
+    said is about gradients alone.
     """
     if not table.shape[0]:
         return table.new_zeros((*indices.shape, table.shape[1]))

@@ -13,10 +13,11 @@ Gradients of weights have this form. Where the first dim is split, rows as one d
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mdfuse.extents.extent import comparable
 from mdfuse.ir.graph import Expr, Fusion, Operand
+from mdfuse.layouts.layout import Layout
 from mdfuse.passes.keep_splits import Maker, forgotten
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.strategy import choose
@@ -40,10 +41,10 @@ def contracted(fusion: Fusion, is_asked: Callable[[Expr], bool]) -> tuple[Maker,
     maker, found = Maker(dict(fusion.values)), list[str]()
     for expr in fusion.exprs:
         product = _product(fusion, expr)
-        if product is None or not any(map(is_asked, product.views)):
+        if product is None or not any(is_asked(side.view) for side in product.sides):
             maker.exprs.append(expr)
             continue
-        left, right = (view.inputs[0] for view in product.views)
+        left, right = (_rows_of(maker, expr, side) for side in product.sides)
         dims = (*range(product.dims),)
         first, last = product.dims, product.dims + 1
         maker.op(
@@ -55,39 +56,78 @@ def contracted(fusion: Fusion, is_asked: Callable[[Expr], bool]) -> tuple[Maker,
 
 
 @dataclass(frozen=True, slots=True)
+class _Side:
+    """A matrix that is a view of rows.
+
+    Attributes:
+        view: what makes it.
+        layout: of the rows, where sets behind the view change it.
+    """
+
+    view: Expr
+    layout: Layout | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Product:
     """A product of a matrix's transpose and a matrix that are views of the same rows.
 
     Attributes:
-        views: what makes the matrices.
+        sides: the two matrices.
         dims: how many dims the rows have, more than one.
     """
 
-    views: tuple[Expr, Expr]
+    sides: tuple[_Side, _Side]
     dims: int
 
 
 def _product(fusion: Fusion, expr: Expr) -> _Product | None:
     if expr.op != "matmul":
         return None
-    turned, right = (_made(fusion, x) for x in expr.inputs)
-    if turned is None or turned.op != "permute" or turned.kwargs["dims"] != (1, 0):
+    left, right = (_side(fusion, x, n == 0) for n, x in enumerate(expr.inputs))
+    if left is None or right is None:
         return None
-    left = _made(fusion, turned.inputs[0])
-    rows = [_rows(fusion, view) for view in (left, right)]
-    if left is None or right is None or rows[0] is None or rows[0] != rows[1]:
+    rows = [_rows(fusion, side.view) for side in (left, right)]
+    if rows[0] is None or rows[0] != rows[1]:
         return None
-    return _Product((left, right), len(fusion.values[left.reads[0]].shape) - 1)
+    return _Product((left, right), len(fusion.values[left.view.reads[0]].shape) - 1)
+
+
+def _side(fusion: Fusion, x: Operand, turned: bool) -> _Side | None:
+    """Return the view that an operand is, or is the transpose of, through sets that keep rows."""
+    found, turns, is_set = _made(fusion, x), 0, False
+    while found is not None and found.op in ("set", "permute"):
+        if found.op == "permute" and found.kwargs["dims"] != (1, 0):
+            return None
+        turns += found.op == "permute"
+        is_set |= found.op == "set"
+        found = _made(fusion, found.inputs[0])
+    if found is None or found.op != "reshape" or turns % 2 != turned:
+        return None
+    if not is_set or not isinstance(x, str):
+        return _Side(found, None)
+    before, after = fusion.values[found.reads[0]], fusion.layout(x)
+    if fusion.layout(before.name).mesh != after.mesh or after.split_axes(int(turned)):
+        return None
+    return _Side(found, after.with_dims({int(not turned): len(before.shape) - 1}))
+
+
+def _rows_of(maker: Maker, expr: Expr, side: _Side) -> str:
+    """Return the rows that a matrix is a view of, set as the matrix is."""
+    (x,) = side.view.reads
+    if side.layout in (None, maker.values[x].layout):
+        return x
+    made = maker.op(expr, "set", x)
+    maker.values[made] = replace(maker.values[made], layout=side.layout)
+    return made
 
 
 def _made(fusion: Fusion, x: Operand) -> Expr | None:
     return fusion.producers.get(x) if isinstance(x, str) else None
 
 
-def _rows(fusion: Fusion, view: Expr | None) -> object:
+def _rows(fusion: Fusion, view: Expr) -> object:
     """Return the extents of the dims that a view makes one of, all but the last; else None."""
-    if view is None or view.op != "reshape":
-        return None
     *rows, features = fusion.values[view.reads[0]].shape
     shape = fusion.values[view.output].shape
     is_matrix = len(shape) == 2 and comparable(shape[1]) == comparable(features)

@@ -221,7 +221,10 @@ def _is_first_along_new_axes(i: Instruction, context: Context) -> bool:
 
 
 def _accumulate(i: Instruction, context: Context) -> list[Line]:
-    """Add the part of a chunk to those that are in the buffer; the first one is what it holds."""
+    """Add the part of a chunk to those that are in the buffer; the first one is what it holds.
+
+    In a unit it is added to a number that leaves it as it is, so that all chunks run one function.
+    """
     (output,), (operand,) = i.outputs, i.reads
     layout = context.type(operand).layout
     chunk = layout.stream if layout is not None else None
@@ -231,8 +234,12 @@ def _accumulate(i: Instruction, context: Context) -> list[Line]:
     done = context.parts.pop(output, frozenset()) | {chunk.index}
     if len(done) < chunk.count:
         context.parts[output] = done
-    run = JOIN[chunk.op] if len(done) > 1 else "copy_"
-    return [*made, Line(run=run, args=(target, part))]
+    if len(done) == 1 and (chunk.count == 1 or not context.in_unit):
+        return [*made, Line(run="copy_", args=(target, part))]
+    if len(done) == 1:
+        start = neutral(chunk.op, context.type(output).dtype)
+        made.append(Line(run="fill_", args=(target, start)))
+    return [*made, Line(run=JOIN[chunk.op], args=(target, part))]
 
 
 def _addmm(i: Instruction, context: Context) -> list[Line]:

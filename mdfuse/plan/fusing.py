@@ -23,6 +23,7 @@ from mdfuse.plan import compilation
 from mdfuse.plan.compilation import Made, Tally, complete
 from mdfuse.plan.context import Context, Step, label
 from mdfuse.plan.forms import Form
+from mdfuse.plan.last_reads import freeing
 from mdfuse.plan.lengths import Lengths
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.symbolic import Calls
@@ -42,15 +43,17 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The calls of a unit, cut into what comes in and behind the compiled function.
+    """The calls of a unit, cut into what comes in front of the compiled function, in it and behind.
 
     Attributes:
+        ahead: what fills buffers with a number.
         inside: calls to compile.
         behind: views of what the unit makes, and a library's calls that fill buffers.
         takes: the slots that the compiled function reads or writes.
         makes: the slots of its results.
     """
 
+    ahead: tuple[Line, ...]
     inside: tuple[Line, ...]
     behind: tuple[Line, ...]
     takes: tuple[int, ...]
@@ -155,7 +158,7 @@ class Fuser:
         gone = [*dense.values(), *(s for s in cut.makes if s not in kept)]
         behind = (*cut.behind, drop(*gone)) if gone else cut.behind
         step = Step(
-            lines=(*before, call, *behind),
+            lines=(*before, *cut.ahead, call, *behind),
             label=f"launch {i.fn}, {label(i)}",
             op="launch",
             inputs=tuple(context.slot(x) for x in i.reads),
@@ -188,15 +191,13 @@ class Fuser:
         """Compile what the units of a plan need, and return its steps with that."""
         held, self._held = self._held, {}
         here = {n: held[n] for n in map(id, steps) if n in held}
-        if not here:
-            return list(steps)
         functions = [x.made for x in here.values()]
         late = complete(functions, self.timeout_s, context.rank == 0, self.tally)
         done: list[Step] = []
         for step in steps:
             waiting = here.get(id(step))
             done += [step] if waiting is None else self.finished(waiting, late, context)
-        return done
+        return freeing(done, context)
 
     def finished(self, held: _Held, late: Sequence[Made], context: Context) -> Sequence[Step]:
         """Return the steps of a unit whose function is there, or those of its calls."""
@@ -269,7 +270,8 @@ def _cut(
         elif any(_reads(_target(line), slot) for slot in last):
             filling.append(line)
             needed.update(line.refs)
-    later = [*filling, *(line for line in behind if not line.is_view)]
+    ahead = _ahead(lines)
+    later = [*ahead, *filling, *(line for line in behind if not line.is_view)]
     inside = [line for line in lines if line.run is not None and line not in later]
     made = {slot for line in inside for slot in line.targets}
     takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
@@ -283,7 +285,21 @@ def _cut(
         if not are_shared:
             return _cut(lines, kept, last, are_shared=True)
         raise Refusal("a result may share memory with an operand, or with another result")
-    return _Cut(tuple(inside), (*behind[::-1], *filling[::-1]), tuple(takes), tuple(makes))
+    last_of_all = (*behind[::-1], *filling[::-1])
+    return _Cut(ahead, tuple(inside), last_of_all, tuple(takes), tuple(makes))
+
+
+def _ahead(lines: Sequence[Line]) -> tuple[Line, ...]:
+    """Return what fills buffers from outside before any other call uses them.
+
+    Sums over chunks begin so: the functions of all chunks are then one.
+    """
+    found, used = list[Line](), set[int]()
+    for line in lines:
+        if line.run == "fill_" and used.isdisjoint(line.refs):
+            found.append(line)
+        used.update((*line.refs, *line.targets))
+    return tuple(found)
 
 
 def _target(line: Line) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -156,6 +157,21 @@ def compiled(found: Traced) -> Function:
         mode = arguments[0].fake_mode
         with tracing(TracingContext(mode)):
             return standalone_compile(found.graph, arguments, dynamic_shapes="from_tracing_context")
+
+
+def emptying(function: Function) -> Function | None:
+    """Return a compiled function as one that takes its operands in a list, which it empties.
+
+    So it frees each of them behind its last use. Torch calls it so itself, beneath what takes
+    operands one by one. None: it is no compiled function, or torch wraps it in another way.
+    """
+    inner = getattr(function, "_compiled_fn", None)
+    while inspect.isfunction(inner) and inner.__code__.co_flags & inspect.CO_VARARGS:
+        around = inspect.getclosurevars(inner).nonlocals
+        if any(isinstance(x, list) and x for x in around.values()):
+            return None  # it adds constants to the operands
+        inner = getattr(inner, "__wrapped__", around.get("compiled_fn"))
+    return inner if getattr(inner, "_boxed_call", False) else None
 
 
 # -- compiled functions in files -------------------------------------------------------------------

@@ -55,7 +55,8 @@ def compute(i: Instruction, context: Context) -> list[Line]:
         kwargs = (*attrs.items(), ("out", context.ref(output)))
         line = Line(run=write, args=_operands(i, context), kwargs=kwargs)
         return [*new_buffer(output, i.order, context), line]
-    return _filled(i, row, attrs, context) or _bound(i, row, attrs, context)
+    lines = _reshaped(i, row, attrs, context) or _filled(i, row, attrs, context)
+    return lines or _bound(i, row, attrs, context)
 
 
 def _several(i: Instruction, row: ops.Op, context: Context) -> list[Line]:
@@ -129,10 +130,9 @@ def _filled(
     Outputs are new in each run, so torch may as well make them.
     """
     (output,) = i.outputs
-    is_kept = context.one_stream and output not in context.program.outputs
-    if not is_kept or not i.inputs or not _is_tensor(i.inputs[0], context):
+    if not _may_keep(output, context) or not i.inputs or not _is_tensor(i.inputs[0], context):
         return None
-    is_plain = i.order is None or list(i.order) == list(range(len(i.order)))
+    is_plain = _is_plain(i.order)
     if not is_plain and not row.writes.is_exact:  # torch would add up in another sequence
         return None
     write = fresh_write(row, [context.fact(x) for x in i.reads if _is_tensor(x, context)])
@@ -142,6 +142,36 @@ def _filled(
     kwargs = (*attrs.items(), ("out", context.ref(output)))
     may = row.is_elementwise
     return [*lines, Line(run=write, args=_operands(i, context), kwargs=kwargs, in_place=may)]
+
+
+def _may_keep(output: str, context: Context) -> bool:
+    return context.one_stream and output not in context.program.outputs
+
+
+def _is_plain(order: tuple[int, ...] | None) -> bool:
+    return order is None or list(order) == list(range(len(order)))
+
+
+def _reshaped(
+    i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context
+) -> list[Line] | None:
+    """Copy what can only be reshaped so; None where the result is a view, or where torch copies.
+
+    What is copied is in use no longer: as a view it would be until the last use of the result.
+    """
+    (output,) = i.outputs
+    fact = context.fact(i.reads[0]) if row.name == "reshape" else None
+    if fact is None or not _may_keep(output, context) or not _is_plain(i.order):
+        return None
+    if row.call(fact, **attrs).untyped_storage()._cdata == fact.untyped_storage()._cdata:
+        return None
+    target, form, shaped = context.ref(output), tuple(fact.shape), context.new_slot()
+    return [
+        *new_buffer(output, i.order, context),
+        Line(run="view", args=(target, form), into=shaped, shares=(target.slot,), is_view=True),
+        Line(run="copy_", args=(SlotRef(shaped), context.ref(i.reads[0]))),
+        drop(shaped),
+    ]
 
 
 def _bound(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context) -> list[Line]:

@@ -54,9 +54,14 @@ def _is_read(nodes: Sequence[fx.Node], base: Mapping[fx.Node, fx.Node], value: f
 
 
 def _read(node: fx.Node) -> set[fx.Node]:
-    """Return the values that a call reads: not those that a copy or `out=` fills."""
+    """Return the values that a call reads: not those that a copy or `out=` fills.
+
+    Of derivatives torch names that argument `grad_input`.
+    """
     args = node.args[1:] if _name(node) == "aten.copy_" else node.args
-    return {*_nodes([*args, *(x for key, x in node.kwargs.items() if key != "out")])}
+    schema = getattr(node.target, "_schema", None)
+    filled = {x.name for x in schema.arguments if x.is_out} if schema is not None else set()
+    return {*_nodes([*args, *(x for key, x in node.kwargs.items() if key not in filled)])}
 
 
 def _nodes(given: object) -> Iterator[fx.Node]:
@@ -68,7 +73,9 @@ def _nodes(given: object) -> Iterator[fx.Node]:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    return Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in _ALSO
+    usual = getattr(getattr(node.target, "overloadpacket", None), "default", None)
+    marks = (getattr(x, "tags", ()) for x in (node.target, usual))  # torch marks not every form
+    return any(Tag.pointwise in tags for tags in marks) or _name(node) in _ALSO
 
 
 def _name(node: fx.Node) -> str:

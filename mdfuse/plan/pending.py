@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Work
+from mdfuse.backends.work import Queued, Shared
 from mdfuse.layouts.reduction import combine
 
 #: (where data belongs, the dense buffer in which it arrives)
@@ -43,52 +44,13 @@ class Pending:
         return all(work.is_done for work in works)  # type: ignore[attr-defined]
 
 
-class _Copied:
-    """The work of a post that only copies on its own rank, queued on the current stream."""
-
-    __slots__ = ("_event",)
-
-    is_done = True
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def wait(self) -> None:
-        """Let the stream that is current now wait for the copies."""
-        self._event.wait()
-
-
-class _Shared:
-    """A work that several handles are waited for by, on whatever streams.
-
-    What its first wait leaves done, or queued on the stream that was current then, later ones find
-    through an event: most works do nothing in a second wait.
-    """
-
-    __slots__ = ("_event", "_work")
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._event: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        """Let the stream that is current now wait for the work."""
-        if self._event is not None:
-            self._event.wait()
-            return
-        self._work.wait()
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-
 def halves(works: tuple[Work, ...], has_streams: bool) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
     """Return what is to be waited for where something is sent, and where it is received.
 
     Some backends have works whose halves can be waited for one by one (`Divided`).
     """
     if has_streams:
-        works = tuple([w if hasattr(w, "sent") else _Shared(w) for w in works])
+        works = tuple([w if hasattr(w, "sent") else Shared(w) for w in works])
     sent, received = (
         tuple([getattr(work, half, work) for work in works]) for half in ("sent", "received")
     )
@@ -100,7 +62,7 @@ def nothing_posted(has_streams: bool) -> Callable[[], tuple[Work, ...]]:
 
     Without streams a copy is done at once, and there is nothing to wait for.
     """
-    return (lambda: (_Copied(),)) if has_streams else tuple
+    return (lambda: (Queued(),)) if has_streams else tuple
 
 
 def landing(place: Tensor) -> tuple[Tensor, Copies]:

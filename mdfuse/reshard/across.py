@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
 
 from mdfuse.communication import Communication
@@ -26,8 +26,8 @@ _Steps = Callable[[Layout, Layout, tuple[int, ...], int], tuple[Step, ...]]
 _Path = tuple[Step, ...]
 #: the same for one itemsize
 _Find = Callable[[Layout, Layout, tuple[int, ...]], _Path]
-#: Steps that reduce, steps that follow, and whether other ranks receive in these than in those.
-_Way = tuple[_Path, _Path, bool]
+#: Steps that reduce, what finds those that follow, and whether other ranks receive in these.
+_Way = tuple[_Path, Callable[[], _Path], bool]
 
 
 def across(
@@ -48,7 +48,7 @@ def across(
     kept = kept_terms(source, destination)
     if destination.reduce_ops and len(kept) < len(destination.reduce_ops):
         ways = (
-            (steps(source, x, shape), steps(x, destination, shape), False)
+            (steps(source, x, shape), partial(steps, x, destination, shape), False)
             for x in _before_terms(destination, shape)
         )
         return _cheapest(ways, source, destination, shape, itemsize)
@@ -84,27 +84,39 @@ def _cheapest(
     shape: tuple[int, ...],
     itemsize: int,
 ) -> _Path:
-    """Return the steps of the way that costs least; of two equal ones, the first."""
-    timed = is_timed(source, destination, shape)
-    first, rest, _ = min(ways, key=lambda way: _cost(way, shape, itemsize if timed else None))
-    return (*first, *rest)
+    """Return the steps of the way that costs least; of two equal ones, the first.
+
+    One that costs more is not followed to its end.
+    """
+    size = itemsize if is_timed(source, destination, shape) else None
+    found, best = (), (math.inf, 0)
+    for first, rest, is_apart in ways:
+        spent = _spent(first, shape, size, best[0])
+        if spent > best[0]:
+            continue
+        then = rest()
+        more = _spent(then, shape, size, best[0] if is_apart else best[0] - spent)
+        cost = max(spent, more) if is_apart else spent + more
+        if (cost, len(first) + len(then)) < best:
+            found, best = (*first, *then), (cost, len(first) + len(then))
+    return found
 
 
 def _as_it_is(source: Layout, destination: Layout) -> _Path:
     return (Local(kind="slice", source=source, destination=destination),)
 
 
-def _cost(way: _Way, shape: tuple[int, ...], itemsize: int | None) -> tuple[int, int]:
-    """Return what the steps cost, and how many there are; without an itemsize, in elements."""
-    spent = [sum(_step_cost(step, shape, itemsize) for step in path) for path in way[:2]]
-    first, rest = spent
-    if not way[2]:
-        return first + rest, len(way[0]) + len(way[1])
-    return first if first > rest else rest, len(way[0]) + len(way[1])
-
-
-def _step_cost(step: Step, shape: tuple[int, ...], itemsize: int | None) -> int:
-    return step_cost(step, shape) if itemsize is None else step_time(step, shape, itemsize)
+def _spent(path: _Path, shape: tuple[int, ...], itemsize: int | None, limit: float) -> int:
+    """Return what steps cost, or more than the limit; without an itemsize, in elements."""
+    spent = 0
+    for step in path:
+        if spent > limit:
+            break
+        is_timed = itemsize is not None
+        spent += (
+            step_time(step, shape, itemsize, limit - spent) if is_timed else step_cost(step, shape)
+        )
+    return spent
 
 
 def _moved(
@@ -115,10 +127,11 @@ def _moved(
     A host may take in one copy, each of its ranks a part, and gather that: or a host that has it
     may cut it up first.
     """
-    yield (), _moving(source, destination, shape), False
+    yield (), partial(_moving, source, destination, shape), False
     if is_timed(source, destination, shape):
         for split in _finer(destination, shape):
-            yield _moving(source, split, shape), steps(split, destination, shape), False
+            rest = partial(steps, split, destination, shape)
+            yield _moving(source, split, shape), rest, False
 
 
 def _moving(source: Layout, destination: Layout, shape: tuple[int, ...]) -> _Path:
@@ -161,18 +174,17 @@ def _reducing(
     root = _to_one_rank(source, destination, ops)
     if root is not None:
         first, at_root = root
-        rest = steps(at_root, destination, shape) if at_root != destination else ()
-        yield (first,), rest, True
+        yield (first,), partial(steps, at_root, destination, shape), True
     is_apart = _are_apart(source.mesh, destination.mesh)
     for done in splits_of(source, axes, shape):
-        yield steps(source, done, shape), steps(done, destination, shape), is_apart
+        yield steps(source, done, shape), partial(steps, done, destination, shape), is_apart
     if len(ops) == 1 and not kept and source.stream is None:
         (op,) = ops
         for split in splits_of(destination, (), shape):
             reduced = Communication(
                 kind="ReduceExchange", source=source, destination=split, reduce_op=op
             )
-            yield (reduced,), steps(split, destination, shape), False
+            yield (reduced,), partial(steps, split, destination, shape), False
 
 
 @lru_cache(maxsize=256)

@@ -52,15 +52,23 @@ def is_timed(source: Layout, destination: Layout, shape: tuple[int, ...]) -> boo
     return is_known and not is_special(source, destination, shape)
 
 
-def network(comm: Communication, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return (messages of a rank, elements through the network of a host), at the busiest."""
+def messages_of(comm: Communication, shape: tuple[int, ...]) -> int:
+    """Return how many messages a rank sends or receives, at the busiest."""
+    return messages(_exchange(comm, shape)) if comm.kind in EXCHANGES else 1
+
+
+def crossing_of(comm: Communication, shape: tuple[int, ...]) -> int:
+    """Return the elements through the network of the busiest host."""
     if comm.kind in EXCHANGES:
-        exchange = Exchange(Side(comm.source, shape), Side(comm.destination, shape))
-        return messages(exchange), crossing(exchange)
+        return crossing(_exchange(comm, shape))
     before, after = (part_size(x, shape) for x in (comm.source, comm.destination))
     if comm.is_along_axes:
-        return 1, along(comm.kind, comm.source.mesh, comm.axes, before, after)
-    return 1, _between(comm, before, after)
+        return along(comm.kind, comm.source.mesh, comm.axes, before, after)
+    return _between(comm, before, after)
+
+
+def _exchange(comm: Communication, shape: tuple[int, ...]) -> Exchange:
+    return Exchange(Side(comm.source, shape), Side(comm.destination, shape))
 
 
 def along(kind: str, mesh: DeviceMesh, axes: tuple[str, ...], before: int, after: int) -> int:

@@ -9,7 +9,7 @@ from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
 from mdfuse.layouts.lacks import UNIT, arriving, dearer, lacks, part_size, weighed
 from mdfuse.layouts.layout import Layout
-from mdfuse.reshard.clock import EXCHANGES, nanoseconds, network
+from mdfuse.reshard.clock import EXCHANGES, crossing_of, messages_of, nanoseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +59,19 @@ def step_cost(step: Step, shape: tuple[int, ...]) -> int:
     return dearer(cost) if step.reduce_op is not None else cost
 
 
-def step_time(step: Step, shape: tuple[int, ...], itemsize: int) -> int:
-    """Return how many nanoseconds a step takes, between meshes whose hosts are known."""
+def step_time(step: Step, shape: tuple[int, ...], itemsize: int, limit: float = math.inf) -> int:
+    """Return how many nanoseconds a step takes, between meshes whose hosts are known.
+
+    Of one that takes longer than the limit only as much is found as says so.
+    """
     if isinstance(step, Local):
         return 0
-    messages, crossing = network(step, shape)
-    return nanoseconds(messages, elements(step, shape), crossing, itemsize)
+    arrives = elements(step, shape)
+    least = nanoseconds(1, arrives, 0, itemsize)
+    if least > limit:
+        return least
+    crosses = crossing_of(step, shape)
+    least = nanoseconds(1, arrives, crosses, itemsize)
+    if least > limit:
+        return least
+    return nanoseconds(messages_of(step, shape), arrives, crosses, itemsize)

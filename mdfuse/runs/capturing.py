@@ -9,7 +9,7 @@ from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.runtime.backend_rows import BACKENDS
-from mdfuse.torch_private import is_capturing
+from mdfuse.torch_private import current_raw_stream, is_capturing
 
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
@@ -36,9 +36,15 @@ def captured_by_caller(
 ) -> Callable[[], bool] | None:
     """Return what tells whether the caller captures a graph that cannot hold a program's posts.
 
+    The driver is asked on streams of the caller's only: what is queued on a device's own stream, of
+    handle 0, is never captured.
+
     None: it could.
     """
-    return is_capturing if any(_in_turn(program, communicator)) else None
+    if not any(_in_turn(program, communicator)):
+        return None
+    device, stream_of = communicator.device.index, current_raw_stream
+    return lambda: stream_of(device) != 0 and is_capturing()
 
 
 def check_capture(program: HostProgram, communicator: Communicator) -> None:

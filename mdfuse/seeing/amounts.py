@@ -34,7 +34,12 @@ def nbytes(program: HostProgram, i: Instruction) -> int:
         indices = (x for x in i.reads if not program.types[x].dtype.is_floating_point)
         return 2 * made + sum(buffer_bytes(program, x) for x in indices)
     names = {*i.reads, *i.outputs}
-    return sum(buffer_bytes(program, name) for name in names)
+    return sum(buffer_bytes(program, name) for name in names) + added_to(program, i)
+
+
+def added_to(program: HostProgram, i: Instruction) -> int:
+    """Return the bytes of a sum that an instruction reads and writes again as it adds to it."""
+    return buffer_bytes(program, i.outputs[0]) if i.op in ("accumulate", "addmm") else 0
 
 
 def buffer_bytes(program: HostProgram, name: str) -> int:

@@ -15,7 +15,7 @@ from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
 from mdfuse.seeing.across import are_across
-from mdfuse.seeing.amounts import buffer_bytes, is_work
+from mdfuse.seeing.amounts import added_to, buffer_bytes, is_work
 
 #: Work that goes through a row more than once.
 _ROWS = frozenset(("softmax", "log_softmax", "layer_norm", "rms_norm"))
@@ -87,7 +87,8 @@ def _moved(
     outside = (i for n, i in enumerate(launch.body) if n not in part)
     used = {roots.get(x, x) for i in outside if is_work(i) for x in i.reads}
     writes = inside & (used | {roots.get(x, x) for x in launch.outputs})
-    return sum(buffer_bytes(program, x) for x in reads | writes)
+    sums = sum(added_to(program, launch.body[n]) for n in part)
+    return sums + sum(buffer_bytes(program, x) for x in reads | writes)
 
 
 def _roots(body: tuple[Instruction, ...]) -> dict[str, str]:

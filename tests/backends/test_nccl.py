@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mdfuse.backends.base import PostSite
 from mdfuse.backends.c10d.backend import C10dBackend
+from mdfuse.backends.nccl import cuda_driver
 from mdfuse.backends.nccl import lane as nccl_lane
 from mdfuse.backends.nccl import library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice, MarkedTrack
@@ -767,3 +768,36 @@ def test_the_driver_raises() -> None:
         device.record(device.stream(0), device.stream(3))
     del event
     assert len(destroyed) == 1
+
+
+def test_a_thread_that_the_driver_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward on GPU 0 may run in a thread that made no call of CUDA yet."""
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    current, calls = [0], []
+
+    def tell(context: Any) -> int:
+        return pointer.from_buffer(context._obj).__init__(current[0]) or 0
+
+    def set_current(context: Any) -> int:
+        current[0] = context.value
+        return 0
+
+    library = SimpleNamespace(
+        cuCtxGetCurrent=tell,
+        cuDevicePrimaryCtxRetain=lambda context, index: context._obj.__init__(70 + index) or 0,
+        cuCtxSetCurrent=set_current,
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(cuda_driver, "enter_device", partial(cuda_driver.enter_device, library))
+
+    def create(address: int, flags: int) -> int:
+        calls.append(current[0])
+        return 0 if current[0] and flags == 2 else 201
+
+    made = ctypes.CFUNCTYPE(integer, pointer, ctypes.c_uint)(create)
+    function = cuda_driver.driver_function(made, pointer, ctypes.c_uint)
+    assert function(0, 2) == 0
+    assert calls == [0, 72]
+    with pytest.raises(BackendError, match="error 201"):  # refused for another reason
+        function(0, 1)
+    assert calls == [0, 72, 72]

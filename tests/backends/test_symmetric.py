@@ -25,7 +25,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse.backends.algorithms import Sizes, compose
 from mdfuse.backends.base import Work
-from mdfuse.backends.symmetric.backend import SymmetricBackend
+from mdfuse.backends.symmetric.backend import SymmetricBackend, SymmetricPoster
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
 from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half
 from mdfuse.backends.symmetric.cuda_turns import Turns
@@ -426,6 +426,21 @@ def test_who_does_not_tell_where_it_lies() -> None:
     here.sites[0].timeout_s = 0.05
     with pytest.raises(BackendError, match=r"cannot connect rank 0 with the team \(0, 1\)"):
         here.post(call, [x], [y], 0)
+
+
+def test_who_moves_nothing_tells_too() -> None:
+    """Five rows, then six columns, in four parts: one rank has none, and the others ask it."""
+    posted: list[int] = []
+
+    def poster(call: Call, size: int, sited: Sited | None) -> Callable[..., Work]:
+        return lambda moves, *_: posted.append(len(moves)) or DONE
+
+    call = Call(kind="AllToAll", team=(0, 1, 2, 3), rank=3)
+    team, nothing = SimpleNamespace(poster=poster), torch.zeros(0)
+    site, shape = numbering(7)(call), Shape(members=4, slot=4096)
+    for at, expected in ((site, [0]), (None, [0])):  # by itself a post of nothing is none
+        SymmetricPoster(call, team, shape, at, {})([nothing], [nothing])  # type: ignore[arg-type]
+        assert posted == expected
 
 
 # -- in memory of the host -------------------------------------------------------------------------

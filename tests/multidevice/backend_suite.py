@@ -181,7 +181,7 @@ PIECES = [(0, 1, 5), (1, 0, 3), (0, 1, 1), (0, 1, 0), (1, 0, 200_000), (0, 1, 30
 
 def held_up(comm: Any, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> list[Tensor]:
     """As `kinds.post`, from a stream that is still to write what is sent, and to read what is
-    where it arrives; the wait is on another stream."""
+    where it arrives; the waits are on two other streams."""
     comm.prepare([call.team])
     given, into = ([x.to(comm.device, copy=True) for x in buffers] for buffers in (srcs, dsts))
     there = [torch.full_like(x.view(torch.uint8), 85).view(x.dtype) for x in given]
@@ -193,7 +193,8 @@ def held_up(comm: Any, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor
             x.copy_(values)
         before = [x.clone() for x in into]
         work = comm.poster(call)(there, into)
-    work.wait()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        work.wait()
     work.wait()
     got = [x.cpu() for x in into]
     own.synchronize()

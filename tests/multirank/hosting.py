@@ -82,6 +82,9 @@ class Host:
             arguments += ["-c", str(self._config.inipath)]
         for override in option.override_ini or ():
             arguments += ["-o", override]
+        # what the tests' own conftest adds, where it does
+        arguments += [f"--default={text}" for text in getattr(option, "default", ())]
+        arguments += ["--launches"] * getattr(option, "launches", False)
         if getattr(option, "timeout", None) is not None:
             arguments += [f"--timeout={option.timeout}"]
         return [*arguments, f"@{tests}"]

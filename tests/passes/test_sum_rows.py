@@ -86,3 +86,24 @@ def test_attention_of_heads_in_stages(schedule: str) -> None:
     found = mf.simulate(program, flat, options=POISON, schedule=0).outputs
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("weight", [{"a": Shard(0)}, {"a": Shard(1)}], ids=["columns", "rows"])
+def test_rows_that_are_gathered_behind_the_view(weight: Any) -> None:
+    """Heads are split, and the next product needs them whole, once more for its gradient."""
+    mesh = DeviceMesh.arange(a=2)
+    with mf.FusionDefinition("net") as fd:
+        x = fd.define_tensor([2, 6, 8], D, mesh, name="x")
+        w, v = (fd.define_tensor([8, 8], D, mesh, weight) for _ in "wv")
+        y = F.linear(x, w).reshape(2, 6, 2, 4).transpose(1, 2).sin()
+        loss = F.linear(y.transpose(1, 2).reshape(2, 6, 8), v).square().mean()
+        for out in (loss, *mf.grad(loss, [w, v])):
+            fd.add_output(out)
+    program = mf.pipeline(fd, microbatches=3, batch={"x": 1}, options=POISON)
+    given = [torch.randn(s, dtype=D) for s in ([2, 6, 8], [8, 8], [8, 8])]
+    leaves = [u.clone().requires_grad_() for u in given[1:]]
+    want = F.linear(F.linear(given[0], leaves[0]).sin(), leaves[1]).square().mean()
+    wanted = [want.detach(), *torch.autograd.grad(want, leaves)]
+    found = mf.simulate(program, given, options=POISON).outputs
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

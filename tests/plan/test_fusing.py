@@ -125,6 +125,27 @@ def test_a_weight_is_updated_in_place(compiler: Compiler) -> None:
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_sums_over_chunks_are_one_function(count: int, compiler: Compiler) -> None:
+    """Of the first chunk as of the others, whatever joins the parts."""
+    with FusionDefinition("sums") as fd:
+        x = fd.define_tensor([6, 4], torch.float32, MESH, {}, name="x")
+        y = (x * 2.0).sin()
+        for made in (fd.ops.sum, fd.ops.amax, fd.ops.amin, fd.ops.prod):
+            fd.add_output(made(y, dims=[0]))
+        fd.add_output(fd.ops.amax(fd.ops.cast(x * 9.0, torch.int32), dims=[0]))
+    program = mf.pipeline(fd, microbatches=count, batch={"x": 0}, options=ALWAYS)
+    x = torch.randn(6, 4)
+    y = (x * 2).sin()
+    want = [y.sum(0), y.amax(0), y.amin(0), y.prod(0), (x * 9).int().amax(0)]
+    for _ in range(3):
+        for got, expected in zip(program.run(x), want, strict=True):
+            torch.testing.assert_close(got, expected)
+    assert len(compiler.bodies) == 1
+    assert isinstance(program.plans.recent, Plan)
+    assert [step.op for step in program.plans.recent.steps].count("launch") == count
+
+
 def test_what_fills_a_buffer_asks_for_no_address(compiler: Compiler) -> None:
     """Where it is traced there is none, and torch warns of whoever asks."""
     with FusionDefinition("f") as fd:

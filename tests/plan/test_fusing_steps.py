@@ -40,8 +40,9 @@ def test_steps_of_a_llama(mesh: str, microbatches: int, compiled: list[Traced]) 
 
 
 def test_steps_of_a_pipeline(compiled: list[Traced]) -> None:
+    """A unit for each way to compute a block, and the updates of the weights."""
     run(example("pipeline").compiled(parse_mesh("pp=2"), 2, 4, "1f1b"), 2)
-    assert len(compiled) > 10
+    assert 5 < len(compiled) < 10  # the same for all microbatches
 
 
 def run(program: mf.Program, size: int) -> None:

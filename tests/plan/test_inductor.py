@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,22 @@ def test_no_folder_where_files_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert inductor.folder() == tmp_path
     with config.patch(force_disable_caches=True):
         assert inductor.folder() is None
+
+
+def test_what_a_function_frees_while_it_runs(tmp_path: Path) -> None:
+    """Torch's own convention, beneath what takes operands one by one: fresh, and out of a file."""
+    form = (8, 8), (8, 1), torch.float32, torch.device("cpu")
+    found = inductor.traced(lambda a, b: [(a * 2).sin() @ b, a + 1], [form, form])
+    made = inductor.compiled(found)
+    inductor.save(made, tmp_path / "made")
+    for function in (made, inductor.load(tmp_path / "made")):
+        emptying = inductor.emptying(function)
+        assert emptying is not None
+        a, b = torch.randn(2, 8, 8).unbind()
+        given, seen, want = [a.clone(), b], [], [(a * 2).sin() @ b, a + 1]
+        seen.append(weakref.ref(given[0]))
+        got = emptying(given)
+        assert given == [] and seen[0]() is None
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y)
+    assert inductor.emptying(torch.add) is None

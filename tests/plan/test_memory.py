@@ -280,3 +280,18 @@ def test_what_torch_allocates_counts(op: str) -> None:
     program = mf.compile(fd)
     plan = build(program.host.project(0), refuse, CPU, False, [torch.randn(16, 16)])
     assert plan.owned.nbytes == 16 * 16 * 4
+
+
+def test_what_a_reshape_has_to_copy_is_in_use_no_longer() -> None:
+    """Two buffers at once: what is copied and the copy, then the copy and a product."""
+    with mf.FusionDefinition("copied") as fd:
+        x = fd.define_tensor([64, 64], mesh=DeviceMesh([0]), layout={})
+        turned = fd.ops.tanh(x).permute(1, 0).reshape(32, 128)
+        product = turned.reshape(64, 64) @ x
+        fd.add_output(product * 2.0)
+    program, x = mf.compile(fd), torch.randn(64, 64) / 8
+    plan = build(program.host.project(0), refuse, CPU, False, [x])
+    assert peak(lives(plan.lines, plan.outputs)) == plan.owned.nbytes == 2 * 64 * 64 * 4
+    want = (x.tanh().T.reshape(64, 64) @ x) * 2
+    for _ in range(2):
+        assert torch.allclose(plan.run([x])[0], want)

@@ -13,6 +13,8 @@ from mdfuse.plan.overwrites import is_tangled
 
 Function = Callable[[Tensor, Tensor], list[Tensor]]
 
+_relu_backward = torch.ops.aten.threshold_backward.grad_input
+
 #: Each thread of a kernel reads the element that it writes, or another value.
 APART: dict[str, Function] = {
     "an update": lambda w, x: [w.copy_(w + x)],
@@ -20,6 +22,8 @@ APART: dict[str, Function] = {
     "what was there is not read": lambda w, x: [torch.mul(x, x, out=w), w.T * 2],
     "another value is transposed": lambda w, x: [torch.mul(x.T, x, out=w)],
     "twice": lambda w, x: [torch.mul(w, x, out=w), torch.add(w, x, out=w)],
+    "a derivative fills it": lambda w, x: [_relu_backward(x.T, x, 0, grad_input=w)],
+    "a derivative of what lies there": lambda w, x: [_relu_backward(w, x, 0, grad_input=w)],
     "a view of what is not read": lambda w, x: [w.T.copy_(x)],
     "what the function makes": lambda w, x: [(w + x).add_(w.T)],
     "nothing is written": lambda w, x: [w.T * 2, w @ x],
@@ -28,6 +32,7 @@ APART: dict[str, Function] = {
 #: Some element may be read after it is written.
 TANGLED: dict[str, Function] = {
     "transposed": lambda w, x: [w.copy_(w.T + x)],
+    "transposed, for a derivative": lambda w, x: [_relu_backward(w.T, x, 0, grad_input=w)],
     "transposed, by out=": lambda w, x: [torch.mul(w.T, x, out=w)],
     "transposed, for another result": lambda w, x: [(w + 1).T * 2, torch.mul(w, x, out=w)],
     "transposed behind": lambda w, x: [torch.mul(w, x, out=w), w.T * 2],

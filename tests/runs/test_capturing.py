@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, ProgramError, Shard
+from mdfuse.plan.signature import Signature
 from mdfuse.runs import capturing
 
 
@@ -19,6 +21,13 @@ def gathering(backend: str = "null") -> mf.Program:
         x = fd.define_tensor([4], mesh=mesh, layout={"tp": Shard(0)})
         fd.add_output(fd.ops.set(x).on(mesh, {}))
     return mf.compile(fd, Options(backend=backend))
+
+
+def on_stream(handle: int, asked: Callable[[], bool], patch: pytest.MonkeyPatch) -> None:
+    """As if this were the current stream, of which the driver tells whether it is captured."""
+    patch.setattr(capturing, "is_capturing", asked)
+    patch.setattr(capturing, "current_raw_stream", lambda device: handle)
+    patch.setattr(Signature, "stream", lambda signature: handle)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +43,7 @@ def test_what_posts_in_turn(
     backend: str, usual: str, device: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_capturing = False
-    monkeypatch.setattr(capturing, "is_capturing", lambda: is_capturing)
+    on_stream(7, lambda: is_capturing, monkeypatch)
     comm: Any = SimpleNamespace(device=torch.device(device), backend=usual)
     host = gathering(backend).host
     capturing.check_capture(host, comm)
@@ -51,7 +60,7 @@ def test_what_posts_in_turn(
 def test_each_run_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one, one with a plan, and those that are surely like the last two."""
     is_capturing = True
-    monkeypatch.setattr(capturing, "is_capturing", lambda: is_capturing)
+    on_stream(7, lambda: is_capturing, monkeypatch)
     monkeypatch.setattr(capturing, "_in_turn", lambda *_: iter(["symmetric"]))
     mf.init(backend="null", rank=0, size=2)
     program, x = gathering(), torch.ones(2)
@@ -64,3 +73,14 @@ def test_each_run_looks(monkeypatch: pytest.MonkeyPatch) -> None:
         is_capturing = False
         for _ in range(runs):
             assert program.run(x)[0].shape == (4,)
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_on_the_stream_of_the_device_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be captured."""
+    on_stream(0, lambda: pytest.fail("the driver is asked"), monkeypatch)
+    monkeypatch.setattr(capturing, "_in_turn", lambda *_: iter(["symmetric"]))
+    mf.init(backend="null", rank=0, size=2)
+    program, x = gathering(), torch.ones(2)
+    for _ in range(5):
+        assert program.run(x)[0].shape == (4,)

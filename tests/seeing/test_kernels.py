@@ -121,3 +121,15 @@ def test_attention_takes_at_least_what_its_bytes_take() -> None:
     byte = Curve(((1.0, 1.0), (1e9, 1e9)))  # a second for each
     costs = Costs(works={"attention f32 64": Curve(((1.0, 1e-9),)), "* f32": byte})
     assert round(costs.seconds(host, i), 3) == 4 * 64 * (1 + 1 + 2 * 1000)
+
+
+def test_a_part_that_is_added_up_where_it_is_made_is_neither_written_nor_read() -> None:
+    with mf.FusionDefinition("sums") as fd:
+        x = fd.define_tensor([8, WIDTH], mesh=DeviceMesh([0]), name="x")
+        fd.add_output(fd.ops.sum(fd.ops.exp(x * 2), dims=[0]))
+    options = mf.Options(compile="always")
+    local = mf.pipeline(fd, microbatches=2, batch={"x": 0}, options=options).host.project(0)
+    units = [i for i in local.as_run.instructions if i.op == "launch"]
+    chunk, total = 4 * 4 * WIDTH, 4 * WIDTH
+    wanted = Kernel(chunk + 2 * total, "f32", "sum")
+    assert [kernels(local.as_run, i) for i in units] == [[wanted]] * 2

@@ -28,6 +28,9 @@ _WORDS = 1024
 #: Sequence numbers are compared in 32 bits; they wrap.
 _BITS = 0xFFFFFFFF
 
+#: The result of a call in a thread to which no GPU belongs yet: CUDA_ERROR_INVALID_CONTEXT.
+_NO_CONTEXT = 201
+
 
 class Device(Protocol):
     """The functions of a device that a lane uses."""
@@ -151,13 +154,16 @@ class CudaDevice:
 def driver_function(function: Any, *arguments: Any) -> Any:
     """Return a function of the driver, made to raise BackendError where it fails.
 
-    The check adds 0.1 us to a call.
+    The check adds 0.1 us to a call. Torch's own threads, such as those of its backward, name GPU 0
+    without a call of CUDA, so that the driver does not know it there: then it is told.
     """
     name = getattr(function, "__name__", "a call")
     function.argtypes = arguments
     function.restype = ctypes.c_int
 
-    def check(result: int, *_: Any) -> int:
+    def check(result: int, _: Any, given: tuple[Any, ...]) -> int:
+        if result == _NO_CONTEXT and enter_device():
+            return int(function(*given))
         if result:
             raise BackendError(
                 f"the CUDA driver refuses {name}: error {result}",
@@ -168,3 +174,17 @@ def driver_function(function: Any, *arguments: Any) -> Any:
 
     function.errcheck = check
     return function
+
+
+def enter_device(library: Any = None) -> bool:
+    """Let torch's current device be the driver's in this thread; return whether none was before."""
+    library = library or ctypes.CDLL("libcuda.so.1")
+    context = ctypes.c_void_p()
+    if library.cuCtxGetCurrent(ctypes.byref(context)) or context.value:
+        return False
+    index = torch.cuda.current_device()
+    # Torch holds the device's context to the end of the process, and so may this thread.
+    return not (
+        library.cuDevicePrimaryCtxRetain(ctypes.byref(context), index)
+        or library.cuCtxSetCurrent(context)
+    )

@@ -265,7 +265,8 @@ class SymmetricPoster:
             small = SMALL_BYTES
             find = self._by_size[first.itemsize] = composer(self.call, make, small, is_open=True)
         bound = find(srcs, dsts)
-        return bound(srcs, dsts) if bound.moves else DONE
+        # At a site the others wait for what this rank tells, also where it has nothing to move.
+        return bound(srcs, dsts) if bound.moves or self.site is not None else DONE
 
     def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
         """Return None: a post reads the addresses of its buffers in each run."""

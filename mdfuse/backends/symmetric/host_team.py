@@ -19,12 +19,13 @@ from typing import Any
 from torch import Tensor
 
 from mdfuse.backends.algorithms import Copy, Reduce
+from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.heap import Heap
 from mdfuse.backends.symmetric.host_memory import Fence, Process, SharedMemory
 from mdfuse.backends.symmetric.moves import IN_HEAP, SLOTS, Move, Put, Shape, Take, kind_of
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.transfers import change
-from mdfuse.backends.work import failure
+from mdfuse.backends.work import DONE, failure
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
 
@@ -136,12 +137,14 @@ class HostTeam:
         self.queue = self.progress.new_queue()
         self._fence = Fence()
 
-    def poster(self, call: Call, size: int, sited: object) -> Callable[..., HostPost]:
+    def poster(self, call: Call, size: int, sited: object) -> Callable[..., Work]:
         """Return what begins posts of a call; see `Team`."""
 
         def post(
             moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
-        ) -> HostPost:
+        ) -> Work:
+            if not moves:
+                return DONE
             self.check_usable(call)
             begun = HostPost(call, moves, Buffers.of(srcs, dsts, scratch), team=self)
             self.progress.begin(begun)

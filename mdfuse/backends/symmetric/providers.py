@@ -33,6 +33,7 @@ from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_proce
 from mdfuse.backends.symmetric.host_team import HostTeam, Progress, outbox_of
 from mdfuse.backends.symmetric.moves import Move, Shape
 from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.work import DONE
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS
 from mdfuse.torch_private import PrefixStore, Store
@@ -298,6 +299,8 @@ class CudaOutboxes:
         ) -> Work:
             if sited is not None:
                 moves = self.sites.moves(sited, tuple(moves), srcs, dsts)
+            if not moves:
+                return DONE
             return self.queue.post(call, moves, partial(Buffers.of, srcs, dsts, scratch), notes)
 
         return post

@@ -94,10 +94,16 @@ def adapted(module: nn.Module, said: Mapping[str, Any]) -> Iterator[dict[str, Ad
 
 
 def _features(layer: nn.Module) -> tuple[int, int] | None:
-    """How many inputs and outputs a linear layer has; None for any other."""
+    """How many inputs and outputs a linear layer has; None for any other.
+
+    Linear is also the `Conv1D` of transformers; others may have a class of that name.
+    """
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
-    return (layer.nx, layer.nf) if type(layer).__name__ == "Conv1D" else None  # type: ignore[return-value]
+    nx, nf = (getattr(layer, name, None) for name in ("nx", "nf"))
+    if type(layer).__name__ == "Conv1D" and isinstance(nx, int) and isinstance(nf, int):
+        return nx, nf
+    return None
 
 
 def _add(

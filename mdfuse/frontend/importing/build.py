@@ -289,7 +289,7 @@ def _are_equal(x: Tensor, y: Tensor) -> bool:
 # -- recording -------------------------------------------------------------------------------------
 
 
-def record(model: Model, inputs: Inputs, is_trained: bool = False) -> list[Any]:
+def record(model: Model, inputs: Inputs) -> list[Any]:
     """Record the graph, and return its results: handles, and tensors that are known.
 
     What is written into buffers is an output that reuses these.
@@ -297,9 +297,8 @@ def record(model: Model, inputs: Inputs, is_trained: bool = False) -> list[Any]:
     Args:
         model: the graph, and where things live.
         inputs: of the definition.
-        is_trained: whether gradients follow.
     """
-    recording = _Recording(model, inputs, is_trained)
+    recording = _Recording(model, inputs)
     for node in model.live:
         if node.op == "call_function":
             recording.keep(node, recording.call(node))
@@ -340,10 +339,10 @@ def whole(x: Any) -> Any:
 class _Recording:
     """What is known of a graph so far."""
 
-    def __init__(self, model: Model, inputs: Inputs, is_trained: bool) -> None:
+    def __init__(self, model: Model, inputs: Inputs) -> None:
         given = inputs.nodes
         self.model, self.views = model, Views()
-        self.context = Context(inputs.seed, is_trained)
+        self.context = Context(inputs.seed)
         self.known: dict[Node, Any] = {**given, **{n: given[m] for n, m in model.same.items()}}
         self._gathered: dict[Node, Any] = {}
         self._made: dict[int, Handle] = {}

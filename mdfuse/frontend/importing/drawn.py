@@ -18,10 +18,9 @@ ops: Any = operations
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What is known of a recording besides its graph: a seed, and whether gradients follow."""
+    """What is known of a recording besides its graph: a seed."""
 
     seed: Handle | None
-    is_trained: bool
 
 
 def dropout(context: Context, x: Handle, p: float = 0.5, train: bool = False) -> Any:

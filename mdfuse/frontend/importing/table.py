@@ -194,7 +194,6 @@ def _elu(x: Handle, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
 
 
 def _embedding(
-    context: drawn.Context,
     weight: Handle,
     indices: Handle,
     padding_idx: int = -1,
@@ -202,14 +201,8 @@ def _embedding(
     sparse: bool = False,
 ) -> Any:
     """Rows of a table; the one of padding gets no gradient. Sparse is how torch keeps dw."""
-    if context.is_trained and scale_grad_by_freq:
-        raise DefinitionError(
-            "gradients of embedding with scale_grad_by_freq=True",
-            because="rows count alike, however often they are read",
-            hint="set scale_grad_by_freq of that layer to False before the import",
-        )
-    is_padded = context.is_trained and padding_idx >= 0
-    return ops.embedding(indices, weight, padding_idx if is_padded else None)
+    padding = padding_idx if padding_idx >= 0 else None
+    return ops.embedding(indices, weight, padding, scale_grad_by_freq)
 
 
 def _grouped_mm(x: Handle, weight: Handle, offs: Any = None, bias: Any = None, *how: Any) -> Any:
@@ -301,6 +294,7 @@ TABLE: dict[str, Call] = {
     "aten.grid_sampler.default": images.grid_sample,
     "aten.affine_grid_generator.default": images.affine_grid,
     "aten.channel_shuffle.default": images.channel_shuffle,
+    "aten.embedding.default": _embedding,
     "aten.embedding_bag.padding_idx": bags.embedding_bag,
     **{f"aten.{name}.input": recurrent.network(name)
        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
@@ -379,7 +373,6 @@ ROWS: Mapping[str, int] = {
 #: overload -> function of a context and handles.
 IN_CONTEXT: dict[str, Call] = {
     "aten.dropout.default": drawn.dropout,
-    "aten.embedding.default": _embedding,
     "aten.scaled_dot_product_attention.default": drawn.attention,
 }
 

@@ -115,7 +115,7 @@ def define_step(
         handles = {h.name: h for node in trained for h in _parts(inputs, node)}
         slots = {h.name: _state(fd, model, node, h, optimizer, master)
                  for node in trained for h in _parts(inputs, node)}  # fmt: skip
-        value, *more = _loss(model, record(model, inputs, is_trained=True), loss, others)
+        value, *more = _loss(model, record(model, inputs), loss, others)
         gradients = grad(value, [*handles.values()])
         shown = [value, *more]
         if clip is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mdfuse.errors import DefinitionError
@@ -103,26 +105,31 @@ def linear(x: Handle, weight: Handle, bias: Handle | None = None) -> Handle:
     return record("linear", x, weight, *(() if bias is None else (bias,)))
 
 
-def embedding(indices: Handle, weight: Handle, padding_idx: int | None = None) -> Handle:
+def embedding(
+    indices: Handle,
+    weight: Handle,
+    padding_idx: int | None = None,
+    scale_grad_by_freq: bool = False,
+) -> Handle:
     """Rows of weight[v,d] at indices[…]. They are below v: see `Options.check_indices`.
 
     Args:
         indices: of rows.
         weight: the table.
         padding_idx: a row to which no gradient goes; negative: counted from the end.
+        scale_grad_by_freq: the gradient of a row is divided by how often it is read.
     """
-    rows = record("embedding", indices, weight)
+    said: dict[str, Any] = {"scale_grad_by_freq": True} if scale_grad_by_freq else {}
     if padding_idx is None:
-        return rows
+        return record("embedding", indices, weight, **said)
     if not weight.ndim or not -weight.shape[0] <= padding_idx < weight.shape[0]:
         raise DefinitionError(
             f"embedding of {shown(weight)} with padding_idx={padding_idx}",
             because="it is one of its rows",
             hint="a row of the table",
         )
-    at = padding_idx % weight.shape[0]
-    is_padding = record("unsqueeze", record("eq", indices, at), dims=(indices.ndim,))
-    return record("where", is_padding, record("detach", rows), rows)
+    said["padding_idx"] = padding_idx % weight.shape[0]
+    return record("embedding", indices, weight, **said)
 
 
 def grouped_mm(x: Handle, weight: Handle, offs: Handle) -> Handle:

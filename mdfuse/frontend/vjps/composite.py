@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import reductions, views
 from mdfuse.frontend.ops.recording import in_f32, record
@@ -75,7 +77,17 @@ def _linear(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("embedding")
 def _embedding(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """Each row of the table gets the sum of those that were looked up there."""
+    """Each row of the table gets the sum of those that were looked up there, that of padding none.
+
+    With `scale_grad_by_freq` it is their mean.
+    """
+    if e.attrs.get("scale_grad_by_freq"):
+        one = record("full", 1, shape=(*ct.shape[:-1], 1), dtype=torch.float32)
+        counts = record("embedding_grad", e[0], one, shape=(e.shape(1)[0], 1))
+        ct = ct / record("embedding", e[0], counts).to(ct.dtype)
+    if (padding := e.attrs.get("padding_idx")) is not None:
+        is_padding = views.unsqueeze(record("eq", e[0], padding), -1)
+        ct = record("where", is_padding, 0, ct)
     return None, record("embedding_grad", e[0], ct, shape=e.shape(1))
 
 

@@ -10,12 +10,13 @@
 Work waits until something needs it, so that what belongs together joins. It goes before
 communications and all else that is no local work, but for what is computed element by element for
 work of that kind behind a post or a wait, of no more bytes than it makes: in one unit it is neither
-written nor read. What is written over a value is in a unit where
-each element is computed from the one that lies there; whoever reads that value otherwise goes in a
-unit before, since a compiler may make both into one kernel. A long unit is cut, where layers repeat
-into equal ones, which are compiled once. For matrix products and attention a compiler calls the
-library that torch calls: they are in units for what is around them, and none is made of them alone.
-A product that is summed over ranks gets a buffer of the program's, which the sum may have then.
+written nor read. Sums over chunks are added up where their parts are made. What is written over a
+value is in a unit where each element is computed from the one that lies there; whoever reads that
+value otherwise goes in a unit before, since a compiler may make both into one kernel. A long unit
+is cut, where layers repeat into equal ones, which are compiled once. For matrix products and
+attention a compiler calls the library that torch calls: they are in units for what is around them,
+and none is made of them alone. A product that is summed over ranks gets a buffer of the program's,
+which the sum may have then.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ class _Groups:
     def can_wait(self, i: Instruction) -> bool:
         """Tell whether an instruction is work on tensors for a compiler."""
         op = op_of(i)
+        if i.op == "accumulate":
+            return i.order is None and not self.bound.isdisjoint(i.outputs)
         if op is None or i.op != op.host:
             return False
         if self.is_over(i) and not (op.is_elementwise and self.is_in_place(i)):
@@ -154,7 +157,7 @@ class _Groups:
         is_again = _is_recomputed(i) and not all(map(_is_recomputed, self.waiting))
         if is_elsewhere or is_again:
             return self.units(self.waiting)
-        if self.is_over(i):
+        if self.is_over(i) or i.op == "accumulate":
             return self.untangled(i)
         return [] if self.follows(i) else self.units(self.waiting)
 
@@ -280,7 +283,7 @@ class _Groups:
 
     def unit(self, taken: Sequence[Instruction]) -> Sequence[Instruction]:
         works = [i for i in taken if _works(i)]
-        if len(works) < 2 or all(is_library(i) for i in works):
+        if len(works) < 2 or all(is_library(i) or i.op == "accumulate" for i in works):
             return taken
         inner = Counter(x for i in taken for x in i.reads)
         made: dict[str, None] = {}

@@ -8,8 +8,9 @@
 
 A post moves up with the buffer that it fills and the copies and views that it sends, up to the last
 write of what these read, and stands before work or a wait, not before a post that is wanted sooner.
-Posts are taken in the order of the program, as long as what was posted ahead of its place fills no
-more bytes on a rank than the option says: the memory that it costs.
+Posts are taken in the order of the program, as long as the buffers that what was posted ahead of
+its place fills, and those that it copies what it sends into, take no more bytes on a rank than the
+option says: the memory that it costs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
 from mdfuse.hir.instructions import COMMUNICATIONS, POSTS, PURE_VIEWS, row_of
+from mdfuse.hir.orders import Dims
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import shared_operand, storage
 
@@ -38,7 +40,7 @@ class _Raised:
         at: its place among the instructions.
         since: the first place at which everything that it needs is there.
         carried: the places of what goes with it, and its own.
-        bytes: of the buffer that it fills, on a rank.
+        bytes: of the buffers that are made for it, on a rank.
     """
 
     at: int
@@ -94,10 +96,9 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 
 
 def largest(program: HostProgram) -> int:
-    """Return the bytes of the largest buffer that a gather fills outside of loops; 0: none does."""
-    gathers = (i for i in program.instructions if i.comm is not None and i.op == "post")
-    sizes = (program.types[i.reads[-1]].nbytes() for i in gathers if i.comm.kind == "Allgather")  # type: ignore[union-attr]
-    return max(sizes, default=0)
+    """Return the most bytes that a gather outside of loops takes ahead of its place; 0: none."""
+    comms = ((r, program.instructions[r.at].comm) for r in _candidates(program))
+    return max((r.bytes for r, c in comms if c is not None and c.kind == "Allgather"), default=0)
 
 
 def _candidates(program: HostProgram) -> Iterator[_Raised]:
@@ -131,8 +132,22 @@ def _raised(program: HostProgram, at: int, writes: _Writes) -> _Raised | None:
         made = program.instructions[by]
         carried.add(by)
         reads += made.reads
-    size = program.types[into].nbytes()
+    made = (i for i in map(program.instructions.__getitem__, carried) if _is_new(program, i))
+    size = sum(program.types[x].nbytes() for i in made for x in i.outputs)
     return _Raised(at, since, tuple(sorted(carried)), size) if since < at else None
+
+
+def _is_new(program: HostProgram, i: Instruction) -> bool:
+    """Whether what goes with a post makes memory: a view does where it has to lie otherwise."""
+    operand = shared_operand(i)
+    if operand is None or i.op == "pad":
+        return i.op not in POSTS
+    if operand in program.inputs:
+        lies: Dims | None = tuple(range(len(program.types[operand].shape)))
+    else:
+        known = program.orders.get(program.root(operand))
+        lies = known.lies if known is not None else None
+    return i.order is not None and i.order != lies
 
 
 def _goes_along(program: HostProgram, by: int, x: str, writes: _Writes) -> bool:

@@ -27,8 +27,9 @@ from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.folded import folded
 from mdfuse.hir.verify.layers import without_repeated
 from mdfuse.hir.verify.rotations import rotates
+from mdfuse.hir.verify.shifted import even
 from mdfuse.hir.verify.sizes import check_sizes
-from mdfuse.hir.verify.stand_ins import does_the_same, holds_for_numbers
+from mdfuse.hir.verify.stand_ins import does_the_same, holds_for_numbers, projected
 from mdfuse.hir.verify.structure import check_defined, check_structure
 from mdfuse.hir.verify.teams import check_teams
 from mdfuse.hir.verify.types import check_types
@@ -157,15 +158,30 @@ def _held(mine: HostProgram, program: HostProgram, ends: Ends) -> HostProgram:
 
 def _verify_looped_ranks(program: HostProgram, first: int, last: int, in_full: bool) -> None:
     """Verify the projections of the first and the last rank of a class, or one for both."""
+    if not in_full and _is_right_everywhere(program, first):
+        return
     mine = program.project(first)
     local = _verify_looped(program, mine, in_full)
     if last == first:
         return
-    other = program.project(last)
+    other = projected(program, mine, last)
     if local is not None and does_the_same(mine, other):
         _check_sizes(replace(local, rank=last))
     else:
         _verify_looped(program, other, in_full)
+
+
+def _is_right_everywhere(program: HostProgram, first: int) -> bool:
+    """Return whether one rank is sure to stand for all, and all is well there."""
+    alike = even(program)
+    try:
+        local = folded(alike.project(first)) if alike is not None else None
+        if alike is None or local is None:
+            return False
+        _check_flow(local, alike)
+    except (MdfuseError, KeyError):
+        return False  # it may be right all the same: that of the ranks themselves counts
+    return True
 
 
 def _verify_looped(program: HostProgram, mine: HostProgram, in_full: bool) -> HostProgram | None:

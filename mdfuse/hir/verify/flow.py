@@ -244,7 +244,8 @@ class Flow:
         for name in i.reads:
             self.view(name, i)
         for inner in i.body:
-            self.compute(inner)
+            run = Flow.accumulate if inner.op == "accumulate" else Flow.compute
+            run(self, inner)
         for name in {n for inner in i.body for n in inner.outputs}.difference(i.outputs):
             self.bound.pop(name, None)
 

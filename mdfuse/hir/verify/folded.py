@@ -7,9 +7,9 @@
 
 What the verifier accepts of this it accepts of all iterations written out:
 - Iterations whose branches, and the sizes of whose chunks, are the same are one run. The first of
-  each run stands for itself, the others are written as one. So does the first of the loop, and the
-  first on another branch: what streams and names are before the next one, they are before each
-  later one.
+  each run stands for itself, the others are written as one. So does the first on another branch,
+  and the first of the loop, unless it finds streams and names as all others do: what these are
+  before the next one, they are before each later one.
 - Where `next` divides the loop, as many as it has parts stand for themselves: the part of one may
   stand before those of earlier ones that are as near, and behind those of all others. Each pair
   that is as near, and each that is not, has one here that is like it.
@@ -177,7 +177,9 @@ class _Folded(Unrolled):
         try:
             if len(numbers) < FEWEST or numbers.step != 1 or any(i.op == "for" for i in inside):
                 raise _Unfit
-            starts = {numbers.start, numbers.start + 1}
+            starts = {numbers.start}
+            if not self.begins_anew(loop):
+                starts.add(numbers.start + 1)
             done: set[tuple[BufferType, Linear]] = set()
             for name, which in self.chunks(index, inside).items():
                 kind = self.program.types[name]
@@ -191,6 +193,20 @@ class _Folded(Unrolled):
             return [numbers[at : at + 1] for at in range(len(numbers))]
         kept = [*sorted(n for n in starts if n in numbers), numbers.stop]
         return [range(a, b) for a, b in pairwise(kept)]
+
+    def begins_anew(self, loop: Instruction) -> bool:
+        """Return whether streams and names are the same before the first iteration as later.
+
+        The body sets its stream first, and what it binds belongs to an iteration or was bound.
+        """
+        if len(loop.parts) > 1:
+            return False
+        first = next((i for i in loop.body if i.op != "chunk"), None)
+        if first is None or first.op != "set_stream":
+            return False
+        own = {*self.dependent(loop), *(self.bound - self.left)}
+        root = self.program.root
+        return all(root(n) in own for i in loop.body for j in i.walk() for n in j.outputs)
 
     def chunks(self, index: Term, inside: list[Instruction]) -> dict[str, Linear]:
         """Return the buffers that are another chunk in each iteration, and which one."""

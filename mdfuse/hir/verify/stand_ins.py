@@ -10,17 +10,56 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mdfuse.errors import MdfuseError
-from mdfuse.extents.expressions import Term
-from mdfuse.hir.instructions import TRANSFERS, row_of
+from mdfuse.extents.expressions import Index, Term, terms
+from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.projection import localized
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.hir.verify.sizes import uses
 from mdfuse.layouts.boxes import relative
 
 #: Instructions whose index is no part of what they compute.
 _COUNTED = (*TRANSFERS, "for", "if", "set_stream", "sync", "wait")
+
+
+def projected(program: HostProgram, mine: HostProgram, rank: int) -> HostProgram:
+    """Return the projection for a rank of the mesh, of which there is one for another rank.
+
+    Where nothing is written that depends on the rank, it is that of the other one.
+    """
+    assert mine.rank is not None
+    ranks = mine.rank, rank
+    is_alike = len(program.meshes) == 1 and not any(map(_has_places, _indices(program)))
+    if is_alike and all(_is_alike(program, i, ranks) for i in program.walk()):
+        return replace(mine, rank=rank)
+    return program.project(rank)
+
+
+def _indices(program: HostProgram) -> set[Index]:
+    """Return all index expressions of a program, those of chunks included."""
+    found = {x for i in program.walk() if i.inputs or i.attrs for x in i.indices}
+    layouts = {id(k.layout): k.layout for k in program.types.values() if k.layout is not None}
+    ends = [k for c in program.communications for k in (c.source, c.destination)]
+    chunks = (chunk_of(k) for k in (*layouts.values(), *ends))
+    return found | {c.index for c in chunks if c is not None and c.index is not None}
+
+
+def _has_places(index: Index) -> bool:
+    return any(t.kind != "index" for t in terms(index))
+
+
+def _is_alike(program: HostProgram, i: Instruction, ranks: tuple[int, int]) -> bool:
+    """Return whether an instruction without indices that depend on ranks is the same on two."""
+    if i.op in TRANSFERS:
+        return False
+    op = op_of(i)
+    if op is None or op.localize is None:
+        return True
+    a, b = (localized(program, i, rank, program.knows(rank)) for rank in ranks)
+    return a == b
 
 
 def does_the_same(mine: HostProgram, other: HostProgram) -> bool:
@@ -30,7 +69,9 @@ def does_the_same(mine: HostProgram, other: HostProgram) -> bool:
     """
     a, b = mine.rank, other.rank
     assert a is not None and b is not None
-    if mine.instructions != other.instructions or mine.types != other.types:
+    if mine.instructions is not other.instructions and mine.instructions != other.instructions:
+        return False
+    if mine.types is not other.types and mine.types != other.types:
         return False
     kinds = {*mine.types.values()}
     if any(k.layout is not None and a not in k.layout.mesh for k in kinds):

@@ -46,7 +46,11 @@ row(
     localize=of_part.local_rows,
     indexed=1,
     operands=(2, 2),
-    attrs=(attr("part", "part", is_local=True),),
+    attrs=(
+        attr("padding_idx", "extent"),
+        attr("scale_grad_by_freq", "bool"),
+        attr("part", "part", is_local=True),
+    ),
     **_COMPOSITE,
 )
 row(

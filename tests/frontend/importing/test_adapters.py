@@ -161,6 +161,26 @@ def test_what_is_refused(what: str) -> None:
     assert [*module.state_dict()] == ["0.weight", "0.bias"]
 
 
+class Conv1D(nn.Module):
+    """A layer of the user's, which has the name of one of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+def test_a_class_of_the_name_of_a_linear_layer_is_imported() -> None:
+    module, x = Conv1D(), torch.randn(2, 2, 5)
+    model = mf.from_torch(module, (x,), mesh=DeviceMesh.arange(tp=2))
+    (y,) = mf.simulate(model.compile(), [*model.load(), x]).outputs
+    torch.testing.assert_close(y, module(x).detach())
+    with pytest.raises(LayoutError, match="matches no"):
+        mf.from_torch(module, (x,), mesh=DeviceMesh.arange(tp=2), adapters={"*": 2})
+
+
 def test_a_parameter_of_that_name_is_refused() -> None:
     module = nn.Linear(6, 8)
     module.lora_A = nn.Parameter(torch.ones(2))

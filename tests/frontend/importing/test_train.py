@@ -178,38 +178,43 @@ def test_adapters_beside_what_requires_no_gradient() -> None:
         torch.testing.assert_close(state[name], (w - w.grad).detach())
 
 
-class Padded(nn.Module):
-    """A table whose row 0 is padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8, 4, padding_idx=0)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.table(ids)
+TABLES: dict[str, dict[str, Any]] = {
+    "padding": {"padding_idx": 0},
+    "by frequency": {"scale_grad_by_freq": True},
+    "both": {"padding_idx": 3, "scale_grad_by_freq": True},
+}
 
 
-@pytest.mark.parametrize("split", [{}, {"table.weight": {"tp": Shard(0)}}])
-def test_the_row_of_padding_gets_no_gradient(split: Any) -> None:
+@pytest.mark.parametrize("split", [{}, {"weight": {"tp": Shard(0)}}, {"input:0": {"tp": Shard(0)}}])
+@pytest.mark.parametrize("said", TABLES)
+def test_what_a_table_says_of_its_gradients_holds(said: str, split: Any) -> None:
     torch.manual_seed(2)
-    module, ids = Padded().double(), torch.tensor([[0, 3, 0, 1], [7, 0, 3, 2]])
+    module, ids = (
+        nn.Embedding(8, 4, **TABLES[said]).double(),
+        torch.tensor([[0, 3, 0, 3], [7, 0, 3, 2]]),
+    )
     model = mf.from_torch(module, (ids,), mesh=DeviceMesh.arange(tp=2), layouts=split)
     step = model.training_step(squares, optimizer=partial(mf.optim.sgd, lr=RATE))
     _, state = one_step(step, model, ids)
     squares(module(ids)).backward()
-    w = module.table.weight
+    w = module.weight
     assert w.grad is not None
-    torch.testing.assert_close(state["table.weight"], (w - w.grad).detach())
+    torch.testing.assert_close(state["weight"], (w - w.grad).detach())
 
 
-def test_rows_that_count_by_how_often_they_are_read_are_refused() -> None:
-    module, ids = nn.Embedding(8, 4, scale_grad_by_freq=True), torch.tensor([1, 1, 2])
-    model = mf.from_torch(module, (ids,), mesh=DeviceMesh.arange(tp=2))
-    assert torch.equal(mf.simulate(model.compile(), [*model.load(), ids]).outputs[0], module(ids))
-    with pytest.raises(DefinitionError, match="scale_grad_by_freq=True") as error:
-        model.training_step(squares, optimizer=mf.optim.sgd)
-    told = ("sparse.py", "rows count alike", "to False before the import")
-    assert all(text in str(error.value) for text in told)
+@pytest.mark.parametrize("said", TABLES)
+def test_it_holds_under_the_autograd_of_torch(said: str) -> None:
+    torch.manual_seed(2)
+    module, ids = (
+        nn.Embedding(8, 4, **TABLES[said]).double(),
+        torch.tensor([[0, 3, 0, 3], [7, 0, 3, 2]]),
+    )
+    model = mf.from_torch(module, (ids,), mesh=DeviceMesh([0]))
+    w = nn.Parameter(module.weight.detach().clone())
+    (y,) = mf.differentiable(model.definition)(w, ids)
+    for rows in (y, module(ids)):
+        squares(rows).backward()
+    torch.testing.assert_close(w.grad, module.weight.grad)
 
 
 class Rounded(torch.autograd.Function):

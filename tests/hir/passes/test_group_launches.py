@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.pipelines import batch_of, check_orders, meshes, network
 from helpers.reuse_cases import CASES, Build, Expect, define, inputs
 
 import mdfuse as mf
@@ -281,6 +282,37 @@ def test_what_is_read_elsewhere_is_not_in_the_unit_of_an_update(kind: str) -> No
     want = [beside.get(kind, a) + 1, new, *([new.T * 3 + a] if kind == "behind" else [])]
     for mine, theirs in zip(results, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_sums_over_chunks_are_added_up_in_the_units_of_their_parts() -> None:
+    net = network(meshes(2))
+    batch = batch_of(net)
+    program = mf.pipeline(
+        net.definition, microbatches=3, batch=batch, schedule="1f1b", options=ALWAYS
+    )
+    verify(program.host)
+    assert hir.parse(str(program.host)) == program.host
+    for name in ("B0", "B1"):
+        body = program.host.blocks[name].body
+        (unit,) = [i for i in body if i.op == "launch"]
+        added = [i for i in unit.body if i.op == "accumulate"]
+        assert len(added) == 2 and {x for i in added for x in i.outputs} <= {*unit.outputs}
+        assert {x for i in added for x in i.reads}.isdisjoint(unit.outputs)
+        assert not any(i.op == "accumulate" for i in body)
+    check_orders(program, net, seeds=3)
+
+
+def test_products_alone_and_their_sums_are_no_unit() -> None:
+    mesh = DeviceMesh.arange(t=1)
+    with FusionDefinition("products") as fd:
+        x, y = (fd.define_tensor([4, 4], torch.float64, mesh, {}, name=n) for n in "xy")
+        fd.add_output(fd.ops.permute(x, [1, 0]) @ y)
+    program = mf.pipeline(fd, microbatches=2, batch={"x": 0, "y": 0}, options=ALWAYS)
+    (loop,) = [i for i in program.host if i.op == "for"]
+    assert [i.op for i in loop.body if i.op != "free"][-2:] == ["matmul", "accumulate"]
+    x, y = torch.randn(2, 4, 4, dtype=torch.float64)
+    (got,) = mf.simulate(program, [x, y]).outputs
+    torch.testing.assert_close(got, x.T @ y)
 
 
 def test_what_nobody_reads_is_no_unit() -> None:
