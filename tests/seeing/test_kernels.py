@@ -7,6 +7,8 @@ import torch
 import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.seeing import Costs
+from mdfuse.seeing.across import is_across
+from mdfuse.seeing.amounts import is_work
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.seeing.kernels import Kernel, kernels
 
@@ -133,3 +135,25 @@ def test_a_part_that_is_added_up_where_it_is_made_is_neither_written_nor_read() 
     chunk, total = 4 * 4 * WIDTH, 4 * WIDTH
     wanted = Kernel(chunk + 2 * total, "f32", "sum")
     assert [kernels(local.as_run, i) for i in units] == [[wanted]] * 2
+
+
+def test_work_by_itself_is_priced_as_across_where_its_operands_lie_in_different_orders() -> None:
+    with mf.FusionDefinition("orders") as fd:
+        x = fd.define_tensor([ROWS, WIDTH], mesh=DeviceMesh([0]))
+        z = fd.define_tensor([WIDTH, ROWS], mesh=DeviceMesh([0]))
+        turned = fd.ops.permute(z, [1, 0])
+        for y in (x + x, x + turned, turned + turned, fd.ops.exp(turned)):
+            fd.add_output(y)
+        fd.add_output(
+            x * fd.ops.permute(fd.define_tensor([WIDTH, 1], mesh=DeviceMesh([0])), [1, 0])
+        )
+    host = mf.compile(fd, mf.Options(compile="never")).host.project(0)
+    work = [i for i in host.instructions if is_work(i)]
+    assert [is_across(host, i) for i in work] == [False, True, False, False, False]
+    byte = {"*": 1.0, "across": 100.0}
+    works = {f"{key} f32": Curve(((1.0, s), (1e6, 1e6 * s))) for key, s in byte.items()}
+    plain, across, *_ = (Costs(works=works).seconds(host, i) for i in work)
+    small = 4 * ROWS * WIDTH
+    assert (round(plain), round(across)) == (2 * small, 100 * 3 * small)
+    (less,) = {Costs(works={"* f32": works["* f32"]}).seconds(host, i) for i in work[1:2]}
+    assert round(less) == 3 * small, "where it was not measured it is like other work"
