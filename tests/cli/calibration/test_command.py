@@ -47,7 +47,7 @@ def test_a_table_has_everything_that_was_measured(
     assert heads | {f"{name} causal" for name in heads} <= costs.works.keys()
     assert costs.products.keys() == {"linear f32", "matmul f32"}
     assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
-    assert costs.run_s >= 0 == costs.posting_s
+    assert costs.run_s >= 0 and costs.posting_s <= 1e-9, "one rank communicates with nobody"
     assert table.ranks == 1 and len(table.held_out) == 11 and not costs.is_fused
     assert table.machine == machine_of(mf.init().device, "gloo")
 
