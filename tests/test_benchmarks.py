@@ -475,7 +475,11 @@ def test_what_seeing_costs_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "header"),
-    [("costs-gloo-2", "predicted program"), ("costs-h200", "predicted on a GPU")],
+    [
+        ("costs-gloo-2", "predicted program"),
+        ("costs-h200", "predicted on a GPU"),
+        ("costs-nccl-2", "predicted on two GPUs"),
+    ],
 )
 def test_predicted_times_that_the_page_shows(name: str, header: str) -> None:
     file, rows = stored(name), shown(header)

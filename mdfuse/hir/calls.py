@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mdfuse.hir.indices import index_names
 from mdfuse.hir.instructions import POSTS
-from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.mesh import DeviceMesh
 
 

@@ -32,9 +32,17 @@ class Order:
     lies: Dims | None = None
 
 
-def orders_of(program: HostProgram) -> dict[str, Order]:
-    """Return name with a buffer of its own -> its order; `program.orders` keeps this."""
+def orders_of(program: HostProgram, has_dense_inputs: bool = False) -> dict[str, Order]:
+    """Return name with a buffer of its own -> its order; `program.orders` keeps this.
+
+    Args:
+        program: the host program.
+        has_dense_inputs: whether to take it that inputs lie row by row, as they mostly do.
+    """
     found: dict[str, Order] = {}
+    if has_dense_inputs:
+        shapes = ((name, program.types[name].local_shape()) for name in program.inputs)
+        found = {name: Order(lies=tuple(range(len(shape)))) for name, shape in shapes}
     settled: set[str] = set()
     for i in program.walk():
         if i.op == "free":

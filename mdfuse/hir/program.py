@@ -12,7 +12,7 @@ import torch
 
 from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError, Source
-from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve, terms
+from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve
 from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.orders import Order, orders_of
@@ -363,6 +363,11 @@ class HostProgram:
         return orders_of(self)
 
     @cached_property
+    def likely_orders(self) -> Mapping[str, Order]:
+        """The same where inputs lie row by row."""
+        return orders_of(self, has_dense_inputs=True)
+
+    @cached_property
     def written_inputs(self) -> frozenset[str]:
         """The inputs whose buffers are written: those that have aliases."""
         return frozenset(map(self.root, self.aliases)).intersection(self.inputs)
@@ -484,17 +489,3 @@ def resolved(attrs: tuple[tuple[str, Any], ...], known: Known) -> tuple[tuple[st
 
 def _first(term: Term) -> int:
     return 0
-
-
-def index_names(i: Instruction, types: Mapping[str, BufferType]) -> set[str]:
-    """Return the loop indices in an instruction itself, not those that its operands depend on."""
-    found = i.indices
-    layouts = [types[n].layout for n in i.outputs if n in types]
-    if i.comm is not None:
-        layouts += [i.comm.source, i.comm.destination]
-    for layout in layouts:
-        if layout is not None and layout.stream is not None and layout.stream.index is not None:
-            found.append(layout.stream.index)
-    if not found:
-        return set()
-    return {t.name for index in found for t in terms(index) if t.kind == "index"}

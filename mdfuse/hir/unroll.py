@@ -23,8 +23,9 @@ from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve
 from mdfuse.hir.calls import blocks_of, per_index
+from mdfuse.hir.indices import index_names
 from mdfuse.hir.instructions import POSTS, TRANSFERS, op_of
-from mdfuse.hir.program import BufferType, HostProgram, Instruction, index_names, resolved
+from mdfuse.hir.program import BufferType, HostProgram, Instruction, resolved
 from mdfuse.ir.graph import Operand
 from mdfuse.layouts.layout import Layout
 

@@ -221,6 +221,7 @@ def _costs_out(costs: Costs) -> dict[str, Any]:
     return {
         "launch_s": costs.launch_s,
         "run_s": costs.run_s,
+        "posting_s": costs.posting_s,
         "switch_s": costs.switch_s,
         "flops": costs.flops,
         "bandwidth": costs.bandwidth,

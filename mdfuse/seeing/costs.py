@@ -15,6 +15,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
+from mdfuse.seeing.across import is_across
 from mdfuse.seeing.amounts import attention, is_work, nbytes, operations, product
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.seeing.kernels import kernels
@@ -82,6 +83,7 @@ class Costs:
         name: what the figures are of, for readers.
         launch_s: seconds that any work takes at least.
         run_s: seconds that a run takes besides what its instructions do.
+        posting_s: seconds that a run takes more where it communicates.
         switch_s: seconds that work takes more behind work of another kind or size than behind its
             like: of each kernel of a launch, too.
         flops: floating-point operations per second of products and attention.
@@ -90,7 +92,8 @@ class Costs:
             link; "*" is any other. "SendRecv" is the kind of send and recv, too. What begins with
             a backend and a colon, "symmetric: Allgather 2", is of that backend where posts name it.
         works: "gelu f32", or "* f32" for all other work of a type -> seconds by bytes read and
-            written; "attention f32 64", or "attention f32 64 causal", where heads have 64 features
+            written; "across f32" of elementwise work whose operands lie in different memory
+            orders; "attention f32 64", or "attention f32 64 causal", where heads have 64 features
             -> seconds by operations, counted as if nothing was masked.
         products: "linear f32", or "matmul f32" for all other products -> seconds by m, n and k.
         is_fused: whether the work of a launch is compiled into few kernels, or done one by one.
@@ -106,6 +109,7 @@ class Costs:
     name: str = "a table"
     launch_s: float = 0.0
     run_s: float = 0.0
+    posting_s: float = 0.0
     switch_s: float = 0.0
     flops: float = math.inf
     bandwidth: float = math.inf
@@ -115,8 +119,8 @@ class Costs:
     is_fused: bool = True
 
     def __post_init__(self) -> None:
-        times = {"launch_s": self.launch_s, "run_s": self.run_s, "switch_s": self.switch_s}
-        _check(**times, flops=self.flops, bandwidth=self.bandwidth)
+        times = {"run_s": self.run_s, "posting_s": self.posting_s, "switch_s": self.switch_s}
+        _check(**times, launch_s=self.launch_s, flops=self.flops, bandwidth=self.bandwidth)
         for key, link in self.links.items():
             if not isinstance(link, Link):
                 raise ProgramError(
@@ -191,17 +195,17 @@ class Costs:
             return sum(self.seconds(program, j) for j in i.body)
         if self.works:
             found = kernels(program, i)
-            made = sum(self._bytes(*kernel) for kernel in found)
+            made = sum(self._bytes(k.nbytes, k.dtype, k.like) for k in found)
             made += self.switch_s * max(0, len(found) + len(inner) - 1)
             return sum((self._work(program, j) for j in inner), start=made)
-        moved = sum(size for size, _ in kernels(program, i)) / self.bandwidth
+        moved = sum(k.nbytes for k in kernels(program, i)) / self.bandwidth
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
 
-    def _bytes(self, size: int, dtype: str) -> float:
-        curve = self.works.get(f"* {dtype}")
-        return (
-            curve.seconds(size) if curve is not None else max(self.launch_s, size / self.bandwidth)
-        )
+    def _bytes(self, size: int, dtype: str, like: str = "*") -> float:
+        """Return the seconds of work on some bytes: at least those of pointwise work."""
+        found = (self.works.get(f"{key} {dtype}") for key in {"*", like})
+        measured = [curve.seconds(max(size, 1)) for curve in found if curve is not None]
+        return max(measured, default=max(self.launch_s, size / self.bandwidth))
 
     def _work(self, program: HostProgram, i: Instruction) -> float:
         """Return the seconds of work: as measured, where it was."""
@@ -219,9 +223,10 @@ class Costs:
         curve = self.works.get(f"{i.fn} {dtype}")
         if curve is None and not count:
             curve = self.works.get(f"* {dtype}")
+        across = self._bytes(nbytes(program, i), dtype, "across") if is_across(program, i) else 0.0
         if curve is not None:
-            return curve.seconds(max(count or nbytes(program, i), 1))
-        return max(self.launch_s, self._modelled(program, i))
+            return max(across, curve.seconds(max(count or nbytes(program, i), 1)))
+        return max(across, self.launch_s, self._modelled(program, i))
 
     def _attention(
         self, count: int, dtype: str, passes: float, head: int, mask: str, moved: int

@@ -6,16 +6,39 @@ what only that kernel reads is neither written nor read again.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import networkx as nx
 
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
+from mdfuse.seeing.across import are_across
 from mdfuse.seeing.amounts import added_to, buffer_bytes, is_work
 
+#: Work that goes through a row more than once.
+_ROWS = frozenset(("softmax", "log_softmax", "layer_norm", "rms_norm"))
 
-def kernels(program: HostProgram, launch: Instruction) -> list[tuple[int, str]]:
-    """Return the bytes that each kernel of a launch reads and writes, and its type of elements."""
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What a compiler makes of some work.
+
+    Attributes:
+        nbytes: that it reads and writes.
+        dtype: of its result.
+        like: what is measured that does the same to memory: all pointwise work; what adds rows up;
+            what reads another order than it writes.
+    """
+
+    nbytes: int
+    dtype: str
+    like: Literal["*", "sum", "across"] = "*"
+
+
+def kernels(program: HostProgram, launch: Instruction) -> list[Kernel]:
+    """Return the kernels of a launch, but for those of libraries."""
     body = launch.body
     level: dict[str, int] = {}
     made = {x: n for n, i in enumerate(body) for x in i.outputs}
@@ -33,20 +56,39 @@ def kernels(program: HostProgram, launch: Instruction) -> list[tuple[int, str]]:
             if at is not None and at in graph and heights[at] == height:
                 graph.add_edge(at, n)
     found = nx.connected_components(graph)
-    return [_moved(program, launch, sorted(part), roots) for part in found]
+    return [_kernel(program, launch, sorted(part), roots) for part in found]
+
+
+def _kernel(
+    program: HostProgram, launch: Instruction, part: list[int], roots: dict[str, str]
+) -> Kernel:
+    work = [launch.body[n] for n in part]
+    made = [x for i in work for x in i.outputs]
+    first = program.types[work[-1].outputs[0]].dtype
+    like: Literal["*", "sum", "across"] = "*"
+    if are_across(program, {x for i in work for x in i.reads} - {*made}, made):
+        like = "across"
+    elif any(_is_by_rows(program, i) for i in work):
+        like = "sum"
+    return Kernel(_moved(program, launch, part, roots), dtype_name(first), like)
+
+
+def _is_by_rows(program: HostProgram, i: Instruction) -> bool:
+    """Return whether work makes less of what it reads, or goes through rows more than once."""
+    made = sum(buffer_bytes(program, x) for x in i.outputs)
+    return i.fn in _ROWS or any(buffer_bytes(program, x) > made for x in i.reads)
 
 
 def _moved(
     program: HostProgram, launch: Instruction, part: list[int], roots: dict[str, str]
-) -> tuple[int, str]:
+) -> int:
     inside = {x for n in part for x in launch.body[n].outputs}
     reads = {x for n in part for x in launch.body[n].reads if roots.get(x, x) not in inside}
     outside = (i for n, i in enumerate(launch.body) if n not in part)
     used = {roots.get(x, x) for i in outside if is_work(i) for x in i.reads}
     writes = inside & (used | {roots.get(x, x) for x in launch.outputs})
-    first = program.types[launch.body[part[-1]].outputs[0]].dtype
     sums = sum(added_to(program, launch.body[n]) for n in part)
-    return sums + sum(buffer_bytes(program, x) for x in reads | writes), dtype_name(first)
+    return sums + sum(buffer_bytes(program, x) for x in reads | writes)
 
 
 def _roots(body: tuple[Instruction, ...]) -> dict[str, str]:

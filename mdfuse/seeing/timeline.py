@@ -122,7 +122,7 @@ def on_ranks(program: HostProgram, costs: Costs, classes: Classes) -> Timeline:
         events=tuple(events),
         ranks=members,
         costs=costs.name,
-        run_s=costs.run_s,
+        run_s=costs.run_s + (costs.posting_s if clock.flows else 0.0),
     )
 
 

@@ -18,6 +18,7 @@ CURVE = Curve(((1024.0, 1e-6), (65536.0, 1e-5)))
 COSTS = Costs(
     launch_s=2e-6,
     run_s=7e-6,
+    posting_s=5e-6,
     switch_s=3e-7,
     flops=1e12,
     bandwidth=1e11,
@@ -51,8 +52,9 @@ def test_a_table_comes_back_as_it_was() -> None:
 def test_a_table_from_before_runs_had_a_cost_is_read() -> None:
     fields = json.loads(TABLE.as_json())
     assert fields["costs"].pop("run_s") == 7e-6 and fields["costs"].pop("switch_s") == 3e-7
+    assert fields["costs"].pop("posting_s") == 5e-6
     back = parsed(json.dumps(fields)).costs
-    assert back.run_s == back.switch_s == 0.0
+    assert back.run_s == back.posting_s == back.switch_s == 0.0
 
 
 def test_the_table_of_most_ranks_counts(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import torch
 import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.seeing import Costs
+from mdfuse.seeing.across import is_across
+from mdfuse.seeing.amounts import is_work
 from mdfuse.seeing.curves import Curve, Grid
-from mdfuse.seeing.kernels import kernels
+from mdfuse.seeing.kernels import Kernel, kernels
 
 ROWS, WIDTH, HIDDEN = 4, 8, 16
 
@@ -29,7 +31,30 @@ def test_work_between_products_is_a_kernel() -> None:
     (launch,) = (i for i in host.instructions if i.op == "launch")
     small, large = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN
     first, second, third = 2 * small, 2 * large, 3 * small  # y is written, and read at the end
-    assert kernels(host, launch) == [(first, "f32"), (second, "f32"), (third, "f32")]
+    assert kernels(host, launch) == [Kernel(n, "f32") for n in (first, second, third)]
+
+
+def test_kernels_that_add_rows_up_or_read_across_are_told_apart() -> None:
+    with mf.FusionDefinition("block") as fd:
+        x = fd.define_tensor([ROWS, WIDTH], mesh=DeviceMesh([0]))
+        w = fd.define_tensor([WIDTH, WIDTH], mesh=DeviceMesh([0]))
+        z = fd.define_tensor([WIDTH, ROWS], mesh=DeviceMesh([0]))
+        y = fd.ops.linear(fd.ops.softmax(x * 2, -1), w)
+        y = fd.ops.linear(fd.ops.exp(y), w)
+        y = fd.ops.linear(y - fd.ops.amax(y, [-1], keepdim=True), w)
+        fd.add_output(y + fd.ops.permute(z, [1, 0]))
+    host = mf.compile(fd, mf.Options(compile="always")).host.project(0)
+    (launch,) = (i for i in host.instructions if i.op == "launch")
+    assert [k.like for k in kernels(host, launch)] == ["sum", "*", "sum", "across"]
+    byte = {"*": 1.0, "sum": 10.0, "across": 100.0}
+    works = {f"{key} f32": Curve(((1.0, s), (1e6, 1e6 * s))) for key, s in byte.items()}
+    grid = Grid(((1.0,), (1.0,), (1.0,)), (1e-9,))
+    costs = Costs(works=works, products={"matmul f32": grid})
+    small = 4 * ROWS * WIDTH
+    seconds = costs.seconds(host, launch)
+    assert round(seconds) == 2 * small * 10 + 2 * small + 2 * small * 10 + 3 * small * 100
+    less = replace(costs, works={"* f32": works["* f32"]}).seconds(host, launch)
+    assert round(less) == (2 + 2 + 2 + 3) * small, "what is not measured is like other work"
 
 
 def test_a_launch_takes_its_products_and_its_kernels() -> None:
@@ -108,4 +133,27 @@ def test_a_part_that_is_added_up_where_it_is_made_is_neither_written_nor_read() 
     local = mf.pipeline(fd, microbatches=2, batch={"x": 0}, options=options).host.project(0)
     units = [i for i in local.as_run.instructions if i.op == "launch"]
     chunk, total = 4 * 4 * WIDTH, 4 * WIDTH
-    assert [kernels(local.as_run, i) for i in units] == [[(chunk + 2 * total, "f32")]] * 2
+    wanted = Kernel(chunk + 2 * total, "f32", "sum")
+    assert [kernels(local.as_run, i) for i in units] == [[wanted]] * 2
+
+
+def test_work_by_itself_is_priced_as_across_where_its_operands_lie_in_different_orders() -> None:
+    with mf.FusionDefinition("orders") as fd:
+        x = fd.define_tensor([ROWS, WIDTH], mesh=DeviceMesh([0]))
+        z = fd.define_tensor([WIDTH, ROWS], mesh=DeviceMesh([0]))
+        turned = fd.ops.permute(z, [1, 0])
+        for y in (x + x, x + turned, turned + turned, fd.ops.exp(turned)):
+            fd.add_output(y)
+        fd.add_output(
+            x * fd.ops.permute(fd.define_tensor([WIDTH, 1], mesh=DeviceMesh([0])), [1, 0])
+        )
+    host = mf.compile(fd, mf.Options(compile="never")).host.project(0)
+    work = [i for i in host.instructions if is_work(i)]
+    assert [is_across(host, i) for i in work] == [False, True, False, False, False]
+    byte = {"*": 1.0, "across": 100.0}
+    works = {f"{key} f32": Curve(((1.0, s), (1e6, 1e6 * s))) for key, s in byte.items()}
+    plain, across, *_ = (Costs(works=works).seconds(host, i) for i in work)
+    small = 4 * ROWS * WIDTH
+    assert (round(plain), round(across)) == (2 * small, 100 * 3 * small)
+    (less,) = {Costs(works={"* f32": works["* f32"]}).seconds(host, i) for i in work[1:2]}
+    assert round(less) == 3 * small, "where it was not measured it is like other work"

@@ -503,6 +503,26 @@ def test_what_a_run_takes_comes_on_top() -> None:
     assert found.events == plain.events and found.seconds == plain.seconds + 0.25 == 3.25
 
 
+def test_what_a_run_takes_more_that_communicates_comes_on_top_once() -> None:
+    mesh = DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("alone") as fd:
+        fd.add_output(fd.ops.exp(fd.define_tensor([4], mesh=mesh)))
+    costs = Costs(launch_s=1.0, run_s=0.25, posting_s=0.5, links={"*": Link(1.0)})
+    alone = mf.compile(fd, mf.Options(compile="never")).timeline(costs)
+    assert alone.seconds == 1.25
+    with mf.FusionDefinition("sums") as fd:
+        x = fd.define_tensor([4], mesh=mesh, layout={"tp": mf.Partial()})
+        fd.add_output(fd.ops.set(x).on(mesh, {}))
+        fd.add_output(
+            fd.ops.set(fd.ops.exp(fd.define_tensor([4], mesh=mesh, layout={"tp": Shard(0)}))).on(
+                mesh, {}
+            )
+        )
+    found = mf.compile(fd, mf.Options(compile="never")).timeline(costs)
+    sent = sum(e.part == "transfer" and e.rank == 0 for e in found.events)
+    assert sent == 2 and found.seconds - 0.75 == max(e.stop_ns for e in found.events) / 1e9
+
+
 def test_work_takes_more_behind_other_work() -> None:
     """Behind its like of the same size it does not; the first of a stream is behind nothing."""
     with mf.FusionDefinition("switches") as fd:

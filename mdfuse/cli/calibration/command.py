@@ -155,6 +155,8 @@ def kinds(costs: Costs) -> Table:
     """Return a table of the least and the greatest speed of each kind of work."""
     found = titled("what was measured", "kind", right=("least time", "largest size", "its speed"))
     found.add_row("run", time_text(costs.run_s), "", "")
+    if costs.links:
+        found.add_row("run that communicates", time_text(costs.run_s + costs.posting_s), "", "")
     found.add_row("behind other work", time_text(costs.switch_s), "", "")
     for key, curve in costs.works.items():
         size, seconds = curve.points[-1]

@@ -23,6 +23,7 @@ from mdfuse.cli.calibration.subjects import (
     Way,
     beside,
     chains,
+    posting,
     subjects,
     switches,
     ways,
@@ -177,6 +178,7 @@ class Measurements:
     def begin(self) -> None:
         """Measure what a run takes; what this imports is there for all others, too."""
         self.times["run", "run"] = {1: self._run()}
+        self.times["run", "posting"] = {1: self._posting() if self.comm.size > 1 else 0.0}
 
     def take(self, advance: Callable[[], object]) -> None:
         """Measure everything else; `advance` is called after each subject."""
@@ -190,6 +192,8 @@ class Measurements:
             call = self._run_of(subject.program, subject.options)
             clock = time.perf_counter if subject.table == "links" else own_clock()
             seconds = seconds_of(self.comm, call, subject.runs, clock) - run_s
+            if subject.table == "links":
+                seconds -= self.times["run", "posting"][1]
             seconds = max(seconds, 0.0) / subject.times
             if probe is None and subject.at == self._probed:
                 probe = call
@@ -235,6 +239,14 @@ class Measurements:
             for program in chains(self.scale, self.comm.size)
         )
         return max(0.0, 2 * few - many)
+
+    def _posting(self) -> float:
+        """Return what a run takes more that communicates: of two one does twice as much of it."""
+        few, many = (
+            seconds_of(self.comm, self._run_of(host, self.backends[None]), _QUEUED)
+            for host in posting(self.scale, self.comm.size, self.backends[None])
+        )
+        return max(0.0, 2 * few - many - self.times["run", "run"][1])
 
     def _switch(self) -> float:
         """Return what work takes more behind other work than behind its like: of some the median.
@@ -316,6 +328,7 @@ class Measurements:
             name="measured",
             launch_s=min((c.points[0][1] for c in works.values()), default=0.0),
             run_s=by["run"].get("run", {}).get(1, 0.0),
+            posting_s=by["run"].get("posting", {}).get(1, 0.0),
             switch_s=by["run"].get("switch", {}).get(1, 0.0),
             flops=_flops(by["products"]),
             links=links,

@@ -99,7 +99,7 @@ GPU = Scale(
     rows=(1, 16, 128, 512, 1024, 2048, 4096),
     features=(256, 1024, 2048, 4096, 8192, 16384),
     lengths=(64, 512, 2048, 4096),
-    messages=tuple(1 << n for n in (8, 12, 16, 18, 20, 22, 24, 26, 28)),
+    messages=tuple(1 << n for n in (8, 12, 16, 18, 20, 21, 22, 23, 24, 26, 28)),
     factor=4,
 )
 
@@ -129,12 +129,20 @@ class Subject:
     options: Options = OPTIONS
 
 
-def repeated(program: HostProgram, loops: int) -> HostProgram:
+def repeated(program: HostProgram, loops: int, frees: bool = False) -> HostProgram:
     """Return a program whose instructions are done several times in a run.
 
     It has no outputs: what it computes stays in buffers of its plan, as most values of a program.
+
+    Args:
+        program: whose instructions.
+        loops: how often.
+        frees: whether its results are freed at once, so that others may take their place: what is
+            reduced then stays where it lies, as in programs.
     """
     work = tuple(i for i in program.instructions if i.op != "return")
+    if frees:
+        work += (Instruction(op="free", inputs=program.outputs),)
     attrs = (("start", 0), ("stop", loops), ("step", 1))
     loop = Instruction(op="for", outputs=("again",), attrs=attrs, body=work)
     return replace(program, instructions=(loop, Instruction(op="return")), outputs=())
@@ -179,6 +187,8 @@ def works(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
                 yield subject
                 if name == "add":
                     yield replace(subject, key=f"* {dtype_name(dtype)}")
+        for size in scale.sizes:
+            yield _across(scale, mesh, dtype, max(1, size // dtype.itemsize // 2 // _WIDTH))
 
 
 def _work(
@@ -190,6 +200,18 @@ def _work(
             x = fd.define_tensor(shape, dtype, mesh=mesh)
             fd.add_output(apply(fd, x, shape[-1]))
     return _local(scale, "works", compile(fd, OPTIONS).host)
+
+
+def _across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, rows: int) -> Subject:
+    """Return the subject of sums of two tensors, one of which lies column by column."""
+    size = 2 * rows * _WIDTH * dtype.itemsize
+    with FusionDefinition("across") as fd:
+        for _ in range(max(1, min(scale.tensors, scale.stale // size))):
+            x = fd.define_tensor([rows, _WIDTH], dtype, mesh=mesh)
+            z = fd.define_tensor([_WIDTH, rows], dtype, mesh=mesh)
+            fd.add_output(x + fd.ops.permute(z, [1, 0]))
+    found = _local(scale, "works", compile(fd, OPTIONS).host)
+    return replace(found, key=f"across {dtype_name(dtype)}")
 
 
 def _local(scale: Scale, table: Literal["works", "products"], host: HostProgram) -> Subject:
@@ -305,16 +327,20 @@ class Way:
         name = self.kind if self.kind == _PAIR else f"{self.kind} {self.ranks}"
         return f"{self.backend}: {name}" if self.backend else name
 
-    def sets(self, fd: FusionDefinition, size: int) -> Any:
-        """Define a value of about so many bytes, and return what it is set to."""
+    def sets(self, fd: FusionDefinition, dtype: torch.dtype, size: int) -> Any:
+        """Define work on about so many bytes, and return what its result is set to.
+
+        In programs, too, what is sent has just been written, on the stream that waits for it.
+        """
+        count = max(1, size // dtype.itemsize)
         if self.kind == _PAIR:
-            x = fd.define_tensor([max(1, size // 4)], torch.float32, mesh=DeviceMesh([0]))
-            return fd.ops.set(x).on(DeviceMesh([1]))
+            x = fd.define_tensor([count], dtype, mesh=DeviceMesh([0]))
+            return fd.ops.set(-x).on(DeviceMesh([1]))
         mesh, (before, after) = DeviceMesh.arange(x=self.ranks), _SETS[self.kind]
         columns = 8 * self.ranks
-        shape = (max(1, size // 4 // columns // self.ranks) * self.ranks, columns)
-        x = fd.define_tensor(shape, torch.float32, layout=Layout(mesh, {"x": before}))
-        return fd.ops.set(x).on(mesh, {} if after is None else {"x": after})
+        shape = (max(1, count // columns // self.ranks) * self.ranks, columns)
+        x = fd.define_tensor(shape, dtype, layout=Layout(mesh, {"x": before}))
+        return fd.ops.set(-x).on(mesh, {} if after is None else {"x": after})
 
 
 #: A backend, None for the usual one -> the options of programs whose communications it carries.
@@ -336,7 +362,7 @@ def links(scale: Scale, of: Iterable[Way]) -> Iterator[Subject]:
     for way in of:
         for size in scale.messages:
             with FusionDefinition(way.kind.lower()) as fd:
-                fd.add_output(way.sets(fd, size))
+                fd.add_output(way.sets(fd, scale.dtypes[0], size))
             yield _sent(scale, way, compile(fd, way.options).host)
 
 
@@ -345,13 +371,13 @@ def _sent(scale: Scale, way: Way, host: HostProgram) -> Subject:
     moved = max(comm.bytes_received(rank) for rank in comm.destination.mesh.ranks)
     once = max(4 * moved / scale.bandwidth, 10 * _ONCE_S)  # slower than memory
     loops = _times(scale, once)
-    mine = host.project(comm.destination.mesh.ranks[0])
+    mine = host.project(comm.source.mesh.ranks[0])
     local = tuple(i for i in mine.instructions if is_work(i))
     return Subject(
         table="links",
         key=way.key,
         at=float(max(1, moved)),
-        program=repeated(host, loops),
+        program=repeated(host, loops, frees=True),
         times=loops,
         runs=_runs(scale, once * loops),
         local=local,
@@ -372,12 +398,12 @@ def beside(scale: Scale, way: Way, size: int | None, has_product: bool = True) -
     m, n = scale.rows[-1], scale.features[-2]
     with FusionDefinition("beside") as fd:
         if size is not None:
-            fd.add_output(way.sets(fd, size))
+            fd.add_output(way.sets(fd, scale.dtypes[0], size))
         if has_product:
             a = fd.define_tensor([m, n], scale.dtypes[0], mesh=mesh)
             w = fd.define_tensor([n, n], scale.dtypes[0], mesh=mesh)
             fd.add_output(fd.ops.linear(a, w))
-    return repeated(compile(fd, way.options).host, _BESIDE)
+    return repeated(compile(fd, way.options).host, _BESIDE, frees=True)
 
 
 #: How often something is done beside a communication in a run.
@@ -423,6 +449,22 @@ def chains(scale: Scale, ranks: int) -> Iterator[Program]:
         yield compile(fd, OPTIONS)
 
 
+def posting(scale: Scale, ranks: int, options: Options) -> Iterator[HostProgram]:
+    """Yield two programs of equal small communications, of which the second one has twice as many.
+
+    Args:
+        scale: what is measured.
+        ranks: how many there are, at least two.
+        options: of programs that the usual backend carries.
+    """
+    way = Way("Allgather", ranks, None, options)
+    with FusionDefinition("posting") as fd:
+        fd.add_output(way.sets(fd, scale.dtypes[0], scale.messages[0]))
+    host = compile(fd, options).host
+    for times in _CHAINS:
+        yield repeated(host, times // 4, frees=True)
+
+
 def subjects(
     scale: Scale, ranks: int, backends: Backends = _USUAL
 ) -> Mapping[str, Callable[[], Iterator[Subject]]]:
@@ -442,7 +484,7 @@ def points(scale: Scale, ranks: int, backends: Backends = _USUAL) -> int:
     many = len(scale.features) ** 2 * len(scale.rows)
     of_types = len(scale.dtypes)
     return (
-        (len(_WORKS) + 1 + (of_types - 1) * (len(_FEW) + 1)) * len(scale.sizes)
+        (len(_WORKS) + 2 + (of_types - 1) * (len(_FEW) + 2)) * len(scale.sizes)
         + many + few + (of_types - 1) * 2 * few
         + 2 * len(_HEADS) * len(scale.lengths)
         + len(ways(ranks, backends)) * len(scale.messages)

@@ -23,8 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
+from mdfuse.hir.indices import index_names
 from mdfuse.hir.instructions import POSTS
-from mdfuse.hir.program import HostProgram, Instruction, index_names, joined
+from mdfuse.hir.program import HostProgram, Instruction, joined
 from mdfuse.hir.storage import shared_operand, storage
 
 name = "cut_loops"

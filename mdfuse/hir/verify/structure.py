@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
+from mdfuse.hir.indices import index_names
 from mdfuse.hir.instructions import POSTS, is_local
-from mdfuse.hir.program import HostProgram, Instruction, index_names
+from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.calls import check_calls
 from mdfuse.hir.verify.report import wrong
 from mdfuse.layouts.kinds import IN_PIECES

@@ -21,6 +21,8 @@ def time_text(seconds: float) -> str:
 
     >>> time_text(2), time_text(1003), time_text(0.0015), time_text(2e-5), time_text(2.54e-6)
     ('2.00 s', '1003 s', '1.5 ms', '20 µs', '2.5 µs')
+    >>> time_text(2.2e-8)
+    '22 ns'
     """
     if not seconds:
         return "0 s"
@@ -28,4 +30,6 @@ def time_text(seconds: float) -> str:
         return f"{seconds:.{2 if seconds < 100 else 0}f} s"
     if seconds >= 1e-3:
         return f"{seconds * 1e3:.1f} ms"
+    if seconds < 1e-7:
+        return f"{seconds * 1e9:.2g} ns"
     return f"{round(seconds * 1e6, 1 if seconds < 1e-5 else None):g} µs"

@@ -12,6 +12,7 @@ from mdfuse.cli.calibration import command, measuring
 from mdfuse.cli.calibration.command import calibrated
 from mdfuse.cli.calibration.subjects import CPU, TURNS, Scale, ways
 from mdfuse.cli.main import app
+from mdfuse.hir.instructions import POSTS
 from mdfuse.seeing.amounts import is_work
 from mdfuse.seeing.cost_tables import machine_of, parsed
 
@@ -40,13 +41,13 @@ def test_a_table_has_everything_that_was_measured(
     assert [p.name for p in out.parent.iterdir()] == ["table.json"]
     table = parsed(out.read_text())
     costs = table.costs
-    works = {"add", "gelu", "softmax", "layer_norm", "rms_norm", "cat", "*"}
+    works = {"add", "gelu", "softmax", "layer_norm", "rms_norm", "cat", "across", "*"}
     assert {f"{name} f32" for name in works} <= costs.works.keys()
     heads = {f"attention f32 {n}" for n in (32, 64, 128)}
     assert heads | {f"{name} causal" for name in heads} <= costs.works.keys()
     assert costs.products.keys() == {"linear f32", "matmul f32"}
     assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
-    assert costs.run_s >= 0
+    assert costs.run_s >= 0 and costs.posting_s <= 1e-9, "one rank communicates with nobody"
     assert table.ranks == 1 and len(table.held_out) == 11 and not costs.is_fused
     assert table.machine == machine_of(mf.init().device, "gloo")
 
@@ -62,6 +63,25 @@ def test_a_run_takes_what_no_work_in_it_takes(monkeypatch: pytest.MonkeyPatch) -
     assert found == pytest.approx(7.0)
     monkeypatch.setattr(measuring, "seconds_of", lambda comm, program, runs, clock: 0.5)
     assert measuring.Measurements(mf.init(), TINY)._run() == pytest.approx(0.5)
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_a_run_that_communicates_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock where a run takes 7, 4 more if it communicates, and each communication 0.5."""
+    found = measuring.Measurements(mf.init(), TINY)
+    monkeypatch.setattr(found.comm, "size", 2)
+    found.times["run", "run"] = {1: 7.0}
+    monkeypatch.setattr(measuring.Measurements, "_run_of", lambda self, host, options: host)
+    monkeypatch.setattr(
+        measuring, "seconds_of", lambda comm, host, runs: 7.0 + 4.0 + 0.5 * posts(host)
+    )
+    assert found._posting() == pytest.approx(4.0)
+    monkeypatch.setattr(measuring, "seconds_of", lambda comm, host, runs: 3.0)
+    assert found._posting() == 0.0, "no less than a run without"
+
+
+def posts(host: mf.hir.HostProgram) -> int:
+    return sum(i.op in POSTS for i in host.project(0).written_out.instructions)
 
 
 @pytest.mark.usefixtures("unjoined")
