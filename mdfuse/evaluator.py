@@ -250,8 +250,8 @@ class HostIrEvaluator:
         assert plan is not None and communicator is not None
         return repeated(
             plan,
-            is_like=signature.like(arguments),
-            apart_at=signature.apart_again() if plan.may_overlap else None,
+            arguments,
+            signature,
             cache=self.plans,
             key=key,
             are_numbers=partial(self._are_numbers, signature) if plan.numbers else None,
