@@ -123,8 +123,8 @@ class GraphPlan:
     limit: int | None = None
     _captured: dict[int, dict[tuple[int, ...], Captured]] = field(default_factory=dict)
     _functions: dict[tuple[bool, int], Function] = field(default_factory=dict)
-    #: runs anew, for new outputs where a graph expects them; returns None where that is not all
-    quick: Quick = field(init=False)
+    #: runs for new outputs where a graph expects them, or returns None; None: no graph does it all
+    quick: Quick | None = field(init=False, default=None)
     #: where new outputs lie -> how to run by one graph; the second: wherever they lie
     _ready: dict[tuple[int, ...], Ready] = field(default_factory=dict)
     _copying: Ready | None = None
@@ -166,7 +166,8 @@ class GraphPlan:
             place is None and slot is not None for place, slot in found
         )
         is_all_new = (*self.plan.outputs,) == (*self._new,)
-        self.quick = quick(self._ready, self._fresh, self._taken, is_all_new=is_all_new)
+        if self._is_simple:
+            self.quick = quick(self._ready, self._fresh, self._taken, is_all_new=is_all_new)
 
     @cached_property
     def eager(self) -> Plan:
@@ -188,8 +189,10 @@ class GraphPlan:
             out: likewise.
             at: the addresses of the tensors among the arguments, where they are known.
         """
-        if out is None and at is not None and (results := self.quick(arguments, at)) is not None:
-            return results
+        if out is None and at is not None and self.quick is not None:
+            results = self.quick(arguments, at)
+            if results is not None:
+                return results
         buffers = self._fresh() if out is None else self._buffers(out)
         values = [*arguments, *buffers]
         if not self._is_simple:
