@@ -40,7 +40,7 @@ from mdfuse.runs.arguments import (
     numbers,
 )
 from mdfuse.runs.capturing import captured_by_caller, check_capture, check_graph
-from mdfuse.runs.repeats import Again, never, repeated
+from mdfuse.runs.repeats import Again, never, permission, repeated
 from mdfuse.runs.tracing import align, noted, trace_of
 from mdfuse.runtime.agreement.programs import agree, first_run
 from mdfuse.runtime.sharing import Posters, arena, posters
@@ -248,15 +248,15 @@ class HostIrEvaluator:
         """Return what runs the last plan again; the arguments are those that it was found for."""
         (key, plan), communicator = self._last, self.communicator
         assert plan is not None and communicator is not None
+        are_numbers = partial(self._are_numbers, signature) if plan.numbers else None
         return repeated(
             plan,
             arguments,
             signature,
             cache=self.plans,
             key=key,
-            are_numbers=partial(self._are_numbers, signature) if plan.numbers else None,
+            may_run=permission(plan, are_numbers, self._is_captured),
             guarded=partial(self._run, plan),
-            is_captured=self._is_captured,
             is_alone=not self.communicates and self._checks is None,
             communicator=communicator,
             tally=self._tally,

@@ -36,8 +36,7 @@ def repeated(
     *,
     cache: Cache[Runnable],
     key: Hashable,
-    are_numbers: Callable[[Sequence[Any]], bool] | None,
-    is_captured: Callable[[], bool] | None,
+    may_run: Callable[[Sequence[Any]], bool] | None,
     guarded: Callable[..., list[Any]],
     is_alone: bool,
     communicator: Communicator,
@@ -47,29 +46,22 @@ def repeated(
     """Return what runs a plan again.
 
     Args:
-        plan: the plan.
-        arguments: that it was found for, in this run.
-        signature: reads their kind.
-        cache: where the plan may still be, which counts its use.
-        key: of the plan, there.
-        are_numbers: tells whether the numbers among arguments are of their kinds; None: there are
-            none.
-        is_captured: tells whether the caller captures a graph that cannot hold a run; None: none is
-            such.
+        plan: the plan, found in this run.
+        arguments, signature: what it was found for, and what reads their kind.
+        cache, key: where the plan may still be, which counts its use.
+        may_run: see `permission`.
         guarded: runs the plan with all that numbers, communications and autocast need.
         is_alone: no other rank has to do with a run.
         communicator: on which it runs.
-        tally: counts runs.
-        lock: held while the plan runs.
+        tally, lock: what counts runs, and what is held while the plan runs.
     """
     where = signature.like(arguments)
     if where is None:
         return never
     run, quick, stream, device = plan.run, plan.quick, signature.stream(), signature.device
-    # what is alike is so in the same modes
     is_plain = is_alone and not plan.numbers and not is_autocast_enabled(communicator.device.type)
-    may_run, last = _permission(plan, are_numbers, is_captured), where(arguments)
     may_overlap, are_apart, stream_of = plan.may_overlap, signature.are_apart, current_raw_stream
+    last = where(arguments)
 
     def again(given: Sequence[Any]) -> list[Any] | None:
         nonlocal last
@@ -99,12 +91,20 @@ def repeated(
     return again
 
 
-def _permission(
+def permission(
     plan: Runnable,
     are_numbers: Callable[[Sequence[Any]], bool] | None,
     is_captured: Callable[[], bool] | None,
 ) -> Callable[[Sequence[Any]], bool] | None:
-    """Return what tells of arguments that look like others whether they may run; None: all may."""
+    """Return what tells of arguments that look like others whether they may run; None: all may.
+
+    Args:
+        plan: the plan.
+        are_numbers: tells whether the numbers among arguments are of their kinds; None: there are
+            none.
+        is_captured: tells whether the caller captures a graph that cannot hold a run; None: none is
+            such.
+    """
     if not plan.records and are_numbers is None and is_captured is None:
         return None
 
