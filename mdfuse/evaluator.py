@@ -40,7 +40,7 @@ from mdfuse.runs.arguments import (
     numbers,
 )
 from mdfuse.runs.capturing import captured_by_caller, check_capture, check_graph
-from mdfuse.runs.repeats import Again, never, repeated
+from mdfuse.runs.repeats import Again, never, permission, repeated
 from mdfuse.runs.tracing import align, noted, trace_of
 from mdfuse.runtime.agreement.programs import agree, first_run
 from mdfuse.runtime.sharing import Posters, arena, posters
@@ -248,16 +248,17 @@ class HostIrEvaluator:
         """Return what runs the last plan again; the arguments are those that it was found for."""
         (key, plan), communicator = self._last, self.communicator
         assert plan is not None and communicator is not None
+        are_numbers = partial(self._are_numbers, signature) if plan.numbers else None
+        # A signature that is alike has seen the stream; that of handle 0 is never captured.
+        is_captured = self._is_captured if signature.stream() else None
         return repeated(
             plan,
-            is_like=signature.like(arguments),
-            apart_at=signature.apart_again() if plan.may_overlap else None,
+            arguments,
+            signature,
             cache=self.plans,
             key=key,
-            are_numbers=partial(self._are_numbers, signature) if plan.numbers else None,
+            may_run=permission(plan, are_numbers, is_captured),
             guarded=partial(self._run, plan),
-            # `is_like` has seen the stream; that of handle 0 is never captured
-            is_captured=self._is_captured if signature.stream() else None,
             is_alone=not self.communicates and self._checks is None,
             communicator=communicator,
             tally=self._tally,

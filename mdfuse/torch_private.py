@@ -103,18 +103,35 @@ current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_cuda)
 empty_on_gpu: Callable[..., Tensor] = getattr(guards, "_empty_strided_cuda", _no_cuda)
 
 
-def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return what tells whether tensors are like these, in a tenth of a microsecond each.
+#: Takes values; returns where they lie if they are tensors like some others, else None.
+Likeness = Callable[[Sequence[Any]], "tuple[int, ...] | None"]
+
+
+def likeness(tensors: Sequence[Tensor]) -> Likeness:
+    """Return what tells tensors like these, by where they lie, in a quarter microsecond each.
 
     Alike are type, dispatch keys (so also layout, device type, and whether bits are lazy), dtype,
-    device, shape, strides, and whether gradients are recorded. It takes as many tensors.
+    device, shape, strides, whether gradients are recorded, and the modes of torch that change what
+    its calls do: autocast, inference mode, transforms of torch.func. None is alike while
+    forward-mode gradients are under way, or where a tensor is there twice.
     """
-    if not tensors:
-        return lambda: True
-    found: Callable[..., bool] = guards.TensorGuards(
+    count, address, forward = len(tensors), Tensor.data_ptr, forward_ad
+    check: Callable[..., bool] = guards.TensorGuards(
         *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
     ).check
-    return found
+
+    def where(given: Sequence[Any]) -> tuple[int, ...] | None:
+        if len(given) != count or forward._current_level >= 0:
+            return None
+        try:
+            for x in given:
+                if x.is_nested:  # torch would end the process over its strides
+                    return None
+        except AttributeError:  # no tensor
+            return None
+        return tuple(map(address, given)) if check(*given) else None
+
+    return where
 
 
 # -- process groups --------------------------------------------------------------------------------

@@ -259,6 +259,12 @@ class Program:
             return self._run_other(key, inputs, out, extents, options)
         return evaluator.call(inputs, out)
 
+    def run_all(self, inputs: Sequence[Any], extents: Mapping[str, int] | None = None) -> list[Any]:
+        """Run as `run`, with all inputs in one sequence."""
+        if extents is None and self.symbolic is None:
+            return self._usual.call(inputs)
+        return self.run(*inputs, extents=extents)
+
     def refuse(self, problem: MdfuseError, options: Options | None = None) -> None:
         """Raise a problem in the place of a run, so that no rank waits for this one."""
         self._evaluator(self.host, options or self.options).call((), None, problem)

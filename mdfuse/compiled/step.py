@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from mdfuse.compiled.together import together
 from mdfuse.errors import ProgramError
 from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing import save as saving
-from mdfuse.plan.places import picked
 from mdfuse.runtime.communicator import init
 from mdfuse.torch_private import untraced
 
@@ -79,9 +79,13 @@ class Step:
         places = {name: n for n, name in enumerate(given)}
         #: puts the state and the others in definition order; None where they are
         self._ordered = (
-            None if given == [*fusion.inputs] else picked([places[name] for name in fusion.inputs])
+            None
+            if given == [*fusion.inputs]
+            else itemgetter(*(places[name] for name in fusion.inputs))
         )
-        self._results = [i for i, name in enumerate(fusion.outputs) if name not in fusion.reuse]
+        results = [i for i, name in enumerate(fusion.outputs) if name not in fusion.reuse]
+        #: takes what a call returns from the outputs of a run; None where that is nothing
+        self._results = itemgetter(*results) if results else None
 
     @untraced
     def __call__(self, *inputs: Any, extents: Mapping[str, int] | None = None) -> Any:
@@ -107,9 +111,8 @@ class Step:
         given: Sequence[Any] = (*self.state.values(), *inputs)
         if self._ordered is not None:
             given = self._ordered(given)
-        outputs = self.program.run(*given, extents=extents)
-        found = tuple([outputs[i] for i in self._results])
-        return found[0] if len(found) == 1 else found or None
+        outputs = self.program.run_all(given, extents)
+        return None if self._results is None else self._results(outputs)
 
     # -- files -----------------------------------------------------------------------------------
 

@@ -95,6 +95,11 @@ class Plan:
     # -- at once ---------------------------------------------------------------------------------
 
     @property
+    def quick(self) -> None:
+        """What runs by one graph alone, if there is one; `GraphPlan` has it."""
+        return None
+
+    @property
     def parameters(self) -> tuple[int, ...]:
         """The slots that the caller fills: those of the inputs, then of the given outputs."""
         return (*self.inputs, *(slot for slot in self.given if slot is not None))

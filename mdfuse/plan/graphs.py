@@ -7,11 +7,13 @@ A graph repeats the same kernels on the same addresses. An argument that lay at 
 first two runs (weights, say) is read where it lies, as long as it stays there; others are copied
 into buffers of the graph. Outputs are new in each run, and torch's allocator gives their memory as
 it gives any other: in a loop it is soon the same few addresses, and there is a graph for each of
-them. Where there are too many, one graph fills buffers of its own, which are copied out.
+them. Where there are too many, one graph fills buffers of its own, which are copied out; addresses
+that come again and again get a graph all the same, in the place of the oldest.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -22,12 +24,12 @@ import torch
 from torch import Tensor
 
 from mdfuse.plan.build import Plan
-from mdfuse.plan.captures import GraphRecorder, Recording, give_up, undisturbed
+from mdfuse.plan.captures import GraphRecorder, give_up, undisturbed
 from mdfuse.plan.context import CALLER_SLOT
 from mdfuse.plan.forms import Form, all_new, empty, form_of
 from mdfuse.plan.lines import Function, Line, write
 from mdfuse.plan.places import picked
-from mdfuse.plan.signature import copy_alike
+from mdfuse.plan.replays import Captured, Quick, Ready, Turns, quick, ready, unwatched
 
 if TYPE_CHECKING:
     from mdfuse.runtime.fast_lane import Replays
@@ -40,8 +42,8 @@ COPY_LIMIT = 64 << 20
 #: until the next one is there needs two.
 GRAPHS = 3
 
-#: Addresses of all that is passed for which the replays are known.
-_READY = 64
+#: After so many runs in a row with outputs at the same other addresses these get a graph.
+TIMES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,70 +93,7 @@ def _quiet(plan: Plan) -> list[int]:
 # -- replaying -----------------------------------------------------------------------------------
 
 
-_Call = Callable[[], None]
-
 _address = Tensor.data_ptr
-
-
-def _unwatched() -> None:
-    """Do nothing, where nobody watches."""
-
-
-def _as_one(calls: Sequence[_Call]) -> _Call:
-    """Return what makes all of these calls."""
-    if len(calls) == 1:
-        return calls[0]
-
-    def all_of_them() -> None:
-        for call in calls:
-            call()
-
-    return all_of_them
-
-
-@dataclass
-class _Captured:
-    """A captured region: the graph, and the buffers that it reads and fills.
-
-    Attributes:
-        bound: parameters that the graph reads where they lie -> their address.
-        copied: parameters that are copied -> the graph's buffer.
-        filled: those of them that hold nothing before.
-        results: slots -> what each replay fills.
-        written: those of `copied` that the region writes into.
-        recording: the graph.
-        notes: what is called before and behind a replay, for whoever watches.
-    """
-
-    bound: dict[int, int]
-    copied: dict[int, Tensor]
-    filled: frozenset[int]
-    results: dict[int, Any]
-    written: tuple[int, ...]
-    recording: Recording
-    notes: tuple[_Call, _Call]
-
-    @property
-    def calls(self) -> list[_Call]:
-        """What a replay calls where nothing is copied."""
-        before, behind = self.notes
-        return [x for x in (before, self.recording.replay, behind) if x is not _unwatched]
-
-    def replay(self, slots: dict[int, Any]) -> None:
-        for slot, buffer in self.copied.items():
-            if slot not in self.filled:
-                copy_alike(slots[slot], buffer)
-        before, behind = self.notes
-        before()
-        self.recording.replay()
-        behind()
-        for slot in self.written:
-            slots[slot].copy_(self.copied[slot])
-        slots.update(self.results)
-
-    def fits(self, slots: Mapping[int, Any]) -> bool:
-        """Tell whether what the graph reads in place still lies there."""
-        return all(slots[slot].data_ptr() == at for slot, at in self.bound.items())
 
 
 @dataclass(eq=False)
@@ -182,9 +121,15 @@ class GraphPlan:
     may_overlap: bool = False
     watch: Replays | None = None
     limit: int | None = None
-    _captured: dict[int, dict[tuple[int, ...], _Captured]] = field(default_factory=dict)
+    _captured: dict[int, dict[tuple[int, ...], Captured]] = field(default_factory=dict)
     _functions: dict[tuple[bool, int], Function] = field(default_factory=dict)
-    _ready: dict[tuple[int, ...], _Call] = field(default_factory=dict)
+    #: runs for new outputs where a graph expects them, or returns None; None: no graph does it all
+    quick: Quick | None = field(init=False, default=None)
+    #: where new outputs lie -> how to run by one graph; the second: wherever they lie
+    _ready: dict[tuple[int, ...], Ready] = field(default_factory=dict)
+    _copying: Ready | None = None
+    #: region -> outputs that lie where no graph expects them
+    _turns: dict[int, Turns] = field(default_factory=lambda: defaultdict(partial(Turns, TIMES)))
 
     def __post_init__(self) -> None:
         self.regions = regions(self.plan)
@@ -200,7 +145,7 @@ class GraphPlan:
             if slot is not None and form is not None
         }
         self._fresh = all_new([*self._new.values()])
-        self._new_of = [[s for s in taken if s in self._new] for taken, _ in self._uses]
+        self._new_of = [[s for s in self._new if s in taken] for taken, _ in self._uses]
         numbers: dict[int | None, int] = {slot: n for n, slot in enumerate(self._parameters)}
         by_line = [step.op for step in self.plan.steps for _ in step.lines]
         ops = [by_line[number] for number in self.plan.owned.numbers]
@@ -220,6 +165,9 @@ class GraphPlan:
         self._is_simple = not self.numbers and not any(
             place is None and slot is not None for place, slot in found
         )
+        is_all_new = (*self.plan.outputs,) == (*self._new,)
+        if self._is_simple:
+            self.quick = quick(self._ready, self._fresh, self._taken, is_all_new=is_all_new)
 
     @cached_property
     def eager(self) -> Plan:
@@ -241,45 +189,61 @@ class GraphPlan:
             out: likewise.
             at: the addresses of the tensors among the arguments, where they are known.
         """
+        if out is None and at is not None and self.quick is not None:
+            results = self.quick(arguments, at)
+            if results is not None:
+                return results
         buffers = self._fresh() if out is None else self._buffers(out)
         values = [*arguments, *buffers]
-        key: tuple[int, ...] | None = None
-        if self._is_simple:
-            try:
-                key = tuple(map(_address, values)) if at is None else (*at, *map(_address, buffers))
-            except TypeError:  # this rank lacks some
-                key = tuple([0 if x is None else x.data_ptr() for x in values])
-        replay = self._ready.get(key) if key is not None else None
-        if replay is None:
-            return self._run(values, key)
-        replay()
+        if not self._is_simple:
+            return self._run(values)
+        if at is None or out is not None:
+            at = self._given_at(values)
+        one = self._ready.get(new := self._new_at(values), self._copying)
+        if one is None or not one.fits(at):
+            return self._run(values)
+        if one is self._copying and self._turns[0].is_due(new):
+            return self._run(values)
+        one.run(values)
         return self._taken(values)
+
+    def _given_at(self, values: Sequence[Any]) -> tuple[int, ...]:
+        """Return where the caller's tensors lie."""
+        pairs = zip(self._parameters, values, strict=True)
+        return tuple([x.data_ptr() for slot, x in pairs if x is not None and slot not in self._new])
+
+    def _new_at(self, values: Sequence[Any]) -> tuple[int, ...]:
+        """Return where new outputs lie."""
+        pairs = zip(self._parameters, values, strict=True)
+        return tuple([x.data_ptr() for slot, x in pairs if slot in self._new])
 
     def _buffers(self, out: Sequence[Any]) -> list[Any]:
         """Return the caller's buffers for outputs, and new ones for the others."""
         pairs = zip_longest(self.fresh, out)
         return self.plan.taken([x if form is None else empty(form) for form, x in pairs])
 
-    def _run(self, values: Sequence[Any], at: tuple[int, ...] | None) -> list[Any]:
-        """Run once; where a run with such addresses needs replays alone, remember them."""
+    def _run(self, values: Sequence[Any]) -> list[Any]:
+        """Run once, region by region; where one graph does it all, make it ready for more."""
         with torch.no_grad():
             given = dict(zip(self._parameters, values, strict=True))
-            slots, used = dict(given), []
+            slots = dict(given)
             for n in range(len(self.regions)):
                 captured = self._graph(n, slots)
-                used.append(captured)
                 if captured is None:
                     self._run_eagerly(n, slots)
                 else:
                     captured.replay(slots)
             results = [self._result(n, slots, given) for n in range(len(self.plan.outputs))]
-        if at is not None and all(c is not None and not c.copied for c in used):
-            if len(self._ready) >= _READY:
-                self._ready.clear()
-            self._ready[at] = _as_one([call for c in used if c is not None for call in c.calls])
+        if self._is_simple and len(self.regions) == 1:
+            graphs = self._captured.get(0, {})
+            parameters, new = self._parameters, self._new
+            found = {at: ready(c, parameters, values, new) for at, c in graphs.items()}
+            self._copying = found.pop((), None) if new else None
+            self._ready.clear()
+            self._ready.update(found)
         return results
 
-    def _graph(self, n: int, slots: dict[int, Any]) -> _Captured | None:
+    def _graph(self, n: int, slots: dict[int, Any]) -> Captured | None:
         """Return the graph of a region for these arguments; None where it runs eagerly."""
         if self.regions[n].eager is not None:
             return None
@@ -289,7 +253,7 @@ class GraphPlan:
         graphs = self._captured.setdefault(n, {})
         key = tuple(slots[s].data_ptr() for s in self._new_of[n])
         if key not in graphs and len(graphs) >= GRAPHS:
-            key = ()
+            key = self._other(n, key)
         captured = graphs.get(key)
         if captured is not None and captured.fits(slots):
             return captured
@@ -306,6 +270,18 @@ class GraphPlan:
         graphs[key] = self._capture(n, slots, is_new_bound=bool(key))
         return graphs[key]
 
+    def _other(self, n: int, at: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the key of the graph for outputs where no graph expects them.
+
+        It is one of their own, in the place of the oldest, where they come there again and again.
+        """
+        if not self._turns[n].is_due(at):
+            return ()
+        graphs = self._captured[n]
+        give_up(graphs.pop(next(key for key in graphs if key)).recording)
+        self._turns[n].rest()
+        return at
+
     def _give_up(self, n: int) -> None:
         """Give up the graphs of a region."""
         graphs = self._captured.get(n, {})
@@ -313,6 +289,7 @@ class GraphPlan:
             give_up(captured.recording)
         graphs.clear()
         self._ready.clear()
+        self._copying = None
 
     def _result(self, n: int, slots: dict[int, Any], given: dict[int, Any]) -> Any:
         """Return an output: a given buffer, or one that no later run writes into."""
@@ -336,6 +313,10 @@ class GraphPlan:
             text.append(f"    # -- {what}")
             text += lines[1 + region.start : 1 + region.stop]
         return "\n".join([*text, *lines[1 + len(self.plan.owned.lines) :]])
+
+    def replays(self) -> list[Ready]:
+        """How runs by one graph go on, for outputs where they lay so far."""
+        return [*self._ready.values()]
 
     def reset(self) -> None:
         """Give up the graphs; to be called before their communicators are destroyed."""
@@ -391,7 +372,7 @@ class GraphPlan:
         finally:
             torch.cuda.set_stream(caller)
 
-    def _capture(self, n: int, slots: dict[int, Any], *, is_new_bound: bool) -> _Captured:
+    def _capture(self, n: int, slots: dict[int, Any], *, is_new_bound: bool) -> Captured:
         """Capture a region: what stays in place is read there, other parameters are copied.
 
         New outputs are filled where they lie now, or in buffers that are copied.
@@ -408,14 +389,14 @@ class GraphPlan:
             self.watch.begin()
         with undisturbed():
             results, recording = self.recorder.record(run)
-        return _Captured(
+        return Captured(
             bound=bound,
             copied=copied,
             filled=frozenset(self._new_of[n]),
             results=dict(zip(made, results, strict=True)),
             written=tuple(s for s in copied if s in self._written),
             recording=recording,
-            notes=self.watch.end(n) if self.watch is not None else (_unwatched, _unwatched),
+            notes=self.watch.end(n) if self.watch is not None else (unwatched, unwatched),
         )
 
     def _address(self, slot: int, slots: Mapping[int, Any]) -> int | None:

@@ -11,6 +11,7 @@ uses the buffer, a value that may share its memory, or a communication of it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from torch import Tensor
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.ops import itself
 from mdfuse.plan.lines import Line, NewBuffer, SlotRef, in_form
-from mdfuse.plan.packing import MANY, Life, peak, place, place_in, size_of
+from mdfuse.plan.packing import MANY, Held, Life, peak, place, place_in, size_of
 
 #: Offsets are multiples of this: torch aligns new buffers so, kernels may count on it.
 ALIGNMENT = {"cpu": 64, "cuda": 512}
@@ -40,8 +41,11 @@ def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
 
     Buffers that torch allocates within a call count, too.
     """
-    bases = _bases(lines)
-    uses = _uses(lines, bases)
+    return _lives(_Flow(lines), results)
+
+
+def _lives(flow: _Flow, results: Iterable[int | None]) -> list[Life]:
+    uses, bases = flow.uses, flow.bases
     kept = {base for slot in results if slot is not None for base in bases.get(slot, ())}
     return [
         Life(
@@ -51,28 +55,36 @@ def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
             start=uses[slot][0][0] if slot in uses else n,
             stop=uses[slot][-1][0] if slot in uses else n,
         )
-        for n, line in enumerate(lines)
+        for n, line in enumerate(flow.lines)
         if (line.new is not None or line.makes) and (slot := line.targets[0]) not in kept
     ]
 
 
-def _uses(
-    lines: Sequence[Line], bases: Mapping[int, frozenset[int]]
-) -> dict[int, list[tuple[int, int]]]:
-    """Return for each buffer the lines that use it, each with the slot by which it does."""
-    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for n, line in enumerate(lines):
-        for slot in _used(line):
-            for base in bases.get(slot, ()):
-                found[base].append((n, slot))
-    return found
+class _Flow:
+    """What lines read and write, looked up once.
 
+    Attributes:
+        lines: the calls.
+        refs: for each its `Line.refs`.
+        bases: slot -> the slots whose buffers it may refer to, or keep in use.
+        uses: for each buffer the lines that use it, each with the slot by which it does.
+    """
 
-def _used(line: Line) -> tuple[int, ...]:
-    """Return the slots whose buffers a line uses, and those of what it makes of other buffers."""
-    if line.run is None:
-        return ()
-    return (*line.refs, *line.ends, *(line.targets if line.new is None else ()))
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self.lines, self.refs = lines, [line.refs for line in lines]
+        self.bases = _bases(lines)
+        self.uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for n in range(len(lines)):
+            for slot in self._used(n):
+                for base in self.bases.get(slot, ()):
+                    self.uses[base].append((n, slot))
+
+    def _used(self, n: int) -> tuple[int, ...]:
+        """Return the slots whose buffers a line uses, and those of what it makes of others."""
+        line = self.lines[n]
+        if line.run is None:
+            return ()
+        return (*self.refs[n], *line.ends, *(line.targets if line.new is None else ()))
 
 
 def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
@@ -95,8 +107,8 @@ def in_place(lines: Sequence[Line], results: Sequence[int | None]) -> tuple[Line
     So they do whoever the operand's memory belongs to, the plan or torch. One that is made before
     the operand is what the operand is made in.
     """
-    alone = [life for life in lives(lines, results) if life.new is not None]
-    took = taken(lines, alone)
+    flow = _Flow(lines)
+    took = _taken(flow, [life for life in _lives(flow, results) if life.new is not None])
     at = {line.targets[0]: n for n, line in enumerate(lines) if line.new is not None}
     stands = {made: of for made, of in took.items() if at[of] < at[made]}
     stands |= {of: made for made, of in took.items() if at[of] > at[made] and of not in took}
@@ -108,14 +120,14 @@ def in_place(lines: Sequence[Line], results: Sequence[int | None]) -> tuple[Line
     )
 
 
-def merged(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
+def _merged(flow: _Flow, found: Sequence[Life]) -> dict[int, int]:
     """Find buffers that have one place, since one takes that of the other.
 
     Returns:
         slot -> the slot of the first buffer in the same place; for most buffers their own slot.
     """
     home = {life.slot: life.slot for life in found}
-    for made, of in taken(lines, found).items():
+    for made, of in _taken(flow, found).items():
         home[made] = home[of]
     return home
 
@@ -129,22 +141,26 @@ def taken(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
     Returns:
         slot -> that of the operand, in the order of the calls.
     """
+    return _taken(_Flow(lines), found)
+
+
+def _taken(flow: _Flow, found: Sequence[Life]) -> dict[int, int]:
     lives_of = {life.slot: life for life in found}
-    took, bases = dict[int, int](), _bases(lines)
-    handles, uses = _handles(lines), _uses(lines, bases)
-    for n, line in enumerate(lines):
-        for made in (s for s in line.refs if line.in_place and s in lives_of):
+    took, bases, uses = dict[int, int](), flow.bases, flow.uses
+    handles = _handles(flow.lines)
+    for n, (line, refs) in enumerate(zip(flow.lines, flow.refs, strict=True)):
+        for made in (s for s in refs if line.in_place and s in lives_of):
             born = lives_of[made]
             if born.start != n or made in took:
                 continue
             alike = [
                 s
-                for s in line.refs
+                for s in refs
                 if s in lives_of
                 and s != made
                 and lives_of[s].new == born.new
                 and lives_of[s].start < n
-                and not any(s in bases[view] for view in line.refs if view != s)
+                and not any(s in bases[view] for view in refs if view != s)
                 and all(slot == handles[n] for at, slot in reversed(uses[s]) if at > n)
             ]
             if alike:
@@ -205,10 +221,11 @@ def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.devi
         results: the slots that the plan returns, whose buffers it never owns.
         device: where the buffers lie.
     """
-    living = lives(lines, results)
+    flow = _Flow(lines)
+    living = _lives(flow, results)
     alone = [life for life in living if life.new is not None]
     others = [life for life in living if life.new is None]
-    home = merged(lines, alone)
+    home = _merged(flow, alone)
     found = _joined(alone, home)
     alignment = ALIGNMENT.get(device.type, 512)
     offsets, limit = place(found, alignment), WORTH * peak(living) + alignment
@@ -255,10 +272,14 @@ def _lowest(
     """
     ends = {x.slot: offsets[x.slot] + x.nbytes for x in found}
     heights = sorted({*ends.values()}, reverse=True)
+    held, left = Held(), sorted(alone, key=lambda x: ends[home[x.slot]])
+    held.add(others)
     # at most as many are tried as find a good one where heights are few, as in equal layers
     for height in heights[:: -(-len(heights) // TRIED) or 1]:
-        left = [x for x in alone if ends[home[x.slot]] > height]
-        if height + peak((*others, *left)) <= limit:
+        count = bisect_right(left, height, key=lambda x: ends[home[x.slot]])
+        held.add(left[count:])
+        del left[count:]
+        if height + held.most <= limit:
             return [x for x in found if ends[x.slot] <= height]
     return []
 

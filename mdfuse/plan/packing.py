@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from mdfuse.plan.lines import NewBuffer
 
@@ -64,48 +67,53 @@ def size_of(found: Sequence[Life], offsets: Mapping[int, int]) -> int:
     return max((offsets[x.slot] + x.nbytes for x in found), default=0)
 
 
-class _Placed:
-    """Buffers that have their place, by the blocks of lines in which they are in use.
+_Ints = npt.NDArray[np.int64]
 
-    Most are in use for a few lines, so only few of all are compared with the next one.
+
+class _Placed:
+    """Buffers that have their place: columns of numbers, since all of them are compared with each.
+
+    Args:
+        most: how many there will be.
+        alignment: of offsets, in bytes.
     """
 
-    def __init__(self) -> None:
-        self._by_block: dict[int, list[Life]] = defaultdict(list)
+    def __init__(self, most: int, alignment: int) -> None:
+        #: first and last line of use, first byte and the one behind the last, that one aligned
+        self._columns: _Ints = np.empty((5, most), dtype=np.int64)
+        self._count, self._alignment = 0, alignment
 
-    def add(self, life: Life) -> None:
-        for block in _blocks(life):
-            self._by_block[block].append(life)
+    def add(self, life: Life, offset: int) -> None:
+        """Place a buffer."""
+        end = offset + life.nbytes
+        column = (life.start, life.stop, offset, end, _up(end, self._alignment))
+        self._columns[:, self._count] = column
+        self._count += 1
 
-    def meeting(self, life: Life) -> Iterator[Life]:
-        """Yield those that are in use at some time together with another one."""
-        for block in _blocks(life):
-            for x in self._by_block.get(block, ()):
-                first_together = max(x.start, life.start) // _BLOCK
-                if first_together == block and x.meets(life):
-                    yield x
+    def beside(self, life: Life) -> tuple[_Ints, _Ints]:
+        """Return the free intervals beside those that are in use together with another buffer.
 
-
-#: Lines in a block.
-_BLOCK = 32
-
-
-def _blocks(life: Life) -> range:
-    return range(life.start // _BLOCK, life.stop // _BLOCK + 1)
+        Returns:
+            First bytes, and the ones behind the last, in the order of what ends them; the first of
+            all that lies behind is the last first byte, for which there is no end. An interval may
+            be less than nothing.
+        """
+        start, stop, offset, end, aligned = self._columns[:, : self._count]
+        met = np.flatnonzero((start <= life.stop) & (stop >= life.start))
+        order = met[np.lexsort((end[met], offset[met]))]
+        free = np.concatenate(([0], np.maximum.accumulate(aligned[order])))
+        return free, offset[order]
 
 
 def place_in(order: Sequence[Life], alignment: int) -> dict[int, int]:
     offsets: dict[int, int] = {}
-    placed = _Placed()
+    placed = _Placed(len(order), alignment)
     for life in order:
-        taken = sorted((offsets[x.slot], offsets[x.slot] + x.nbytes) for x in placed.meeting(life))
-        at = 0
-        for start, stop in taken:
-            if at + life.nbytes <= start:
-                break
-            at = max(at, _up(stop, alignment))
+        free, ends = placed.beside(life)
+        fits = np.flatnonzero(free[:-1] + life.nbytes <= ends)
+        at = int(free[fits[0]] if len(fits) else free[-1])
         offsets[life.slot] = at
-        placed.add(life)
+        placed.add(life, at)
     return offsets
 
 
@@ -116,27 +124,21 @@ def _place_in_time(found: Sequence[Life], alignment: int) -> dict[int, int]:
     large buffers and small ones between them, the large ones change places.
     """
     bound, offsets = _up(peak(found), alignment), dict[int, int]()
-    placed = _Placed()
+    placed = _Placed(len(found), alignment)
     for life in sorted(found, key=lambda x: (x.start, -x.nbytes)):
-        taken = [(offsets[x.slot], offsets[x.slot] + x.nbytes) for x in placed.meeting(life)]
-        size = _up(life.nbytes, alignment)
-        gaps = [(a, b) for a, b in _gaps(taken, bound, alignment) if b - a >= size]
-        if gaps:
-            start, stop = min(gaps, key=lambda gap: gap[1] - gap[0])
-            offsets[life.slot] = stop - size if start > 0 and stop == bound else start
+        free, ends = placed.beside(life)
+        size, ends = _up(life.nbytes, alignment), np.append(ends, bound)
+        lengths = ends - free
+        gaps = np.flatnonzero(lengths >= size)
+        if len(gaps):
+            gap = gaps[np.argmin(lengths[gaps])]
+            start, stop = int(free[gap]), int(ends[gap])
+            at = stop - size if start > 0 and stop == bound else start
         else:
-            offsets[life.slot] = max((_up(stop, alignment) for _, stop in taken), default=0)
-        placed.add(life)
+            at = int(free[-1])
+        offsets[life.slot] = at
+        placed.add(life, at)
     return offsets
-
-
-def _gaps(taken: Sequence[tuple[int, int]], bound: int, alignment: int) -> list[tuple[int, int]]:
-    """Return the free intervals between pieces of memory that are taken."""
-    gaps, at = [], 0
-    for start, stop in sorted(taken):
-        gaps.append((at, start))
-        at = max(at, _up(stop, alignment))
-    return [*gaps, (at, bound)]
 
 
 def _place_equal(found: Sequence[Life], alignment: int) -> dict[int, int]:
@@ -162,13 +164,31 @@ def _up(n: int, alignment: int) -> int:
 
 def peak(found: Iterable[Life]) -> int:
     """Return the most bytes that are in use at once."""
-    changes: dict[int, int] = defaultdict(int)
-    for life in found:
-        # odd keys lie between lines: a buffer is in use to the end of its last line
-        changes[2 * life.start] += life.nbytes
-        changes[2 * life.stop + 1] -= life.nbytes
-    now = most = 0
-    for _, change in sorted(changes.items()):
-        now += change
-        most = max(most, now)
-    return most
+    held = Held()
+    held.add(found)
+    return held.most
+
+
+class Held:
+    """Bytes in use at each line, of more and more buffers."""
+
+    def __init__(self) -> None:
+        self._changes: _Ints = np.zeros(0, dtype=np.int64)
+
+    def add(self, found: Iterable[Life]) -> None:
+        """Hold some more buffers."""
+        lives = [(x.start, x.stop, x.nbytes) for x in found]
+        if not lives:
+            return
+        start, stop, nbytes = np.array(lives, dtype=np.int64).T
+        lacking = 2 * int(stop.max()) + 2 - len(self._changes)
+        if lacking > 0:
+            self._changes = np.append(self._changes, np.zeros(lacking, dtype=np.int64))
+        # odd places lie between lines: a buffer is in use to the end of its last line
+        np.add.at(self._changes, 2 * start, nbytes)
+        np.subtract.at(self._changes, 2 * stop + 1, nbytes)
+
+    @property
+    def most(self) -> int:
+        """The most bytes that are in use at once."""
+        return max(0, int(self._changes.cumsum().max())) if len(self._changes) else 0

@@ -40,6 +40,11 @@ class _Around:
     def records(self) -> bool:
         return self.plan.records
 
+    @property
+    def quick(self) -> None:
+        """What runs by one graph alone, if there is one; `GraphPlan` has it."""
+        return None
+
     def run(
         self,
         arguments: Sequence[Any],

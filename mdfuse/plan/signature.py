@@ -9,12 +9,13 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch import Tensor, is_inference_mode_enabled
+from torch import Tensor
 
 from mdfuse.hir.program import BufferType, HostProgram
 from mdfuse.hir.storage import storage
 from mdfuse.ir.tensors import PLAIN, are_writable, is_lazy
 from mdfuse.torch_private import (
+    Likeness,
     current_raw_stream,
     forward_level,
     is_zero_tensor,
@@ -22,7 +23,6 @@ from mdfuse.torch_private import (
     transform_level,
 )
 
-_address, _is_nested = Tensor.data_ptr, attrgetter("is_nested")
 _properties = attrgetter("shape", "dtype", "layout", "device", "requires_grad")
 
 
@@ -89,55 +89,29 @@ class Signature:
             return None
         return (self.owner, self.stream(), given, *found)
 
-    def like(self, arguments: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
-        """Return what tells of other arguments, in about a microsecond, that `read` need not look.
+    def like(self, arguments: Sequence[Any]) -> Likeness | None:
+        """Return what tells of other arguments, in some microseconds, that `read` need not look.
 
-        They are then of the same kind as these, which `read` has seen. Where it says no, they may
-        be all the same.
+        They are then of the same kind as these, which `read` has seen, but for the stream; it
+        returns where their tensors lie. Where it returns None, they may be of that kind all the
+        same. There is none for programs that take no tensors.
         """
-        check, stream = likeness([arguments[n] for n in self.tensors]), self.stream()
-        is_all = self.tensors == tuple(range(self.count))
+        if not self.tensors:
+            return None
+        tensors, absent, count = self.tensors, self.absent, self.count
+        where = likeness([arguments[n] for n in tensors])
+        if len(tensors) == count:
+            return where
 
-        count, absent, stream_of, device = self.count, self.absent, current_raw_stream, self.device
-
-        def is_like(given: Sequence[Any]) -> bool:
-            if len(given) != count or (device is not None and stream_of(device) != stream):
-                return False
-            if transform_level() is not None or forward_level() >= 0:
-                return False
+        def where_some(given: Sequence[Any]) -> tuple[int, ...] | None:
+            if len(given) != count:
+                return None
             for n in absent:
                 if given[n] is not None:
-                    return False
-            tensors = given if is_all else [given[n] for n in self.tensors]
-            try:
-                if True in map(_is_nested, tensors):  # torch would end the process over its strides
-                    return False
-            except AttributeError:  # no tensor
-                return False
-            return check(*tensors)
-
-        return is_like
-
-    def apart_again(self) -> Callable[[Sequence[Any]], tuple[int, ...] | None]:
-        """Return `are_apart` for arguments of one kind, which looks less closely at known places.
-
-        Of one kind: those that one function of `like` accepts. It returns the addresses of the
-        tensors if what is written is apart, else None.
-        """
-        is_all, tensors = self.tensors == tuple(range(self.count)), self.tensors
-        last: tuple[bool, tuple[int, ...]] = False, (0,)
-
-        def apart_at(given: Sequence[Any]) -> tuple[int, ...] | None:
-            nonlocal last
-            of = given if is_all else [given[n] for n in tensors]
-            now = is_inference_mode_enabled(), tuple(map(_address, of))
-            if now != last:
-                if not self.are_apart(given, None):
                     return None
-                last = now
-            return now[1]
+            return where([given[n] for n in tensors])
 
-        return apart_at
+        return where_some
 
     def stream(self) -> int:
         """Return the handle of the current CUDA stream; 0 on CPU."""

@@ -13,7 +13,9 @@ from torch import is_autocast_enabled, is_grad_enabled
 
 from mdfuse.caching import Cache
 from mdfuse.plan.runnable import Runnable
+from mdfuse.plan.signature import Signature
 from mdfuse.runtime.watch.running import RunCount
+from mdfuse.torch_private import current_raw_stream
 
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
@@ -29,13 +31,12 @@ def never(arguments: Sequence[Any]) -> list[Any] | None:
 
 def repeated(
     plan: Runnable,
+    arguments: Sequence[Any],
+    signature: Signature,
     *,
-    is_like: Callable[[Sequence[Any]], bool],
-    apart_at: Callable[[Sequence[Any]], tuple[int, ...] | None] | None,
     cache: Cache[Runnable],
     key: Hashable,
-    are_numbers: Callable[[Sequence[Any]], bool] | None,
-    is_captured: Callable[[], bool] | None,
+    may_run: Callable[[Sequence[Any]], bool] | None,
     guarded: Callable[..., list[Any]],
     is_alone: bool,
     communicator: Communicator,
@@ -45,44 +46,73 @@ def repeated(
     """Return what runs a plan again.
 
     Args:
-        plan: the plan.
-        is_like: tells of arguments whether they are surely of the kind that the plan is for.
-        apart_at: returns where arguments lie if what is written is apart; None: nothing is written.
-        cache: where the plan may still be, which counts its use.
-        key: of the plan, there.
-        are_numbers: tells whether the numbers among arguments are of their kinds; None: there are
-            none.
-        is_captured: tells whether the caller captures a graph that cannot hold a run; None: none is
-            such.
+        plan: the plan, found in this run.
+        arguments, signature: what it was found for, and what reads their kind.
+        cache, key: where the plan may still be, which counts its use.
+        may_run: see `permission`.
         guarded: runs the plan with all that numbers, communications and autocast need.
         is_alone: no other rank has to do with a run.
         communicator: on which it runs.
-        tally: counts runs.
-        lock: held while the plan runs.
+        tally, lock: what counts runs, and what is held while the plan runs.
     """
-    run, device_type = plan.run, communicator.device.type
-    is_plain = is_alone and not plan.numbers
+    where = signature.like(arguments)
+    if where is None:
+        return never
+    run, quick, stream, device = plan.run, plan.quick, signature.stream(), signature.device
+    is_plain = is_alone and not plan.numbers and not is_autocast_enabled(communicator.device.type)
+    may_overlap, are_apart, stream_of = plan.may_overlap, signature.are_apart, current_raw_stream
+    last = where(arguments)
 
-    def again(arguments: Sequence[Any]) -> list[Any] | None:
+    def again(given: Sequence[Any]) -> list[Any] | None:
+        nonlocal last
         with lock:  # a plan's buffers serve one run at a time
-            if not communicator.is_ready or not is_like(arguments):
+            if not communicator.is_ready or (device is not None and stream_of(device) != stream):
                 return None
-            if is_captured is not None and is_captured():
+            at = where(given)
+            if at is None or (may_run is not None and not may_run(given)):
                 return None
-            at = None
-            if apart_at is not None and (at := apart_at(arguments)) is None:
+            if at == last:
+                at = last  # which plans tell by a look
+            elif may_overlap and not are_apart(given, None):
                 return None
-            if plan.records and is_grad_enabled():
-                return None
-            if are_numbers is not None and not are_numbers(arguments):
-                return None
+            else:
+                last = at
             if cache.recent is plan:  # `again` without the call
                 cache.hits += 1
             elif not cache.again(key, plan):
                 return None
-            if is_plain and not is_autocast_enabled(device_type):
+            if is_plain:
                 tally.runs += 1
-                return run(arguments, None, at)
-            return guarded(arguments, None, at)
+                if quick is not None and (results := quick(given, at)) is not None:
+                    return results
+                return run(given, None, at)
+            return guarded(given, None, at)
 
     return again
+
+
+def permission(
+    plan: Runnable,
+    are_numbers: Callable[[Sequence[Any]], bool] | None,
+    is_captured: Callable[[], bool] | None,
+) -> Callable[[Sequence[Any]], bool] | None:
+    """Return what tells of arguments that look like others whether they may run; None: all may.
+
+    Args:
+        plan: the plan.
+        are_numbers: tells whether the numbers among arguments are of their kinds; None: there are
+            none.
+        is_captured: tells whether the caller captures a graph that cannot hold a run; None: none is
+            such.
+    """
+    if not plan.records and are_numbers is None and is_captured is None:
+        return None
+
+    def may_run(given: Sequence[Any]) -> bool:
+        if is_captured is not None and is_captured():
+            return False
+        if plan.records and is_grad_enabled():
+            return False
+        return are_numbers is None or are_numbers(given)
+
+    return may_run

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fake_graphs import FakeRecorder, Repeat, capture_on_cpu
 from torch import Tensor
 
 import mdfuse as mf
@@ -25,34 +26,6 @@ from mdfuse.plan.graphs import GraphPlan, regions
 from mdfuse.runtime.communicator import Communicator
 
 CPU = torch.device("cpu")
-
-
-class Repeat:
-    """A recording: calls made again, on the same buffers."""
-
-    def __init__(self, run: Callable[[], list[Any]], results: list[Any]) -> None:
-        self.run, self.results, self.count, self.is_reset = run, results, 0, False
-
-    def replay(self) -> None:
-        assert not self.is_reset
-        self.count += 1
-        for old, new in zip(self.results, self.run(), strict=True):
-            old.copy_(new)
-
-    def reset(self) -> None:
-        self.is_reset = True
-
-
-class FakeRecorder:
-    stream = None
-
-    def __init__(self) -> None:
-        self.made: list[Repeat] = []
-
-    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Repeat]:
-        results = run()
-        self.made.append(Repeat(run, results))
-        return results, self.made[-1]
 
 
 def program(body: str) -> Any:
@@ -328,22 +301,7 @@ def test_a_graph_is_not_given_up_while_another_thread_captures() -> None:
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch, unjoined: None) -> list[FakeRecorder]:
     """An evaluator on CPU that captures, on fakes."""
-    made: list[FakeRecorder] = []
-
-    def recorder(device: torch.device, stream: Any) -> FakeRecorder:
-        made.append(FakeRecorder())
-        return made[-1]
-
-    class Stream:
-        cuda_stream = 0
-
-    evaluator = "mdfuse.evaluator"
-    monkeypatch.setattr(f"{evaluator}.HostIrEvaluator._may_capture", lambda *_: True)
-    monkeypatch.setattr(f"{evaluator}.check_graph", lambda *_: None)
-    monkeypatch.setattr("mdfuse.plan.capturing.capture_stream", lambda _: Stream())
-    monkeypatch.setattr("mdfuse.plan.capturing.CudaRecorder", recorder)
-    mf.init(backend="gloo")
-    return made
+    return capture_on_cpu(monkeypatch)
 
 
 def test_the_second_run_captures_and_each_kind_by_itself(recorders: list[FakeRecorder]) -> None:

@@ -214,7 +214,7 @@ def test_calls_per_step(name: str) -> None:
 #: The Python functions that a run goes through, each once.
 FRAMES = {
     "Program.run", "HostIrEvaluator.call", "repeated.<locals>.again", "HostIrEvaluator._run",
-    "Signature.like.<locals>.is_like", "Plan.run", "Plan.call", "run",
+    "likeness.<locals>.where", "Plan.run", "Plan.call", "run",
 }  # fmt: skip
 
 

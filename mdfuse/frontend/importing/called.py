@@ -46,7 +46,7 @@ def called(
              for node, x in zip(captured.inputs, values, strict=True)}  # fmt: skip
     start = f"{prefix}." if prefix else ""
     inputs = model.define_inputs(values[0].definition, given, start)
-    results = record(model, inputs, is_trained=True)
+    results = record(model, inputs)
     made = [o.constant if o.place is None else results[o.place] for o in captured.outputs]
     weights: dict[str, Handle] = {}
     for node in (*model.parameters, *model.constants):

@@ -66,8 +66,8 @@ def test_every_form_is_right(name: str, mesh: DeviceMesh, compiled: str) -> None
         check_runs(run)
         if form.rotate is not None and window.exprs[-1].op == "set":
             found.update(i.op for i in run.for_rank(0).as_run.instructions)
-    assert bool(found["own"]) == (name == "mlp")
-    assert bool(found["addmm"]) == (name in ("scatter", "mlp"))
+    assert bool(found["own"]) == (name in ("mlp", "fused"))
+    assert bool(found["addmm"]) == (name in ("scatter", "mlp", "fused"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,191 @@
+"""Host time of replays: all that a run does, beside the replay of its graph alone.
+
+python benchmarks/replays.py                       # one GPU, or this process and stand-ins
+python benchmarks/replays.py --device cpu          # graphs that do nothing: what mdfuse adds
+python benchmarks/replays.py --full --batch 8      # layers of 8B (on a GPU)
+
+Three programs: a layer with 12 inputs that stay where they are, a training step of layers, and a
+step of `examples/generate.py`, which holds its state. Without a GPU a graph is a stand-in whose
+replay does nothing, so that what is left is the host's work; the time is that of the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from _layers_figures import Plan, bench
+from _layers_models import Case, cases
+from _layers_peers import options, ours
+from _measure import Contender, Report, Row, host_time, interleave, show
+from _ranks import Ranks, start_or_alone
+from _replays_stand_in import stand_in
+from _stacks import stacked
+from _training_steps import STEPS, net_of
+
+import mdfuse as mf
+from mdfuse.cli import screen
+from mdfuse.plan.graphs import GraphPlan
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """A program whose runs replay one graph.
+
+    Attributes:
+        name: of the row.
+        inputs: how many tensors a run takes.
+        call: one run.
+        alone: the replay of its graph, and nothing else.
+        begin: to be called before some hundred runs.
+    """
+
+    name: str
+    inputs: int
+    call: Callable[[], object]
+    alone: Callable[[], object]
+    begin: Callable[[], object] = lambda: None
+
+
+def _replayed(name: str, program: mf.Program, call: Callable[[], object]) -> Replayed:
+    """A program after as many runs as it takes until nothing is captured any more.
+
+    Raises:
+        AssertionError: not all of it is captured, or it is captured anew.
+    """
+    for _ in range(8):
+        call()
+    plan = program.plans.recent
+    if not isinstance(plan, GraphPlan) or any(r.eager for r in plan.regions):
+        raise AssertionError(f"{name}: not all of it is replayed\n{program.explain()}")
+    found = plan.replays()
+    return Replayed(name=name, inputs=len(program.host.inputs), call=call, alone=found[-1].replay)
+
+
+def _layer(plan: Plan, case: Case) -> Replayed:
+    """A layer, forward."""
+    layer = bench(plan, case)
+    call = ours(layer)
+    return _replayed(f"{case.name}: a layer", layer.programs[-1], call)
+
+
+def _training(plan: Plan, case: Case, layers: int) -> Replayed:
+    """Forward, backward and AdamW of some layers."""
+    net = net_of(stacked(bench(plan, case), layers), "alone")
+    step = STEPS["alone"]["mdfuse"](net)
+    name = f"{case.name}: a training step, layers: {layers}"
+    return _replayed(name, net.stack.layer.programs[-1], step.call)
+
+
+def _generating(plan: Plan) -> Replayed:
+    """A token more by a small Llama with random weights."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    example: Any = importlib.import_module("generate")
+    weights, mesh = example.Weights(None), plan.ranks.mesh
+    program = mf.compile(example.define(mesh, weights.model), plan.options)
+    given = example.given(weights, program.fusion, plan.ranks.comm.rank)
+    mine = {name: x.to(plan.ranks.device) for name, x in given.items()}
+    kept = {name: mine.pop(name) for name in example.initial_state(weights.model)}
+    step = mf.Step(program, kept)
+    others = [mine[name] for name in program.fusion.inputs if name in mine]
+
+    def call() -> None:
+        step(*others)
+
+    def first() -> None:
+        kept["at"].zero_()
+        call()
+
+    made = _replayed("generate.py: a token", program, first)
+    # there is room for 512 tokens
+    return replace(made, call=call, begin=kept["at"].zero_)
+
+
+def _begin(ranks: Ranks, one: Replayed) -> None:
+    one.begin()
+    ranks.settle()
+
+
+def processor_time(calls: Callable[[], None]) -> float:
+    """Nanoseconds of this process's threads."""
+    start = time.process_time_ns()
+    calls()
+    return float(time.process_time_ns() - start)
+
+
+def rows(plan: Plan, case: Case, layers: int, batch: int) -> Iterator[Row]:
+    """Each program beside its graph."""
+    found = (
+        partial(_layer, plan, case),
+        partial(_training, plan, case, layers),
+        partial(_generating, plan),
+    )
+    for make in found:
+        one = make()
+        times = interleave(
+            {"ours": Contender(call=one.call), "alone": Contender(call=one.alone)},
+            rounds=plan.rounds,
+            batch=batch,
+            settle=partial(_begin, plan.ranks, one),
+            stopwatch=host_time if plan.is_gpu else processor_time,
+        )
+        yield Row(
+            name=one.name,
+            sizes=f"{one.inputs} inputs",
+            unit="us",
+            ours=times["ours"],
+            against=times["alone"],
+            alternative="replay alone",
+            kind="added",
+            limit=None,
+        )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one")
+    parser.add_argument("--full", action="store_true", help="layers of 8B; else small ones")
+    parser.add_argument("--layers", type=int, help="of the training step: 2, or 1 of 8B")
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--batch", type=int, help="runs in a turn: 2000, on a GPU 32")
+    parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, store."""
+    arguments = _arguments()
+    ranks: Ranks = start_or_alone(arguments.device)
+    is_gpu = ranks.device.type == "cuda"
+    if not is_gpu:
+        stand_in()
+    plan = Plan(
+        ranks=ranks, rounds=arguments.rounds, peers=(), options=options(None), compiler="inductor"
+    )
+    (case,) = cases(["llama3-8b"], "prefill", None, 0, is_small=not arguments.full)
+    layers = arguments.layers or (1 if arguments.full else 2)
+    batch = arguments.batch or (32 if is_gpu else 2000)
+    found = list(rows(plan, case, layers, batch))
+    name = "gpu" if is_gpu else "stand-in"
+    path: Path = arguments.output or _RESULTS / f"replays-{name}.json"
+    given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
+    where = {"device": str(ranks.device), "batch": batch, "layers": layers}
+    show(screen.output(), f"host time of replays ({name})", found)
+    Report(benchmark="replays", arguments=given, rows=found, where=where).write(path)
+    screen.output().print(f"written: {path}", soft_wrap=True)
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
