@@ -620,6 +620,47 @@ def test_training_that_the_page_shows() -> None:
         assert float(error.split()[0]) == pytest.approx(worst, abs=0.0006)
 
 
+def results(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of a result that the repository keeps, by name and what they are beside."""
+    file = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return {(row["name"], row["alternative"]): row for row in json.loads(file.read_text())["rows"]}
+
+
+def is_told(cell: str, row: dict[str, Any]) -> bool:
+    """Whether a cell has the median and the quartiles of a ratio."""
+    found = [float(x) for x in re.findall(r"[\d.]+", cell)]
+    wanted = [row["figure"][key] for key in ("median", "low", "high")]
+    return found == pytest.approx(wanted, abs=0.0006)
+
+
+def test_training_on_two_gpus_that_the_page_shows() -> None:
+    rows = shown("two GPUs", "memory")
+    assert len(rows) == 2
+    for style, peer, ours, ratio, memory in rows:
+        found = results(f"training-{style}-h200-2")
+        row = found["llama3-8b, prefill: GPU, queued", peer]
+        assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+        assert is_told(ratio, row)
+        peak = found["llama3-8b, prefill: memory at the peak", peer]["figure"]["median"]
+        assert float(memory.split()[0]) == pytest.approx(peak, abs=0.006)
+
+
+def test_pipelines_that_the_page_shows() -> None:
+    found, rows = results("pipelines-layers-symmetric-h100-2"), shown("a pipeline of two GPUs")
+    assert len(rows) == 4
+    for what, peer, ours, ratio in rows:
+        row = found[f"llama3-8b, interleaved: {what}", peer]
+        assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+        assert is_told(ratio, row)
+    naps, rows = results("pipelines-naps-gloo-4"), shown("naps", "20 ms")
+    assert len(rows) == 6
+    for schedule, *cells in rows:
+        columns = [(n, peer) for n in (5, 20) for peer in ("table", "by hand")]
+        for (n, peer), cell in zip(columns, cells, strict=True):
+            row = naps[f"naps of {n} ms, {schedule}: time", peer]
+            assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+
+
 def test_ucx_and_nccl_that_the_page_shows() -> None:
     file = ROOT / "benchmarks" / "results" / "backends-nccl-ucx-2-cuda.json"
     found = {(r["name"], r["sizes"]): r for r in json.loads(file.read_text())["rows"]}
