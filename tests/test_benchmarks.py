@@ -257,6 +257,17 @@ def test_overlap_on_ranks(tmp_path: Path, backend: str) -> None:
     check_ideal(stored["rows"], "communication", {"gloo", "compiled"})
 
 
+def test_host_times_of_stand_ins(tmp_path: Path) -> None:
+    """Graphs that do nothing: a run takes longer than they do."""
+    started = str(ROOT / "benchmarks" / "replays.py"), "--device", "cpu"
+    done = run(tmp_path, *started, "--rounds", "2", "--output", "a.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [row["sizes"] for row in rows] == ["12 inputs", "59 inputs", "29 inputs"]
+    for row in rows:
+        assert min(row["rounds"]["ours"]) > max(row["rounds"]["against"])
+
+
 PIPELINES = str(ROOT / "benchmarks" / "pipelines.py")
 
 

@@ -271,8 +271,10 @@ def test_parameters_go_from_training_to_generating(tmp_path: Path) -> None:
     found = {name: weights.part(name, None, None) for name in train.PARAMETERS}
     one = train.OneDevice()
     train.train(one, 1)
-    for name, w in one.leaves.items():
-        torch.testing.assert_close(found[name], w.detach(), rtol=1e-4, atol=1e-5)
+    for name, w in step.parameters().items():
+        assert torch.equal(found[name], w)
+    for name, w in one.leaves.items():  # AdamW's first step makes signs of the smallest gradients
+        torch.testing.assert_close(found[name], w.detach(), rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

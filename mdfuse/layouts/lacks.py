@@ -65,7 +65,7 @@ def most_and_mean(found: Any) -> tuple[int, int]:
 def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int) -> Any:
     """Return what each rank needs from others, as an array that broadcasts over the mesh."""
     need, have, is_holder = _coordinates(source.mesh, destination.mesh)
-    if not np.any(is_holder):
+    if not np.any(is_holder) and not is_symbolic(shape):
         return part_sizes(destination, shape) * (copies + 1)
     needed: Any = copies + 1
     held: Any = is_holder

@@ -84,21 +84,43 @@ def _cheapest(
     shape: tuple[int, ...],
     itemsize: int,
 ) -> _Path:
-    """Return the steps of the way that costs least; of two equal ones, the first.
+    """Return the steps of the way that costs least; of two equal ones, the first."""
+    if is_timed(source, destination, shape):
+        return _soonest(ways, source, destination, shape, itemsize)
+    followed = ((first, rest(), is_apart) for first, rest, is_apart in ways)
+    first, then, _ = min(followed, key=lambda way: _cost(way, shape))
+    return (*first, *then)
 
-    One that is known not to cost less is not followed to its end.
+
+def _cost(way: tuple[_Path, _Path, bool], shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return what the steps cost, and how many there are; extents may be symbolic."""
+    first, rest = (sum(step_cost(step, shape) for step in path) for path in way[:2])
+    if not way[2]:
+        return first + rest, len(way[0]) + len(way[1])
+    return first if first > rest else rest, len(way[0]) + len(way[1])
+
+
+def _soonest(
+    ways: Iterable[_Way],
+    source: Layout,
+    destination: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+) -> _Path:
+    """Return the steps of the way that takes least time, where hosts are known.
+
+    One that is known not to take less is not followed to its end.
     """
-    size = itemsize if is_timed(source, destination, shape) else None
-    least = 0 if size is None else least_arriving(source.mesh, destination, shape, size)
+    least = least_arriving(source.mesh, destination, shape, itemsize)
     found: _Path = ()
     best: tuple[float, int] = (math.inf, 0)
     for first, rest, is_apart in ways:
-        spent = _spent(first, shape, size, best[0])
+        spent = _spent(first, shape, itemsize, best[0])
         is_there = bool(first) and first[-1].destination == destination
         if (max(spent, least), len(first) + (not is_there)) >= best:
             continue
         then = rest()
-        more = _spent(then, shape, size, best[0] if is_apart else best[0] - spent)
+        more = _spent(then, shape, itemsize, best[0] if is_apart else best[0] - spent)
         cost = max(spent, more) if is_apart else spent + more
         if (cost, len(first) + len(then)) < best:
             found, best = (*first, *then), (cost, len(first) + len(then))
@@ -109,16 +131,13 @@ def _as_it_is(source: Layout, destination: Layout) -> _Path:
     return (Local(kind="slice", source=source, destination=destination),)
 
 
-def _spent(path: _Path, shape: tuple[int, ...], itemsize: int | None, limit: float) -> int:
-    """Return what steps cost, or more than the limit; without an itemsize, in elements."""
+def _spent(path: _Path, shape: tuple[int, ...], itemsize: int, limit: float) -> int:
+    """Return how many nanoseconds steps take, or more than the limit."""
     spent = 0
     for step in path:
         if spent > limit:
             break
-        if itemsize is None:
-            spent += step_cost(step, shape)
-        else:
-            spent += step_time(step, shape, itemsize, limit - spent)
+        spent += step_time(step, shape, itemsize, limit - spent)
     return spent
 
 
