@@ -86,7 +86,8 @@ def _cheapest(
 ) -> _Path:
     """Return the steps of the way that costs least; of two equal ones, the first."""
     if is_timed(source, destination, shape):
-        return _soonest(ways, source, destination, shape, itemsize)
+        least = least_arriving(source.mesh, destination, shape, itemsize)
+        return _soonest(ways, destination, shape, itemsize, least)
     followed = ((first, rest(), is_apart) for first, rest, is_apart in ways)
     first, then, _ = min(followed, key=lambda way: _cost(way, shape))
     return (*first, *then)
@@ -101,22 +102,17 @@ def _cost(way: tuple[_Path, _Path, bool], shape: tuple[int, ...]) -> tuple[int, 
 
 
 def _soonest(
-    ways: Iterable[_Way],
-    source: Layout,
-    destination: Layout,
-    shape: tuple[int, ...],
-    itemsize: int,
+    ways: Iterable[_Way], goal: Layout, shape: tuple[int, ...], itemsize: int, least: int
 ) -> _Path:
-    """Return the steps of the way that takes least time, where hosts are known.
+    """Return the steps of the way to a goal that takes least time, which `least` is at least.
 
     One that is known not to take less is not followed to its end.
     """
-    least = least_arriving(source.mesh, destination, shape, itemsize)
     found: _Path = ()
     best: tuple[float, int] = (math.inf, 0)
     for first, rest, is_apart in ways:
         spent = _spent(first, shape, itemsize, best[0])
-        is_there = bool(first) and first[-1].destination == destination
+        is_there = bool(first) and first[-1].destination == goal
         if (max(spent, least), len(first) + (not is_there)) >= best:
             continue
         then = rest()
