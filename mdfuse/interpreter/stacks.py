@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import FrameType
+from typing import TypeVar
 
 from mdfuse.interpreter.garbage import no_collection
 
 #: Whether a new object may start a garbage collection on the spot: later versions put it off.
 _COLLECTS_AT_ONCE = sys.version_info < (3, 12)
 
+_T = TypeVar("_T")
 
-def stacks() -> dict[int, list[FrameType]]:
-    """Return the frames of each thread by its number (`Thread.ident`), innermost first.
+
+def seen(look: Callable[[FrameType], _T]) -> dict[int, list[_T]]:
+    """Return what a function tells of the frames of each thread, innermost first.
+
+    A frame keeps alive what its function's variables hold, also when that function has returned,
+    and those of this thread hold the frames themselves. So none outlives this function: a tensor
+    would stay until the next garbage collection, and torch copies a gradient that somebody holds.
 
     No garbage collection begins meanwhile: Python 3.11 makes the object of an outer frame when it
     is first asked for. If that starts a collection, and a finalizer gives up Python's lock, the
     other thread goes on and leaves the very frame: the new object then stands for memory that
     something else uses.
+
+    Args:
+        look: takes a frame, and returns nothing that holds it.
+
+    Returns:
+        What it returned, by the number of the thread (`Thread.ident`).
     """
     with no_collection() if _COLLECTS_AT_ONCE else nullcontext():
-        return {thread: list(_outwards(top)) for thread, top in sys._current_frames().items()}
+        tops = sys._current_frames()
+        try:
+            return {thread: [look(x) for x in _outwards(top)] for thread, top in tops.items()}
+        finally:
+            tops.clear()
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
+
+import pytest
 
 from mdfuse.interpreter.garbage import no_collection
-from mdfuse.interpreter.stacks import stacks
+from mdfuse.interpreter.stacks import seen
+from mdfuse.runtime.agreement.crowds import crowd
+from mdfuse.runtime.watch import watch
+from mdfuse.runtime.watch.running import running
 
 
 def _deep(depth: int, here: threading.Event, leave: threading.Event) -> None:
@@ -36,17 +42,55 @@ def _parked(depth: int) -> Iterator[int]:
         thread.join()
 
 
+def _code(frame: FrameType) -> CodeType:
+    return frame.f_code
+
+
 def test_frames_of_a_thread_innermost_first() -> None:
     with _parked(3) as thread:
-        names = [frame.f_code.co_name for frame in stacks()[thread]]
+        names = seen(lambda frame: frame.f_code.co_name)[thread]
     assert names[: names.index("_deep")] == ["wait", "wait"]
     assert names[2:6] == ["_deep"] * 4 and names[-1] == "_bootstrap"
-    assert thread not in stacks()
+    assert thread not in seen(_code)
 
 
 def test_this_thread_is_one_of_them() -> None:
-    frames = stacks()[threading.get_ident()]
-    assert any(frame.f_code is test_this_thread_is_one_of_them.__code__ for frame in frames)
+    assert test_this_thread_is_one_of_them.__code__ in seen(_code)[threading.get_ident()]
+
+
+class _Value:
+    """Something that a function's variables hold."""
+
+
+def _fails(frame: FrameType) -> None:
+    raise ValueError(frame.f_code.co_name)
+
+
+def _look_that_fails() -> None:
+    with pytest.raises(ValueError, match="seen"):
+        seen(_fails)
+
+
+LOOKS: dict[str, Callable[[], object]] = {
+    "frames": lambda: seen(_code),
+    "an error": _look_that_fails,
+    "threads that communicate": lambda: crowd(0),
+    "a plan's step": running,
+    "the user's line": watch._host_line,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_nothing_lives_on_behind_a_look(look: Callable[[], object]) -> None:
+    """What a function held goes when it returns, not with the next garbage collection."""
+
+    def holds() -> weakref.ref[_Value]:
+        value = _Value()
+        look()
+        return weakref.ref(value)
+
+    with no_collection():
+        assert holds()() is None
 
 
 def _callers() -> Iterator[str]:
@@ -67,7 +111,7 @@ def test_no_collection_begins_while_frames_are_made() -> None:
         gc.callbacks.append(note)
         gc.set_threshold(1)
         try:
-            found = len(stacks()[thread])
+            found = len(seen(_code)[thread])
             kept = [[] for _ in range(10)]
         finally:
             gc.set_threshold(*before)
@@ -81,7 +125,7 @@ def test_no_collection_begins_while_frames_are_made() -> None:
 def test_a_collector_that_is_off_stays_off() -> None:
     gc.disable()
     try:
-        stacks()
+        seen(_code)
         assert not gc.isenabled()
     finally:
         gc.enable()

@@ -8,11 +8,10 @@ where a run finds that it may not begin, or that the ranks differ.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from types import FrameType
 
 from mdfuse.errors import ProgramError
-from mdfuse.interpreter.stacks import stacks
+from mdfuse.interpreter.stacks import seen
 
 #: The function that each run goes through.
 _RUN = "HostIrEvaluator.call"
@@ -25,8 +24,8 @@ def crowd(rank: int) -> str:
     """
     me = threading.current_thread()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = stacks()
-    others = [names.get(t, str(t)) for t in sorted(frames) if t != me.ident and _runs(frames[t])]
+    running = seen(_runs)
+    others = [names.get(t, str(t)) for t in sorted(running) if t != me.ident and any(running[t])]
     if not others:
         return ""
     listed = ", ".join(map(repr, [me.name, *others]))
@@ -45,6 +44,5 @@ BECAUSE = "threads come in an order of each rank's own, so that ranks meet in di
 HINT = "run programs that communicate on one thread of each rank"
 
 
-def _runs(frames: Sequence[FrameType]) -> bool:
-    runs = (frame for frame in frames if frame.f_code.co_qualname == _RUN)
-    return any(frame.f_locals["self"].communicates for frame in runs)
+def _runs(frame: FrameType) -> bool:
+    return frame.f_code.co_qualname == _RUN and bool(frame.f_locals["self"].communicates)

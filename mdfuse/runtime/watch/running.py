@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from mdfuse.interpreter.stacks import stacks
+from mdfuse.interpreter.stacks import seen
 from mdfuse.layouts.call import Call
 
 
@@ -125,7 +125,8 @@ def running() -> RunningStep | None:
     Of several threads one that waits in a communication is preferred, then the main one.
     """
     main = threading.main_thread().ident
-    found = {thread: place for thread, frames in stacks().items() if (place := _innermost(frames))}
+    places = {t: [x for x in xs if x is not None] for t, xs in seen(_at).items()}
+    found = {thread: xs[0] for thread, xs in places.items() if xs}
     order = sorted(found, key=lambda thread: (not found[thread].is_waiting, thread != main))
     return found[order[0]] if order else None
 
@@ -143,9 +144,8 @@ def raised(error: BaseException | None) -> RunningStep | None:
     return None
 
 
-def _innermost(frames: Sequence[FrameType]) -> RunningStep | None:
-    places = (_place(frame.f_code.co_filename, frame.f_lineno) for frame in frames)
-    return next((place for place in places if place is not None), None)
+def _at(frame: FrameType) -> RunningStep | None:
+    return _place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _place(file: str, line: int | None) -> RunningStep | None:

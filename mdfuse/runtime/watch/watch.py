@@ -20,12 +20,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from mdfuse.backends.post_notes import PostInfo, Track
 from mdfuse.errors import PACKAGE, BackendError, Source
 from mdfuse.interpreter import threads
-from mdfuse.interpreter.stacks import stacks
+from mdfuse.interpreter.stacks import seen
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.watch import running
@@ -418,13 +419,14 @@ class Watch:
 
 def _host_line() -> str:
     """Return the main thread's innermost line outside mdfuse, packages and Python's library."""
-    frames = stacks().get(threading.main_thread().ident or 0, [])
-    own = (frame for frame in frames if _is_users(frame.f_code.co_filename))
-    frame = next(own, frames[0] if frames else None)
-    if frame is None:
-        return ""
-    line = frame.f_lineno or 0  # None where the interpreter is between two lines
-    return Source(frame.f_code.co_filename, line).quote()
+    lines = seen(_line).get(threading.main_thread().ident or 0, [])
+    found = next((x for x in lines if _is_users(x.file)), lines[0] if lines else None)
+    return "" if found is None else found.quote()
+
+
+def _line(frame: FrameType) -> Source:
+    # no line where the interpreter is between two
+    return Source(frame.f_code.co_filename, frame.f_lineno or 0)
 
 
 def _is_users(file: str) -> bool:

@@ -80,9 +80,9 @@ HOST_LINE = watch_module._host_line
 
 
 def test_a_frame_that_just_begins_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = SimpleNamespace(co_filename="a.py")
-    frames = [SimpleNamespace(f_code=code, f_lineno=None)]
-    monkeypatch.setattr(watch_module, "stacks", lambda: {threading.main_thread().ident: frames})
+    frame: Any = SimpleNamespace(f_code=SimpleNamespace(co_filename="a.py"), f_lineno=None)
+    main = threading.main_thread().ident
+    monkeypatch.setattr(watch_module, "seen", lambda look: {main: [look(frame)]})
     assert HOST_LINE() == "a.py:0"
 
 
