@@ -264,9 +264,7 @@ class SymmetricPoster:
             make = partial(self._bound, first.itemsize)
             small = SMALL_BYTES
             find = self._by_size[first.itemsize] = composer(self.call, make, small, is_open=True)
-        bound = find(srcs, dsts)
-        # At a site the others wait for what this rank tells, also where it has nothing to move.
-        return bound(srcs, dsts) if bound.moves or self.site is not None else DONE
+        return find(srcs, dsts)(srcs, dsts)
 
     def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
         """Return None: a post reads the addresses of its buffers in each run."""

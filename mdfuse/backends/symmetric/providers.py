@@ -297,7 +297,7 @@ class CudaOutboxes:
         def post(
             moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
         ) -> Work:
-            if sited is not None:
+            if sited is not None:  # the others wait for what this rank tells, whatever it moves
                 moves = self.sites.moves(sited, tuple(moves), srcs, dsts)
             if not moves:
                 return DONE
