@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from _layers_models import Case
 from _layers_peers import PEERS, Bench, reference
-from _measure import Contender, Row, device_time, eagerly, host_time, interleave
+from _measure import Contender, Row, Stopwatch, device_time, eagerly, host_time, interleave
 from _ranks import Ranks
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class Limits:
 
     Attributes:
         times: contender -> mdfuse's time on the device, as a multiple of its.
-        host_us: time of the host, for runs of `inputs` tensors; None: of any number.
+        host_us: time of the host by itself, for runs of `inputs` tensors; None: of any number.
         memory: at the peak, as a multiple of that of the compiled graph.
         error: as a multiple of that of the compiled layer.
         on_ranks: several may communicate; else the limits are those of one.
@@ -211,7 +211,8 @@ def figures(plan: Plan, case: Case, ready: Mapping[str, Ready]) -> Iterator[Row]
     if plan.is_gpu:
         yield from _times(plan, case, ready, "GPU, one call", device_time, 1)
         yield from _times(plan, case, ready, "GPU, queued", _queued, _FOLLOWING)
-        yield from _times(plan, case, ready, "host", host_time, _FOLLOWING)
+        yield from _times(plan, case, ready, "host, in turns", host_time, _FOLLOWING)
+        yield from _by_itself(plan, case, ready)
         yield from _peaks(plan, case, ready)
     else:
         yield from _times(plan, case, ready, "time", host_time, 1)
@@ -225,7 +226,7 @@ def _queued(calls: Callable[[], None]) -> float:
     return device_time(calls, _AHEAD)
 
 
-def _others(ready: Mapping[str, Ready]) -> list[str]:
+def _others(ready: Iterable[str]) -> list[str]:
     return [name for name in ready if name != "mdfuse"]
 
 
@@ -234,18 +235,54 @@ def _times(
     case: Case,
     ready: Mapping[str, Ready],
     what: str,
-    stopwatch: Callable[[Callable[[], None]], float],
+    stopwatch: Stopwatch,
     batch: int,
 ) -> Iterator[Row]:
-    times = interleave(
+    """In turns, so that what disturbs the machine disturbs all of them."""
+    times = _timed(plan, ready, stopwatch, batch)
+    limits = plan.limits.times if plan.has_limits and stopwatch is _queued else {}
+    yield from _beside(case, what, times, limits)
+
+
+def _by_itself(plan: Plan, case: Case, ready: Mapping[str, Ready]) -> Iterator[Row]:
+    """Time of the host where nothing else has run since the last call: what a replay takes.
+
+    In turns the first call of each finds the processor's caches full of the other contenders.
+    """
+    times: dict[str, list[float]] = {}
+    for name, one in ready.items():
+        times |= _timed(plan, {name: one}, host_time, _FOLLOWING)
+    what, limits = "host, by itself", plan.limits
+    yield from _beside(case, what, times, {})
+    if plan.has_limits and limits.inputs in (None, len(case.shapes())):
+        yield Row(
+            name=f"{case.name}: {what}",
+            sizes=f"{limits.inputs} inputs" if limits.inputs else case.sizes,
+            unit="us",
+            ours=times["mdfuse"],
+            against=[0.0] * plan.rounds,
+            alternative="nothing",
+            limit=limits.host_us,
+            kind="added",
+        )
+
+
+def _timed(
+    plan: Plan, ready: Mapping[str, Ready], stopwatch: Stopwatch, batch: int
+) -> dict[str, list[float]]:
+    return interleave(
         {name: Contender(call=one.call) for name, one in ready.items()},
         rounds=plan.rounds,
         batch=batch,
         settle=plan.ranks.settle,
         stopwatch=stopwatch,
     )
-    is_limited = plan.has_limits and stopwatch is _queued
-    for name in _others(ready):
+
+
+def _beside(
+    case: Case, what: str, times: Mapping[str, list[float]], limits: Mapping[str, float]
+) -> Iterator[Row]:
+    for name in _others(times):
         yield Row(
             name=f"{case.name}: {what}",
             sizes=case.sizes,
@@ -253,19 +290,7 @@ def _times(
             ours=times["mdfuse"],
             against=times[name],
             alternative=name,
-            limit=plan.limits.times.get(name) if is_limited else None,
-        )
-    has_limit = plan.limits.inputs in (None, len(case.shapes()))
-    if stopwatch is host_time and plan.has_limits and has_limit:
-        yield Row(
-            name=f"{case.name}: {what}",
-            sizes=f"{plan.limits.inputs} inputs" if plan.limits.inputs else case.sizes,
-            unit="us",
-            ours=times["mdfuse"],
-            against=[0.0] * plan.rounds,
-            alternative="nothing",
-            limit=plan.limits.host_us,
-            kind="added",
+            limit=limits.get(name),
         )
 
 

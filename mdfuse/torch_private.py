@@ -116,6 +116,8 @@ def likeness(tensors: Sequence[Tensor]) -> Likeness:
     forward-mode gradients are under way, or where a tensor is there twice.
     """
     count, address, forward = len(tensors), Tensor.data_ptr, forward_ad
+    # not a tree of guards (`RootGuardManager`), which refuses nested tensors by itself: it is
+    # slower once its many small objects have left the caches, as they do between replays
     check: Callable[..., bool] = guards.TensorGuards(
         *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
     ).check
