@@ -61,12 +61,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Seconds of products [m, k] x [k, n] by m, n and k.
+    """Seconds by three sizes: of products [m, k] x [k, n] by m, n and k; of attention.
 
     Below the first of an axis it is that one's time; beyond the last one the last one's speed.
 
     Attributes:
-        axes: the measured m, n and k, rising.
+        axes: the measured sizes of each, rising.
         times: seconds, for the last axis first.
 
     Raises:
@@ -88,7 +88,7 @@ class Grid:
             raise _wrong(f"a grid of {len(self.times)} times", "m x n x k times, one for each")
 
     def seconds(self, m: float, n: float, k: float) -> float:
-        """Return the seconds of a product."""
+        """Return the seconds of a product, or of what the three sizes are of."""
         places = [_place(axis, x) for axis, x in zip(self.axes, (m, n, k), strict=True)]
         found = 0.0
         for corner in itertools.product((0, 1), repeat=3):
