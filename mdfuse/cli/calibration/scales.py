@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+
+from mdfuse.seeing.amounts import QUERIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +99,21 @@ GPU = Scale(
     between_s=0.0,
     factor=4,
 )
+
+
+#: How many blocks a multiprocessor has where most are there at once.
+_WAVES = 1, 2, 4
+
+
+def blocks_of(scale: Scale) -> list[int]:
+    """Return how many blocks attention is measured with on a GPU: few, as many as fill all of its
+    multiprocessors, and those that do not any more; each a multiple of what the longest sequence
+    has in a head.
+
+    >>> blocks_of(GPU)
+    [32, 128, 160, 256, 288, 512]
+    """
+    one = math.ceil(scale.lengths[-1] / QUERIES)
+    full = [max(1, n * scale.multiprocessors // one) * one for n in _WAVES]
+    found = {one, *full, *(n + one for n in full[:-1])}
+    return sorted(found) if scale.multiprocessors else []

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from mdfuse.cli.calibration.scales import Scale
+from mdfuse.cli.calibration.scales import Scale, blocks_of
 from mdfuse.compiled.program import Program, compile
 from mdfuse.config import Options
 from mdfuse.frontend.definition import FusionDefinition
@@ -243,24 +243,6 @@ def _attention(scale: Scale, mesh: DeviceMesh, shape: list[int], mask: str) -> S
         q, k, v = (fd.define_tensor(shape, scale.dtypes[0], mesh=mesh) for _ in range(3))
         fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v, is_causal=bool(mask)))
     return _local(scale, "works", compile(fd, OPTIONS).host)
-
-
-#: How many blocks a multiprocessor has where most are there at once.
-_WAVES = 1, 2, 4
-
-
-def blocks_of(scale: Scale) -> list[int]:
-    """Return how many blocks attention is measured with on a GPU: few, as many as fill all of its
-    multiprocessors, and those that do not any more; each a multiple of what the longest sequence
-    has in a head.
-
-    >>> blocks_of(GPU)
-    [32, 128, 160, 256, 288, 512]
-    """
-    one = math.ceil(scale.lengths[-1] / QUERIES)
-    full = [max(1, n * scale.multiprocessors // one) * one for n in _WAVES]
-    found = {one, *full, *(n + one for n in full[:-1])}
-    return sorted(found) if scale.multiprocessors else []
 
 
 #: Kind of communication -> layouts before and after.

@@ -8,7 +8,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
-from mdfuse.cli.calibration.scales import CPU, GPU, Scale
+from mdfuse.cli.calibration.scales import CPU, GPU, Scale, blocks_of
 from mdfuse.cli.calibration.subjects import (
     BETWEEN,
     OPTIONS,
@@ -17,7 +17,6 @@ from mdfuse.cli.calibration.subjects import (
     Way,
     _sum_across,
     beside,
-    blocks_of,
     points,
     subjects,
     switches,
