@@ -233,6 +233,7 @@ def _costs_out(costs: Costs) -> dict[str, Any]:
         "works": {key: curve.points for key, curve in costs.works.items()},
         "products": _grids_out(costs.products),
         "attentions": _grids_out(costs.attentions),
+        "multiprocessors": costs.multiprocessors,
     }
 
 

@@ -17,7 +17,6 @@ from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
 from mdfuse.seeing.across import is_across
 from mdfuse.seeing.amounts import (
-    QUERIES,
     Attention,
     attention,
     is_work,
@@ -25,7 +24,7 @@ from mdfuse.seeing.amounts import (
     operations,
     product,
 )
-from mdfuse.seeing.curves import Curve, Grid
+from mdfuse.seeing.curves import Curve, Grid, as_measured
 from mdfuse.seeing.kernels import Kernel, kernels
 
 #: The longest time, in seconds, and the lowest speed: beyond them sums are no numbers any more.
@@ -105,13 +104,15 @@ class Costs:
             causal", where heads have 64 features -> seconds by operations, counted as if nothing
             was masked.
         attentions: "bf16", or "bf16 causal" -> seconds by blocks of 128 queries of all heads, keys
-            and features of a head; it goes before the curves. What runs at once fills a GPU, so
-            times rise in steps.
+            and features of a head; it goes before the curves.
+        multiprocessors: of a GPU: that many blocks are computed at once, so times rise in steps; 0:
+            of which nothing is known. Under a causal mask blocks end one by one.
         products: "linear f32", or "matmul f32" for all other products -> seconds by m, n and k.
         is_fused: whether the work of a launch is compiled into few kernels, or done one by one.
 
     Raises:
-        ProgramError: a number is negative, or a speed 0; a link of no kind.
+        ProgramError: a number is negative, or a speed 0; a link of no kind; multiprocessors that
+            are no number.
 
     >>> costs = Costs(launch_s=1e-6, links={"*": Link(2e-6, 1e9), "tp": Link(1e-6, 1e11)})
     >>> costs.link("Allreduce", "tp").seconds(100_000), costs.link("Allgather", "dp").latency_s
@@ -129,11 +130,19 @@ class Costs:
     works: Mapping[str, Curve] = field(default_factory=dict)
     products: Mapping[str, Grid] = field(default_factory=dict)
     attentions: Mapping[str, Grid] = field(default_factory=dict)
+    multiprocessors: int = 0
     is_fused: bool = True
 
     def __post_init__(self) -> None:
         times = {"run_s": self.run_s, "posting_s": self.posting_s, "switch_s": self.switch_s}
         _check(**times, launch_s=self.launch_s, flops=self.flops, bandwidth=self.bandwidth)
+        count = self.multiprocessors
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ProgramError(
+                f"multiprocessors={count!r}",
+                because="it is how many a GPU has",
+                hint="a number of at least 0",
+            )
         for key, link in self.links.items():
             if not isinstance(link, Link):
                 raise ProgramError(
@@ -215,7 +224,13 @@ class Costs:
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
 
     def _kernel(self, k: Kernel) -> float:
-        """Return the seconds of a compiled kernel: across memory as measured, in any type."""
+        """Return the seconds of a compiled kernel: across memory as measured, in any type.
+
+        One that goes through rows, too, reads them as work that is not compiled does: a compiler
+        cannot choose its tiles then.
+        """
+        if k.like == "rows across":
+            return self._bytes(k.nbytes, k.dtype, "across")
         if k.like == "across":
             keys = [f"{_ACROSS} {k.dtype}", *(x for x in self.works if x.startswith(f"{_ACROSS} "))]
             curve = next((self.works[x] for x in keys if x in self.works), None)
@@ -253,14 +268,19 @@ class Costs:
     def _attention(self, count: int, dtype: str, a: Attention, moved: int) -> float:
         """Return the seconds of attention: as measured, and at least what its bytes take.
 
-        Few queries, as in decoding, fill no block: those kernels share out the keys instead, so
-        that bytes are what counts.
+        Of heads with one query, as in decoding, the keys are shared out instead, so that bytes are
+        what counts. Heads of a size between two that were measured take what the next one takes:
+        kernels are made for few sizes.
         """
         grid = self.attentions.get(dtype + a.mask, self.attentions.get(dtype))
         if grid is None:
             return self._attention_by_operations(count, dtype, a, moved)
-        is_few = 2 * a.queries < QUERIES
-        sizes = (1, 1, a.features) if is_few else (a.blocks, a.keys, a.features)
+        counts, _, heads = grid.axes
+        features = min((x for x in heads if x >= a.features), default=a.features)
+        blocks: float = a.blocks
+        if self.multiprocessors and not a.mask:
+            blocks = as_measured(blocks, counts, self.multiprocessors)
+        sizes = (1, 1, features) if a.queries == 1 else (blocks, a.keys, features)
         return max(self._bytes(moved, dtype), a.passes * grid.seconds(*sizes))
 
     def _attention_by_operations(self, count: int, dtype: str, a: Attention, moved: int) -> float:

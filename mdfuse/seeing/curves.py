@@ -100,6 +100,26 @@ class Grid:
         return found * math.prod(beyond for *_, beyond in places)
 
 
+def as_measured(count: float, axis: Sequence[float], at_once: int) -> float:
+    """Return the nearest count of an axis, or between two of them, that takes as many turns.
+
+    Args:
+        count: of blocks, of which some are done at once and the next ones then.
+        axis: the measured counts, rising.
+        at_once: how many.
+
+    >>> [as_measured(n, (32, 128, 160, 256), 132) for n in (64, 132, 136, 200, 264, 265)]
+    [64, 128, 160, 200, 256, 384.0]
+    """
+    turns = math.ceil(count / at_once)
+    alike = [x for x in axis if math.ceil(x / at_once) == turns]
+    if alike:
+        return min(max(count, alike[0]), alike[-1])
+    if count < axis[-1]:
+        return count  # straight, as between any two
+    return axis[-1] * turns / math.ceil(axis[-1] / at_once)
+
+
 def _place(axis: Sequence[float], x: float) -> tuple[int, float, float]:
     """Return the point below, the share of the way to the next one, and how many times the last
     point it is."""

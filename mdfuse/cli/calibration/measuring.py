@@ -347,6 +347,7 @@ class Measurements:
             works=works,
             products={key: _grid(points) for key, points in by["products"].items()},
             attentions={key: _grid(points) for key, points in by["attentions"].items()},
+            multiprocessors=self.scale.multiprocessors,
             bandwidth=_bandwidth(works),
             is_fused=self.comm.device.type == "cuda",
         )
