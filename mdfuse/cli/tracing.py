@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mdfuse.cli import screen
 from mdfuse.errors import ProgramError
-from mdfuse.seeing.traces import merge
+from mdfuse.seeing.merging import merge
 
 
 def merged(paths: Sequence[Path], out: Path) -> None:

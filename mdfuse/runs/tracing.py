@@ -25,7 +25,9 @@ def trace_of(options: Options | None, communicator: Communicator) -> TraceFile |
         ProgramError: it cannot be written.
     """
     folder = options_from_environment(options).trace
-    return trace_file(folder, communicator.rank) if folder is not None else None
+    if folder is None:
+        return None
+    return trace_file(folder, communicator.rank, communicator.size)
 
 
 def noted(plan: Plan, options: Options | None, communicator: Communicator) -> Plan:

@@ -5,9 +5,9 @@ from mdfuse.seeing.cost_tables import CostTable, cost_table
 from mdfuse.seeing.costs import H100, UNIT, Costs, Link
 from mdfuse.seeing.deviation import Deviation, compare
 from mdfuse.seeing.events import Event
+from mdfuse.seeing.merging import merge as merge_traces
 from mdfuse.seeing.timeline import Timeline
 from mdfuse.seeing.traces import last_run
-from mdfuse.seeing.traces import merge as merge_traces
 from mdfuse.seeing.traces import read as read_trace
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of
 from mdfuse.hir.program import HostProgram, Instruction
@@ -14,6 +15,9 @@ _NOTHING = frozenset(
 
 #: How many products of the size of the first one there are in an attention, and in its gradient.
 _ATTENTIONS = {"scaled_dot_product_attention": 2, "attention": 2, "attention_grad": 5}
+
+#: Queries of a head that a block of a GPU's attention computes: it goes through all keys.
+QUERIES = 128
 
 #: Work that reads as much of an operand as it writes, and its indices.
 _PICKS = frozenset(("embedding", "index_select", "gather"))
@@ -71,13 +75,40 @@ def operations(program: HostProgram, i: Instruction) -> int:
     return 0
 
 
-def attention(program: HostProgram, i: Instruction) -> tuple[float, int, str] | None:
-    """Return how many passes forward an attention or its gradient is, the features of a head, and
-    " causal" where its mask is that; None: it is neither."""
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What an attention or its gradient does on a rank.
+
+    Attributes:
+        passes: how many passes forward it is.
+        heads: of all that are in the batch.
+        queries: of a head.
+        keys: likewise.
+        features: likewise.
+        mask: " causal" where it is that.
+    """
+
+    passes: float
+    heads: int
+    queries: int
+    keys: int
+    features: int
+    mask: str
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks a GPU computes, each of which goes through all keys."""
+        return self.heads * math.ceil(self.queries / QUERIES)
+
+
+def attention(program: HostProgram, i: Instruction) -> Attention | None:
+    """Return what an attention or its gradient does; None: an instruction is neither."""
     if i.fn not in _ATTENTIONS:
         return None
+    (*batch, queries, features), (*_, keys, _) = _shapes(program, i)[:2]
     passes = _ATTENTIONS[i.fn] / _ATTENTIONS["attention"]
-    return passes, _shapes(program, i)[0][-1], " causal" if i.kwargs.get("is_causal") else ""
+    mask = " causal" if i.kwargs.get("is_causal") else ""
+    return Attention(passes, math.prod(batch), queries, keys, features, mask)
 
 
 def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] | None:

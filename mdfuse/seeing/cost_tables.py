@@ -192,8 +192,11 @@ def costs_of(fields: Mapping[str, Any]) -> Costs:
     given = dict(fields)
     links = {key: _link(**link) for key, link in dict(given.pop("links", {})).items()}
     works = {key: _curve(points) for key, points in dict(given.pop("works", {})).items()}
-    products = {key: _grid(**grid) for key, grid in dict(given.pop("products", {})).items()}
-    return Costs(**{**given, "links": links, "works": works, "products": products})
+    grids = {
+        name: {key: _grid(**grid) for key, grid in dict(given.pop(name, {})).items()}
+        for name in ("products", "attentions")
+    }
+    return Costs(**{**given, "links": links, "works": works, **grids})
 
 
 def _link(curve: Sequence[Sequence[float]] | None = None, **numbers: float) -> Link:
@@ -228,8 +231,14 @@ def _costs_out(costs: Costs) -> dict[str, Any]:
         "is_fused": costs.is_fused,
         "links": links,
         "works": {key: curve.points for key, curve in costs.works.items()},
-        "products": {k: {"axes": g.axes, "times": g.times} for k, g in costs.products.items()},
+        "products": _grids_out(costs.products),
+        "attentions": _grids_out(costs.attentions),
+        "multiprocessors": costs.multiprocessors,
     }
+
+
+def _grids_out(grids: Mapping[str, Grid]) -> dict[str, Any]:
+    return {key: {"axes": g.axes, "times": g.times} for key, g in grids.items()}
 
 
 class Ranks(Protocol):

@@ -16,9 +16,16 @@ from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
 from mdfuse.seeing.across import is_across
-from mdfuse.seeing.amounts import attention, is_work, nbytes, operations, product
-from mdfuse.seeing.curves import Curve, Grid
-from mdfuse.seeing.kernels import kernels
+from mdfuse.seeing.amounts import (
+    Attention,
+    attention,
+    is_work,
+    nbytes,
+    operations,
+    product,
+)
+from mdfuse.seeing.curves import Curve, Grid, as_measured
+from mdfuse.seeing.kernels import Kernel, kernels
 
 #: The longest time, in seconds, and the lowest speed: beyond them sums are no numbers any more.
 _LONGEST, _LOWEST = 1e9, 1e-9
@@ -93,13 +100,19 @@ class Costs:
             a backend and a colon, "symmetric: Allgather 2", is of that backend where posts name it.
         works: "gelu f32", or "* f32" for all other work of a type -> seconds by bytes read and
             written; "across f32" of elementwise work whose operands lie in different memory
-            orders; "attention f32 64", or "attention f32 64 causal", where heads have 64 features
-            -> seconds by operations, counted as if nothing was masked.
+            orders, "compiled across f32" of such kernels; "attention f32 64", or "attention f32 64
+            causal", where heads have 64 features -> seconds by operations, counted as if nothing
+            was masked.
+        attentions: "bf16", or "bf16 causal" -> seconds by blocks of 128 queries of all heads, keys
+            and features of a head; it goes before the curves.
+        multiprocessors: of a GPU: that many blocks are computed at once, so times rise in steps; 0:
+            of which nothing is known. Under a causal mask blocks end one by one.
         products: "linear f32", or "matmul f32" for all other products -> seconds by m, n and k.
         is_fused: whether the work of a launch is compiled into few kernels, or done one by one.
 
     Raises:
-        ProgramError: a number is negative, or a speed 0; a link of no kind.
+        ProgramError: a number is negative, or a speed 0; a link of no kind; multiprocessors that
+            are no number.
 
     >>> costs = Costs(launch_s=1e-6, links={"*": Link(2e-6, 1e9), "tp": Link(1e-6, 1e11)})
     >>> costs.link("Allreduce", "tp").seconds(100_000), costs.link("Allgather", "dp").latency_s
@@ -116,11 +129,20 @@ class Costs:
     links: Mapping[str, Link] = field(default_factory=dict)
     works: Mapping[str, Curve] = field(default_factory=dict)
     products: Mapping[str, Grid] = field(default_factory=dict)
+    attentions: Mapping[str, Grid] = field(default_factory=dict)
+    multiprocessors: int = 0
     is_fused: bool = True
 
     def __post_init__(self) -> None:
         times = {"run_s": self.run_s, "posting_s": self.posting_s, "switch_s": self.switch_s}
         _check(**times, launch_s=self.launch_s, flops=self.flops, bandwidth=self.bandwidth)
+        count = self.multiprocessors
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ProgramError(
+                f"multiprocessors={count!r}",
+                because="it is how many a GPU has",
+                hint="a number of at least 0",
+            )
         for key, link in self.links.items():
             if not isinstance(link, Link):
                 raise ProgramError(
@@ -195,11 +217,26 @@ class Costs:
             return sum(self.seconds(program, j) for j in i.body)
         if self.works:
             found = kernels(program, i)
-            made = sum(self._bytes(k.nbytes, k.dtype, k.like) for k in found)
+            made = sum(self._kernel(k) for k in found)
             made += self.switch_s * max(0, len(found) + len(inner) - 1)
             return sum((self._work(program, j) for j in inner), start=made)
         moved = sum(k.nbytes for k in kernels(program, i)) / self.bandwidth
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
+
+    def _kernel(self, k: Kernel) -> float:
+        """Return the seconds of a compiled kernel: across memory as measured, in any type.
+
+        One that goes through rows, too, reads them as work that is not compiled does: a compiler
+        cannot choose its tiles then.
+        """
+        if k.like == "rows across":
+            return self._bytes(k.nbytes, k.dtype, "across")
+        if k.like == "across":
+            keys = [f"{_ACROSS} {k.dtype}", *(x for x in self.works if x.startswith(f"{_ACROSS} "))]
+            curve = next((self.works[x] for x in keys if x in self.works), None)
+            if curve is not None:
+                return max(self._bytes(k.nbytes, k.dtype), curve.seconds(max(k.nbytes, 1)))
+        return self._bytes(k.nbytes, k.dtype, k.like)
 
     def _bytes(self, size: int, dtype: str, like: str = "*") -> float:
         """Return the seconds of work on some bytes: at least those of pointwise work."""
@@ -218,8 +255,8 @@ class Costs:
                 count, *rest = sizes
                 return count * grid.seconds(*rest)
         count = operations(program, i)
-        if (passes := attention(program, i)) is not None:
-            return self._attention(count, dtype, *passes, nbytes(program, i))
+        if (found := attention(program, i)) is not None:
+            return self._attention(count, dtype, found, nbytes(program, i))
         curve = self.works.get(f"{i.fn} {dtype}")
         if curve is None and not count:
             curve = self.works.get(f"* {dtype}")
@@ -228,24 +265,42 @@ class Costs:
             return max(across, curve.seconds(max(count or nbytes(program, i), 1)))
         return max(across, self.launch_s, self._modelled(program, i))
 
-    def _attention(
-        self, count: int, dtype: str, passes: float, head: int, mask: str, moved: int
-    ) -> float:
-        """Return the seconds of attention: as measured with heads of the nearest size, and at
-        least what its bytes take."""
+    def _attention(self, count: int, dtype: str, a: Attention, moved: int) -> float:
+        """Return the seconds of attention: as measured, and at least what its bytes take.
+
+        Of heads with one query, as in decoding, the keys are shared out instead, so that bytes are
+        what counts. Heads of a size between two that were measured take what the next one takes:
+        kernels are made for few sizes.
+        """
+        grid = self.attentions.get(dtype + a.mask, self.attentions.get(dtype))
+        if grid is None:
+            return self._attention_by_operations(count, dtype, a, moved)
+        counts, _, heads = grid.axes
+        features = min((x for x in heads if x >= a.features), default=a.features)
+        blocks: float = a.blocks
+        if self.multiprocessors and not a.mask:
+            blocks = as_measured(blocks, counts, self.multiprocessors)
+        sizes = (1, 1, features) if a.queries == 1 else (blocks, a.keys, features)
+        return max(self._bytes(moved, dtype), a.passes * grid.seconds(*sizes))
+
+    def _attention_by_operations(self, count: int, dtype: str, a: Attention, moved: int) -> float:
+        """Return the seconds of attention, as measured with heads of the nearest size."""
         key = f"attention {dtype} "
         after = (k.removeprefix(key) for k in self.works if k.startswith(key))
         sizes = {int(size) for size in after if size.isdecimal()}
         if not sizes:
             return max(self._bytes(moved, dtype), count / self.flops)
-        key += str(min(sizes, key=lambda size: abs(math.log(size / max(head, 1)))))
-        curve = self.works.get(key + mask, self.works[key])
-        return max(self._bytes(moved, dtype), passes * curve.seconds(max(count / passes, 1)))
+        key += str(min(sizes, key=lambda size: abs(math.log(size / max(a.features, 1)))))
+        curve = self.works.get(key + a.mask, self.works[key])
+        return max(self._bytes(moved, dtype), a.passes * curve.seconds(max(count / a.passes, 1)))
 
     def _modelled(self, program: HostProgram, i: Instruction) -> float:
         moved = nbytes(program, i) / self.bandwidth
         return max(moved, operations(program, i) / self.flops)
 
+
+#: What compiled kernels that read across memory are measured as.
+_ACROSS = "compiled across"
 
 #: Between a backend and what one of its links is of.
 _OF = ": "

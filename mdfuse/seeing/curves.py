@@ -61,12 +61,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Seconds of products [m, k] x [k, n] by m, n and k.
+    """Seconds by three sizes: of products [m, k] x [k, n] by m, n and k; of attention.
 
     Below the first of an axis it is that one's time; beyond the last one the last one's speed.
 
     Attributes:
-        axes: the measured m, n and k, rising.
+        axes: the measured sizes of each, rising.
         times: seconds, for the last axis first.
 
     Raises:
@@ -88,7 +88,7 @@ class Grid:
             raise _wrong(f"a grid of {len(self.times)} times", "m x n x k times, one for each")
 
     def seconds(self, m: float, n: float, k: float) -> float:
-        """Return the seconds of a product."""
+        """Return the seconds of a product, or of what the three sizes are of."""
         places = [_place(axis, x) for axis, x in zip(self.axes, (m, n, k), strict=True)]
         found = 0.0
         for corner in itertools.product((0, 1), repeat=3):
@@ -98,6 +98,26 @@ class Grid:
                 at = at * len(axis) + min(low + up, len(axis) - 1)
             found += weight * self.times[at] if weight else 0.0
         return found * math.prod(beyond for *_, beyond in places)
+
+
+def as_measured(count: float, axis: Sequence[float], at_once: int) -> float:
+    """Return the nearest count of an axis, or between two of them, that takes as many turns.
+
+    Args:
+        count: of blocks, of which some are done at once and the next ones then.
+        axis: the measured counts, rising.
+        at_once: how many.
+
+    >>> [as_measured(n, (32, 128, 160, 256), 132) for n in (64, 132, 136, 200, 264, 265)]
+    [64, 128, 160, 200, 256, 384.0]
+    """
+    turns = math.ceil(count / at_once)
+    alike = [x for x in axis if math.ceil(x / at_once) == turns]
+    if alike:
+        return min(max(count, alike[0]), alike[-1])
+    if count < axis[-1]:
+        return count  # straight, as between any two
+    return axis[-1] * turns / math.ceil(axis[-1] / at_once)
 
 
 def _place(axis: Sequence[float], x: float) -> tuple[int, float, float]:

@@ -29,12 +29,12 @@ class Kernel:
         nbytes: that it reads and writes.
         dtype: of its result.
         like: what is measured that does the same to memory: all pointwise work; what adds rows up;
-            what reads another order than it writes.
+            what reads another order than it writes, which adds rows up or does not.
     """
 
     nbytes: int
     dtype: str
-    like: Literal["*", "sum", "across"] = "*"
+    like: Literal["*", "sum", "across", "rows across"] = "*"
 
 
 def kernels(program: HostProgram, launch: Instruction) -> list[Kernel]:
@@ -65,10 +65,11 @@ def _kernel(
     work = [launch.body[n] for n in part]
     made = [x for i in work for x in i.outputs]
     first = program.types[work[-1].outputs[0]].dtype
-    like: Literal["*", "sum", "across"] = "*"
+    like: Literal["*", "sum", "across", "rows across"] = "*"
+    is_by_rows = any(_is_by_rows(program, i) for i in work)
     if are_across(program, {x for i in work for x in i.reads} - {*made}, made):
-        like = "across"
-    elif any(_is_by_rows(program, i) for i in work):
+        like = "rows across" if is_by_rows else "across"
+    elif is_by_rows:
         like = "sum"
     return Kernel(_moved(program, launch, part, roots), dtype_name(first), like)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,14 @@ def write(
     Path(path).write_text(text, encoding="utf-8")
 
 
-def records(events: Iterable[Event], names: Mapping[int, str] | None = None) -> list[Record]:
-    """Return events as records of the trace format; times are in microseconds."""
-    rows = [*events]
+def records(
+    events: Iterable[Event], names: Mapping[int, str] | None = None, base_ns: int = 0
+) -> list[Record]:
+    """Return events as records of the trace format; times are in microseconds from a base.
+
+    Unix time in microseconds has a fraction of 0.25 at best, by which events would overlap.
+    """
+    rows = [replace(e, start_ns=e.start_ns - base_ns, stop_ns=e.stop_ns - base_ns) for e in events]
     lanes = _lanes(rows)
     return [*_named(lanes, names or {}), *(_slice(e, lanes) for e in rows), *_arrows(rows, lanes)]
 
@@ -83,6 +89,8 @@ def _slice(e: Event, lanes: _Lanes) -> Record:
         args |= {"bytes": e.nbytes, "layouts": e.detail}
     elif e.detail:
         args["detail"] = e.detail
+    if e.part == "post" and e.nbytes:
+        args["bytes"] = e.nbytes
     return {
         "ph": "X",
         "name": e.name,

@@ -9,6 +9,7 @@ lines, in any order but for the first:
     {"run": 3, "plan": 0, "first": 2, "ns": [17, 19, …]}          times from the third one on
     {"run": 3, "plan": 0, "device": [[0, 5, 9], …]}               on a GPU: entry, start, stop
     {"end": 3, "plan": 0}                                         the run came to its end
+    {"broken": 4, "plan": 0}                                      the run broke off, by an error
 
 The times of a run are one more than its entries, each of which goes from one time to the next; null
 stands for the writing itself. Times of a GPU count from the first time of the run.
@@ -139,7 +140,8 @@ class Stamps:
         if device:
             row = json.dumps(device, separators=(",", ":"))
             more = f'{{"run":{self._run},"plan":{self._plan},"device":{row}}}\n'
-        more += f'{{"end":{self._run},"plan":{self._plan}}}\n' if is_done else ""
+        how = "end" if is_done else "broken"
+        more += f'{{"{how}":{self._run},"plan":{self._plan}}}\n'
         self._write(more)
 
     def _write(self, more: str) -> None:
@@ -164,10 +166,11 @@ def _note(times: list[int], now: Callable[[], int] = perf_counter_ns) -> Callabl
 _FILES: dict[tuple[str, int], TraceFile] = {}
 
 
-def trace_file(folder: str, rank: int) -> TraceFile:
+def trace_file(folder: str, rank: int, ranks: int) -> TraceFile:
     """Return the trace file of a rank in a folder, which is made where it is not there.
 
-    The first call in a process empties the file.
+    The first call in a process empties the file; that of rank 0 removes those of ranks that there
+    are none of, which an earlier job left.
 
     Raises:
         ProgramError: it cannot be written.
@@ -176,6 +179,8 @@ def trace_file(folder: str, rank: int) -> TraceFile:
     if key not in _FILES or not _FILES[key].path.exists():
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                _remove_from(Path(folder), ranks)
             _FILES[key] = TraceFile(Path(folder) / f"rank{rank}.jsonl", rank)
         except (OSError, ValueError) as error:
             raise ProgramError(
@@ -184,3 +189,11 @@ def trace_file(folder: str, rank: int) -> TraceFile:
                 hint="Options(trace=) or MDFUSE_TRACE names a folder that all ranks can write into",
             ) from error
     return _FILES[key]
+
+
+def _remove_from(folder: Path, first: int) -> None:
+    """Remove the files of a rank and of those above it."""
+    for path in folder.glob("rank*.jsonl"):
+        number = path.stem.removeprefix("rank")
+        if number.isdecimal() and int(number) >= first:
+            path.unlink()

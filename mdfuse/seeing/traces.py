@@ -1,4 +1,4 @@
-"""Traces of runs: read what the ranks wrote, by one clock, and merge it with other traces."""
+"""Traces of runs: read what the ranks wrote, by one clock."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from mdfuse.errors import ProgramError
 from mdfuse.seeing.events import Event
-from mdfuse.seeing.perfetto import Record, records
 from mdfuse.seeing.trace_files import Entry
 
 
 def read(path: str | Path) -> list[Event]:
     """Return the events of a traced run, in the order of their starts.
 
-    Times are unix time by the clock of rank 0, in nanoseconds. A rank that died leaves what it
-    noted, and where it was then: an event without length, "… (did not end)".
+    Times are unix time by the clock of rank 0, in nanoseconds. A run that an error broke off ends
+    with what it was at: an event without length, "… (did not end)". A rank that was killed leaves
+    what it had written, at the latest before it began to wait: "… (last noted)".
 
     Args:
         path: a folder that `Options.trace` named, or one file of it.
@@ -28,13 +28,34 @@ def read(path: str | Path) -> list[Event]:
     Raises:
         ProgramError: there is no trace, or something else.
     """
+    return read_files(files_of(path))
+
+
+def files_of(path: str | Path) -> list[Path]:
+    """Return the files of a folder, or a file alone; ProgramError where a folder has none."""
     path = Path(path)
     files = sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]
     if not files:
         raise _no_trace(path, "the folder has no files rank0.jsonl, rank1.jsonl, …")
+    return files
+
+
+def read_files(files: Sequence[Path]) -> list[Event]:
+    """Return the events of the files of a job, which may be in several folders, likewise."""
     flows = _Flows()
     found = [e for file in files for _, _, e in _Reader(file, flows).events()]
     return sorted(found, key=_when)
+
+
+def writer_of(path: Path) -> tuple[int, tuple[str, int] | None]:
+    """Return which rank wrote a file, and its host and process; None: it does not say so.
+
+    ProgramError where it is no trace; an empty file is rank 0's.
+    """
+    empty: dict[str, Any] = {"rank": 0}
+    head = next(_Reader(path, _Flows()).lines(), empty)
+    where = (head["host"], head["pid"]) if "host" in head and "pid" in head else None
+    return head["rank"], where
 
 
 def last_run(path: str | Path, program: str) -> list[Event]:
@@ -44,9 +65,8 @@ def last_run(path: str | Path, program: str) -> list[Event]:
         ProgramError: there is no trace, or none of this program.
     """
     path = Path(path)
-    files = sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]
     flows, rows = _Flows(), list[Event]()
-    for file in files:
+    for file in sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]:
         found = [(run, e) for name, run, e in _Reader(file, flows).events() if name == program]
         last = max((run for run, _ in found), default=None)
         rows += [e for run, e in found if run == last]
@@ -106,7 +126,7 @@ class _Reader:
 
     def events(self) -> Iterator[_Row]:
         """Yield the program, the run of its plan, and the event."""
-        lines = [*self._lines()]
+        lines = [*self.lines()]
         self.clocks = [(x.get("at", 0), x["clock"]) for x in lines if "clock" in x]
         for line in lines:
             if "rank" in line:
@@ -122,8 +142,11 @@ class _Reader:
             elif "end" in line:
                 key = line["plan"], line["end"]
                 yield from self._run(*key, self.partial.pop(key, []))
+            elif "broken" in line:
+                key = line["plan"], line["broken"]
+                yield from self._run(*key, self.partial.pop(key, []), "did not end")
         for key, times in self.partial.items():
-            yield from self._run(*key, times, is_done=False)
+            yield from self._run(*key, times, "last noted")
 
     def _offset(self, time: int) -> int:
         """Return what is to be added to a time: clocks drift evenly from alignment to alignment."""
@@ -135,7 +158,7 @@ class _Reader:
         (at, offset), (later, other) = self.clocks[behind - 1 : behind + 1]
         return offset + (other - offset) * (time - at) // max(later - at, 1)
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
+    def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines; the last one may be torn, where the rank died in the middle of it."""
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
@@ -153,30 +176,30 @@ class _Reader:
             yield line
 
     def _run(
-        self, plan: int, run: int, times: Sequence[int], *, is_done: bool = True
+        self, plan: int, run: int, times: Sequence[int], left_at: str | None = None
     ) -> Iterator[_Row]:
-        """Yield the events of a run, from its times."""
+        """Yield the events of a run, from its times; `left_at` says what the first one without a
+        time is marked with, where it did not come to its end."""
         program, entries = self.plans[plan]
         flows: dict[int, int] = {}
         for n, entry in enumerate(entries[: len(times) - 1]):
             if entry is not None:
-                yield program, run, self._event(entry, run, times[n], times[n + 1], False, flows)
-        for n, start, stop in self.device if is_done else ():
+                yield program, run, self._event(entry, run, times[n], times[n + 1], flows)
+        for n, start, stop in self.device if left_at is None else ():
             entry = entries[n]
             if entry is not None and times:
                 lane = "device" if entry.lane == "host" else f"device {entry.lane}"
                 on_device = replace(entry, lane=lane)
                 at = times[0] + start, times[0] + stop
-                yield program, run, self._event(on_device, run, *at, False, flows)
+                yield program, run, self._event(on_device, run, *at, flows)
         self.device = []
         left = (e for e in entries[max(len(times) - 1, 0) :] if e is not None)
         entry = next(left, None)
-        if entry is not None and times and not is_done:
-            yield program, run, self._event(entry, run, times[-1], times[-1], True, flows)
+        if entry is not None and times and left_at is not None:
+            marked = replace(entry, name=f"{entry.name} ({left_at})")
+            yield program, run, self._event(marked, run, times[-1], times[-1], flows)
 
-    def _event(
-        self, entry: Entry, run: int, start: int, stop: int, is_open: bool, flows: dict[int, int]
-    ) -> Event:
+    def _event(self, entry: Entry, run: int, start: int, stop: int, flows: dict[int, int]) -> Event:
         detail = entry.detail or f"run {run}"
         flow = flows.get(entry.handle) if entry.handle is not None else None
         if entry.part == "post":
@@ -192,7 +215,7 @@ class _Reader:
         return Event(
             rank=self.rank,
             lane=entry.lane,
-            name=f"{entry.name} (did not end)" if is_open else entry.name,
+            name=entry.name,
             start_ns=start + self._offset(start),
             stop_ns=stop + self._offset(stop),
             instruction=entry.instruction,
@@ -207,73 +230,3 @@ class _Reader:
 def _entry(fields: dict[str, Any]) -> Entry:
     lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
     return Entry(**{**fields, **lists})
-
-
-# -- merging ---------------------------------------------------------------------------------------
-
-
-def merge(paths: Sequence[str | Path], out: str | Path) -> int:
-    """Merge traces into one file for https://ui.perfetto.dev; return how many records it has.
-
-    Args:
-        paths: folders and files of traced runs; Chrome trace JSON, as torch's profiler and
-            `Timeline.to_perfetto` write it. What has no clock, as a timeline, begins with the rest.
-        out: the file, which is replaced.
-
-    Raises:
-        ProgramError: one of them is no trace.
-        OSError: the file cannot be written.
-    """
-    runs = [p for p in map(Path, paths) if p.is_dir() or p.suffix == ".jsonl"]
-    others = [p for p in map(Path, paths) if p not in runs]
-    flows_of = [read(p) for p in runs]
-    loaded = [(p, *_loaded(p)) for p in others]
-    starts = [events[0].start_ns for events in flows_of if events]
-    starts += [base for _, base, _ in loaded if base is not None]
-    base = min(starts, default=0)
-    rows: list[Record] = []
-    for n, events in enumerate(flows_of):
-        rows += _apart(_shifted(records(events), -base / 1e3), n, None)
-    for n, (path, start, found) in enumerate(loaded, len(flows_of)):
-        shift = (start - base) / 1e3 if start is not None else 0.0
-        rows += _apart(_shifted(found, shift), n, path.stem)
-    text = {"traceEvents": rows, "displayTimeUnit": "ns", "baseTimeNanoseconds": base}
-    Path(out).write_text(json.dumps(text), encoding="utf-8")
-    return len(rows)
-
-
-def _loaded(path: Path) -> tuple[int | None, list[Record]]:
-    """Return when a Chrome trace begins, where it says so, and its records."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        rows = found["traceEvents"] if isinstance(found, dict) else found
-        if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
-            raise ValueError("its traceEvents are no list of records")
-    except (OSError, ValueError, KeyError) as error:
-        raise ProgramError(
-            f"{path} is no trace",
-            because=f"no key {error}" if isinstance(error, KeyError) else str(error),
-            hint="pass folders of traced runs, or Chrome trace JSON",
-        ) from error
-    base = found.get("baseTimeNanoseconds") if isinstance(found, dict) else None
-    return base, rows
-
-
-def _shifted(rows: Sequence[Record], by_us: float) -> list[Record]:
-    return [{**r, "ts": r["ts"] + by_us} if "ts" in r else dict(r) for r in rows]
-
-
-def _apart(rows: Sequence[Record], n: int, name: str | None) -> list[Record]:
-    """Give the processes and the flows of the n-th trace numbers and names of their own."""
-    pids: dict[Any, int] = {}
-    found = []
-    for r in rows:
-        if "pid" in r and (n or name is not None):
-            pid = pids.setdefault(r["pid"], len(pids))
-            r = {**r, "pid": n * 100_000 + pid}
-        if "id" in r and n:
-            r = {**r, "id": f"{n}/{r['id']}"}
-        if r.get("name") == "process_name" and name is not None:
-            r = {**r, "args": {"name": f"{r['args'].get('name', '')} ({name})"}}
-        found.append(r)
-    return found

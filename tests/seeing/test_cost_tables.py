@@ -28,6 +28,8 @@ COSTS = Costs(
     },
     works={"* f32": CURVE},
     products={"linear f32": Grid(((1.0, 2.0), (4.0,), (8.0,)), (1e-6, 2e-6))},
+    attentions={"bf16 causal": Grid(((1.0,), (4.0, 9.0), (64.0,)), (1e-6, 3e-6))},
+    multiprocessors=132,
 )  # fmt: skip
 TABLE = CostTable(
     costs=COSTS, machine=MACHINE, ranks=2, date="2026-11-23", mean_error=0.04, p95_error=0.09,
@@ -50,10 +52,13 @@ def test_a_table_comes_back_as_it_was() -> None:
 
 
 def test_a_table_from_before_runs_had_a_cost_is_read() -> None:
+    """And from before attention was measured by blocks."""
     fields = json.loads(TABLE.as_json())
+    assert fields["costs"].pop("attentions") and fields["costs"].pop("multiprocessors") == 132
     assert fields["costs"].pop("run_s") == 7e-6 and fields["costs"].pop("switch_s") == 3e-7
     assert fields["costs"].pop("posting_s") == 5e-6
     back = parsed(json.dumps(fields)).costs
+    assert back.attentions == {} and back.multiprocessors == 0
     assert back.run_s == back.posting_s == back.switch_s == 0.0
 
 

@@ -106,6 +106,103 @@ def test_attention_takes_what_heads_of_the_nearest_size_take() -> None:
     assert round(attending(8, 48, is_causal=True), 3) == count
 
 
+def attention_of(
+    heads: int,
+    queries: int,
+    keys: int,
+    *,
+    is_causal: bool = False,
+    features: int = 64,
+    multiprocessors: int = 0,
+) -> float:
+    """The seconds of an attention by a grid of heads of 64 and 128 features."""
+    with mf.FusionDefinition("attending") as fd:
+        shape = [1, heads, keys, features]
+        q = fd.define_tensor([1, heads, queries, features], mesh=DeviceMesh([0]))
+        k, v = (fd.define_tensor(shape, mesh=DeviceMesh([0])) for _ in range(2))
+        fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v, is_causal=is_causal))
+    host = mf.compile(fd, mf.Options(compile="never")).host.project(0)
+    (i,) = (i for i in host.instructions if i.fn == "scaled_dot_product_attention")
+    axes = (1.0, 4.0, 6.0, 8.0), (100.0, 200.0), (64.0, 128.0)
+    of_64 = 1.0, 2.0, 1.0, 2.0, 2.0, 4.0, 2.0, 4.0  # a second for 4 blocks and 100 keys
+    times = tuple(t * more for t in of_64 for more in (1, 3))
+    causal = tuple(t / 2 for t in times)
+    grids = {"f32": Grid(axes, times), "f32 causal": Grid(axes, causal)}
+    works = {"* f32": Curve(((1.0, 1e-9), (1e12, 1.0))), "attention f32 64": Curve(((1.0, 7.0),))}
+    costs = Costs(works=works, attentions=grids, multiprocessors=multiprocessors)
+    return costs.seconds(host, i)
+
+
+def test_attention_takes_as_long_as_the_blocks_that_are_there_at_once() -> None:
+    """128 queries of a head are a block; four of them run at once."""
+    found = [attention_of(n, 128, 100) for n in (1, 3, 4, 6, 8, 16)]
+    assert found == [1, 1, 1, 2, 2, 4]
+    assert attention_of(4, 128, 150) == 1.5 and attention_of(4, 128, 400) == 4
+    assert [attention_of(2, n, 100) for n in (64, 128, 256, 257)] == [1, 1, 1, 2]
+    assert attention_of(4, 100, 100, is_causal=True) == 0.5
+
+
+def test_a_block_too_many_takes_as_long_as_all_that_are_there_at_once() -> None:
+    """Where it is known how many, and no mask ends blocks one by one."""
+    blocks = 4, 5, 8, 9, 12, 13
+    found = [attention_of(n, 128, 100, multiprocessors=4) for n in blocks]
+    assert found == [1, 2, 2, 3, 3, 4]
+    assert [attention_of(n, 128, 100) for n in blocks] == [1, 1.5, 2, 2.25, 3, 3.25]
+    found = [attention_of(n, 128, 100, is_causal=True, multiprocessors=4) for n in blocks[:3]]
+    assert found == [0.5, 0.75, 1]
+
+
+def test_heads_of_a_size_between_two_take_what_the_next_one_takes() -> None:
+    found = [attention_of(4, 128, 100, features=n) for n in (32, 64, 65, 96, 128, 256)]
+    assert found == [1, 1, 3, 3, 3, 6]
+
+
+def test_one_query_fills_no_block() -> None:
+    """Then the keys are shared out, and bytes count: here next to nothing."""
+    assert attention_of(64, 1, 400) == 1.0, "the least that was measured"
+    assert attention_of(64, 16, 400) == attention_of(64, 64, 400) == 4 * 16
+
+
+def test_a_kernel_across_memory_takes_what_was_measured_compiled() -> None:
+    with mf.FusionDefinition("turned") as fd:
+        x = fd.define_tensor([64, 32], mesh=DeviceMesh([0]))
+        z = fd.define_tensor([32, 64], mesh=DeviceMesh([0]))
+        fd.add_output(-(x + fd.ops.permute(z, [1, 0])))
+    host = mf.compile(fd, mf.Options(compile="always")).host.project(0)
+    (launch,) = (i for i in host.instructions if i.op == "launch")
+    size = 3 * 4 * 64 * 32
+
+    def seconds(**speeds: float) -> float:
+        works = {
+            k.replace("__", "* ").replace("_", " "): Curve(((1.0, s), (1e6, 1e6 * s)))
+            for k, s in speeds.items()
+        }
+        return round(Costs(works=works).seconds(host, launch) / size, 6)
+
+    assert seconds(__f32=1.0) == 1, "measured without it"
+    assert seconds(__f32=1.0, across_f32=5.0) == 5
+    assert seconds(__f32=1.0, across_f32=5.0, compiled_across_f32=3.0) == 3
+    assert seconds(__f32=1.0, across_f32=5.0, compiled_across_bf16=2.0) == 2, "of another type"
+    assert seconds(__f32=1.0, compiled_across_f32=0.5) == 1, "at least as long as any"
+
+
+def test_a_kernel_across_memory_that_goes_through_rows_takes_what_was_measured_eagerly() -> None:
+    """No order of its tiles suits both."""
+    with mf.FusionDefinition("turned") as fd:
+        x = fd.define_tensor([64, 32], mesh=DeviceMesh([0]))
+        z = fd.define_tensor([32, 64], mesh=DeviceMesh([0]))
+        fd.add_output(fd.ops.softmax(x + fd.ops.permute(z, [1, 0]), -1))
+    host = mf.compile(fd, mf.Options(compile="always")).host.project(0)
+    (launch,) = (i for i in host.instructions if i.op == "launch")
+    size = 3 * 4 * 64 * 32
+    assert kernels(host, launch) == [Kernel(size, "f32", "rows across")]
+    speeds = {"* f32": 1.0, "sum f32": 2.0, "across f32": 5.0, "compiled across f32": 3.0}
+    works = {key: Curve(((1.0, s), (1e6, 1e6 * s))) for key, s in speeds.items()}
+    assert round(Costs(works=works).seconds(host, launch) / size, 6) == 5
+    del works["across f32"]
+    assert round(Costs(works=works).seconds(host, launch) / size, 6) == 1, "measured without it"
+
+
 def test_its_gradient_has_five_products_of_the_same_speed() -> None:
     count = 2 * 2 * (2 * 8 * 8) * 48
     both = attending(8, 48, is_causal=True, grad=True)

@@ -439,6 +439,7 @@ def test_attention_counts_its_products() -> None:
     ("make", "what"),
     [
         (lambda: Costs(launch_s=-1.0), r"launch_s=-1.0"),
+        (lambda: Costs(multiprocessors=-1), r"multiprocessors=-1"),
         (lambda: Costs(flops=0), r"flops=0"),
         (lambda: Costs(launch_s=1e300), r"launch_s=1e\+300(.|\n)*from 0 to 1e\+09"),
         (lambda: Link(1e-6, 1e-300), r"bandwidth=1e-300(.|\n)*from 1e-09"),

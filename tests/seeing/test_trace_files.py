@@ -49,11 +49,11 @@ def test_what_comes_before_a_wait_is_in_the_file_when_it_begins(tmp_path: Path) 
 
 def test_a_process_has_one_file_in_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "spüren" / "hier"
-    file = trace_file(str(folder), 3)
-    assert trace_file(str(folder), 3) is file
+    file = trace_file(str(folder), 3, 4)
+    assert trace_file(str(folder), 3, 4) is file
     assert file.path == folder / "rank3.jsonl"
     file.path.unlink()
-    assert trace_file(str(folder), 3) is not file
+    assert trace_file(str(folder), 3, 4) is not file
 
 
 @pytest.mark.parametrize("make", ["file", "null"])
@@ -61,4 +61,12 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path, make: str) -> None:
     (tmp_path / "file").write_text("")
     folder = str(tmp_path / "file") if make == "file" else "a\0b"
     with pytest.raises(mf.ProgramError, match="rank 2 cannot write a trace into"):
-        trace_file(folder, 2)
+        trace_file(folder, 2, 4)
+
+
+def test_files_of_a_larger_job_before_are_removed(tmp_path: Path) -> None:
+    for name in ("rank1", "rank2", "rank11", "ranks", "rankx"):
+        (tmp_path / f"{name}.jsonl").write_text('{"rank": 2}\n')
+    trace_file(str(tmp_path), 0, 2)
+    found = sorted(p.stem for p in tmp_path.iterdir())
+    assert found == ["rank0", "rank1", "ranks", "rankx"]

@@ -9,18 +9,17 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
 from rich.table import Table
 
 from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
 from mdfuse.cli.calibration.held_out import COUNT, programs
 from mdfuse.cli.calibration.measuring import Measurements, errors, pair
+from mdfuse.cli.calibration.scales import CPU, GPU, Scale
 from mdfuse.cli.calibration.subjects import (
-    CPU,
-    GPU,
     OPTIONS,
     Backends,
-    Scale,
     points,
     ways,
 )
@@ -30,6 +29,7 @@ from mdfuse.errors import BackendError, ProgramError
 from mdfuse.interpreter.garbage import quick_collections
 from mdfuse.plan.progress import progress
 from mdfuse.runtime.communicator import Communicator, init
+from mdfuse.seeing.amounts import QUERIES
 from mdfuse.seeing.cost_tables import CostTable, file_name, folder, machine_of
 from mdfuse.seeing.costs import Costs
 
@@ -75,7 +75,7 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
         comm: the ranks.
         scale: what is measured; by default what its devices call for.
     """
-    scale = scale or (GPU if comm.device.type == "cuda" else CPU)
+    scale = scale or _scale(comm)
     console = screen.output()
     backends = carriers(comm, console.print)
     measured = Measurements(comm, scale, console.print, backends)
@@ -102,6 +102,13 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
         held_out={p.name: (p.predicted_s, p.measured_s) for p in pairs},
         spread=measured.spread,
     )
+
+
+def _scale(comm: Communicator) -> Scale:
+    if comm.device.type != "cuda":
+        return CPU
+    about = torch.cuda.get_device_properties(comm.device)
+    return replace(GPU, multiprocessors=about.multi_processor_count)
 
 
 #: A backend that is measured beside the usual one, where ranks can use it.
@@ -168,6 +175,12 @@ def kinds(costs: Costs) -> Table:
         m, n, k = (axis[-1] for axis in grid.axes)
         speed = f"{2 * m * n * k / grid.times[-1] / 1e9:.4g} GFLOP/s"
         found.add_row(key, time_text(min(grid.times)), f"{m:.0f} x {n:.0f} x {k:.0f}", speed)
+    for key, grid in costs.attentions.items():
+        blocks, keys, features = (axis[-1] for axis in grid.axes)
+        count = 4 * blocks * QUERIES * keys * features
+        speed = f"{count / grid.times[-1] / 1e9:.4g} GFLOP/s"
+        what = f"{count / 1e9:.3g} GFLOP"
+        found.add_row(f"attention {key}", time_text(min(grid.times)), what, speed)
     return found
 
 

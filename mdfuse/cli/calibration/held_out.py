@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mdfuse.cli.calibration.subjects import Scale
+from mdfuse.cli.calibration.scales import Scale
 from mdfuse.compiled.program import Program, compile
 from mdfuse.config import Options
 from mdfuse.frontend.definition import FusionDefinition

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.cli.calibration.scales import Scale
 from mdfuse.cli.calibration.subjects import (
     BETWEEN,
     OPTIONS,
     TURNS,
     Backends,
-    Scale,
     Subject,
     Way,
     beside,
@@ -176,13 +176,16 @@ class Measurements:
     calm: list[float] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Measure what a run takes; what this imports is there for all others, too."""
+        """Measure what a run takes; what this imports is there for all others, too.
+
+        Where communications are measured behind other work, they have all that a run takes more.
+        """
         self.times["run", "run"] = {1: self._run()}
-        self.times["run", "posting"] = {1: self._posting() if self.comm.size > 1 else 0.0}
+        is_more = self.comm.size > 1 and not self.scale.between_s
+        self.times["run", "posting"] = {1: self._posting() if is_more else 0.0}
 
     def take(self, advance: Callable[[], object]) -> None:
         """Measure everything else; `advance` is called after each subject."""
-        run_s = self.times["run", "run"][1]
         probe: Call | None = None
         call: Call | None
         for n, subject in enumerate(self._subjects()):
@@ -190,11 +193,7 @@ class Measurements:
                 call = None  # what it holds is garbage, too
                 collected()
             call = self._run_of(subject.program, subject.options)
-            clock = time.perf_counter if subject.table == "links" else own_clock()
-            seconds = seconds_of(self.comm, call, subject.runs, clock) - run_s
-            if subject.table == "links":
-                seconds -= self.times["run", "posting"][1]
-            seconds = max(seconds, 0.0) / subject.times
+            seconds = self._once(subject, call)
             if probe is None and subject.at == self._probed:
                 probe = call
             if probe is not None and n % _EVERY == 0:
@@ -207,6 +206,18 @@ class Measurements:
         self._take_slows(advance)
         self.times["run", "switch"] = {1: self._switch()}
         self._share()
+
+    def _once(self, subject: Subject, call: Call) -> float:
+        """Return the seconds of one of the times that a subject is done in a run."""
+        clock = time.perf_counter if subject.table == "links" else own_clock()
+        seconds = seconds_of(self.comm, call, subject.runs, clock)
+        if subject.without is not None:
+            rest = self._run_of(subject.without, subject.options)
+            seconds -= seconds_of(self.comm, rest, subject.runs, clock)
+        else:
+            seconds -= self.times["run", "run"][1]
+            seconds -= self.times["run", "posting"][1] if subject.table == "links" else 0.0
+        return max(seconds, 0.0) / subject.times
 
     def _take_slows(self, advance: Callable[[], object]) -> None:
         """Measure how much slower work is beside each kind of communication."""
@@ -315,7 +326,8 @@ class Measurements:
     def costs(self) -> Costs:
         """The table of what was measured so far."""
         by: dict[str, dict[str, dict[Any, float]]] = {}
-        by |= {table: {} for table in ("works", "products", "links", "run", "slows")}
+        tables = ("works", "products", "attentions", "links", "run", "slows")
+        by |= {table: {} for table in tables}
         for (table, key), points in self.times.items():
             by[table][key] = {at: max(seconds, 1e-9) for at, seconds in points.items()}
         works = {key: Curve.of(points) for key, points in by["works"].items()}
@@ -334,6 +346,8 @@ class Measurements:
             links=links,
             works=works,
             products={key: _grid(points) for key, points in by["products"].items()},
+            attentions={key: _grid(points) for key, points in by["attentions"].items()},
+            multiprocessors=self.scale.multiprocessors,
             bandwidth=_bandwidth(works),
             is_fused=self.comm.device.type == "cuda",
         )

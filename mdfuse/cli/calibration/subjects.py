@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from mdfuse.cli.calibration.scales import Scale, blocks_of
 from mdfuse.compiled.program import Program, compile
 from mdfuse.config import Options
 from mdfuse.frontend.definition import FusionDefinition
@@ -18,7 +19,7 @@ from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
 from mdfuse.layouts.layout import Layout, Partial, Shard
 from mdfuse.mesh import DeviceMesh
-from mdfuse.seeing.amounts import is_work, nbytes, operations, product
+from mdfuse.seeing.amounts import QUERIES, is_work, nbytes, operations, product
 
 #: One thing at a time: nothing is compiled into kernels with other work.
 OPTIONS = Options(compile="never", verify=False)
@@ -28,104 +29,31 @@ _WIDTH = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """What is measured on a kind of device.
-
-    Attributes:
-        dtypes: of floats, the usual one first.
-        flops: a guess, for how often something is done in a run; per second.
-        bandwidth: likewise, bytes per second.
-        run_s: how long a run is to take.
-        sample_s: how long the runs of a sample are to take.
-        most: how often a run does something at most: planning and capturing it takes time, too.
-        cache: bytes of weights beyond which products find none of them in a cache.
-        stale: bytes of operands and results that pointwise work goes through before it comes back
-            to the first, so that none is in the cache of a core: in programs others were there.
-        tensors: how many operands or weights a run goes through at most: to define and plan them
-            takes time, too.
-        sizes: bytes of pointwise work.
-        rows: m of products.
-        features: n and k.
-        lengths: of the sequences of attention.
-        messages: bytes of communications.
-        factor: how much larger than on a CPU the programs are that the table is judged by.
-    """
-
-    dtypes: tuple[torch.dtype, ...]
-    flops: float
-    bandwidth: float
-    run_s: float
-    sample_s: float
-    most: int
-    cache: int
-    stale: int
-    tensors: int
-    sizes: tuple[int, ...]
-    rows: tuple[int, ...]
-    features: tuple[int, ...]
-    lengths: tuple[int, ...]
-    messages: tuple[int, ...]
-    factor: int
-
-
-CPU = Scale(
-    dtypes=(torch.float32,),
-    flops=3e10,
-    bandwidth=5e9,
-    run_s=2e-3,
-    sample_s=3e-3,
-    most=64,
-    cache=1 << 25,
-    stale=1 << 22,
-    tensors=48,
-    sizes=tuple(1 << n for n in (12, 15, 18, 20, 22, 24, 26)),
-    rows=(1, 2, 8, 32, 128, 512),
-    features=(64, 256, 1024, 4096),
-    lengths=(32, 128, 512),
-    messages=tuple(1 << n for n in (8, 12, 15, 18, 20, 22, 24)),
-    factor=1,
-)
-GPU = Scale(
-    dtypes=(torch.bfloat16, torch.float32),
-    flops=3e14,
-    bandwidth=2e12,
-    run_s=2e-4,
-    sample_s=1e-3,
-    most=8,
-    cache=1 << 28,
-    stale=0,
-    tensors=16,
-    sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
-    rows=(1, 16, 128, 512, 1024, 2048, 4096),
-    features=(256, 1024, 2048, 4096, 8192, 16384),
-    lengths=(64, 512, 2048, 4096),
-    messages=tuple(1 << n for n in (8, 12, 16, 18, 20, 21, 22, 23, 24, 26, 28)),
-    factor=4,
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """Something that is measured.
 
     Attributes:
         table: which field of `mdfuse.seeing.Costs` it is for.
         key: in that field.
-        at: size: bytes or operations; (m, n, k) of a product.
+        at: size: bytes or operations; (m, n, k) of a product; (blocks, keys, features of a head)
+            of attention.
         program: does it `times` times in a run.
         times: how often.
         runs: how many make a sample, the same on all ranks.
         local: of a communication: the work beside it in the program, which is taken off.
+        without: of a communication behind other work: the program without it, whose time is taken
+            off instead.
         options: that it is run with.
     """
 
-    table: Literal["works", "products", "links"]
+    table: Literal["works", "products", "attentions", "links"]
     key: str
     at: float | tuple[int, int, int]
     program: HostProgram
     times: int
     runs: int
     local: tuple[Instruction, ...] = ()
+    without: HostProgram | None = None
     options: Options = OPTIONS
 
 
@@ -188,7 +116,9 @@ def works(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
                 if name == "add":
                     yield replace(subject, key=f"* {dtype_name(dtype)}")
         for size in scale.sizes:
-            yield _across(scale, mesh, dtype, max(1, size // dtype.itemsize // 2 // _WIDTH))
+            yield _across(scale, mesh, dtype, size)
+    for size in scale.compiled:
+        yield _compiled_across(scale, mesh, scale.dtypes[0], size)
 
 
 def _work(
@@ -202,16 +132,30 @@ def _work(
     return _local(scale, "works", compile(fd, OPTIONS).host)
 
 
-def _across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, rows: int) -> Subject:
+def _across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Subject:
     """Return the subject of sums of two tensors, one of which lies column by column."""
-    size = 2 * rows * _WIDTH * dtype.itemsize
+    rows = max(1, size // dtype.itemsize // 2 // _WIDTH)
     with FusionDefinition("across") as fd:
         for _ in range(max(1, min(scale.tensors, scale.stale // size))):
-            x = fd.define_tensor([rows, _WIDTH], dtype, mesh=mesh)
-            z = fd.define_tensor([_WIDTH, rows], dtype, mesh=mesh)
-            fd.add_output(x + fd.ops.permute(z, [1, 0]))
+            fd.add_output(_sum_across(fd, mesh, dtype, rows))
     found = _local(scale, "works", compile(fd, OPTIONS).host)
     return replace(found, key=f"across {dtype_name(dtype)}")
+
+
+def _compiled_across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Subject:
+    """Return the subject of the same in a launch, of which a compiler makes one kernel, where
+    there is one: as programs have it by default."""
+    with FusionDefinition("across") as fd:  # a launch is of two operations at least
+        fd.add_output(-_sum_across(fd, mesh, dtype, max(1, size // dtype.itemsize // 2 // _WIDTH)))
+    options = replace(OPTIONS, compile="auto")
+    found = _local(scale, "works", compile(fd, options).host)
+    return replace(found, key=f"compiled across {dtype_name(dtype)}", options=options)
+
+
+def _sum_across(fd: FusionDefinition, mesh: DeviceMesh, dtype: torch.dtype, rows: int) -> Any:
+    x = fd.define_tensor([rows, _WIDTH], dtype, mesh=mesh)
+    z = fd.define_tensor([_WIDTH, rows], dtype, mesh=mesh)
+    return x + fd.ops.permute(z, [1, 0])
 
 
 def _local(scale: Scale, table: Literal["works", "products"], host: HostProgram) -> Subject:
@@ -279,17 +223,26 @@ _HEADS = 32, 64, 128
 
 
 def attentions(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
-    """Yield attention, with and without a causal mask."""
+    """Yield attention, with and without a causal mask: on a GPU by blocks, keys and features of a
+    head, else by operations."""
     dtype = scale.dtypes[0]
-    for mask in ("", " causal"):
-        for head, length in itertools.product(_HEADS, scale.lengths):
-            with FusionDefinition("attention") as fd:
-                shape = [1, 16, length, head]
-                q, k, v = (fd.define_tensor(shape, dtype, mesh=mesh) for _ in range(3))
-                mixed = fd.ops.scaled_dot_product_attention(q, k, v, is_causal=bool(mask))
-                fd.add_output(mixed)
-            found = _local(scale, "works", compile(fd, OPTIONS).host)
-            yield replace(found, key=f"attention {dtype_name(dtype)} {head}{mask}")
+    name = dtype_name(dtype)
+    for mask, head, length in itertools.product(("", " causal"), _HEADS, scale.lengths):
+        if not scale.multiprocessors:
+            found = _attention(scale, mesh, [1, 16, length, head], mask)
+            yield replace(found, key=f"attention {name} {head}{mask}")
+        for blocks in blocks_of(scale):
+            heads = blocks // math.ceil(length / QUERIES)
+            found = _attention(scale, mesh, [1, heads, length, head], mask)
+            at = blocks, length, head
+            yield replace(found, table="attentions", key=f"{name}{mask}", at=at)
+
+
+def _attention(scale: Scale, mesh: DeviceMesh, shape: list[int], mask: str) -> Subject:
+    with FusionDefinition("attention") as fd:
+        q, k, v = (fd.define_tensor(shape, scale.dtypes[0], mesh=mesh) for _ in range(3))
+        fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v, is_causal=bool(mask)))
+    return _local(scale, "works", compile(fd, OPTIONS).host)
 
 
 #: Kind of communication -> layouts before and after.
@@ -363,7 +316,46 @@ def links(scale: Scale, of: Iterable[Way]) -> Iterator[Subject]:
         for size in scale.messages:
             with FusionDefinition(way.kind.lower()) as fd:
                 fd.add_output(way.sets(fd, scale.dtypes[0], size))
-            yield _sent(scale, way, compile(fd, way.options).host)
+                for y in _between(scale, fd, way) if scale.between_s else ():
+                    fd.add_output(y)
+            host = compile(fd, way.options).host
+            yield _behind(scale, way, host) if scale.between_s else _sent(scale, way, host)
+
+
+def _between(scale: Scale, fd: FusionDefinition, way: Way) -> Iterator[Any]:
+    """Define products of about as long as ranks work between communications, on each mesh."""
+    n, dtype = scale.features[1], scale.dtypes[0]
+    m = max(1, round(scale.between_s * scale.flops / (2 * n * n)))
+    of_pair = [DeviceMesh([0]), DeviceMesh([1])]
+    for mesh in of_pair if way.kind == _PAIR else [DeviceMesh.arange(x=way.ranks)]:
+        x, w = (fd.define_tensor([size, n], dtype, mesh=mesh) for size in (m, n))
+        yield fd.ops.linear(x, w)
+
+
+#: How many communications there are in a run, each behind other work; and runs of a sample.
+_BEHIND, _BEHIND_RUNS = 4, 4
+
+
+def _behind(scale: Scale, way: Way, host: HostProgram) -> Subject:
+    """Return the subject of communications each of which comes when its ranks have worked."""
+    post = next(i for i in host.instructions if i.op in POSTS)
+    work = [i for i in host.instructions if i.fn == "linear"]
+    rest = [i for i in host.instructions if i.fn != "linear"]
+    behind = replace(host, instructions=(*work, *rest))
+    sent = {*post.outputs, *(x for i in rest if i.op in (*POSTS, "wait") for x in i.outputs)}
+    left = tuple(i for i in behind.instructions if i.op not in (*POSTS, "wait"))
+    without = replace(
+        behind, instructions=left, outputs=tuple(x for x in host.outputs if x not in sent)
+    )
+    found = _sent(scale, way, behind)
+    return replace(
+        found,
+        program=repeated(behind, _BEHIND, frees=True),
+        without=repeated(without, _BEHIND, frees=True),
+        times=_BEHIND,
+        runs=_BEHIND_RUNS,
+        local=(),
+    )
 
 
 def _sent(scale: Scale, way: Way, host: HostProgram) -> Subject:
@@ -486,6 +478,7 @@ def points(scale: Scale, ranks: int, backends: Backends = _USUAL) -> int:
     return (
         (len(_WORKS) + 2 + (of_types - 1) * (len(_FEW) + 2)) * len(scale.sizes)
         + many + few + (of_types - 1) * 2 * few
-        + 2 * len(_HEADS) * len(scale.lengths)
+        + len(scale.compiled)
+        + 2 * len(_HEADS) * len(scale.lengths) * max(1, len(blocks_of(scale)))
         + len(ways(ranks, backends)) * len(scale.messages)
     )  # fmt: skip

@@ -10,7 +10,12 @@ from typer.testing import CliRunner
 import mdfuse as mf
 from mdfuse.cli.calibration import command, measuring
 from mdfuse.cli.calibration.command import calibrated
-from mdfuse.cli.calibration.subjects import CPU, TURNS, Scale, ways
+from mdfuse.cli.calibration.scales import CPU, Scale
+from mdfuse.cli.calibration.subjects import (
+    TURNS,
+    links,
+    ways,
+)
 from mdfuse.cli.main import app
 from mdfuse.hir.instructions import POSTS
 from mdfuse.seeing.amounts import is_work
@@ -25,6 +30,30 @@ TINY = replace(
 
 def tiny(comm: mf.Communicator, scale: Scale | None = None) -> command.CostTable:
     return calibrated(comm, TINY)
+
+
+def like_a_gpu(comm: mf.Communicator, scale: Scale | None = None) -> command.CostTable:
+    """With attention by blocks, of which a sequence of 8 has one, and what a GPU has compiled."""
+    return calibrated(comm, replace(TINY, multiprocessors=2, compiled=(1 << 12, 1 << 14)))
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_attention_by_blocks_and_what_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "calibrated", like_a_gpu)
+    monkeypatch.setattr(command, "MOST_SPREAD", 1e9)
+    out = tmp_path / "table.json"
+    env = {"COLUMNS": "160", "NO_COLOR": "1"}
+    done = CliRunner().invoke(app, ["calibrate", "--out", str(out)], env=env)
+    assert done.exit_code == 0, done.output
+    assert "attention f32 causal" in done.output
+    costs = parsed(out.read_text()).costs
+    assert costs.attentions.keys() == {"f32", "f32 causal"}
+    axes = (1.0, 2.0, 3.0, 4.0, 5.0, 8.0), (8.0,), (32.0, 64.0, 128.0)
+    assert {grid.axes for grid in costs.attentions.values()} == {axes}
+    assert not any(key.startswith("attention") for key in costs.works)
+    assert [size for size, _ in costs.works["compiled across f32"].points] == [6144, 24576]
 
 
 @pytest.mark.usefixtures("unjoined")
@@ -78,6 +107,24 @@ def test_a_run_that_communicates_takes_more(monkeypatch: pytest.MonkeyPatch) -> 
     assert found._posting() == pytest.approx(4.0)
     monkeypatch.setattr(measuring, "seconds_of", lambda comm, host, runs: 3.0)
     assert found._posting() == 0.0, "no less than a run without"
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_a_communication_behind_work_takes_what_the_rest_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a clock where a communication takes 0.5, a product 3 and other work 0.25."""
+
+    def seconds(comm: mf.Communicator, host: mf.hir.HostProgram, runs: int, clock: object) -> float:
+        found = [i for i in host.project(0).written_out.instructions if is_work(i)]
+        products = sum(i.fn == "linear" for i in found)
+        return 0.5 * posts(host) + 3.0 * products + 0.25 * (len(found) - products)
+
+    measured = measuring.Measurements(mf.init(), TINY)
+    monkeypatch.setattr(measuring.Measurements, "_run_of", lambda self, host, options: host)
+    monkeypatch.setattr(measuring, "seconds_of", seconds)
+    found = [measured._once(s, s.program) for s in links(TINY, ways(2))]
+    assert found == pytest.approx([0.5] * 5)
 
 
 def posts(host: mf.hir.HostProgram) -> int:

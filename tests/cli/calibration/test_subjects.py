@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+import mdfuse as mf
 from mdfuse import DeviceMesh
+from mdfuse.cli.calibration.scales import CPU, GPU, Scale, blocks_of
 from mdfuse.cli.calibration.subjects import (
     BETWEEN,
-    CPU,
-    GPU,
     OPTIONS,
     TURNS,
     Backends,
-    Scale,
     Way,
+    _sum_across,
     beside,
     points,
     subjects,
@@ -23,7 +23,8 @@ from mdfuse.cli.calibration.subjects import (
     ways,
 )
 from mdfuse.hir.instructions import POSTS
-from mdfuse.seeing.amounts import is_work, nbytes, operations, product
+from mdfuse.seeing.amounts import attention, is_work, nbytes, operations, product
+from mdfuse.seeing.kernels import kernels
 
 #: As with two GPUs: NCCL's, and those of symmetric memory.
 BACKENDS: Backends = {
@@ -52,17 +53,51 @@ def test_each_subject_does_what_it_says(scale: Scale, ranks: int, step: int) -> 
                 posts = [i for i in mine.instructions if i.op in POSTS]
                 assert len(posts) == subject.times
                 assert posts[0].comm is not None
+                if scale is CPU:  # each when its rank has worked, and the same without it
+                    ops = [i.op for i in mine.instructions if i.fn == "linear" or i.op in POSTS]
+                    assert ops == [ops[0], posts[0].op] * subject.times
+                    assert subject.without is not None
+                    rest = subject.without.project(ranks_of[-1]).written_out
+                    sent = (*POSTS, "wait")
+                    assert [i.fn or i.op for i in rest.instructions if i.op not in sent] == [
+                        i.fn or i.op for i in mine.instructions if i.op not in sent
+                    ]
+                    assert not any(i.op in sent for i in rest.instructions)
                 carrier = "symmetric" if subject.key.startswith("symmetric: ") else None
                 assert posts[0].comm.backend == carrier
                 assert posts[0].comm.bytes_received(ranks_of[-1]) == subject.at
                 continue
             works = [i for i in mine.instructions if is_work(i)]
             assert len(works) == subject.times
+            if subject.table == "attentions":
+                for i in works:
+                    a = attention(mine, i)
+                    assert a is not None and (a.blocks, a.keys, a.features) == subject.at
+                    assert a.queries == a.keys and f"bf16{a.mask}" == subject.key
+                continue
             for i in works:
                 sizes = product(mine, i)
                 at = sizes[1:] if sizes is not None else operations(mine, i) or nbytes(mine, i)
                 assert at == subject.at
     assert count == points(scale, ranks, BACKENDS)
+
+
+def test_blocks_fill_multiprocessors_or_just_do_not() -> None:
+    """A sequence of 4096 has 32 blocks in a head."""
+    assert blocks_of(CPU) == []
+    assert blocks_of(GPU) == [32, 128, 160, 256, 288, 512]
+    assert blocks_of(replace(GPU, multiprocessors=108)) == [32, 96, 128, 192, 224, 416]
+    assert blocks_of(replace(GPU, multiprocessors=8)) == [32, 64]
+
+
+def test_what_is_compiled_is_a_kernel_across_memory() -> None:
+    options = replace(OPTIONS, compile="always")
+    with mf.FusionDefinition("across") as fd:
+        fd.add_output(-_sum_across(fd, DeviceMesh([0]), torch.bfloat16, 64))
+    host = mf.compile(fd, options).host.project(0)
+    (launch,) = (i for i in host.instructions if i.op == "launch")
+    (kernel,) = kernels(host, launch)
+    assert kernel.like == "across" and kernel.nbytes == nbytes(host, launch) == 3 * 2 * 64 * 512
 
 
 def test_the_usual_type_has_most() -> None:

@@ -1,0 +1,120 @@
+"""How much a calibration measures: sizes and repeats on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from mdfuse.seeing.amounts import QUERIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """What is measured on a kind of device.
+
+    Attributes:
+        dtypes: of floats, the usual one first.
+        flops: a guess, for how often something is done in a run; per second.
+        bandwidth: likewise, bytes per second.
+        run_s: how long a run is to take.
+        sample_s: how long the runs of a sample are to take.
+        most: how often a run does something at most: planning and capturing it takes time, too.
+        cache: bytes of weights beyond which products find none of them in a cache.
+        stale: bytes of operands and results that pointwise work goes through before it comes back
+            to the first, so that none is in the cache of a core: in programs others were there.
+        tensors: how many operands or weights a run goes through at most: to define and plan them
+            takes time, too.
+        sizes: bytes of pointwise work.
+        rows: m of products.
+        features: n and k.
+        lengths: of the sequences of attention.
+        multiprocessors: of a GPU, whose attention is measured by blocks; 0: by operations.
+        compiled: bytes, as of pointwise work, of kernels that are compiled, which takes seconds.
+        messages: bytes of communications; on a GPU more of them where NCCL begins to send in
+            another way, which takes half as long again.
+        between_s: how long a rank works before each communication, a guess: on a CPU the threads
+            that send and receive have fallen asleep by then, as in programs. On a GPU its own time
+            counts, and they go back to back.
+        factor: how much larger than on a CPU the programs are that the table is judged by.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    flops: float
+    bandwidth: float
+    run_s: float
+    sample_s: float
+    most: int
+    cache: int
+    stale: int
+    tensors: int
+    sizes: tuple[int, ...]
+    rows: tuple[int, ...]
+    features: tuple[int, ...]
+    lengths: tuple[int, ...]
+    multiprocessors: int
+    compiled: tuple[int, ...]
+    messages: tuple[int, ...]
+    between_s: float
+    factor: int
+
+
+CPU = Scale(
+    dtypes=(torch.float32,),
+    flops=3e10,
+    bandwidth=5e9,
+    run_s=2e-3,
+    sample_s=3e-3,
+    most=64,
+    cache=1 << 25,
+    stale=1 << 22,
+    tensors=48,
+    sizes=tuple(1 << n for n in (12, 15, 18, 20, 22, 24, 26)),
+    rows=(1, 2, 8, 32, 128, 512),
+    features=(64, 256, 1024, 4096),
+    lengths=(32, 128, 512),
+    multiprocessors=0,
+    compiled=(),
+    messages=tuple(1 << n for n in (8, 12, 15, 18, 20, 22, 24)),
+    between_s=1e-3,
+    factor=1,
+)
+GPU = Scale(
+    dtypes=(torch.bfloat16, torch.float32),
+    flops=3e14,
+    bandwidth=2e12,
+    run_s=2e-4,
+    sample_s=1e-3,
+    most=8,
+    cache=1 << 28,
+    stale=0,
+    tensors=16,
+    sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
+    rows=(1, 16, 128, 512, 1024, 2048, 4096),
+    features=(256, 1024, 2048, 4096, 8192, 16384),
+    lengths=(64, 512, 2048, 4096),
+    multiprocessors=132,
+    compiled=(1 << 20, 1 << 24, 1 << 26),
+    messages=(1 << 8, 1 << 12, *(n << 16 for n in (1, 4, 16, 19, 32, 38, 64, 256, 1024, 4096))),
+    between_s=0.0,
+    factor=4,
+)
+
+
+#: How many blocks a multiprocessor has where most are there at once.
+_WAVES = 1, 2, 4
+
+
+def blocks_of(scale: Scale) -> list[int]:
+    """Return how many blocks attention is measured with on a GPU: few, as many as fill all of its
+    multiprocessors, and those that do not any more; each a multiple of what the longest sequence
+    has in a head.
+
+    >>> blocks_of(GPU)
+    [32, 128, 160, 256, 288, 512]
+    """
+    one = math.ceil(scale.lengths[-1] / QUERIES)
+    full = [max(1, n * scale.multiprocessors // one) * one for n in _WAVES]
+    found = {one, *full, *(n + one for n in full[:-1])}
+    return sorted(found) if scale.multiprocessors else []

@@ -1,0 +1,192 @@
+"""Merging: traces of runs, timelines and what torch's profiler writes, in one file by one clock."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mdfuse.errors import ProgramError
+from mdfuse.seeing.perfetto import Record, records
+from mdfuse.seeing.traces import files_of, read_files, writer_of
+
+#: Each trace has processes of its own: their numbers begin with a multiple of this.
+_PIDS = 100_000
+
+#: host and process -> rank; None where several ranks are said to be there.
+_Writers = Mapping[tuple[str, int], int | None]
+
+
+def merge(paths: Sequence[str | Path], out: str | Path) -> int:
+    """Merge traces into one file for https://ui.perfetto.dev; return how many records it has.
+
+    Folders and files of different ranks are one job, as where each host has a folder; a rank that
+    comes again begins another one.
+
+    Args:
+        paths: folders and files of traced runs; Chrome trace JSON, packed or not, as torch's
+            profiler and `Timeline.to_perfetto` write it. What has no clock, as a timeline, begins
+            with the rest.
+        out: the file, which is replaced.
+
+    Raises:
+        ProgramError: one of them is no trace, or is the file that is to be written.
+        OSError: the file cannot be written.
+    """
+    given = [*map(Path, paths)]
+    _check_apart(given, Path(out))
+    runs = [p for p in given if p.is_dir() or p.suffix == ".jsonl"]
+    jobs, writers = _jobs(runs)
+    events_of = [read_files([*job.values()]) for job in jobs]
+    loaded = [_loaded(p) for p in given if p not in runs]
+    starts = [events[0].start_ns for events in events_of if events]
+    starts += [c.begin_ns for c in loaded if c.begin_ns is not None]
+    base = min(starts, default=0)
+    rows: list[Record] = []
+    titles = _titles([_folder(job) for job in jobs]) if len(jobs) > 1 else [None]
+    for n, (events, title) in enumerate(zip(events_of, titles, strict=False)):
+        rows += _apart(records(events, base_ns=base), n, title)
+    names = _titles([c.path for c in loaded])
+    for n, (chrome, name) in enumerate(zip(loaded, names, strict=True), len(jobs)):
+        rank = chrome.rank(writers)
+        title = name if rank is None else f"rank {rank}, {name}"
+        rows += _apart(chrome.since(base), n, title, rank)
+    text = {"traceEvents": rows, "displayTimeUnit": "ns", "baseTimeNanoseconds": base}
+    Path(out).write_text(json.dumps(text), encoding="utf-8")
+    return len(rows)
+
+
+def _check_apart(paths: Sequence[Path], out: Path) -> None:
+    """Check that no trace is written over."""
+    for path in paths:
+        if path.resolve() == out.resolve():
+            raise ProgramError(
+                f"{out} is to be read and to be written",
+                because="the merged trace would replace one of those that it is made of",
+                hint="pass another file with -o",
+            )
+
+
+# -- traces of runs --------------------------------------------------------------------------------
+
+
+def _jobs(paths: Sequence[Path]) -> tuple[list[dict[int, Path]], _Writers]:
+    """Return the files of each job by rank, and which rank each process was."""
+    jobs: list[dict[int, Path]] = []
+    writers: dict[tuple[str, int], int | None] = {}
+    for path in paths:
+        found: dict[int, Path] = {}
+        for file in files_of(path):
+            rank, where = writer_of(file)
+            found[rank] = file
+            if where is not None:
+                writers[where] = rank if writers.get(where, rank) == rank else None
+        job = next((j for j in jobs if not j.keys() & found.keys()), None)
+        if job is None:
+            jobs.append(found)
+        else:
+            job.update(found)
+    return jobs, writers
+
+
+def _folder(job: Mapping[int, Path]) -> Path:
+    return job[min(job)].resolve().parent
+
+
+# -- other traces ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Chrome:
+    """A Chrome trace.
+
+    Attributes:
+        path: of its file.
+        rows: its records.
+        base_ns: unix time from which its times count; None: it has no clock.
+        host: where it was written, if it says so.
+    """
+
+    path: Path
+    rows: list[Record]
+    base_ns: int | None
+    host: str | None
+
+    @property
+    def _first_us(self) -> float:
+        """When its first record is that takes time, or stands for a moment."""
+        return min((r["ts"] for r in self.rows if "ts" in r and r.get("ph") != "M"), default=0.0)
+
+    @property
+    def begin_ns(self) -> int | None:
+        """Unix time of its first record: torch's base is weeks before it."""
+        return None if self.base_ns is None else self.base_ns + int(self._first_us * 1e3)
+
+    def since(self, base_ns: int) -> list[Record]:
+        """Return the records, with times from a base."""
+        by = -self._first_us if self.base_ns is None else (self.base_ns - base_ns) / 1e3
+        return [{**r, "ts": r["ts"] + by} if "ts" in r else dict(r) for r in self.rows]
+
+    def rank(self, writers: _Writers) -> int | None:
+        """Return which rank's process it shows; None: of none that is known."""
+        labels = (r for r in self.rows if r.get("name") == "process_labels")
+        hosts = [r.get("pid") for r in labels if r.get("args", {}).get("labels") == "CPU"]
+        found = {writers.get((self.host or "", pid)) for pid in hosts if isinstance(pid, int)}
+        return found.pop() if len(found) == 1 else None
+
+
+def _loaded(path: Path) -> _Chrome:
+    """Return a Chrome trace."""
+    try:
+        packed = path.read_bytes()
+        text = gzip.decompress(packed) if packed.startswith(b"\x1f\x8b") else packed
+        found = json.loads(text)
+        rows = found["traceEvents"] if isinstance(found, dict) else found
+        if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
+            raise ValueError("its traceEvents are no list of records")
+        if any("ts" in r and not isinstance(r["ts"], int | float) for r in rows):
+            raise ValueError("a record's ts is no number")
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        raise ProgramError(
+            f"{path} is no trace",
+            because=f"no key {error}" if isinstance(error, KeyError) else str(error),
+            hint="pass folders of traced runs, or Chrome trace JSON",
+        ) from error
+    about = found if isinstance(found, dict) else {}
+    return _Chrome(path, rows, about.get("baseTimeNanoseconds"), about.get("host_name"))
+
+
+def _titles(paths: Sequence[Path]) -> list[str]:
+    """Return the names of files without their ends, with the folder where several are alike."""
+    stems = [p.name.split(".json")[0] for p in paths]
+    alike = Counter(stems)
+    return [
+        f"{p.resolve().parent.name}/{stem}" if alike[stem] > 1 else stem
+        for p, stem in zip(paths, stems, strict=True)
+    ]
+
+
+def _apart(
+    rows: Sequence[Record], n: int, title: str | None, rank: int | None = None
+) -> list[Record]:
+    """Give the processes and the flows of the n-th trace numbers and names of their own.
+
+    Those of a rank that is known stand beside it.
+    """
+    pids: dict[Any, int] = {}
+    found = []
+    for r in rows:
+        if "pid" in r and (n or title is not None):
+            r = {**r, "pid": n * _PIDS + pids.setdefault(r["pid"], len(pids))}
+        if "id" in r and n:
+            r = {**r, "id": f"{n}/{r['id']}"}
+        if r.get("name") == "process_name" and title is not None:
+            r = {**r, "args": {"name": f"{r.get('args', {}).get('name', '')} ({title})"}}
+        if r.get("name") == "process_sort_index" and rank is not None:
+            r = {**r, "args": {"sort_index": rank}}
+        found.append(r)
+    return found
