@@ -132,7 +132,7 @@ class CudaTeam:
     def _see(self, see: See, target: int, answers: Lane) -> None:
         """Queue a copy, behind a wait for its owner and before an answer.
 
-        The wait itself clears the signal: the next one may come before the copy is made.
+        Only the answer waits until the signal is cleared, since the next one may come behind it.
         """
         lane, watch = self.lane, self.watch
         if see.is_first:
@@ -140,12 +140,13 @@ class CudaTeam:
             self.turns.post(watch)
             watch.begin()
             watch.wait(told, see.tag)
-            watch.write(told, 0)
             lane.make(watch.end())
+            watch.write(told, 0)
         lane.copy(target, see.source, see.bytes)
         if see.is_last:
             if answers is not lane:
                 answers.make(lane.end())
+            answers.make(watch.end())
             answers.write(self.outboxes[see.owner].signals + WORD * see.taken, see.tag)
 
     def _sent(self, shows: Sequence[Show]) -> Callable[[], None] | None:
