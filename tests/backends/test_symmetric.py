@@ -30,7 +30,7 @@ from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
 from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half
 from mdfuse.backends.symmetric.cuda_turns import Turns
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
-from mdfuse.backends.symmetric.moves import Put, Shape, Show, Take, kind_of, moves, pieces
+from mdfuse.backends.symmetric.moves import TURNS, Put, Shape, Show, Take, kind_of, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.teams import team_key
 from mdfuse.backends.work import DONE
@@ -385,22 +385,24 @@ def test_pairs_show_uneven_pieces() -> None:
 
 
 def test_signals_are_used_again() -> None:
-    """More posts than there are signals: each waits for what it moves, made just before.
+    """More posts than there are signals, and buffers: each waits for what it moves, made just
+    before, where readers have taken what was there.
 
     In each run but the first another stream is far behind the others.
     """
-    here, count = World((0, 1), slot=4096), 30
+    here, count, buffers = World((0, 1), slot=4096), 30, TURNS + 3
     pairs = [(rank, n) for rank in (0, 1) for n in range(count)]
-    given, got = ({pair: torch.zeros(9) for pair in pairs} for _ in "io")
+    given = {(rank, n): torch.zeros(9) for rank in (0, 1) for n in range(buffers)}
+    got = {pair: torch.zeros(9) for pair in pairs}
     for run in range(1 + len(here.lanes)):
         here.begin_run()
         made = {(rank, n): drawn(100 * run + 40 * rank + n, 9) for rank, n in pairs}
         for rank, n in pairs:
-            source, values = given[rank, n], made[rank, n]
-            source.fill_(torch.nan)
-            here.teams[rank].tell.do(partial(fill, source, values))
-            if run == 0:  # through outboxes, on another stream
-                source.copy_(values)
+            team, source = here.teams[rank], given[rank, n % buffers]
+            maker = team.tell if run else team.lane  # at first it goes through outboxes
+            if n >= buffers:
+                maker.make(here.works[-buffers].sent.join)
+            maker.do(partial(fill, source, made[rank, n]))
             others = (1 - rank,)
             call = Call(kind="Exchange", team=(0, 1), rank=rank, sends=others, recvs=others)
             here.post(call, [source], [got[rank, n]], 0)
