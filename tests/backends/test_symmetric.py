@@ -30,7 +30,7 @@ from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
 from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half
 from mdfuse.backends.symmetric.cuda_turns import Turns
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
-from mdfuse.backends.symmetric.moves import Put, Shape, Show, Take, kind_of, moves, pieces
+from mdfuse.backends.symmetric.moves import TURNS, Put, Shape, Show, Take, kind_of, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.teams import team_key
 from mdfuse.backends.work import DONE
@@ -160,11 +160,12 @@ class World:
         self.team, self.shape = team, Shape(members=len(team), slot=slot)
         self.memory = [torch.zeros(self.shape.bytes, dtype=torch.uint8) for _ in team]
         self.words = [torch.zeros(self.shape.words, dtype=torch.int32) for _ in team]
+        self.signals = [torch.zeros(self.shape.signals, dtype=torch.int32) for _ in team]
         outboxes = [
-            CudaOutbox(words=w.data_ptr(), slots=m.data_ptr())
-            for w, m in zip(self.words, self.memory, strict=True)
+            CudaOutbox(words=w.data_ptr(), slots=m.data_ptr(), signals=s.data_ptr())
+            for w, m, s in zip(self.words, self.memory, self.signals, strict=True)
         ]
-        of_ranks = [[FakeLane() for _ in ("lane", "tell", "behind")] for _ in team]
+        of_ranks = [[FakeLane() for _ in ("lane", "tell", "watch", "behind")] for _ in team]
         self.lanes = [lane for lanes in of_ranks for lane in lanes]
         self.teams = [
             CudaTeam(
@@ -173,9 +174,10 @@ class World:
                 turns=Turns(FakeDevice()),  # type: ignore[arg-type]
                 lane=lane,
                 tell=tell,
+                watch=watch,
                 behind=behind,
             )
-            for i, (lane, tell, behind) in enumerate(of_ranks)
+            for i, (lane, tell, watch, behind) in enumerate(of_ranks)
         ]
         self.works: list[Any] = []
         self.shown = 0
@@ -216,15 +218,21 @@ class World:
         team = self.teams[self.team.index(call.rank)]
         self.works.append(team.post(call, made, buffers, notes))
 
-    def run(self) -> None:
-        """Carry everything out, a random stream at a time; a deadlock is an error."""
+    def run(self, slow: int | None = None) -> None:
+        """Carry everything out, parts of streams in a random order; a deadlock is an error.
+
+        Args:
+            slow: the stream that makes a step while each other one makes all that it can; None:
+                each makes some.
+        """
         draw = torch.Generator().manual_seed(len(self.team))
         while any(lane.queue for lane in self.lanes):
             before = sum(len(lane.queue) for lane in self.lanes)
             is_late = any(lane.late for lane in self.lanes)
             for i in torch.randperm(len(self.lanes), generator=draw).tolist():
                 lane = self.lanes[i]
-                for _ in range(int(torch.randint(1, 9, (1,), generator=draw))):
+                some = int(torch.randint(1, 9, (1,), generator=draw))
+                for _ in range(some if slow is None else 1 if i == slow else len(lane.queue)):
                     if lane.queue and lane.queue[0]():
                         lane.queue.popleft()
             for i in torch.randperm(len(self.lanes), generator=draw).tolist()[::2]:
@@ -233,7 +241,8 @@ class World:
             assert is_late or after < before, "the streams stand still"
         for lane in self.lanes:
             lane.arrive()
-        assert not any(w.any() for w in self.words), "something was put that nobody took"
+        words = (*self.words, *self.signals)
+        assert not any(w.any() for w in words), "something was put that nobody took"
 
 
 def drawn(rank: int, count: int) -> Tensor:
@@ -373,6 +382,37 @@ def test_pairs_show_uneven_pieces() -> None:
         for rank, some in given.items():
             for x in some:
                 x.copy_(drawn(rank + 20 + run, x.numel()))
+
+
+def test_signals_are_used_again() -> None:
+    """More posts than there are signals, and buffers: each waits for what it moves, made just
+    before, where readers have taken what was there.
+
+    In each run but the first another stream is far behind the others.
+    """
+    here, count, buffers = World((0, 1), slot=4096), 30, TURNS + 3
+    pairs = [(rank, n) for rank in (0, 1) for n in range(count)]
+    given = {(rank, n): torch.zeros(9) for rank in (0, 1) for n in range(buffers)}
+    got = {pair: torch.zeros(9) for pair in pairs}
+    for run in range(1 + len(here.lanes)):
+        here.begin_run()
+        made = {(rank, n): drawn(100 * run + 40 * rank + n, 9) for rank, n in pairs}
+        for rank, n in pairs:
+            team, source = here.teams[rank], given[rank, n % buffers]
+            maker = team.tell if run else team.lane  # at first it goes through outboxes
+            if n >= buffers:
+                maker.make(here.works[-buffers].sent.join)
+            maker.do(partial(fill, source, made[rank, n]))
+            others = (1 - rank,)
+            call = Call(kind="Exchange", team=(0, 1), rank=rank, sends=others, recvs=others)
+            here.post(call, [source], [got[rank, n]], 0)
+        here.run(slow=run - 1 if run else None)
+        assert here.shown == run * len(pairs)
+        assert all(torch.equal(got[rank, n], made[1 - rank, n]) for rank, n in pairs)
+
+
+def fill(into: Tensor, values: Tensor) -> None:
+    into.copy_(values)
 
 
 def test_replays_and_eager_posts_take_turns() -> None:

@@ -59,9 +59,9 @@ def test_streams_of_a_closed_team_are_used_again(
     monkeypatch.setattr(cuda_heap, "CudaLane", lambda *_: made.append(object()) or made[-1])
     device: Any = None
     first, second = heap.take_lanes(device), heap.take_lanes(device)
-    assert [*first, *second] == made and len(made) == 6
+    assert [*first, *second] == made and len(made) == 8
     heap.give_lanes(first)
-    assert heap.take_lanes(device) is first and len(made) == 6
+    assert heap.take_lanes(device) is first and len(made) == 8
 
 
 def test_where_addresses_lie(heap: CudaHeap) -> None:

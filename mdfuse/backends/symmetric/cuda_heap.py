@@ -22,7 +22,7 @@ from mdfuse.errors import BackendError
 _ALIGNED = 2 << 20
 
 #: The streams of a team.
-Lanes = tuple[CudaLane, CudaLane, CudaLane]
+Lanes = tuple[CudaLane, CudaLane, CudaLane, CudaLane]
 
 #: A run is taken again where at least one byte of so many is used.
 _WASTE = 2
@@ -119,8 +119,8 @@ class CudaHeap:
         with self._lock:
             if self._lanes:
                 return self._lanes.pop()
-        one, two, three = (CudaLane(device, self.number) for _ in range(3))
-        return one, two, three
+        one, two, three, four = (CudaLane(device, self.number) for _ in range(4))
+        return one, two, three, four
 
     def give_lanes(self, lanes: Lanes) -> None:
         """Give streams back on which nothing is queued."""

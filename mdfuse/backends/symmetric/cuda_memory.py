@@ -2,7 +2,8 @@
 
 Through ctypes, as `mdfuse.backends.nccl.cuda_driver` is. Memory goes from one process to another by
 CUDA's IPC handles: also between processes that share one GPU. Words lie in memory of the host that
-is registered with the GPU, so that the host sees them, too.
+is registered with the GPU, so that the host sees them, too; signals in memory of the GPU that waits
+for them.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class CudaMemory:
         by_reference = ctypes.POINTER(_address)
         self._allocate = driver_function(library.cuMemAlloc_v2, by_reference, _size)
         self._handle = driver_function(library.cuIpcGetMemHandle, ctypes.POINTER(_Handle), _address)
+        self._clear = driver_function(library.cuMemsetD8_v2, _address, ctypes.c_ubyte, _size)
         self._open = driver_function(library.cuIpcOpenMemHandle_v2, by_reference, _Handle, _number)
         self._register = driver_function(library.cuMemHostRegister_v2, _pointer, _size, _number)
         self._unregister = driver_function(library.cuMemHostUnregister, _pointer)
@@ -61,6 +63,10 @@ class CudaMemory:
         found = _Handle()
         self._handle(ctypes.byref(found), address)
         return bytes(found).hex()
+
+    def clear(self, address: int, size: int) -> None:
+        """Queue zeros for memory on the device, on the default stream."""
+        self._clear(address, 0, size)
 
     def open(self, handle: str) -> int:
         """Return the address, in this process, of another's memory."""

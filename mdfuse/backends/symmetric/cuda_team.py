@@ -1,8 +1,9 @@
 """Moves between memories of GPUs, all queued on one stream of the team.
 
 The host waits for nothing. Where a rank does not come, the stream stands still, and the watchdog
-says so: each post is noted, and marked behind its last move. What this rank shows it tells on a
-stream of its own, and waits for its readers on another one, so that no move waits for that.
+says so: each post is noted, and marked behind its last move. What is shown is told on a stream of
+its own, waited for on another one, and answered, as answers are waited for, on a third one: so
+nothing stands between the copies of posts that follow each other.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ WORD = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaOutbox:
-    """An outbox as this rank's GPU sees it: the addresses of its words and of its slots."""
+    """An outbox as this rank's GPU sees it: the addresses of its words, slots and signals."""
 
     words: int
     slots: int
+    signals: int
 
 
 @dataclass(eq=False, kw_only=True)
@@ -40,8 +42,9 @@ class CudaTeam:
         outboxes: of all members.
         turns: of this rank, which eager posts and replays of graphs take.
         lane: where moves are queued.
-        tell: where words are queued that tell readers what is shown.
-        behind: where waits for readers are queued.
+        tell: where signals are queued that tell readers what is shown.
+        watch: where waits for what others tell are queued.
+        behind: where answers to owners, and waits for those of readers, are queued.
     """
 
     own: int
@@ -49,8 +52,9 @@ class CudaTeam:
     turns: Turns
     lane: Lane
     tell: Lane
+    watch: Lane
     behind: Lane
-    #: word -> what waits until its reader has taken what was shown last, and in which capture
+    #: signal -> what waits until its reader has taken what was shown last, and in which capture
     _taken: dict[int, tuple[int, Callable[[], None]]] = field(default_factory=dict, init=False)
 
     def post(
@@ -84,7 +88,8 @@ class CudaTeam:
     ) -> Callable[[], None] | None:
         """Queue moves; return what waits for all readers of what is shown, if something is."""
         lane, own = self.lane, self.outboxes[self.own]
-        sent = self._show([move for move in moves if isinstance(move, Show)])
+        shows = [move for move in moves if isinstance(move, Show)]
+        self._show(shows)
         for move in moves:
             match move:
                 case Put():
@@ -102,41 +107,58 @@ class CudaTeam:
                     lane.copy(target, outbox.slots + move.place, move.bytes)
                     lane.write(word, 0)
                 case See():
-                    word = self.outboxes[move.owner].words + WORD * move.word
-                    if move.is_first:
-                        lane.wait(word, move.tag)
-                    lane.copy(buffers.address(move.piece, 0), move.source, move.bytes)
-                    if move.is_last:
-                        lane.write(word, 0)
+                    answers = self.behind if shows else lane
+                    self._see(move, buffers.address(move.piece, 0), answers)
                 case Copy() | Reduce():
                     lane.do(partial(change, call, (move,), buffers.elements))
-        return sent
+        return self._sent(shows)
 
-    def _show(self, shows: Sequence[Show]) -> Callable[[], None] | None:
-        """Queue the words that tell readers, and waits until these have taken what is shown.
-
-        A word is written again only when the wait has seen that it is 0: else that wait might see
-        the next post's alone.
-        """
+    def _show(self, shows: Sequence[Show]) -> None:
+        """Queue the signals that tell readers; each is set again only when it was answered."""
         if not shows:
-            return None
-        tell, behind = self.tell, self.behind
+            return
+        tell = self.tell
         self.turns.post(tell)
-        self.turns.post(behind)
+        self.turns.post(self.behind)
         tell.begin()
         era = tell.era()
-        words = self.outboxes[self.own].words
         for show in shows:
-            before, taken = self._taken.pop(show.word, (era, None))
+            before, taken = self._taken.pop(show.taken, (era, None))
             if taken is not None and before == era:  # else all of that time has come together
                 tell.make(taken)
-            tell.wait(words + WORD * show.word, 0)
-            tell.write(words + WORD * show.word, show.tag)
-        behind.make(tell.end())
+            tell.write(self.outboxes[show.reader].signals + WORD * show.told, show.tag)
+        self.behind.make(tell.end())
+
+    def _see(self, see: See, target: int, answers: Lane) -> None:
+        """Queue a copy, behind a wait for its owner and before an answer.
+
+        Only the answer waits until the signal is cleared, since the next one may come behind it.
+        """
+        lane, watch = self.lane, self.watch
+        if see.is_first:
+            told = self.outboxes[self.own].signals + WORD * see.told
+            self.turns.post(watch)
+            watch.begin()
+            watch.wait(told, see.tag)
+            lane.make(watch.end())
+            watch.write(told, 0)
+        lane.copy(target, see.source, see.bytes)
+        if see.is_last:
+            if answers is not lane:
+                answers.make(lane.end())
+            answers.make(watch.end())
+            answers.write(self.outboxes[see.owner].signals + WORD * see.taken, see.tag)
+
+    def _sent(self, shows: Sequence[Show]) -> Callable[[], None] | None:
+        """Queue waits for all readers of what is shown; return what waits for these."""
+        if not shows:
+            return None
+        behind, signals = self.behind, self.outboxes[self.own].signals
         for show in shows:
-            behind.wait(words + WORD * show.word, 0)
-        sent = behind.end()
-        self._taken.update({show.word: (era, sent) for show in shows})
+            behind.wait(signals + WORD * show.taken, show.tag)
+            behind.write(signals + WORD * show.taken, 0)
+        sent, era = behind.end(), self.tell.era()
+        self._taken.update({show.taken: (era, sent) for show in shows})
         return sent
 
 

@@ -14,8 +14,9 @@ What is sent may lie in memory that the others see. Then its owner writes only w
 piece at once; readers copy it from there, and the post of its owner is over when all of them have.
 On CPUs the owner writes where it lies in its heap beside the words (`host_team`). On GPUs, where
 the host does not look at words, readers know that beforehand (`Shown`): the owner *shows* all such
-pieces of a post at once, by one word for each reader, and posts take `TURNS` words in turn, so that
-none waits for the readers of the one before.
+pieces of a post at once, by a *signal* for each reader, who answers with another one. Each of both
+waits for a signal in memory of its own GPU, and posts take `TURNS` of them in turn, so that none
+waits for the readers of the one before.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from mdfuse.layouts.kinds import CARRIED
 #: Slots that chunks take in turn: while one is taken, the next one is filled.
 SLOTS = 2
 
-#: Words that posts take in turn for what they show.
+#: Signals each way that posts take in turn for what they show.
 TURNS = 8
 
 #: Where a reader's share of a slot begins, bytes: copies of aligned memory are faster.
@@ -67,7 +68,12 @@ class Shape:
     @property
     def words(self) -> int:
         """The number of words."""
-        return (2 * SLOTS + TURNS) * self.members
+        return 2 * SLOTS * self.members
+
+    @property
+    def signals(self) -> int:
+        """The number of signals."""
+        return 2 * TURNS * self.members
 
     @property
     def bytes(self) -> int:
@@ -85,9 +91,13 @@ class Shape:
         """Return which word tells a reader of the n-th chunk."""
         return ((0 if is_shared else SLOTS) + chunk % SLOTS) * self.members + reader
 
-    def turn(self, number: int, reader: int) -> int:
-        """Return which word tells a reader of what the n-th post with it shows."""
-        return (2 * SLOTS + number % TURNS) * self.members + reader
+    def told(self, number: int, owner: int) -> int:
+        """Return which signal of a reader says that an owner shows its n-th post with it."""
+        return number % TURNS * self.members + owner
+
+    def taken(self, number: int, reader: int) -> int:
+        """Return which signal of an owner says that a reader has what its n-th post showed."""
+        return (TURNS + number % TURNS) * self.members + reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +125,18 @@ class Put:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Show:
-    """A word that tells a reader that pieces of this rank lie where it knows; see `Put`."""
+    """Signals between this rank and a reader that knows where pieces of it lie.
+
+    Attributes:
+        reader: its index in the team.
+        told: the reader's signal, which this rank sets.
+        taken: this rank's signal, which the reader sets once it has all pieces.
+        tag: what both then hold.
+    """
 
     reader: int
-    word: int
+    told: int
+    taken: int
     tag: int
 
 
@@ -140,14 +158,16 @@ class See:
     """A copy of a piece that its owner shows, from its address.
 
     Attributes:
-        is_first, is_last: of those that are shown at once: it waits for the word, or clears it.
+        told, taken: this rank's signal and the owner's; see `Show`.
+        is_first, is_last: of those that are shown at once: it waits for the one, or sets the other.
     """
 
     piece: Piece
     bytes: int
     source: int
     owner: int
-    word: int
+    told: int
+    taken: int
     tag: int
     is_first: bool
     is_last: bool
@@ -256,19 +276,22 @@ class _Ends:
         for reader, some in self.sent.items():
             found = [x for n, x in enumerate(some) if x.size and self.is_shown(reader, n)]
             if found and self.shown is not None:
-                word = self.shape.turn(self.shown.number(reader, False), reader)
-                yield Show(reader=reader, word=word, tag=self.tag(found))
+                n = self.shown.number(reader, False)
+                told, taken = self.shape.told(n, self.own), self.shape.taken(n, reader)
+                yield Show(reader=reader, told=told, taken=taken, tag=self.tag(found))
 
     def see(self, owner: int, n: int, source: int) -> See:
         """Return the copy of a piece that is shown."""
         assert self.shown is not None
         together, some = self.seen[owner], self.received[owner]
+        number = self.shown.number(owner, True)
         return See(
             piece=some[n],
             bytes=some[n].size * self.itemsize,
             source=source,
             owner=owner,
-            word=self.shape.turn(self.shown.number(owner, True), self.own),
+            told=self.shape.told(number, owner),
+            taken=self.shape.taken(number, self.own),
             tag=self.tag([some[k] for k in together]),
             is_first=n == together[0],
             is_last=n == together[-1],

@@ -213,7 +213,9 @@ class CudaProvider:
 
     def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
         memory = SharedMemory(memory_size(shape, False)[1])
-        run = self._heap.take(shape.bytes)
+        run = self._heap.take(shape.bytes + shape.signals * WORD)
+        self._heap.memory.clear(run.address + shape.bytes, shape.signals * WORD)
+        torch.cuda.synchronize(self._place.device)  # the others may begin once they have the card
         self._outboxes[run.handle] = run
         return memory, Card(process=this_process(), file=memory.file, device=run.handle)
 
@@ -228,12 +230,13 @@ class CudaProvider:
         size = memory_size(shape, False)[1]
         words = [ctypes.addressof(memory.words(shape.words)) for memory, _ in found]
         seen = [self._heap.memory.register(address, size) for address in words]
+        slots = [self._heap.open(card.device) for _, card in found]
         outboxes = tuple(
-            CudaOutbox(words=w, slots=self._heap.open(card.device))
-            for w, (_, card) in zip(seen, found, strict=True)
+            CudaOutbox(words=w, slots=s, signals=s + shape.bytes)
+            for w, s in zip(seen, slots, strict=True)
         )
         lanes = self._heap.take_lanes(self._device)
-        lane, tell, behind = lanes
+        lane, tell, watch, behind = lanes
         return CudaOutboxes(
             queue=CudaTeam(
                 own=own,
@@ -241,6 +244,7 @@ class CudaProvider:
                 turns=self._turns,
                 lane=lane,
                 tell=tell,
+                watch=watch,
                 behind=behind,
             ),
             heap=self._heap,
