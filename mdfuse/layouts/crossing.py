@@ -114,13 +114,11 @@ def _aligned(exchange: Exchange) -> Aligned | None:
     found, index = digits(source.mesh), source.mesh.axes.index
     if found is None:
         return None
-    return Aligned(
-        found,
-        dims_of(source.layout, destination.layout, source.shape, found.near),
-        *(tuple(tuple(map(index, axes)) for axes in x.split) for x in (source, destination)),
-        *([*map(index, x.layout.partial_axes)] for x in (source, destination)),
-        [index(a) for a, _ in exchange.kept],
-    )
+    have, need = (tuple(tuple(map(index, axes)) for axes in x.split) for x in (source, destination))
+    terms, goal_terms = ([*map(index, x.layout.partial_axes)] for x in (source, destination))
+    dims = dims_of(source.layout, destination.layout, source.shape, found.near)
+    kept = [index(a) for a, _ in exchange.kept]
+    return Aligned(found, dims, have, need, terms, goal_terms, kept)
 
 
 def _sides_apart(exchange: Exchange) -> tuple[Alone, Alone] | None:

@@ -193,9 +193,7 @@ class DimRows:
 
 
 @lru_cache(maxsize=64)
-def _known(
-    sizes: _Axes, near: _Axes, extent: int, cuts: tuple[Cut | None, Cut | None]
-) -> DimRows:
+def _known(sizes: _Axes, near: _Axes, extent: int, cuts: tuple[Cut | None, Cut | None]) -> DimRows:
     return DimRows(sizes, near, extent, cuts)
 
 

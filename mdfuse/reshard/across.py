@@ -54,6 +54,7 @@ class _Way(NamedTuple):
             return first + last
         return first if first > last else last
 
+
 def across(
     source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, find: _Steps
 ) -> tuple[Step, ...]:
@@ -112,15 +113,15 @@ def _cheapest(
     if is_timed(source, destination, shape):
         least = least_arriving(source.mesh, destination, shape, itemsize)
         return _soonest(ways, shape, itemsize, least)
-    pairs = ((way, tuple(leg() for leg in way.legs)) for way in ways)
-    _, legs = min(pairs, key=lambda pair: _cost(*pair, shape))
-    return sum(legs, ())
+    found = ((way, way.legs[0](), way.legs[1]()) for way in ways)
+    _, first, last = min(found, key=lambda way: _cost(way[0], way[1], way[2], shape))
+    return (*first, *last)
 
 
-def _cost(way: _Way, legs: tuple[_Path, ...], shape: tuple[int, ...]) -> tuple[int, int]:
+def _cost(way: _Way, first: _Path, last: _Path, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return what the steps cost, and how many there are; extents may be symbolic."""
-    first, last = (sum(step_cost(step, shape) for step in leg) for leg in legs)
-    return way.together(first, last), sum(map(len, legs))
+    costs = [sum(step_cost(step, shape) for step in leg) for leg in (first, last)]
+    return way.together(costs[0], costs[1]), len(first) + len(last)
 
 
 def _soonest(ways: Iterable[_Way], shape: tuple[int, ...], itemsize: int, least: int) -> _Path:
@@ -132,12 +133,13 @@ def _soonest(ways: Iterable[_Way], shape: tuple[int, ...], itemsize: int, least:
     every = [*ways]
     legs: list[list[_Path]] = [[(), ()] for _ in every]
     spent = [[*way.least] for way in every]
+    #: how long at least, how many steps at least, which way, how much of it is known
     frontier = [(max(way.together(*way.least), least), 0, n, 0) for n, way in enumerate(every)]
     heapq.heapify(frontier)
     while True:
         _, _, n, known = heapq.heappop(frontier)
         if known == 3:
-            return sum(legs[n], ())
+            return (*legs[n][0], *legs[n][1])
         way, (soon, late) = every[n], (1, 0) if every[n].is_last_first else (0, 1)
         if known == 1:
             spent[n][late] = max(way.bound(), spent[n][late])
@@ -146,7 +148,8 @@ def _soonest(ways: Iterable[_Way], shape: tuple[int, ...], itemsize: int, least:
             legs[n][leg] = way.legs[leg]()
             spent[n][leg] = sum(step_time(step, shape, itemsize) for step in legs[n][leg])
         steps = sum(map(len, legs[n])) + (known < 2 and spent[n][late] > 0)
-        heapq.heappush(frontier, (max(way.together(*spent[n]), least), steps, n, known + 1))
+        total = max(way.together(spent[n][0], spent[n][1]), least)
+        heapq.heappush(frontier, (total, steps, n, known + 1))
 
 
 def _as_it_is(source: Layout, destination: Layout) -> _Path:
@@ -226,7 +229,9 @@ def _reducing(
     root = _to_one_rank(source, destination, ops)
     if root is not None:
         first, at_root = root
-        yield _Way((partial(_alone, first), partial(steps, at_root, destination, shape)), is_apart=True)
+        yield _Way(
+            (partial(_alone, first), partial(steps, at_root, destination, shape)), is_apart=True
+        )
     is_apart = _are_apart(source.mesh, destination.mesh)
     is_known = is_timed(source, destination, shape)
     for done in splits_of(source, axes, shape):
@@ -244,7 +249,9 @@ def _reducing(
             if split == destination:
                 yield _Way(legs, (MESSAGE, 0))
             else:
-                bound = partial(_gathering, split, destination, shape, itemsize) if is_known else int
+                bound = (
+                    partial(_gathering, split, destination, shape, itemsize) if is_known else int
+                )
                 yield _Way(legs, (MESSAGE, MESSAGE), bound=bound)
 
 
@@ -269,12 +276,10 @@ def _to_one_rank(
     return Communication(kind="Reduce", source=source, destination=at_root, reduce_op=op), at_root
 
 
-def _finer(
-    layout: Layout, shape: tuple[int, ...], itemsize: int
-) -> Iterator[tuple[Layout, int]]:
+def _finer(layout: Layout, shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[Layout, int]]:
     """Yield a layout with some axes along which it is whole splitting one dim.
 
-    And how long it takes at least to gather that: the first rank lacks what others have of its part.
+    And how long it takes at least to gather that: what the first rank lacks then.
     """
     free = [a for a, p in layout.by_axis().items() if isinstance(p, Replicate)]
     free = [a for a in free if layout.mesh.axis_size(a) > 1]

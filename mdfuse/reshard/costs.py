@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mdfuse.layouts.aligned import Aligned
 from mdfuse.layouts.blocks import segments, split
 from mdfuse.layouts.boxes import Rows
@@ -40,6 +38,7 @@ from mdfuse.layouts.lacks import (
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.side import Side
 from mdfuse.reshard.clock import is_timed, nanoseconds, through_teams
+
 
 class Node(NamedTuple):
     """A layout on the mesh: axes are numbers, outermost first where several split one dim."""
