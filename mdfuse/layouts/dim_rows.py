@@ -75,19 +75,21 @@ class DimRows:
         self.sizes, self.extent, self.cuts = sizes, extent, cuts
         self.blocks = tuple(segments(c.blocks if c is not None else None, extent) for c in cuts)
         self.is_blocked = cuts != (None, None)
-        self.ranks = np.ogrid[tuple(map(slice, sizes))]
         far, k = tuple(n // m for n, m in zip(sizes, near, strict=True)), len(sizes)
         grid = np.ogrid[tuple(map(slice, (*far, *near, *near)))]
-        #: coordinates of holders, and of who needs, on the same hosts
-        self.senders = [grid[i] * near[i] + grid[2 * k + i] for i in range(k)]
-        self.receivers = [grid[i] * near[i] + grid[k + i] for i in range(k)]
+        #: coordinates of each rank; of holders, and of who needs, on the same hosts
+        self._at: dict[str, Any] = {
+            "rank": np.ogrid[tuple(map(slice, sizes))],
+            "sender": [grid[i] * near[i] + grid[2 * k + i] for i in range(k)],
+            "receiver": [grid[i] * near[i] + grid[k + i] for i in range(k)],
+        }
         self._near = near
         self._known: dict[tuple[Any, ...], Any] = {}
         self._limit = min(max(_NUMBERS // math.prod(sizes), _KEPT[0]), _KEPT[1])
 
     def rows(self, axes: _Axes, is_needed: bool = False) -> list[tuple[Any, Any]]:
         """Return where the part of each rank begins and ends, in each block."""
-        return self._once(("rows", axes, is_needed), lambda: self._cut(axes, is_needed, self.ranks))
+        return self._rows(axes, is_needed, "rank")
 
     def overlap(self, have: _Axes, need: _Axes) -> tuple[Any, Any]:
         """Return the rows that each rank needs, and how many of them it has."""
@@ -103,7 +105,7 @@ class DimRows:
 
     def lengths(self, axes: _Axes) -> Any:
         """Return how many rows each rank has: an array over hosts, and over the ranks of one."""
-        return self._once(("lengths", axes), lambda: self._length(axes, False, self.senders))
+        return self._length(axes, False, "sender")
 
     def _once(self, key: tuple[Any, ...], find: Callable[[], _T]) -> _T:
         found: _T | None = self._known.get(key)
@@ -119,6 +121,10 @@ class DimRows:
         is_equal = len(self.blocks[is_needed]) == 1 and self.extent % n == 0
         return self.extent // n if is_equal else None
 
+    def _rows(self, axes: _Axes, is_needed: bool, who: str) -> list[tuple[Any, Any]]:
+        key = (who, axes, is_needed)
+        return self._once(key, lambda: self._cut(axes, is_needed, self._at[who]))
+
     def _cut(self, axes: _Axes, is_needed: bool, at: Any) -> list[tuple[Any, Any]]:
         if self.part(axes, is_needed) is not None:
             rows, start = self.extent, 0
@@ -130,9 +136,12 @@ class DimRows:
         splits = [(self.sizes[a], at[a], of is None or a in of.plain) for a in axes]
         return cut(self.blocks[is_needed], splits)
 
-    def _length(self, axes: _Axes, is_needed: bool, at: Any) -> Any:
+    def _length(self, axes: _Axes, is_needed: bool, who: str) -> Any:
         part = self.part(axes, is_needed)
-        return part if part is not None else length(self._cut(axes, is_needed, at))
+        if part is not None:
+            return part
+        key = ("length", who, axes, is_needed)
+        return self._once(key, lambda: length(self._rows(axes, is_needed, who)))
 
     def _within(self, have: _Axes, need: _Axes) -> bool | None:
         """Return whether parts afterwards lie in those before (else the other way); None: neither.
@@ -145,9 +154,9 @@ class DimRows:
         return False if not need or (is_alike and have[: len(need)] == need) else None
 
     def _overlap(self, have: _Axes, need: _Axes) -> tuple[Any, Any]:
-        rows, is_within = self._length(need, True, self.ranks), self._within(have, need)
+        rows, is_within = self._length(need, True, "rank"), self._within(have, need)
         if is_within is not None:
-            return rows, rows if is_within else self._length(have, False, self.ranks)
+            return rows, rows if is_within else self._length(have, False, "rank")
         return rows, shared(self.rows(need, True), self.rows(have))
 
     def _on_hosts(self, have: _Axes, need: _Axes) -> OnHosts:
@@ -155,7 +164,7 @@ class DimRows:
         is_within = self._within(have, need)
         if is_within is not None:  # each of the inner parts is in one of the outer ones
             return OnHosts(has, needs, needs if is_within else has)
-        before, after = self._cut(have, False, self.senders), self._cut(need, True, self.receivers)
+        before, after = self._rows(have, False, "sender"), self._rows(need, True, "receiver")
         return OnHosts(has, needs, self._sum(shared(after, before)))
 
     def _summed(self, axes: _Axes, is_needed: bool) -> Any:
@@ -163,7 +172,7 @@ class DimRows:
         part = self.part(axes, is_needed)
         if part is not None:
             return part * math.prod([self._near[a] for a in axes])
-        return self._sum(self._length(axes, is_needed, self.senders))
+        return self._sum(self._length(axes, is_needed, "sender"))
 
     def _sum(self, found: Any) -> Any:
         """Return what the ranks of each host have together."""
@@ -188,6 +197,8 @@ class DimRows:
         if part is not None and other is not None and part and other % part == 0:
             return 1
         ((start, stop),) = self.rows(axes, is_needed)
+        if axes[: len(others)] == others:  # all of a part is in one of the others
+            return np.where(stop > start, 1, 0)
         first, last = (place_of(sizes, self.extent, row) for row in (start, stop - 1))
         return np.where(stop > start, last - first + 1, 0)
 

@@ -147,7 +147,7 @@ def place_of(sizes: tuple[int, ...], extent: int, row: Any) -> Any:
     position: Any = 0
     for n in sizes:
         length = np.maximum(-(-(stop - start) // n), 1)
-        i = np.clip((row - start) // length, 0, n - 1)
+        i = np.minimum(np.maximum((row - start) // length, 0), n - 1)  # np.clip takes longer
         start = np.minimum(start + i * length, stop)
         stop = np.minimum(start + length, stop)
         position = position * n + i
