@@ -75,6 +75,8 @@ class Costs:
     parts: dict[Node, int] = field(default_factory=dict)
     #: node without a Partial -> cost of all that is left
     left: dict[Node, int] = field(default_factory=dict)
+    #: node -> cost of what is left, at least
+    leasts: dict[Node, int] = field(default_factory=dict)
     #: what exchanges take between hosts
     crossings: dict[tuple[Node, Node], int] = field(default_factory=dict)
     #: axes that are Partial -> what crosses hosts at least
@@ -315,6 +317,11 @@ class Costs:
 
     def least(self, node: Node) -> int:
         """Return a cost that is quickly known, and that all that is left has at least."""
+        if node not in self.leasts:
+            self.leasts[node] = self._least(node)
+        return self.leasts[node]
+
+    def _least(self, node: Node) -> int:
         arrives = self.least_arriving(node)
         if not self.is_timed:
             return arrives
