@@ -6,9 +6,10 @@ mdfuse bench reshard --quick
 Nothing is sent: the steps of all pairs of layouts are planned, and what they bring to each rank is
 counted; times are those of the processor. Prints the tables and the worst pairs, and stores them as
 JSON. A row is about the changes of one mesh and shape; ratios are to what no algorithm can go below
-(`_reshard_pairs.bound`). "reachable" is the least of three steps through layouts, "owners" what
-comes at least where each element is reduced by one rank, whichever. Of changes from mesh to mesh
-whose hosts are known, the time follows from a model (`_reshard_hosts`).
+(`_reshard_pairs.bound`), "whole" to the same in whole elements. "reachable" is the least of three
+steps through layouts, "owners" what comes at least where each element is reduced by one rank,
+whichever. Of changes from mesh to mesh whose hosts are known, the time follows from a model
+(`_reshard_hosts`). Drawn changes on up to thousands of ranks are planned (`_reshard_planning`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from _reshard_hosts import CASES, Timed, timed
 from _reshard_least import Least
 from _reshard_owners import worst as worst_of_owners
 from _reshard_pairs import Moved, blocked_pairs, bound, moved, pairs, posts, sender_spread
+from _reshard_planning import RANKS, plannings
 from rich import box
 from rich.table import Table
 
@@ -49,6 +51,7 @@ _GROUPS: dict[str, Callable[[Layout, Layout], bool]] = {
     "no Partial": lambda s, g: not s.partial_axes,
     "Partial, reduced": lambda s, g: bool(s.partial_axes) and not g.partial_axes,
     "Partial that stays": lambda s, g: bool(g.partial_axes),
+    "Partial": lambda s, g: bool(s.partial_axes),
     "all": lambda s, g: True,
 }
 
@@ -75,6 +78,12 @@ class Found:
     def ratio(self) -> float:
         """What the worst rank gets over what it must; 1 where nothing has to move."""
         return self.ours.worst / self.least.worst if self.least.worst else 1.0 + self.ours.worst
+
+    @property
+    def whole_ratio(self) -> float:
+        """The same where what the worst rank must get is rounded up to whole elements."""
+        least = math.ceil(self.least.worst - 1e-9)
+        return self.ours.worst / least if least else 1.0 + self.ours.worst
 
     @property
     def reachable_ratio(self) -> float | None:
@@ -136,6 +145,7 @@ class Row:
     group: str
     pairs: int
     mean: float
+    whole: float
     ninetieth: float
     most: float
     total: float
@@ -148,6 +158,11 @@ class Row:
     slow_ms: float
     spread: float
     worst: tuple[tuple[float, str, str], ...]
+
+    @property
+    def title(self) -> str:
+        """Which pairs it is about."""
+        return f"{self.mesh} {' x '.join(map(str, self.shape))}, {self.group}"
 
 
 def row(mesh: DeviceMesh, shape: tuple[int, ...], group: str, found: list[Found]) -> Row:
@@ -162,16 +177,19 @@ def row(mesh: DeviceMesh, shape: tuple[int, ...], group: str, found: list[Found]
         group=group,
         pairs=len(found),
         mean=statistics.mean(ratios),
+        whole=statistics.mean(f.whole_ratio for f in found),
         ninetieth=ratios[len(ratios) * 9 // 10],
         most=ratios[-1],
         total=sum(f.ours.total for f in found) / max(sum(f.least.total for f in found), 1),
         reachable=statistics.mean(x for f in found if (x := f.reachable_ratio) is not None)
-        if found[0].reachable is not None
+        if all(f.reachable is not None for f in found)
         else None,
         owners=statistics.mean(x for f in found if (x := f.owners_ratio) is not None)
         if all(f.owners is not None for f in found)
         else None,
-        dtensor=statistics.mean(f.dtensor / f.least.worst for f in theirs) if theirs else None,
+        dtensor=statistics.mean((f.dtensor or 0) / f.least.worst for f in theirs)
+        if theirs and all(f.dtensor is not None for f in found)
+        else None,
         more_than_dtensor=sum(f.ours.worst > math.ceil(f.dtensor or 0) for f in theirs),
         messages=statistics.mean(f.messages for f in found),
         median_ms=statistics.median(times),
@@ -184,6 +202,7 @@ def row(mesh: DeviceMesh, shape: tuple[int, ...], group: str, found: list[Found]
 def rows(is_quick: bool) -> Iterator[Row]:
     """Look at all pairs on each mesh."""
     for mesh in _MESHES[:1] if is_quick else _MESHES:
+        together = list[Found]()
         for shape in _SHAPES[:1] if is_quick else _SHAPES:
             with fake_ranks(mesh.size):
                 is_asked = mesh == _MESHES[0] or shape == _SHAPES[0]  # it takes minutes
@@ -192,6 +211,8 @@ def rows(is_quick: bool) -> Iterator[Row]:
                 found = [(s, g, look(s, g, shape, theirs, least)) for s, g in every]
             for group, belongs in _GROUPS.items():
                 yield row(mesh, shape, group, [f for s, g, f in found if belongs(s, g)])
+            together += [f for s, g, f in found if s.partial_axes]
+        yield row(mesh, (), "Partial, all shapes", together)
     for shape in _SHAPES[:1] if is_quick else _SHAPES:
         found = [(s, g, look(s, g, shape)) for s, g in blocked_pairs(_MESHES[0], shape)]
         for group, belongs in _GROUPS.items():
@@ -250,14 +271,26 @@ def _table(title: str, *columns: str) -> Table:
 def _shown(found: list[Row]) -> Table:
     table = _table(
         "bytes at the worst rank over the bound",
-        *("pairs", "n", "mean", "p90", "max", "total", "reachable", "owners", "DTensor", "more"),
+        *(
+            "pairs",
+            "n",
+            "mean",
+            "whole",
+            "p90",
+            "max",
+            "total",
+            "reachable",
+            "owners",
+            "DTensor",
+            "more",
+        ),
         *("messages", "ms", "p99", "busiest sender"),
     )
     for r in found:
         table.add_row(
-            f"{r.mesh} {r.shape[0]} x {r.shape[1]}, {r.group}",
+            r.title,
             str(r.pairs),
-            *(f"{x:.3f}" for x in (r.mean, r.ninetieth, r.most, r.total)),
+            *(f"{x:.3f}" for x in (r.mean, r.whole, r.ninetieth, r.most, r.total)),
             "" if r.reachable is None else f"{r.reachable:.3f}",
             "" if r.owners is None else f"{r.owners:.3f}",
             "" if r.dtensor is None else f"{r.dtensor:.3f}",
@@ -300,7 +333,7 @@ def main() -> None:
     found = list(rows(arguments.quick))
     console.print(_shown(found))
     for r in found:
-        console.print(f"worst of {r.mesh} {r.shape[0]} x {r.shape[1]}, {r.group}:", highlight=False)
+        console.print(f"worst of {r.title}:", highlight=False)
         for ratio, pair, how in r.worst:
             console.print(f"  {ratio:.3f} {pair}: {how}", highlight=False, markup=False)
     sizes = (64,) if arguments.quick else (64, 1024, 8192)
@@ -309,6 +342,11 @@ def main() -> None:
     for n, name, planning, part, messages in scale:
         table.add_row(name, str(n), f"{planning:.2f}", f"{part:.2f}", str(messages))
     console.print(table)
+    planning = [*plannings((8, 64) if arguments.quick else RANKS, 6 if arguments.quick else 40)]
+    table = _table("planning drawn changes on meshes of three axes", "change", "n", "ms", "p99")
+    for p in planning:
+        table.add_row(p.name, str(p.pairs), f"{p.median_ms:.2f}", f"{p.slow_ms:.2f}")
+    console.print(table)
     hosts = [timed(case) for case in CASES]
     console.print(_between_hosts(hosts))
     stored = {
@@ -316,6 +354,7 @@ def main() -> None:
         "versions": {"torch": torch.__version__},
         "rows": [asdict(r) for r in found],
         "large": scale,
+        "planning": [asdict(p) for p in planning],
         "hosts": [asdict(t) for t in hosts],
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -263,7 +263,12 @@ class DeviceMesh:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DeviceMesh):
             return NotImplemented
-        return self is other or self._key == other._key
+        if self is other:
+            return True
+        if self._hash != other._hash or self._key != other._key:
+            return False
+        other.__dict__["_key"] = self._key  # so that they are compared at once the next time
+        return True
 
     def __hash__(self) -> int:
         return self._hash

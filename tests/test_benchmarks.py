@@ -89,7 +89,11 @@ def test_reshards_are_near_the_bound(tmp_path: Path) -> None:
     assert 1.0 < owners["Partial, reduced"] < means["Partial, reduced"]
     for row in stored["rows"]:
         assert row["more_than_dtensor"] == 0 and row["total"] <= 1.03
+        assert 1.0 <= row["whole"] <= row["mean"]
         assert all(pair in done.stdout for _, pair, _ in row["worst"])
+    assert means["Partial, all shapes"] == means["Partial"]  # of one shape
+    planned = [(row["name"], row["pairs"]) for row in stored["planning"]]
+    assert len(planned) == 4 and {n for _, n in planned} == {12}
     hosts = stored["hosts"]
     ratios = [row["microseconds"] / row["least_microseconds"] for row in hosts]
     assert len(hosts) == 16 and min(ratios) >= 1 and max(ratios) <= 1.6

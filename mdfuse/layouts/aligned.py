@@ -8,198 +8,154 @@ they have along its own axes: so sums over ranks are products of sums over the d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Collection
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from mdfuse.caching import Cache
-from mdfuse.layouts.exchange import Exchange
-from mdfuse.layouts.lacks import length, meeting, rows_at, shared
-from mdfuse.layouts.side import Side
-from mdfuse.mesh import DeviceMesh
+from mdfuse.layouts.dim_rows import DimRows, OnHosts
+from mdfuse.layouts.hosts import Digits
+from mdfuse.layouts.lacks import most
 
-_T = TypeVar("_T")
+Splits = tuple[tuple[int, ...], ...]
 
 
-class _Digits(NamedTuple):
-    """The digits of the axes of a mesh; arrays have an axis for each of them.
-
-    Attributes:
-        far: axis -> how many values the digit has that says which host.
-        near: axis -> how many the other one has.
-        sender: axis -> coordinates of holders.
-        receiver: axis -> coordinates of who needs, on the same hosts.
-        alone: axis -> coordinates of each rank.
-    """
-
-    far: dict[str, int]
-    near: dict[str, int]
-    sender: dict[str, Any]
-    receiver: dict[str, Any]
-    alone: dict[str, Any]
-
-
-class _OnHosts(NamedTuple):
-    """For each host, the rows of a dim that its ranks have and need, and both at once.
-
-    Attributes:
-        has: of all its parts of the source.
-        needs: of all its parts of the destination.
-        both: of all pairs of these.
-    """
-
-    has: Any
-    needs: Any
-    both: Any
-
-
-class _OfRanks(NamedTuple):
-    """For each rank, what a dim adds to its messages.
-
-    Attributes:
-        own: whether it has some of the rows that it needs.
-        sent: how many parts of the destination its part meets.
-        got: how many parts of the source that meets.
-    """
-
-    own: Any
-    sent: Any
-    got: Any
-
-
-_ON_HOSTS: Cache[_OnHosts] = Cache(limit=1024)
-_OF_RANKS: Cache[_OfRanks] = Cache(limit=512)
-
-
-@lru_cache(maxsize=256)
-def digits(mesh: DeviceMesh) -> _Digits | None:
-    """Return the digits of a mesh whose hosts are known; None where its hosts do not follow axes.
-
-    >>> found = digits(DeviceMesh.arange(a=4, b=2).with_hosts([0] * 4 + [1] * 4))
-    >>> found.far, found.near
-    ({'a': 2, 'b': 1}, {'a': 2, 'b': 2})
-    >>> digits(DeviceMesh.arange(a=3).with_hosts([0, 1, 1]))
-    """
-    hosts = np.array(mesh.hosts).reshape(mesh.shape)
-    far, near = dict[str, int](), dict[str, int]()
-    for i, (axis, n) in enumerate(zip(mesh.axes, mesh.shape, strict=True)):
-        rows = np.moveaxis(hosts, i, 0).reshape(n, -1)
-        ends = np.flatnonzero((rows[1:] != rows[:-1]).any(1)) + 1
-        near[axis] = math.gcd(n, *ends.tolist())
-        far[axis] = n // near[axis]
-    if math.prod(far.values()) != len(np.unique(hosts)):
-        return None
-    grid = np.ogrid[tuple(map(slice, (*far.values(), *near.values(), *near.values())))]
-    axes = [*enumerate(mesh.axes)]
-    k = len(axes)
-    return _Digits(
-        far,
-        near,
-        {a: grid[i] * near[a] + grid[2 * k + i] for i, a in axes},
-        {a: grid[i] * near[a] + grid[k + i] for i, a in axes},
-        dict(zip(mesh.axes, np.ogrid[tuple(map(slice, mesh.shape))], strict=True)),
-    )
-
-
-@dataclass(frozen=True)
 class Aligned:
-    """An exchange on a mesh whose hosts follow its axes."""
+    """An exchange on a mesh whose hosts follow its axes; axes are numbers.
 
-    exchange: Exchange
-    digits: _Digits
+    Args:
+        digits: of the axes.
+        dims: of the tensor.
+        have: the axes that split each dim before, outermost first.
+        need: those afterwards.
+        terms: the axes that are Partial before.
+        goal_terms: those that are afterwards.
+        kept: the axes along which terms stay apart.
+    """
+
+    def __init__(
+        self,
+        digits: Digits,
+        dims: tuple[DimRows, ...],
+        have: Splits,
+        need: Splits,
+        terms: Collection[int] = (),
+        goal_terms: Collection[int] = (),
+        kept: Collection[int] = (),
+    ) -> None:
+        self.digits, self.rows, self.have, self.need = digits, dims, have, need
+        self.terms, self.goal_terms, self.kept = terms, goal_terms, kept
+        self.reduced = [a for a in terms if a not in kept]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many ranks there are along each axis."""
+        return [n * m for n, m in zip(*self.digits, strict=True)]
 
     def crossing(self) -> int:
         """Return the elements through the host that takes in or gives out most."""
-        source, destination = self.exchange.source, self.exchange.destination
-        far, near, kept = self.digits.far, self.digits.near, self._kept
-        split, terms = {*sum(destination.split, ())}, source.count(self.exchange.reduced)
-        receivers = self._count(near, (a for a in near if a not in split))
-        needs, both = (self._product(d.needs for d in self.dims), self._both())
-        into = receivers * (terms * needs - self._count(near, self.exchange.reduced) * both)
-        held = self._count(near, source.layout.partial_axes)
-        wanted = destination.count(destination.free) * self._product(d.has for d in self.dims)
-        served = self._count(near, (a for a in near if a not in split and a not in kept))
-        served *= self._count(far, (a for a in source.free if a not in split))
-        given = held * (wanted - served * self._both(source.free))
-        out = -(-given // self._count(far, source.free))
-        return max(int(np.max(into)), int(np.max(out)))
+        digits, split = self.digits, {*sum(self.need, ())}
+        needs, both = math.prod([d.needs for d in self.dims]), self._both()
+        into = self._count(self.reduced) * needs - digits.ranks(self.reduced) * both
+        has, source = math.prod([d.has for d in self.dims]), self._free(self.have, self.terms)
+        wanted = self._count(self._free(self.need, self.goal_terms)) * has
+        served = digits.ranks_but({*split, *self.kept})
+        served *= digits.hosts([a for a in source if a not in split])
+        given = digits.ranks(self.terms) * (wanted - served * self._both(source))
+        out = -(-given // digits.hosts(source))
+        return max(digits.ranks_but(split) * most(into), most(out))
 
     def least_crossing(self) -> int:
         """Return the elements that ranks of a host need and it lacks, at most: each comes once."""
-        near = self.digits.near
-        needs = self._product(d.needs for d in self.dims)
-        lack = needs - self._count(near, self.exchange.reduced) * self._both()
-        return int(np.max(lack)) * self._count(near, self.exchange.destination.layout.partial_axes)
+        needs = math.prod([d.needs for d in self.dims])
+        lack = needs - self.digits.ranks(self.reduced) * self._both()
+        return most(lack) * self.digits.ranks(self.goal_terms)
 
     def messages(self) -> int:
         """Return how many messages a rank sends or receives at most."""
-        source, destination = self.exchange.source, self.exchange.destination
-        dims = self._known(_OF_RANKS, _of_ranks)
-        own = self._product(d.own for d in dims)
-        copies, turns = destination.count(destination.free), source.count(source.free)
-        sent = -(-self._product(d.sent for d in dims) * copies // turns) - own
-        got = self._product(d.got for d in dims)
-        got = got * source.count(self.exchange.reduced) - own
-        return max(int(np.max(sent)), int(np.max(got)))
+        pairs = zip(self.rows, self.have, self.need, strict=True)
+        dims = [d.of_ranks(have, need) for d, have, need in pairs]
+        own = math.prod([d.own for d in dims])
+        copies = self._count(self._free(self.need, self.goal_terms))
+        turns = self._count(self._free(self.have, self.terms))
+        sent = -(-math.prod([d.sent for d in dims]) * copies // turns) - own
+        got = math.prod([d.got for d in dims]) * self._count(self.reduced) - own
+        return max(most(sent), most(got))
 
     @cached_property
-    def dims(self) -> list[_OnHosts]:
-        return self._known(_ON_HOSTS, _on_hosts)
+    def dims(self) -> list[OnHosts]:
+        pairs = zip(self.rows, self.have, self.need, strict=True)
+        return [d.on_hosts(have, need) for d, have, need in pairs]
 
-    @cached_property
-    def _kept(self) -> Collection[str]:
-        return [a for a, _ in self.exchange.kept]
+    def _free(self, splits: Splits, terms: Collection[int]) -> list[int]:
+        """Return the axes along which ranks hold the same."""
+        split = sum(splits, ())
+        return [a for a in range(len(self.sizes)) if a not in split and a not in terms]
 
-    def _count(self, sizes: dict[str, int], axes: Iterator[str] | Collection[str]) -> int:
-        return math.prod(sizes[a] for a in axes)
+    def _count(self, axes: Collection[int]) -> int:
+        return math.prod([self.sizes[a] for a in axes])
 
-    def _product(self, dims: Iterator[Any]) -> Any:
-        return math.prod(dims)
-
-    def _both(self, summed: Collection[str] = ()) -> Any:
+    def _both(self, summed: Collection[int] = ()) -> Any:
         """Return what ranks of a host both need and have, on all hosts along some axes."""
-        sides, found = (self.exchange.source, self.exchange.destination), 1
-        index = sides[0].mesh.axis_index
-        for dim, at in enumerate(self.dims):
-            axes = tuple(index(a) for a in sides[1].split[dim] if a in summed)
-            found = found * (at.both.sum(axes, keepdims=True) if axes else at.both)
+        found: Any = 1
+        for split, at in zip(self.need, self.dims, strict=True):
+            axes = tuple([a for a in split if a in summed])
+            if not np.ndim(at.both):  # as much on all hosts
+                found = found * at.both * self.digits.hosts(axes)
+            else:
+                found = found * (at.both.sum(axes, keepdims=True) if axes else at.both)
         return found
 
-    def _known(self, cache: Cache[_T], find: Callable[[Side, Side, int, _Digits], _T]) -> list[_T]:
-        """Return something of each dim, which other exchanges may have asked for before."""
-        source, destination = self.exchange.source, self.exchange.destination
-        every = []
-        for dim, extent in enumerate(source.shape):
-            splits = source.split[dim], destination.split[dim]
-            cuts = (x.layout.cuts.get(dim) for x in (source, destination))
-            key = (source.mesh, extent, *splits, *cuts)
-            found = cache.find(key)
-            if found is None:
-                found = find(source, destination, dim, self.digits)
-                cache.put(key, found)
-            every.append(found)
-        return every
 
+class Alone:
+    """What ranks and hosts of one mesh have of a tensor; hosts follow the axes of the mesh.
 
-def _on_hosts(source: Side, destination: Side, dim: int, digits: _Digits) -> _OnHosts:
-    extent, k = source.shape[dim], source.mesh.ndim
-    have = rows_at(source.layout, dim, extent, digits.sender)
-    need = rows_at(destination.layout, dim, extent, digits.receiver)
-    near = tuple(range(k, 3 * k))
-    return _OnHosts(
-        *(
-            np.asarray(x).sum(near, keepdims=True).reshape(np.shape(x)[:k]) if np.ndim(x) else x
-            for x in (length(have), length(need), shared(have, need))
-        )
-    )
+    Args:
+        digits: of the axes.
+        dims: of the tensor.
+        split: the axes that split each dim, outermost first.
+        terms: the axes that are Partial.
+    """
 
+    def __init__(
+        self, digits: Digits, dims: tuple[DimRows, ...], split: Splits, terms: Collection[int]
+    ) -> None:
+        self.digits, self.rows, self.split, self.terms = digits, dims, split, terms
+        self.fixed = {*terms, *sum(split, ())}
 
-def _of_ranks(source: Side, destination: Side, dim: int, digits: _Digits) -> _OfRanks:
-    extent, at = source.shape[dim], digits.alone
-    both = (source.layout, destination.layout)
-    own = shared(*(rows_at(layout, dim, extent, at) for layout in both)) > 0
-    sent, got = (meeting(x, y, dim, extent, at)[1] for x, y in (both, both[::-1]))
-    return _OfRanks(own, np.asarray(sent, np.int32), np.asarray(got, np.int32))
+    def most_and_all(self) -> tuple[int, int]:
+        """Return the elements that the host has that has most, and those of all.
+
+        Copies on one host count once.
+        """
+        found, far = self._has(), self.digits.far
+        all_hosts = found * math.prod(far)
+        if np.ndim(found):
+            all_hosts = int(np.sum(found)) * (math.prod(far) // np.size(found))
+        terms = self.digits.ranks(self.terms)
+        return most(found) * terms, all_hosts * terms
+
+    def received(self) -> int:
+        """Return what all ranks of a host have, copies too, at the host that has most."""
+        return most(self._has()) * self.digits.ranks_but(sum(self.split, ()))
+
+    def _has(self) -> Any:
+        """Return what the ranks of each host have that differ along axes which split dims."""
+        pairs = zip(self.rows, self.split, strict=True)
+        return math.prod([d.on_hosts(axes, axes).has for d, axes in pairs])
+
+    def given(self, copies: int) -> int:
+        """Return what a host gives out, of as many copies of all that there is, at most.
+
+        Hosts that have the same give as much of it each, rounded up.
+        """
+        digits = self.digits
+        hosts = digits.hosts([a for a in range(len(digits.far)) if a not in self.fixed])
+        lengths = [d.lengths(axes) for d, axes in zip(self.rows, self.split, strict=True)]
+        alike = {*self.terms}  # axes along which parts are of equal size
+        for axes, n in zip(self.split, lengths, strict=True):
+            alike |= {*axes} if not np.ndim(n) else set()
+        each, k = -(-math.prod(lengths) * copies // hosts), len(digits.far)
+        of_host = np.sum(each, tuple(range(k, 3 * k))) if np.ndim(each) else each
+        return most(of_host) * digits.ranks(alike)

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdfuse.layouts.aligned import Aligned, digits
+from mdfuse.layouts.aligned import Aligned, Alone
+from mdfuse.layouts.dim_rows import dims_of
 from mdfuse.layouts.exchange import Exchange
-from mdfuse.layouts.hosts import hosts_by_rank
+from mdfuse.layouts.hosts import digits, hosts_by_rank
 from mdfuse.layouts.lacks import (
     cut,
     every_coordinate,
@@ -39,7 +40,7 @@ class _Held(NamedTuple):
     first: Any
 
 
-def crossing(exchange: Exchange) -> int:
+def crossing(exchange: Exchange | Aligned) -> int:
     """Return the elements through the host that takes in or gives out most; extents are numbers.
 
     Each holder of what several hosts have is taken to send as much of it to other hosts.
@@ -51,9 +52,16 @@ def crossing(exchange: Exchange) -> int:
     >>> crossing(Exchange(rows, columns))
     8
     """
+    if isinstance(exchange, Aligned):
+        return exchange.crossing()
     aligned = _aligned(exchange)
     if aligned is not None:
         return aligned.crossing()
+    apart = _sides_apart(exchange)
+    if apart is not None:
+        copies = exchange.destination.count(exchange.destination.free)
+        comes = apart[1].received() * exchange.source.count(exchange.reduced)
+        return max(comes, apart[0].given(copies))
     source, destination = exchange.source, exchange.destination
     hosts = hosts_by_rank(source.mesh, destination.mesh)
     fixed = tuple(a for a in source.mesh.axes if a in source.fixed)
@@ -74,7 +82,7 @@ def crossing(exchange: Exchange) -> int:
     return int(max(into.max(), out.max()))
 
 
-def least_crossing(exchange: Exchange) -> int:
+def least_crossing(exchange: Exchange | Aligned) -> int:
     """Return the elements that ranks of a host need and it lacks, at most: each comes in once.
 
     >>> from mdfuse.layouts.layout import Layout, Shard
@@ -83,6 +91,8 @@ def least_crossing(exchange: Exchange) -> int:
     >>> least_crossing(Exchange(rows, whole))
     8
     """
+    if isinstance(exchange, Aligned):
+        return exchange.least_crossing()
     aligned = _aligned(exchange)
     if aligned is not None:
         return aligned.least_crossing()
@@ -101,8 +111,33 @@ def _aligned(exchange: Exchange) -> Aligned | None:
     source, destination = exchange.source, exchange.destination
     if source.mesh != destination.mesh or source.layout.reaches or destination.layout.reaches:
         return None
-    found = digits(source.mesh)
-    return Aligned(exchange, found) if found is not None else None
+    found, index = digits(source.mesh), source.mesh.axes.index
+    if found is None:
+        return None
+    have, need = (tuple(tuple(map(index, axes)) for axes in x.split) for x in (source, destination))
+    terms, goal_terms = ([*map(index, x.layout.partial_axes)] for x in (source, destination))
+    dims = dims_of(source.layout, destination.layout, source.shape, found.near)
+    kept = [index(a) for a, _ in exchange.kept]
+    return Aligned(found, dims, have, need, terms, goal_terms, kept)
+
+
+def _sides_apart(exchange: Exchange) -> tuple[Alone, Alone] | None:
+    """Return what each side of an exchange between other hosts has; None: it is no such one."""
+    source, destination = exchange.source, exchange.destination
+    if not are_apart(source.mesh, destination.mesh):
+        return None
+    sides = _alone(source), _alone(destination)
+    return (sides[0], sides[1]) if sides[0] is not None and sides[1] is not None else None
+
+
+def _alone(side: Side) -> Alone | None:
+    """Return what the hosts of a mesh have, if they follow its axes."""
+    found, index = digits(side.mesh), side.mesh.axes.index
+    if found is None or side.layout.reaches:
+        return None
+    dims = dims_of(side.layout, side.layout, side.shape, found.near)
+    splits = tuple(tuple(map(index, axes)) for axes in side.split)
+    return Alone(found, dims, splits, [*map(index, side.layout.partial_axes)])
 
 
 def elements_by_host(side: Side) -> list[int]:
@@ -117,6 +152,21 @@ def elements_by_host(side: Side) -> list[int]:
     sizes = part_sizes(side.layout, side.shape)[held.first]
     found = np.bincount(held.host, sizes).astype(int)
     return [*map(int, found[_each_host(side.mesh)])]
+
+
+def most_and_all(side: Side) -> tuple[int, int]:
+    """Return the elements that the host has that has most, and those of all, as above.
+
+    >>> from mdfuse.layouts.layout import Layout
+    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
+    >>> most_and_all(Side(Layout(mesh), (4, 4)))
+    (16, 32)
+    """
+    alone = _alone(side)
+    if alone is not None:
+        return alone.most_and_all()
+    found = elements_by_host(side)
+    return max(found), sum(found)
 
 
 def hosts_of_terms(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
@@ -137,6 +187,9 @@ def parts_on_host(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     >>> parts_on_host(mesh, ("a",)), parts_on_host(mesh, ("b",))
     (1, 2)
     """
+    found = digits(mesh)
+    if found is not None:
+        return found.ranks([*map(mesh.axis_index, axes)])
     return int(np.bincount(_held(mesh, axes).host).max())
 
 
@@ -201,8 +254,10 @@ def _overlap(exchange: Exchange, held: _Held, near: tuple[Any, Any], need: dict[
     return overlap
 
 
-def messages(exchange: Exchange) -> int:
+def messages(exchange: Exchange | Aligned) -> int:
     """Return how many messages a rank sends or receives at most."""
+    if isinstance(exchange, Aligned):
+        return exchange.messages()
     aligned = _aligned(exchange)
     if aligned is not None:
         return aligned.messages()
@@ -241,6 +296,9 @@ def _most_met(side: Side, other: Side) -> int:
 @lru_cache(maxsize=1024)
 def _met(sizes: tuple[int, ...], others: tuple[int, ...], extent: int) -> int:
     """Return how many parts of a dim, split by the others, one meets at most that these split."""
+    n, m = math.prod(sizes), math.prod(others)
+    if extent and extent % n == 0 and extent % m == 0 and max(n, m) % min(n, m) == 0:
+        return max(m // n, 1)  # equal parts, of which some lie in the others
     at = np.unravel_index(np.arange(math.prod(sizes)), sizes) if sizes else ()
     ((start, stop),) = cut(((0, extent),), [(n, i, True) for n, i in zip(sizes, at, strict=True)])
     first, last = (place_of(others, extent, row) for row in (start, stop - 1))

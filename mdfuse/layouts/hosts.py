@@ -2,13 +2,60 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mdfuse.errors import MeshError
 from mdfuse.mesh import DeviceMesh
+
+
+class Digits(NamedTuple):
+    """The two digits of each axis of a mesh whose hosts follow its axes.
+
+    One says on which host a rank is, the other which of its ranks it is.
+
+    Attributes:
+        far: how many values the one has that says which host, axis by axis.
+        near: how many the other one has.
+    """
+
+    far: tuple[int, ...]
+    near: tuple[int, ...]
+
+    def hosts(self, axes: Collection[int]) -> int:
+        """Return how many hosts there are along some axes."""
+        return math.prod([self.far[a] for a in axes])
+
+    def ranks(self, axes: Collection[int]) -> int:
+        """Return how many ranks of one host differ along some axes."""
+        return math.prod([self.near[a] for a in axes])
+
+    def ranks_but(self, axes: Collection[int]) -> int:
+        """Return how many ranks of one host differ along the other axes."""
+        return math.prod([n for a, n in enumerate(self.near) if a not in axes])
+
+
+@lru_cache(maxsize=256)
+def digits(mesh: DeviceMesh) -> Digits | None:
+    """Return the digits of a mesh whose hosts are known; None where its hosts do not follow axes.
+
+    >>> digits(DeviceMesh.arange(a=4, b=2).with_hosts([0] * 4 + [1] * 4))
+    Digits(far=(2, 1), near=(2, 2))
+    >>> digits(DeviceMesh.arange(a=3).with_hosts([0, 1, 1]))
+    """
+    hosts = np.array(mesh.hosts).reshape(mesh.shape)
+    far, near = list[int](), list[int]()
+    for i, n in enumerate(mesh.shape):
+        rows = np.moveaxis(hosts, i, 0).reshape(n, -1)
+        ends = np.flatnonzero((rows[1:] != rows[:-1]).any(1)) + 1
+        near.append(math.gcd(n, *ends.tolist()))
+        far.append(n // near[-1])
+    is_aligned = math.prod(far) == len(np.unique(hosts))
+    return Digits(tuple(far), tuple(near)) if is_aligned else None
 
 
 @lru_cache(maxsize=256)
@@ -96,6 +143,9 @@ def rings(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     >>> rings(mesh, ("dp",)), rings(mesh, ("tp",)), rings(mesh, ("dp", "tp"))
     (4, 0, 1)
     """
+    found, along = digits(mesh), [*map(mesh.axis_index, axes)]
+    if found is not None:
+        return found.ranks_but(along) if found.hosts(along) > 1 else 0
     host, _, elsewhere = _in_teams(mesh, axes)
     return int(np.bincount(host, elsewhere > 0).max())
 
@@ -108,5 +158,9 @@ def pairs_apart(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     >>> pairs_apart(mesh, ("dp",)), pairs_apart(mesh, ("tp",)), pairs_apart(mesh, ("dp", "tp"))
     (4, 0, 16)
     """
+    found, along = digits(mesh), [*map(mesh.axis_index, axes)]
+    if found is not None:
+        here = found.ranks(along)
+        return found.ranks_but(along) * here * here * (found.hosts(along) - 1)
     host, here, elsewhere = _in_teams(mesh, axes)
     return int(np.bincount(host, here * elsewhere).max())

@@ -58,8 +58,15 @@ def lacks(
 
 def most_and_mean(found: Any) -> tuple[int, int]:
     """Return the largest of some numbers of elements, and `UNIT` times their average."""
+    if type(found) is int:
+        return found, UNIT * found
     found = np.asarray(found)
     return int(found.max()), UNIT * int(found.sum()) // found.size
+
+
+def most(found: Any) -> int:
+    """Return the largest of some numbers, or one number that all of them are."""
+    return found if type(found) is int else int(np.max(found))
 
 
 def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int) -> Any:
@@ -140,7 +147,7 @@ def place_of(sizes: tuple[int, ...], extent: int, row: Any) -> Any:
     position: Any = 0
     for n in sizes:
         length = np.maximum(-(-(stop - start) // n), 1)
-        i = np.clip((row - start) // length, 0, n - 1)
+        i = np.minimum(np.maximum((row - start) // length, 0), n - 1)  # np.clip takes longer
         start = np.minimum(start + i * length, stop)
         stop = np.minimum(start + length, stop)
         position = position * n + i

@@ -6,19 +6,22 @@ over the ranks that are to hold the same, or over the ranks of the source.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from itertools import combinations
+from typing import NamedTuple
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
-from mdfuse.layouts.lacks import is_lacking
+from mdfuse.layouts.lacks import UNIT, is_lacking
 from mdfuse.layouts.layout import Layout, Replicate, Shard, replicated
 from mdfuse.mesh import DeviceMesh
 from mdfuse.reshard.blocks import through_blocks
-from mdfuse.reshard.clock import is_timed, least_arriving
+from mdfuse.reshard.clock import MESSAGE, is_timed, least_arriving, nanoseconds
 from mdfuse.reshard.refined import on_common_mesh
+from mdfuse.reshard.search import Search
 from mdfuse.reshard.splits import free_dims, placed, splits_of
 from mdfuse.reshard.step import Local, Step, step_cost, step_time
 
@@ -26,8 +29,30 @@ _Steps = Callable[[Layout, Layout, tuple[int, ...], int], tuple[Step, ...]]
 _Path = tuple[Step, ...]
 #: the same for one itemsize
 _Find = Callable[[Layout, Layout, tuple[int, ...]], _Path]
-#: Steps that reduce, what finds those that follow, and whether other ranks receive in these.
-_Way = tuple[_Path, Callable[[], _Path], bool]
+
+
+class _Way(NamedTuple):
+    """Two legs of a way, each found when it is asked for.
+
+    Attributes:
+        legs: what finds the steps of each.
+        least: how many nanoseconds each takes at least.
+        is_apart: whether other ranks receive in the second leg, so that the longer one counts.
+        is_last_first: whether the second leg is found sooner than the first.
+        bound: what tells better how long the leg that is found later takes at least.
+    """
+
+    legs: tuple[Callable[[], _Path], Callable[[], _Path]]
+    least: tuple[int, int] = (0, 0)
+    is_apart: bool = False
+    is_last_first: bool = False
+    bound: Callable[[], int] = int
+
+    def together(self, first: int, last: int) -> int:
+        """Return what both legs cost; extents may be symbolic."""
+        if not self.is_apart:
+            return first + last
+        return first if first > last else last
 
 
 def across(
@@ -48,16 +73,16 @@ def across(
     kept = kept_terms(source, destination)
     if destination.reduce_ops and len(kept) < len(destination.reduce_ops):
         ways = (
-            (steps(source, x, shape), partial(steps, x, destination, shape), False)
+            _Way((partial(steps, source, x, shape), partial(steps, x, destination, shape)))
             for x in _before_terms(destination, shape)
         )
         return _cheapest(ways, source, destination, shape, itemsize)
     if len(kept) < len(source.reduce_ops):
-        found = _reducing(source, destination, shape, steps)
+        found = _reducing(source, destination, shape, itemsize, steps)
     elif not kept and not is_lacking(source, destination, shape):
         return _as_it_is(source, destination)
     else:
-        found = _moved(source, destination, shape, steps)
+        found = _moved(source, destination, shape, itemsize, steps)
     return _cheapest(found, source, destination, shape, itemsize)
 
 
@@ -87,69 +112,65 @@ def _cheapest(
     """Return the steps of the way that costs least; of two equal ones, the first."""
     if is_timed(source, destination, shape):
         least = least_arriving(source.mesh, destination, shape, itemsize)
-        return _soonest(ways, destination, shape, itemsize, least)
-    followed = ((first, rest(), is_apart) for first, rest, is_apart in ways)
-    first, then, _ = min(followed, key=lambda way: _cost(way, shape))
-    return (*first, *then)
+        return _soonest(ways, shape, itemsize, least)
+    found = ((way, way.legs[0](), way.legs[1]()) for way in ways)
+    _, first, last = min(found, key=lambda way: _cost(way[0], way[1], way[2], shape))
+    return (*first, *last)
 
 
-def _cost(way: tuple[_Path, _Path, bool], shape: tuple[int, ...]) -> tuple[int, int]:
+def _cost(way: _Way, first: _Path, last: _Path, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return what the steps cost, and how many there are; extents may be symbolic."""
-    first, rest = (sum(step_cost(step, shape) for step in path) for path in way[:2])
-    if not way[2]:
-        return first + rest, len(way[0]) + len(way[1])
-    return first if first > rest else rest, len(way[0]) + len(way[1])
+    costs = [sum(step_cost(step, shape) for step in leg) for leg in (first, last)]
+    return way.together(costs[0], costs[1]), len(first) + len(last)
 
 
-def _soonest(
-    ways: Iterable[_Way], goal: Layout, shape: tuple[int, ...], itemsize: int, least: int
-) -> _Path:
+def _soonest(ways: Iterable[_Way], shape: tuple[int, ...], itemsize: int, least: int) -> _Path:
     """Return the steps of the way to a goal that takes least time, which `least` is at least.
 
-    One that is known not to take less is not followed to its end.
+    Of those that take as long the one of fewest steps, of these the first. The way that may be the
+    one, by what is known of all, is followed a bit further, until it is.
     """
-    found: _Path = ()
-    best: tuple[float, int] = (math.inf, 0)
-    for first, rest, is_apart in ways:
-        spent = _spent(first, shape, itemsize, best[0])
-        is_there = bool(first) and first[-1].destination == goal
-        if (max(spent, least), len(first) + (not is_there)) >= best:
-            continue
-        then = rest()
-        more = _spent(then, shape, itemsize, best[0] if is_apart else best[0] - spent)
-        cost = max(spent, more) if is_apart else spent + more
-        if (cost, len(first) + len(then)) < best:
-            found, best = (*first, *then), (cost, len(first) + len(then))
-    return found
+    every = [*ways]
+    legs: list[list[_Path]] = [[(), ()] for _ in every]
+    spent = [[*way.least] for way in every]
+    #: how long at least, how many steps at least, which way, how much of it is known
+    frontier = [(max(way.together(*way.least), least), 0, n, 0) for n, way in enumerate(every)]
+    heapq.heapify(frontier)
+    while True:
+        _, _, n, known = heapq.heappop(frontier)
+        if known == 3:
+            return (*legs[n][0], *legs[n][1])
+        way, (soon, late) = every[n], (1, 0) if every[n].is_last_first else (0, 1)
+        if known == 1:
+            spent[n][late] = max(way.bound(), spent[n][late])
+        else:
+            leg = late if known else soon
+            legs[n][leg] = way.legs[leg]()
+            spent[n][leg] = sum(step_time(step, shape, itemsize) for step in legs[n][leg])
+        steps = sum(map(len, legs[n])) + (known < 2 and spent[n][late] > 0)
+        total = max(way.together(spent[n][0], spent[n][1]), least)
+        heapq.heappush(frontier, (total, steps, n, known + 1))
 
 
 def _as_it_is(source: Layout, destination: Layout) -> _Path:
     return (Local(kind="slice", source=source, destination=destination),)
 
 
-def _spent(path: _Path, shape: tuple[int, ...], itemsize: int, limit: float) -> int:
-    """Return how many nanoseconds steps take, or more than the limit."""
-    spent = 0
-    for step in path:
-        if spent > limit:
-            break
-        spent += step_time(step, shape, itemsize, limit - spent)
-    return spent
-
-
 def _moved(
-    source: Layout, destination: Layout, shape: tuple[int, ...], steps: _Find
+    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, steps: _Find
 ) -> Iterator[_Way]:
     """Yield ways of a value that is not reduced: at once; where hosts are known, also in parts.
 
     A host may take in one copy, each of its ranks a part, and gather that: or a host that has it
     may cut it up first.
     """
-    yield (), partial(_moving, source, destination, shape), False
+    yield _Way((tuple, partial(_moving, source, destination, shape)))
     if is_timed(source, destination, shape):
-        for split in _finer(destination, shape):
-            rest = partial(steps, split, destination, shape)
-            yield _moving(source, split, shape), rest, False
+        first = MESSAGE if _are_apart(source.mesh, destination.mesh) else 0
+        for split, least in _finer(destination, shape, itemsize):
+            legs = partial(_moving, source, split, shape), partial(steps, split, destination, shape)
+            bound = partial(_gathering, split, destination, shape, itemsize)
+            yield _Way(legs, (first, least), bound=bound)
 
 
 def _moving(source: Layout, destination: Layout, shape: tuple[int, ...]) -> _Path:
@@ -174,6 +195,22 @@ def _moving(source: Layout, destination: Layout, shape: tuple[int, ...]) -> _Pat
     return one("Exchange")
 
 
+def _gathering(split: Layout, whole: Layout, shape: tuple[int, ...], itemsize: int) -> int:
+    """Return how long it takes at least to gather a layout that is split further."""
+    search = Search(split, whole, shape, itemsize)
+    return search.to_go(search.start)
+
+
+def _reduced(source: Layout, done: Layout, shape: tuple[int, ...], itemsize: int) -> int:
+    """Return how long it takes at least to reduce terms."""
+    search = Search(source, done, shape, itemsize)
+    return MESSAGE + search.least(search.start)
+
+
+def _alone(step: Step) -> _Path:
+    return (step,)
+
+
 def _only_split(layout: Layout) -> tuple[str, int] | None:
     """(axis, dim) where one axis splits one dim and the mesh has no other ranks."""
     if len(layout.splits) != 1 or len(layout.splits[0][1]) != 1:
@@ -183,7 +220,7 @@ def _only_split(layout: Layout) -> tuple[str, int] | None:
 
 
 def _reducing(
-    source: Layout, destination: Layout, shape: tuple[int, ...], steps: _Find
+    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, steps: _Find
 ) -> Iterator[_Way]:
     """Yield ways of a Partial to another mesh; of two equal ones the first is taken."""
     kept = dict(kept_terms(source, destination))
@@ -192,17 +229,30 @@ def _reducing(
     root = _to_one_rank(source, destination, ops)
     if root is not None:
         first, at_root = root
-        yield (first,), partial(steps, at_root, destination, shape), True
+        yield _Way(
+            (partial(_alone, first), partial(steps, at_root, destination, shape)), is_apart=True
+        )
     is_apart = _are_apart(source.mesh, destination.mesh)
+    is_known = is_timed(source, destination, shape)
     for done in splits_of(source, axes, shape):
-        yield steps(source, done, shape), partial(steps, done, destination, shape), is_apart
+        legs = partial(steps, source, done, shape), partial(steps, done, destination, shape)
+        least = (MESSAGE, MESSAGE if is_apart else 0)
+        bound = partial(_reduced, source, done, shape, itemsize) if is_known else int
+        yield _Way(legs, least, is_apart, is_last_first=True, bound=bound)
     if len(ops) == 1 and not kept and source.stream is None:
         (op,) = ops
         for split in splits_of(destination, (), shape):
             reduced = Communication(
                 kind="ReduceExchange", source=source, destination=split, reduce_op=op
             )
-            yield (reduced,), partial(steps, split, destination, shape), False
+            legs = partial(_alone, reduced), partial(steps, split, destination, shape)
+            if split == destination:
+                yield _Way(legs, (MESSAGE, 0))
+            else:
+                bound = (
+                    partial(_gathering, split, destination, shape, itemsize) if is_known else int
+                )
+                yield _Way(legs, (MESSAGE, MESSAGE), bound=bound)
 
 
 @lru_cache(maxsize=256)
@@ -226,13 +276,22 @@ def _to_one_rank(
     return Communication(kind="Reduce", source=source, destination=at_root, reduce_op=op), at_root
 
 
-def _finer(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
-    """Yield a layout with some axes along which it is whole splitting one dim."""
+def _finer(layout: Layout, shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[Layout, int]]:
+    """Yield a layout with some axes along which it is whole splitting one dim.
+
+    And how long it takes at least to gather that: what the first rank lacks then.
+    """
     free = [a for a, p in layout.by_axis().items() if isinstance(p, Replicate)]
     free = [a for a in free if layout.mesh.axis_size(a) > 1]
     room = layout.local_shape(shape)
     for dim in free_dims(layout, shape):
         for n in range(1, len(free) + 1):
             for axes in combinations(free, n):
-                if room[dim] >= math.prod(map(layout.mesh.axis_size, axes)):
-                    yield placed(layout, axes, Shard(dim))
+                parts = math.prod(map(layout.mesh.axis_size, axes))
+                if room[dim] >= parts:
+                    rows = room[dim]
+                    for a in axes:
+                        rows = -(-rows // layout.mesh.axis_size(a))
+                    lacks = math.prod(room) // room[dim] * (room[dim] - rows)
+                    least = nanoseconds(1, UNIT * lacks, 0, itemsize)
+                    yield placed(layout, axes, Shard(dim)), least

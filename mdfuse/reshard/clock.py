@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from mdfuse.communication import Communication
-from mdfuse.layouts.crossing import are_apart, crossing, elements_by_host, messages
+from mdfuse.layouts.crossing import are_apart, crossing, messages, most_and_all
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank, pairs_apart, rings
 from mdfuse.layouts.lacks import UNIT, arriving, is_special, part_size
@@ -48,7 +48,8 @@ def nanoseconds(messages: int, arriving: int, crossing: int, itemsize: int) -> i
 
 def is_timed(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
     """Whether a change is measured in time: hosts are known, and extents are numbers."""
-    is_known = hosts_by_rank(source.mesh, destination.mesh) is not None
+    one, other = source.mesh, destination.mesh
+    is_known = one.hosts is not None and (one is other or hosts_by_rank(one, other) is not None)
     return is_known and not is_special(source, destination, shape)
 
 
@@ -76,7 +77,7 @@ def least_arriving(
     """
     if destination.partial_axes or not are_apart(mesh, destination.mesh):
         return 0
-    comes = max(elements_by_host(Side(destination, shape)))
+    comes, _ = most_and_all(Side(destination, shape))
     return nanoseconds(1, 0, comes, itemsize)
 
 
@@ -86,10 +87,16 @@ def _exchange(comm: Communication, shape: tuple[int, ...]) -> Exchange:
 
 def along(kind: str, mesh: DeviceMesh, axes: tuple[str, ...], before: int, after: int) -> int:
     """Return the elements through the network of the busiest host in a collective along axes."""
+    find = pairs_apart if kind == "AllToAll" else rings
     n = math.prod(map(mesh.axis_size, axes))
+    return through_teams(kind, find(mesh, axes), n, before, after)
+
+
+def through_teams(kind: str, teams: int, n: int, before: int, after: int) -> int:
+    """Return the same from how many teams of n ranks, or pairs of ranks, are on several hosts."""
     if kind == "AllToAll":
-        return -(-before * pairs_apart(mesh, axes) // n)
-    return rings(mesh, axes) * -(-arriving(kind, n, before, after) // UNIT)
+        return -(-before * teams // n)
+    return teams * -(-arriving(kind, n, before, after) // UNIT) if teams else 0
 
 
 def _between(comm: Communication, before: int, after: int) -> int:

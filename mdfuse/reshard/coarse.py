@@ -29,7 +29,7 @@ def cheapest(search: Search) -> _Way:
     best = min(ways, key=lambda way: _arriving(search, way))
     most, _ = _arriving(search, best)
     if most * 64 > search.least_arriving(search.start) * 65:
-        other = replace(search, left={}, is_worst_alone=True).path()
+        other = replace(search, left={}, leasts={}, is_worst_alone=True).path()
         ways = [best, other, _unpadded(search, other), *_scattered_first(search, most)]
         best = min(ways, key=lambda way: _arriving(search, way))
     return best

@@ -12,38 +12,32 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from mdfuse.caching import Cache
+from mdfuse.layouts.aligned import Aligned
 from mdfuse.layouts.blocks import segments, split
 from mdfuse.layouts.boxes import Rows
 from mdfuse.layouts.crossing import (
     crossing,
-    elements_by_host,
     hosts_of_terms,
     least_crossing,
     messages,
+    most_and_all,
     parts_on_host,
 )
+from mdfuse.layouts.dim_rows import DimRows, dims_of
 from mdfuse.layouts.exchange import Exchange
+from mdfuse.layouts.hosts import Digits, digits, pairs_apart, rings
 from mdfuse.layouts.lacks import (
     UNIT,
     arriving,
-    cut,
     dearer,
     is_special,
     lacks,
-    length,
     most_and_mean,
-    shared,
     weighed,
 )
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.side import Side
-from mdfuse.reshard.clock import along, is_timed, nanoseconds
-
-#: The rows that ranks need, and those of them that they have: many questions are about the same.
-_OVERLAPS: Cache[tuple[Any, Any]] = Cache(limit=512)
+from mdfuse.reshard.clock import is_timed, nanoseconds, through_teams
 
 
 class Node(NamedTuple):
@@ -81,10 +75,14 @@ class Costs:
     parts: dict[Node, int] = field(default_factory=dict)
     #: node without a Partial -> cost of all that is left
     left: dict[Node, int] = field(default_factory=dict)
+    #: node -> cost of what is left, at least
+    leasts: dict[Node, int] = field(default_factory=dict)
     #: what exchanges take between hosts
     crossings: dict[tuple[Node, Node], int] = field(default_factory=dict)
     #: axes that are Partial -> what crosses hosts at least
     crossed: dict[tuple[int, ...], int] = field(default_factory=dict)
+    #: whether pairs count, axes -> how many teams, or pairs of ranks, are on several hosts
+    teams: dict[tuple[bool, tuple[int, ...]], int] = field(default_factory=dict)
     #: what nodes without terms hold, or need
     sides: dict[Node, Side] = field(default_factory=dict)
 
@@ -209,9 +207,17 @@ class Costs:
         arrives = arriving(move.kind, self.count(move.axes), *parts)
         if not self.is_timed:
             return arrives
-        mesh = self.source.mesh
-        names = tuple(mesh.axes[a] for a in move.axes)
-        return nanoseconds(1, arrives, along(move.kind, mesh, names, *parts), self.itemsize)
+        return nanoseconds(1, arrives, self.between_hosts(move, parts), self.itemsize)
+
+    def between_hosts(self, move: Move, parts: tuple[int, int]) -> int:
+        """Return what a collective takes between hosts."""
+        are_pairs, axes = move.kind == "AllToAll", move.axes
+        teams = self.teams.get((are_pairs, axes))
+        if teams is None:
+            mesh, find = self.source.mesh, pairs_apart if are_pairs else rings
+            teams = find(mesh, tuple(mesh.axes[a] for a in axes))
+            self.teams[are_pairs, axes] = teams
+        return through_teams(move.kind, teams, self.count(axes), *parts)
 
     def weighed(self, worst: int, average: int) -> int:
         """Return a cost of what arrives at the worst rank, and at all of them on average."""
@@ -237,9 +243,32 @@ class Costs:
             self.crossings[here, after] = crossing(self.between(here, after))
         return self.crossings[here, after]
 
-    def between(self, here: Node, after: Node) -> Exchange:
+    def between(self, here: Node, after: Node) -> Exchange | Aligned:
         """Return the exchange from one node to another, of terms that are there before."""
-        return Exchange(self.side(here), self.side(after))
+        if self.digits is None:
+            return Exchange(self.side(here), self.side(after))
+        terms, goal_terms = ((*self.staying, *x.partial) for x in (here, after))
+        kept = [a for a in terms if a in goal_terms]
+        return Aligned(
+            self.digits, self.of_dims, here.splits, after.splits, terms, goal_terms, kept
+        )
+
+    @cached_property
+    def digits(self) -> Digits | None:
+        """Those of the mesh, where its hosts follow its axes, and are known."""
+        has_reaches = self.source.reaches or self.goal.reaches
+        return digits(self.source.mesh) if self.is_timed and not has_reaches else None
+
+    @cached_property
+    def of_dims(self) -> tuple[DimRows, ...]:
+        near = self.digits.near if self.digits is not None else self.sizes
+        return dims_of(self.source, self.source, self.shape, near)
+
+    @cached_property
+    def staying(self) -> tuple[int, ...]:
+        """The axes along which terms stay as they are."""
+        pairs = enumerate(self.source.placements)
+        return tuple(i for i, p in pairs if isinstance(p, Partial) and i not in self.ops)
 
     def side(self, node: Node) -> Side:
         """Return what ranks hold at a node, before anything becomes Partial."""
@@ -280,30 +309,19 @@ class Costs:
 
     def overlap(self, dim: int, have: tuple[int, ...], need: tuple[int, ...]) -> tuple[Any, Any]:
         """Return the rows that each rank needs, and how many of them it has."""
-        cut = self.source.cuts.get(dim)
-        names = self.source.mesh.axes if cut is not None else ()
-        key = (self.sizes, self.shape[dim], cut, names, have, need)
-        found = _OVERLAPS.find(key)
-        if found is None:
-            rows = self.cut(dim, need)
-            found = length(rows), shared(rows, self.cut(dim, have))
-            _OVERLAPS.put(key, found)
-        return found
+        return self.of_dims[dim].overlap(have, need)
 
     def cut(self, dim: int, axes: tuple[int, ...]) -> list[tuple[Any, Any]]:
         """Return where the parts of all ranks begin and end, in each block of a dim."""
-        names = self.source.mesh.axes
-        is_plain = (self.source.is_plain(dim, names[a]) for a in axes)
-        splits = [(self.sizes[a], self.grid[a], p) for a, p in zip(axes, is_plain, strict=True)]
-        return cut(self.blocks(dim), splits)
-
-    @cached_property
-    def grid(self) -> Any:
-        """The coordinate of all ranks on each axis."""
-        return np.ogrid[tuple(slice(n) for n in self.sizes)]
+        return self.of_dims[dim].rows(axes)
 
     def least(self, node: Node) -> int:
         """Return a cost that is quickly known, and that all that is left has at least."""
+        if node not in self.leasts:
+            self.leasts[node] = self._least(node)
+        return self.leasts[node]
+
+    def _least(self, node: Node) -> int:
         arrives = self.least_arriving(node)
         if not self.is_timed:
             return arrives
@@ -317,22 +335,29 @@ class Costs:
         """
         mesh = self.source.mesh
         if not node.partial:
-            axes = tuple(mesh.axes[a] for a in sum(node.splits, ()))
-            held = self.part(node) * parts_on_host(mesh, axes) * self.kept
-            return max(0, self.most_needed - held)
+            axes = sum(node.splits, ())
+            parts = (
+                self.digits.ranks(axes)
+                if self.digits is not None
+                else parts_on_host(mesh, tuple(mesh.axes[a] for a in axes))
+            )
+            return max(0, self.needed_on_hosts[0] - self.part(node) * parts * self.kept)
         if node.partial not in self.crossed:
             hosts = hosts_of_terms(mesh, tuple(mesh.axes[a] for a in node.partial))
-            total = sum(self.needed_by_host) + (hosts - 2) * math.prod(self.shape) * self.kept
-            self.crossed[node.partial] = total // len(self.needed_by_host) if hosts > 1 else 0
+            total = self.needed_on_hosts[1] + (hosts - 2) * math.prod(self.shape) * self.kept
+            self.crossed[node.partial] = total // self.hosts if hosts > 1 else 0
         return self.crossed[node.partial]
 
     @cached_property
-    def needed_by_host(self) -> list[int]:
-        return elements_by_host(Side(self.layout(self.end), self.shape))
+    def needed_on_hosts(self) -> tuple[int, int]:
+        """What the host needs that needs most, and what all do."""
+        return most_and_all(Side(self.layout(self.end), self.shape))
 
     @cached_property
-    def most_needed(self) -> int:
-        return max(self.needed_by_host)
+    def hosts(self) -> int:
+        if self.digits is not None:
+            return math.prod(self.digits.far)
+        return len({*(self.source.mesh.hosts or ())})
 
     def least_arriving(self, node: Node) -> int:
         """Return what arrives at least."""

@@ -200,6 +200,7 @@ class Search(Costs):
         ]
         done: set[Node] = set()
         best: dict[Node, tuple[float, int]] = {}  # what it takes to a node, but by a ReduceExchange
+        limit: float = math.inf  # what a way that is known takes
         while frontier:
             _, effort, _, spent, here, path, is_known = heapq.heappop(frontier)
             if here in done:
@@ -208,6 +209,7 @@ class Search(Costs):
                 known = self.settled(here, spent, path)
                 if known is not None:
                     spent, total = known
+                    limit = min(limit, total) if here == self.end else limit
                     heapq.heappush(frontier, (total, effort, next(tick), spent, here, path, True))
                     continue
             if here == self.end:
@@ -216,6 +218,9 @@ class Search(Costs):
             for move in self.moves(here):
                 if move.after in done:
                     continue
+                ahead = spent + self.least(move.after)
+                if ahead > limit:
+                    continue
                 is_late = self.is_late(move)
                 more = self.least_of(move, here) if is_late else self.cost(move, here)
                 weight = effort + _effort(move, path)
@@ -223,7 +228,11 @@ class Search(Costs):
                     if best.get(move.after, (math.inf, 0)) <= (spent + more, weight):
                         continue
                     best[move.after] = spent + more, weight
-                total = spent + more + self.least(move.after)
+                total = ahead + more
+                if total > limit:
+                    continue
+                if not is_late and move.after == self.end:
+                    limit = total
                 item = (*path, (here, move))
                 so_far = spent if is_late else spent + more
                 heapq.heappush(

@@ -1,0 +1,78 @@
+"""How long it takes to plan drawn changes on meshes of three axes, of up to thousands of ranks.
+
+Processor time of the first plan of each change; other changes on the same meshes came before it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
+from mdfuse.layouts.layout import Placement
+from mdfuse.reshard.steps import _known_steps
+from mdfuse.reshard.steps import _steps as planned
+
+RANKS = tuple(2**k for k in range(3, 14))
+
+_SHAPES = ((4096, 4096), (4099, 2053), (13, 9))
+_ON_HOST = 8
+
+
+@dataclass(frozen=True)
+class Planning:
+    """How long the plans of some changes take."""
+
+    name: str
+    pairs: int
+    median_ms: float
+    slow_ms: float
+
+
+def plannings(ranks: tuple[int, ...], pairs: int) -> Iterator[Planning]:
+    """Yield a row for changes on one mesh, and to as many other ranks; without hosts and with."""
+    for has_hosts in (False, True):
+        for is_one in (True, False):
+            draw, times = random.Random(0), list[float]()
+            for n in ranks:
+                one, other = (_mesh(draw, first, n, has_hosts) for first in (0, n))
+                for _ in range(pairs):
+                    times.append(_planned(draw, one, one if is_one else other))
+            where = "on one mesh" if is_one else "to other ranks"
+            known = f"{_ON_HOST} ranks to a host" if has_hosts else "hosts not known"
+            times.sort()
+            slow = times[len(times) * 99 // 100]
+            yield Planning(f"{where}, {known}", len(times), statistics.median(times), slow)
+
+
+def _mesh(draw: random.Random, first: int, n: int, has_hosts: bool) -> DeviceMesh:
+    sizes = [1, 1, 1]
+    for _ in range(n.bit_length() - 1):
+        sizes[draw.randrange(3)] *= 2
+    ranks = range(first, first + n)
+    hosts = [r // _ON_HOST for r in ranks] if has_hosts else None
+    return DeviceMesh.of((sizes[0], sizes[1], sizes[2]), ranks, ("a", "b", "c"), hosts)
+
+
+def _planned(draw: random.Random, one: DeviceMesh, other: DeviceMesh) -> float:
+    """Plan a drawn change; return the milliseconds that it took."""
+    source, goal = _layout(draw, one, Partial()), _layout(draw, other)
+    shape = draw.choice(_SHAPES)
+    _known_steps.cache_clear()
+    start = time.process_time_ns()
+    planned(source, goal, shape)
+    return (time.process_time_ns() - start) / 1e6
+
+
+def _layout(draw: random.Random, mesh: DeviceMesh, *more: Placement) -> Layout:
+    kinds = [Replicate(), Shard(0), Shard(1), *more]
+    placements = {a: draw.choice(kinds) for a in mesh.axes}
+    order = dict[int, list[str]]()
+    for axis in draw.sample(mesh.axes, len(mesh.axes)):
+        placement = placements[axis]
+        if isinstance(placement, Shard):
+            order.setdefault(placement.dim, []).append(axis)
+    return Layout(mesh, placements, order)

@@ -1,0 +1,226 @@
+"""One dim of a tensor on a mesh: which rows ranks and hosts have, by the axes that split it.
+
+Axes are numbers here. Arrays have an axis for each of the mesh, of size 1 where what they say does
+not depend on it: so few numbers stand for all ranks. Where parts are equal, lengths are numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from mdfuse.layouts.blocks import Blocks, segments
+from mdfuse.layouts.lacks import cut, length, place_of, shared
+from mdfuse.layouts.layout import Layout
+
+_T = TypeVar("_T")
+_Axes = tuple[int, ...]
+
+#: How many answers about one dim are kept: of many ranks fewer, at least and at most.
+_KEPT, _NUMBERS = (64, 1024), 2**19
+
+
+class Cut(NamedTuple):
+    """How a dim in blocks is cut: the blocks, and the axes that split it plainly."""
+
+    blocks: Blocks
+    plain: frozenset[int]
+
+
+class OnHosts(NamedTuple):
+    """For each host, the rows of a dim that its ranks have and need, and both at once.
+
+    Attributes:
+        has: of all its parts of the source.
+        needs: of all its parts of the destination.
+        both: of all pairs of these.
+    """
+
+    has: Any
+    needs: Any
+    both: Any
+
+
+class OfRanks(NamedTuple):
+    """For each rank, what a dim adds to its messages.
+
+    Attributes:
+        own: whether it has some of the rows that it needs.
+        sent: how many parts of the destination its part meets.
+        got: how many parts of the source that meets.
+    """
+
+    own: Any
+    sent: Any
+    got: Any
+
+
+class DimRows:
+    """A dim on a mesh whose ranks have some of its rows, and need some.
+
+    Args:
+        sizes: of the axes of the mesh.
+        near: how many values the digit of each axis has that tells ranks of one host apart.
+        extent: of the dim, a number.
+        cuts: how it is cut before and afterwards; None where it is not in blocks.
+    """
+
+    def __init__(
+        self, sizes: _Axes, near: _Axes, extent: int, cuts: tuple[Cut | None, Cut | None]
+    ) -> None:
+        self.sizes, self.extent, self.cuts = sizes, extent, cuts
+        self.blocks = tuple(segments(c.blocks if c is not None else None, extent) for c in cuts)
+        self.is_blocked = cuts != (None, None)
+        far, k = tuple(n // m for n, m in zip(sizes, near, strict=True)), len(sizes)
+        grid = np.ogrid[tuple(map(slice, (*far, *near, *near)))]
+        #: coordinates of each rank; of holders, and of who needs, on the same hosts
+        self._at: dict[str, Any] = {
+            "rank": np.ogrid[tuple(map(slice, sizes))],
+            "sender": [grid[i] * near[i] + grid[2 * k + i] for i in range(k)],
+            "receiver": [grid[i] * near[i] + grid[k + i] for i in range(k)],
+        }
+        self._near = near
+        self._known: dict[tuple[Any, ...], Any] = {}
+        self._limit = min(max(_NUMBERS // math.prod(sizes), _KEPT[0]), _KEPT[1])
+
+    def rows(self, axes: _Axes, is_needed: bool = False) -> list[tuple[Any, Any]]:
+        """Return where the part of each rank begins and ends, in each block."""
+        return self._rows(axes, is_needed, "rank")
+
+    def overlap(self, have: _Axes, need: _Axes) -> tuple[Any, Any]:
+        """Return the rows that each rank needs, and how many of them it has."""
+        return self._once(("overlap", have, need), lambda: self._overlap(have, need))
+
+    def on_hosts(self, have: _Axes, need: _Axes) -> OnHosts:
+        """Return what hosts have and need."""
+        return self._once(("hosts", have, need), lambda: self._on_hosts(have, need))
+
+    def of_ranks(self, have: _Axes, need: _Axes) -> OfRanks:
+        """Return what the dim adds to the messages of ranks."""
+        return self._once(("ranks", have, need), lambda: self._of_ranks(have, need))
+
+    def lengths(self, axes: _Axes) -> Any:
+        """Return how many rows each rank has: an array over hosts, and over the ranks of one."""
+        return self._length(axes, False, "sender")
+
+    def _once(self, key: tuple[Any, ...], find: Callable[[], _T]) -> _T:
+        found: _T | None = self._known.get(key)
+        if found is None:
+            if len(self._known) >= self._limit:
+                self._known.clear()
+            found = self._known[key] = find()
+        return found
+
+    def part(self, axes: _Axes, is_needed: bool = False) -> int | None:
+        """Return how many rows all parts have; None where they are not equal, or are in blocks."""
+        n = math.prod([self.sizes[a] for a in axes])
+        is_equal = len(self.blocks[is_needed]) == 1 and self.extent % n == 0
+        return self.extent // n if is_equal else None
+
+    def _rows(self, axes: _Axes, is_needed: bool, who: str) -> list[tuple[Any, Any]]:
+        key = (who, axes, is_needed)
+        return self._once(key, lambda: self._cut(axes, is_needed, self._at[who]))
+
+    def _cut(self, axes: _Axes, is_needed: bool, at: Any) -> list[tuple[Any, Any]]:
+        if self.part(axes, is_needed) is not None:
+            rows, start = self.extent, 0
+            for a in axes:
+                rows //= self.sizes[a]
+                start = start + at[a] * rows
+            return [(start, start + rows)]
+        of = self.cuts[is_needed]
+        splits = [(self.sizes[a], at[a], of is None or a in of.plain) for a in axes]
+        return cut(self.blocks[is_needed], splits)
+
+    def _length(self, axes: _Axes, is_needed: bool, who: str) -> Any:
+        part = self.part(axes, is_needed)
+        if part is not None:
+            return part
+        key = ("length", who, axes, is_needed)
+        return self._once(key, lambda: length(self._rows(axes, is_needed, who)))
+
+    def _within(self, have: _Axes, need: _Axes) -> bool | None:
+        """Return whether parts afterwards lie in those before (else the other way); None: neither.
+
+        They do where the axes that split the dim before are the outermost ones afterwards.
+        """
+        is_alike = self.cuts[0] == self.cuts[1]
+        if not have or (is_alike and need[: len(have)] == have):
+            return True
+        return False if not need or (is_alike and have[: len(need)] == need) else None
+
+    def _overlap(self, have: _Axes, need: _Axes) -> tuple[Any, Any]:
+        rows, is_within = self._length(need, True, "rank"), self._within(have, need)
+        if is_within is not None:
+            return rows, rows if is_within else self._length(have, False, "rank")
+        return rows, shared(self.rows(need, True), self.rows(have))
+
+    def _on_hosts(self, have: _Axes, need: _Axes) -> OnHosts:
+        has, needs = self._summed(have, False), self._summed(need, True)
+        is_within = self._within(have, need)
+        if is_within is not None:  # each of the inner parts is in one of the outer ones
+            return OnHosts(has, needs, needs if is_within else has)
+        before, after = self._rows(have, False, "sender"), self._rows(need, True, "receiver")
+        return OnHosts(has, needs, self._sum(shared(after, before)))
+
+    def _summed(self, axes: _Axes, is_needed: bool) -> Any:
+        """Return how many rows all parts on a host have."""
+        part = self.part(axes, is_needed)
+        if part is not None:
+            return part * math.prod([self._near[a] for a in axes])
+        return self._sum(self._length(axes, is_needed, "sender"))
+
+    def _sum(self, found: Any) -> Any:
+        """Return what the ranks of each host have together."""
+        if not np.ndim(found):
+            return found
+        k = len(self.sizes)
+        return found.sum(tuple(range(k, 3 * k)))
+
+    def _of_ranks(self, have: _Axes, need: _Axes) -> OfRanks:
+        own = self.overlap(have, need)[1] > 0
+        return OfRanks(own, self._met(have, need, False), self._met(need, have, True))
+
+    def _met(self, axes: _Axes, others: _Axes, is_needed: bool) -> Any:
+        """Return how many parts the others make the part of each rank meets; blocks: all."""
+        sizes = tuple([self.sizes[a] for a in others])
+        if self.is_blocked:
+            rows = length(self.rows(axes, is_needed))
+            return np.where(rows > 0, math.prod(sizes), 0)
+        part, other = self.part(axes), self.part(others)
+        if part is not None and other is not None and part and (part % other == 0):
+            return part // other
+        if part is not None and other is not None and part and other % part == 0:
+            return 1
+        ((start, stop),) = self.rows(axes, is_needed)
+        if axes[: len(others)] == others:  # all of a part is in one of the others
+            return np.where(stop > start, 1, 0)
+        first, last = (place_of(sizes, self.extent, row) for row in (start, stop - 1))
+        return np.where(stop > start, last - first + 1, 0)
+
+
+@lru_cache(maxsize=64)
+def _known(sizes: _Axes, near: _Axes, extent: int, cuts: tuple[Cut | None, Cut | None]) -> DimRows:
+    return DimRows(sizes, near, extent, cuts)
+
+
+def dims_of(
+    source: Layout, destination: Layout, shape: tuple[int, ...], near: _Axes
+) -> tuple[DimRows, ...]:
+    """Return the dims of a tensor that is laid out on one mesh in two ways."""
+    mesh = source.mesh
+    if not source.blocked and not destination.blocked:
+        return tuple([_known(mesh.shape, near, extent, (None, None)) for extent in shape])
+    return tuple(
+        _known(mesh.shape, near, extent, (_cut_of(source, d), _cut_of(destination, d)))
+        for d, extent in enumerate(shape)
+    )
+
+
+def _cut_of(layout: Layout, dim: int) -> Cut | None:
+    found, index = layout.cuts.get(dim), layout.mesh.axes.index
+    return Cut(found.blocks, frozenset(map(index, found.plain))) if found is not None else None

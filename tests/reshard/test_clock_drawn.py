@@ -1,0 +1,179 @@
+"""Drawn changes on hosts: few numbers say what a look at all ranks and all ways says."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from itertools import product
+
+import pytest
+from layouts.test_exchange import held
+
+from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
+from mdfuse.layouts import crossing as network
+from mdfuse.layouts import hosts
+from mdfuse.layouts.crossing import crossing, least_crossing, messages, most_and_all
+from mdfuse.layouts.exchange import Exchange
+from mdfuse.layouts.layout import Placement
+from mdfuse.layouts.side import Side
+from mdfuse.reshard import Step, across
+from mdfuse.reshard.step import step_time
+
+costs = sys.modules["mdfuse.reshard.costs"]
+planner = sys.modules["mdfuse.reshard.steps"]
+Shape = tuple[int, int]
+#: a rank's elements, each with the coordinates of the term
+Held = set[tuple[tuple[int, ...], int]]
+
+
+def drawn_mesh(draw: random.Random, first: int = 0) -> DeviceMesh:
+    """Three axes; as many ranks on each host, in the order of the mesh."""
+    shape = draw.choice(((2, 2, 2), (2, 2, 4), (4, 1, 2), (2, 3, 2), (2, 4, 4), (3, 4, 2)))
+    n = shape[0] * shape[1] * shape[2]
+    on_host = draw.choice([m for m in (1, 2, 4, 8) if n % m == 0])
+    where = [(first + i) // on_host for i in range(n)]
+    return DeviceMesh.of(shape, range(first, first + n), ("a", "b", "c"), where)
+
+
+def drawn_layout(draw: random.Random, mesh: DeviceMesh, *more: Placement) -> Layout:
+    kinds = [Replicate(), Shard(0), Shard(1), *more]
+    placements = {a: draw.choice(kinds) for a in mesh.axes}
+    order = dict[int, list[str]]()
+    for axis in draw.sample(mesh.axes, 3):
+        placement = placements[axis]
+        if isinstance(placement, Shard):
+            order.setdefault(placement.dim, []).append(axis)
+    return Layout(mesh, placements, order)
+
+
+def drawn(seed: int, shapes: tuple[Shape, ...]) -> tuple[Layout, Layout, Shape]:
+    """A change on one mesh, or to ranks on other hosts, or to some of the same ranks."""
+    draw = random.Random(seed)
+    one = drawn_mesh(draw)
+    other = one if seed % 3 == 0 else drawn_mesh(draw, 32 if seed % 3 == 1 else 2)
+    if seed % 3 == 2:
+        where = [r // 2 for r in range(40)]
+        one, other = (m.with_hosts([where[r] for r in m.ranks]) for m in (one, other))
+    source = drawn_layout(draw, one, Partial())
+    stays = [Partial()] if one == other and draw.random() < 0.5 else []
+    goal = drawn_layout(draw, other, *stays)
+    if not {*goal.partial_axes} <= {*source.partial_axes}:
+        goal = drawn_layout(draw, other)
+    return source, goal, draw.choice(shapes)
+
+
+def terms(layout: Layout, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
+    at = dict(zip(layout.mesh.axes, layout.mesh.coordinate(rank) or (), strict=True))
+    return tuple(at[a] for a in axes)
+
+
+def counted(source: Layout, goal: Layout, shape: Shape) -> tuple[int, int]:
+    """What crosses hosts in an exchange at the busiest, and what a host lacks: rank by rank."""
+    host = {r: h for m in (source.mesh, goal.mesh) for r, h in zip(m, m.hosts or (), strict=True)}
+    axes = source.partial_axes
+    stays = [a in goal.partial_axes and source.mesh == goal.mesh for a in axes]
+    sizes = [range(source.mesh.axis_size(a)) for a in axes]
+    has: dict[int, Held] = {
+        r: {(terms(source, axes, r), e) for e in held(source, shape, r)} for r in source.mesh
+    }
+    needs = dict[int, Held]()
+    for r in goal.mesh:
+        own = terms(source, axes, r) if any(stays) else ()
+        choices = [[own[i]] if is_kept else sizes[i] for i, is_kept in enumerate(stays)]
+        needs[r] = {(term, e) for term in product(*choices) for e in held(goal, shape, r)}
+    here = {h: set[tuple[tuple[int, ...], int]]() for h in host.values()}
+    for r, found in has.items():
+        here[host[r]] |= found
+    into, out, lacks = Counter[int](), Counter[int](), Counter[int]()
+    for h, found in here.items():
+        on_host = [needs[r] for r in goal.mesh if host[r] == h]
+        into[h] = sum(len(need - found) for need in on_host)
+        lacks[h] = len(set().union(*on_host) - found)
+    split = {a for _, of in source.splits for a in of} | {*axes}
+    fixed = tuple(a for a in source.mesh.axes if a in split)
+    for part in {terms(source, fixed, r) for r in source.mesh}:
+        members = [r for r in source.mesh if terms(source, fixed, r) == part]
+        near, mine = {host[r] for r in members}, has[members[0]]
+        far = sum(len(need & mine) for r, need in needs.items() if host[r] not in near)
+        for h in near:
+            mates = sum(host[r] == h for r in members)
+            out[h] += -(-far * mates // len(members))
+    return max(*into.values(), *out.values()), max(lacks.values())
+
+
+@pytest.mark.parametrize("first", range(0, 240, 40))
+def test_what_crosses_hosts(first: int) -> None:
+    for seed in range(first, first + 40):
+        source, goal, shape = drawn(seed, ((12, 8), (13, 9), (5, 16), (16, 16)))
+        exchange = Exchange(Side(source, shape), Side(goal, shape))
+        most, lacks = counted(source, goal, shape)
+        where = (seed, source.mesh, source, goal.mesh, goal, shape)
+        assert crossing(exchange) == most, where
+        if not exchange.reduced:
+            assert least_crossing(exchange) == lacks, where
+        on_host = Counter[int]()
+        for h in {*(goal.mesh.hosts or ())}:
+            there = (r for r, g in zip(goal.mesh, goal.mesh.hosts or (), strict=True) if g == h)
+            own = ({(terms(goal, goal.partial_axes, r), e) for e in held(goal, shape, r)}
+                   for r in there)  # fmt: skip
+            on_host[h] = len(set().union(*own))
+        want = max(on_host.values()), sum(on_host.values())
+        assert most_and_all(exchange.destination) == want, where
+
+
+def small(seed: int) -> Exchange:
+    source, goal, shape = drawn(seed, ((13, 9), (16, 12)))
+    return Exchange(Side(source, shape), Side(goal, shape))
+
+
+def forget() -> None:
+    planner._known_steps.cache_clear()
+    for known in (hosts.rings, hosts.pairs_apart, network.parts_on_host):
+        known.cache_clear()
+
+
+def chosen(seed: int) -> tuple[Step, ...]:
+    forget()
+    source, goal, shape = drawn(seed, ((4096, 4096), (4099, 2053), (13, 9), (64, 48)))
+    found: tuple[Step, ...] = planner.steps(source, goal, shape)
+    return found
+
+
+@pytest.mark.parametrize("first", range(0, 180, 30))
+def test_digits_of_axes_decide_nothing(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same steps are chosen where all ranks are looked at."""
+    wanted = {seed: chosen(seed) for seed in range(first, first + 30)}
+    starts = {seed: messages(small(seed)) for seed in wanted}
+    for module in (hosts, network, costs):
+        monkeypatch.setattr(module, "digits", lambda mesh: None)
+    try:
+        for seed, want in wanted.items():
+            assert chosen(seed) == want, seed
+            assert messages(small(seed)) == starts[seed], seed
+    finally:
+        forget()
+
+
+def every_way(ways: list[across._Way], shape: Shape, itemsize: int, least: int) -> tuple[Step, ...]:
+    """Of all ways, each followed to its end, the one that takes least time."""
+    every = []
+    for n, way in enumerate(ways):
+        legs = [leg() for leg in way.legs]
+        times = [sum(step_time(step, shape, itemsize) for step in leg) for leg in legs]
+        assert all(a <= b for a, b in zip(way.least, times, strict=True))
+        assert way.bound() <= times[0 if way.is_last_first else 1]
+        total = max(times) if way.is_apart else sum(times)
+        assert total >= least
+        every.append(((total, len(legs[0]) + len(legs[1]), n), (*legs[0], *legs[1])))
+    return min(every)[1]
+
+
+@pytest.mark.parametrize("first", range(0, 90, 15))
+def test_no_way_to_other_ranks_is_sooner(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = [seed for seed in range(first, first + 15) if seed % 3]
+    wanted = {seed: chosen(seed) for seed in seeds}
+    monkeypatch.setattr(across, "_soonest", every_way)
+    for seed, want in wanted.items():
+        assert chosen(seed) == want, seed
+    forget()
