@@ -158,7 +158,7 @@ def _held(mine: HostProgram, program: HostProgram, ends: Ends) -> HostProgram:
 
 def _verify_looped_ranks(program: HostProgram, first: int, last: int, in_full: bool) -> None:
     """Verify the projections of the first and the last rank of a class, or one for both."""
-    if not in_full and _is_right_everywhere(program, first):
+    if not in_full and _is_right_everywhere(program):
         return
     mine = program.project(first)
     local = _verify_looped(program, mine, in_full)
@@ -171,11 +171,11 @@ def _verify_looped_ranks(program: HostProgram, first: int, last: int, in_full: b
         _verify_looped(program, other, in_full)
 
 
-def _is_right_everywhere(program: HostProgram, first: int) -> bool:
+def _is_right_everywhere(program: HostProgram) -> bool:
     """Return whether one rank is sure to stand for all, and all is well there."""
     alike = even(program)
     try:
-        local = folded(alike.project(first)) if alike is not None else None
+        local = folded(alike) if alike is not None else None
         if alike is None or local is None:
             return False
         _check_flow(local, alike)

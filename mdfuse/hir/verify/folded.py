@@ -177,8 +177,8 @@ class _Folded(Unrolled):
         try:
             if len(numbers) < FEWEST or numbers.step != 1 or any(i.op == "for" for i in inside):
                 raise _Unfit
-            starts = {numbers.start}
-            if not self.begins_anew(loop):
+            starts, is_anew = {numbers.start}, self.begins_anew(loop)
+            if not is_anew:
                 starts.add(numbers.start + 1)
             done: set[tuple[BufferType, Linear]] = set()
             for name, which in self.chunks(index, inside).items():
@@ -188,7 +188,7 @@ class _Folded(Unrolled):
                     starts.update(self.borders(kind, which, index, numbers))
             for i in inside:
                 _check(i, index)
-                starts.update(self.branches(i, index) if i.op == "if" else ())
+                starts.update(self.branches(i, index, is_anew) if i.op == "if" else ())
         except _Unfit:
             return [numbers[at : at + 1] for at in range(len(numbers))]
         kept = [*sorted(n for n in starts if n in numbers), numbers.stop]
@@ -197,16 +197,21 @@ class _Folded(Unrolled):
     def begins_anew(self, loop: Instruction) -> bool:
         """Return whether streams and names are the same before the first iteration as later.
 
-        The body sets its stream first, and what it binds belongs to an iteration or was bound.
+        Each part of the body sets its stream first, and what it binds belongs to an iteration or
+        was bound.
         """
-        if len(loop.parts) > 1:
-            return False
-        first = next((i for i in loop.body if i.op != "chunk"), None)
-        if first is None or first.op != "set_stream":
+        if not all(map(self.sets_stream, loop.parts)):
             return False
         own = {*self.dependent(loop), *(self.bound - self.left)}
         root = self.program.root
         return all(root(n) in own for i in loop.body for j in i.walk() for n in j.outputs)
+
+    def sets_stream(self, part: tuple[Instruction, ...]) -> bool:
+        """Return whether a part of a loop does no work before it sets its stream."""
+        kept = self.program.outputs
+        rest = (i for i in part if i.op != "chunk" or i.outputs[0] in kept)
+        first = next(rest, None)
+        return first is not None and first.op == "set_stream"
 
     def chunks(self, index: Term, inside: list[Instruction]) -> dict[str, Linear]:
         """Return the buffers that are another chunk in each iteration, and which one."""
@@ -305,8 +310,11 @@ class _Folded(Unrolled):
             first = numbers.start + (turn - numbers.start) % count
             yield from range(first, numbers.stop, count)
 
-    def branches(self, i: Instruction, index: Term) -> Iterator[int]:
-        """Yield the iterations from which on an `if` may take the other branch."""
+    def branches(self, i: Instruction, index: Term, is_anew: bool) -> Iterator[int]:
+        """Yield the iterations from which on an `if` may take the other branch.
+
+        And the one behind, unless it finds streams and names as the first one on that branch does.
+        """
         test = resolve(i.kwargs["test"], self.before(index))
         if index not in terms(test):
             return
@@ -320,7 +328,9 @@ class _Folded(Unrolled):
         if abs(factor) != 1 or len(apart.factors) != 1:
             raise _Unfit
         equal = -apart.constant * factor
-        yield from (equal, equal + 1, equal + 2)
+        yield from (equal, equal + 1)
+        if not is_anew:
+            yield equal + 2
 
 
 _COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
