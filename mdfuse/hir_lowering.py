@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mdfuse.config import Options, options_from_environment
@@ -24,7 +24,7 @@ from mdfuse.hir.passes import (
     raise_posts,
     sink_waits,
 )
-from mdfuse.hir.program import HostProgram
+from mdfuse.hir.program import HostProgram, one_each
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.graph import Fusion, check_fusion
 from mdfuse.passes import (
@@ -180,7 +180,7 @@ def host_program(
     host = emit(fusion, sections, stated, pipeline)
     for _, run in HOST_PASSES:
         host = run(host, options_from_environment(options))
-    return host
+    return replace(host, types=one_each(host.types))
 
 
 @no_collection()  # nearly all that is made stays, and would be looked through again and again

@@ -21,7 +21,7 @@ from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.expressions import UNKNOWN, terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.projection import executed
+from mdfuse.hir.projection import executed, runs_all
 from mdfuse.hir.verify.elsewhere import Ends, key_near, key_of
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.folded import folded
@@ -85,13 +85,13 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
     check_types(program)
     layouts = [k.layout for k in program.types.values() if k.layout is not None]
     special = [i for i in program.instructions if _is_special(i)]
-    if special:
+    is_straight = program.is_straight and all(map(_is_known, layouts))
+    if special or not is_straight:
         check_defined(program)
     if any(map(_depends_on_rank, _inside(special))):
         ranks = sorted({r for mesh in program.meshes for r in mesh})
         _verify_ranks({rank: program.project(rank) for rank in ranks})
         return
-    is_straight = program.is_straight and all(map(_is_known, layouts))
     ends = _by_mesh(program, program.inputs), _by_mesh(program, program.outputs)
     written = program.written_inputs
     known: dict[Hashable, bool] = {}  # what some rank runs -> whether its flow was checked
@@ -161,6 +161,8 @@ def _verify_looped_ranks(program: HostProgram, first: int, last: int, in_full: b
     if not in_full and _is_right_everywhere(program):
         return
     mine = program.project(first)
+    if not runs_all(program, first):
+        check_defined(mine)
     local = _verify_looped(program, mine, in_full)
     if last == first:
         return
@@ -168,6 +170,7 @@ def _verify_looped_ranks(program: HostProgram, first: int, last: int, in_full: b
     if local is not None and does_the_same(mine, other):
         _check_sizes(replace(local, rank=last))
     else:
+        check_defined(other)
         _verify_looped(program, other, in_full)
 
 
@@ -190,7 +193,6 @@ def _verify_looped(program: HostProgram, mine: HostProgram, in_full: bool) -> Ho
     Returns:
         The projection with iterations folded; None where it was written out.
     """
-    check_defined(mine)
     if not in_full:
         try:
             local = folded(mine)
