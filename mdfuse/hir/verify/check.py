@@ -77,7 +77,7 @@ def _verify_global(program: HostProgram, in_full: bool) -> None:
 
 def _is_of_ranks(program: HostProgram) -> bool:
     """Return whether ranks take other paths, or meet peers that follow no rule for all of them."""
-    return any(map(_depends_on_rank, _inside(program.instructions)))
+    return any(map(_depends_on_rank, _paths(program)))
 
 
 def _verify_whole(program: HostProgram, in_full: bool) -> None:
@@ -88,7 +88,7 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
     is_straight = program.is_straight and all(map(_is_known, layouts))
     if special or not is_straight:
         check_defined(program)
-    if any(map(_depends_on_rank, _inside(special))):
+    if _is_of_ranks(program):
         ranks = sorted({r for mesh in program.meshes for r in mesh})
         _verify_ranks({rank: program.project(rank) for rank in ranks})
         return
@@ -112,7 +112,7 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
                 _verify_straight(mine, program, has_flow)
                 known[key] = has_flow
             known[near] = has_flow
-    if any(map(_is_transfer, _inside(special))) and (in_full or not rotates(program)):
+    if any(map(_is_transfer, _paths(program))) and (in_full or not rotates(program)):
         _check_transfers(program)
 
 
@@ -218,6 +218,14 @@ _SPECIAL = frozenset(name for name, row in INSTRUCTIONS.items() if row.indices o
 def _is_special(i: Instruction) -> bool:
     """Return whether an instruction may depend on an index or the rank, or takes a part."""
     return i.op in (*_SPECIAL, "block") and (i.op != "wait" or bool(i.attrs))
+
+
+def _paths(program: HostProgram) -> list[Instruction]:
+    """Return the blocks of a program, and its sends and receives, nested ones included."""
+    return [i for i in program.walk() if i.op in _OF_PATHS]
+
+
+_OF_PATHS = (*BLOCKS, *POSTS)
 
 
 def _inside(block: Iterable[Instruction]) -> Iterator[Instruction]:

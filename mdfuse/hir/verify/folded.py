@@ -36,6 +36,7 @@ from mdfuse.hir.passes import early_waits, late_waits
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import storage
 from mdfuse.hir.unroll import LIMIT, Turn, Unrolled
+from mdfuse.hir.verify.apart import ambiguous, are_apart
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.layout import Layout
@@ -79,12 +80,27 @@ class _Folded(Unrolled):
         return storage(self.program)
 
     def turns(self, loop: Instruction, numbers: range) -> list[range]:
-        first = len(loop.parts)
-        found: list[range] = []
-        for run in self.runs(loop, numbers):
+        runs, found = self.runs(loop, numbers), list[range]()
+        is_folded = len(runs) < len(numbers)
+        first = 0 if is_folded and self.is_apart(loop) else len(loop.parts)
+        for run in runs:
             found += super().turns(loop, run[:first])
             found += [run[first:]] if len(run) > first else []
         return found
+
+    def is_apart(self, loop: Instruction) -> bool:
+        """Return whether iterations have nothing to do with each other: then one is enough."""
+        if not self.begins_anew(loop):
+            return False
+        own = {*self.dependent(loop)} - (self.bound - self.left)
+        return self.ambiguous.isdisjoint(
+            n for i in loop.body for n in (*i.outputs, *i.reads)
+        ) and are_apart(self.program, loop, own, self.shared)
+
+    @cached_property
+    def ambiguous(self) -> frozenset[str]:
+        """Names that may stand for other memory than `shared` says."""
+        return ambiguous(self.program, self.shared)
 
     def part(self, loop: Instruction, part: tuple[Instruction, ...], turn: Turn) -> None:
         before = len(self.code)
