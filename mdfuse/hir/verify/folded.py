@@ -71,6 +71,8 @@ class _Folded(Unrolled):
     saved: int = 0
     #: in an iteration that stands for several: the loop's index, and its number in the last of them
     last: tuple[str, int] | None = None
+    #: all iterations of the loop are written as one, whose names are those of the program
+    is_alone: bool = False
     #: layout -> which chunk it is of in an iteration of the loop that is looked at
     _which: dict[Layout, Linear | None] = field(default_factory=dict)
 
@@ -82,11 +84,33 @@ class _Folded(Unrolled):
     def turns(self, loop: Instruction, numbers: range) -> list[range]:
         runs, found = self.runs(loop, numbers), list[range]()
         is_folded = len(runs) < len(numbers)
-        first = 0 if is_folded and self.is_apart(loop) else len(loop.parts)
+        is_apart = is_folded and self.is_apart(loop)
+        self.is_alone = is_apart and len(runs) == 1
+        first = 0 if is_apart else len(loop.parts)
         for run in runs:
             found += super().turns(loop, run[:first])
             found += [run[first:]] if len(run) > first else []
         return found
+
+    def iterate(self, loop: Instruction, turns: Sequence[range], dropped: list[str]) -> None:
+        self.is_alone = self.is_alone and self.types.keys().isdisjoint(dropped)
+        super().iterate(loop, turns, dropped)
+        self.is_alone = False
+
+    def fresh(self, dropped: list[str]) -> dict[str, str]:
+        return {n: n for n in dropped} if self.is_alone else super().fresh(dropped)
+
+    def append(self, i: Instruction) -> None:
+        """Write an instruction; as it is where all iterations are one, which has these names."""
+        is_same = self.is_alone and i.comm is None and i.op != "accumulate"
+        if not is_same or i.indices or self.is_of_part(i):
+            super().append(i)
+            return
+        for name in i.outputs:
+            kind = self.program.types.get(name)
+            if kind is not None:
+                self.types[name] = self.at(name, kind, i)
+        self.code.append(i)
 
     def is_apart(self, loop: Instruction) -> bool:
         """Return whether iterations have nothing to do with each other: then one is enough."""

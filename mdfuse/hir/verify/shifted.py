@@ -17,11 +17,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from mdfuse.extents.expressions import Calc, terms
+from mdfuse.extents.expressions import Calc, Index, calc, terms
 from mdfuse.extents.linear import Linear, linear, made
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import storage
+from mdfuse.hir.verify.apart import ambiguous
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.ir.dims import pointwise
 from mdfuse.layouts.stream import Stream
@@ -35,6 +36,7 @@ _PLAIN = (
 #: Rows of the op table, besides those that are pointwise, of which extents of results are those of
 #: the operands' dims.
 _PRODUCTS = ("matmul", "linear")
+
 
 def even(program: HostProgram) -> HostProgram | None:
     """Return what one rank does that stands for all: parts and chunks of one size, no peers.
@@ -108,22 +110,24 @@ class _Distances:
     def types(self) -> dict[str, BufferType]:
         shared = storage(self.program)
         ways: dict[str, set[_Way]] = defaultdict(set)
-        ends: dict[str, tuple[_Turn, str]] = {}
+        shifts: dict[str, tuple[_Turn | None, str]] = {}
         for name, kind in self.program.types.items():
             chunk = chunk_of(kind.layout) if kind.layout is not None else None
             if chunk is not None:
-                memory, turn = shared.get(name, name), self.turns[chunk]
-                ends[name] = turn, memory
-                ways[memory].add(_way(turn))
-        made: dict[tuple[int, bool], BufferType] = {}
+                memory, shift = shared.get(name, name), self.turns[chunk]
+                shifts[name] = shift, memory
+                ways[memory].add(_way(shift))
+        doubtful = ambiguous(self.program, shared)
+        is_sure = ways.keys().isdisjoint(shared.get(n, n) for n in doubtful)
+        known: dict[tuple[int, bool], BufferType] = {}
         types = {}
         for name, kind in self.program.types.items():
-            turn, memory = ends.get(name, (None, name))
-            is_first = turn is not None and len(ways[memory]) == 1 and _is_step(turn)
+            turn, memory = shifts.get(name, (None, name))
+            is_first = turn is not None and is_sure and len(ways[memory]) == 1 and _is_step(turn)
             key = id(kind), is_first
-            if key not in made:
-                made[key] = self.at(kind, turn, is_first)
-            types[name] = made[key]
+            if key not in known:
+                known[key] = self.at(kind, turn, is_first)
+            types[name] = known[key]
         return types
 
     def at(self, kind: BufferType, turn: _Turn | None, is_first: bool) -> BufferType:
@@ -131,8 +135,9 @@ class _Distances:
         if layout is not None and layout.stream is not None and turn is not None:
             ((term, factor),) = turn.index.factors
             count, constant = turn.index.modulus, turn.index.constant
-            index = term if is_first else Calc("+", Calc("*", factor, term), constant)
-            index = index if is_first else Calc("mod", index, count)
+            index: Index = term
+            if not is_first:
+                index = calc("mod", calc("+", calc("*", factor, term), constant), count)
             layout = layout.with_stream(layout.stream.at(index))
         return replace(kind, shape=shape, layout=layout)
 
