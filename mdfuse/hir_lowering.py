@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from mdfuse.config import Options, options_from_environment
@@ -22,9 +22,10 @@ from mdfuse.hir.passes import (
     name_backends,
     place_symmetric,
     raise_posts,
+    share_types,
     sink_waits,
 )
-from mdfuse.hir.program import HostProgram, one_each
+from mdfuse.hir.program import HostProgram
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.graph import Fusion, check_fusion
 from mdfuse.passes import (
@@ -146,8 +147,10 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (fill_outputs.name, fill_outputs.run),
     # Needs the streams: work of two streams is no unit.
     (group_launches.name, group_launches.run),
-    # Last: the others move uses.
+    # Behind what moves uses.
     (insert_frees.name, insert_frees.run),
+    # Last: the others make types.
+    (share_types.name, share_types.run),
 )
 
 #: Called after each pass with its name and the fusion: printing, timing and checks hang here.
@@ -180,7 +183,7 @@ def host_program(
     host = emit(fusion, sections, stated, pipeline)
     for _, run in HOST_PASSES:
         host = run(host, options_from_environment(options))
-    return replace(host, types=one_each(host.types))
+    return host
 
 
 @no_collection()  # nearly all that is made stays, and would be looked through again and again

@@ -476,21 +476,6 @@ class HostProgram:
         return localized(self, i, self.rank, self.knows(self.rank))
 
 
-def one_each(types: Mapping[str, BufferType]) -> dict[str, BufferType]:
-    """Return types of which equal ones are one object, and so are their layouts.
-
-    Then whoever asks about a type looks it up by its id first, and hashes few.
-    """
-    kinds: dict[BufferType, BufferType] = {}
-    layouts: dict[Layout, Layout] = {}
-    for kind in types.values():
-        if kind not in kinds:
-            layout = kind.layout
-            one = layouts.setdefault(layout, layout) if layout is not None else None
-            kinds[kind] = kind if one is layout else replace(kind, layout=one)
-    return {name: kinds[kind] for name, kind in types.items()}
-
-
 def joined(parts: Iterable[Iterable[Instruction]]) -> tuple[Instruction, ...]:
     """Return the body of a loop of these parts, with `next` between them."""
     code = [i for part in parts for i in (Instruction(op="next"), *part)]

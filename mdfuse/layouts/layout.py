@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Term, resolve
 from mdfuse.layouts.blocks import Blocks, Cut, chunks_as_blocks, segments, split
-from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape, nth_chunk
+from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
 from mdfuse.layouts.placements import (
     IDEMPOTENT,
     REDUCE_OPS,
@@ -264,18 +264,7 @@ class Layout:
                 because="a dim is split in blocks",
                 hint="reshard it to a plain Shard first",
             )
-        if self.reaches:
-            return tuple(rows for (rows,) in self.rows_at(shape, coordinate))
-        found, chunk = [(0, n) for n in shape], self.stream
-        for dim, axes in self.splits:
-            for axis in axes if 0 <= dim < len(found) else ():
-                i = self.mesh.axis_index(axis)
-                found[dim] = nth_chunk(found[dim], self.mesh.shape[i], coordinate[i])
-        if chunk is not None and chunk.index is not None and 0 <= chunk.dim < len(found):
-            # one whose index only the running loop knows counts as the largest
-            i = chunk.index if isinstance(chunk.index, int) else chunk.largest
-            found[chunk.dim] = chunk.interval(found[chunk.dim], i)
-        return tuple(found)
+        return tuple(rows for (rows,) in self.rows_at(shape, coordinate))
 
     def _part(self, dim: int, extent: int, coordinate: Sequence[int]) -> Rows:
         """Return the rows of a dim that the rank at a mesh coordinate holds."""
@@ -382,7 +371,6 @@ class Layout:
         found = object.__new__(Layout)  # only blocks have to do with chunks: all else is checked
         found.mesh, found.placements, found.splits = self.mesh, self.placements, self.splits
         found.stream, found.reaches = stream, self.reaches
-        vars(found)["blocked"] = self.blocked
         return found
 
     def reaching(self, reaches: Mapping[int, Reach], shape: Sequence[int]) -> Layout:
