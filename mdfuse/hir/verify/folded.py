@@ -156,7 +156,8 @@ class _Folded(Unrolled):
         low, high = sorted(numbers)  # type: ignore[type-var]
         if (low == high and first != last) or not isinstance(low, int) or not isinstance(high, int):
             return None
-        assert isinstance(chunk.chunks, int) and high - low == last - first
+        if not isinstance(chunk.chunks, int) or high - low != last - first:
+            raise _Unfit
         key = layout, (*shape, low, high)
         if (known := self._layouts.get(key)) is not None:
             return known
@@ -263,11 +264,14 @@ class _Folded(Unrolled):
         if not found.keys().isdisjoint(self.bound - self.left):
             raise _Unfit
         cut: dict[str, Linear] = {}
+        known = {*found.values()}
         for i in inside:
             for layout in (i.comm.source, i.comm.destination) if i.comm is not None else ():
                 which, chunk = self.which_of(layout, index), chunk_of(layout)
                 if which is not None and chunk is not None and chunk.op is not None:
                     raise _Unfit
+                if which is not None and which not in known:
+                    raise _Unfit  # no buffer is that chunk: where these begin anew is not known
             row = row_of(i)
             if row is not None and row.is_view and i.reads:
                 self.check_view(i, row.is_slice, found, cut)

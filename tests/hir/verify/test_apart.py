@@ -146,6 +146,12 @@ WRONG = {
         "    free %x.i, %y.i, %p.i, %t.i, %u.i, %g.i\n  }\n  wait %c0\n  free %z.i\n",
         "wait",
     ),
+    "a post is said to be of other chunks than its buffers": (
+        "f32[32,8] (dp=P(sum), chunk(0,8,%i)) => (dp=R, chunk(0,8,%i)) axis=dp",
+        "f32[32,8] (dp=P(sum), chunk(0,8,(%i + 1) mod 8)) "
+        "=> (dp=R, chunk(0,8,(%i + 1) mod 8)) axis=dp",
+        "allreduce",
+    ),
     "a buffer from before is freed in each": (
         LAST,
         f"{READ}    free %s\n{LAST}",
