@@ -22,6 +22,7 @@ from mdfuse.hir.passes import (
     name_backends,
     place_symmetric,
     raise_posts,
+    share_types,
     sink_waits,
 )
 from mdfuse.hir.program import HostProgram
@@ -146,8 +147,10 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (fill_outputs.name, fill_outputs.run),
     # Needs the streams: work of two streams is no unit.
     (group_launches.name, group_launches.run),
-    # Last: the others move uses.
+    # Behind what moves uses.
     (insert_frees.name, insert_frees.run),
+    # Last: the others make types.
+    (share_types.name, share_types.run),
 )
 
 #: Called after each pass with its name and the fusion: printing, timing and checks hang here.

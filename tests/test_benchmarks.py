@@ -513,6 +513,20 @@ def test_what_seeing_costs_on_the_page() -> None:
         assert time_of(time) == pytest.approx(file[what]["ours"]["median"], rel=0.005)
 
 
+def test_what_verification_takes_on_the_page() -> None:
+    file = ROOT / "benchmarks" / "results" / "lowering.json"
+    found = {(row["name"], row["sizes"]): row for row in json.loads(file.read_text())["rows"]}
+    rows = shown("verified", "defined and lowered")
+    assert len(rows) == sum("against lowering" in name for name, _ in found)
+    for what, ours, against, ratio in rows:
+        name, _, count = what.rpartition(": ")
+        row = found[f"verify, against lowering: {name}", count]
+        assert time_of(ours) == pytest.approx(row["ours"]["median"], abs=6e4)
+        assert time_of(against) == pytest.approx(row["against"]["median"], abs=6e4)
+        figures = [row["figure"][quartile] for quartile in ("median", "low", "high")]
+        assert [float(x) for x in re.findall(r"[\d.]+", ratio)] == pytest.approx(figures, abs=0.006)
+
+
 def test_what_seeing_costs_is_measured(tmp_path: Path) -> None:
     script = str(ROOT / "benchmarks" / "tracing.py")
     done = run(tmp_path, script, "--quick", "--output", "a.json")

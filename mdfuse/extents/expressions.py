@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Generic, TypeVar
@@ -88,6 +88,7 @@ class Calc(Generic[Side]):
         text: how it is printed, by which sums and products are sorted; made once.
         depth: how deep operations are one inside the other, without sums between them.
         size: how many operations it is made of, itself included.
+        terms: those of both operands, in order.
     """
 
     op: str
@@ -96,6 +97,7 @@ class Calc(Generic[Side]):
     text: str = field(init=False, repr=False, compare=False)
     depth: int = field(init=False, repr=False, compare=False)
     size: int = field(init=False, repr=False, compare=False)
+    terms: tuple[Term, ...] = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +112,7 @@ class Calc(Generic[Side]):
             )
         _check_size(self.size, "operations")
         kept(self, "text", self._text())
+        kept(self, "terms", (*terms(left), *terms(right)))
         kept(self, "_hash", hash((self.op, left, right)))
 
     def _text(self) -> str:
@@ -208,17 +211,15 @@ def resolve(x: X, known: Callable[[Term], int | None]) -> X | Index:
     return x
 
 
-def terms(x: object) -> Iterator[Term]:
-    """Yield the terms of an expression; none where there is something else."""
+def terms(x: object) -> tuple[Term, ...]:
+    """Return the terms of an expression, in order; none where there is something else."""
     if isinstance(x, Term):
-        yield x
-    elif isinstance(x, Calc):
-        yield from terms(x.left)
-        yield from terms(x.right)
-    elif isinstance(x, Poly):
-        for monomial, _ in x.terms:
-            for atom in monomial:
-                yield from terms(atom)
+        return (x,)
+    if isinstance(x, Calc):
+        return x.terms
+    if isinstance(x, Poly):
+        return tuple([t for monomial, _ in x.terms for atom in monomial for t in terms(atom)])
+    return ()
 
 
 # -- sums of products ----------------------------------------------------------------------------

@@ -47,8 +47,10 @@ def made(factors: Mapping[Term, int], constant: int, modulus: int = 0) -> Linear
     """Return a sum in the form in which equal sums are equal."""
     if modulus:
         factors, constant = {t: n % modulus for t, n in factors.items()}, constant % modulus
-    kept = sorted((t for t, n in factors.items() if n), key=lambda t: (t.kind, t.name, t.dim))
-    return Linear(tuple((t, factors[t]) for t in kept), constant, modulus)
+    kept = [pair for pair in factors.items() if pair[1]]
+    if len(kept) > 1:
+        kept.sort(key=lambda pair: (pair[0].kind, pair[0].name, pair[0].dim))
+    return Linear(tuple(kept), constant, modulus)
 
 
 def linear(index: Index | bool, modulus: int = 0) -> Linear | None:

@@ -100,7 +100,7 @@ def program_problem(program: HostProgram) -> Problem | None:
     for name in names:
         if not _is_of_value(name):
             return Problem(f"a value is named {name!r}", RULE, "name it otherwise")
-    for kind in program.types.values():
+    for kind in {id(kind): kind for kind in program.types.values()}.values():
         stream = kind.layout.stream if kind.layout is not None else None
         if stream is not None and stream.index is not None:
             found = _of_index(stream.index, program.types)

@@ -10,8 +10,8 @@ from mdfuse.hir.program import BufferType, Instruction
 
 def index_names(i: Instruction, types: Mapping[str, BufferType]) -> set[str]:
     """Return the loop indices in an instruction itself, not those that its operands depend on."""
-    found = i.indices
-    layouts = [types[n].layout for n in i.outputs if n in types]
+    found = i.indices if i.inputs or i.attrs else []
+    layouts = [kind.layout for n in i.outputs if (kind := types.get(n)) is not None]
     if i.comm is not None:
         layouts += [i.comm.source, i.comm.destination]
     for layout in layouts:

@@ -213,10 +213,10 @@ def is_library(i: Instruction) -> bool:
 
 def row_of(i: Instruction) -> Row | None:
     """Return the row of an instruction; None where there is no such instruction."""
-    op = op_of(i)
-    if op is not None:
-        return _row_of_op(op.name) if i.op == op.host else None
-    return INSTRUCTIONS.get(i.op) if not i.fn or i.op in NAMED else None
+    if not i.fn or i.op in NAMED:
+        return INSTRUCTIONS.get(i.op)
+    op = TABLE.get(i.fn)
+    return _row_of_op(op.name) if op is not None and i.op == op.host else None
 
 
 @cache

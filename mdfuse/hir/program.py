@@ -198,7 +198,7 @@ class Instruction:
     @property
     def parts(self) -> tuple[tuple[Instruction, ...], ...]:
         """The parts of the body of a loop, which `next` divides."""
-        if not any(i.op == "next" for i in self.body):
+        if "next" not in [i.op for i in self.body]:
             return (self.body,)
         found: list[list[Instruction]] = [[]]
         for i in self.body:

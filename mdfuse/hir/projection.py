@@ -25,9 +25,9 @@ def executed(program: HostProgram, rank: int) -> HostProgram:
     """
     if program.rank is not None:
         return program
-    if program.is_straight and len(program.meshes) == 1 and rank in program.meshes[0]:
-        found = replace(program, rank=rank)  # the same instructions on all ranks
-        vars(found)["is_straight"] = True
+    if runs_all(program, rank):
+        found = replace(program, rank=rank)
+        vars(found)["is_straight"] = program.is_straight
         return found
     here = (n for m in (None, *program.meshes_of(rank)) for n in program.near.get(m, ()))
     block = [program.instructions[n] for n in sorted(set(here))]
@@ -35,6 +35,20 @@ def executed(program: HostProgram, rank: int) -> HostProgram:
     lost = {_block_key(i) for i in block if i.op == "call" and i.fn not in blocks}  # is an error
     kept = _block(program, block, rank, lost)
     return replace(program, instructions=tuple(kept), rank=rank)
+
+
+def runs_all(program: HostProgram, rank: int) -> bool:
+    """Return whether a rank is sure to execute all instructions: it has all buffers, in one mesh.
+
+    No branch is taken on a number, and no loop is empty.
+    """
+    if len(program.meshes) != 1 or rank not in program.meshes[0]:
+        return False
+    return program.is_straight or not any(_may_be_left_out(i) for i in program.walk())
+
+
+def _may_be_left_out(i: Instruction) -> bool:
+    return i.op in BLOCKS and (i.op != "for" or not any(j.op != "next" for j in i.body))
 
 
 def near(program: HostProgram) -> Mapping[DeviceMesh | None, list[int]]:
@@ -93,13 +107,15 @@ def project(program: HostProgram, rank: int) -> HostProgram:
 def _types_at(program: HostProgram, names: Iterable[str], known: Known) -> dict[str, BufferType]:
     """Return the types of names with all known terms replaced; one object where they are equal."""
     found: dict[BufferType, BufferType] = {}
+    by_id: dict[int, BufferType] = {}
     types = {}
     for name in names:
         kind = program.types.get(name)
         if kind is not None:
-            here = found.get(kind)
+            here = by_id.get(id(kind))
             if here is None:
-                here = found[kind] = kind.at(known)
+                here = found.get(kind) or found.setdefault(kind, kind.at(known))
+                by_id[id(kind)] = here
             types[name] = here
     return types
 
@@ -166,6 +182,8 @@ def _branch(
 def localized(program: HostProgram, i: Instruction, rank: int, known: Known) -> Instruction:
     """Return an instruction that a rank executes with this rank's attributes and numbers."""
     attrs, comm, op = i.attrs, i.comm, op_of(i)
+    if op is not None and op.localize is None and not i.indices and not i.body:
+        return i
     if i.op in POSTS and comm is None:
         layout = program.types[i.reads[0]].layout
         known = program.knows(rank, layout.mesh if layout is not None else None)

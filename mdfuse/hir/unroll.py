@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError
@@ -63,8 +64,7 @@ class Turn:
     bound: set[str] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class _Site:
+class _Site(NamedTuple):
     """What an instruction says whatever the iteration.
 
     Attributes:
@@ -74,6 +74,7 @@ class _Site:
         is_fixed: it has no name, number or communication.
         has_indices: an index is among its operands or attributes, or in its body.
         is_of_part: it depends on the part that the rank has in an iteration.
+        kinds: of its outputs, the types that the program has for them.
     """
 
     inputs: tuple[Operand, ...]
@@ -82,6 +83,7 @@ class _Site:
     is_fixed: bool
     has_indices: bool
     is_of_part: bool
+    kinds: tuple[BufferType | None, ...]
 
 
 @dataclass
@@ -129,7 +131,7 @@ class Unrolled:
         self.blocks, self.per_index = blocks_of(self.program), per_index(self.program)
         self.local = replace(self.program, types=self.types, aliases={})
         first: dict[BufferType, int] = {}
-        for kind in self.program.types.values():
+        for kind in {id(k): k for k in self.program.types.values()}.values():
             self._equal[id(kind)] = first.setdefault(kind, id(kind))
 
     def write(self) -> HostProgram:
@@ -306,12 +308,18 @@ class Unrolled:
         found: dict[str, None] = {index: None}
         is_divided = len(loop.parts) > 1  # then a value may be read after the next one is made
         for i in (inner for top in loop.body for inner in top.walk()):
-            reads = {self.program.root(n) for n in i.reads}
-            depends = index in index_names(i, self.program.types) or not reads.isdisjoint(found)
-            if depends or is_divided or i.op in POSTS:
+            if not i.outputs:
+                continue
+            if is_divided or i.op in POSTS or self.depends(i, index, found):
                 found.update(dict.fromkeys(map(self.program.root, i.outputs)))
         del found[index]
         return list(found)
+
+    def depends(self, i: Instruction, index: str, found: Mapping[str, None]) -> bool:
+        """Return whether an instruction has an index, or reads what is computed from it."""
+        if index in index_names(i, self.program.types):
+            return True
+        return any(self.program.root(n) in found for n in i.reads)
 
     def append(self, i: Instruction) -> None:
         if len(self.code) >= LIMIT:
@@ -336,32 +344,37 @@ class Unrolled:
         self.code.append(i)
 
     def site(self, i: Instruction) -> _Site:
-        root = self.program.root
+        inputs, outputs, types = i.inputs, i.outputs, self.program.types
+        if self.program.aliases:
+            root = self.program.root
+            inputs = tuple([root(x) if type(x) is str else x for x in inputs])
+            outputs = tuple(map(root, outputs))
+        has_own = bool((i.attrs or i.inputs) and i.indices)
         found = self._sites[id(i)] = _Site(
-            inputs=tuple([root(x) if type(x) is str else x for x in i.inputs]),
-            outputs=tuple(map(root, i.outputs)),
-            freed=tuple(map(root, i.reads)) if i.op == "free" else (),
-            is_fixed=not (i.inputs or i.outputs or i.comm or i.indices),
-            has_indices=any(j.indices for j in (i, *i.body)),
+            inputs=inputs,
+            outputs=outputs,
+            freed=tuple([x for x in inputs if type(x) is str]) if i.op == "free" else (),
+            is_fixed=not (inputs or outputs or i.comm or has_own),
+            has_indices=has_own or any(j.indices for j in i.body),
             is_of_part=self.is_of_part(i),
+            kinds=tuple(map(types.get, outputs)),
         )
         return found
 
     def renamed(self, i: Instruction) -> Instruction:
         """Return an instruction with the names, numbers and types of this iteration."""
         site = self._sites.get(id(i)) or self.site(i)
-        program_types, names = self.program.types, self.names
-        inputs = tuple([self.operand(x) for x in site.inputs])
-        outputs = []
-        for root in site.outputs:
-            new, kind = names.get(root, root), program_types.get(root)
-            outputs.append(new)
+        names, operand, types = self.names, self.operand, self.types
+        inputs = tuple([operand(x) for x in site.inputs])
+        outputs = tuple([names.get(root, root) for root in site.outputs])
+        for new, kind in zip(outputs, site.kinds, strict=True):
             if kind is not None:
-                self.types[new] = self.at(new, kind, i)
+                is_whole = kind.layout is None or kind.layout.stream is None
+                types[new] = kind if is_whole else self.at(new, kind, i)
         body = tuple([self.renamed(j) for j in i.body]) if i.body else ()
         comm = self.posted(i.comm) if i.comm is not None else None
         attrs = resolved(i.attrs, self.known) if site.has_indices else i.attrs
-        i = i.made(inputs, tuple(outputs), attrs, comm, body, i.orelse)
+        i = i.made(inputs, outputs, attrs, comm, body, i.orelse)
         return self.local.relocalized(i) if site.is_of_part and self.env else i
 
     def is_of_part(self, i: Instruction) -> bool:

@@ -366,7 +366,12 @@ class Layout:
 
     def with_stream(self, stream: Stream | None) -> Layout:
         """Return this layout with another stream, or none."""
-        return Layout(self.mesh, self.by_axis(), self.order, stream, dict(self.reaches))
+        if self.blocked or not (stream is None or isinstance(stream, Stream)):
+            return Layout(self.mesh, self.by_axis(), self.order, stream, dict(self.reaches))
+        found = object.__new__(Layout)  # only blocks have to do with chunks: all else is checked
+        found.mesh, found.placements, found.splits = self.mesh, self.placements, self.splits
+        found.stream, found.reaches = stream, self.reaches
+        return found
 
     def reaching(self, reaches: Mapping[int, Reach], shape: Sequence[int]) -> Layout:
         """Return this layout with ranks that have other rows of some dims than their parts.

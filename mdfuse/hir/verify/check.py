@@ -21,7 +21,7 @@ from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.expressions import UNKNOWN, terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.projection import executed
+from mdfuse.hir.projection import executed, runs_all
 from mdfuse.hir.verify.elsewhere import Ends, key_near, key_of
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.folded import folded
@@ -77,7 +77,7 @@ def _verify_global(program: HostProgram, in_full: bool) -> None:
 
 def _is_of_ranks(program: HostProgram) -> bool:
     """Return whether ranks take other paths, or meet peers that follow no rule for all of them."""
-    return any(map(_depends_on_rank, _inside(program.instructions)))
+    return any(map(_depends_on_rank, _paths(program)))
 
 
 def _verify_whole(program: HostProgram, in_full: bool) -> None:
@@ -85,13 +85,13 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
     check_types(program)
     layouts = [k.layout for k in program.types.values() if k.layout is not None]
     special = [i for i in program.instructions if _is_special(i)]
-    if special:
+    is_straight = program.is_straight and all(map(_is_known, layouts))
+    if special or not is_straight:
         check_defined(program)
-    if any(map(_depends_on_rank, _inside(special))):
+    if _is_of_ranks(program):
         ranks = sorted({r for mesh in program.meshes for r in mesh})
         _verify_ranks({rank: program.project(rank) for rank in ranks})
         return
-    is_straight = program.is_straight and all(map(_is_known, layouts))
     ends = _by_mesh(program, program.inputs), _by_mesh(program, program.outputs)
     written = program.written_inputs
     known: dict[Hashable, bool] = {}  # what some rank runs -> whether its flow was checked
@@ -112,7 +112,7 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
                 _verify_straight(mine, program, has_flow)
                 known[key] = has_flow
             known[near] = has_flow
-    if any(map(_is_transfer, _inside(special))) and (in_full or not rotates(program)):
+    if any(map(_is_transfer, _paths(program))) and (in_full or not rotates(program)):
         _check_transfers(program)
 
 
@@ -158,9 +158,11 @@ def _held(mine: HostProgram, program: HostProgram, ends: Ends) -> HostProgram:
 
 def _verify_looped_ranks(program: HostProgram, first: int, last: int, in_full: bool) -> None:
     """Verify the projections of the first and the last rank of a class, or one for both."""
-    if not in_full and _is_right_everywhere(program, first):
+    if not in_full and _is_right_everywhere(program):
         return
     mine = program.project(first)
+    if not runs_all(program, first):
+        check_defined(mine)
     local = _verify_looped(program, mine, in_full)
     if last == first:
         return
@@ -168,14 +170,15 @@ def _verify_looped_ranks(program: HostProgram, first: int, last: int, in_full: b
     if local is not None and does_the_same(mine, other):
         _check_sizes(replace(local, rank=last))
     else:
+        check_defined(other)
         _verify_looped(program, other, in_full)
 
 
-def _is_right_everywhere(program: HostProgram, first: int) -> bool:
+def _is_right_everywhere(program: HostProgram) -> bool:
     """Return whether one rank is sure to stand for all, and all is well there."""
     alike = even(program)
     try:
-        local = folded(alike.project(first)) if alike is not None else None
+        local = folded(alike) if alike is not None else None
         if alike is None or local is None:
             return False
         _check_flow(local, alike)
@@ -190,7 +193,6 @@ def _verify_looped(program: HostProgram, mine: HostProgram, in_full: bool) -> Ho
     Returns:
         The projection with iterations folded; None where it was written out.
     """
-    check_defined(mine)
     if not in_full:
         try:
             local = folded(mine)
@@ -216,6 +218,14 @@ _SPECIAL = frozenset(name for name, row in INSTRUCTIONS.items() if row.indices o
 def _is_special(i: Instruction) -> bool:
     """Return whether an instruction may depend on an index or the rank, or takes a part."""
     return i.op in (*_SPECIAL, "block") and (i.op != "wait" or bool(i.attrs))
+
+
+def _paths(program: HostProgram) -> list[Instruction]:
+    """Return the blocks of a program, and its sends and receives, nested ones included."""
+    return [i for i in program.walk() if i.op in _OF_PATHS]
+
+
+_OF_PATHS = (*BLOCKS, *POSTS)
 
 
 def _inside(block: Iterable[Instruction]) -> Iterator[Instruction]:

@@ -144,8 +144,9 @@ class Flow:
         return whole(self.program.types[storage.name], self.rank)
 
     def record(self, view: View, is_write: bool, i: Instruction) -> None:
-        stream = self.clocks.current
-        record(view, Access(stream, self.clocks.now[stream], view.region, is_write, i))
+        clocks = self.clocks
+        stream = clocks.current
+        record(view, Access(stream, clocks.now[stream], view.region, is_write, i))
 
     def check_written(self, name: str, view: View, i: Instruction) -> None:
         box = self.box(view.storage) if view.region is None else view.region

@@ -36,6 +36,7 @@ from mdfuse.hir.passes import early_waits, late_waits
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import storage
 from mdfuse.hir.unroll import LIMIT, Turn, Unrolled
+from mdfuse.hir.verify.apart import ambiguous, are_apart
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.layout import Layout
@@ -70,6 +71,8 @@ class _Folded(Unrolled):
     saved: int = 0
     #: in an iteration that stands for several: the loop's index, and its number in the last of them
     last: tuple[str, int] | None = None
+    #: all iterations of the loop are written as one, whose names are those of the program
+    is_alone: bool = False
     #: layout -> which chunk it is of in an iteration of the loop that is looked at
     _which: dict[Layout, Linear | None] = field(default_factory=dict)
 
@@ -79,12 +82,49 @@ class _Folded(Unrolled):
         return storage(self.program)
 
     def turns(self, loop: Instruction, numbers: range) -> list[range]:
-        first = len(loop.parts)
-        found: list[range] = []
-        for run in self.runs(loop, numbers):
+        runs, found = self.runs(loop, numbers), list[range]()
+        is_folded = len(runs) < len(numbers)
+        is_apart = is_folded and self.is_apart(loop)
+        self.is_alone = is_apart and len(runs) == 1
+        first = 0 if is_apart else len(loop.parts)
+        for run in runs:
             found += super().turns(loop, run[:first])
             found += [run[first:]] if len(run) > first else []
         return found
+
+    def iterate(self, loop: Instruction, turns: Sequence[range], dropped: list[str]) -> None:
+        self.is_alone = self.is_alone and self.types.keys().isdisjoint(dropped)
+        super().iterate(loop, turns, dropped)
+        self.is_alone = False
+
+    def fresh(self, dropped: list[str]) -> dict[str, str]:
+        return {n: n for n in dropped} if self.is_alone else super().fresh(dropped)
+
+    def append(self, i: Instruction) -> None:
+        """Write an instruction; as it is where all iterations are one, which has these names."""
+        is_same = self.is_alone and i.comm is None and i.op != "accumulate"
+        if not is_same or i.indices or self.is_of_part(i):
+            super().append(i)
+            return
+        for name in i.outputs:
+            kind = self.program.types.get(name)
+            if kind is not None:
+                self.types[name] = self.at(name, kind, i)
+        self.code.append(i)
+
+    def is_apart(self, loop: Instruction) -> bool:
+        """Return whether iterations have nothing to do with each other: then one is enough."""
+        if not self.begins_anew(loop):
+            return False
+        own = {*self.dependent(loop)} - (self.bound - self.left)
+        return self.ambiguous.isdisjoint(
+            n for i in loop.body for n in (*i.outputs, *i.reads)
+        ) and are_apart(self.program, loop, own, self.shared)
+
+    @cached_property
+    def ambiguous(self) -> frozenset[str]:
+        """Names that may stand for other memory than `shared` says."""
+        return ambiguous(self.program, self.shared)
 
     def part(self, loop: Instruction, part: tuple[Instruction, ...], turn: Turn) -> None:
         before = len(self.code)
@@ -116,7 +156,8 @@ class _Folded(Unrolled):
         low, high = sorted(numbers)  # type: ignore[type-var]
         if (low == high and first != last) or not isinstance(low, int) or not isinstance(high, int):
             return None
-        assert isinstance(chunk.chunks, int) and high - low == last - first
+        if not isinstance(chunk.chunks, int) or high - low != last - first:
+            raise _Unfit
         key = layout, (*shape, low, high)
         if (known := self._layouts.get(key)) is not None:
             return known
@@ -177,8 +218,8 @@ class _Folded(Unrolled):
         try:
             if len(numbers) < FEWEST or numbers.step != 1 or any(i.op == "for" for i in inside):
                 raise _Unfit
-            starts = {numbers.start}
-            if not self.begins_anew(loop):
+            starts, is_anew = {numbers.start}, self.begins_anew(loop)
+            if not is_anew:
                 starts.add(numbers.start + 1)
             done: set[tuple[BufferType, Linear]] = set()
             for name, which in self.chunks(index, inside).items():
@@ -188,7 +229,7 @@ class _Folded(Unrolled):
                     starts.update(self.borders(kind, which, index, numbers))
             for i in inside:
                 _check(i, index)
-                starts.update(self.branches(i, index) if i.op == "if" else ())
+                starts.update(self.branches(i, index, is_anew) if i.op == "if" else ())
         except _Unfit:
             return [numbers[at : at + 1] for at in range(len(numbers))]
         kept = [*sorted(n for n in starts if n in numbers), numbers.stop]
@@ -197,16 +238,21 @@ class _Folded(Unrolled):
     def begins_anew(self, loop: Instruction) -> bool:
         """Return whether streams and names are the same before the first iteration as later.
 
-        The body sets its stream first, and what it binds belongs to an iteration or was bound.
+        Each part of the body sets its stream first, and what it binds belongs to an iteration or
+        was bound.
         """
-        if len(loop.parts) > 1:
-            return False
-        first = next((i for i in loop.body if i.op != "chunk"), None)
-        if first is None or first.op != "set_stream":
+        if not all(map(self.sets_stream, loop.parts)):
             return False
         own = {*self.dependent(loop), *(self.bound - self.left)}
         root = self.program.root
         return all(root(n) in own for i in loop.body for j in i.walk() for n in j.outputs)
+
+    def sets_stream(self, part: tuple[Instruction, ...]) -> bool:
+        """Return whether a part of a loop does no work before it sets its stream."""
+        kept = self.program.outputs
+        rest = (i for i in part if i.op != "chunk" or i.outputs[0] in kept)
+        first = next(rest, None)
+        return first is not None and first.op == "set_stream"
 
     def chunks(self, index: Term, inside: list[Instruction]) -> dict[str, Linear]:
         """Return the buffers that are another chunk in each iteration, and which one."""
@@ -218,11 +264,14 @@ class _Folded(Unrolled):
         if not found.keys().isdisjoint(self.bound - self.left):
             raise _Unfit
         cut: dict[str, Linear] = {}
+        known = {*found.values()}
         for i in inside:
             for layout in (i.comm.source, i.comm.destination) if i.comm is not None else ():
                 which, chunk = self.which_of(layout, index), chunk_of(layout)
                 if which is not None and chunk is not None and chunk.op is not None:
                     raise _Unfit
+                if which is not None and which not in known:
+                    raise _Unfit  # no buffer is that chunk: where these begin anew is not known
             row = row_of(i)
             if row is not None and row.is_view and i.reads:
                 self.check_view(i, row.is_slice, found, cut)
@@ -305,8 +354,11 @@ class _Folded(Unrolled):
             first = numbers.start + (turn - numbers.start) % count
             yield from range(first, numbers.stop, count)
 
-    def branches(self, i: Instruction, index: Term) -> Iterator[int]:
-        """Yield the iterations from which on an `if` may take the other branch."""
+    def branches(self, i: Instruction, index: Term, is_anew: bool) -> Iterator[int]:
+        """Yield the iterations from which on an `if` may take the other branch.
+
+        And the one behind, unless it finds streams and names as the first one on that branch does.
+        """
         test = resolve(i.kwargs["test"], self.before(index))
         if index not in terms(test):
             return
@@ -320,7 +372,9 @@ class _Folded(Unrolled):
         if abs(factor) != 1 or len(apart.factors) != 1:
             raise _Unfit
         equal = -apart.constant * factor
-        yield from (equal, equal + 1, equal + 2)
+        yield from (equal, equal + 1)
+        if not is_anew:
+            yield equal + 2
 
 
 _COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")

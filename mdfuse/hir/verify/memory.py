@@ -148,7 +148,8 @@ class Clocks:
     @property
     def now(self) -> Clock:
         """The clock of the current stream."""
-        return self.of(self.current)
+        found = self.streams.get(self.current)
+        return self.of(self.current) if found is None else found
 
     def of(self, stream: int) -> Clock:
         """Return the clock of a stream, a new one where the stream was not seen before."""
@@ -198,16 +199,21 @@ def record(view: View, access: Access) -> None:
     Whoever waits for a write has waited for all that the write waited for, and whoever waits for a
     read of a stream has waited for that stream's earlier reads.
     """
+    storage = view.storage
+    if not storage.accesses:
+        storage.accesses = [access]
+        return
     kept = [
         a
-        for a in view.storage.accesses
+        for a in storage.accesses
         if not (
             (access.is_write or (a.who == access.who and not a.is_write))
             and a.who != PENDING
             and _covers(access.region, a.region)
         )
     ]
-    view.storage.accesses = [*kept, access]
+    kept.append(access)
+    storage.accesses = kept
 
 
 def _covers(a: Box | None, b: Box | None) -> bool:

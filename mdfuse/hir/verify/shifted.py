@@ -13,14 +13,16 @@ some have fewer or none: then less is read, and what is written is complete no l
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from mdfuse.extents.expressions import Calc, terms
-from mdfuse.extents.linear import linear
-from mdfuse.hir.instructions import op_of, row_of
+from mdfuse.extents.expressions import Calc, Index, calc, terms
+from mdfuse.extents.linear import Linear, linear, made
+from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.storage import storage
+from mdfuse.hir.verify.apart import ambiguous
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.ir.dims import pointwise
 from mdfuse.layouts.stream import Stream
@@ -35,12 +37,9 @@ _PLAIN = (
 #: the operands' dims.
 _PRODUCTS = ("matmul", "linear")
 
-#: The same for all chunks of a program: the axis, its factor in the index, how many chunks.
-_Turn = tuple[str, int, int]
-
 
 def even(program: HostProgram) -> HostProgram | None:
-    """Return the program with parts and chunks of one size, in which one rank stands for all.
+    """Return what one rank does that stands for all: parts and chunks of one size, no peers.
 
     What is right with the flow of that rank's buffers is right with that of all ranks, and all
     types that hold for all ranks, with indices as letters, hold with the numbers of each.
@@ -49,7 +48,7 @@ def even(program: HostProgram) -> HostProgram | None:
         program: for all ranks, whose blocks depend on no rank; its types were checked.
 
     Returns:
-        None where a rank may do something else, or this cannot be told.
+        A projection; None where a rank may do something else, or this cannot be told.
     """
     if len(program.meshes) != 1 or program.aliases:
         return None
@@ -58,19 +57,103 @@ def even(program: HostProgram) -> HostProgram | None:
         return None
     if not all(_is_blind(program, i) for i in program.walk()):
         return None
-    chunks = [c for k in kinds.values() if k.layout is not None and (c := chunk_of(k.layout))]
-    turns = {_turn(c) for c in chunks}
-    if len(turns) != 1 or None in turns or not _have_own_loops(program, chunks):
+    found = {c: _turn(c) for k in kinds.values() if k.layout and (c := chunk_of(k.layout))}
+    turns = {c: turn for c, turn in found.items() if turn is not None}
+    ways = {(turn.axis, turn.of_place, turn.index.modulus) for turn in turns.values()}
+    if len(turns) < len(found) or len(ways) != 1 or not _have_own_loops(program, turns):
         return None
-    (count,) = {c.chunks for c in chunks}
-    assert isinstance(count, int)
+    ((_, _, count),) = ways
     (mesh,) = program.meshes
     extent = 2 * count * math.prod(mesh.shape)  # each chunk of each part has rows
-    made = {n: replace(k, shape=(extent,) * len(k.shape)) for n, k in kinds.items()}
-    types = {name: made[id(k)] for name, k in program.types.items()}
-    found = replace(program, types=types)
-    vars(found)["checked"] = found  # forms do not depend on extents
-    return found
+    types = _Distances(program, turns, extent).types()
+    code = tuple(map(_without_peers, program.instructions))
+    return replace(program, types=types, instructions=code, rank=mesh.first)
+
+
+def _without_peers(i: Instruction) -> Instruction:
+    """Return an instruction in which sends and receives name no rank: all ranks have the same."""
+    if i.op in TRANSFERS:
+        return replace(i, attrs=())
+    if not i.body and not i.orelse:
+        return i
+    body, orelse = (tuple(map(_without_peers, block)) for block in (i.body, i.orelse))
+    return i.changed(body=body, orelse=orelse)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Which chunk it is in an iteration: a multiple of the rank's place further on for each rank.
+
+    Attributes:
+        axis: along which the place is counted.
+        of_place: the multiple.
+        index: the chunk on a rank at place 0: a loop's index times a number, plus a number.
+    """
+
+    axis: str
+    of_place: int
+    index: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Distances:
+    """The types of a program with chunks called by their distance from the rank's own place.
+
+    Where all chunks of some memory are begun with one of them and go one way, they are counted from
+    that one.
+    """
+
+    program: HostProgram
+    turns: Mapping[Stream, _Turn]
+    extent: int
+
+    def types(self) -> dict[str, BufferType]:
+        shared = storage(self.program)
+        ways: dict[str, set[_Way]] = defaultdict(set)
+        shifts: dict[str, tuple[_Turn | None, str]] = {}
+        for name, kind in self.program.types.items():
+            chunk = chunk_of(kind.layout) if kind.layout is not None else None
+            if chunk is not None:
+                memory, shift = shared.get(name, name), self.turns[chunk]
+                shifts[name] = shift, memory
+                ways[memory].add(_way(shift))
+        doubtful = ambiguous(self.program, shared)
+        is_sure = ways.keys().isdisjoint(shared.get(n, n) for n in doubtful)
+        known: dict[tuple[int, bool], BufferType] = {}
+        types = {}
+        for name, kind in self.program.types.items():
+            turn, memory = shifts.get(name, (None, name))
+            is_first = turn is not None and is_sure and len(ways[memory]) == 1 and _is_step(turn)
+            key = id(kind), is_first
+            if key not in known:
+                known[key] = self.at(kind, turn, is_first)
+            types[name] = known[key]
+        return types
+
+    def at(self, kind: BufferType, turn: _Turn | None, is_first: bool) -> BufferType:
+        layout, shape = kind.layout, (self.extent,) * len(kind.shape)
+        if layout is not None and layout.stream is not None and turn is not None:
+            ((term, factor),) = turn.index.factors
+            count, constant = turn.index.modulus, turn.index.constant
+            index: Index = term
+            if not is_first:
+                index = calc("mod", calc("+", calc("*", factor, term), constant), count)
+            layout = layout.with_stream(layout.stream.at(index))
+        return replace(kind, shape=shape, layout=layout)
+
+
+#: The chunk of iteration 0, and how many chunks further on that of the next iteration is.
+_Way = tuple[int, int]
+
+
+def _way(turn: _Turn) -> _Way:
+    ((_, factor),) = turn.index.factors
+    return turn.index.constant, factor
+
+
+def _is_step(turn: _Turn) -> bool:
+    """Return whether the next iteration has the next chunk, or the one before."""
+    return _way(turn)[1] in (1, turn.index.modulus - 1)
 
 
 def _is_plain(kind: BufferType) -> bool:
@@ -92,7 +175,7 @@ def _turn(chunk: Stream) -> _Turn | None:
     if any(t.kind not in ("coord", "index") for t, _ in found.factors):
         return None
     ((place, factor),) = places
-    return place.name, factor, found.modulus
+    return _Turn(place.name, factor, found.plus(made({place: factor}, 0, found.modulus), -1))
 
 
 def _have_own_loops(program: HostProgram, chunks: Iterable[Stream]) -> bool:

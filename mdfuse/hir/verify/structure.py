@@ -36,16 +36,19 @@ def check_defined(program: HostProgram) -> None:
     Programs with loops are written out before their flow is checked, which needs the types of what
     is read.
     """
-    known = {program.root(n) for n in (*program.inputs, *program.outputs)}
+    root, types = program.root, program.types
+    known = {root(n) for n in (*program.inputs, *program.outputs)}
     for i in program.walk():
-        for name in i.reads:
-            if program.root(name) not in known and i.op not in ("wait", "return"):
+        for name in i.inputs:
+            if type(name) is str and name not in known and root(name) not in known:
+                if i.op in ("wait", "return"):
+                    continue
                 raise _undefined(program, i, name)
-        for name in index_names(i, program.types):
-            kind = program.types.get(name)
+        for name in index_names(i, types):
+            kind = types.get(name)
             if name not in known or (kind is not None and kind.layout is not None):
                 raise _no_index(program, i, name)
-        known.update(map(program.root, i.outputs))
+        known.update(map(root, i.outputs) if program.aliases else i.outputs)
 
 
 def _undefined(program: HostProgram, i: Instruction, name: str) -> ProgramError:

@@ -35,6 +35,8 @@ class Types:
     #: name -> a number that stands for its type
     codes: dict[str, int] = field(default_factory=dict)
     kinds: dict[BufferType | None, int] = field(default_factory=lambda: {None: 0})
+    #: id of a type -> its number
+    by_id: dict[int, int] = field(default_factory=dict)
     #: rows with operands that were checked
     seen: set[object] = field(default_factory=set)
     #: the same, but for which ranks a mesh has, or for the numbers of chunks: stages and iterations
@@ -78,10 +80,9 @@ class Types:
 
     def intern(self, name: str) -> int:
         kind = self.program.types.get(name)
-        code = self.kinds.get(kind)
+        code = self.by_id.get(id(kind))
         if code is None:
-            assert kind is not None
-            code = self.kinds[kind] = len(self.kinds)
+            code = self.by_id[id(kind)] = self.kinds.setdefault(kind, len(self.kinds))
         self.codes[name] = code
         return code
 

@@ -1215,7 +1215,7 @@ def test_posts_keep_their_order() -> None:
 def test_cost_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of ranks are looked at as often on 4096 ranks as on 4."""
     asked = {}
-    original = Layout._part
+    original = Layout.box_at
     for n in (4, 4096):
         mesh = DeviceMesh.arange(tp=n)
         with mf.FusionDefinition("wide") as fd:
@@ -1227,7 +1227,7 @@ def test_cost_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> N
             count[0] += 1
             return original(*args)
 
-        monkeypatch.setattr(Layout, "_part", counted)
+        monkeypatch.setattr(Layout, "box_at", counted)
         views.whole.cache_clear()
         verify(host)
         monkeypatch.undo()

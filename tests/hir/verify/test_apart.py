@@ -1,0 +1,207 @@
+"""Iterations that touch nothing in common are verified by one; others are not."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from helpers.microbatches import added_up
+from helpers.mutants import broken, is_right
+
+import mdfuse as mf
+from mdfuse import hir
+from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.folded import folded
+
+APART = """
+host @apart on mesh(dp=2) {
+  input %x: f32[16,8] of [32,8] (dp=S0)
+  input %w: f32[8,8] (dp=R)
+  input %p: f32[32,8] (dp=P(sum))
+  %caller = get_stream
+  %y: f32[16,8] of [32,8] (dp=S0) = alloc
+  %g: f32[8,8] (dp=P(sum)) = alloc
+  %last: f32[8,8] (dp=R) = alloc
+  set_stream 1
+  sync %caller
+  set_stream 0
+  sync %caller
+  for %i in 0..8 {
+    set_stream 0
+    %x.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = chunk(%x)
+    %y.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = chunk(%y)
+    %p.i: f32[4,8] of [32,8] (dp=P(sum), chunk(0,8,%i)) = chunk(%p)
+    %t.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = matmul(%x.i, %w)
+    %y.i = relu(%t.i)
+    %u.i: f32[8,2] of [8,32] (dp=S1, chunk(1,8,%i)) = permute(%x.i, dims=[1,0])
+    %g.i: f32[8,8] (dp=P(sum), chunk(P(sum),8,%i)) = matmul(%u.i, %t.i)
+    %g = accumulate(%g.i)
+    %last = neg(%w)
+    %z.i: f32[4,8] of [32,8] (dp=R, chunk(0,8,%i)) = alloc
+    %c0 = post allreduce[sum](%p.i) -> %z.i f32[32,8] (dp=P(sum), chunk(0,8,%i)) => (dp=R, chunk(0,8,%i)) axis=dp
+    wait %c0
+    free %x.i, %y.i, %p.i, %t.i, %u.i, %g.i, %z.i
+  }
+  set_stream %caller
+  sync 0
+  sync 1
+  return %y, %g, %last
+}"""  # noqa: E501
+
+#: Buffers that edits of the loop name, made before it and freed behind it.
+BUFFERS = {
+    "%s": "  %s: f32[8,8] (dp=R) = neg(%w)\n",
+    "%m": "  %m: f32[8,8] (dp=R) = full(1, shape=[8,8], dtype=f32)\n",
+}
+
+
+def edited(old: str, new: str) -> hir.HostProgram:
+    """The program with a part of its text replaced."""
+    assert old in APART
+    text = APART.replace(old, new)
+    for name in (name for name in BUFFERS if name in text):
+        text = text.replace("  set_stream 1\n  sync", f"{BUFFERS[name]}  set_stream 1\n  sync", 1)
+        text = text.replace("  return", f"  free {name}\n  return")
+    return hir.parse(text)
+
+
+def instructions(program: hir.HostProgram) -> int:
+    """How many instructions the first rank's program has with its iterations folded."""
+    found = folded(program.project(0))
+    assert found is not None
+    return len(found)
+
+
+def test_one_iteration_stands_for_all() -> None:
+    program = hir.parse(APART)
+    verify(program)
+    verify(program, in_full=True)
+    assert instructions(program) == len(list(program.walk())) - 1  # without the loop itself
+
+
+LAST = "    %last = neg(%w)\n"
+#: Reads %s on stream 0, and is its iteration's own.
+READ = "    %k.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = matmul(%x.i, %s)\n    free %k.i\n"
+ROW = "f32[1,8] of [8,8] (dp=R, chunk(0,8,%i))"
+COLUMN = "f32[8,1] of [8,8] (dp=R, chunk(1,8,%i))"
+#: Writes a row of %m, then a column.
+BOTH = """    %b.i: {column} = chunk(%m)
+    set_stream 1
+    {sync}%a.i = neg(%a.i)
+    set_stream 0
+    sync 1
+    %b.i = neg(%b.i)
+    free %a.i, %b.i
+"""
+
+#: What is right, but takes more than one iteration to tell: an edit of the text.
+RIGHT = {
+    "another stream writes": (
+        LAST,
+        f"{READ}    set_stream 1\n    sync 0\n    %s = neg(%w)\n    set_stream 0\n"
+        f"    sync 1\n{LAST}",
+    ),
+    "a branch": (LAST, f"    if %i == 0 {{\n  {LAST}    }}\n"),
+    "a chunk beside the whole": (
+        LAST,
+        f"    %v.i: {ROW} = chunk(%s)\n    %k.i: {ROW} = neg(%v.i)\n    %s = neg(%w)\n"
+        f"    free %v.i, %k.i\n{LAST}",
+    ),
+    "chunks of two dims": (
+        LAST,
+        f"    %a.i: {ROW} = chunk(%m)\n" + BOTH.format(column=COLUMN, sync="sync 0\n    ") + LAST,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_more_than_one_iteration_is_looked_at(what: str) -> None:
+    program = edited(*RIGHT[what])
+    verify(program)
+    verify(program, in_full=True)
+    assert instructions(program) > len(list(program.walk())) - 1
+
+
+#: What one iteration alone does not show: an edit of the text, and what is said of it.
+WRONG = {
+    "a sum is read before it is complete": (
+        LAST,
+        "    %h.i: f32[1,8] of [8,8] (dp=P(sum), chunk(0,8,%i)) = chunk(%g)\n"
+        "    %k.i: f32[1,8] of [8,8] (dp=P(sum), chunk(0,8,%i)) = neg(%h.i)\n"
+        f"    free %h.i, %k.i\n{LAST}",
+        "the parts of 1 chunks",
+    ),
+    "a chunk is read that a later iteration writes": (
+        LAST,
+        "    %h.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,(7 - %i) mod 8)) = chunk(%y)\n"
+        "    %k.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,(7 - %i) mod 8)) = neg(%h.i)\n"
+        f"    free %h.i, %k.i\n{LAST}",
+        "nothing has written",
+    ),
+    "a value is left by each iteration": ("%t.i, %u.i", "%u.i", "%t.i"),
+    "a view is left by each iteration": ("%t.i, %u.i", "%t.i", "%u.i"),
+    "only the last post is waited for": (
+        "    wait %c0\n    free %x.i, %y.i, %p.i, %t.i, %u.i, %g.i, %z.i\n  }\n",
+        "    free %x.i, %y.i, %p.i, %t.i, %u.i, %g.i\n  }\n  wait %c0\n  free %z.i\n",
+        "wait",
+    ),
+    "a post is said to be of other chunks than its buffers": (
+        "f32[32,8] (dp=P(sum), chunk(0,8,%i)) => (dp=R, chunk(0,8,%i)) axis=dp",
+        "f32[32,8] (dp=P(sum), chunk(0,8,(%i + 1) mod 8)) "
+        "=> (dp=R, chunk(0,8,(%i + 1) mod 8)) axis=dp",
+        "allreduce",
+    ),
+    "a buffer from before is freed in each": (
+        LAST,
+        f"{READ}    free %s\n{LAST}",
+        "%s",
+    ),
+    "the next iteration reads on one stream what this one writes on another": (
+        LAST,
+        f"{READ}    set_stream 1\n    sync 0\n    %s = neg(%w)\n    set_stream 0\n{LAST}",
+        "%s",
+    ),
+    "the next iteration reads a chunk of what this one writes on another stream": (
+        LAST,
+        f"    %v.i: {ROW} = chunk(%s)\n    %k.i: {ROW} = neg(%v.i)\n    set_stream 1\n"
+        f"    sync 0\n    %s = neg(%w)\n    set_stream 0\n    free %v.i, %k.i\n{LAST}",
+        "%v.i",
+    ),
+    "rows and columns are written on two streams": (
+        LAST,
+        f"    %a.i: {ROW} = chunk(%m)\n" + BOTH.format(column=COLUMN, sync="") + LAST,
+        "%a.i",
+    ),
+    "a name means other memory from its second binding on": (
+        LAST,
+        f"    %a.i: {ROW} = alloc\n    free %a.i\n    %r.i: {ROW} = chunk(%m)\n"
+        "    %a.i = set(%r.i)\n"
+        + BOTH.format(column=COLUMN, sync="").replace("free", "free %r.i,")
+        + LAST,
+        "%a.i",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_faults_between_iterations(what: str) -> None:
+    old, new, said = WRONG[what]
+    program = edited(old, new)
+    for in_full in (False, True):
+        with pytest.raises(mf.MdfuseError) as found:
+            verify(program, in_full)
+        assert said in str(found.value)
+
+
+def test_broken_loops() -> None:
+    """The verdict is the one on all iterations written out."""
+    for seed, program in enumerate((hir.parse(APART), added_up(40, 8))):
+        code = program.instructions
+        loops = [n for n, i in enumerate(code) if i.op == "for" and len(i.body) > 4]
+        spoiled = [block for at in loops for block in broken(code, at)]
+        drawn = random.Random(seed).sample(spoiled, min(len(spoiled), 60))
+        programs = [replace(program, instructions=block) for block in drawn]
+        verdicts = [(is_right(p, False), is_right(p, True)) for p in programs]
+        assert all(a == b for a, b in verdicts)
+        assert len({*verdicts}) == 2
