@@ -57,6 +57,8 @@ def row_problem(
         return "a buffer does not become a number" if buffers else None
     if not buffers and not TABLE[fn].is_creation:
         return f"{fn} of numbers is a number"
+    if buffers and TABLE[fn].is_creation:
+        return f"{fn} takes numbers, not buffers"
     if not all(_lies_plainly(fn, k, result) for k in (*results, *buffers)):
         return f"{fn} is for buffers that are neither padded nor flat: narrow them before"
     if any(r.layout is None or r.layout.mesh != result.layout.mesh for r in results):

@@ -367,6 +367,13 @@ TYPES = [
         ("is declared f32[4] (x=R), but set of numbers is a number",),
     ),
     Rule(
+        "what is made of numbers, of a buffer",
+        "input %x: T; %y: f32[4] (x=R) = full(1.0, shape=[4], dtype=f32); free %y; return %x",
+        "full(1.0",
+        "full(%x",
+        ("is declared f32[4] (x=R), but full takes numbers, not buffers",),
+    ),
+    Rule(
         "a number made of a buffer",
         "input %x: T; input %s: f32 scalar; %y: f32 scalar = add(%s, 1.0); return %x",
         "add(%s",
