@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -209,6 +210,22 @@ def broken(block: Block, at: int) -> Iterator[Block]:
     for n in range(len(i.body)):
         for body in broken(i.body, n):
             yield (*block[:at], replace(i, body=body), *block[at + 1 :])
+
+
+def check_verdicts(program: HostProgram, places: Iterable[int], seed: int, count: int) -> None:
+    """Some programs broken at places, some of them wrong, are judged as all is written out."""
+    code = program.instructions
+    spoiled = [block for at in places for block in broken(code, at)]
+    drawn = random.Random(seed).sample(spoiled, min(len(spoiled), count))
+    programs = [replace(program, instructions=block) for block in drawn]
+    verdicts = [(is_right(p, False), is_right(p, True)) for p in programs]
+    assert all(a == b for a, b in verdicts)
+    assert len({*verdicts}) == 2
+
+
+def loops(program: HostProgram) -> list[int]:
+    """Where a program has loops of more than four instructions."""
+    return [n for n, i in enumerate(program.instructions) if i.op == "for" and len(i.body) > 4]
 
 
 def is_right(program: HostProgram, in_full: bool) -> bool:

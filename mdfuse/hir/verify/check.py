@@ -228,15 +228,6 @@ def _paths(program: HostProgram) -> list[Instruction]:
 _OF_PATHS = (*BLOCKS, *POSTS)
 
 
-def _inside(block: Iterable[Instruction]) -> Iterator[Instruction]:
-    """Yield the instructions of a block and of the loops and branches in it."""
-    for i in block:
-        yield i
-        if i.op in BLOCKS:
-            yield from _inside(i.body)
-            yield from _inside(i.orelse)
-
-
 def _depends_on_rank(i: Instruction) -> bool:
     """Return whether its path, or the peer it meets, cannot be told for all ranks at once."""
     if i.op in BLOCKS:
@@ -309,7 +300,7 @@ def unrolled(program: HostProgram) -> HostProgram:
 def _check_transfers(program: HostProgram) -> None:
     """Check sends and receives along an axis on two teams of it: the first and the last."""
     teams: dict[tuple[int, ...], set[str]] = defaultdict(set)
-    for i in _inside(program.instructions):
+    for i in _paths(program):
         layout = program.types[i.reads[0]].layout if _is_transfer(i) else None
         if layout is not None:
             mesh, axis = layout.mesh, i.kwargs["axis"]
@@ -325,7 +316,7 @@ def _communications(program: HostProgram) -> tuple[Instruction, ...]:
 
     So the programs of many ranks are written out cheaply.
     """
-    every, root = [*_inside(program.instructions)], program.root
+    every, root = [*program.walk()], program.root
     posted = {root(n) for i in every if i.op in POSTS for n in i.reads}
 
     def bare(block: tuple[Instruction, ...]) -> Iterator[Instruction]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-
 import pytest
 from helpers.microbatches import added_up
-from helpers.mutants import broken, is_right
+from helpers.mutants import check_verdicts, loops
 
 import mdfuse as mf
 from mdfuse import hir
@@ -197,11 +194,4 @@ def test_faults_between_iterations(what: str) -> None:
 def test_broken_loops() -> None:
     """The verdict is the one on all iterations written out."""
     for seed, program in enumerate((hir.parse(APART), added_up(40, 8))):
-        code = program.instructions
-        loops = [n for n, i in enumerate(code) if i.op == "for" and len(i.body) > 4]
-        spoiled = [block for at in loops for block in broken(code, at)]
-        drawn = random.Random(seed).sample(spoiled, min(len(spoiled), 60))
-        programs = [replace(program, instructions=block) for block in drawn]
-        verdicts = [(is_right(p, False), is_right(p, True)) for p in programs]
-        assert all(a == b for a, b in verdicts)
-        assert len({*verdicts}) == 2
+        check_verdicts(program, loops(program), seed, 60)

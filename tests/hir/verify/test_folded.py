@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from helpers.microbatches import added_up
-from helpers.mutants import broken, is_right
+from helpers.mutants import check_verdicts, is_right, loops
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Shard, Stream
@@ -48,11 +46,4 @@ def test_faults_in_iterations(make: Callable[[int], HostProgram]) -> None:
     """The verdict is the one on all iterations written out."""
     program = make(5)
     assert is_right(program, False) and is_right(program, True)
-    code = program.instructions
-    loops = [n for n, i in enumerate(code) if i.op == "for" and len(i.body) > 4]
-    spoiled = [block for at in loops for block in broken(code, at)]
-    drawn = random.Random(0).sample(spoiled, min(len(spoiled), 50))
-    programs = [replace(program, instructions=block) for block in drawn]
-    verdicts = [(is_right(p, False), is_right(p, True)) for p in programs]
-    assert all(a == b for a, b in verdicts)
-    assert len({*verdicts}) == 2
+    check_verdicts(program, loops(program), 0, 50)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers.mutants import broken, is_right
+from helpers.mutants import check_verdicts
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Shard, Stream, hir
@@ -62,12 +60,7 @@ def test_faults(rows: int) -> None:
     program = ring(rows)
     code = program.instructions
     places = [*range(len(code)), *(n for n, i in enumerate(code) if len(i.body) > 4)]
-    spoiled = [block for at in places for block in broken(code, at)]
-    drawn = random.Random(rows).sample(spoiled, min(len(spoiled), 40))
-    programs = [replace(program, instructions=block) for block in drawn]
-    verdicts = [(is_right(p, False), is_right(p, True)) for p in programs]
-    assert all(a == b for a, b in verdicts)
-    assert len({*verdicts}) == 2
+    check_verdicts(program, places, rows, 40)
 
 
 CHUNKS = """
