@@ -23,6 +23,7 @@ from mdfuse.plan import compilation
 from mdfuse.plan.compilation import Made, Tally, complete
 from mdfuse.plan.context import Context, Step, label
 from mdfuse.plan.forms import Form
+from mdfuse.plan.inductor import AsTold, Function
 from mdfuse.plan.last_reads import freeing
 from mdfuse.plan.lengths import Lengths
 from mdfuse.plan.lines import Line, SlotRef, drop
@@ -150,7 +151,7 @@ class Fuser:
             for slot, new in dense.items()
         ]
         call = Line(
-            run=made.function or _not_compiled,
+            run=_not_compiled if made.function is None else _called(made, made.function),
             args=tuple(SlotRef(dense.get(slot, slot)) for slot in cut.takes),
             into=cut.makes or None,
             makes=sum(map(_nbytes, made.results)),
@@ -207,8 +208,8 @@ class Fuser:
         if function is None or why is not None:
             self.refuse(held.instruction, why or "", context)
             return held.steps
-        lines = held.step.lines
-        called = (replace(x, run=function) if x.run is _not_compiled else x for x in lines)
+        lines, run = held.step.lines, _called(held.made, function)
+        called = (replace(x, run=run) if x.run is _not_compiled else x for x in lines)
         return [replace(held.step, lines=tuple(called))]
 
     def told(self) -> Iterator[str]:
@@ -221,6 +222,11 @@ class Fuser:
             more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
             run = "runs" if len(names) == 1 else "run"
             yield f"{', '.join(names[:_TOLD])}{more}: {run} eagerly, {why}"
+
+
+def _called(made: Made, function: Function) -> AsTold:
+    """Return what a step calls; what comes behind it goes by the strides that are known."""
+    return AsTold(function, tuple(strides for _, strides, _, _ in made.results))
 
 
 def _not_compiled(*_: Any) -> Any:

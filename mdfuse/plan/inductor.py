@@ -6,7 +6,7 @@ import inspect
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -159,12 +159,47 @@ def compiled(found: Traced) -> Function:
             return standalone_compile(found.graph, arguments, dynamic_shapes="from_tracing_context")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AsTold:
+    """A compiled function whose results have the strides that tracing told.
+
+    On GPUs the compiler pads products where that is faster, and returns the part of them that
+    counts; its rows are then further apart than told, and whoever goes by addresses, as a post
+    does, would read the padding.
+
+    Attributes:
+        function: returns one tensor for each of `strides`.
+        strides: of each result; those of dims of one element mean nothing.
+    """
+
+    function: Function
+    strides: tuple[tuple[int, ...], ...]
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        found = self.function(*operands)
+        return [
+            x if x.stride() == own else _with_strides(x, own)
+            for x, own in zip(found, self.strides, strict=True)
+        ]
+
+
+def _with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return elements at these strides, copied where any lies elsewhere."""
+    pairs = zip(x.shape, x.stride(), strides, strict=True)
+    if x.numel() == 0 or all(n == 1 or is_ == own for n, is_, own in pairs):
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
 def emptying(function: Function) -> Function | None:
     """Return a compiled function as one that takes its operands in a list, which it empties.
 
     So it frees each of them behind its last use. Torch calls it so itself, beneath what takes
     operands one by one. None: it is no compiled function, or torch wraps it in another way.
     """
+    if isinstance(function, AsTold):
+        within = emptying(function.function)
+        return None if within is None else replace(function, function=within)
     inner = getattr(function, "_compiled_fn", None)
     while inspect.isfunction(inner) and inner.__code__.co_flags & inspect.CO_VARARGS:
         around = inspect.getclosurevars(inner).nonlocals

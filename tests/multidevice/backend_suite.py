@@ -17,6 +17,7 @@ import pytest
 import test_backend_c10d as kinds
 import test_bad_input_ranks as bad_input
 import test_compiled_ranks as compiled_ranks
+import test_host_instructions_ranks as host_instructions
 import test_host_programs_ranks as host_programs
 import test_reshards_ranks as reshards
 import test_two_stage_ranks as two_stage
@@ -67,6 +68,15 @@ def test_what_goes_between_pairs(comm: Any) -> None:
             kinds.test_scatter(comm, *scatter, dtype, count)
     teams = [(0, 1, 2, 3), (2, 0, 3, 1)]
     each(kinds.test_exchange, comm, ["Exchange", "SendRecv"], kinds.EXCHANGES, teams, MOVED)
+
+
+@two
+def test_groups_of_several_dtypes(comm: mf.Communicator) -> None:
+    each(
+        lambda comm, x: host_instructions.test_one_group_of_several_dtypes(x, comm),
+        comm,
+        host_instructions.MIXED,
+    )
 
 
 @four

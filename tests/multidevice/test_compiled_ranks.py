@@ -56,3 +56,28 @@ def test_ranks_compile_each_function_once(comm: mf.Communicator, compiler: Stand
     # what is compiled for a GPU names it
     copies = 2 if comm.device.type == "cuda" else 1
     assert len(began) == copies * tally.found and tally.found >= UNITS
+
+
+@pytest.mark.gpu
+@pytest.mark.world(2)
+def test_padded_products_are_posted_whole(comm: mf.Communicator) -> None:
+    """Where products are padded, as the compiler does where that is faster, rows lie apart."""
+    from torch._inductor import config
+
+    draw = torch.Generator().manual_seed(4)
+    x, up, down = (torch.randn(s, generator=draw).double() for s in ([4, 8], [8, 6], [6, 6]))
+    want = ((x.sin() * 0.5 + 1) @ up).exp() * 0.1 @ down
+    parts = x, up.chunk(2, 1)[comm.rank], down.chunk(2, 0)[comm.rank]
+    given = [t.float().contiguous().to(comm.device) for t in parts]
+    mesh = DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("odd") as fd:
+        a = fd.define_tensor([4, 8], mesh=mesh, layout={})
+        b = fd.define_tensor([8, 6], mesh=mesh, layout={"tp": Shard(1)})
+        c = fd.define_tensor([6, 6], mesh=mesh, layout={"tp": Shard(0)})
+        y = (((a.sin() * 0.5 + 1.0) @ b).exp() * 0.1) @ c
+        fd.add_output(fd.ops.set(y).on(mesh, {}))
+    with config.patch(force_shape_pad=True):
+        program = mf.compile(fd, options=Options(compile="always", overlap="never"))
+        for _ in range(3):
+            (got,) = program.run(*given)
+            torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-4)

@@ -159,8 +159,11 @@ def test_the_callers_stream_is_current_afterwards(comm: mf.Communicator) -> None
 # -- dtypes that travel --------------------------------------------------------------------------
 
 
+MIXED = [("f32", "i64"), ("bool", "f16"), ("bf16", "i16"), ("i8", "u8")]
+
+
 @pytest.mark.world(2)
-@pytest.mark.parametrize("dtypes", [("f32", "i64"), ("bool", "f16"), ("bf16", "i16"), ("i8", "u8")])
+@pytest.mark.parametrize("dtypes", MIXED)
 def test_one_group_of_several_dtypes(dtypes: tuple[str, str], comm: mf.Communicator) -> None:
     a, b = dtypes
     body = f"""

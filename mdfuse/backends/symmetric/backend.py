@@ -28,7 +28,7 @@ from mdfuse.backends.post_notes import PostLog, Track
 from mdfuse.backends.symmetric.cuda_sites import Site, Sited, Tellings, numbering
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, why_not
 from mdfuse.backends.symmetric.moves import Move, Shape, moves, pieces
-from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.symmetric.posts import Buffers, bytes_of
 from mdfuse.backends.symmetric.providers import PROVIDERS, Place, Posting, Team
 from mdfuse.backends.teams import new_teams, not_connected, team_key
 from mdfuse.backends.transfers import change, composer
@@ -258,12 +258,14 @@ class SymmetricPoster:
         buffers = (*srcs, *dsts)
         if not buffers:
             return DONE
-        first = buffers[0]
-        find = self._by_size.get(first.itemsize)
+        itemsize = buffers[0].itemsize
+        if any(x.itemsize != itemsize for x in buffers):  # a group of sends and receives may mix
+            srcs, dsts, itemsize = bytes_of(srcs), bytes_of(dsts), 1
+        find = self._by_size.get(itemsize)
         if find is None:
-            make = partial(self._bound, first.itemsize)
+            make = partial(self._bound, itemsize)
             small = SMALL_BYTES
-            find = self._by_size[first.itemsize] = composer(self.call, make, small, is_open=True)
+            find = self._by_size[itemsize] = composer(self.call, make, small, is_open=True)
         return find(srcs, dsts)(srcs, dsts)
 
     def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:

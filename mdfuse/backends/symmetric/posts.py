@@ -54,3 +54,8 @@ class Buffers:
         """Return the address of a piece's `start`-th byte."""
         found = self._flat[piece.side][piece.index]
         return found.data_ptr() + piece.start * found.itemsize + start
+
+
+def bytes_of(buffers: Sequence[Tensor]) -> list[Tensor]:
+    """Return dense buffers as their bytes, in memory order."""
+    return [flat(x).view(torch.uint8) for x in buffers]
