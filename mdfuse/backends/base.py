@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.kinds import CARRIED
+from mdfuse.layouts.kinds import CARRIED, POINT_TO_POINT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,15 @@ def check_call(call: Call, is_prepared: bool) -> None:
             f"{call.kind} on team {call.team}, which rank {call.rank} has not prepared",
             because="teams are made before programs run, in one order on all ranks",
             hint="pass the team to prepare() on each of its members first",
+        )
+
+
+def check_dtypes(call: Call, buffers: Sequence[Tensor]) -> None:
+    """Raise CommunicationError unless buffers have one dtype, where a call asks for one."""
+    if call.kind not in POINT_TO_POINT and len({x.dtype for x in buffers}) > 1:
+        raise CommunicationError(
+            f"{call.kind} on team {call.team}: dtypes {', '.join(str(x.dtype) for x in buffers)}",
+            because="the buffers of a communication have one dtype",
         )
 
 

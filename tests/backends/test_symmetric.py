@@ -34,7 +34,7 @@ from mdfuse.backends.symmetric.moves import TURNS, Put, Shape, Show, Take, kind_
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.teams import team_key
 from mdfuse.backends.work import DONE
-from mdfuse.errors import BackendError
+from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.backend_rows import why_not
 from mdfuse.torch_private import HashStore, PrefixStore
@@ -530,6 +530,24 @@ def test_waits_in_any_order(pair: tuple[SymmetricBackend, SymmetricBackend]) -> 
     for turn in range(3):
         for rank in (0, 1):
             assert torch.equal(got[turn][rank], torch.cat(sources[turn]))
+
+
+def test_several_dtypes(pair: tuple[SymmetricBackend, SymmetricBackend]) -> None:
+    """A group of sends and receives carries all bytes of each buffer; a sum has one dtype."""
+    sent = [[drawn(r, 3), drawn(r, 40_000).double(), torch.tensor([r == 0])] for r in (0, 1)]
+    got = [[torch.full_like(x, 1) for x in sent[1 - r]] for r in (0, 1)]
+
+    def run(rank: int) -> None:
+        peers = (1 - rank,) * 3
+        call = Call(kind="Exchange", team=(0, 1), rank=rank, sends=peers, recvs=peers)
+        pair[rank].bind(call)(sent[rank], got[rank]).wait()
+
+    assert joined(partial(run, 0), partial(run, 1)) == [None, None]
+    for rank in (0, 1):
+        assert all(map(torch.equal, got[rank], sent[1 - rank]))
+    call = Call(kind="Allreduce", team=(0, 1), rank=0, reduce_op="sum")
+    with pytest.raises(CommunicationError, match="Allreduce on team \\(0, 1\\): dtypes"):
+        pair[0].bind(call)([torch.ones(3)], [torch.ones(3).double()])
 
 
 def test_a_rank_that_does_not_come_is_named(

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.algorithms import Piece
-from mdfuse.backends.base import Buffer, Prepared, root_index
+from mdfuse.backends.base import Buffer, Prepared, check_dtypes, root_index
 from mdfuse.backends.post_notes import PostInfo
 from mdfuse.backends.transfers import composer, in_one_step
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.kinds import CARRIED, KINDS, POINT_TO_POINT, REDUCING, blocks_of, by_kind
+from mdfuse.layouts.kinds import CARRIED, KINDS, REDUCING, blocks_of, by_kind
 from mdfuse.layouts.reduction import check_reduction
 
 #: ncclDataType_t (nccl.h). Other dtypes travel as bytes.
@@ -124,11 +124,7 @@ def _check(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> None:
                 because="a communication sees an address and a count, so its buffers are dense",
                 hint="make it contiguous before the post",
             )
-    if call.kind not in POINT_TO_POINT and len({x.dtype for x in buffers}) > 1:
-        raise CommunicationError(
-            f"{call.kind} on team {call.team}: dtypes {', '.join(str(x.dtype) for x in buffers)}",
-            because="the buffers of a communication have one dtype",
-        )
+    check_dtypes(call, buffers)
     _check_sizes(call, srcs, dsts)
 
 

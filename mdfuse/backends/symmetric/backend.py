@@ -22,6 +22,7 @@ from mdfuse.backends.base import (
     PostSite,
     Work,
     check_call,
+    check_dtypes,
     check_usable,
 )
 from mdfuse.backends.post_notes import PostLog, Track
@@ -260,6 +261,7 @@ class SymmetricPoster:
             return DONE
         itemsize = buffers[0].itemsize
         if any(x.itemsize != itemsize for x in buffers):  # a group of sends and receives may mix
+            check_dtypes(self.call, buffers)
             srcs, dsts, itemsize = bytes_of(srcs), bytes_of(dsts), 1
         find = self._by_size.get(itemsize)
         if find is None:
