@@ -21,8 +21,9 @@ from mdfuse.passes.segmentation import Section, ShouldMerge
 from mdfuse.seeing.costs import H100, Costs
 from mdfuse.seeing.memory import memory_of
 from mdfuse.seeing.named_tables import HERE, here, named
+from mdfuse.seeing.rank_classes import rank_classes
 from mdfuse.seeing.report.numbers import size_text
-from mdfuse.seeing.timeline import timeline
+from mdfuse.seeing.timeline import on_ranks
 
 #: Of forms whose times are within this of the best one, that with the fewest chunks is taken.
 _ALIKE = 0.01
@@ -138,7 +139,7 @@ class _Chooser:
         """Return a whole program with room for what is received ahead; 0: what options say."""
         ahead = replace(self.options, prefetch_bytes=room or self.options.prefetch_bytes)
         lowered = fusion, *hir_lowering.lower_prepared(fusion, self.should_merge, ahead)
-        return Timed(lowered, timeline(lowered[-1], self.costs).seconds, room)
+        return Timed(lowered, _seconds(lowered[-1], self.costs), room)
 
     def choice(self, window: Window) -> Choice:
         fusion = overlap.alone(self.fusion, window)
@@ -151,8 +152,8 @@ class _Chooser:
         if not forms:
             return Choice(window, None, 0.0, {}, (0, 0))
         plain, *hosts = (self.lowered(x)[1] for x in (fusion, *forms.values()))
-        seconds = timeline(plain, self.costs).seconds
-        times = {f: timeline(x, self.costs).seconds for f, x in zip(forms, hosts, strict=True)}
+        seconds = _seconds(plain, self.costs)
+        times = {f: _seconds(x, self.costs) for f, x in zip(forms, hosts, strict=True)}
         form = choose(seconds, times, self.error)
         told = form or min(times, key=times.__getitem__)
         in_chunks = dict(zip(forms, hosts, strict=True))[told]
@@ -202,7 +203,7 @@ def find(
     place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
     in_order = sorted(choices, key=lambda c: place[c.window.values[0]])
     told += [str(c) for c in in_order] or _nothing(fusion)
-    before = Timed(lowered, timeline(plain, costs).seconds)
+    before = Timed(lowered, _seconds(plain, costs))
     found = _ahead(chooser, before)
     streamed = _streamed(fusion, {c.window: c.form for c in choices if c.form is not None})
     if streamed is not fusion:
@@ -248,6 +249,11 @@ def _ahead(chooser: _Chooser, plain: Timed) -> Timed:
     least = min(x.seconds for x in found)
     enough = min(least * (1 + _ALIKE), plain.seconds * (1 - chooser.error))
     return next((x for x in found if x.seconds <= enough and x.seconds < plain.seconds), plain)
+
+
+def _seconds(host: HostProgram, costs: Costs) -> float:
+    """Return what a run takes; ranks of a ring are looked at once, since there are many forms."""
+    return on_ranks(host, costs, rank_classes(host, are_rings_alike=True)).seconds
 
 
 def _staging(host: HostProgram) -> int:

@@ -7,13 +7,15 @@ no index of the program tells them apart.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from mdfuse.communication import Communication
-from mdfuse.extents.expressions import Term, terms
-from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.extents.expressions import Calc, Term, terms
+from mdfuse.hir.instructions import TRANSFERS
+from mdfuse.hir.program import BufferType, HostProgram
 from mdfuse.layouts.kinds import KINDS
 from mdfuse.layouts.layout import Layout
 
@@ -36,16 +38,21 @@ class Classes:
         return tuple(m[0] for m in self.members)
 
 
-def rank_classes(program: HostProgram) -> Classes:
+def rank_classes(program: HostProgram, *, are_rings_alike: bool = False) -> Classes:
     """Return the classes of the ranks of a program, which is for all ranks.
 
     Ranks that are in no mesh are left out.
+
+    Args:
+        program: whose ranks.
+        are_rings_alike: the ranks of a ring whose chunks have one size are told apart by nothing
+            but where each begins. They run alike, but at each moment each has another chunk.
     """
     ranks = sorted({r for mesh in program.meshes for r in mesh})
     if program.rank is not None or not ranks:
         rank = program.rank or 0
         return Classes(((rank,),), {rank: rank})
-    told = _Told(program)
+    told = _Told(program, are_rings_alike)
     numbers = _numbered(ranks, [told.key(r) for r in ranks])
     while True:
         among = _Among(told.communications, numbers)
@@ -70,12 +77,13 @@ def _numbered(ranks: Sequence[int], keys: Sequence[Hashable]) -> dict[int, int]:
 class _Told:
     """What tells the ranks of a program apart, each thing once."""
 
-    def __init__(self, program: HostProgram) -> None:
+    def __init__(self, program: HostProgram, are_rings_alike: bool) -> None:
         self.program = program
         kinds = (k for k in program.types.values() if k.layout is not None)
         self.kinds: list[BufferType] = [*dict.fromkeys(kinds)]
         self.communications = [*dict.fromkeys(program.communications)]
-        found = [*_terms(program, self.kinds, self.communications)]
+        turned = _turned(program) if are_rings_alike else {}
+        found = [*_terms(program, self.kinds, self.communications, turned)]
         self.by_rank = any(t.kind == "rank" for t in found)
         self.axes = sorted({t.name for t in found if t.kind == "coord"})
         self.axes += sorted({a for c in self.communications if _turns(c) for a in c.axes})
@@ -123,23 +131,67 @@ def _turns(c: Communication) -> bool:
     return KINDS[c.kind].has_root and any(not isinstance(s.index, int | None) for s in chunks)
 
 
+def _turned(program: HostProgram) -> dict[str, int]:
+    """Return the axes that have one extent in all meshes of a program, and which."""
+    sizes: dict[str, set[int]] = {}
+    for mesh in program.meshes:
+        for axis in mesh.axes:
+            sizes.setdefault(axis, set()).add(mesh.axis_size(axis))
+    return {axis: found.pop() for axis, found in sizes.items() if len(found) == 1}
+
+
 def _terms(
-    program: HostProgram, kinds: Sequence[BufferType], communications: Sequence[Communication]
+    program: HostProgram,
+    kinds: Sequence[BufferType],
+    communications: Sequence[Communication],
+    turned: Mapping[str, int],
 ) -> Iterator[Term]:
-    """Yield the terms in the index expressions of a program."""
+    """Yield the terms in the index expressions of a program that tell ranks apart.
+
+    `turned` has the axes, and their extents, along which the place in a ring does not.
+    """
     for i in program.walk():
-        for index in _indices(i):
+        ring = {a: n for a, n in turned.items() if i.op in TRANSFERS and a == i.kwargs.get("axis")}
+        for index in i.inputs:
             yield from terms(index)
-    layouts: list[Layout] = [k.layout for k in kinds if k.layout is not None]
-    layouts += [x for c in communications for x in (c.source, c.destination)]
-    for layout in layouts:
-        if layout.stream is not None:
+        for name, x in i.attrs:
+            yield from _apart(x, ring if name in ("to", "from") else {})
+    pairs = [(k.layout, k.shape) for k in kinds if k.layout is not None]
+    pairs += [(x, c.shape) for c in communications for x in (c.source, c.destination)]
+    for layout, shape in pairs:
+        if layout.stream is not None and not (turned and _is_even(layout, shape)):
             yield from terms(layout.stream.index)
 
 
-def _indices(i: Instruction) -> Iterator[Any]:
-    yield from i.indices
-    yield from (v for _, v in i.attrs)
+def _apart(index: Any, turned: Mapping[str, int]) -> Iterator[Term]:
+    """Yield the terms of an expression, but for coordinates that are added up around a ring."""
+    if not turned or not isinstance(index, Calc):
+        yield from terms(index)
+        return
+    for side in (index.left, index.right):
+        for x in _addends(side) if index.op == "mod" and side is index.left else (side,):
+            is_turn = index.op == "mod" and isinstance(x, Term) and x.kind == "coord"
+            if not is_turn or turned.get(x.name) != index.right:
+                yield from _apart(x, turned)
+
+
+def _addends(index: Any) -> Iterator[Any]:
+    """Yield what an expression adds up, or takes away."""
+    if isinstance(index, Calc) and index.op in ("+", "-"):
+        yield from _addends(index.left)
+        yield from _addends(index.right)
+    else:
+        yield index
+
+
+def _is_even(layout: Layout, shape: Sequence[Any]) -> bool:
+    """Return whether all chunks of all ranks have one size."""
+    stream = layout.stream
+    if stream is None or not isinstance(stream.chunks, int) or not 0 <= stream.dim < len(shape):
+        return False
+    extent, axes = shape[stream.dim], layout.split_axes(stream.dim)
+    parts = stream.chunks * prod(layout.mesh.axis_size(a) for a in axes)
+    return isinstance(extent, int) and extent % parts == 0 and stream.dim not in layout.blocked
 
 
 class _Among:

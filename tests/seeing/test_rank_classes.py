@@ -7,7 +7,9 @@ from helpers.example_files import example
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
+from mdfuse.seeing.costs import H100
 from mdfuse.seeing.rank_classes import rank_classes
+from mdfuse.seeing.timeline import on_ranks, timeline
 
 
 def split(rows: int, mesh: DeviceMesh) -> hir.HostProgram:
@@ -77,3 +79,50 @@ def test_a_thousand_ranks_are_one_class() -> None:
 def test_one_ranks_program_is_its_own() -> None:
     local = split(4, DeviceMesh.arange(tp=2)).project(1)
     assert rank_classes(local).members == ((1,),)
+
+
+RING = """
+host @ring on mesh(dp=3, tp=2) {
+  input %x: f32[ROWS] of [SIZE] (dp=R, tp=S0)
+  %y: f32[SIZE] of [SIZE] (dp=R, tp=R) = alloc
+  for %i in 0..2 {
+    %y.i: f32[ROWS] of [SIZE] (dp=R, tp=R, chunk(0,2,(%i + coord(tp)) mod 2)) = chunk(%y)
+    group_start
+    %c0 = send(%x, to=(coord(tp) - %i) mod 2, axis=tp)
+    %c1 = recv(%y.i, from=(coord(tp) + %i) mod 2, axis=tp)
+    group_end
+    wait %c0
+    wait %c1
+  }
+  return %y
+}"""
+
+
+def test_ranks_of_an_even_ring_run_alike_but_for_where_they_begin() -> None:
+    even = hir.parse(RING.replace("ROWS", "2").replace("SIZE", "4"))
+    assert rank_classes(even).members == ((0, 2, 4), (1, 3, 5))
+    assert rank_classes(even, are_rings_alike=True).members == ((0, 1, 2, 3, 4, 5),)
+    uneven = hir.parse(RING.replace("ROWS", "2").replace("SIZE", "3"))
+    assert rank_classes(uneven, are_rings_alike=True) == rank_classes(uneven)
+    first = RING.replace("(coord(tp) - %i) mod 2", "coord(tp)").replace(
+        "(coord(tp) + %i) mod 2, axis", "coord(tp), axis"
+    )
+    own = hir.parse(first.replace("ROWS", "2").replace("SIZE", "4"))
+    assert rank_classes(own, are_rings_alike=True) == rank_classes(own)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_ring_takes_as_long_as_each_of_its_ranks(ranks: int) -> None:
+    """Also where it sums up what it multiplies, and passes that on."""
+    mesh = DeviceMesh.arange(tp=ranks)
+    with mf.FusionDefinition("rings") as fd:
+        x = fd.define_tensor([4096, 8192], mesh=mesh, layout={"tp": Shard(0)})
+        w1 = fd.define_tensor([8192, 8192], mesh=mesh, layout={"tp": Shard(1)})
+        w2 = fd.define_tensor([8192, 8192], mesh=mesh, layout={"tp": Shard(0)})
+        ring = mf.Stream(0, 2 * ranks, rotate="tp")
+        h = (x * 0.5 @ w1).on(mesh, {"tp": Shard(1)}, stream=ring)
+        fd.add_output(fd.ops.set(h.relu() @ w2).on(mesh, {"tp": Shard(0)}))
+    host = mf.compile(fd, mf.Options(overlap="auto", costs="h100")).host
+    alike = rank_classes(host, are_rings_alike=True)
+    assert len(alike.members) == 1 and len(rank_classes(host).members) == ranks
+    assert on_ranks(host, H100, alike).seconds == timeline(host, H100).seconds
