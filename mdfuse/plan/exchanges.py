@@ -20,7 +20,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import received
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.projection import transfer_team
-from mdfuse.hir.storage import storage
+from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.call import Call
 from mdfuse.plan.context import Context, Step, base_name, label
@@ -91,8 +91,8 @@ class Exchanges:
         slot = self.context.slot
         ends = [_End(i, self.peer(i, team), slot(i.reads[0]), slot(i.outputs[0])) for i in members]
         pairs, kept, dropped = self.to_oneself([e for e in ends if e.peer == self.context.rank])
-        names = {e.buffer: e.i.reads[0] for e in ends}
-        alike = [(a, b) for a, b in pairs if a in names and self.stands_for(names[a], names[b])]
+        found = {e.buffer: e.i for e in ends}
+        alike = [(a, b) for a, b in pairs if a in found and self.stands_for(found[a], found[b])]
         pairs = [pair for pair in pairs if pair not in alike]
         away = [e for e in ends if e.peer != self.context.rank]
         sends, recvs = ([e for e in away if e.i.op == op] for op in ("send", "recv"))
@@ -128,16 +128,16 @@ class Exchanges:
     def buffers(self) -> _Buffers:
         return _Buffers(self.context.program, self.context.updated)
 
-    def stands_for(self, source: str, into: str) -> bool:
+    def stands_for(self, send: Instruction, recv: Instruction) -> bool:
         """Return whether a buffer that gets this rank's own part may be what was sent itself."""
-        context = self.context
+        context, (source,), (into,) = self.context, send.reads, recv.reads
         sent, received = context.fact(source), context.fact(into)
         is_known = sent is not None and received is not None and into not in context.given
         if context.one_stream or not is_known or context.expanded.get(source):
             return False
         assert sent is not None and received is not None
         lie_alike = (sent.shape, sent.stride()) == (received.shape, received.stride())
-        return lie_alike and self.buffers.is_kept(source) and self.buffers.is_read_only(into)
+        return lie_alike and self.buffers.is_kept(send) and self.buffers.is_read_only(into)
 
     def call(
         self, team: tuple[int, ...], sends: Sequence[_End], recvs: Sequence[_End]
@@ -235,10 +235,25 @@ class _Buffers:
         self.filled = Counter(x for i in program.walk() for x in received(i))
         self.seen = Counter(self.shared.get(n, n) for n in self.shared)
         self.changed = {self.shared.get(n, n) for n in updated} | {*program.written_inputs}
+        #: memory -> where it is written last; handle of a send -> where that stands
+        self.written: dict[str, int] = {}
+        self.sent: dict[str, int] = {}
+        for at, i in enumerate(program.instructions):
+            if i.op == "send":
+                self.sent[i.outputs[0]] = at
+            for j in i.walk():
+                names = j.outputs if j.op != "alloc" and shared_operand(j) is None else ()
+                for name in (*names, *received(j)):
+                    self.written[self.shared.get(name, name)] = at
 
-    def is_kept(self, name: str) -> bool:
-        """Return whether nothing writes into the memory of a name while it has a value."""
-        return self.shared.get(name, name) not in self.changed
+    def is_kept(self, send: Instruction) -> bool:
+        """Return whether nothing writes into the memory of what is sent while it has a value.
+
+        Or it does so piece by piece, and only before.
+        """
+        memory = self.shared.get(send.reads[0], send.reads[0])
+        is_over = self.written.get(memory, -1) < self.sent[send.outputs[0]]
+        return memory not in self.changed or (is_over and memory not in self.ends)
 
     def is_read_only(self, name: str) -> bool:
         """Return whether one receive fills a buffer, which otherwise is read under its own name."""
