@@ -8,7 +8,6 @@ writes into either of them. So a ring's first turn begins at once.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,10 +16,9 @@ from torch import Tensor
 
 from mdfuse.backends.base import Poster, Work
 from mdfuse.errors import ProgramError
-from mdfuse.hir.instructions import received
-from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.own_parts import OwnParts
+from mdfuse.hir.program import Instruction
 from mdfuse.hir.projection import transfer_team
-from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.call import Call
 from mdfuse.plan.context import Context, Step, base_name, label
@@ -125,8 +123,8 @@ class Exchanges:
         return [*kept, *(_same(*pair) for pair in alike), step, *dropped]
 
     @cached_property
-    def buffers(self) -> _Buffers:
-        return _Buffers(self.context.program, self.context.updated)
+    def buffers(self) -> OwnParts:
+        return OwnParts(self.context.program, self.context.updated)
 
     def stands_for(self, send: Instruction, recv: Instruction) -> bool:
         """Return whether a buffer that gets this rank's own part may be what was sent itself."""
@@ -224,41 +222,6 @@ class Exchanges:
                 where=context.where(i),
                 because="a send and its receive have one size and one dtype",
             )
-
-
-class _Buffers:
-    """What a written-out program does with its buffers."""
-
-    def __init__(self, program: HostProgram, updated: frozenset[str]) -> None:
-        self.shared, self.ends = storage(program), {*program.inputs, *program.outputs}
-        self.made = Counter(n for i in program.walk() for n in i.outputs)
-        self.filled = Counter(x for i in program.walk() for x in received(i))
-        self.seen = Counter(self.shared.get(n, n) for n in self.shared)
-        self.changed = {self.shared.get(n, n) for n in updated} | {*program.written_inputs}
-        #: memory -> where it is written last; handle of a send -> where that stands
-        self.written: dict[str, int] = {}
-        self.sent: dict[str, int] = {}
-        for at, i in enumerate(program.instructions):
-            if i.op == "send":
-                self.sent[i.outputs[0]] = at
-            for j in i.walk():
-                names = j.outputs if j.op != "alloc" and shared_operand(j) is None else ()
-                for name in (*names, *received(j)):
-                    self.written[self.shared.get(name, name)] = at
-
-    def is_kept(self, send: Instruction) -> bool:
-        """Return whether nothing writes into the memory of what is sent while it has a value.
-
-        Or it does so piece by piece, and only before.
-        """
-        memory = self.shared.get(send.reads[0], send.reads[0])
-        is_over = self.written.get(memory, -1) < self.sent[send.outputs[0]]
-        return memory not in self.changed or (is_over and memory not in self.ends)
-
-    def is_read_only(self, name: str) -> bool:
-        """Return whether one receive fills a buffer, which otherwise is read under its own name."""
-        once = self.made[name] == self.filled[name] == self.seen[name] == 1
-        return once and name not in self.ends and self.shared.get(name, name) == name
 
 
 def _same(source: int, into: int) -> Step:
