@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.hir.instructions import COMMUNICATIONS, PURE_VIEWS
 from mdfuse.hir.passes.place_symmetric import SYMMETRIC
 from mdfuse.hir.program import HostProgram, Instruction
@@ -88,8 +89,10 @@ class _Walk:
         self.streams: list[Instruction | None] = []
         current: Instruction | None = None
         for n, i in enumerate(self.code):
-            caller = replace(i, op="set_stream", inputs=i.outputs, outputs=())
-            current = {"set_stream": i, "get_stream": caller}.get(i.op, current)
+            if i.op == "get_stream":  # the caller's, by the name that the program gives it
+                current = replace(i, op="set_stream", inputs=i.outputs, outputs=())
+            elif i.op == "set_stream":
+                current = i
             self.streams.append(current)
             for memory in dict.fromkeys(map(self.memory, (*i.reads, *i.outputs))):
                 self.uses[memory].append(n)
@@ -130,9 +133,9 @@ class _Walk:
         bound = [self.bound(sent, ("chunk",), at), self.bound(got, ("alloc", "chunk"), at)]
         if None in bound or not self.is_placed(sent) or not self.is_even(sent):
             return None
-        uses = [n for n in self.uses[self.memory(sent)] if n < at and self.is_work(n)]
-        to = max((n for n in uses if self.touches(n, sent)), default=-1)
-        if to < since or uses[-1] == to or not self.is_fresh(got, to, at):
+        written = self.written(self.memory(sent), at)
+        to = max((n for n in written if self.touches(self.code[n].outputs, sent)), default=-1)
+        if to < since or written[-1] == to or not self.is_fresh(got, to, at):
             return None
         here, there = self.streams[to], self.streams[at]
         if here is None or there is None or here == there:
@@ -166,7 +169,8 @@ class _Walk:
         stream = layout.stream
         for dim, rows in enumerate(kind.shape):
             parts = math.prod(layout.mesh.axis_size(a) for a in layout.split_axes(dim))
-            if rows % (parts * (stream.count if dim == stream.dim else 1)):
+            parts *= stream.count if dim == stream.dim else 1
+            if parts > 1 and (is_symbolic(rows) or rows % parts):
                 return False
         return isinstance(stream.chunks, int)
 
@@ -179,18 +183,21 @@ class _Walk:
         return (
             is_there
             and self.streams[uses[0]] == self.streams[to]
-            and not any(self.touches(n, got) for n in uses if self.code[n].op not in _BINDS)
+            and not any(
+                self.touches(self.names(n), got) for n in uses if self.code[n].op not in _BINDS
+            )
         )
 
-    def is_work(self, at: int) -> bool:
-        """Tell whether an instruction writes elements."""
-        i = self.code[at]
-        return bool(i.outputs) and i.op not in ("alloc", *COMMUNICATIONS, *PURE_VIEWS)
+    def written(self, memory: str, before: int) -> list[int]:
+        """Return where elements of a memory are written, before a place."""
+        skipped = ("alloc", *COMMUNICATIONS, *PURE_VIEWS)
+        uses = (n for n in self.uses[memory] if n < before and self.code[n].op not in skipped)
+        return [n for n in uses if any(self.memory(x) == memory for x in self.code[n].outputs)]
 
-    def touches(self, at: int, name: str) -> bool:
-        """Tell whether an instruction may use elements that a name stands for."""
+    def touches(self, names: Iterable[str], name: str) -> bool:
+        """Tell whether one of some names may stand for elements that a name stands for."""
         memory = self.memory(name)
-        return any(self.memory(x) == memory and self.meet(x, name) for x in self.names(at))
+        return any(self.memory(x) == memory and self.meet(x, name) for x in names)
 
     def meet(self, a: str, b: str) -> bool:
         """Tell whether two names of one memory, each all of it or a chunk, may share elements."""
