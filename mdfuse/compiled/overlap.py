@@ -100,7 +100,7 @@ def choose(plain: float, times: Mapping[Form, float], error: float = 0.0) -> For
 
     >>> two, eight = Form((0,), 2), Form((0,), 8)
     >>> choose(10.0, {two: 7.0, eight: 6.0}), choose(10.0, {two: 6.02, eight: 6.0}).chunks
-    (Form(dims=(0,), chunks=8, rotate=None), 2)
+    (Form(dims=(0,), chunks=8, rotate=None, before=1), 2)
     >>> choose(10.0, {two: 9.0}, error=0.15), choose(10.0, {two: 10.0})
     (None, None)
     """
