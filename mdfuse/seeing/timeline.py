@@ -19,11 +19,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.instructions import TRANSFERS
+from mdfuse.hir.own_parts import uncopied
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
 from mdfuse.seeing.amounts import buffer_bytes
@@ -264,6 +266,10 @@ class _Rank:
     #: axes -> the teams of this rank along them, in the order of their first posts
     links: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
 
+    @cached_property
+    def uncopied(self) -> frozenset[str]:
+        return uncopied(self.program)
+
     @property
     def rank(self) -> int:
         assert self.program.rank is not None
@@ -365,7 +371,9 @@ class _Rank:
         costs = self.clock.costs
         link = costs.link("SendRecv", where, backend=i.kwargs.get("backend"))
         seconds = link.seconds(size)
-        if peer == self.rank:  # its own part, which only moves in memory
+        if peer == self.rank and i.outputs[0] in self.uncopied:
+            seconds = 0.0
+        elif peer == self.rank:  # its own part, which only moves in memory
             seconds = costs.copy_seconds(size, dtype_name(self.program.types[i.reads[0]].dtype))
         return self._side(i, i.op, peer, is_send, size, seconds, link.slows)
 
