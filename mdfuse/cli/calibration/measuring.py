@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.cli.calibration import cold
 from mdfuse.cli.calibration.scales import Scale
 from mdfuse.cli.calibration.subjects import (
     BETWEEN,
@@ -38,6 +39,7 @@ from mdfuse.interpreter.garbage import collected
 from mdfuse.ir.graph import dtype_name
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
+from mdfuse.seeing.caches import Caches
 from mdfuse.seeing.costs import MOST_SLOWED, Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
 
@@ -201,10 +203,13 @@ class Measurements:
             if subject.local:
                 mine = subject.program.project(0)
                 seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)
-            self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
+            known = self.times.setdefault((subject.table, subject.key), {})
+            known[subject.at] = min(seconds, known.get(subject.at, seconds))
             advance()
         self._take_slows(advance)
         self.times["run", "switch"] = {1: self._switch()}
+        if self.scale.core:
+            self._take_caches()
         self._share()
 
     def _once(self, subject: Subject, call: Call) -> float:
@@ -239,6 +244,20 @@ class Measurements:
     def _beside(self, way: Way, size: int | None, has_product: bool = True) -> float:
         program = beside(self.scale, way, size, has_product)
         return seconds_of(self.comm, self._run_of(program, way.options), 1)
+
+    def _take_caches(self) -> None:
+        """Measure what work takes more where caches do not hold what it reads."""
+        start = time.perf_counter()
+        run_s, switch_s = (self.times["run", name][1] for name in ("run", "switch"))
+
+        def seconds(host: HostProgram) -> float:
+            return seconds_of(self.comm, self._run_of(host, OPTIONS), 2, own_clock())
+
+        found = cold.caches(self.scale, self.comm.size, seconds, run_s, switch_s)
+        for kind, more in found.returns.items():
+            self.times["returns", kind] = {1: more}
+        self.times["stale", "stale"] = {1: found.stale_s}
+        self.told(f"what caches do not hold: {time.perf_counter() - start:.1f} s")
 
     def _run(self) -> float:
         """Return what a run takes besides its work: what is left when it does nothing.
@@ -282,7 +301,8 @@ class Measurements:
         return self.scale.rows[-1], n, n
 
     def _subjects(self) -> Iterator[Subject]:
-        for name, some in subjects(self.scale, self.comm.size, self.backends).items():
+        found = subjects(self.scale, self.comm.size, self.backends)
+        for name, some in [*found.items()] * self.scale.passes:
             start = time.perf_counter()
             yield from some()
             self._share()
@@ -326,7 +346,7 @@ class Measurements:
     def costs(self) -> Costs:
         """The table of what was measured so far."""
         by: dict[str, dict[str, dict[Any, float]]] = {}
-        tables = ("works", "products", "attentions", "links", "run", "slows")
+        tables = ("works", "products", "attentions", "links", "run", "slows", "returns", "stale")
         by |= {table: {} for table in tables}
         for (table, key), points in self.times.items():
             by[table][key] = {at: max(seconds, 1e-9) for at, seconds in points.items()}
@@ -350,7 +370,18 @@ class Measurements:
             multiprocessors=self.scale.multiprocessors,
             bandwidth=_bandwidth(works),
             is_fused=self.comm.device.type == "cuda",
+            caches=self._caches,
         )
+
+    @property
+    def _caches(self) -> Caches | None:
+        stale = self.times.get(("stale", "stale"))
+        if stale is None:
+            return None
+        rows = self.times.items()
+        returns = {key: points[1] for (table, key), points in rows if table == "returns"}
+        core, shared = self.scale.core, self.scale.cache
+        return Caches(core=core, returns=returns, shared=shared, stale_s=stale[1])
 
     def _slows(self, key: str) -> float:
         return self.times.get(("slows", key), {}).get(1, 0.0)

@@ -24,7 +24,7 @@ from mdfuse.seeing.cost_tables import machine_of, parsed
 #: So little that it takes seconds.
 TINY = replace(
     CPU, run_s=1e-5, sizes=(1 << 12, 1 << 14), rows=(4, 8), features=(16, 32), lengths=(8,),
-    messages=(1 << 10,),
+    messages=(1 << 10,), core=1 << 12, cache=1 << 14,
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def tiny(comm: mf.Communicator, scale: Scale | None = None) -> command.CostTable
 
 def like_a_gpu(comm: mf.Communicator, scale: Scale | None = None) -> command.CostTable:
     """With attention by blocks, of which a sequence of 8 has one, and what a GPU has compiled."""
-    return calibrated(comm, replace(TINY, multiprocessors=2, compiled=(1 << 12, 1 << 14)))
+    return calibrated(comm, replace(TINY, multiprocessors=2, core=0, compiled=(1 << 12, 1 << 14)))
 
 
 @pytest.mark.usefixtures("unjoined")
@@ -53,6 +53,7 @@ def test_attention_by_blocks_and_what_is_compiled(
     axes = (1.0, 2.0, 3.0, 4.0, 5.0, 8.0), (8.0,), (32.0, 64.0, 128.0)
     assert {grid.axes for grid in costs.attentions.values()} == {axes}
     assert not any(key.startswith("attention") for key in costs.works)
+    assert costs.caches is None, "of a processor"
     assert [size for size, _ in costs.works["compiled across f32"].points] == [6144, 24576]
 
 
@@ -76,6 +77,8 @@ def test_a_table_has_everything_that_was_measured(
     assert heads | {f"{name} causal" for name in heads} <= costs.works.keys()
     assert costs.products.keys() == {"linear f32", "matmul f32"}
     assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
+    assert costs.caches is not None and costs.caches.core == 1 << 12
+    assert costs.caches.returns.keys() >= {"gelu", "linear", "scaled_dot_product_attention", "*"}
     assert costs.run_s >= 0 and costs.posting_s <= 1e-9, "one rank communicates with nobody"
     assert table.ranks == 1 and len(table.held_out) == 11 and not costs.is_fused
     assert table.machine == machine_of(mf.init().device, "gloo")
