@@ -28,6 +28,12 @@ _ROWS, _COLUMNS = 32, 512
 #: Heads of attention on as many elements, and features of one.
 _HEADS, _HEAD = 8, 64
 
+#: How often each is looked at, in turns with what is taken off; the median counts.
+_LOOKS = 3
+
+#: Tells what a run takes, in seconds.
+Timer = Callable[[], float]
+
 #: Kinds of work: those with curves of their own, products, attention.
 KINDS = (*WORKS, "linear", "scaled_dot_product_attention")
 
@@ -39,14 +45,18 @@ _MORE = 8
 
 
 def caches(
-    scale: Scale, ranks: int, seconds: Callable[[HostProgram], float], run_s: float, switch_s: float
+    scale: Scale,
+    ranks: int,
+    prepared: Callable[[HostProgram], Timer],
+    run_s: float,
+    switch_s: float,
 ) -> Caches:
     """Return what was measured, on a processor; all ranks call it.
 
     Args:
         scale: what is measured.
         ranks: how many there are.
-        seconds: runs a program on them, again and again, and tells what one run takes.
+        prepared: what tells, each time anew, what a run of a program takes on them.
         run_s: what a run takes besides its work.
         switch_s: what work takes more behind other work, with everything in the caches.
     """
@@ -54,12 +64,14 @@ def caches(
     returns = {}
     for kind in KINDS:
         given = ((kind, False), (None, True), (kind, True))
-        hot, fills, both = (seconds(turns(scale, mesh, *some)) for some in given)
-        returns[kind] = max(0.0, (both - fills - hot + run_s) / TURNS - 2 * switch_s)
-    any_s = min(returns.values())
-    returns = {kind: more - any_s for kind, more in returns.items()}
+        timers = [prepared(turns(scale, mesh, *some)) for some in given]
+        found = [[timer() for timer in timers] for _ in range(_LOOKS)]
+        more = statistics.median(both - fills - hot for hot, fills, both in found)
+        returns[kind] = max(0.0, (more + run_s) / TURNS - 2 * switch_s)
+    any_s, *_ = statistics.quantiles(returns.values(), n=4)  # the least is what noise took off
+    returns = {kind: max(0.0, more - any_s) for kind, more in returns.items()}
     returns |= {"*": statistics.median(returns.values()), ANY: any_s}
-    few, many = ((n, seconds(host)) for n, host in streamed(scale, mesh))
+    few, many = ((n, prepared(host)()) for n, host in streamed(scale, mesh))
     stale_s = max(0.0, (many[1] - run_s) / many[0] - (few[1] - run_s) / few[0])
     return Caches(core=scale.core, returns=returns, shared=scale.cache, stale_s=stale_s)
 

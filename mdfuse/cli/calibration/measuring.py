@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -56,8 +57,9 @@ _EVERY = 16
 #: Of the time of a product, how long a communication beside it takes at most.
 _SHORTER = 0.8
 
-#: Subjects after which what was measured is given back.
-_KEPT = 32
+#: Subjects after which what was measured is given back; and that are prepared together where each
+#: is measured more than once.
+_KEPT, _TOGETHER = 32, 16
 
 
 Call = Callable[[], object]
@@ -189,28 +191,34 @@ class Measurements:
     def take(self, advance: Callable[[], object]) -> None:
         """Measure everything else; `advance` is called after each subject."""
         probe: Call | None = None
-        call: Call | None
-        for n, subject in enumerate(self._subjects()):
-            if n % _KEPT == 0:
-                call = None  # what it holds is garbage, too
+        calls: list[Call]
+        for n, some in enumerate(self._subjects()):
+            if n * len(some) % _KEPT == 0:
+                calls = []  # what they hold is garbage, too
                 collected()
-            call = self._run_of(subject.program, subject.options)
-            seconds = self._once(subject, call)
-            if probe is None and subject.at == self._probed:
-                probe = call
-            if probe is not None and n % _EVERY == 0:
+            calls = [self._run_of(x.program, x.options) for x in some]
+            for subject, call in [*zip(some, calls, strict=True)] * self.scale.passes:
+                self._note(subject, self._once(subject, call))
+            at = [x.at for x in some]
+            if probe is None and self._probed in at:
+                probe = calls[at.index(self._probed)]
+            if probe is not None and (n * len(some)) % _EVERY == 0:
                 self.calm += samples_of(self.comm, probe, 1)
-            if subject.local:
-                mine = subject.program.project(0)
-                seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)
-            known = self.times.setdefault((subject.table, subject.key), {})
-            known[subject.at] = min(seconds, known.get(subject.at, seconds))
-            advance()
+            for _ in some:
+                advance()
         self._take_slows(advance)
         self.times["run", "switch"] = {1: self._switch()}
         if self.scale.core:
             self._take_caches()
         self._share()
+
+    def _note(self, subject: Subject, seconds: float) -> None:
+        """Keep the seconds of a subject, if it has not taken less before."""
+        if subject.local:
+            mine = subject.program.project(0)
+            seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)
+        known = self.times.setdefault((subject.table, subject.key), {})
+        known[subject.at] = min(seconds, known.get(subject.at, seconds))
 
     def _once(self, subject: Subject, call: Call) -> float:
         """Return the seconds of one of the times that a subject is done in a run."""
@@ -250,10 +258,11 @@ class Measurements:
         start = time.perf_counter()
         run_s, switch_s = (self.times["run", name][1] for name in ("run", "switch"))
 
-        def seconds(host: HostProgram) -> float:
-            return seconds_of(self.comm, self._run_of(host, OPTIONS), 2, own_clock())
+        def prepared(host: HostProgram) -> Callable[[], float]:
+            call = self._run_of(host, OPTIONS)
+            return lambda: seconds_of(self.comm, call, 2, own_clock())
 
-        found = cold.caches(self.scale, self.comm.size, seconds, run_s, switch_s)
+        found = cold.caches(self.scale, self.comm.size, prepared, run_s, switch_s)
         for kind, more in found.returns.items():
             self.times["returns", kind] = {1: more}
         self.times["stale", "stale"] = {1: found.stale_s}
@@ -300,11 +309,13 @@ class Measurements:
         n = self.scale.features[1]
         return self.scale.rows[-1], n, n
 
-    def _subjects(self) -> Iterator[Subject]:
-        found = subjects(self.scale, self.comm.size, self.backends)
-        for name, some in [*found.items()] * self.scale.passes:
-            start = time.perf_counter()
-            yield from some()
+    def _subjects(self) -> Iterator[list[Subject]]:
+        """Yield what is prepared together: several, where they are measured more than once."""
+        many = _TOGETHER if self.scale.passes > 1 else 1
+        for name, some in subjects(self.scale, self.comm.size, self.backends).items():
+            start, found = time.perf_counter(), some()
+            while chunk := [*itertools.islice(found, many)]:
+                yield chunk
             self._share()
             self.told(f"{name}: {time.perf_counter() - start:.1f} s")
 

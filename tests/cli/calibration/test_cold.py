@@ -57,7 +57,7 @@ def test_what_is_left_is_what_caches_do_not_hold() -> None:
         size = sum(buffer_bytes(mine, str(i.inputs[1])) for i in done)
         return 7.0 + (0.75 if size > SMALL.cache else 0.5) * size
 
-    found = cold.caches(SMALL, 1, seconds, 7.0, 0.5)
+    found = cold.caches(SMALL, 1, lambda host: lambda: seconds(host), 7.0, 0.5)
     two = 3.0 - 2 * 0.5  # less what work takes more behind other work
     assert found.returns == pytest.approx(
         {**dict.fromkeys((*KINDS, "*"), 0.0), "gelu": 4.0, "any": two}
