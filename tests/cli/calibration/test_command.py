@@ -1,5 +1,6 @@
 """`mdfuse calibrate` keeps a table with its errors, and none of a noisy machine."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from mdfuse.cli.calibration.command import calibrated
 from mdfuse.cli.calibration.scales import CPU, Scale
 from mdfuse.cli.calibration.subjects import (
     TURNS,
+    Subject,
     links,
+    subjects,
     ways,
 )
 from mdfuse.cli.main import app
@@ -250,3 +253,31 @@ def test_errors_are_those_of_all_pairs() -> None:
     pairs = [measuring.Pair(name="", predicted_s=100.0 + n, measured_s=100.0) for n in range(1, 21)]
     mean, p95 = measuring.errors(pairs)
     assert mean == pytest.approx(0.105) and p95 == pytest.approx(0.1905)
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_subjects_are_measured_in_turns_and_the_least_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a clock whose times are given, of three subjects in two passes."""
+    some = [*itertools.islice(subjects(TINY, 1)["work"](), 3)]
+    times = iter([3.0, 5.0, 1.0, 2.0, 6.0, 0.5])
+    seen: list[object] = []
+
+    def once(self: object, subject: Subject, call: object) -> float:
+        seen.append(subject.at)
+        return next(times)
+
+    taken = measuring.Measurements
+    monkeypatch.setattr(measuring, "subjects", lambda *args: {"work": lambda: iter(some)})
+    monkeypatch.setattr(taken, "_once", once)
+    monkeypatch.setattr(taken, "_run_of", lambda self, host, options: host)
+    for name in ("_take_slows", "_take_caches"):
+        monkeypatch.setattr(taken, name, lambda *args: None)
+    monkeypatch.setattr(taken, "_switch", lambda self: 0.0)
+    found = taken(mf.init(), TINY, told=lambda line: None)
+    count = itertools.count()
+    found.take(lambda: next(count))
+    assert seen == [x.at for x in some] * 2 and next(count) == 3
+    least = {(x.key, x.at): s for x, s in zip(some, (2.0, 5.0, 0.5), strict=True)}
+    assert {(x.key, x.at): found.times["works", x.key][x.at] for x in some} == least
