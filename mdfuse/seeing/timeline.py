@@ -30,6 +30,7 @@ from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
 from mdfuse.seeing.amounts import buffer_bytes
 from mdfuse.seeing.beside import slowed
+from mdfuse.seeing.caches import Cold
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event, Part, makespan, name_of
 from mdfuse.seeing.rank_classes import Classes, rank_classes
@@ -265,6 +266,10 @@ class _Rank:
     kinds: dict[str, object] = field(default_factory=dict)
     #: axes -> the teams of this rank along them, in the order of their first posts
     links: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    cold: Cold = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cold = Cold(self.program, self.clock.costs.caches)
 
     @cached_property
     def uncopied(self) -> frozenset[str]:
@@ -326,7 +331,7 @@ class _Rank:
     def _work(self, i: Instruction) -> None:
         seconds = self.clock.costs.seconds(self.program, i)
         if seconds:
-            seconds += self.clock.more.get((self.rank, self.at), 0.0)
+            seconds += self.clock.more.get((self.rank, self.at), 0.0) + self.cold.seconds(i)
             if (kind := self._kind(i)) != self.kinds.get(self.stream):
                 seconds += self.clock.costs.switch_s if self.stream in self.kinds else 0.0
                 self.kinds[self.stream] = kind
