@@ -207,7 +207,12 @@ class DeviceMesh:
 
     def axis_size(self, axis: str) -> int:
         """The number of ranks along a named axis; MeshError where there is none."""
-        return self.shape[self.axis_index(axis)]
+        found = self._sizes.get(axis)
+        return self.shape[self.axis_index(axis)] if found is None else found
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(self.axes, self.shape, strict=True))
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The coordinate of a rank, one index per axis; None where it is not in the mesh."""

@@ -22,6 +22,7 @@ from mdfuse.layouts.lacks import (
     shared,
     split_sizes,
 )
+from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.side import Side
 from mdfuse.mesh import DeviceMesh
 
@@ -57,12 +58,11 @@ def crossing(exchange: Exchange | Aligned) -> int:
     aligned = _aligned(exchange)
     if aligned is not None:
         return aligned.crossing()
-    apart = _sides_apart(exchange)
-    if apart is not None:
-        copies = exchange.destination.count(exchange.destination.free)
-        comes = apart[1].received() * exchange.source.count(exchange.reduced)
-        return max(comes, apart[0].given(copies))
     source, destination = exchange.source, exchange.destination
+    terms = source.count(exchange.reduced)
+    apart = crossing_apart(source.layout, destination.layout, source.shape, terms)
+    if apart is not None:
+        return apart
     hosts = hosts_by_rank(source.mesh, destination.mesh)
     fixed = tuple(a for a in source.mesh.axes if a in source.fixed)
     held, receivers = _held(source.mesh, fixed), destination.mesh.array
@@ -121,23 +121,61 @@ def _aligned(exchange: Exchange) -> Aligned | None:
     return Aligned(found, dims, have, need, terms, goal_terms, kept)
 
 
-def _sides_apart(exchange: Exchange) -> tuple[Alone, Alone] | None:
-    """Return what each side of an exchange between other hosts has; None: it is no such one."""
-    source, destination = exchange.source, exchange.destination
+def crossing_apart(
+    source: Layout, destination: Layout, shape: tuple[int, ...], terms: int
+) -> int | None:
+    """Return what crosses hosts in an exchange to other hosts, if both sides' follow their axes.
+
+    Args:
+        source: before.
+        destination: afterwards.
+        shape: global extents, numbers.
+        terms: how many of each element come to each rank.
+    """
     if not are_apart(source.mesh, destination.mesh):
         return None
-    sides = _alone(source), _alone(destination)
-    return (sides[0], sides[1]) if sides[0] is not None and sides[1] is not None else None
-
-
-def _alone(side: Side) -> Alone | None:
-    """Return what the hosts of a mesh have, if they follow its axes."""
-    found, index = digits(side.mesh), side.mesh.axes.index
-    if found is None or side.layout.reaches:
+    sides = _alone(source, shape), _alone(destination, shape)
+    if sides[0] is None or sides[1] is None:
         return None
-    dims = dims_of(side.layout, side.layout, side.shape, found.near)
-    splits = tuple(tuple(map(index, axes)) for axes in side.split)
-    return Alone(found, dims, splits, [*map(index, side.layout.partial_axes)])
+    return max(sides[1].received * terms, sides[0].given(sides[1].alike))
+
+
+def least_gathering(split: Layout, whole: Layout, shape: tuple[int, ...]) -> int:
+    """Return what a host takes in at least where a layout that is split further is gathered."""
+    sides = _alone(split, shape), _alone(whole, shape)
+    if sides[0] is None or sides[1] is None:
+        return 0
+    return sides[1].most_and_all[0] - sides[0].most_and_all[0]
+
+
+def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], kept: int) -> int:
+    """Return what a host takes in at least, on average, where terms along some axes are reduced.
+
+    The first host that has the sum of terms on n hosts has got n - 1, and each other one that needs
+    the sum gets one more.
+
+    Args:
+        done: what is known afterwards.
+        shape: global extents, numbers.
+        axes: along which there were terms.
+        kept: how many terms stay apart.
+    """
+    hosts, alone = hosts_of_terms(done.mesh, axes), _alone(done, shape)
+    if hosts == 1 or alone is None:
+        return 0
+    total = alone.most_and_all[1] + (hosts - 2) * math.prod(shape) * kept
+    return total // math.prod(alone.digits.far)
+
+
+@lru_cache(maxsize=1024)
+def _alone(layout: Layout, shape: tuple[int, ...]) -> Alone | None:
+    """Return what the hosts of a mesh have, if they follow its axes."""
+    found, index = digits(layout.mesh), layout.mesh.axes.index
+    if found is None or layout.reaches:
+        return None
+    dims = dims_of(layout, layout, shape, found.near)
+    splits = tuple([tuple(map(index, layout.split_axes(d))) for d in range(len(shape))])
+    return Alone(found, dims, splits, [*map(index, layout.partial_axes)])
 
 
 def elements_by_host(side: Side) -> list[int]:
@@ -162,9 +200,9 @@ def most_and_all(side: Side) -> tuple[int, int]:
     >>> most_and_all(Side(Layout(mesh), (4, 4)))
     (16, 32)
     """
-    alone = _alone(side)
+    alone = _alone(side.layout, side.shape)
     if alone is not None:
-        return alone.most_and_all()
+        return alone.most_and_all
     found = elements_by_host(side)
     return max(found), sum(found)
 

@@ -77,8 +77,7 @@ def _steps(
             source, destination, shape, itemsize, lambda a, b: steps(a, b, shape, itemsize)
         )
     if source.mesh == destination.mesh:
-        path = _same_mesh(source, destination, shape, itemsize)
-        return tuple(_without_idle_posts(step, shape) for step in path)
+        return _same_mesh(source, destination, shape, itemsize)
     return across(source, destination, shape, itemsize, steps)
 
 
@@ -154,10 +153,12 @@ def _same_mesh(
 ) -> tuple[Step, ...]:
     """Take one row of the table where none is cheaper, else the cheapest sequence."""
     if source.stream != destination.stream:
-        return (Communication(kind="Exchange", source=source, destination=destination),)
+        step = Communication(kind="Exchange", source=source, destination=destination)
+        return (_without_idle_posts(step, shape),)
     search = Search(source, destination, shape, itemsize)
-    path = [search.direct] if search.direct is not None else cheapest(search)
-    return tuple(_step(search, here, move) for here, move in path)
+    direct = search.direct
+    path = [direct] if direct is not None else cheapest(search)
+    return tuple([_step(search, here, move) for here, move in path])
 
 
 def _step(search: Search, here: Node, move: Move) -> Step:
@@ -165,6 +166,8 @@ def _step(search: Search, here: Node, move: Move) -> Step:
     source, destination = search.layout(here), search.layout(move.after)
     if move.kind in ("slice", "term"):
         return Local(kind=move.kind, source=source, destination=destination)
+    if not KINDS[move.kind].reduces and not search.is_lacking(here, move.after):
+        return Local(kind="slice", source=source, destination=destination)
     op = search.ops[(*move.axes, *here.partial)[0]] if KINDS[move.kind].reduces else None
     return Communication(
         kind=move.kind,
