@@ -20,7 +20,6 @@ from mdfuse.layouts.lacks import (
     place_of,
     rows_at,
     shared,
-    split_sizes,
 )
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.side import Side
@@ -325,10 +324,8 @@ def _most_met(side: Side, other: Side) -> int:
     if a.blocked or b.blocked or a.reaches or b.reaches:
         return int(np.max(_meeting(side, other)))
     # each dim is split by axes of its own, so that some rank has the most of all dims
-    return math.prod(
-        _met(split_sizes(a, dim), split_sizes(b, dim), extent)
-        for dim, extent in enumerate(side.shape)
-    )
+    dims = zip(side.split_sizes, other.split_sizes, side.shape, strict=True)
+    return math.prod([_met(*dim) for dim in dims])
 
 
 @lru_cache(maxsize=1024)

@@ -385,8 +385,40 @@ def part_size(layout: Layout, shape: tuple[int, ...]) -> int:
     is_chunk = stream is not None and stream.index is not None
     if is_chunk or layout.blocked or layout.reaches or is_symbolic(shape):
         return math.prod(layout.local_shape(shape))
+    return math.prod(_first_rows(layout, shape))
+
+
+@lru_cache(maxsize=1024)
+def _first_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the rows of each dim that the first rank has; no dim is in blocks."""
     rows, size_of = [*shape], layout.mesh.axis_size
     for dim, axes in layout.splits:
         for a in axes:
             rows[dim] = -(-rows[dim] // size_of(a))
-    return math.prod(rows)
+    return tuple(rows)
+
+
+def least_messages(source: Layout, destination: Layout, shape: tuple[int, ...], terms: int) -> int:
+    """Return how many messages a rank sends or receives at least, to other ranks.
+
+    The first rank, whose parts are largest, meets at least as many parts as go into its own. No dim
+    is in blocks.
+
+    Args:
+        source: before, of any of the terms.
+        destination: afterwards.
+        shape: global extents, numbers.
+        terms: how many there are of each element.
+    """
+    sent, got = 1, terms
+    both = zip(_first_rows(source, shape), _first_rows(destination, shape), strict=True)
+    for held, needed in both:
+        sent, got = sent * -(-held // needed), got * -(-needed // held)
+    copies, turns = (_alike(layout) for layout in (destination, source))
+    return max(-(-sent * copies // turns), got)
+
+
+def _alike(layout: Layout) -> int:
+    """Return how many ranks hold the same."""
+    size_of, split = layout.mesh.axis_size, [a for _, axes in layout.splits for a in axes]
+    return layout.mesh.size // math.prod(map(size_of, (*split, *layout.partial_axes)))

@@ -23,6 +23,7 @@ from mdfuse.layouts.lacks import (
     have_no_rank_in_common,
     is_lacking,
     is_special,
+    least_messages,
     part_size,
     weighed,
 )
@@ -257,7 +258,9 @@ def _least_at_once(
     worst, average = arriving_from_others(destination, shape, copies)
     if is_timed(source, destination, shape):
         crosses = crossing_apart(source, destination, shape, terms) or 0
-        return nanoseconds(copies, UNIT * worst, crosses, itemsize)
+        is_exchange = is_apart and source.mesh.size > 1  # a Scatter is one message
+        starts = least_messages(source, destination, shape, terms) if is_exchange else copies
+        return nanoseconds(starts, UNIT * worst, crosses, itemsize)
     cost = weighed(UNIT * worst, average)
     return dearer(cost) if terms > 1 else cost
 

@@ -360,11 +360,17 @@ class Costs:
         return self.leasts[node]
 
     def _least(self, node: Node) -> int:
-        arrives = self.least_arriving(node)
         if not self.is_timed:
-            return arrives
-        crosses = 0 if self.made else self.least_crossing(node)
-        return nanoseconds(self.least_posts(node), arrives, crosses, self.itemsize)
+            return self.least_arriving(node)
+        posts = self.least_posts(node)
+        if self.made:
+            return nanoseconds(posts, 0, 0, self.itemsize)
+        arrives = UNIT * self.part(self.end)
+        if node.partial:
+            arrives = max(arrives, self.shared(node))
+        else:
+            arrives = max(arrives - UNIT * self.part(node), 0)
+        return nanoseconds(posts, arrives, self.least_crossing(node), self.itemsize)
 
     def least_posts(self, node: Node) -> int:
         """Return how many posts are left at least.
@@ -388,10 +394,11 @@ class Costs:
         """
         if self.part(self.end) > self.part(node):
             return True
-        return self.is_long and any(
-            axes != goal[: len(axes)]
-            for axes, goal in zip(node.splits, self.end.splits, strict=True)
-        )
+        if self.is_long:
+            for axes, goal in zip(node.splits, self.end.splits, strict=True):
+                if axes != goal and axes != goal[: len(axes)]:
+                    return True
+        return False
 
     @cached_property
     def has_idle_axes(self) -> bool:
