@@ -163,9 +163,17 @@ class Alone:
             self._given[copies] = self._gives(copies)
         return self._given[copies]
 
+    @cached_property
+    def hosts_alike(self) -> int:
+        """How many hosts have the same."""
+        return self.digits.hosts([a for a in range(len(self.digits.far)) if a not in self.fixed])
+
+    def gives_at_least(self, copies: int) -> int:
+        """Return `given` without what is rounded up for each part."""
+        return -(-self.most_and_all[0] * copies // self.hosts_alike)
+
     def _gives(self, copies: int) -> int:
-        digits = self.digits
-        hosts = digits.hosts([a for a in range(len(digits.far)) if a not in self.fixed])
+        digits, hosts = self.digits, self.hosts_alike
         lengths = [d.lengths(axes) for d, axes in zip(self.rows, self.split, strict=True)]
         alike = {*self.terms}  # axes along which parts are of equal size
         for axes, n in zip(self.split, lengths, strict=True):

@@ -40,7 +40,7 @@ class _Held(NamedTuple):
     first: Any
 
 
-def crossing(exchange: Exchange | Aligned) -> int:
+def crossing(exchange: Exchange) -> int:
     """Return the elements through the host that takes in or gives out most; extents are numbers.
 
     Each holder of what several hosts have is taken to send as much of it to other hosts.
@@ -52,36 +52,10 @@ def crossing(exchange: Exchange | Aligned) -> int:
     >>> crossing(Exchange(rows, columns))
     8
     """
-    if isinstance(exchange, Aligned):
-        return exchange.crossing()
-    aligned = _aligned(exchange)
-    if aligned is not None:
-        return aligned.crossing()
-    source, destination = exchange.source, exchange.destination
-    terms = source.count(exchange.reduced)
-    apart = crossing_apart(source.layout, destination.layout, source.shape, terms)
-    if apart is not None:
-        return apart
-    hosts = hosts_by_rank(source.mesh, destination.mesh)
-    fixed = tuple(a for a in source.mesh.axes if a in source.fixed)
-    held, receivers = _held(source.mesh, fixed), destination.mesh.array
-    lack = part_sizes(destination.layout, destination.shape) * source.count(exchange.reduced)
-    far = part_sizes(source.layout, source.shape)[held.first] * destination.count(
-        destination.free
-    )  # all receivers
-    if not are_apart(source.mesh, destination.mesh):  # less those served near
-        near = _near(source.mesh, fixed, destination.mesh, None)
-        overlap = _overlap(exchange, held, near, every_coordinate(destination.mesh))
-        lack = lack - overlap.sum(1)
-        local = np.bincount(near[0].reshape(-1), overlap.reshape(-1), len(held.key))
-        far = far - np.bincount(held.key, local)[held.key]
-    into = np.bincount(hosts[receivers], lack)
-    share = -(-far * held.holders // np.bincount(held.key, held.holders)[held.key].astype(int))
-    out = np.bincount(held.host, share)
-    return int(max(into.max(), out.max()))
+    return seen(exchange).crossing()
 
 
-def least_crossing(exchange: Exchange | Aligned) -> int:
+def least_crossing(exchange: Exchange) -> int:
     """Return the elements that ranks of a host need and it lacks, at most: each comes in once.
 
     >>> from mdfuse.layouts.layout import Layout, Shard
@@ -90,19 +64,78 @@ def least_crossing(exchange: Exchange | Aligned) -> int:
     >>> least_crossing(Exchange(rows, whole))
     8
     """
-    if isinstance(exchange, Aligned):
-        return exchange.least_crossing()
-    aligned = _aligned(exchange)
-    if aligned is not None:
-        return aligned.least_crossing()
-    source, destination = exchange.source, exchange.destination
-    fixed, needed = (tuple(a for a in x.mesh.axes if a in x.fixed) for x in (source, destination))
-    held, need = _held(source.mesh, fixed), _held(destination.mesh, needed)
-    near = _near(source.mesh, fixed, destination.mesh, needed)
-    lack = part_sizes(destination.layout, destination.shape)[need.first] - _overlap(
-        exchange, held, near, need.at
-    ).sum(1)
-    return int(np.bincount(need.host, lack).max())
+    return seen(exchange).least_crossing()
+
+
+def messages(exchange: Exchange) -> int:
+    """Return how many messages a rank sends or receives at most."""
+    return seen(exchange).messages()
+
+
+def seen(exchange: Exchange) -> Aligned | ByRank:
+    """Return what tells of an exchange the above: digits of axes, or else all ranks."""
+    return _aligned(exchange) or ByRank(exchange)
+
+
+class ByRank(NamedTuple):
+    """An exchange of which all ranks are looked at."""
+
+    exchange: Exchange
+
+    def crossing(self) -> int:
+        """Return the elements through the host that takes in or gives out most."""
+        exchange = self.exchange
+        source, destination = exchange.source, exchange.destination
+        terms = source.count(exchange.reduced)
+        apart = crossing_apart(source.layout, destination.layout, source.shape, terms)
+        if apart is not None:
+            return apart
+        hosts = hosts_by_rank(source.mesh, destination.mesh)
+        fixed = tuple(a for a in source.mesh.axes if a in source.fixed)
+        held, receivers = _held(source.mesh, fixed), destination.mesh.array
+        lack = part_sizes(destination.layout, destination.shape) * source.count(exchange.reduced)
+        far = part_sizes(source.layout, source.shape)[held.first] * destination.count(
+            destination.free
+        )  # all receivers
+        if not are_apart(source.mesh, destination.mesh):  # less those served near
+            near = _near(source.mesh, fixed, destination.mesh, None)
+            overlap = _overlap(exchange, held, near, every_coordinate(destination.mesh))
+            lack = lack - overlap.sum(1)
+            local = np.bincount(near[0].reshape(-1), overlap.reshape(-1), len(held.key))
+            far = far - np.bincount(held.key, local)[held.key]
+        into = np.bincount(hosts[receivers], lack)
+        share = -(-far * held.holders // np.bincount(held.key, held.holders)[held.key].astype(int))
+        out = np.bincount(held.host, share)
+        return int(max(into.max(), out.max()))
+
+    def least_crossing(self) -> int:
+        """Return the elements that ranks of a host need and it lacks, at most."""
+        exchange = self.exchange
+        source, destination = exchange.source, exchange.destination
+        fixed, needed = (
+            tuple(a for a in x.mesh.axes if a in x.fixed) for x in (source, destination)
+        )
+        held, need = _held(source.mesh, fixed), _held(destination.mesh, needed)
+        near = _near(source.mesh, fixed, destination.mesh, needed)
+        lack = part_sizes(destination.layout, destination.shape)[need.first] - _overlap(
+            exchange, held, near, need.at
+        ).sum(1)
+        return int(np.bincount(need.host, lack).max())
+
+    def messages(self) -> int:
+        """Return how many messages a rank sends or receives at most."""
+        exchange = self.exchange
+        source, destination = exchange.source, exchange.destination
+        copies, turns = destination.count(destination.free), source.count(source.free)
+        terms = source.count(exchange.reduced)
+        if source.mesh != destination.mesh:
+            sent, got = _most_met(source, destination), _most_met(destination, source)
+            return max(-(-sent * copies // turns), got * terms)
+        at = every_coordinate(source.mesh)
+        both = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
+        own: Any = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
+        each = -(-_meeting(source, destination) * copies // turns) - own
+        return int(max(np.max(each), np.max(_meeting(destination, source) * terms - own)))
 
 
 def _aligned(exchange: Exchange) -> Aligned | None:
@@ -121,7 +154,7 @@ def _aligned(exchange: Exchange) -> Aligned | None:
 
 
 def crossing_apart(
-    source: Layout, destination: Layout, shape: tuple[int, ...], terms: int
+    source: Layout, destination: Layout, shape: tuple[int, ...], terms: int, is_least: bool = False
 ) -> int | None:
     """Return what crosses hosts in an exchange to other hosts, if both sides' follow their axes.
 
@@ -130,13 +163,15 @@ def crossing_apart(
         destination: afterwards.
         shape: global extents, numbers.
         terms: how many of each element come to each rank.
+        is_least: quickly, and not too much.
     """
     if not are_apart(source.mesh, destination.mesh):
         return None
     sides = _alone(source, shape), _alone(destination, shape)
     if sides[0] is None or sides[1] is None:
         return None
-    return max(sides[1].received * terms, sides[0].given(sides[1].alike))
+    gives = sides[0].gives_at_least if is_least else sides[0].given
+    return max(sides[1].received * terms, gives(sides[1].alike))
 
 
 def least_gathering(split: Layout, whole: Layout, shape: tuple[int, ...]) -> int:
@@ -289,26 +324,6 @@ def _overlap(exchange: Exchange, held: _Held, near: tuple[Any, Any], need: dict[
         ]
         overlap = overlap * shared(wanted, have)
     return overlap
-
-
-def messages(exchange: Exchange | Aligned) -> int:
-    """Return how many messages a rank sends or receives at most."""
-    if isinstance(exchange, Aligned):
-        return exchange.messages()
-    aligned = _aligned(exchange)
-    if aligned is not None:
-        return aligned.messages()
-    source, destination = exchange.source, exchange.destination
-    copies, turns = destination.count(destination.free), source.count(source.free)
-    terms = source.count(exchange.reduced)
-    if source.mesh != destination.mesh:
-        sent, got = _most_met(source, destination), _most_met(destination, source)
-        return max(-(-sent * copies // turns), got * terms)
-    at = every_coordinate(source.mesh)
-    both = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
-    own: Any = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
-    each = -(-_meeting(source, destination) * copies // turns) - own
-    return int(max(np.max(each), np.max(_meeting(destination, source) * terms - own)))
 
 
 def _shared(exchange: Exchange, dim: int, have: dict[str, Any], need: dict[str, Any]) -> Any:

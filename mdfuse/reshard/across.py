@@ -257,7 +257,7 @@ def _least_at_once(
         return 0
     worst, average = arriving_from_others(destination, shape, copies)
     if is_timed(source, destination, shape):
-        crosses = crossing_apart(source, destination, shape, terms) or 0
+        crosses = crossing_apart(source, destination, shape, terms, is_least=True) or 0
         is_exchange = is_apart and source.mesh.size > 1  # a Scatter is one message
         starts = least_messages(source, destination, shape, terms) if is_exchange else copies
         return nanoseconds(starts, UNIT * worst, crosses, itemsize)

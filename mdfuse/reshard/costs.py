@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 from mdfuse.layouts.aligned import Aligned, Splits
 from mdfuse.layouts.blocks import segments, split
 from mdfuse.layouts.boxes import Rows
-from mdfuse.layouts.crossing import (
-    crossing,
-    hosts_of_terms,
-    least_crossing,
-    messages,
-    most_and_all,
-    parts_on_host,
-)
+from mdfuse.layouts.crossing import ByRank, hosts_of_terms, most_and_all, parts_on_host
 from mdfuse.layouts.dim_rows import DimRows, dims_of
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import Digits, digits, pairs_apart, rings
@@ -256,19 +249,19 @@ class Costs:
         arrives = UNIT * worst
         if not self.is_timed:
             return self.weighed(arrives, average)
-        starts = messages(self.between(here, after))
+        starts = self.between(here, after).messages()
         return nanoseconds(starts, arrives, self.crossing(here, after), self.itemsize)
 
     def crossing(self, here: Node, after: Node) -> int:
         """Return what an exchange takes between hosts."""
         if (here, after) not in self.crossings:
-            self.crossings[here, after] = crossing(self.between(here, after))
+            self.crossings[here, after] = self.between(here, after).crossing()
         return self.crossings[here, after]
 
-    def between(self, here: Node, after: Node) -> Exchange | Aligned:
+    def between(self, here: Node, after: Node) -> Aligned | ByRank:
         """Return the exchange from one node to another, of terms that are there before."""
         if self.digits is None:
-            return Exchange(self.side(here), self.side(after))
+            return ByRank(Exchange(self.side(here), self.side(after)))
         terms, goal_terms = ((*self.staying, *x.partial) for x in (here, after))
         kept = [a for a in terms if a in goal_terms]
         return Aligned(
@@ -314,7 +307,7 @@ class Costs:
         return self.weighed(UNIT * worst, average)
 
     def time_to_go(self, node: Node) -> int:
-        crosses = least_crossing(self.between(node, self.end))
+        crosses = self.between(node, self.end).least_crossing()
         if crosses:  # which takes longer, mostly, than what can arrive at a rank
             most = nanoseconds(1, UNIT * self.part(self.end), 0, self.itemsize)
             least = nanoseconds(1, 0, crosses, self.itemsize)

@@ -155,10 +155,35 @@ def _same_mesh(
     if source.stream != destination.stream:
         step = Communication(kind="Exchange", source=source, destination=destination)
         return (_without_idle_posts(step, shape),)
-    search = Search(source, destination, shape, itemsize)
+    search = _search(source, destination, shape, itemsize)
     direct = search.direct
     path = [direct] if direct is not None else cheapest(search)
     return tuple([_step(search, here, move) for here, move in path])
+
+
+def _search(source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int) -> Search:
+    """Return a search; those to one layout share what is known of nodes, where nothing is Partial.
+
+    Of ways between meshes many end in one layout.
+    """
+    search = Search(source, destination, shape, itemsize)
+    is_plain = not (source.partial_axes or destination.partial_axes or search.has_idle_axes)
+    if is_plain and search.is_timed and source.stream is None:
+        first = _first_search(destination, shape, itemsize)
+        for name in _SHARED:
+            setattr(search, name, getattr(first, name))
+    return search
+
+
+#: what of a search is about nodes and where they go to, and not about where it starts
+_SHARED = (
+    "parts", "first_rows", "known_dims", "counts", "left", "leasts", "crossings", "teams",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _first_search(destination: Layout, shape: tuple[int, ...], itemsize: int) -> Search:
+    return Search(destination, destination, shape, itemsize)
 
 
 def _step(search: Search, here: Node, move: Move) -> Step:

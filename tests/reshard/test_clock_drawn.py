@@ -128,7 +128,8 @@ def small(seed: int) -> Exchange:
 
 
 def forget() -> None:
-    planner._known_steps.cache_clear()
+    for known in (planner._known_steps, planner._first_search):
+        known.cache_clear()
     asked = hosts.rings, hosts.pairs_apart, network.parts_on_host, network._alone
     for known in (*asked, across._finer, across._known_time):
         known.cache_clear()
