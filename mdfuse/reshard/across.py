@@ -212,6 +212,8 @@ def _least_reduced(
     source: Layout, done: Layout, shape: tuple[int, ...], itemsize: int, axes: tuple[str, ...]
 ) -> int:
     """Return what it costs at least to reduce the terms along some axes on one mesh, quickly."""
+    if is_special(source, done, shape):
+        return 0
     mesh = source.mesh
     terms = math.prod(map(mesh.axis_size, axes))
     kept = math.prod([mesh.axis_size(a) for a in done.partial_axes])
@@ -227,6 +229,8 @@ def _least_reduced(
 
 def _least_gathered(split: Layout, whole: Layout, shape: tuple[int, ...], itemsize: int) -> int:
     """Return what it costs at least to gather a layout that is split further, quickly."""
+    if is_special(split, whole, shape):
+        return 0
     lacks = part_size(whole, shape) - part_size(split, shape)
     if lacks == 0:
         return 0
@@ -239,7 +243,8 @@ def _least_arriving(
     source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int
 ) -> int:
     """Return what it costs at least until a mesh has all that it needs, whatever the steps."""
-    if not have_no_rank_in_common(source.mesh, destination.mesh):
+    is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
+    if not is_apart or is_special(source, destination, shape):
         return 0
     worst, average = arriving_from_others(destination, shape, 1)
     if is_timed(source, destination, shape):
@@ -253,7 +258,7 @@ def _least_at_once(
     """Return what one exchange of some terms costs at least, quickly."""
     is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
     copies = terms if is_apart else terms - 1
-    if copies == 0:
+    if copies == 0 or is_special(source, destination, shape):
         return 0
     worst, average = arriving_from_others(destination, shape, copies)
     if is_timed(source, destination, shape):

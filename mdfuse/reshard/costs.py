@@ -23,6 +23,7 @@ from mdfuse.layouts.lacks import (
     UNIT,
     arriving,
     dearer,
+    is_lacking,
     is_special,
     lacks,
     most_and_mean,
@@ -325,9 +326,9 @@ class Costs:
 
     def is_lacking(self, here: Node, after: Node) -> bool:
         """Whether some rank needs more than its part; the first one does where parts grow."""
-        if not self.is_special and self.part(after) > self.part(here):
-            return True
-        return self.lack(here, after)[0] > 0
+        if self.is_special:
+            return is_lacking(self.layout(here), self.layout(after), self.shape)
+        return self.part(after) > self.part(here) or self.lack(here, after)[0] > 0
 
     def missing(self, here: Node, after: Node, copies: int) -> Any:
         """Return the same for each rank: an array that broadcasts over the mesh."""
