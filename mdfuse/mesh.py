@@ -7,7 +7,7 @@ import os
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -207,7 +207,12 @@ class DeviceMesh:
 
     def axis_size(self, axis: str) -> int:
         """The number of ranks along a named axis; MeshError where there is none."""
-        return self.shape[self.axis_index(axis)]
+        found = self._sizes.get(axis)
+        return self.shape[self.axis_index(axis)] if found is None else found
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(self.axes, self.shape, strict=True))
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The coordinate of a rank, one index per axis; None where it is not in the mesh."""
@@ -265,10 +270,7 @@ class DeviceMesh:
             return NotImplemented
         if self is other:
             return True
-        if self._hash != other._hash or self._key != other._key:
-            return False
-        other.__dict__["_key"] = self._key  # so that they are compared at once the next time
-        return True
+        return self._hash == other._hash and self._key == other._key
 
     def __hash__(self) -> int:
         return self._hash
@@ -279,7 +281,7 @@ class DeviceMesh:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return (self.axes, self.shape, self._ranks, self.hosts)
+        return _one_of_equal((self.axes, self.shape, self._ranks, self.hosts))
 
     def __repr__(self) -> str:
         text = ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
@@ -293,6 +295,12 @@ class DeviceMesh:
     def host_runs(self) -> list[tuple[int, int]]:
         """(host, number of ranks that follow each other there), in order; [] for no hosts."""
         return [(host, len([*run])) for host, run in groupby(self.hosts or ())]
+
+
+@lru_cache(maxsize=1024)
+def _one_of_equal(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the first of equal tuples, so that what equal meshes have is compared at once."""
+    return key
 
 
 class MeshesByRank:

@@ -262,7 +262,7 @@ def pinned(n: int) -> int:
 def is_symbolic(x: Any) -> bool:
     """Whether there is a symbolic extent in nested tuples, lists and dicts."""
     if isinstance(x, tuple | list):
-        return any(map(is_symbolic, x))
+        return {*map(type, x)} != {int} and any(map(is_symbolic, x))
     return any(map(is_symbolic, x.values())) if isinstance(x, dict) else type(x) is Extent
 
 

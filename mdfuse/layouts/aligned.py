@@ -123,7 +123,9 @@ class Alone:
     ) -> None:
         self.digits, self.rows, self.split, self.terms = digits, dims, split, terms
         self.fixed = {*terms, *sum(split, ())}
+        self._given: dict[int, int] = {}
 
+    @cached_property
     def most_and_all(self) -> tuple[int, int]:
         """Return the elements that the host has that has most, and those of all.
 
@@ -136,6 +138,7 @@ class Alone:
         terms = self.digits.ranks(self.terms)
         return most(found) * terms, all_hosts * terms
 
+    @cached_property
     def received(self) -> int:
         """Return what all ranks of a host have, copies too, at the host that has most."""
         return most(self._has()) * self.digits.ranks_but(sum(self.split, ()))
@@ -145,13 +148,32 @@ class Alone:
         pairs = zip(self.rows, self.split, strict=True)
         return math.prod([d.on_hosts(axes, axes).has for d, axes in pairs])
 
+    @cached_property
+    def alike(self) -> int:
+        """How many ranks hold the same."""
+        sizes = [n * m for n, m in zip(*self.digits, strict=True)]
+        return math.prod([n for a, n in enumerate(sizes) if a not in self.fixed])
+
     def given(self, copies: int) -> int:
         """Return what a host gives out, of as many copies of all that there is, at most.
 
         Hosts that have the same give as much of it each, rounded up.
         """
-        digits = self.digits
-        hosts = digits.hosts([a for a in range(len(digits.far)) if a not in self.fixed])
+        if copies not in self._given:
+            self._given[copies] = self._gives(copies)
+        return self._given[copies]
+
+    @cached_property
+    def hosts_alike(self) -> int:
+        """How many hosts have the same."""
+        return self.digits.hosts([a for a in range(len(self.digits.far)) if a not in self.fixed])
+
+    def gives_at_least(self, copies: int) -> int:
+        """Return `given` without what is rounded up for each part."""
+        return -(-self.most_and_all[0] * copies // self.hosts_alike)
+
+    def _gives(self, copies: int) -> int:
+        digits, hosts = self.digits, self.hosts_alike
         lengths = [d.lengths(axes) for d, axes in zip(self.rows, self.split, strict=True)]
         alike = {*self.terms}  # axes along which parts are of equal size
         for axes, n in zip(self.split, lengths, strict=True):

@@ -20,8 +20,8 @@ from mdfuse.layouts.lacks import (
     place_of,
     rows_at,
     shared,
-    split_sizes,
 )
+from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.side import Side
 from mdfuse.mesh import DeviceMesh
 
@@ -40,7 +40,7 @@ class _Held(NamedTuple):
     first: Any
 
 
-def crossing(exchange: Exchange | Aligned) -> int:
+def crossing(exchange: Exchange) -> int:
     """Return the elements through the host that takes in or gives out most; extents are numbers.
 
     Each holder of what several hosts have is taken to send as much of it to other hosts.
@@ -52,37 +52,10 @@ def crossing(exchange: Exchange | Aligned) -> int:
     >>> crossing(Exchange(rows, columns))
     8
     """
-    if isinstance(exchange, Aligned):
-        return exchange.crossing()
-    aligned = _aligned(exchange)
-    if aligned is not None:
-        return aligned.crossing()
-    apart = _sides_apart(exchange)
-    if apart is not None:
-        copies = exchange.destination.count(exchange.destination.free)
-        comes = apart[1].received() * exchange.source.count(exchange.reduced)
-        return max(comes, apart[0].given(copies))
-    source, destination = exchange.source, exchange.destination
-    hosts = hosts_by_rank(source.mesh, destination.mesh)
-    fixed = tuple(a for a in source.mesh.axes if a in source.fixed)
-    held, receivers = _held(source.mesh, fixed), destination.mesh.array
-    lack = part_sizes(destination.layout, destination.shape) * source.count(exchange.reduced)
-    far = part_sizes(source.layout, source.shape)[held.first] * destination.count(
-        destination.free
-    )  # all receivers
-    if not are_apart(source.mesh, destination.mesh):  # less those served near
-        near = _near(source.mesh, fixed, destination.mesh, None)
-        overlap = _overlap(exchange, held, near, every_coordinate(destination.mesh))
-        lack = lack - overlap.sum(1)
-        local = np.bincount(near[0].reshape(-1), overlap.reshape(-1), len(held.key))
-        far = far - np.bincount(held.key, local)[held.key]
-    into = np.bincount(hosts[receivers], lack)
-    share = -(-far * held.holders // np.bincount(held.key, held.holders)[held.key].astype(int))
-    out = np.bincount(held.host, share)
-    return int(max(into.max(), out.max()))
+    return seen(exchange).crossing()
 
 
-def least_crossing(exchange: Exchange | Aligned) -> int:
+def least_crossing(exchange: Exchange) -> int:
     """Return the elements that ranks of a host need and it lacks, at most: each comes in once.
 
     >>> from mdfuse.layouts.layout import Layout, Shard
@@ -91,19 +64,78 @@ def least_crossing(exchange: Exchange | Aligned) -> int:
     >>> least_crossing(Exchange(rows, whole))
     8
     """
-    if isinstance(exchange, Aligned):
-        return exchange.least_crossing()
-    aligned = _aligned(exchange)
-    if aligned is not None:
-        return aligned.least_crossing()
-    source, destination = exchange.source, exchange.destination
-    fixed, needed = (tuple(a for a in x.mesh.axes if a in x.fixed) for x in (source, destination))
-    held, need = _held(source.mesh, fixed), _held(destination.mesh, needed)
-    near = _near(source.mesh, fixed, destination.mesh, needed)
-    lack = part_sizes(destination.layout, destination.shape)[need.first] - _overlap(
-        exchange, held, near, need.at
-    ).sum(1)
-    return int(np.bincount(need.host, lack).max())
+    return seen(exchange).least_crossing()
+
+
+def messages(exchange: Exchange) -> int:
+    """Return how many messages a rank sends or receives at most."""
+    return seen(exchange).messages()
+
+
+def seen(exchange: Exchange) -> Aligned | ByRank:
+    """Return what tells of an exchange the above: digits of axes, or else all ranks."""
+    return _aligned(exchange) or ByRank(exchange)
+
+
+class ByRank(NamedTuple):
+    """An exchange of which all ranks are looked at."""
+
+    exchange: Exchange
+
+    def crossing(self) -> int:
+        """Return the elements through the host that takes in or gives out most."""
+        exchange = self.exchange
+        source, destination = exchange.source, exchange.destination
+        terms = source.count(exchange.reduced)
+        apart = crossing_apart(source.layout, destination.layout, source.shape, terms)
+        if apart is not None:
+            return apart
+        hosts = hosts_by_rank(source.mesh, destination.mesh)
+        fixed = tuple(a for a in source.mesh.axes if a in source.fixed)
+        held, receivers = _held(source.mesh, fixed), destination.mesh.array
+        lack = part_sizes(destination.layout, destination.shape) * source.count(exchange.reduced)
+        far = part_sizes(source.layout, source.shape)[held.first] * destination.count(
+            destination.free
+        )  # all receivers
+        if not are_apart(source.mesh, destination.mesh):  # less those served near
+            near = _near(source.mesh, fixed, destination.mesh, None)
+            overlap = _overlap(exchange, held, near, every_coordinate(destination.mesh))
+            lack = lack - overlap.sum(1)
+            local = np.bincount(near[0].reshape(-1), overlap.reshape(-1), len(held.key))
+            far = far - np.bincount(held.key, local)[held.key]
+        into = np.bincount(hosts[receivers], lack)
+        share = -(-far * held.holders // np.bincount(held.key, held.holders)[held.key].astype(int))
+        out = np.bincount(held.host, share)
+        return int(max(into.max(), out.max()))
+
+    def least_crossing(self) -> int:
+        """Return the elements that ranks of a host need and it lacks, at most."""
+        exchange = self.exchange
+        source, destination = exchange.source, exchange.destination
+        fixed, needed = (
+            tuple(a for a in x.mesh.axes if a in x.fixed) for x in (source, destination)
+        )
+        held, need = _held(source.mesh, fixed), _held(destination.mesh, needed)
+        near = _near(source.mesh, fixed, destination.mesh, needed)
+        lack = part_sizes(destination.layout, destination.shape)[need.first] - _overlap(
+            exchange, held, near, need.at
+        ).sum(1)
+        return int(np.bincount(need.host, lack).max())
+
+    def messages(self) -> int:
+        """Return how many messages a rank sends or receives at most."""
+        exchange = self.exchange
+        source, destination = exchange.source, exchange.destination
+        copies, turns = destination.count(destination.free), source.count(source.free)
+        terms = source.count(exchange.reduced)
+        if source.mesh != destination.mesh:
+            sent, got = _most_met(source, destination), _most_met(destination, source)
+            return max(-(-sent * copies // turns), got * terms)
+        at = every_coordinate(source.mesh)
+        both = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
+        own: Any = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
+        each = -(-_meeting(source, destination) * copies // turns) - own
+        return int(max(np.max(each), np.max(_meeting(destination, source) * terms - own)))
 
 
 def _aligned(exchange: Exchange) -> Aligned | None:
@@ -121,23 +153,63 @@ def _aligned(exchange: Exchange) -> Aligned | None:
     return Aligned(found, dims, have, need, terms, goal_terms, kept)
 
 
-def _sides_apart(exchange: Exchange) -> tuple[Alone, Alone] | None:
-    """Return what each side of an exchange between other hosts has; None: it is no such one."""
-    source, destination = exchange.source, exchange.destination
+def crossing_apart(
+    source: Layout, destination: Layout, shape: tuple[int, ...], terms: int, is_least: bool = False
+) -> int | None:
+    """Return what crosses hosts in an exchange to other hosts, if both sides' follow their axes.
+
+    Args:
+        source: before.
+        destination: afterwards.
+        shape: global extents, numbers.
+        terms: how many of each element come to each rank.
+        is_least: quickly, and not too much.
+    """
     if not are_apart(source.mesh, destination.mesh):
         return None
-    sides = _alone(source), _alone(destination)
-    return (sides[0], sides[1]) if sides[0] is not None and sides[1] is not None else None
-
-
-def _alone(side: Side) -> Alone | None:
-    """Return what the hosts of a mesh have, if they follow its axes."""
-    found, index = digits(side.mesh), side.mesh.axes.index
-    if found is None or side.layout.reaches:
+    sides = _alone(source, shape), _alone(destination, shape)
+    if sides[0] is None or sides[1] is None:
         return None
-    dims = dims_of(side.layout, side.layout, side.shape, found.near)
-    splits = tuple(tuple(map(index, axes)) for axes in side.split)
-    return Alone(found, dims, splits, [*map(index, side.layout.partial_axes)])
+    gives = sides[0].gives_at_least if is_least else sides[0].given
+    return max(sides[1].received * terms, gives(sides[1].alike))
+
+
+def least_gathering(split: Layout, whole: Layout, shape: tuple[int, ...]) -> int:
+    """Return what a host takes in at least where a layout that is split further is gathered."""
+    sides = _alone(split, shape), _alone(whole, shape)
+    if sides[0] is None or sides[1] is None:
+        return 0
+    return sides[1].most_and_all[0] - sides[0].most_and_all[0]
+
+
+def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], kept: int) -> int:
+    """Return what a host takes in at least, on average, where terms along some axes are reduced.
+
+    The first host that has the sum of terms on n hosts has got n - 1, and each other one that needs
+    the sum gets one more.
+
+    Args:
+        done: what is known afterwards.
+        shape: global extents, numbers.
+        axes: along which there were terms.
+        kept: how many terms stay apart.
+    """
+    hosts, alone = hosts_of_terms(done.mesh, axes), _alone(done, shape)
+    if hosts == 1 or alone is None:
+        return 0
+    total = alone.most_and_all[1] + (hosts - 2) * math.prod(shape) * kept
+    return total // math.prod(alone.digits.far)
+
+
+@lru_cache(maxsize=1024)
+def _alone(layout: Layout, shape: tuple[int, ...]) -> Alone | None:
+    """Return what the hosts of a mesh have, if they follow its axes."""
+    found, index = digits(layout.mesh), layout.mesh.axes.index
+    if found is None or layout.reaches:
+        return None
+    dims = dims_of(layout, layout, shape, found.near)
+    splits = tuple([tuple(map(index, layout.split_axes(d))) for d in range(len(shape))])
+    return Alone(found, dims, splits, [*map(index, layout.partial_axes)])
 
 
 def elements_by_host(side: Side) -> list[int]:
@@ -162,9 +234,9 @@ def most_and_all(side: Side) -> tuple[int, int]:
     >>> most_and_all(Side(Layout(mesh), (4, 4)))
     (16, 32)
     """
-    alone = _alone(side)
+    alone = _alone(side.layout, side.shape)
     if alone is not None:
-        return alone.most_and_all()
+        return alone.most_and_all
     found = elements_by_host(side)
     return max(found), sum(found)
 
@@ -254,26 +326,6 @@ def _overlap(exchange: Exchange, held: _Held, near: tuple[Any, Any], need: dict[
     return overlap
 
 
-def messages(exchange: Exchange | Aligned) -> int:
-    """Return how many messages a rank sends or receives at most."""
-    if isinstance(exchange, Aligned):
-        return exchange.messages()
-    aligned = _aligned(exchange)
-    if aligned is not None:
-        return aligned.messages()
-    source, destination = exchange.source, exchange.destination
-    copies, turns = destination.count(destination.free), source.count(source.free)
-    terms = source.count(exchange.reduced)
-    if source.mesh != destination.mesh:
-        sent, got = _most_met(source, destination), _most_met(destination, source)
-        return max(-(-sent * copies // turns), got * terms)
-    at = every_coordinate(source.mesh)
-    both = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
-    own: Any = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
-    each = -(-_meeting(source, destination) * copies // turns) - own
-    return int(max(np.max(each), np.max(_meeting(destination, source) * terms - own)))
-
-
 def _shared(exchange: Exchange, dim: int, have: dict[str, Any], need: dict[str, Any]) -> Any:
     """Return how many rows of a dim are both in parts of the source and of the destination."""
     extent = exchange.source.shape[dim]
@@ -287,10 +339,8 @@ def _most_met(side: Side, other: Side) -> int:
     if a.blocked or b.blocked or a.reaches or b.reaches:
         return int(np.max(_meeting(side, other)))
     # each dim is split by axes of its own, so that some rank has the most of all dims
-    return math.prod(
-        _met(split_sizes(a, dim), split_sizes(b, dim), extent)
-        for dim, extent in enumerate(side.shape)
-    )
+    dims = zip(side.split_sizes, other.split_sizes, side.shape, strict=True)
+    return math.prod([_met(*dim) for dim in dims])
 
 
 @lru_cache(maxsize=1024)

@@ -20,8 +20,8 @@ from mdfuse.layouts.layout import Layout
 _T = TypeVar("_T")
 _Axes = tuple[int, ...]
 
-#: How many answers about one dim are kept: of many ranks fewer, at least and at most.
-_KEPT, _NUMBERS = (64, 1024), 2**19
+#: How many numbers of answers about one dim are kept, about.
+_NUMBERS = 2**18
 
 
 class Cut(NamedTuple):
@@ -85,7 +85,7 @@ class DimRows:
         }
         self._near = near
         self._known: dict[tuple[Any, ...], Any] = {}
-        self._limit = min(max(_NUMBERS // math.prod(sizes), _KEPT[0]), _KEPT[1])
+        self._kept = 0  # how many numbers
 
     def rows(self, axes: _Axes, is_needed: bool = False) -> list[tuple[Any, Any]]:
         """Return where the part of each rank begins and ends, in each block."""
@@ -110,9 +110,12 @@ class DimRows:
     def _once(self, key: tuple[Any, ...], find: Callable[[], _T]) -> _T:
         found: _T | None = self._known.get(key)
         if found is None:
-            if len(self._known) >= self._limit:
+            found = find()
+            if self._kept > _NUMBERS:
                 self._known.clear()
-            found = self._known[key] = find()
+                self._kept = 0
+            self._known[key] = found
+            self._kept += _numbers(found)
         return found
 
     def part(self, axes: _Axes, is_needed: bool = False) -> int | None:
@@ -172,7 +175,8 @@ class DimRows:
         part = self.part(axes, is_needed)
         if part is not None:
             return part * math.prod([self._near[a] for a in axes])
-        return self._sum(self._length(axes, is_needed, "sender"))
+        key = ("summed", axes, is_needed)
+        return self._once(key, lambda: self._sum(self._length(axes, is_needed, "sender")))
 
     def _sum(self, found: Any) -> Any:
         """Return what the ranks of each host have together."""
@@ -201,6 +205,13 @@ class DimRows:
             return np.where(stop > start, 1, 0)
         first, last = (place_of(sizes, self.extent, row) for row in (start, stop - 1))
         return np.where(stop > start, last - first + 1, 0)
+
+
+def _numbers(found: Any) -> int:
+    """Return how many numbers an answer has."""
+    if isinstance(found, tuple | list):
+        return sum(map(_numbers, found))
+    return int(np.size(found)) if isinstance(found, np.ndarray) else 1
 
 
 @lru_cache(maxsize=64)

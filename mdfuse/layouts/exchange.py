@@ -223,6 +223,8 @@ def kept_terms(source: Layout, destination: Layout) -> tuple[tuple[str, str], ..
     >>> kept_terms(Layout(one, {"a": Partial("max")}), Layout(other, {"q": Partial("max")}))
     (('a', 'q'),)
     """
+    if not source.partial_axes or not destination.partial_axes:
+        return ()
     if source.mesh == destination.mesh:
         axes = zip(source.mesh.axes, source.mesh.shape, strict=True)
         both = zip(axes, source.placements, destination.placements, strict=True)

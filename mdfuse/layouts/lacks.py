@@ -53,7 +53,33 @@ def lacks(
     if is_special(source, destination, shape):
         worst = max((0, *_one_by_one(source, destination, shape, copies)))
         return worst, UNIT * worst
+    if not destination.reaches and have_no_rank_in_common(source.mesh, destination.mesh):
+        return arriving_from_others(destination, shape, copies + 1)
     return most_and_mean(_lack(source, destination, shape, copies))
+
+
+def arriving_from_others(layout: Layout, shape: tuple[int, ...], copies: int) -> tuple[int, int]:
+    """Return `lacks` of ranks that hold nothing: parts make up the whole, and the first is largest.
+
+    Args:
+        layout: what they need.
+        shape: global extents, numbers.
+        copies: how many copies of it each rank receives.
+    """
+    mesh = layout.mesh
+    parts = math.prod([mesh.axis_size(a) for _, axes in layout.splits for a in axes])
+    total = UNIT * copies * math.prod(shape) * (mesh.size // parts)
+    return copies * part_size(layout, shape), total // mesh.size
+
+
+@lru_cache(maxsize=256)
+def have_no_rank_in_common(one: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether two meshes are of different ranks.
+
+    >>> have_no_rank_in_common(DeviceMesh([0, 1]), DeviceMesh([2, 1]))
+    False
+    """
+    return not any(r in one for r in other)
 
 
 def most_and_mean(found: Any) -> tuple[int, int]:
@@ -156,8 +182,10 @@ def place_of(sizes: tuple[int, ...], extent: int, row: Any) -> Any:
 
 def is_special(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
     """Whether a run chooses the extents, or there are chunks: then arrays would not do."""
-    chunks = [x.stream for x in (source, destination) if x.stream is not None]
-    return any(chunk.index is not None for chunk in chunks) or is_symbolic(shape)
+    for x in (source, destination):
+        if x.stream is not None and x.stream.index is not None:
+            return True
+    return is_symbolic(shape)
 
 
 def _one_by_one(
@@ -353,4 +381,44 @@ def _lengths(mesh: DeviceMesh, axes: tuple[str, ...], extent: int) -> Any:
 
 def part_size(layout: Layout, shape: tuple[int, ...]) -> int:
     """Return the elements of the largest part, the first rank's."""
-    return math.prod(layout.local_shape(shape))
+    stream = layout.stream
+    is_chunk = stream is not None and stream.index is not None
+    if is_chunk or layout.blocked or layout.reaches or is_symbolic(shape):
+        return math.prod(layout.local_shape(shape))
+    return math.prod(_first_rows(layout, shape))
+
+
+@lru_cache(maxsize=1024)
+def _first_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the rows of each dim that the first rank has; no dim is in blocks."""
+    rows, size_of = [*shape], layout.mesh.axis_size
+    for dim, axes in layout.splits:
+        for a in axes:
+            rows[dim] = -(-rows[dim] // size_of(a))
+    return tuple(rows)
+
+
+def least_messages(source: Layout, destination: Layout, shape: tuple[int, ...], terms: int) -> int:
+    """Return how many messages a rank sends or receives at least, to other ranks.
+
+    The first rank, whose parts are largest, meets at least as many parts as go into its own. No dim
+    is in blocks.
+
+    Args:
+        source: before, of any of the terms.
+        destination: afterwards.
+        shape: global extents, numbers.
+        terms: how many there are of each element.
+    """
+    sent, got = 1, terms
+    both = zip(_first_rows(source, shape), _first_rows(destination, shape), strict=True)
+    for held, needed in both:
+        sent, got = sent * -(-held // needed), got * -(-needed // held)
+    copies, turns = (_alike(layout) for layout in (destination, source))
+    return max(-(-sent * copies // turns), got)
+
+
+def _alike(layout: Layout) -> int:
+    """Return how many ranks hold the same."""
+    size_of, split = layout.mesh.axis_size, [a for _, axes in layout.splits for a in axes]
+    return layout.mesh.size // math.prod(map(size_of, (*split, *layout.partial_axes)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Term, resolve
@@ -21,6 +21,7 @@ from mdfuse.layouts.placements import (
     Shard,
     Varies,
     commute,
+    wrapped,
 )
 from mdfuse.layouts.reach import Reach
 from mdfuse.layouts.stream import Stream
@@ -368,9 +369,17 @@ class Layout:
         """Return this layout with another stream, or none."""
         if self.blocked or not (stream is None or isinstance(stream, Stream)):
             return Layout(self.mesh, self.by_axis(), self.order, stream, dict(self.reaches))
-        found = object.__new__(Layout)  # only blocks have to do with chunks: all else is checked
-        found.mesh, found.placements, found.splits = self.mesh, self.placements, self.splits
-        found.stream, found.reaches = stream, self.reaches
+        # only blocks have to do with chunks: all else is checked
+        return Layout.checked(self.mesh, self.placements, self.splits, stream, self.reaches)
+
+    @classmethod
+    def checked(
+        cls, mesh: DeviceMesh, placements: Any, splits: Any, stream: Any, reaches: Any
+    ) -> Layout:
+        """Return a layout of parts that are known to fit, as its attributes have them."""
+        found = object.__new__(cls)
+        found.mesh, found.placements, found.splits = mesh, placements, splits
+        found.stream, found.reaches = stream, reaches
         return found
 
     def reaching(self, reaches: Mapping[int, Reach], shape: Sequence[int]) -> Layout:
@@ -424,7 +433,7 @@ class Layout:
                     hint="only buffers of host programs may vary; say Shard, Replicate or Partial",
                 )
             if isinstance(placement, Shard):
-                dim = _wrap(placement.dim, ndim, f"axis {axis}: {placement!r}")
+                dim = wrapped(placement.dim, ndim, f"axis {axis}: {placement!r}")
                 placement = replace(placement, dim=dim)
             if self.mesh.axis_size(axis) == 1:
                 placement = Replicate()
@@ -437,7 +446,7 @@ class Layout:
             order[dim % ndim] = here if dim >= 0 else tuple(sorted(here, key=self.mesh.axis_index))
         stream = self.stream
         if stream is not None and stream.op is None:
-            stream = replace(stream, dim=_wrap(stream.dim, ndim, str(stream)))
+            stream = replace(stream, dim=wrapped(stream.dim, ndim, str(stream)))
         if stream is not None and stream.rotate is not None:
             self.mesh.axis_index(stream.rotate)
         reaches = {d % ndim: reach for d, reach in self.reaches}
@@ -489,12 +498,3 @@ class Layout:
 def replicated(mesh: DeviceMesh) -> Layout:
     """Return the layout in which every rank of the mesh holds the whole."""
     return Layout(mesh, {})
-
-
-def _wrap(dim: int, ndim: int, what: str) -> int:
-    if not -ndim <= dim < ndim:
-        raise LayoutError(
-            f"{what}: dim {dim} is out of range for a tensor with {ndim} dims",
-            hint=f"dims go from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be split",
-        )
-    return dim % ndim

@@ -97,3 +97,13 @@ def commute(ops: Iterable[str]) -> bool:
     """
     different = {*ops}
     return len(different) < 2 or different <= _LINEAR
+
+
+def wrapped(dim: int, ndim: int, what: str) -> int:
+    """Return a dim counted from 0; `what` asks for it, and is part of an error's text."""
+    if not -ndim <= dim < ndim:
+        raise LayoutError(
+            f"{what}: dim {dim} is out of range for a tensor with {ndim} dims",
+            hint=f"dims go from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be split",
+        )
+    return dim % ndim

@@ -57,6 +57,11 @@ class Side:
         return tuple(map(self.layout.split_axes, range(len(self.shape))))
 
     @cached_property
+    def split_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """In how many parts these axes split each dim."""
+        return tuple([tuple([self.sizes[a] for a in axes]) for axes in self.split])
+
+    @cached_property
     def strides(self) -> dict[str, int]:
         """How far neighbours along each axis are from each other in the order of the mesh."""
         sizes = accumulate(reversed(self.mesh.shape[1:]), mul, initial=1)

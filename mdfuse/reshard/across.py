@@ -14,19 +14,30 @@ from itertools import combinations
 from typing import NamedTuple
 
 from mdfuse.communication import Communication
+from mdfuse.layouts.crossing import crossing_apart, least_gathering, least_reducing
 from mdfuse.layouts.exchange import kept_terms
-from mdfuse.layouts.lacks import UNIT, is_lacking
+from mdfuse.layouts.lacks import (
+    UNIT,
+    arriving_from_others,
+    dearer,
+    have_no_rank_in_common,
+    is_lacking,
+    is_special,
+    least_messages,
+    part_size,
+    weighed,
+)
 from mdfuse.layouts.layout import Layout, Replicate, Shard, replicated
-from mdfuse.mesh import DeviceMesh
 from mdfuse.reshard.blocks import through_blocks
-from mdfuse.reshard.clock import MESSAGE, is_timed, least_arriving, nanoseconds
+from mdfuse.reshard.clock import is_timed, least_arriving, nanoseconds
 from mdfuse.reshard.refined import on_common_mesh
-from mdfuse.reshard.search import Search
 from mdfuse.reshard.splits import free_dims, placed, splits_of
 from mdfuse.reshard.step import Local, Step, step_cost, step_time
 
 _Steps = Callable[[Layout, Layout, tuple[int, ...], int], tuple[Step, ...]]
 _Path = tuple[Step, ...]
+#: what is rounded off in the costs of the steps of a way, at most
+_ROUNDED = 16
 #: the same for one itemsize
 _Find = Callable[[Layout, Layout, tuple[int, ...]], _Path]
 
@@ -36,17 +47,15 @@ class _Way(NamedTuple):
 
     Attributes:
         legs: what finds the steps of each.
-        least: how many nanoseconds each takes at least.
+        least: what each costs at least.
         is_apart: whether other ranks receive in the second leg, so that the longer one counts.
         is_last_first: whether the second leg is found sooner than the first.
-        bound: what tells better how long the leg that is found later takes at least.
     """
 
     legs: tuple[Callable[[], _Path], Callable[[], _Path]]
     least: tuple[int, int] = (0, 0)
     is_apart: bool = False
     is_last_first: bool = False
-    bound: Callable[[], int] = int
 
     def together(self, first: int, last: int) -> int:
         """Return what both legs cost; extents may be symbolic."""
@@ -112,7 +121,9 @@ def _cheapest(
     """Return the steps of the way that costs least; of two equal ones, the first."""
     if is_timed(source, destination, shape):
         least = least_arriving(source.mesh, destination, shape, itemsize)
-        return _soonest(ways, shape, itemsize, least)
+        return _soonest(ways, lambda step: _known_time(step, shape, itemsize), least)
+    if not is_special(source, destination, shape):
+        return _soonest(ways, lambda step: step_cost(step, shape), 0)
     found = ((way, way.legs[0](), way.legs[1]()) for way in ways)
     _, first, last = min(found, key=lambda way: _cost(way[0], way[1], way[2], shape))
     return (*first, *last)
@@ -124,32 +135,35 @@ def _cost(way: _Way, first: _Path, last: _Path, shape: tuple[int, ...]) -> tuple
     return way.together(costs[0], costs[1]), len(first) + len(last)
 
 
-def _soonest(ways: Iterable[_Way], shape: tuple[int, ...], itemsize: int, least: int) -> _Path:
-    """Return the steps of the way to a goal that takes least time, which `least` is at least.
+def _soonest(ways: Iterable[_Way], cost: Callable[[Step], int], least: int) -> _Path:
+    """Return the steps of the way to a goal that costs least, which `least` is at least.
 
-    Of those that take as long the one of fewest steps, of these the first. The way that may be the
+    Of those that cost as much the one of fewest steps, of these the first. The way that may be the
     one, by what is known of all, is followed a bit further, until it is.
     """
     every = [*ways]
+    if len(every) == 1:
+        return (*every[0].legs[0](), *every[0].legs[1]())
     legs: list[list[_Path]] = [[(), ()] for _ in every]
     spent = [[*way.least] for way in every]
-    #: how long at least, how many steps at least, which way, how much of it is known
+    #: what it costs at least, how many steps at least, which way, how much of it is known
     frontier = [(max(way.together(*way.least), least), 0, n, 0) for n, way in enumerate(every)]
     heapq.heapify(frontier)
     while True:
         _, _, n, known = heapq.heappop(frontier)
-        if known == 3:
+        if known == 2:
             return (*legs[n][0], *legs[n][1])
         way, (soon, late) = every[n], (1, 0) if every[n].is_last_first else (0, 1)
-        if known == 1:
-            spent[n][late] = max(way.bound(), spent[n][late])
-        else:
-            leg = late if known else soon
-            legs[n][leg] = way.legs[leg]()
-            spent[n][leg] = sum(step_time(step, shape, itemsize) for step in legs[n][leg])
-        steps = sum(map(len, legs[n])) + (known < 2 and spent[n][late] > 0)
+        leg = late if known else soon
+        legs[n][leg] = way.legs[leg]()
+        spent[n][leg] = sum(map(cost, legs[n][leg]))
+        steps = sum(map(len, legs[n])) + (not known and spent[n][late] > 0)
         total = max(way.together(spent[n][0], spent[n][1]), least)
         heapq.heappush(frontier, (total, steps, n, known + 1))
+
+
+#: each leg is a part of several ways
+_known_time = lru_cache(maxsize=1024)(step_time)
 
 
 def _as_it_is(source: Layout, destination: Layout) -> _Path:
@@ -166,11 +180,10 @@ def _moved(
     """
     yield _Way((tuple, partial(_moving, source, destination, shape)))
     if is_timed(source, destination, shape):
-        first = MESSAGE if _are_apart(source.mesh, destination.mesh) else 0
         for split, least in _finer(destination, shape, itemsize):
+            first = _least_at_once(source, split, shape, itemsize)
             legs = partial(_moving, source, split, shape), partial(steps, split, destination, shape)
-            bound = partial(_gathering, split, destination, shape, itemsize)
-            yield _Way(legs, (first, least), bound=bound)
+            yield _Way(legs, (first, least))
 
 
 def _moving(source: Layout, destination: Layout, shape: tuple[int, ...]) -> _Path:
@@ -195,16 +208,66 @@ def _moving(source: Layout, destination: Layout, shape: tuple[int, ...]) -> _Pat
     return one("Exchange")
 
 
-def _gathering(split: Layout, whole: Layout, shape: tuple[int, ...], itemsize: int) -> int:
-    """Return how long it takes at least to gather a layout that is split further."""
-    search = Search(split, whole, shape, itemsize)
-    return search.to_go(search.start)
+def _least_reduced(
+    source: Layout, done: Layout, shape: tuple[int, ...], itemsize: int, axes: tuple[str, ...]
+) -> int:
+    """Return what it costs at least to reduce the terms along some axes on one mesh, quickly."""
+    if is_special(source, done, shape):
+        return 0
+    mesh = source.mesh
+    terms = math.prod(map(mesh.axis_size, axes))
+    kept = math.prod([mesh.axis_size(a) for a in done.partial_axes])
+    parts = math.prod([mesh.axis_size(a) for _, axes in done.splits for a in axes])
+    ranks = mesh.size // kept
+    average = UNIT * math.prod(shape) * (terms + ranks // parts - 2) // ranks
+    worst = max(UNIT * part_size(done, shape), average)
+    if is_timed(source, done, shape):
+        crosses = least_reducing(done, shape, axes, kept)
+        return nanoseconds(1, worst, crosses, itemsize)
+    return weighed(worst, average) - _ROUNDED
 
 
-def _reduced(source: Layout, done: Layout, shape: tuple[int, ...], itemsize: int) -> int:
-    """Return how long it takes at least to reduce terms."""
-    search = Search(source, done, shape, itemsize)
-    return MESSAGE + search.least(search.start)
+def _least_gathered(split: Layout, whole: Layout, shape: tuple[int, ...], itemsize: int) -> int:
+    """Return what it costs at least to gather a layout that is split further, quickly."""
+    if is_special(split, whole, shape):
+        return 0
+    lacks = part_size(whole, shape) - part_size(split, shape)
+    if lacks == 0:
+        return 0
+    if not is_timed(split, whole, shape):
+        return weighed(UNIT * lacks, 0)
+    return nanoseconds(1, UNIT * lacks, least_gathering(split, whole, shape), itemsize)
+
+
+def _least_arriving(
+    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int
+) -> int:
+    """Return what it costs at least until a mesh has all that it needs, whatever the steps."""
+    is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
+    if not is_apart or is_special(source, destination, shape):
+        return 0
+    worst, average = arriving_from_others(destination, shape, 1)
+    if is_timed(source, destination, shape):
+        return nanoseconds(1, UNIT * worst, 0, itemsize)
+    return weighed(UNIT * worst, average) - _ROUNDED
+
+
+def _least_at_once(
+    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, terms: int = 1
+) -> int:
+    """Return what one exchange of some terms costs at least, quickly."""
+    is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
+    copies = terms if is_apart else terms - 1
+    if copies == 0 or is_special(source, destination, shape):
+        return 0
+    worst, average = arriving_from_others(destination, shape, copies)
+    if is_timed(source, destination, shape):
+        crosses = crossing_apart(source, destination, shape, terms, is_least=True) or 0
+        is_exchange = is_apart and source.mesh.size > 1  # a Scatter is one message
+        starts = least_messages(source, destination, shape, terms) if is_exchange else copies
+        return nanoseconds(starts, UNIT * worst, crosses, itemsize)
+    cost = weighed(UNIT * worst, average)
+    return dearer(cost) if terms > 1 else cost
 
 
 def _alone(step: Step) -> _Path:
@@ -232,13 +295,13 @@ def _reducing(
         yield _Way(
             (partial(_alone, first), partial(steps, at_root, destination, shape)), is_apart=True
         )
-    is_apart = _are_apart(source.mesh, destination.mesh)
-    is_known = is_timed(source, destination, shape)
+    is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
+    terms = math.prod(map(source.mesh.axis_size, axes))
+    comes = 0 if kept else _least_arriving(source, destination, shape, itemsize)
     for done in splits_of(source, axes, shape):
         legs = partial(steps, source, done, shape), partial(steps, done, destination, shape)
-        least = (MESSAGE, MESSAGE if is_apart else 0)
-        bound = partial(_reduced, source, done, shape, itemsize) if is_known else int
-        yield _Way(legs, least, is_apart, is_last_first=True, bound=bound)
+        least = (_least_reduced(source, done, shape, itemsize, axes), comes)
+        yield _Way(legs, least, is_apart, is_last_first=True)
     if len(ops) == 1 and not kept and source.stream is None:
         (op,) = ops
         for split in splits_of(destination, (), shape):
@@ -246,18 +309,8 @@ def _reducing(
                 kind="ReduceExchange", source=source, destination=split, reduce_op=op
             )
             legs = partial(_alone, reduced), partial(steps, split, destination, shape)
-            if split == destination:
-                yield _Way(legs, (MESSAGE, 0))
-            else:
-                bound = (
-                    partial(_gathering, split, destination, shape, itemsize) if is_known else int
-                )
-                yield _Way(legs, (MESSAGE, MESSAGE), bound=bound)
-
-
-@lru_cache(maxsize=256)
-def _are_apart(one: DeviceMesh, other: DeviceMesh) -> bool:
-    return not any(r in one for r in other)
+            at_once = _least_at_once(source, split, shape, itemsize, terms)
+            yield _Way(legs, (at_once, _least_gathered(split, destination, shape, itemsize)))
 
 
 def _to_one_rank(
@@ -276,10 +329,17 @@ def _to_one_rank(
     return Communication(kind="Reduce", source=source, destination=at_root, reduce_op=op), at_root
 
 
-def _finer(layout: Layout, shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[Layout, int]]:
+@lru_cache(maxsize=256)
+def _finer(layout: Layout, shape: tuple[int, ...], itemsize: int) -> tuple[tuple[Layout, int], ...]:
+    return tuple(_splits_finer(layout, shape, itemsize))
+
+
+def _splits_finer(
+    layout: Layout, shape: tuple[int, ...], itemsize: int
+) -> Iterator[tuple[Layout, int]]:
     """Yield a layout with some axes along which it is whole splitting one dim.
 
-    And how long it takes at least to gather that: what the first rank lacks then.
+    And how long it takes at least to gather that.
     """
     free = [a for a, p in layout.by_axis().items() if isinstance(p, Replicate)]
     free = [a for a in free if layout.mesh.axis_size(a) > 1]
@@ -289,9 +349,5 @@ def _finer(layout: Layout, shape: tuple[int, ...], itemsize: int) -> Iterator[tu
             for axes in combinations(free, n):
                 parts = math.prod(map(layout.mesh.axis_size, axes))
                 if room[dim] >= parts:
-                    rows = room[dim]
-                    for a in axes:
-                        rows = -(-rows // layout.mesh.axis_size(a))
-                    lacks = math.prod(room) // room[dim] * (room[dim] - rows)
-                    least = nanoseconds(1, UNIT * lacks, 0, itemsize)
-                    yield placed(layout, axes, Shard(dim)), least
+                    split = placed(layout, axes, Shard(dim))
+                    yield split, _least_gathered(split, layout, shape, itemsize)

@@ -7,6 +7,7 @@ is the same wherever a program is lowered.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -82,7 +83,10 @@ def least_arriving(
 
 
 def _exchange(comm: Communication, shape: tuple[int, ...]) -> Exchange:
-    return Exchange(Side(comm.source, shape), Side(comm.destination, shape))
+    return Exchange(_side(comm.source, shape), _side(comm.destination, shape))
+
+
+_side = lru_cache(maxsize=1024)(Side)
 
 
 def along(kind: str, mesh: DeviceMesh, axes: tuple[str, ...], before: int, after: int) -> int:

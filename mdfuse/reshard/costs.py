@@ -12,17 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from mdfuse.layouts.aligned import Aligned
+from mdfuse.layouts.aligned import Aligned, Splits
 from mdfuse.layouts.blocks import segments, split
 from mdfuse.layouts.boxes import Rows
-from mdfuse.layouts.crossing import (
-    crossing,
-    hosts_of_terms,
-    least_crossing,
-    messages,
-    most_and_all,
-    parts_on_host,
-)
+from mdfuse.layouts.crossing import ByRank, hosts_of_terms, most_and_all, parts_on_host
 from mdfuse.layouts.dim_rows import DimRows, dims_of
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import Digits, digits, pairs_apart, rings
@@ -30,6 +23,7 @@ from mdfuse.layouts.lacks import (
     UNIT,
     arriving,
     dearer,
+    is_lacking,
     is_special,
     lacks,
     most_and_mean,
@@ -71,8 +65,14 @@ class Costs:
     #: whether what arrives at others than the worst rank is no matter
     is_worst_alone: bool = False
     layouts: dict[Node, Layout] = field(default_factory=dict)
-    #: node -> elements of its largest part
-    parts: dict[Node, int] = field(default_factory=dict)
+    #: what splits dims -> elements of the largest part
+    parts: dict[Splits, int] = field(default_factory=dict)
+    #: dim, the axes that split it -> rows of the first rank
+    first_rows: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    #: axis, whether replicas may share work -> the dims that it may split next
+    known_dims: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
+    #: axes -> how many ranks there are along them
+    counts: dict[tuple[int, ...], int] = field(default_factory=dict)
     #: node without a Partial -> cost of all that is left
     left: dict[Node, int] = field(default_factory=dict)
     #: node -> cost of what is left, at least
@@ -147,23 +147,32 @@ class Costs:
             return self.source
         if node == self.end:
             return self.goal
-        names, placements = self.source.mesh.axes, dict[str, Placement]()
-        for a, (name, p) in enumerate(self.source.by_axis().items()):
+        names, placements = self.source.mesh.axes, list[Placement]()
+        for a, p in enumerate(self.source.placements):
             is_term = isinstance(p, Partial) and (a in node.partial or a not in self.ops)
-            placements[name] = p if is_term else Replicate()
+            placements.append(p if is_term else Replicate())
         for a in node.made:
-            placements[names[a]] = Partial(self.made[a])
+            placements[a] = Partial(self.made[a])
+        splits = []
         for d, axes in enumerate(node.splits):
             cut = self.source.cuts.get(d)  # which is the same all the way
-            along = ((names[a], Shard(d, cut.along(names[a]) if cut else None)) for a in axes)
-            placements.update(along)
-        order = {d: [names[a] for a in axes] for d, axes in enumerate(node.splits) if axes}
-        return Layout(self.source.mesh, placements, order, self.source.stream)
+            for a in axes:
+                placements[a] = Shard(d, cut.along(names[a]) if cut else None)
+            if axes:
+                splits.append((d, tuple([names[a] for a in axes])))
+        mesh, stream = self.source.mesh, self.source.stream
+        return Layout.checked(mesh, tuple(placements), tuple(splits), stream, ())
 
     # -- sizes -----------------------------------------------------------------------------------
 
     def rows(self, dim: int, axes: tuple[int, ...]) -> int:
         """Return the rows of a dim that the first rank has."""
+        found = self.first_rows.get((dim, axes))
+        if found is None:
+            found = self.first_rows[dim, axes] = self._rows(dim, axes)
+        return found
+
+    def _rows(self, dim: int, axes: tuple[int, ...]) -> int:
         rows, names = self.blocks(dim), self.source.mesh.axes
         if len(rows) > 1:
             for a in axes:
@@ -175,13 +184,20 @@ class Costs:
         return n
 
     def part(self, node: Node) -> int:
-        if node not in self.parts:
-            rows = (self.rows(d, axes) for d, axes in enumerate(node.splits))
-            self.parts[node] = math.prod(rows)
-        return self.parts[node]
+        """Return the elements of the largest part."""
+        splits = node.splits
+        found = self.parts.get(splits)
+        if found is None:
+            rows = [self.rows(d, axes) for d, axes in enumerate(splits)]
+            found = self.parts[splits] = math.prod(rows)
+        return found
 
     def count(self, axes: tuple[int, ...]) -> int:
-        return math.prod([self.sizes[a] for a in axes])
+        """Return how many ranks there are along some axes."""
+        found = self.counts.get(axes)
+        if found is None:
+            found = self.counts[axes] = math.prod([self.sizes[a] for a in axes])
+        return found
 
     # -- costs -----------------------------------------------------------------------------------
 
@@ -234,19 +250,19 @@ class Costs:
         arrives = UNIT * worst
         if not self.is_timed:
             return self.weighed(arrives, average)
-        starts = messages(self.between(here, after))
+        starts = self.between(here, after).messages()
         return nanoseconds(starts, arrives, self.crossing(here, after), self.itemsize)
 
     def crossing(self, here: Node, after: Node) -> int:
         """Return what an exchange takes between hosts."""
         if (here, after) not in self.crossings:
-            self.crossings[here, after] = crossing(self.between(here, after))
+            self.crossings[here, after] = self.between(here, after).crossing()
         return self.crossings[here, after]
 
-    def between(self, here: Node, after: Node) -> Exchange | Aligned:
+    def between(self, here: Node, after: Node) -> Aligned | ByRank:
         """Return the exchange from one node to another, of terms that are there before."""
         if self.digits is None:
-            return Exchange(self.side(here), self.side(after))
+            return ByRank(Exchange(self.side(here), self.side(after)))
         terms, goal_terms = ((*self.staying, *x.partial) for x in (here, after))
         kept = [a for a in terms if a in goal_terms]
         return Aligned(
@@ -281,15 +297,25 @@ class Costs:
 
         Where elements count, one Exchange costs just that.
         """
-        if node not in self.left:
-            worst, average = self.lack(node, self.end)
-            arrives = UNIT * worst
-            if self.is_timed and worst:
-                crosses = least_crossing(self.between(node, self.end))
-                self.left[node] = nanoseconds(1, arrives, crosses, self.itemsize)
-            else:
-                self.left[node] = self.weighed(arrives, average)
-        return self.left[node]
+        found = self.left.get(node)
+        if found is None:
+            find = self.time_to_go if self.is_timed else self.bytes_to_go
+            found = self.left[node] = find(node) if node.splits != self.end.splits else 0
+        return found
+
+    def bytes_to_go(self, node: Node) -> int:
+        worst, average = self.lack(node, self.end)
+        return self.weighed(UNIT * worst, average)
+
+    def time_to_go(self, node: Node) -> int:
+        crosses = self.between(node, self.end).least_crossing()
+        if crosses:  # which takes longer, mostly, than what can arrive at a rank
+            most = nanoseconds(1, UNIT * self.part(self.end), 0, self.itemsize)
+            least = nanoseconds(1, 0, crosses, self.itemsize)
+            if least >= most:
+                return least
+        worst, _ = self.lack(node, self.end)
+        return nanoseconds(1, UNIT * worst, crosses, self.itemsize) if worst else 0
 
     def lack(self, here: Node, after: Node, copies: int = 0) -> tuple[int, int]:
         """Return what an exchange brings to a rank, at most and on average; see `lacks`."""
@@ -297,6 +323,12 @@ class Costs:
             held = self.layout(here._replace(partial=(), made=()))
             return lacks(held, self.layout(after._replace(made=())), self.shape, copies)
         return most_and_mean(self.missing(here, after, copies))
+
+    def is_lacking(self, here: Node, after: Node) -> bool:
+        """Whether some rank needs more than its part; the first one does where parts grow."""
+        if self.is_special:
+            return is_lacking(self.layout(here), self.layout(after), self.shape)
+        return self.part(after) > self.part(here) or self.lack(here, after)[0] > 0
 
     def missing(self, here: Node, after: Node, copies: int) -> Any:
         """Return the same for each rank: an array that broadcasts over the mesh."""
@@ -322,10 +354,74 @@ class Costs:
         return self.leasts[node]
 
     def _least(self, node: Node) -> int:
-        arrives = self.least_arriving(node)
         if not self.is_timed:
-            return arrives
-        return nanoseconds(0, arrives, 0 if self.made else self.least_crossing(node), self.itemsize)
+            return self.least_arriving(node)
+        posts = self.least_posts(node)
+        if self.made:
+            return nanoseconds(posts, 0, 0, self.itemsize)
+        arrives = UNIT * self.part(self.end)
+        if node.partial:
+            arrives = max(arrives, self.shared(node))
+        else:
+            arrives = max(arrives - UNIT * self.part(node), 0)
+        return nanoseconds(posts, arrives, self.least_crossing(node), self.itemsize)
+
+    def least_posts(self, node: Node) -> int:
+        """Return how many posts are left at least.
+
+        Terms take one for each reduce op, and one more where ranks then lack something; behind the
+        source all may become right at once.
+        """
+        if self.has_idle_axes:
+            return 0
+        found = len({self.ops[a] for a in node.partial})
+        if self.made or (found and node == self.start):
+            return found
+        return found + self.is_surely_lacking(node)
+
+    def is_surely_lacking(self, node: Node) -> bool:
+        """Whether it is quickly known that some rank lacks something of what it needs.
+
+        The first rank does where parts grow. Where dims are long, some rank does if what splits one
+        of them now is not what splits it at the end, or the outermost part of that: take a rank
+        that is the second along the first axis that differs, and the first along all others.
+        """
+        if self.part(self.end) > self.part(node):
+            return True
+        if self.is_long:
+            for axes, goal in zip(node.splits, self.end.splits, strict=True):
+                if axes != goal and axes != goal[: len(axes)]:
+                    return True
+        return False
+
+    @cached_property
+    def has_idle_axes(self) -> bool:
+        """Whether axes of one rank split dims or have terms: what changes there costs nothing."""
+        placements = zip(self.sizes, self.source.placements, self.goal.placements, strict=True)
+        return any(n == 1 and not p == q == Replicate() for n, p, q in placements)
+
+    @cached_property
+    def is_long(self) -> bool:
+        """Whether no part of a dim is empty, however ranks split it."""
+        ranks = 2 * math.prod(self.sizes)
+        return not self.source.blocked and all(n >= ranks for n in self.shape)
+
+    def least_messages(self, here: Node, after: Node) -> int:
+        """Return how many messages a rank sends or receives in an exchange at least.
+
+        The first rank, whose parts are largest, meets at least as many parts as go into its own.
+        """
+        sent, got = 1, self.count(here.partial) // self.count(after.partial)
+        for dim, (have, need) in enumerate(zip(here.splits, after.splits, strict=True)):
+            held, needed = self.rows(dim, have), self.rows(dim, need)
+            sent, got = sent * -(-held // needed), got * -(-needed // held)
+        copies, turns = (self.alike(node) for node in (after, here))
+        return max(-(-sent * copies // turns), got) - 1
+
+    def alike(self, node: Node) -> int:
+        """Return how many ranks hold the same."""
+        fixed = self.count(sum(node.splits, node.partial)) * self.kept
+        return math.prod(self.sizes) // fixed
 
     def least_crossing(self, node: Node) -> int:
         """Return what a host takes in at least: of terms on average, else the one that needs most.

@@ -23,7 +23,8 @@ class Search(Costs):
     def moves(self, here: Node) -> Iterator[Move]:
         for a in range(len(self.sizes)):
             yield from self.along(here, a)
-        yield from self.along_several(here)
+        if len(here.partial) > 1 or len(max(here.splits, key=len, default=())) > 1:
+            yield from self.along_several(here)
         if here.partial:
             if here == self.start and len({*self.ops.values()}) == 1 and self.is_free:
                 for after in self.refined:
@@ -57,40 +58,55 @@ class Search(Costs):
         """Whether parts of all dims may change hands: no dim is taken in chunks."""
         return self.source.stream is None or self.source.stream.index is None
 
-    def along(self, here: Node, a: int) -> Iterator[Move]:
-        """Yield the one-axis rows of the table that can help on the way."""
-        to = self.target[a]
-        is_free = here.partial or self.is_timed  # replicas may share what follows
-        dims = [d for d in self.dims if d != to] if is_free else []
-        if self.source.stream is not None:
-            dims = []
-        dims = [to, *dims] if to is not None and to in self.dims else dims
-        if a in here.partial:
-            rest = here._replace(partial=tuple(p for p in here.partial if p != a))
-            yield Move("Allreduce", rest, (a,))
-            for d in dims:
-                yield Move("ReduceScatter", _split(rest, a, d), (a,), d)
-            return
-        dim = next((d for d, axes in enumerate(here.splits) if a in axes), None)
-        if dim is None and a not in here.made and self.is_whole(a):
-            for d in dims:
-                yield Move("slice", _split(here, a, d))
+    def along(self, here: Node, a: int) -> list[Move]:
+        """Return the one-axis rows of the table that can help on the way."""
+        splits, partial, made = here
+        to, dims = self.target[a], self.dims_along(a, bool(partial) or self.is_timed)
+        if a in partial:
+            rest = Node(splits, tuple([p for p in partial if p != a]), made)
+            found = [Move("Allreduce", rest, (a,))]
+            return found + [Move("ReduceScatter", _split(rest, a, d), (a,), d) for d in dims]
+        dim = None
+        for d, axes in enumerate(splits):
+            if a in axes:
+                dim = d
+        if dim is None:
+            if a in made or not self.is_whole(a):
+                return []
+            found = [Move("slice", _split(here, a, d)) for d in dims]
             if a in self.made:
-                yield from self.making(here, a, self.made[a] in IDEMPOTENT)
-        elif dim is not None and dim in self.dims and here.splits[dim][-1] == a:
-            gathered = _joined(here, dim, 1)
-            yield Move("Allgather", gathered, (a,), dim)
-            if to is not None and to != dim:
-                yield Move("AllToAll", _split(gathered, a, to), (a,), dim, to)
-            elif a in self.made and self.made[a] != "avg":
-                yield from self.making(gathered, a)
+                found += self.making(here, a, self.made[a] in IDEMPOTENT)
+            return found
+        if dim not in self.dims or splits[dim][-1] != a:
+            return []
+        gathered = _joined(here, dim, 1)
+        found = [Move("Allgather", gathered, (a,), dim)]
+        if to is not None and to != dim:
+            found.append(Move("AllToAll", _split(gathered, a, to), (a,), dim, to))
+        elif a in self.made and self.made[a] != "avg":
+            found += self.making(gathered, a)
+        return found
+
+    def dims_along(self, a: int, is_free: bool) -> list[int]:
+        """Return the dims that an axis may split next: if it is free others, too, for what follows.
+
+        Replicas may share work so, where something is to be reduced, or time counts.
+        """
+        found = self.known_dims.get((a, is_free))
+        if found is None:
+            to = self.target[a]
+            shares = is_free and self.source.stream is None
+            found = [d for d in self.dims if d != to] if shares else []
+            found = [to, *found] if to is not None and to in self.dims else found
+            self.known_dims[a, is_free] = found
+        return found
 
     def is_whole(self, a: int) -> bool:
         """Whether an axis is not Partial in the source, or no longer."""
         return a in self.ops or not isinstance(self.source.placements[a], Partial)
 
-    def making(self, here: Node, a: int, is_same: bool = False) -> Iterator[Move]:
-        """Yield the local step by which an axis becomes Partial, where it may stand by others.
+    def making(self, here: Node, a: int, is_same: bool = False) -> list[Move]:
+        """Return the local step by which an axis becomes Partial, where it may stand by others.
 
         Args:
             here: before, with the axis joined.
@@ -100,9 +116,10 @@ class Search(Costs):
         stays = [p.op for p in self.source.placements if isinstance(p, Partial)]
         found = [self.ops[b] for b in here.partial] + [self.made[b] for b in here.made]
         kept = [op for op in stays if op not in self.ops.values()]
-        if commute((*found, *kept, self.made[a])):
-            kind = "slice" if is_same else "term"
-            yield Move(kind, here._replace(made=tuple(sorted((*here.made, a)))), (a,))
+        if not commute((*found, *kept, self.made[a])):
+            return []
+        after = here._replace(made=tuple(sorted((*here.made, a))))
+        return [Move("slice" if is_same else "term", after, (a,))]
 
     def along_several(self, here: Node) -> Iterator[Move]:
         """Yield all-reduces, reduce-scatters and all-gathers along several axes at once."""
@@ -195,22 +212,28 @@ class Search(Costs):
         """Return the moves of the cheapest way; of several, of the least effort."""
         tick = count()
         Path = tuple[tuple[Node, Move], ...]
-        frontier: list[tuple[int, int, int, int, Node, Path, bool]] = [
-            (self.least(self.start), 0, next(tick), 0, self.start, (), False)
+        # what it costs at least, effort, -, what it takes to here, which is known how well: a late
+        # move by what is quickly known of it, by what is known of bytes, and all that is left
+        frontier: list[tuple[int, int, int, int, Node, Path, int]] = [
+            (self.least(self.start), 0, next(tick), 0, self.start, (), 1)
         ]
         done: set[Node] = set()
-        best: dict[Node, tuple[float, int]] = {}  # what it takes to a node, but by a ReduceExchange
+        best: dict[Node, tuple[float, int]] = {}  # what it takes to a node, but by a late move
         limit: float = math.inf  # what a way that is known takes
         while frontier:
-            _, effort, _, spent, here, path, is_known = heapq.heappop(frontier)
+            total, effort, _, spent, here, path, known = heapq.heappop(frontier)
             if here in done:
                 continue
-            if not is_known:
-                known = self.settled(here, spent, path)
-                if known is not None:
-                    spent, total = known
+            if known == 0:
+                total = max(total, spent + self.least(here) + self.least_of(*path[-1]))
+                heapq.heappush(frontier, (total, effort, next(tick), spent, here, path, 1))
+                continue
+            if known == 1:
+                found = self.settled(here, spent, path)
+                if found is not None:
+                    spent, total = found
                     limit = min(limit, total) if here == self.end else limit
-                    heapq.heappush(frontier, (total, effort, next(tick), spent, here, path, True))
+                    heapq.heappush(frontier, (total, effort, next(tick), spent, here, path, 2))
                     continue
             if here == self.end:
                 return list(path)
@@ -221,22 +244,23 @@ class Search(Costs):
                 ahead = spent + self.least(move.after)
                 if ahead > limit:
                     continue
-                is_late = self.is_late(move)
-                more = self.least_of(move, here) if is_late else self.cost(move, here)
                 weight = effort + _effort(move, path)
-                if not is_late:
-                    if best.get(move.after, (math.inf, 0)) <= (spent + more, weight):
+                if self.is_late(move):
+                    total = ahead + self.quickly(here, move)
+                    item, so_far, known = (*path, (here, move)), spent, 0 if self.is_timed else 1
+                else:
+                    so_far, known = spent + self.cost(move, here), 1
+                    if best.get(move.after, (math.inf, 0)) <= (so_far, weight):
                         continue
-                    best[move.after] = spent + more, weight
-                total = ahead + more
+                    best[move.after] = so_far, weight
+                    total = ahead + so_far - spent
+                    item = (*path, (here, move))
                 if total > limit:
                     continue
-                if not is_late and move.after == self.end:
+                if known and move.after == self.end and not self.is_late(move):
                     limit = total
-                item = (*path, (here, move))
-                so_far = spent if is_late else spent + more
                 heapq.heappush(
-                    frontier, (total, weight, next(tick), so_far, move.after, item, False)
+                    frontier, (total, weight, next(tick), so_far, move.after, item, known)
                 )
         raise AssertionError(f"no way from {self.source} to {self.goal}")
 
@@ -244,17 +268,26 @@ class Search(Costs):
         """Whether the cost of a move is found when its turn comes: it takes long to find."""
         return move.kind == "ReduceExchange" or (move.kind == "Exchange" and self.is_timed)
 
-    def least_of(self, move: Move, here: Node) -> int:
-        """Return what a late move costs at least."""
-        arrives, crosses = 0, self.crossing(here, move.after) if self.is_timed else 0
+    def quickly(self, here: Node, move: Move) -> int:
+        """Return what a late move costs at least, by the parts of the first rank alone."""
+        after, is_reducing = move.after, move.kind == "ReduceExchange"
+        if is_reducing:
+            arrives = self.part(after) * (self.count(tuple(self.ops)) - 1)
+        else:
+            arrives = max(self.part(after) - self.part(here), 0)
+        if not self.is_timed:
+            return self.dearer(self.weighed(UNIT * arrives, self.shared(here)))
+        starts = max(self.least_messages(here, after), 1)
+        least = nanoseconds(starts, UNIT * arrives, 0, self.itemsize)
+        # and what follows: all that is left at this node
+        return least if is_reducing else max(least, self.to_go(here) - self.least(after))
+
+    def least_of(self, here: Node, move: Move) -> int:
+        """Return what a late move costs at least, where hosts are known."""
+        arrives, crosses = 0, self.crossing(here, move.after)
         if move.kind == "ReduceExchange":
             arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
-            if not self.is_timed:
-                return self.dearer(self.weighed(arrives, self.shared(here)))
-        least = nanoseconds(1, arrives, crosses, self.itemsize)
-        if move.kind == "Exchange":  # and what follows: all that is left at this node
-            least = max(least, self.to_go(here) - self.least(move.after))
-        return least
+        return nanoseconds(1, arrives, crosses, self.itemsize)
 
     def settled(
         self, here: Node, spent: int, path: tuple[tuple[Node, Move], ...]
@@ -268,15 +301,15 @@ class Search(Costs):
 
 
 def _split(node: Node, a: int, dim: int) -> Node:
-    splits = list(node.splits)
+    splits = [*node.splits]
     splits[dim] = (*splits[dim], a)
-    return node._replace(splits=tuple(splits))
+    return Node(tuple(splits), node.partial, node.made)
 
 
 def _joined(node: Node, dim: int, n: int) -> Node:
-    splits = list(node.splits)
+    splits = [*node.splits]
     splits[dim] = splits[dim][:-n]
-    return node._replace(splits=tuple(splits))
+    return Node(tuple(splits), node.partial, node.made)
 
 
 def _effort(move: Move, path: tuple[tuple[Node, Move], ...]) -> int:

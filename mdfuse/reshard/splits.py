@@ -9,10 +9,19 @@ from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard
 
 
 def placed(layout: Layout, axes: tuple[str, ...], placement: Placement) -> Layout:
-    """Return a layout with another placement along some axes."""
-    for axis in axes:
-        layout = layout.with_placement(axis, placement)
-    return layout
+    """Return a layout with another placement along some axes; new splits come innermost."""
+    is_plain = not (layout.blocked or layout.reaches)
+    if not axes or not is_plain or not isinstance(placement, Shard | Replicate):
+        for axis in axes:
+            layout = layout.with_placement(axis, placement)
+        return layout
+    mesh, splits = layout.mesh, {d: [a for a in of if a not in axes] for d, of in layout.splits}
+    if isinstance(placement, Shard):
+        splits.setdefault(placement.dim, []).extend(axes)
+    pairs = zip(mesh.axes, layout.placements, strict=True)
+    placements = tuple([placement if a in axes else p for a, p in pairs])
+    of = tuple([(d, tuple(found)) for d, found in sorted(splits.items()) if found])
+    return Layout.checked(mesh, placements, of, layout.stream, ())
 
 
 def splits_of(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> list[Layout]:

@@ -77,8 +77,7 @@ def _steps(
             source, destination, shape, itemsize, lambda a, b: steps(a, b, shape, itemsize)
         )
     if source.mesh == destination.mesh:
-        path = _same_mesh(source, destination, shape, itemsize)
-        return tuple(_without_idle_posts(step, shape) for step in path)
+        return _same_mesh(source, destination, shape, itemsize)
     return across(source, destination, shape, itemsize, steps)
 
 
@@ -154,10 +153,37 @@ def _same_mesh(
 ) -> tuple[Step, ...]:
     """Take one row of the table where none is cheaper, else the cheapest sequence."""
     if source.stream != destination.stream:
-        return (Communication(kind="Exchange", source=source, destination=destination),)
+        step = Communication(kind="Exchange", source=source, destination=destination)
+        return (_without_idle_posts(step, shape),)
+    search = _search(source, destination, shape, itemsize)
+    direct = search.direct
+    path = [direct] if direct is not None else cheapest(search)
+    return tuple([_step(search, here, move) for here, move in path])
+
+
+def _search(source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int) -> Search:
+    """Return a search; those to one layout share what is known of nodes, where nothing is Partial.
+
+    Of ways between meshes many end in one layout.
+    """
     search = Search(source, destination, shape, itemsize)
-    path = [search.direct] if search.direct is not None else cheapest(search)
-    return tuple(_step(search, here, move) for here, move in path)
+    is_plain = not (source.partial_axes or destination.partial_axes or search.has_idle_axes)
+    if is_plain and search.is_timed and source.stream is None:
+        first = _first_search(destination, shape, itemsize)
+        for name in _SHARED:
+            setattr(search, name, getattr(first, name))
+    return search
+
+
+#: what of a search is about nodes and where they go to, and not about where it starts
+_SHARED = (
+    "parts", "first_rows", "known_dims", "counts", "left", "leasts", "crossings", "teams",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _first_search(destination: Layout, shape: tuple[int, ...], itemsize: int) -> Search:
+    return Search(destination, destination, shape, itemsize)
 
 
 def _step(search: Search, here: Node, move: Move) -> Step:
@@ -165,6 +191,8 @@ def _step(search: Search, here: Node, move: Move) -> Step:
     source, destination = search.layout(here), search.layout(move.after)
     if move.kind in ("slice", "term"):
         return Local(kind=move.kind, source=source, destination=destination)
+    if not KINDS[move.kind].reduces and not search.is_lacking(here, move.after):
+        return Local(kind="slice", source=source, destination=destination)
     op = search.ops[(*move.axes, *here.partial)[0]] if KINDS[move.kind].reduces else None
     return Communication(
         kind=move.kind,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable
 from itertools import product
 
 import pytest
@@ -18,7 +19,6 @@ from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.layout import Placement
 from mdfuse.layouts.side import Side
 from mdfuse.reshard import Step, across
-from mdfuse.reshard.step import step_time
 
 costs = sys.modules["mdfuse.reshard.costs"]
 planner = sys.modules["mdfuse.reshard.steps"]
@@ -128,14 +128,20 @@ def small(seed: int) -> Exchange:
 
 
 def forget() -> None:
-    planner._known_steps.cache_clear()
-    for known in (hosts.rings, hosts.pairs_apart, network.parts_on_host):
+    for known in (planner._known_steps, planner._first_search):
+        known.cache_clear()
+    asked = hosts.rings, hosts.pairs_apart, network.parts_on_host, network._alone
+    for known in (*asked, across._finer, across._known_time):
         known.cache_clear()
 
 
-def chosen(seed: int) -> tuple[Step, ...]:
+def chosen(seed: int, hosts_known: bool = True) -> tuple[Step, ...]:
     forget()
     source, goal, shape = drawn(seed, ((4096, 4096), (4099, 2053), (13, 9), (64, 48)))
+    if not hosts_known:
+        source, goal = (
+            Layout(x.mesh.with_hosts(None), x.by_axis(), x.order) for x in (source, goal)
+        )
     found: tuple[Step, ...] = planner.steps(source, goal, shape)
     return found
 
@@ -155,25 +161,29 @@ def test_digits_of_axes_decide_nothing(first: int, monkeypatch: pytest.MonkeyPat
         forget()
 
 
-def every_way(ways: list[across._Way], shape: Shape, itemsize: int, least: int) -> tuple[Step, ...]:
-    """Of all ways, each followed to its end, the one that takes least time."""
+def every_way(
+    ways: Iterable[across._Way], cost: Callable[[Step], int], least: int
+) -> tuple[Step, ...]:
+    """Of all ways, each followed to its end, the one that costs least."""
     every = []
     for n, way in enumerate(ways):
         legs = [leg() for leg in way.legs]
-        times = [sum(step_time(step, shape, itemsize) for step in leg) for leg in legs]
-        assert all(a <= b for a, b in zip(way.least, times, strict=True))
-        assert way.bound() <= times[0 if way.is_last_first else 1]
-        total = max(times) if way.is_apart else sum(times)
+        costs = [sum(map(cost, leg)) for leg in legs]
+        assert all(a <= b for a, b in zip(way.least, costs, strict=True))
+        total = max(costs) if way.is_apart else sum(costs)
         assert total >= least
         every.append(((total, len(legs[0]) + len(legs[1]), n), (*legs[0], *legs[1])))
     return min(every)[1]
 
 
 @pytest.mark.parametrize("first", range(0, 90, 15))
-def test_no_way_to_other_ranks_is_sooner(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hosts_known", [True, False])
+def test_no_way_to_other_ranks_costs_less(
+    first: int, hosts_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seeds = [seed for seed in range(first, first + 15) if seed % 3]
-    wanted = {seed: chosen(seed) for seed in seeds}
+    wanted = {seed: chosen(seed, hosts_known) for seed in seeds}
     monkeypatch.setattr(across, "_soonest", every_way)
     for seed, want in wanted.items():
-        assert chosen(seed) == want, seed
+        assert chosen(seed, hosts_known) == want, seed
     forget()
