@@ -434,6 +434,16 @@ def _stand_in(
     return Communicator(world=world, backend=opened, meetings=meetings, is_host=False)
 
 
+def by_itself(communicator: Communicator) -> Communicator:
+    """Return a communicator in which a rank runs by itself what communicates nothing.
+
+    It stands for the same rank of as many on the same device, by backend "null": other ranks may
+    run something else meanwhile, or nothing. `init` does not return it; who asks for it closes it.
+    """
+    world = communicator._world
+    return _stand_in(communicator.rank, communicator.size, communicator.device, world.timeout_s)
+
+
 def _forget(communicator: Communicator) -> None:
     global _live
     atexit.unregister(communicator.close)

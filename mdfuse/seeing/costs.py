@@ -100,9 +100,9 @@ class Costs:
             a backend and a colon, "symmetric: Allgather 2", is of that backend where posts name it.
         works: "gelu f32", or "* f32" for all other work of a type -> seconds by bytes read and
             written; "across f32" of elementwise work whose operands lie in different memory
-            orders, "compiled across f32" of such kernels; "attention f32 64", or "attention f32 64
-            causal", where heads have 64 features -> seconds by operations, counted as if nothing
-            was masked.
+            orders, "compiled across f32" of such kernels; "one query f32" of attention whose heads
+            have one query each; "attention f32 64", or "attention f32 64 causal", where heads have
+            64 features -> seconds by operations, counted as if nothing was masked.
         attentions: "bf16", or "bf16 causal" -> seconds by blocks of 128 queries of all heads, keys
             and features of a head; it goes before the curves.
         multiprocessors: of a GPU: that many blocks are computed at once, so times rise in steps; 0:
@@ -269,9 +269,12 @@ class Costs:
         """Return the seconds of attention: as measured, and at least what its bytes take.
 
         Of heads with one query, as in decoding, the keys are shared out instead, so that bytes are
-        what counts. Heads of a size between two that were measured take what the next one takes:
+        what counts, as measured where that was. Heads of a size between two that were measured take what the next one takes:
         kernels are made for few sizes.
         """
+        one = self.works.get(f"{ONE_QUERY} {dtype}") if a.queries == 1 else None
+        if one is not None:
+            return a.passes * one.seconds(max(moved, 1))
         grid = self.attentions.get(dtype + a.mask, self.attentions.get(dtype))
         if grid is None:
             return self._attention_by_operations(count, dtype, a, moved)
@@ -301,6 +304,9 @@ class Costs:
 
 #: What compiled kernels that read across memory are measured as.
 _ACROSS = "compiled across"
+
+#: What attention is measured as whose heads have one query each.
+ONE_QUERY = "one query"
 
 #: Between a backend and what one of its links is of.
 _OF = ": "

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 import mdfuse as mf
@@ -114,6 +115,7 @@ def attention_of(
     is_causal: bool = False,
     features: int = 64,
     multiprocessors: int = 0,
+    one_query: Curve | None = None,
 ) -> float:
     """The seconds of an attention by a grid of heads of 64 and 128 features."""
     with mf.FusionDefinition("attending") as fd:
@@ -129,6 +131,8 @@ def attention_of(
     causal = tuple(t / 2 for t in times)
     grids = {"f32": Grid(axes, times), "f32 causal": Grid(axes, causal)}
     works = {"* f32": Curve(((1.0, 1e-9), (1e12, 1.0))), "attention f32 64": Curve(((1.0, 7.0),))}
+    if one_query is not None:
+        works["one query f32"] = one_query
     costs = Costs(works=works, attentions=grids, multiprocessors=multiprocessors)
     return costs.seconds(host, i)
 
@@ -161,6 +165,14 @@ def test_one_query_fills_no_block() -> None:
     """Then the keys are shared out, and bytes count: here next to nothing."""
     assert attention_of(64, 1, 400) == 1.0, "the least that was measured"
     assert attention_of(64, 16, 400) == attention_of(64, 64, 400) == 4 * 16
+
+
+def test_one_query_takes_what_its_bytes_took() -> None:
+    """64 heads of 400 keys and values of 64 features, and what is asked and answered."""
+    moved = 64 * 64 * 4 * (2 * 400 + 2)
+    curve = Curve(((moved / 2, 3.0), (2.0 * moved, 12.0)))
+    assert attention_of(64, 1, 400, one_query=curve) == pytest.approx(6.0)
+    assert attention_of(64, 16, 400, one_query=curve) == 4 * 16, "there are more"
 
 
 def test_a_kernel_across_memory_takes_what_was_measured_compiled() -> None:

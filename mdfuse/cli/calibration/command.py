@@ -28,7 +28,7 @@ from mdfuse.config import BETWEEN_MESHES, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.interpreter.garbage import quick_collections
 from mdfuse.plan.progress import progress
-from mdfuse.runtime.communicator import Communicator, init
+from mdfuse.runtime.communicator import Communicator, by_itself, init
 from mdfuse.seeing.amounts import QUERIES
 from mdfuse.seeing.cost_tables import CostTable, file_name, folder, machine_of
 from mdfuse.seeing.costs import Costs
@@ -78,7 +78,8 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
     scale = scale or _scale(comm)
     console = screen.output()
     backends = carriers(comm, console.print)
-    measured = Measurements(comm, scale, console.print, backends)
+    alone = by_itself(comm) if comm.size > 1 else None
+    measured = Measurements(comm, scale, console.print, backends, alone=alone)
     total = points(scale, comm.size, backends) + len(ways(comm.size, backends)) + COUNT
     shown = progress("calibrating", total, shows=comm.rank == 0)
     measured.begin()
@@ -89,6 +90,8 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
         for program in programs(scale, comm.size, backends[None]):
             pairs.append(pair(comm, program, costs))
             advance()
+    if alone is not None:
+        alone.close()
     console.print(f"programs that it did not see: {time.perf_counter() - start:.1f} s")
     mean, p95 = errors(pairs)
     is_one_host = detect(os.environ).is_one_host

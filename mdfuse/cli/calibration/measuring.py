@@ -166,6 +166,8 @@ class Measurements:
         times: table and key -> seconds by size, of one of the times that it was done in a run.
         calm: seconds of one piece of work, again and again.
         told: is called with a line for each kind of subjects: how long it took.
+        alone: this rank by itself, where ranks share local work out among them; None: each does
+            all of it.
     """
 
     comm: Communicator
@@ -174,6 +176,7 @@ class Measurements:
     backends: Backends = field(default_factory=lambda: {None: OPTIONS})
     times: dict[tuple[str, str], dict[Any, float]] = field(default_factory=dict)
     calm: list[float] = field(default_factory=list)
+    alone: Communicator | None = None
 
     def begin(self) -> None:
         """Measure what a run takes; what this imports is there for all others, too.
@@ -188,32 +191,42 @@ class Measurements:
         """Measure everything else; `advance` is called after each subject."""
         probe: Call | None = None
         call: Call | None
+        count = 0
         for n, subject in enumerate(self._subjects()):
-            if n % _KEPT == 0:
+            comm = self._ranks(subject)
+            if probe is None and subject.at == self._probed:
+                probe = self._run_of(subject.program, subject.options, comm)
+            advance()
+            if comm is self.alone and n % self.comm.size != self.comm.rank:
+                continue
+            if count % _KEPT == 0:
                 call = None  # what it holds is garbage, too
                 collected()
-            call = self._run_of(subject.program, subject.options)
+            call = self._run_of(subject.program, subject.options, comm)
             seconds = self._once(subject, call)
-            if probe is None and subject.at == self._probed:
-                probe = call
-            if probe is not None and n % _EVERY == 0:
-                self.calm += samples_of(self.comm, probe, 1)
+            if probe is not None and count % _EVERY == 0:
+                self.calm += samples_of(self.alone or self.comm, probe, 1)
             if subject.local:
                 mine = subject.program.project(0)
                 seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)
             self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
-            advance()
+            count += 1
         self._take_slows(advance)
         self.times["run", "switch"] = {1: self._switch()}
         self._share()
 
+    def _ranks(self, subject: Subject) -> Communicator:
+        """Return who runs a subject: all ranks what communicates, each by itself what does not."""
+        return self.comm if subject.table == "links" else self.alone or self.comm
+
     def _once(self, subject: Subject, call: Call) -> float:
         """Return the seconds of one of the times that a subject is done in a run."""
+        comm = self._ranks(subject)
         clock = time.perf_counter if subject.table == "links" else own_clock()
-        seconds = seconds_of(self.comm, call, subject.runs, clock)
+        seconds = seconds_of(comm, call, subject.runs, clock)
         if subject.without is not None:
             rest = self._run_of(subject.without, subject.options)
-            seconds -= seconds_of(self.comm, rest, subject.runs, clock)
+            seconds -= seconds_of(comm, rest, subject.runs, clock)
         else:
             seconds -= self.times["run", "run"][1]
             seconds -= self.times["run", "posting"][1] if subject.table == "links" else 0.0
@@ -288,31 +301,32 @@ class Measurements:
             self._share()
             self.told(f"{name}: {time.perf_counter() - start:.1f} s")
 
-    def _run_of(self, program: HostProgram, options: Options) -> Callable[[], object]:
-        evaluator = HostIrEvaluator(program, self.comm, options)
+    def _run_of(
+        self, program: HostProgram, options: Options, comm: Communicator | None = None
+    ) -> Callable[[], object]:
+        evaluator = HostIrEvaluator(program, comm or self.comm, options)
         given = arguments(program, self.comm)
         return lambda: evaluator.run(given)
 
     def _share(self) -> None:
-        """Let all ranks have the medians of their times: they predict alike."""
+        """Let all ranks have all times, of what several measured the medians: they predict alike."""
         rows = [[*key, [*points.items()]] for key, points in self.times.items()]
-        for key, points in self._middle(json.dumps([rows, self.calm])):
-            self.times[key] = points
+        self.times = dict(self._middle(json.dumps([rows, self.calm])))
 
     def _middle(self, mine: str) -> Iterator[tuple[tuple[str, str], dict[Any, float]]]:
         told = self.comm.all_ok(mine)
         if any(text is None for text in told):
             raise BackendError("a rank left the calibration")
         everyone = [json.loads(text) for text in told if text is not None]
-        self.calm = [
-            statistics.median(x) for x in zip(*(calm for _, calm in everyone), strict=True)
-        ]
-        for rows in zip(*(rows for rows, _ in everyone), strict=True):
-            points = {
-                _size(at): statistics.median(row[2][n][1] for row in rows)
-                for n, (at, _) in enumerate(rows[0][2])
-            }
-            yield (rows[0][0], rows[0][1]), points
+        calms = [calm for _, calm in everyone]  # of a rank with less to do fewer
+        self.calm = [statistics.median(x) for x in zip(*calms, strict=False)]
+        found: dict[tuple[str, str], dict[Any, list[float]]] = {}
+        for table, key, points in (row for rows, _ in everyone for row in rows):
+            of_key = found.setdefault((table, key), {})
+            for at, seconds in points:
+                of_key.setdefault(_size(at), []).append(seconds)
+        for name, times in found.items():
+            yield name, {at: statistics.median(seconds) for at, seconds in times.items()}
 
     @property
     def spread(self) -> float:

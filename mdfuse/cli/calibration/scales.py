@@ -107,14 +107,12 @@ _WAVES = 1, 2, 4
 
 
 def blocks_of(scale: Scale) -> list[int]:
-    """Return how many blocks attention is measured with on a GPU: few, as many as fill all of its
-    multiprocessors, and those that do not any more; each a multiple of what the longest sequence
-    has in a head.
+    """Return how many blocks attention is measured with on a GPU: few, and as many as fill all of
+    its multiprocessors some times; each a multiple of what the longest sequence has in a head.
 
     >>> blocks_of(GPU)
-    [32, 128, 160, 256, 288, 512]
+    [32, 128, 256, 512]
     """
     one = math.ceil(scale.lengths[-1] / QUERIES)
-    full = [max(1, n * scale.multiprocessors // one) * one for n in _WAVES]
-    found = {one, *full, *(n + one for n in full[:-1])}
-    return sorted(found) if scale.multiprocessors else []
+    full = (max(1, n * scale.multiprocessors // one) * one for n in _WAVES)
+    return sorted({one, *full}) if scale.multiprocessors else []

@@ -20,6 +20,7 @@ from mdfuse.ir.graph import dtype_name
 from mdfuse.layouts.layout import Layout, Partial, Shard
 from mdfuse.mesh import DeviceMesh
 from mdfuse.seeing.amounts import QUERIES, is_work, nbytes, operations, product
+from mdfuse.seeing.costs import ONE_QUERY
 
 #: One thing at a time: nothing is compiled into kernels with other work.
 OPTIONS = Options(compile="never", verify=False)
@@ -236,6 +237,8 @@ def attentions(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
             found = _attention(scale, mesh, [1, heads, length, head], mask)
             at = blocks, length, head
             yield replace(found, table="attentions", key=f"{name}{mask}", at=at)
+    for length in scale.lengths:
+        yield _one_query(scale, mesh, length)
 
 
 def _attention(scale: Scale, mesh: DeviceMesh, shape: list[int], mask: str) -> Subject:
@@ -243,6 +246,30 @@ def _attention(scale: Scale, mesh: DeviceMesh, shape: list[int], mask: str) -> S
         q, k, v = (fd.define_tensor(shape, scale.dtypes[0], mesh=mesh) for _ in range(3))
         fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v, is_causal=bool(mask)))
     return _local(scale, "works", compile(fd, OPTIONS).host)
+
+
+#: Sequences that are decoded at once, their heads of keys, the heads of a query that share one of
+#: these, and features of each.
+_DECODED = 16, 4, 4, 64
+
+
+def _one_query(scale: Scale, mesh: DeviceMesh, length: int) -> Subject:
+    """Return the subject of attention of one query each, as in decoding, by bytes: its keys are in
+    no core's cache."""
+    (rows, heads, of_each, features), dtype = _DECODED, scale.dtypes[0]
+    size = 2 * rows * heads * length * features * dtype.itemsize
+    with FusionDefinition("one_query") as fd:
+        for _ in range(max(1, min(scale.tensors, scale.cache // size))):
+            q = fd.define_tensor([rows, heads * of_each, 1, features], dtype, mesh=mesh)
+            past = [rows, heads, length, features]
+            k, v = (fd.define_tensor(past, dtype, mesh=mesh) for _ in range(2))
+            attend: Any = torch.nn.functional.scaled_dot_product_attention
+            fd.add_output(attend(q, k, v, enable_gqa=True))
+    host = compile(fd, OPTIONS).host
+    mine = host.project(mesh.ranks[0])
+    moved = nbytes(mine, next(i for i in mine.instructions if is_work(i)))
+    found = _local(scale, "works", host)
+    return replace(found, key=f"{ONE_QUERY} {dtype_name(dtype)}", at=float(moved))
 
 
 #: Kind of communication -> layouts before and after.
@@ -480,5 +507,6 @@ def points(scale: Scale, ranks: int, backends: Backends = _USUAL) -> int:
         + many + few + (of_types - 1) * 2 * few
         + len(scale.compiled)
         + 2 * len(_HEADS) * len(scale.lengths) * max(1, len(blocks_of(scale)))
+        + len(scale.lengths)
         + len(ways(ranks, backends)) * len(scale.messages)
     )  # fmt: skip

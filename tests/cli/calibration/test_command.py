@@ -1,5 +1,6 @@
 """`mdfuse calibrate` keeps a table with its errors, and none of a noisy machine."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from mdfuse.cli.calibration.command import calibrated
 from mdfuse.cli.calibration.scales import CPU, Scale
 from mdfuse.cli.calibration.subjects import (
     TURNS,
+    Subject,
     links,
+    subjects,
     ways,
 )
 from mdfuse.cli.main import app
 from mdfuse.hir.instructions import POSTS
+from mdfuse.runtime.communicator import by_itself
 from mdfuse.seeing.amounts import is_work
 from mdfuse.seeing.cost_tables import machine_of, parsed
 
@@ -50,7 +54,7 @@ def test_attention_by_blocks_and_what_is_compiled(
     assert "attention f32 causal" in done.output
     costs = parsed(out.read_text()).costs
     assert costs.attentions.keys() == {"f32", "f32 causal"}
-    axes = (1.0, 2.0, 3.0, 4.0, 5.0, 8.0), (8.0,), (32.0, 64.0, 128.0)
+    axes = (1.0, 2.0, 4.0, 8.0), (8.0,), (32.0, 64.0, 128.0)
     assert {grid.axes for grid in costs.attentions.values()} == {axes}
     assert not any(key.startswith("attention") for key in costs.works)
     assert [size for size, _ in costs.works["compiled across f32"].points] == [6144, 24576]
@@ -74,6 +78,7 @@ def test_a_table_has_everything_that_was_measured(
     assert {f"{name} f32" for name in works} <= costs.works.keys()
     heads = {f"attention f32 {n}" for n in (32, 64, 128)}
     assert heads | {f"{name} causal" for name in heads} <= costs.works.keys()
+    assert "one query f32" in costs.works
     assert costs.products.keys() == {"linear f32", "matmul f32"}
     assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
     assert costs.run_s >= 0 and costs.posting_s <= 1e-9, "one rank communicates with nobody"
@@ -153,6 +158,46 @@ def test_as_many_samples_as_it_takes(
 
 def works(host: mf.hir.HostProgram) -> int:
     return sum(map(is_work, host.project(0).written_out.instructions))
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_ranks_share_local_work_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks each measures every other subject of local work, and has the other's times."""
+    comm = mf.init()
+    monkeypatch.setattr(comm, "size", 2)
+    taken = dict[int, set[object]]()
+    texts = dict[int, list[str]]()
+    monkeypatch.setattr(measuring, "samples_of", lambda *args: [1.0])
+    monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
+    monkeypatch.setattr(measuring.Measurements, "_take_slows", lambda *args: None)
+    monkeypatch.setattr(measuring.Measurements, "_switch", lambda self: 0.0)
+    for rank in (0, 1, 0):  # the first one once more, with what the other one says
+        monkeypatch.setattr(comm, "rank", rank)
+        found = measuring.Measurements(comm, TINY, lambda text: None, alone=by_itself(comm))
+        mine, told = taken.setdefault(rank, set()), texts.setdefault(rank, [])
+        others = iter(texts.get(1 - rank, ()))
+
+        def once(self: object, subject: Subject, call: object, mine: set[object] = mine) -> float:
+            mine.add((subject.key, subject.at))
+            return 1.0 + comm.rank if subject.table == "links" else 1.0
+
+        def all_ok(text: str, told: list[str] = told, others: Iterator[str] = others) -> object:
+            told.append(text)
+            return text, next(others, text)
+
+        monkeypatch.setattr(measuring.Measurements, "_once", once)
+        monkeypatch.setattr(comm, "all_ok", all_ok)
+        found.take(lambda: None)
+    local = {(s.key, s.at) for kind in ("work", "products", "attention")
+             for s in subjects(TINY, 2)[kind]()}  # fmt: skip
+    alike = taken[0] & taken[1]
+    assert len(taken[0] & local) - len(taken[1] & local) in (0, 1) and not alike & local
+    assert taken[0] | taken[1] == local | alike, "all of it"
+    keys = [way.key for way in ways(2)]
+    assert {key for key, _ in alike} == {*keys}, "what is sent is measured by all"
+    assert found.times["links", keys[0]] == dict.fromkeys(found.times["links", keys[0]], 1.5)
+    costs = found.costs
+    assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
 
 
 @pytest.mark.usefixtures("unjoined")

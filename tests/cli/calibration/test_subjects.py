@@ -24,6 +24,7 @@ from mdfuse.cli.calibration.subjects import (
 )
 from mdfuse.hir.instructions import POSTS
 from mdfuse.seeing.amounts import attention, is_work, nbytes, operations, product
+from mdfuse.seeing.costs import ONE_QUERY
 from mdfuse.seeing.kernels import kernels
 
 #: As with two GPUs: NCCL's, and those of symmetric memory.
@@ -75,6 +76,10 @@ def test_each_subject_does_what_it_says(scale: Scale, ranks: int, step: int) -> 
                     assert a is not None and (a.blocks, a.keys, a.features) == subject.at
                     assert a.queries == a.keys and f"bf16{a.mask}" == subject.key
                 continue
+            if subject.key.startswith(ONE_QUERY):
+                assert {nbytes(mine, i) for i in works} == {subject.at}
+                assert all(a.queries == 1 for i in works if (a := attention(mine, i)))
+                continue
             for i in works:
                 sizes = product(mine, i)
                 at = sizes[1:] if sizes is not None else operations(mine, i) or nbytes(mine, i)
@@ -82,12 +87,12 @@ def test_each_subject_does_what_it_says(scale: Scale, ranks: int, step: int) -> 
     assert count == points(scale, ranks, BACKENDS)
 
 
-def test_blocks_fill_multiprocessors_or_just_do_not() -> None:
+def test_blocks_fill_multiprocessors() -> None:
     """A sequence of 4096 has 32 blocks in a head."""
     assert blocks_of(CPU) == []
-    assert blocks_of(GPU) == [32, 128, 160, 256, 288, 512]
-    assert blocks_of(replace(GPU, multiprocessors=108)) == [32, 96, 128, 192, 224, 416]
-    assert blocks_of(replace(GPU, multiprocessors=8)) == [32, 64]
+    assert blocks_of(GPU) == [32, 128, 256, 512]
+    assert blocks_of(replace(GPU, multiprocessors=108)) == [32, 96, 192, 416]
+    assert blocks_of(replace(GPU, multiprocessors=8)) == [32]
 
 
 def test_what_is_compiled_is_a_kernel_across_memory() -> None:
