@@ -58,12 +58,15 @@ class Link:
         bandwidth: bytes per second that arrive at a rank.
         curve: measured seconds by bytes, which go before the two numbers.
         slows: the share of its speed that work loses while the communication runs: 0.05 for 5 %.
+        cold: measured seconds by bytes that it takes more once work has gone through all that a
+            cache holds: from the last point on it is that one's time.
     """
 
     latency_s: float = 0.0
     bandwidth: float = math.inf
     curve: Curve | None = None
     slows: float = 0.0
+    cold: Curve | None = None
 
     def __post_init__(self) -> None:
         _check(latency_s=self.latency_s, bandwidth=self.bandwidth)
@@ -75,11 +78,23 @@ class Link:
                 hint=f"a number from 0 to {MOST_SLOWED}",
             )
 
-    def seconds(self, nbytes: int) -> float:
-        """Return the seconds that some bytes take."""
+    def seconds(self, nbytes: int, cold: float = 0.0) -> float:
+        """Return the seconds that some bytes take.
+
+        Args:
+            nbytes: that arrive at a rank.
+            cold: the share of a cache, 0 to 1, that work has gone through since the last one.
+
+        >>> link = Link(2e-6, 1e9, cold=Curve(((1000.0, 3e-6), (3000.0, 5e-6))))
+        >>> [round(link.seconds(n, 0.5) * 1e6, 2) for n in (0, 1000, 2000, 9000)]
+        [3.5, 4.5, 6.0, 13.5]
+        """
+        more = 0.0
+        if self.cold is not None and cold:
+            more = cold * self.cold.seconds(min(max(nbytes, 1), self.cold.points[-1][0]))
         if self.curve is not None:
-            return self.curve.seconds(max(nbytes, 1))
-        return self.latency_s + nbytes / self.bandwidth
+            return self.curve.seconds(max(nbytes, 1)) + more
+        return self.latency_s + nbytes / self.bandwidth + more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +122,14 @@ class Costs:
             and features of a head; it goes before the curves.
         multiprocessors: of a GPU: that many blocks are computed at once, so times rise in steps; 0:
             of which nothing is known. Under a causal mask blocks end one by one.
+        cache: bytes that a GPU's cache holds: so many of work leave nothing there of the last
+            communication; 0: of which nothing is known.
         products: "linear f32", or "matmul f32" for all other products -> seconds by m, n and k.
         is_fused: whether the work of a launch is compiled into few kernels, or done one by one.
 
     Raises:
-        ProgramError: a number is negative, or a speed 0; a link of no kind; multiprocessors that
-            are no number.
+        ProgramError: a number is negative, or a speed 0; a link of no kind; multiprocessors or a
+            cache that are no number.
 
     >>> costs = Costs(launch_s=1e-6, links={"*": Link(2e-6, 1e9), "tp": Link(1e-6, 1e11)})
     >>> costs.link("Allreduce", "tp").seconds(100_000), costs.link("Allgather", "dp").latency_s
@@ -131,18 +148,20 @@ class Costs:
     products: Mapping[str, Grid] = field(default_factory=dict)
     attentions: Mapping[str, Grid] = field(default_factory=dict)
     multiprocessors: int = 0
+    cache: int = 0
     is_fused: bool = True
 
     def __post_init__(self) -> None:
         times = {"run_s": self.run_s, "posting_s": self.posting_s, "switch_s": self.switch_s}
         _check(**times, launch_s=self.launch_s, flops=self.flops, bandwidth=self.bandwidth)
-        count = self.multiprocessors
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise ProgramError(
-                f"multiprocessors={count!r}",
-                because="it is how many a GPU has",
-                hint="a number of at least 0",
-            )
+        for name, what in (("multiprocessors", "how many"), ("cache", "how many bytes of it")):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ProgramError(
+                    f"{name}={count!r}",
+                    because=f"it is {what} a GPU has",
+                    hint="a number of at least 0",
+                )
         for key, link in self.links.items():
             if not isinstance(link, Link):
                 raise ProgramError(
@@ -269,8 +288,8 @@ class Costs:
         """Return the seconds of attention: as measured, and at least what its bytes take.
 
         Of heads with one query, as in decoding, the keys are shared out instead, so that bytes are
-        what counts, as measured where that was. Heads of a size between two that were measured take what the next one takes:
-        kernels are made for few sizes.
+        what counts, as measured where that was. Heads of a size between two that were measured take
+        what the next one takes: kernels are made for few sizes.
         """
         one = self.works.get(f"{ONE_QUERY} {dtype}") if a.queries == 1 else None
         if one is not None:

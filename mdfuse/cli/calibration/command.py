@@ -15,14 +15,11 @@ from rich.table import Table
 from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
 from mdfuse.cli.calibration.held_out import COUNT, programs
+from mdfuse.cli.calibration.listing import points
 from mdfuse.cli.calibration.measuring import Measurements, errors, pair
 from mdfuse.cli.calibration.scales import CPU, GPU, Scale
-from mdfuse.cli.calibration.subjects import (
-    OPTIONS,
-    Backends,
-    points,
-    ways,
-)
+from mdfuse.cli.calibration.sending import Backends, ways
+from mdfuse.cli.calibration.subjects import OPTIONS
 from mdfuse.cli.report import size_text, time_text, titled
 from mdfuse.config import BETWEEN_MESHES, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
@@ -111,7 +108,7 @@ def _scale(comm: Communicator) -> Scale:
     if comm.device.type != "cuda":
         return CPU
     about = torch.cuda.get_device_properties(comm.device)
-    return replace(GPU, multiprocessors=about.multi_processor_count)
+    return replace(GPU, multiprocessors=about.multi_processor_count, l2=about.L2_cache_size)
 
 
 #: A backend that is measured beside the usual one, where ranks can use it.

@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,21 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.cli.calibration.listing import subjects
 from mdfuse.cli.calibration.scales import Scale
-from mdfuse.cli.calibration.subjects import (
-    BETWEEN,
-    OPTIONS,
-    TURNS,
-    Backends,
-    Subject,
-    Way,
-    beside,
-    chains,
-    posting,
-    subjects,
-    switches,
-    ways,
-)
+from mdfuse.cli.calibration.sending import Backends, Way, beside, posting, ways
+from mdfuse.cli.calibration.subjects import BETWEEN, OPTIONS, TURNS, Subject, chains, switches
 from mdfuse.cli.execution import timed
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options
@@ -55,7 +45,7 @@ _EVERY = 16
 _SHORTER = 0.8
 
 #: Subjects after which what was measured is given back.
-_KEPT = 32
+_KEPT = 4
 
 
 Call = Callable[[], object]
@@ -217,19 +207,19 @@ class Measurements:
 
     def _ranks(self, subject: Subject) -> Communicator:
         """Return who runs a subject: all ranks what communicates, each by itself what does not."""
-        return self.comm if subject.table == "links" else self.alone or self.comm
+        return self.comm if subject.is_sent else self.alone or self.comm
 
     def _once(self, subject: Subject, call: Call) -> float:
         """Return the seconds of one of the times that a subject is done in a run."""
         comm = self._ranks(subject)
-        clock = time.perf_counter if subject.table == "links" else own_clock()
+        clock = time.perf_counter if subject.is_sent else own_clock()
         seconds = seconds_of(comm, call, subject.runs, clock)
         if subject.without is not None:
             rest = self._run_of(subject.without, subject.options)
             seconds -= seconds_of(comm, rest, subject.runs, clock)
         else:
             seconds -= self.times["run", "run"][1]
-            seconds -= self.times["run", "posting"][1] if subject.table == "links" else 0.0
+            seconds -= self.times["run", "posting"][1] if subject.is_sent else 0.0
         return max(seconds, 0.0) / subject.times
 
     def _take_slows(self, advance: Callable[[], object]) -> None:
@@ -309,7 +299,7 @@ class Measurements:
         return lambda: evaluator.run(given)
 
     def _share(self) -> None:
-        """Let all ranks have all times, of what several measured the medians: they predict alike."""
+        """Let all ranks have all times, or medians where several measured: they predict alike."""
         rows = [[*key, [*points.items()]] for key, points in self.times.items()]
         self.times = dict(self._middle(json.dumps([rows, self.calm])))
 
@@ -340,13 +330,16 @@ class Measurements:
     def costs(self) -> Costs:
         """The table of what was measured so far."""
         by: dict[str, dict[str, dict[Any, float]]] = {}
-        tables = ("works", "products", "attentions", "links", "run", "slows")
+        tables = ("works", "products", "attentions", "links", "colds", "run", "slows")
         by |= {table: {} for table in tables}
         for (table, key), points in self.times.items():
-            by[table][key] = {at: max(seconds, 1e-9) for at, seconds in points.items()}
+            by[table][key] = {at: max(seconds, _LEAST_S) for at, seconds in points.items()}
         works = {key: Curve.of(points) for key, points in by["works"].items()}
+        colds = defaultdict(dict, by["colds"])
         links = {
-            key: Link(curve=Curve.of(points), slows=self._slows(key))
+            key: Link(
+                curve=Curve.of(points), slows=self._slows(key), cold=_more(points, colds[key])
+            )
             for key, points in by["links"].items()
         }
         links |= _others(links)
@@ -362,6 +355,7 @@ class Measurements:
             products={key: _grid(points) for key, points in by["products"].items()},
             attentions={key: _grid(points) for key, points in by["attentions"].items()},
             multiprocessors=self.scale.multiprocessors,
+            cache=self.scale.l2,
             bandwidth=_bandwidth(works),
             is_fused=self.comm.device.type == "cuda",
         )
@@ -381,6 +375,17 @@ def share(product: float, communication: float, both: float) -> float:
     if communication > product:
         return 0.0
     return min(MOST_SLOWED, max(0.0, (both - product) / communication))
+
+
+def _more(points: Mapping[float, float], colds: Mapping[float, float]) -> Curve | None:
+    """Return what communications take more behind work that leaves nothing of them in the cache."""
+    usual = Curve.of(points)
+    found = {at: max(seconds - usual.seconds(at), _LEAST_S) for at, seconds in colds.items()}
+    return Curve.of(found) if found else None
+
+
+#: Times are above 0.
+_LEAST_S = 1e-9
 
 
 def _size(at: Any) -> Any:

@@ -11,14 +11,10 @@ from typer.testing import CliRunner
 import mdfuse as mf
 from mdfuse.cli.calibration import command, measuring
 from mdfuse.cli.calibration.command import calibrated
+from mdfuse.cli.calibration.listing import subjects
 from mdfuse.cli.calibration.scales import CPU, Scale
-from mdfuse.cli.calibration.subjects import (
-    TURNS,
-    Subject,
-    links,
-    subjects,
-    ways,
-)
+from mdfuse.cli.calibration.sending import links, ways
+from mdfuse.cli.calibration.subjects import TURNS, Subject
 from mdfuse.cli.main import app
 from mdfuse.hir.instructions import POSTS
 from mdfuse.runtime.communicator import by_itself

@@ -8,20 +8,10 @@ import torch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
+from mdfuse.cli.calibration.listing import points, subjects
 from mdfuse.cli.calibration.scales import CPU, GPU, Scale, blocks_of
-from mdfuse.cli.calibration.subjects import (
-    BETWEEN,
-    OPTIONS,
-    TURNS,
-    Backends,
-    Way,
-    _sum_across,
-    beside,
-    points,
-    subjects,
-    switches,
-    ways,
-)
+from mdfuse.cli.calibration.sending import Backends, Way, beside, ways
+from mdfuse.cli.calibration.subjects import BETWEEN, OPTIONS, TURNS, _sum_across, switches
 from mdfuse.hir.instructions import POSTS
 from mdfuse.seeing.amounts import attention, is_work, nbytes, operations, product
 from mdfuse.seeing.costs import ONE_QUERY
@@ -50,7 +40,7 @@ def test_each_subject_does_what_it_says(scale: Scale, ranks: int, step: int) -> 
                 continue
             ranks_of = [r for mesh in subject.program.meshes for r in mesh.ranks]
             mine = subject.program.project(ranks_of[-1]).written_out
-            if subject.table == "links":
+            if subject.is_sent:
                 posts = [i for i in mine.instructions if i.op in POSTS]
                 assert len(posts) == subject.times
                 assert posts[0].comm is not None
