@@ -214,6 +214,20 @@ def test_products_beside_communications(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("unjoined")
+def test_what_communications_take_more_behind_much_work() -> None:
+    """Beside a line from 2 to 6; what is quicker then takes no more."""
+    found = measuring.Measurements(mf.init(), replace(TINY, l2=64))
+    found.times["links", "Allreduce 2"] = {100: 2.0, 300: 6.0}
+    found.times["links", "Allgather 2"] = {100: 2.0}
+    found.times["colds", "Allreduce 2"] = {100: 1.5, 200: 4.5, 300: 9.0}
+    costs = found.costs
+    link = costs.links["Allreduce 2"]
+    assert costs.cache == 64 and costs.links["Allgather 2"].cold is None
+    assert link.cold is not None and costs.links["*"] is link
+    assert link.cold.points == ((100.0, 1e-9), (200.0, 0.5), (300.0, 3.0))
+
+
+@pytest.mark.usefixtures("unjoined")
 def test_symmetric_is_measured_where_no_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MDFUSE_BACKEND", raising=False)
     comm, told = mf.init(), list[str]()
