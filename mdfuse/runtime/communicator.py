@@ -86,6 +86,8 @@ class Communicator:
             (see `settle`) or left, and in a fork of this process.
         first_run: held around the first run of a program, in which all ranks meet.
         crowd: the threads of this rank that ran programs at once, where ranks differed; or "".
+        serials: the numbers of the programs that run on it, in the order of their first runs, which
+            all ranks share.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Communicator:
         self.is_ready = self.is_sound = True
         self.first_run = threading.RLock()
         self.crowd = ""
+        self.serials = itertools.count()
         self._is_fork = False
         self._world = world
         self._backends = {backend.name: backend}

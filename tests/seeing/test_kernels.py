@@ -175,6 +175,18 @@ def test_one_query_takes_what_its_bytes_took() -> None:
     assert attention_of(64, 16, 400, one_query=curve) == 4 * 16, "there are more"
 
 
+def test_a_compiled_kernel_takes_what_was_measured_compiled() -> None:
+    with mf.FusionDefinition("gated") as fd:
+        x, z = (fd.define_tensor([64, 32], mesh=DeviceMesh([0])) for _ in range(2))
+        fd.add_output(fd.ops.silu(x) * z)
+    host = mf.compile(fd, mf.Options(compile="always")).host.project(0)
+    (launch,) = (i for i in host.instructions if i.op == "launch")
+    size = 3 * 4 * 64 * 32
+    for key, more in (("compiled f32", 2.0), ("compiled bf16", 2.0), ("compiled across f32", 1.0)):
+        works = {k: Curve(((1.0, s), (1e6, 1e6 * s))) for k, s in (("* f32", 1.0), (key, 2.0))}
+        assert round(Costs(works=works).seconds(host, launch) / size, 6) == more, key
+
+
 def test_a_kernel_across_memory_takes_what_was_measured_compiled() -> None:
     with mf.FusionDefinition("turned") as fd:
         x = fd.define_tensor([64, 32], mesh=DeviceMesh([0]))

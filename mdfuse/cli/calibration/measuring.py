@@ -181,7 +181,7 @@ class Measurements:
         """Measure everything else; `advance` is called after each subject."""
         probe: Call | None = None
         call: Call | None
-        count = 0
+        mine = 0
         for n, subject in enumerate(self._subjects()):
             comm = self._ranks(subject)
             if probe is None and subject.at == self._probed:
@@ -189,6 +189,8 @@ class Measurements:
             advance()
             if comm is self.alone and n % self.comm.size != self.comm.rank:
                 continue
+            # ranks that communicate keep in step
+            count = n if subject.is_sent else mine
             if count % _KEPT == 0:
                 call = None  # what it holds is garbage, too
                 collected()
@@ -196,11 +198,9 @@ class Measurements:
             seconds = self._once(subject, call)
             if probe is not None and count % _EVERY == 0:
                 self.calm += samples_of(self.alone or self.comm, probe, 1)
-            if subject.local:
-                mine = subject.program.project(0)
-                seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)
+            seconds -= self._beside_it(subject)
             self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
-            count += 1
+            mine += 1
         self._take_slows(advance)
         self.times["run", "switch"] = {1: self._switch()}
         self._share()
@@ -208,6 +208,13 @@ class Measurements:
     def _ranks(self, subject: Subject) -> Communicator:
         """Return who runs a subject: all ranks what communicates, each by itself what does not."""
         return self.comm if subject.is_sent else self.alone or self.comm
+
+    def _beside_it(self, subject: Subject) -> float:
+        """Return the seconds of the work that there is in a program beside each communication."""
+        if not subject.local:
+            return 0.0
+        program, costs = subject.program.project(0), self.costs
+        return sum(costs.seconds(program, i) for i in subject.local)
 
     def _once(self, subject: Subject, call: Call) -> float:
         """Return the seconds of one of the times that a subject is done in a run."""

@@ -122,7 +122,7 @@ def works(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
         for size in scale.sizes:
             yield _across(scale, mesh, dtype, size)
     for size in scale.compiled:
-        yield _compiled_across(scale, mesh, scale.dtypes[0], size)
+        yield from _compiled(scale, mesh, scale.dtypes[0], size)
 
 
 def _work(
@@ -146,14 +146,20 @@ def _across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Su
     return replace(found, key=f"across {dtype_name(dtype)}")
 
 
-def _compiled_across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Subject:
-    """Return the subject of the same in a launch, of which a compiler makes one kernel, where
-    there is one: as programs have it by default."""
-    with FusionDefinition("across") as fd:  # a launch is of two operations at least
-        fd.add_output(-_sum_across(fd, mesh, dtype, max(1, size // dtype.itemsize // 2 // _WIDTH)))
-    options = replace(OPTIONS, compile="auto")
-    found = _local(scale, "works", compile(fd, options).host)
-    return replace(found, key=f"compiled across {dtype_name(dtype)}", options=options)
+def _compiled(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Iterator[Subject]:
+    """Yield the subjects of pointwise work and of work across memory in launches, of which a
+    compiler makes one kernel each, where there is one: as programs have it by default."""
+    rows = max(1, size // dtype.itemsize // 2 // _WIDTH)
+    for name in ("compiled", "compiled across"):
+        with FusionDefinition("work") as fd:  # a launch is of two operations at least
+            if name == "compiled":
+                x, z = (fd.define_tensor([rows, _WIDTH], dtype, mesh=mesh) for _ in range(2))
+                fd.add_output(fd.ops.silu(x) * z)
+            else:
+                fd.add_output(-_sum_across(fd, mesh, dtype, rows))
+        options = replace(OPTIONS, compile="auto")
+        found = _local(scale, "works", compile(fd, options).host)
+        yield replace(found, key=f"{name} {dtype_name(dtype)}", options=options)
 
 
 def _sum_across(fd: FusionDefinition, mesh: DeviceMesh, dtype: torch.dtype, rows: int) -> Any:
