@@ -86,8 +86,7 @@ class Communicator:
             (see `settle`) or left, and in a fork of this process.
         first_run: held around the first run of a program, in which all ranks meet.
         crowd: the threads of this rank that ran programs at once, where ranks differed; or "".
-        serials: the numbers of the programs that run on it, in the order of their first runs, which
-            all ranks share.
+        serials: the numbers of programs, by their first runs on it; all ranks have the same.
     """
 
     def __init__(
@@ -443,8 +442,8 @@ def by_itself(communicator: Communicator) -> Communicator:
     It stands for the same rank of as many on the same device, by backend "null": other ranks may
     run something else meanwhile, or nothing. `init` does not return it; who asks for it closes it.
     """
-    world = communicator._world
-    return _stand_in(communicator.rank, communicator.size, communicator.device, world.timeout_s)
+    me = communicator
+    return _stand_in(me.rank, me.size, me.device, me._world.timeout_s)
 
 
 def _forget(communicator: Communicator) -> None:
