@@ -70,6 +70,8 @@ def test_each_subject_does_what_it_says(scale: Scale, ranks: int, step: int) -> 
                 assert {nbytes(mine, i) for i in works} == {subject.at}
                 assert all(a.queries == 1 for i in works if (a := attention(mine, i)))
                 continue
+            if subject.key.startswith("compiled"):  # where nothing is, two operations are done
+                works = works[::2]
             for i in works:
                 sizes = product(mine, i)
                 at = sizes[1:] if sizes is not None else operations(mine, i) or nbytes(mine, i)
