@@ -115,10 +115,10 @@ class Costs:
             a backend and a colon, "symmetric: Allgather 2", is of that backend where posts name it.
         works: "gelu f32", or "* f32" for all other work of a type -> seconds by bytes read and
             written; "across f32" of elementwise work whose operands lie in different memory
-            orders; "compiled f32" and "compiled across f32" of kernels that are compiled; "one
-            query f32" of attention whose heads have one query each; "attention f32 64", or
-            "attention f32 64 causal", where heads have 64 features -> seconds by operations,
-            counted as if nothing was masked.
+            orders; "compiled f32", "compiled across f32" and "compiled rows across f32" of kernels
+            that are compiled; "one query f32" of attention whose heads have one query each;
+            "attention f32 64", or "attention f32 64 causal", where heads have 64 features ->
+            seconds by operations, counted as if nothing was masked.
         attentions: "bf16", or "bf16 causal" -> seconds by blocks of 128 queries of all heads, keys
             and features of a head; it goes before the curves.
         multiprocessors: of a GPU: that many blocks are computed at once, so times rise in steps; 0:
@@ -244,20 +244,17 @@ class Costs:
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
 
     def _kernel(self, k: Kernel) -> float:
-        """Return the seconds of a compiled kernel: pointwise and across memory as measured, in any
-        type.
+        """Return the seconds of a compiled kernel: as measured of its like, in any type.
 
-        One that goes through rows, too, reads them as work that is not compiled does: a compiler
-        cannot choose its tiles then.
+        One across memory that goes through rows, too, takes what work takes that is not compiled,
+        where it was not measured: a compiler cannot choose its tiles then.
         """
-        if k.like == "rows across":
-            return self._bytes(k.nbytes, k.dtype, "across")
-        if name := _COMPILED.get(k.like):
-            keys = [f"{name} {k.dtype}", *(x for x in self.works if _is_of_a_type(x, name))]
-            curve = next((self.works[x] for x in keys if x in self.works), None)
-            if curve is not None:
-                return max(self._bytes(k.nbytes, k.dtype), curve.seconds(max(k.nbytes, 1)))
-        return self._bytes(k.nbytes, k.dtype, k.like)
+        name = _COMPILED.get(k.like, "")
+        keys = [f"{name} {k.dtype}", *(x for x in self.works if x.rpartition(" ")[0] == name)]
+        curve = next((self.works[x] for x in keys if x in self.works), None)
+        if curve is not None:
+            return max(self._bytes(k.nbytes, k.dtype), curve.seconds(max(k.nbytes, 1)))
+        return self._bytes(k.nbytes, k.dtype, "across" if k.like == "rows across" else k.like)
 
     def _bytes(self, size: int, dtype: str, like: str = "*") -> float:
         """Return the seconds of work on some bytes: at least those of pointwise work."""
@@ -324,12 +321,11 @@ class Costs:
 
 
 #: What compiled kernels are like -> what they are measured as.
-_COMPILED = {"*": "compiled", "across": "compiled across"}
-
-
-def _is_of_a_type(key: str, name: str) -> bool:
-    return key.rpartition(" ")[0] == name
-
+_COMPILED = {
+    "*": "compiled",
+    "across": "compiled across",
+    "rows across": "compiled rows across",
+}
 
 #: What attention is measured as whose heads have one query each.
 ONE_QUERY = "one query"

@@ -40,7 +40,7 @@ def points(scale: Scale, ranks: int, backends: Backends = USUAL) -> int:
     return (
         (len(WORKS) + 2 + (of_types - 1) * (len(FEW) + 2)) * len(scale.sizes)
         + many + few + (of_types - 1) * 2 * few
-        + 2 * len(scale.compiled)
+        + 3 * len(scale.compiled)
         + 2 * len(HEADS) * len(scale.lengths) * max(1, len(blocks_of(scale)))
         + len(scale.lengths)
         + len(ways(ranks, backends)) * (len(scale.messages) + len(scale.chilled))

@@ -147,16 +147,20 @@ def _across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Su
 
 
 def _compiled(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Iterator[Subject]:
-    """Yield the subjects of pointwise work and of work across memory in launches, of which a
-    compiler makes one kernel each, where there is one: as programs have it by default."""
+    """Yield the subjects of pointwise work and of work across memory, which then goes through rows
+    or does not, in launches, of which a compiler makes one kernel each, where there is one: as
+    programs have it by default."""
     rows = max(1, size // dtype.itemsize // 2 // _WIDTH)
-    for name in ("compiled", "compiled across"):
+    for name in ("compiled", "compiled across", "compiled rows across"):
         with FusionDefinition("work") as fd:  # a launch is of two operations at least
             if name == "compiled":
                 x, z = (fd.define_tensor([rows, _WIDTH], dtype, mesh=mesh) for _ in range(2))
                 fd.add_output(-(x * z))
-            else:
+            elif name == "compiled across":
                 fd.add_output(-_sum_across(fd, mesh, dtype, rows))
+            else:
+                y = _sum_across(fd, mesh, dtype, rows)
+                fd.add_output(torch.nn.functional.rms_norm(y, (_WIDTH,)))
         options = replace(OPTIONS, compile="auto")
         found = _local(scale, "works", compile(fd, options).host)
         yield replace(found, key=f"{name} {dtype_name(dtype)}", options=options)

@@ -53,7 +53,7 @@ def test_attention_by_blocks_and_what_is_compiled(
     axes = (1.0, 2.0, 4.0, 8.0), (8.0,), (32.0, 64.0, 128.0)
     assert {grid.axes for grid in costs.attentions.values()} == {axes}
     assert not any(key.startswith("attention") for key in costs.works)
-    for key in ("compiled f32", "compiled across f32"):
+    for key in ("compiled f32", "compiled across f32", "compiled rows across f32"):
         assert [size for size, _ in costs.works[key].points] == [6144, 24576]
 
 
