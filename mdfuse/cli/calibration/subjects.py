@@ -160,7 +160,7 @@ def _compiled(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> 
                 fd.add_output(-_sum_across(fd, mesh, dtype, rows))
             else:
                 y = _sum_across(fd, mesh, dtype, rows)
-                fd.add_output(torch.nn.functional.rms_norm(y, (_WIDTH,)))
+                fd.add_output(fd.ops.rms_norm(y, [_WIDTH]))
         options = replace(OPTIONS, compile="auto")
         found = _local(scale, "works", compile(fd, options).host)
         yield replace(found, key=f"{name} {dtype_name(dtype)}", options=options)
