@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 #: The plans of a program, for whatever shapes -> what was compiled for them; see `Fuser.lengths`.
 _COMPILED: WeakKeyDictionary[Cache[Runnable], Lengths] = WeakKeyDictionary()
 
-_serials, _numbers = itertools.count(), itertools.count()
+_numbers = itertools.count()
 
 #: The tally of an evaluator before its first run.
 _NOTHING = RunCount(name="", serial=-1)
@@ -446,7 +446,7 @@ class HostIrEvaluator:
             self._number,
             communicator.can_capture(self.program.backends),
         )
-        self._tally = RunCount(name=self.program.name, serial=next(_serials))
+        self._tally = RunCount(name=self.program.name, serial=next(communicator.serials))
         self._posters = posters(communicator, self._tally.serial)
         communicator.count(self._tally)
         align(self.options, communicator, self._tally.serial)

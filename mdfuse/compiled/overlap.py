@@ -186,7 +186,7 @@ class _Chooser:
         if key not in self.saved:
             pair = [overlap.apply(fusion, {window: f}) for f in (form, found)]
             hosts = [self.lowered(x)[1] for x in pair if x is not None]
-            times = [timeline(x, self.costs).seconds for x in hosts]
+            times = [_seconds(x, self.costs) for x in hosts]
             self.saved[key] = times[0] - times[1] if len(times) == 2 else -math.inf
         return self.saved[key]
 

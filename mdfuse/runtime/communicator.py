@@ -86,6 +86,7 @@ class Communicator:
             (see `settle`) or left, and in a fork of this process.
         first_run: held around the first run of a program, in which all ranks meet.
         crowd: the threads of this rank that ran programs at once, where ranks differed; or "".
+        serials: the numbers of programs, by their first runs on it; all ranks have the same.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Communicator:
         self.is_ready = self.is_sound = True
         self.first_run = threading.RLock()
         self.crowd = ""
+        self.serials = itertools.count()
         self._is_fork = False
         self._world = world
         self._backends = {backend.name: backend}
@@ -432,6 +434,16 @@ def _stand_in(
     meetings = Meetings(world.store, 0, 1, timeout_s)
     opened = BACKENDS[NULL].open(world)
     return Communicator(world=world, backend=opened, meetings=meetings, is_host=False)
+
+
+def by_itself(communicator: Communicator) -> Communicator:
+    """Return a communicator in which a rank runs by itself what communicates nothing.
+
+    It stands for the same rank of as many on the same device, by backend "null": other ranks may
+    run something else meanwhile, or nothing. `init` does not return it; who asks for it closes it.
+    """
+    me = communicator
+    return _stand_in(me.rank, me.size, me.device, me._world.timeout_s)
 
 
 def _forget(communicator: Communicator) -> None:

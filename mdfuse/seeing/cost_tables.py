@@ -202,8 +202,13 @@ def costs_of(fields: Mapping[str, Any]) -> Costs:
     return Costs(**{**given, "links": links, "works": works, **grids})
 
 
-def _link(curve: Sequence[Sequence[float]] | None = None, **numbers: float) -> Link:
-    return Link(**numbers, curve=_curve(curve) if curve is not None else None)
+def _link(
+    curve: Sequence[Sequence[float]] | None = None,
+    cold: Sequence[Sequence[float]] | None = None,
+    **numbers: float,
+) -> Link:
+    curves = {name: x and _curve(x) for name, x in (("curve", curve), ("cold", cold))}
+    return Link(**numbers, **curves)  # type: ignore[arg-type]
 
 
 def _curve(points: Sequence[Sequence[float]]) -> Curve:
@@ -222,6 +227,7 @@ def _costs_out(costs: Costs) -> dict[str, Any]:
             else {"latency_s": link.latency_s, "bandwidth": link.bandwidth}
         )
         | ({"slows": link.slows} if link.slows else {})
+        | ({"cold": link.cold.points} if link.cold is not None else {})
         for key, link in costs.links.items()
     }
     return {
@@ -238,6 +244,7 @@ def _costs_out(costs: Costs) -> dict[str, Any]:
         "products": _grids_out(costs.products),
         "attentions": _grids_out(costs.attentions),
         "multiprocessors": costs.multiprocessors,
+        "cache": costs.cache,
     }
 
 

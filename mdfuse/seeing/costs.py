@@ -59,12 +59,15 @@ class Link:
         bandwidth: bytes per second that arrive at a rank.
         curve: measured seconds by bytes, which go before the two numbers.
         slows: the share of its speed that work loses while the communication runs: 0.05 for 5 %.
+        cold: measured seconds by bytes that it takes more once work has gone through all that a
+            cache holds: from the last point on it is that one's time.
     """
 
     latency_s: float = 0.0
     bandwidth: float = math.inf
     curve: Curve | None = None
     slows: float = 0.0
+    cold: Curve | None = None
 
     def __post_init__(self) -> None:
         _check(latency_s=self.latency_s, bandwidth=self.bandwidth)
@@ -76,11 +79,23 @@ class Link:
                 hint=f"a number from 0 to {MOST_SLOWED}",
             )
 
-    def seconds(self, nbytes: int) -> float:
-        """Return the seconds that some bytes take."""
+    def seconds(self, nbytes: int, cold: float = 0.0) -> float:
+        """Return the seconds that some bytes take.
+
+        Args:
+            nbytes: that arrive at a rank.
+            cold: the share of a cache, 0 to 1, that work has gone through since the last one.
+
+        >>> link = Link(2e-6, 1e9, cold=Curve(((1000.0, 3e-6), (3000.0, 5e-6))))
+        >>> [round(link.seconds(n, 0.5) * 1e6, 2) for n in (0, 1000, 2000, 9000)]
+        [3.5, 4.5, 6.0, 13.5]
+        """
+        more = 0.0
+        if self.cold is not None and cold:
+            more = cold * self.cold.seconds(min(max(nbytes, 1), self.cold.points[-1][0]))
         if self.curve is not None:
-            return self.curve.seconds(max(nbytes, 1))
-        return self.latency_s + nbytes / self.bandwidth
+            return self.curve.seconds(max(nbytes, 1)) + more
+        return self.latency_s + nbytes / self.bandwidth + more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,20 +116,23 @@ class Costs:
             a backend and a colon, "symmetric: Allgather 2", is of that backend where posts name it.
         works: "gelu f32", or "* f32" for all other work of a type -> seconds by bytes read and
             written; "across f32" of elementwise work whose operands lie in different memory
-            orders, "compiled across f32" of such kernels; "attention f32 64", or "attention f32 64
-            causal", where heads have 64 features -> seconds by operations, counted as if nothing
-            was masked.
+            orders; "compiled f32", "compiled across f32" and "compiled rows across f32" of kernels
+            that are compiled; "one query f32" of attention whose heads have one query each;
+            "attention f32 64", or "attention f32 64 causal", where heads have 64 features ->
+            seconds by operations, counted as if nothing was masked.
         attentions: "bf16", or "bf16 causal" -> seconds by blocks of 128 queries of all heads, keys
             and features of a head; it goes before the curves.
         multiprocessors: of a GPU: that many blocks are computed at once, so times rise in steps; 0:
             of which nothing is known. Under a causal mask blocks end one by one.
+        cache: bytes that a GPU's cache holds: so many of work leave nothing there of the last
+            communication; 0: of which nothing is known.
         products: "linear f32", or "matmul f32" for all other products -> seconds by m, n and k.
         is_fused: whether the work of a launch is compiled into few kernels, or done one by one.
         caches: of a processor: what timelines add where they do not hold what work reads.
 
     Raises:
-        ProgramError: a number is negative, or a speed 0; a link of no kind; multiprocessors that
-            are no number.
+        ProgramError: a number is negative, or a speed 0; a link of no kind; multiprocessors or a
+            cache that are no number.
 
     >>> costs = Costs(launch_s=1e-6, links={"*": Link(2e-6, 1e9), "tp": Link(1e-6, 1e11)})
     >>> costs.link("Allreduce", "tp").seconds(100_000), costs.link("Allgather", "dp").latency_s
@@ -133,19 +151,21 @@ class Costs:
     products: Mapping[str, Grid] = field(default_factory=dict)
     attentions: Mapping[str, Grid] = field(default_factory=dict)
     multiprocessors: int = 0
+    cache: int = 0
     is_fused: bool = True
     caches: Caches | None = None
 
     def __post_init__(self) -> None:
         times = {"run_s": self.run_s, "posting_s": self.posting_s, "switch_s": self.switch_s}
         _check(**times, launch_s=self.launch_s, flops=self.flops, bandwidth=self.bandwidth)
-        count = self.multiprocessors
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise ProgramError(
-                f"multiprocessors={count!r}",
-                because="it is how many a GPU has",
-                hint="a number of at least 0",
-            )
+        for name, what in (("multiprocessors", "how many"), ("cache", "how many bytes of it")):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ProgramError(
+                    f"{name}={count!r}",
+                    because=f"it is {what} a GPU has",
+                    hint="a number of at least 0",
+                )
         for key, link in self.links.items():
             if not isinstance(link, Link):
                 raise ProgramError(
@@ -227,19 +247,17 @@ class Costs:
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
 
     def _kernel(self, k: Kernel) -> float:
-        """Return the seconds of a compiled kernel: across memory as measured, in any type.
+        """Return the seconds of a compiled kernel: as measured of its like, in any type.
 
-        One that goes through rows, too, reads them as work that is not compiled does: a compiler
-        cannot choose its tiles then.
+        One across memory that goes through rows, too, takes what work takes that is not compiled,
+        where it was not measured: a compiler cannot choose its tiles then.
         """
-        if k.like == "rows across":
-            return self._bytes(k.nbytes, k.dtype, "across")
-        if k.like == "across":
-            keys = [f"{_ACROSS} {k.dtype}", *(x for x in self.works if x.startswith(f"{_ACROSS} "))]
-            curve = next((self.works[x] for x in keys if x in self.works), None)
-            if curve is not None:
-                return max(self._bytes(k.nbytes, k.dtype), curve.seconds(max(k.nbytes, 1)))
-        return self._bytes(k.nbytes, k.dtype, k.like)
+        name = _COMPILED.get(k.like, "")
+        keys = [f"{name} {k.dtype}", *(x for x in self.works if x.rpartition(" ")[0] == name)]
+        curve = next((self.works[x] for x in keys if x in self.works), None)
+        if curve is not None:
+            return max(self._bytes(k.nbytes, k.dtype), curve.seconds(max(k.nbytes, 1)))
+        return self._bytes(k.nbytes, k.dtype, "across" if k.like == "rows across" else k.like)
 
     def _bytes(self, size: int, dtype: str, like: str = "*") -> float:
         """Return the seconds of work on some bytes: at least those of pointwise work."""
@@ -272,9 +290,12 @@ class Costs:
         """Return the seconds of attention: as measured, and at least what its bytes take.
 
         Of heads with one query, as in decoding, the keys are shared out instead, so that bytes are
-        what counts. Heads of a size between two that were measured take what the next one takes:
-        kernels are made for few sizes.
+        what counts, as measured where that was. Heads of a size between two that were measured take
+        what the next one takes: kernels are made for few sizes.
         """
+        one = self.works.get(f"{ONE_QUERY} {dtype}") if a.queries == 1 else None
+        if one is not None:
+            return a.passes * one.seconds(max(moved, 1))
         grid = self.attentions.get(dtype + a.mask, self.attentions.get(dtype))
         if grid is None:
             return self._attention_by_operations(count, dtype, a, moved)
@@ -302,8 +323,15 @@ class Costs:
         return max(moved, operations(program, i) / self.flops)
 
 
-#: What compiled kernels that read across memory are measured as.
-_ACROSS = "compiled across"
+#: What compiled kernels are like -> what they are measured as.
+_COMPILED = {
+    "*": "compiled",
+    "across": "compiled across",
+    "rows across": "compiled rows across",
+}
+
+#: What attention is measured as whose heads have one query each.
+ONE_QUERY = "one query"
 
 #: Between a backend and what one of its links is of.
 _OF = ": "

@@ -101,23 +101,26 @@ class Grid:
 
 
 def as_measured(count: float, axis: Sequence[float], at_once: int) -> float:
-    """Return the nearest count of an axis, or between two of them, that takes as many turns.
+    """Return the nearest count of an axis that takes as many turns, or as far between two of them.
 
     Args:
         count: of blocks, of which some are done at once and the next ones then.
         axis: the measured counts, rising.
         at_once: how many.
 
-    >>> [as_measured(n, (32, 128, 160, 256), 132) for n in (64, 132, 136, 200, 264, 265)]
-    [64, 128, 160, 200, 256, 384.0]
+    >>> [as_measured(n, (32, 128, 256, 512), 132) for n in (64, 132, 136, 264, 265, 396, 529)]
+    [64, 128, 256, 256, 384.0, 384.0, 640.0]
     """
     turns = math.ceil(count / at_once)
     alike = [x for x in axis if math.ceil(x / at_once) == turns]
     if alike:
         return min(max(count, alike[0]), alike[-1])
-    if count < axis[-1]:
-        return count  # straight, as between any two
-    return axis[-1] * turns / math.ceil(axis[-1] / at_once)
+    if count > axis[-1]:
+        return axis[-1] * turns / math.ceil(axis[-1] / at_once)
+    low = max((x for x in axis if x < count), default=axis[0])
+    high = min(x for x in axis if x > count)
+    before, behind = (math.ceil(x / at_once) for x in (low, high))
+    return low + (high - low) * (turns - before) / max(1, behind - before)
 
 
 def _place(axis: Sequence[float], x: float) -> tuple[int, float, float]:

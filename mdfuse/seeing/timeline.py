@@ -28,7 +28,7 @@ from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.own_parts import uncopied
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
-from mdfuse.seeing.amounts import buffer_bytes
+from mdfuse.seeing.amounts import buffer_bytes, nbytes
 from mdfuse.seeing.beside import slowed
 from mdfuse.seeing.caches import Cold
 from mdfuse.seeing.costs import Costs
@@ -264,6 +264,8 @@ class _Rank:
     names: dict[str, str] = field(default_factory=dict)
     #: stream -> the kind and the sizes of its last work
     kinds: dict[str, object] = field(default_factory=dict)
+    #: bytes that its work has gone through since its last communication
+    passed: int = 0
     #: axes -> the teams of this rank along them, in the order of their first posts
     links: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     cold: Cold = field(init=False)
@@ -331,6 +333,7 @@ class _Rank:
     def _work(self, i: Instruction) -> None:
         seconds = self.clock.costs.seconds(self.program, i)
         if seconds:
+            self.passed += nbytes(self.program, i) if self.clock.costs.cache else 0
             seconds += self.clock.more.get((self.rank, self.at), 0.0) + self.cold.seconds(i)
             if (kind := self._kind(i)) != self.kinds.get(self.stream):
                 seconds += self.clock.costs.switch_s if self.stream in self.kinds else 0.0
@@ -362,6 +365,11 @@ class _Rank:
             self.rank, what, lane, self.now, seconds, nbytes, slows, self.at, i, self.stream, pieces
         )
 
+    def _cold(self) -> float:
+        """Return the share of the cache that work has gone through since the last communication."""
+        passed, self.passed = self.passed, 0
+        return min(1.0, passed / self.clock.costs.cache) if passed else 0.0
+
     def _class(self, rank: int) -> int:
         return self.clock.classes.of[rank]
 
@@ -375,7 +383,7 @@ class _Rank:
         peer = i.kwargs["to" if is_send else "from"]
         costs = self.clock.costs
         link = costs.link("SendRecv", where, backend=i.kwargs.get("backend"))
-        seconds = link.seconds(size)
+        seconds = link.seconds(size, self._cold())
         if peer == self.rank and i.outputs[0] in self.uncopied:
             seconds = 0.0
         elif peer == self.rank:  # its own part, which only moves in memory
@@ -389,7 +397,7 @@ class _Rank:
             return []
         size = comm.bytes_received(self.rank)
         link = self.clock.costs.link(comm.kind, "meshes", backend=comm.backend)
-        seconds = link.seconds(size)
+        seconds = link.seconds(size, self._cold())
         sides = [(peer, True) for peer in call.sends] + [(peer, False) for peer in call.recvs]
         return [
             self._side(i, comm.kind, p, is_send, size, seconds, link.slows) for p, is_send in sides
@@ -426,7 +434,7 @@ class _Rank:
         link = self.clock.costs.link(comm.kind, where, len(team), comm.backend)
         found = frozenset[Hashable](map(self._class, team))
         lane = self._lane(where, team)
-        post = self._made(i, name, lane, size, link.seconds(size), link.slows)
+        post = self._made(i, name, lane, size, link.seconds(size, self._cold()), link.slows)
         key = where, comm.source.mesh, comm.destination.mesh, found
         self.clock.meet(key, found, self.rank, post)
         return [post]

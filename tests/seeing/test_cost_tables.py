@@ -24,7 +24,7 @@ COSTS = Costs(
     flops=1e12,
     bandwidth=1e11,
     links={
-        "Allreduce 2": Link(curve=CURVE, slows=0.06), "*": Link(1e-5, 1e9),
+        "Allreduce 2": Link(curve=CURVE, slows=0.06, cold=CURVE), "*": Link(1e-5, 1e9),
         "symmetric: Allreduce 2": Link(4e-6, 2e9), "symmetric: *": Link(3e-6, 2e9, slows=0.02),
     },
     works={"* f32": CURVE},
@@ -32,6 +32,7 @@ COSTS = Costs(
     attentions={"bf16 causal": Grid(((1.0,), (4.0, 9.0), (64.0,)), (1e-6, 3e-6))},
     multiprocessors=132,
     caches=Caches(core=1 << 20, returns={"gelu": 3e-5, "any": 4e-5}, shared=1 << 25, stale_s=2e-11),
+    cache=50,
 )  # fmt: skip
 TABLE = CostTable(
     costs=COSTS, machine=MACHINE, ranks=2, date="2026-11-23", mean_error=0.04, p95_error=0.09,
@@ -54,14 +55,18 @@ def test_a_table_comes_back_as_it_was() -> None:
 
 
 def test_a_table_from_before_runs_had_a_cost_is_read() -> None:
-    """And from before attention was measured by blocks."""
+    """And from before attention was measured by blocks, and communications behind much work."""
     fields = json.loads(TABLE.as_json())
     assert fields["costs"].pop("caches")["core"] == 1 << 20
     assert fields["costs"].pop("attentions") and fields["costs"].pop("multiprocessors") == 132
     assert fields["costs"].pop("run_s") == 7e-6 and fields["costs"].pop("switch_s") == 3e-7
     assert fields["costs"].pop("posting_s") == 5e-6
+    assert fields["costs"].pop("cache") == 50
+    assert fields["costs"]["links"]["Allreduce 2"].pop("cold")
     back = parsed(json.dumps(fields)).costs
-    assert back.caches is None and back.attentions == {} and back.multiprocessors == 0
+    assert back.caches is None and back.attentions == {}
+    assert back.multiprocessors == back.cache == 0
+    assert back.links["Allreduce 2"].cold is None
     assert back.run_s == back.posting_s == back.switch_s == 0.0
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 import mdfuse as mf
@@ -114,6 +115,7 @@ def attention_of(
     is_causal: bool = False,
     features: int = 64,
     multiprocessors: int = 0,
+    one_query: Curve | None = None,
 ) -> float:
     """The seconds of an attention by a grid of heads of 64 and 128 features."""
     with mf.FusionDefinition("attending") as fd:
@@ -129,6 +131,8 @@ def attention_of(
     causal = tuple(t / 2 for t in times)
     grids = {"f32": Grid(axes, times), "f32 causal": Grid(axes, causal)}
     works = {"* f32": Curve(((1.0, 1e-9), (1e12, 1.0))), "attention f32 64": Curve(((1.0, 7.0),))}
+    if one_query is not None:
+        works["one query f32"] = one_query
     costs = Costs(works=works, attentions=grids, multiprocessors=multiprocessors)
     return costs.seconds(host, i)
 
@@ -163,6 +167,26 @@ def test_one_query_fills_no_block() -> None:
     assert attention_of(64, 16, 400) == attention_of(64, 64, 400) == 4 * 16
 
 
+def test_one_query_takes_what_its_bytes_took() -> None:
+    """64 heads of 400 keys and values of 64 features, and what is asked and answered."""
+    moved = 64 * 64 * 4 * (2 * 400 + 2)
+    curve = Curve(((moved / 2, 3.0), (2.0 * moved, 12.0)))
+    assert attention_of(64, 1, 400, one_query=curve) == pytest.approx(6.0)
+    assert attention_of(64, 16, 400, one_query=curve) == 4 * 16, "there are more"
+
+
+def test_a_compiled_kernel_takes_what_was_measured_compiled() -> None:
+    with mf.FusionDefinition("gated") as fd:
+        x, z = (fd.define_tensor([64, 32], mesh=DeviceMesh([0])) for _ in range(2))
+        fd.add_output(fd.ops.silu(x) * z)
+    host = mf.compile(fd, mf.Options(compile="always")).host.project(0)
+    (launch,) = (i for i in host.instructions if i.op == "launch")
+    size = 3 * 4 * 64 * 32
+    for key, more in (("compiled f32", 2.0), ("compiled bf16", 2.0), ("compiled across f32", 1.0)):
+        works = {k: Curve(((1.0, s), (1e6, 1e6 * s))) for k, s in (("* f32", 1.0), (key, 2.0))}
+        assert round(Costs(works=works).seconds(host, launch) / size, 6) == more, key
+
+
 def test_a_kernel_across_memory_takes_what_was_measured_compiled() -> None:
     with mf.FusionDefinition("turned") as fd:
         x = fd.define_tensor([64, 32], mesh=DeviceMesh([0]))
@@ -186,8 +210,8 @@ def test_a_kernel_across_memory_takes_what_was_measured_compiled() -> None:
     assert seconds(__f32=1.0, compiled_across_f32=0.5) == 1, "at least as long as any"
 
 
-def test_a_kernel_across_memory_that_goes_through_rows_takes_what_was_measured_eagerly() -> None:
-    """No order of its tiles suits both."""
+def test_a_kernel_across_memory_that_goes_through_rows_takes_what_was_measured() -> None:
+    """Else what it takes eagerly: no order of its tiles suits both."""
     with mf.FusionDefinition("turned") as fd:
         x = fd.define_tensor([64, 32], mesh=DeviceMesh([0]))
         z = fd.define_tensor([32, 64], mesh=DeviceMesh([0]))
@@ -199,7 +223,9 @@ def test_a_kernel_across_memory_that_goes_through_rows_takes_what_was_measured_e
     speeds = {"* f32": 1.0, "sum f32": 2.0, "across f32": 5.0, "compiled across f32": 3.0}
     works = {key: Curve(((1.0, s), (1e6, 1e6 * s))) for key, s in speeds.items()}
     assert round(Costs(works=works).seconds(host, launch) / size, 6) == 5
-    del works["across f32"]
+    works["compiled rows across f32"] = Curve(((1.0, 4.0), (1e6, 4e6)))
+    assert round(Costs(works=works).seconds(host, launch) / size, 6) == 4
+    del works["compiled rows across f32"], works["across f32"]
     assert round(Costs(works=works).seconds(host, launch) / size, 6) == 1, "measured without it"
 
 

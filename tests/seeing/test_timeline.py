@@ -22,6 +22,7 @@ from helpers.stream_cases import CASES as STREAMED
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
 from mdfuse.seeing import UNIT, Costs, Event, Link, Timeline
+from mdfuse.seeing.curves import Curve
 from mdfuse.seeing.events import busy, lanes
 from mdfuse.seeing.rank_classes import Classes
 from mdfuse.seeing.timeline import on_ranks, timeline
@@ -205,6 +206,41 @@ def test_work_is_slower_beside_a_transfer(transfer: float, slows: float, total: 
     found = timeline(hir.parse(OVERLAP), costs)
     check(found)
     assert found.seconds == pytest.approx(total, abs=1e-8)
+
+
+@pytest.mark.parametrize(("cache", "total"), [(0, 4.0), (64, 6.0), (32, 8.0), (16, 8.0)])
+def test_a_communication_finds_little_in_a_cache_that_work_has_gone_through(
+    cache: int, total: float
+) -> None:
+    """neg reads and writes 16 bytes each; a transfer of 2 s takes up to 4 s more behind it."""
+    link = Link(2.0, cold=Curve(((1.0, 4.0),)))
+    costs = Costs(launch_s=1.0, links={"Allreduce tp": link}, cache=cache)
+    found = timeline(hir.parse(OVERLAP), costs)
+    check(found)
+    assert found.seconds == total
+
+
+def test_behind_another_communication_nothing_is_cold() -> None:
+    link = Link(2.0, cold=Curve(((1.0, 4.0),)))
+    costs = Costs(launch_s=1.0, links={"Allreduce tp": link}, cache=32)
+    found = timeline(
+        hir.parse("""
+host @twice on mesh(tp=2) {
+  input %x: f32[4] (tp=P(sum))
+  %a: f32[4] (tp=P(sum)) = neg(%x)
+  %y: f32[4] (tp=R) = alloc
+  %z: f32[4] (tp=R) = alloc
+  %c0 = post allreduce[sum](%a) -> %y f32[4] (tp=P(sum)) => (tp=R) axis=tp
+  %c1 = post allreduce[sum](%a) -> %z f32[4] (tp=P(sum)) => (tp=R) axis=tp
+  wait %c0
+  wait %c1
+  return %y, %z
+}"""),
+        costs,
+    )
+    check(found)
+    taken = [e.stop_ns - e.start_ns for e in found.events if e.part == "transfer"]
+    assert taken == [6e9, 2e9]
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS)[::7])
@@ -440,6 +476,7 @@ def test_attention_counts_its_products() -> None:
     [
         (lambda: Costs(launch_s=-1.0), r"launch_s=-1.0"),
         (lambda: Costs(multiprocessors=-1), r"multiprocessors=-1"),
+        (lambda: Costs(cache=1.5), r"cache=1.5"),  # type: ignore[arg-type]
         (lambda: Costs(flops=0), r"flops=0"),
         (lambda: Costs(launch_s=1e300), r"launch_s=1e\+300(.|\n)*from 0 to 1e\+09"),
         (lambda: Link(1e-6, 1e-300), r"bandwidth=1e-300(.|\n)*from 1e-09"),

@@ -15,20 +15,18 @@ from rich.table import Table
 from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
 from mdfuse.cli.calibration.held_out import COUNT, programs
-from mdfuse.cli.calibration.measuring import Measurements, Pair, errors, pair
+from mdfuse.cli.calibration.judged import Pair, errors, pair
+from mdfuse.cli.calibration.listing import points
+from mdfuse.cli.calibration.measuring import Measurements
 from mdfuse.cli.calibration.scales import CPU, GPU, Scale
-from mdfuse.cli.calibration.subjects import (
-    OPTIONS,
-    Backends,
-    points,
-    ways,
-)
+from mdfuse.cli.calibration.sending import Backends, ways
+from mdfuse.cli.calibration.subjects import OPTIONS
 from mdfuse.cli.report import size_text, time_text, titled
 from mdfuse.config import BETWEEN_MESHES, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.interpreter.garbage import quick_collections
 from mdfuse.plan.progress import progress
-from mdfuse.runtime.communicator import Communicator, init
+from mdfuse.runtime.communicator import Communicator, by_itself, init
 from mdfuse.seeing.amounts import QUERIES
 from mdfuse.seeing.cost_tables import CostTable, file_name, folder, machine_of
 from mdfuse.seeing.costs import Costs
@@ -78,7 +76,8 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
     scale = scale or _scale(comm)
     console = screen.output()
     backends = carriers(comm, console.print)
-    measured = Measurements(comm, scale, console.print, backends)
+    alone = by_itself(comm) if comm.size > 1 else None
+    measured = Measurements(comm, scale, console.print, backends, alone=alone)
     subjects = points(scale, comm.size, backends) + COUNT
     total = scale.passes * subjects + len(ways(comm.size, backends))
     shown = progress("calibrating", total, shows=comm.rank == 0)
@@ -92,6 +91,8 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
             found[new.name] = min(new, found.get(new.name, new), key=lambda p: p.measured_s)
             advance()
         pairs = [*found.values()]
+    if alone is not None:
+        alone.close()
     console.print(f"programs that it did not see: {time.perf_counter() - start:.1f} s")
     mean, p95 = errors(pairs)
     is_one_host = detect(os.environ).is_one_host
@@ -111,7 +112,7 @@ def _scale(comm: Communicator) -> Scale:
     if comm.device.type != "cuda":
         return CPU
     about = torch.cuda.get_device_properties(comm.device)
-    return replace(GPU, multiprocessors=about.multi_processor_count)
+    return replace(GPU, multiprocessors=about.multi_processor_count, l2=about.L2_cache_size)
 
 
 #: A backend that is measured beside the usual one, where ranks can use it.

@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,21 +16,10 @@ import torch
 from torch import Tensor
 
 from mdfuse.cli.calibration import cold
+from mdfuse.cli.calibration.listing import subjects
 from mdfuse.cli.calibration.scales import Scale
-from mdfuse.cli.calibration.subjects import (
-    BETWEEN,
-    OPTIONS,
-    TURNS,
-    Backends,
-    Subject,
-    Way,
-    beside,
-    chains,
-    posting,
-    subjects,
-    switches,
-    ways,
-)
+from mdfuse.cli.calibration.sending import Backends, Way, beside, posting, ways
+from mdfuse.cli.calibration.subjects import BETWEEN, OPTIONS, TURNS, Subject, chains, switches
 from mdfuse.cli.execution import timed
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options
@@ -49,7 +39,7 @@ from mdfuse.seeing.curves import Curve, Grid
 SAMPLES, _FEW, _CLOSE = 5, 3, 0.01
 
 #: Runs in a row of which the time of one is known: so are those of the programs to be predicted.
-_QUEUED = 8
+QUEUED = 8
 
 #: Subjects between two looks at the same piece of work, whose times say how calm the machine is.
 _EVERY = 16
@@ -59,7 +49,7 @@ _SHORTER = 0.8
 
 #: Subjects after which what was measured is given back; and that are prepared together where each
 #: is measured more than once.
-_KEPT, _TOGETHER = 32, 16
+_KEPT, _TOGETHER = 4, 16
 
 
 Call = Callable[[], object]
@@ -170,6 +160,8 @@ class Measurements:
         times: table and key -> seconds by size, of one of the times that it was done in a run.
         calm: seconds of one piece of work, again and again.
         told: is called with a line for each kind of subjects: how long it took.
+        alone: this rank by itself, where ranks share local work out among them; None: each does
+            all of it.
     """
 
     comm: Communicator
@@ -178,6 +170,7 @@ class Measurements:
     backends: Backends = field(default_factory=lambda: {None: OPTIONS})
     times: dict[tuple[str, str], dict[Any, float]] = field(default_factory=dict)
     calm: list[float] = field(default_factory=list)
+    alone: Communicator | None = None
 
     def begin(self) -> None:
         """Measure what a run takes; what this imports is there for all others, too.
@@ -192,18 +185,25 @@ class Measurements:
         """Measure everything else; `advance` is called after each subject."""
         probe: Call | None = None
         calls: list[Call]
-        for n, some in enumerate(self._subjects()):
-            if n * len(some) % _KEPT == 0:
+        seen = done = 0
+        for some in self._subjects():
+            comm = self._ranks(some[0])
+            if probe is None and (of_size := [x for x in some if x.at == self._probed]):
+                probe = self._run_of(of_size[0].program, of_size[0].options, comm)
+            mine = some
+            if comm is self.alone:  # ranks share out what each runs by itself
+                mine = [x for n, x in enumerate(some, seen) if n % self.comm.size == self.comm.rank]
+            # ranks that communicate keep in step
+            count = seen if some[0].is_sent else done
+            if mine and (self.scale.passes > 1 or count % _KEPT == 0):
                 calls = []  # what they hold is garbage, too
                 collected()
-            calls = [self._run_of(x.program, x.options) for x in some]
-            for subject, call in [*zip(some, calls, strict=True)] * self.scale.passes:
+            calls = [self._run_of(x.program, x.options, comm) for x in mine]
+            for subject, call in [*zip(mine, calls, strict=True)] * self.scale.passes:
                 self._note(subject, self._once(subject, call))
-            at = [x.at for x in some]
-            if probe is None and self._probed in at:
-                probe = calls[at.index(self._probed)]
-            if probe is not None and (n * len(some)) % _EVERY == 0:
-                self.calm += samples_of(self.comm, probe, 1)
+            if mine and probe is not None and (self.scale.passes > 1 or count % _EVERY == 0):
+                self.calm += samples_of(self.alone or self.comm, probe, 1)
+            seen, done = seen + len(some), done + len(mine)
             for _ in some:
                 advance()
         self._take_slows(advance)
@@ -212,24 +212,29 @@ class Measurements:
             self._take_caches()
         self._share()
 
+    def _ranks(self, subject: Subject) -> Communicator:
+        """Return who runs a subject: all ranks what communicates, each by itself what does not."""
+        return self.comm if subject.is_sent else self.alone or self.comm
+
     def _note(self, subject: Subject, seconds: float) -> None:
         """Keep the seconds of a subject, if it has not taken less before."""
         if subject.local:
-            mine = subject.program.project(0)
-            seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)
+            mine, costs = subject.program.project(0), self.costs
+            seconds -= sum(costs.seconds(mine, i) for i in subject.local)
         known = self.times.setdefault((subject.table, subject.key), {})
         known[subject.at] = min(seconds, known.get(subject.at, seconds))
 
     def _once(self, subject: Subject, call: Call) -> float:
         """Return the seconds of one of the times that a subject is done in a run."""
-        clock = time.perf_counter if subject.table == "links" else own_clock()
-        seconds = seconds_of(self.comm, call, subject.runs, clock)
+        comm = self._ranks(subject)
+        clock = time.perf_counter if subject.is_sent else own_clock()
+        seconds = seconds_of(comm, call, subject.runs, clock)
         if subject.without is not None:
             rest = self._run_of(subject.without, subject.options)
-            seconds -= seconds_of(self.comm, rest, subject.runs, clock)
+            seconds -= seconds_of(comm, rest, subject.runs, clock)
         else:
             seconds -= self.times["run", "run"][1]
-            seconds -= self.times["run", "posting"][1] if subject.table == "links" else 0.0
+            seconds -= self.times["run", "posting"][1] if subject.is_sent else 0.0
         return max(seconds, 0.0) / subject.times
 
     def _take_slows(self, advance: Callable[[], object]) -> None:
@@ -274,7 +279,7 @@ class Measurements:
         Of two programs one does twice as much as the other.
         """
         few, many = (
-            seconds_of(self.comm, _call(self.comm, program), _QUEUED, own_clock())
+            seconds_of(self.comm, call_of(self.comm, program), QUEUED, own_clock())
             for program in chains(self.scale, self.comm.size)
         )
         return max(0.0, 2 * few - many)
@@ -282,7 +287,7 @@ class Measurements:
     def _posting(self) -> float:
         """Return what a run takes more that communicates: of two one does twice as much of it."""
         few, many = (
-            seconds_of(self.comm, self._run_of(host, self.backends[None]), _QUEUED)
+            seconds_of(self.comm, self._run_of(host, self.backends[None]), QUEUED)
             for host in posting(self.scale, self.comm.size, self.backends[None])
         )
         return max(0.0, 2 * few - many - self.times["run", "run"][1])
@@ -296,7 +301,7 @@ class Measurements:
         found = []
         for between in BETWEEN:
             product, other, both = (
-                seconds_of(self.comm, self._run_of(host, OPTIONS), _QUEUED, own_clock())
+                seconds_of(self.comm, self._run_of(host, OPTIONS), QUEUED, own_clock())
                 for host in switches(self.scale, mesh, between)
             )
             run_s = self.times["run", "run"][1]
@@ -319,31 +324,32 @@ class Measurements:
             self._share()
             self.told(f"{name}: {time.perf_counter() - start:.1f} s")
 
-    def _run_of(self, program: HostProgram, options: Options) -> Callable[[], object]:
-        evaluator = HostIrEvaluator(program, self.comm, options)
+    def _run_of(
+        self, program: HostProgram, options: Options, comm: Communicator | None = None
+    ) -> Callable[[], object]:
+        evaluator = HostIrEvaluator(program, comm or self.comm, options)
         given = arguments(program, self.comm)
         return lambda: evaluator.run(given)
 
     def _share(self) -> None:
-        """Let all ranks have the medians of their times: they predict alike."""
+        """Let all ranks have all times, or medians where several measured: they predict alike."""
         rows = [[*key, [*points.items()]] for key, points in self.times.items()]
-        for key, points in self._middle(json.dumps([rows, self.calm])):
-            self.times[key] = points
+        self.times = dict(self._middle(json.dumps([rows, self.calm])))
 
     def _middle(self, mine: str) -> Iterator[tuple[tuple[str, str], dict[Any, float]]]:
         told = self.comm.all_ok(mine)
         if any(text is None for text in told):
             raise BackendError("a rank left the calibration")
         everyone = [json.loads(text) for text in told if text is not None]
-        self.calm = [
-            statistics.median(x) for x in zip(*(calm for _, calm in everyone), strict=True)
-        ]
-        for rows in zip(*(rows for rows, _ in everyone), strict=True):
-            points = {
-                _size(at): statistics.median(row[2][n][1] for row in rows)
-                for n, (at, _) in enumerate(rows[0][2])
-            }
-            yield (rows[0][0], rows[0][1]), points
+        calms = [calm for _, calm in everyone]  # of a rank with less to do fewer
+        self.calm = [statistics.median(x) for x in zip(*calms, strict=False)]
+        found: dict[tuple[str, str], dict[Any, list[float]]] = {}
+        for table, key, points in (row for rows, _ in everyone for row in rows):
+            of_key = found.setdefault((table, key), {})
+            for at, seconds in points:
+                of_key.setdefault(_size(at), []).append(seconds)
+        for name, times in found.items():
+            yield name, {at: statistics.median(seconds) for at, seconds in times.items()}
 
     @property
     def spread(self) -> float:
@@ -357,13 +363,18 @@ class Measurements:
     def costs(self) -> Costs:
         """The table of what was measured so far."""
         by: dict[str, dict[str, dict[Any, float]]] = {}
-        tables = ("works", "products", "attentions", "links", "run", "slows", "returns", "stale")
+        tables = (
+            "works", "products", "attentions", "links", "colds", "run", "slows", "returns", "stale",
+        )  # fmt: skip
         by |= {table: {} for table in tables}
         for (table, key), points in self.times.items():
-            by[table][key] = {at: max(seconds, 1e-9) for at, seconds in points.items()}
+            by[table][key] = {at: max(seconds, _LEAST_S) for at, seconds in points.items()}
         works = {key: Curve.of(points) for key, points in by["works"].items()}
+        colds = defaultdict(dict, by["colds"])
         links = {
-            key: Link(curve=Curve.of(points), slows=self._slows(key))
+            key: Link(
+                curve=Curve.of(points), slows=self._slows(key), cold=_more(points, colds[key])
+            )
             for key, points in by["links"].items()
         }
         links |= _others(links)
@@ -379,6 +390,7 @@ class Measurements:
             products={key: _grid(points) for key, points in by["products"].items()},
             attentions={key: _grid(points) for key, points in by["attentions"].items()},
             multiprocessors=self.scale.multiprocessors,
+            cache=self.scale.l2,
             bandwidth=_bandwidth(works),
             is_fused=self.comm.device.type == "cuda",
             caches=self._caches,
@@ -398,6 +410,12 @@ class Measurements:
         return self.times.get(("slows", key), {}).get(1, 0.0)
 
 
+def call_of(comm: Communicator, program: Program) -> Callable[[], object]:
+    """Return a call of a program with drawn arguments."""
+    given = [*arguments(program.host, comm).values()]
+    return lambda: program.run(*given)
+
+
 def share(product: float, communication: float, both: float) -> float:
     """Return the share of its speed that a product loses while a communication runs.
 
@@ -409,6 +427,17 @@ def share(product: float, communication: float, both: float) -> float:
     if communication > product:
         return 0.0
     return min(MOST_SLOWED, max(0.0, (both - product) / communication))
+
+
+def _more(points: Mapping[float, float], colds: Mapping[float, float]) -> Curve | None:
+    """Return what communications take more behind work that leaves nothing of them in the cache."""
+    usual = Curve.of(points)
+    found = {at: max(seconds - usual.seconds(at), _LEAST_S) for at, seconds in colds.items()}
+    return Curve.of(found) if found else None
+
+
+#: Times are above 0.
+_LEAST_S = 1e-9
 
 
 def _size(at: Any) -> Any:
@@ -445,46 +474,3 @@ def _others(links: Mapping[str, Link]) -> dict[str, Link]:
 def _much(link: Link) -> float:
     """Return the seconds that much takes."""
     return link.seconds(1 << 24)
-
-
-# -- small programs that the table did not see -----------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """A program, and its predicted and its measured time.
-
-    Attributes:
-        name: of the program.
-        predicted_s: by the table.
-        measured_s: the median.
-    """
-
-    name: str
-    predicted_s: float
-    measured_s: float
-
-    @property
-    def error(self) -> float:
-        """How far the prediction is off, of the measured time."""
-        return abs(self.predicted_s - self.measured_s) / self.measured_s
-
-
-def pair(comm: Communicator, program: Program, costs: Costs) -> Pair:
-    """Predict and measure a program; all ranks call it, and get the median over ranks."""
-    mine = seconds_of(comm, _call(comm, program), _QUEUED)
-    told = comm.all_ok(json.dumps(mine))
-    measured = statistics.median(json.loads(text) for text in told if text is not None)
-    predicted = program.timeline(costs).seconds
-    return Pair(name=program.host.name, predicted_s=predicted, measured_s=measured)
-
-
-def _call(comm: Communicator, program: Program) -> Callable[[], object]:
-    given = [*arguments(program.host, comm).values()]
-    return lambda: program.run(*given)
-
-
-def errors(pairs: list[Pair]) -> tuple[float, float]:
-    """Return the mean error, and the one that 95 of 100 do not exceed."""
-    found = [p.error for p in pairs]
-    return statistics.mean(found), statistics.quantiles(found, n=20, method="inclusive")[-1]

@@ -38,6 +38,9 @@ class Scale:
         compiled: bytes, as of pointwise work, of kernels that are compiled, which takes seconds.
         messages: bytes of communications; on a GPU more of them where NCCL begins to send in
             another way, which takes half as long again.
+        chilled: bytes of communications that are also measured behind work that goes through more
+            than the cache of a GPU holds.
+        l2: bytes of that cache; 0: nothing is known of one.
         between_s: how long a rank works before each communication, a guess: on a CPU the threads
             that send and receive have fallen asleep by then, as in programs. On a GPU its own time
             counts, and they go back to back.
@@ -62,6 +65,8 @@ class Scale:
     multiprocessors: int
     compiled: tuple[int, ...]
     messages: tuple[int, ...]
+    chilled: tuple[int, ...]
+    l2: int
     between_s: float
     factor: int
 
@@ -85,6 +90,8 @@ CPU = Scale(
     multiprocessors=0,
     compiled=(),
     messages=tuple(1 << n for n in (8, 12, 15, 18, 20, 22, 24)),
+    chilled=(),
+    l2=0,
     between_s=1e-3,
     factor=1,
 )
@@ -101,12 +108,17 @@ GPU = Scale(
     passes=1,
     tensors=16,
     sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
-    rows=(1, 16, 128, 512, 1024, 2048, 4096),
+    rows=(1, 16, 128, 256, 512, 1024, 2048, 4096),
     features=(256, 1024, 2048, 4096, 8192, 16384),
     lengths=(64, 512, 2048, 4096),
     multiprocessors=132,
-    compiled=(1 << 20, 1 << 24, 1 << 26),
-    messages=(1 << 8, 1 << 12, *(n << 16 for n in (1, 4, 16, 19, 32, 38, 64, 256, 1024, 4096))),
+    compiled=(1 << 20, 1 << 24),
+    messages=(
+        *(1 << 8, 1 << 12),
+        *(n << 16 for n in (1, 4, 16, 19, 32, 38, 64, 128, 192, 256, 1024, 4096)),
+    ),
+    chilled=(1 << 12, 1 << 20, 1 << 22),
+    l2=50 << 20,
     between_s=0.0,
     factor=4,
 )
@@ -117,14 +129,12 @@ _WAVES = 1, 2, 4
 
 
 def blocks_of(scale: Scale) -> list[int]:
-    """Return how many blocks attention is measured with on a GPU: few, as many as fill all of its
-    multiprocessors, and those that do not any more; each a multiple of what the longest sequence
-    has in a head.
+    """Return how many blocks attention is measured with on a GPU: few, and as many as fill all of
+    its multiprocessors some times; each a multiple of what the longest sequence has in a head.
 
     >>> blocks_of(GPU)
-    [32, 128, 160, 256, 288, 512]
+    [32, 128, 256, 512]
     """
     one = math.ceil(scale.lengths[-1] / QUERIES)
-    full = [max(1, n * scale.multiprocessors // one) * one for n in _WAVES]
-    found = {one, *full, *(n + one for n in full[:-1])}
-    return sorted(found) if scale.multiprocessors else []
+    full = (max(1, n * scale.multiprocessors // one) * one for n in _WAVES)
+    return sorted({one, *full}) if scale.multiprocessors else []

@@ -1,6 +1,7 @@
 """`mdfuse calibrate` keeps a table with its errors, and none of a noisy machine."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,18 +10,15 @@ import torch
 from typer.testing import CliRunner
 
 import mdfuse as mf
-from mdfuse.cli.calibration import command, measuring
+from mdfuse.cli.calibration import command, judged, measuring
 from mdfuse.cli.calibration.command import calibrated
+from mdfuse.cli.calibration.listing import subjects
 from mdfuse.cli.calibration.scales import CPU, Scale
-from mdfuse.cli.calibration.subjects import (
-    TURNS,
-    Subject,
-    links,
-    subjects,
-    ways,
-)
+from mdfuse.cli.calibration.sending import links, ways
+from mdfuse.cli.calibration.subjects import TURNS, Subject
 from mdfuse.cli.main import app
 from mdfuse.hir.instructions import POSTS
+from mdfuse.runtime.communicator import by_itself
 from mdfuse.seeing.amounts import is_work
 from mdfuse.seeing.cost_tables import machine_of, parsed
 
@@ -53,11 +51,12 @@ def test_attention_by_blocks_and_what_is_compiled(
     assert "attention f32 causal" in done.output
     costs = parsed(out.read_text()).costs
     assert costs.attentions.keys() == {"f32", "f32 causal"}
-    axes = (1.0, 2.0, 3.0, 4.0, 5.0, 8.0), (8.0,), (32.0, 64.0, 128.0)
+    axes = (1.0, 2.0, 4.0, 8.0), (8.0,), (32.0, 64.0, 128.0)
     assert {grid.axes for grid in costs.attentions.values()} == {axes}
     assert not any(key.startswith("attention") for key in costs.works)
     assert costs.caches is None, "of a processor"
-    assert [size for size, _ in costs.works["compiled across f32"].points] == [6144, 24576]
+    for key in ("compiled f32", "compiled across f32", "compiled rows across f32"):
+        assert [size for size, _ in costs.works[key].points] == [6144, 24576]
 
 
 @pytest.mark.usefixtures("unjoined")
@@ -78,6 +77,7 @@ def test_a_table_has_everything_that_was_measured(
     assert {f"{name} f32" for name in works} <= costs.works.keys()
     heads = {f"attention f32 {n}" for n in (32, 64, 128)}
     assert heads | {f"{name} causal" for name in heads} <= costs.works.keys()
+    assert "one query f32" in costs.works
     assert costs.products.keys() == {"linear f32", "matmul f32"}
     assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
     assert costs.caches is not None and costs.caches.core == 1 << 12
@@ -90,7 +90,7 @@ def test_a_table_has_everything_that_was_measured(
 @pytest.mark.usefixtures("unjoined")
 def test_a_run_takes_what_no_work_in_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock where each run takes 7 and each of its instructions of work 0.5."""
-    monkeypatch.setattr(measuring, "_call", lambda comm, program: program)
+    monkeypatch.setattr(measuring, "call_of", lambda comm, program: program)
     monkeypatch.setattr(
         measuring, "seconds_of", lambda comm, program, runs, clock: 7.0 + 0.5 * works(program.host)
     )
@@ -162,6 +162,47 @@ def works(host: mf.hir.HostProgram) -> int:
 
 
 @pytest.mark.usefixtures("unjoined")
+def test_ranks_share_local_work_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks each measures every other subject of local work, and has the other's times."""
+    comm = mf.init()
+    monkeypatch.setattr(comm, "size", 2)
+    taken = dict[int, set[object]]()
+    texts = dict[int, list[str]]()
+    monkeypatch.setattr(measuring, "samples_of", lambda *args: [1.0])
+    monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
+    for name in ("_take_slows", "_take_caches"):
+        monkeypatch.setattr(measuring.Measurements, name, lambda *args: None)
+    monkeypatch.setattr(measuring.Measurements, "_switch", lambda self: 0.0)
+    for rank in (0, 1, 0):  # the first one once more, with what the other one says
+        monkeypatch.setattr(comm, "rank", rank)
+        found = measuring.Measurements(comm, TINY, lambda text: None, alone=by_itself(comm))
+        mine, told = taken.setdefault(rank, set()), texts.setdefault(rank, [])
+        others = iter(texts.get(1 - rank, ()))
+
+        def once(self: object, subject: Subject, call: object, mine: set[object] = mine) -> float:
+            mine.add((subject.key, subject.at))
+            return 1.0 + comm.rank if subject.table == "links" else 1.0
+
+        def all_ok(text: str, told: list[str] = told, others: Iterator[str] = others) -> object:
+            told.append(text)
+            return text, next(others, text)
+
+        monkeypatch.setattr(measuring.Measurements, "_once", once)
+        monkeypatch.setattr(comm, "all_ok", all_ok)
+        found.take(lambda: None)
+    local = {(s.key, s.at) for kind in ("work", "products", "attention")
+             for s in subjects(TINY, 2)[kind]()}  # fmt: skip
+    alike = taken[0] & taken[1]
+    assert len(taken[0] & local) - len(taken[1] & local) in (0, 1) and not alike & local
+    assert taken[0] | taken[1] == local | alike, "all of it"
+    keys = [way.key for way in ways(2)]
+    assert {key for key, _ in alike} == {*keys}, "what is sent is measured by all"
+    assert found.times["links", keys[0]] == dict.fromkeys(found.times["links", keys[0]], 1.5)
+    costs = found.costs
+    assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
+
+
+@pytest.mark.usefixtures("unjoined")
 def test_products_beside_communications(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock where a product takes 8, a communication 2, and both 8.5."""
     found = measuring.Measurements(mf.init(), TINY)
@@ -176,6 +217,20 @@ def test_products_beside_communications(monkeypatch: pytest.MonkeyPatch) -> None
     found._take_slows(lambda: None)
     assert {key: found.costs.links[key].slows for key in keys} == dict.fromkeys(keys, 0.25)
     assert found.costs.links["*"].slows == 0.25 and next(taken, None) is None
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_what_communications_take_more_behind_much_work() -> None:
+    """Beside a line from 2 to 6; what is quicker then takes no more."""
+    found = measuring.Measurements(mf.init(), replace(TINY, l2=64))
+    found.times["links", "Allreduce 2"] = {100: 2.0, 300: 6.0}
+    found.times["links", "Allgather 2"] = {100: 2.0}
+    found.times["colds", "Allreduce 2"] = {100: 1.5, 200: 4.5, 300: 9.0}
+    costs = found.costs
+    link = costs.links["Allreduce 2"]
+    assert costs.cache == 64 and costs.links["Allgather 2"].cold is None
+    assert link.cold is not None and costs.links["*"] is link
+    assert link.cold.points == ((100.0, 1e-9), (200.0, 0.5), (300.0, 3.0))
 
 
 @pytest.mark.usefixtures("unjoined")
@@ -250,8 +305,8 @@ def test_the_spread_is_that_of_quartiles() -> None:
 
 
 def test_errors_are_those_of_all_pairs() -> None:
-    pairs = [measuring.Pair(name="", predicted_s=100.0 + n, measured_s=100.0) for n in range(1, 21)]
-    mean, p95 = measuring.errors(pairs)
+    pairs = [judged.Pair(name="", predicted_s=100.0 + n, measured_s=100.0) for n in range(1, 21)]
+    mean, p95 = judged.errors(pairs)
     assert mean == pytest.approx(0.105) and p95 == pytest.approx(0.1905)
 
 
@@ -271,7 +326,7 @@ def test_subjects_are_measured_in_turns_and_the_least_counts(
     taken = measuring.Measurements
     monkeypatch.setattr(measuring, "subjects", lambda *args: {"work": lambda: iter(some)})
     monkeypatch.setattr(taken, "_once", once)
-    monkeypatch.setattr(taken, "_run_of", lambda self, host, options: host)
+    monkeypatch.setattr(taken, "_run_of", lambda self, host, options, comm: host)
     for name in ("_take_slows", "_take_caches"):
         monkeypatch.setattr(taken, name, lambda *args: None)
     monkeypatch.setattr(taken, "_switch", lambda self: 0.0)
