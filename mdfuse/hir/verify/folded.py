@@ -84,7 +84,7 @@ class _Folded(Unrolled):
     def turns(self, loop: Instruction, numbers: range) -> list[range]:
         runs, found = self.runs(loop, numbers), list[range]()
         is_folded = len(runs) < len(numbers)
-        is_apart = is_folded and self.is_apart(loop)
+        is_apart = is_folded and self.is_apart(loop, numbers)
         self.is_alone = is_apart and len(runs) == 1
         first = 0 if is_apart else len(loop.parts)
         for run in runs:
@@ -112,9 +112,14 @@ class _Folded(Unrolled):
                 self.types[name] = self.at(name, kind, i)
         self.code.append(i)
 
-    def is_apart(self, loop: Instruction) -> bool:
-        """Return whether iterations have nothing to do with each other: then one is enough."""
-        if not self.begins_anew(loop):
+    def is_apart(self, loop: Instruction, numbers: range) -> bool:
+        """Return whether iterations have nothing to do with each other: then one is enough.
+
+        All chunks are then the same one: others are compared by their numbers in an iteration.
+        """
+        which = {found for found in self._which.values() if found is not None}
+        is_own = len(which) < 2 and all(len(numbers) <= found.modulus for found in which)
+        if not is_own or not self.begins_anew(loop):
             return False
         own = {*self.dependent(loop)} - (self.bound - self.left)
         return self.ambiguous.isdisjoint(
@@ -287,7 +292,8 @@ class _Folded(Unrolled):
             memory = self.shared.get(of, of)
             if which is None or not is_slice:
                 return  # it shows all of the buffer, whatever the iteration
-            if i.op != "chunk" or cut.setdefault(memory, which) != which:
+            is_known = i.op == "chunk" and of not in self.ambiguous
+            if not is_known or cut.setdefault(memory, which) != which:
                 raise _Unfit
             return
         before, after = (_extent(types[n]) for n in (of, made_of))
