@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Term, resolve
 from mdfuse.layouts.blocks import Blocks, Cut, chunks_as_blocks, segments, split
-from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
+from mdfuse.layouts.boxes import Box, Interval, Rows, after_cuts, box_shape, wrapped
 from mdfuse.layouts.placements import (
     IDEMPOTENT,
     REDUCE_OPS,
@@ -264,7 +264,16 @@ class Layout:
                 because="a dim is split in blocks",
                 hint="reshard it to a plain Shard first",
             )
-        return tuple(rows for (rows,) in self.rows_at(shape, coordinate))
+        if self.reaches:
+            return tuple(rows for (rows,) in self.rows_at(shape, coordinate))
+        places, sizes = self.mesh.axes.index, self.mesh.shape
+        cuts = [(d, sizes[n], coordinate[n]) for d, axes in self.splits for n in map(places, axes)]
+        box, chunk = after_cuts(shape, cuts), self.stream
+        if chunk is None or chunk.index is None or chunk.op is not None:
+            return box
+        i = chunk.index if isinstance(chunk.index, int) else chunk.largest
+        found = enumerate(box)
+        return tuple([chunk.interval(n, i) if d == chunk.dim else n for d, n in found])
 
     def _part(self, dim: int, extent: int, coordinate: Sequence[int]) -> Rows:
         """Return the rows of a dim that the rank at a mesh coordinate holds."""
@@ -424,7 +433,7 @@ class Layout:
                     hint="only buffers of host programs may vary; say Shard, Replicate or Partial",
                 )
             if isinstance(placement, Shard):
-                dim = _wrap(placement.dim, ndim, f"axis {axis}: {placement!r}")
+                dim = wrapped(placement.dim, ndim, f"axis {axis}: {placement!r}")
                 placement = replace(placement, dim=dim)
             if self.mesh.axis_size(axis) == 1:
                 placement = Replicate()
@@ -437,7 +446,7 @@ class Layout:
             order[dim % ndim] = here if dim >= 0 else tuple(sorted(here, key=self.mesh.axis_index))
         stream = self.stream
         if stream is not None and stream.op is None:
-            stream = replace(stream, dim=_wrap(stream.dim, ndim, str(stream)))
+            stream = replace(stream, dim=wrapped(stream.dim, ndim, str(stream)))
         if stream is not None and stream.rotate is not None:
             self.mesh.axis_index(stream.rotate)
         reaches = {d % ndim: reach for d, reach in self.reaches}
@@ -489,12 +498,3 @@ class Layout:
 def replicated(mesh: DeviceMesh) -> Layout:
     """Return the layout in which every rank of the mesh holds the whole."""
     return Layout(mesh, {})
-
-
-def _wrap(dim: int, ndim: int, what: str) -> int:
-    if not -ndim <= dim < ndim:
-        raise LayoutError(
-            f"{what}: dim {dim} is out of range for a tensor with {ndim} dims",
-            hint=f"dims go from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be split",
-        )
-    return dim % ndim

@@ -25,12 +25,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from mdfuse.extents.expressions import Term, terms
 from mdfuse.hir.instructions import BLOCKS, POSTS, is_local, received, row_of
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import shared_operand
+from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.hir.verify.layouts import chunk_of
 
 #: Instructions that touch no buffer.
@@ -59,6 +60,27 @@ class _Use(NamedTuple):
     part: int
 
 
+@dataclass
+class Memory:
+    """Which names of a program stand for the same memory, found when it is asked for.
+
+    Attributes:
+        program: whose instructions and aliases are looked at.
+    """
+
+    program: HostProgram
+
+    @cached_property
+    def shared(self) -> dict[str, str]:
+        """Name -> the name whose memory it may share."""
+        return storage(self.program)
+
+    @cached_property
+    def ambiguous(self) -> frozenset[str]:
+        """Names that may stand for other memory than `shared` says."""
+        return _ambiguous(self.program, self.shared)
+
+
 def are_apart(
     program: HostProgram, loop: Instruction, own: Collection[str], shared: Mapping[str, str]
 ) -> bool:
@@ -77,7 +99,7 @@ def are_apart(
     return all(map(body.is_followed, loop.body)) and not body.left and body.is_ordered()
 
 
-def ambiguous(program: HostProgram, shared: Mapping[str, str]) -> frozenset[str]:
+def _ambiguous(program: HostProgram, shared: Mapping[str, str]) -> frozenset[str]:
     """Return the names that may stand for other memory than they are said to share.
 
     An instruction may bind them to that; or they are views of such.
