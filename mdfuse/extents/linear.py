@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mdfuse.extents.expressions import Index, Term
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(NamedTuple):
     """A sum of terms times numbers, plus a number.
 
     Attributes:
@@ -27,10 +26,12 @@ class Linear:
 
     def factor(self, term: Term) -> int:
         """Return the factor of a term; 0 where it does not occur."""
-        return dict(self.factors).get(term, 0)
+        return next((n for t, n in self.factors if t == term), 0)
 
     def plus(self, other: Linear, times: int = 1) -> Linear:
         """Return the sum of this and a multiple of another one, modulo what this is taken."""
+        if not other.factors and not other.constant:
+            return self
         found = dict(self.factors)
         for term, n in other.factors:
             found[term] = found.get(term, 0) + times * n
@@ -67,9 +68,9 @@ def linear(index: Index | bool, modulus: int = 0) -> Linear | None:
     True
     """
     if isinstance(index, int):
-        return made({}, int(index), modulus)
+        return Linear((), index % modulus if modulus else int(index), modulus)
     if isinstance(index, Term):
-        return made({index: 1}, 0, modulus)
+        return Linear(((index, 1),) if modulus != 1 else (), 0, modulus)
     if index.op == "mod":
         return linear(index.left, modulus) if modulus and index.right == modulus else None
     if index.op not in ("+", "-", "*"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise, product
 
+from mdfuse.errors import LayoutError
 from mdfuse.extents.extent import smaller
 
 #: A half-open range of indices along one dim.
@@ -31,6 +32,31 @@ def nth_chunk(interval: Interval, parts: int, i: int) -> Interval:
         return begin, smaller(begin + length, stop)
     begin = min(start + i * length, stop)
     return begin, min(begin + length, stop)
+
+
+def after_cuts(shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]) -> Box:
+    """Return the part of a tensor that is left by cuts: (dim, parts, which of them).
+
+    Cuts along dims that there are not are left out.
+
+    >>> after_cuts((5, 3), [(0, 2, 1), (0, 2, 0)])
+    ((3, 4), (0, 3))
+    """
+    box = [(0, n) for n in shape]
+    for dim, parts, i in cuts:
+        if 0 <= dim < len(box):
+            box[dim] = nth_chunk(box[dim], parts, i)
+    return tuple(box)
+
+
+def wrapped(dim: int, ndim: int, what: str) -> int:
+    """Return a dim counted from 0; raise LayoutError where a tensor has no such dim."""
+    if not -ndim <= dim < ndim:
+        raise LayoutError(
+            f"{what}: dim {dim} is out of range for a tensor with {ndim} dims",
+            hint=f"dims go from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be split",
+        )
+    return dim % ndim
 
 
 def boxes_of(rows: Sequence[Rows]) -> Iterator[tuple[Box, Box]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Term, resolve
 from mdfuse.layouts.blocks import Blocks, Cut, chunks_as_blocks, segments, split
-from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
+from mdfuse.layouts.boxes import Box, Interval, Rows, after_cuts, box_shape, wrapped
 from mdfuse.layouts.placements import (
     IDEMPOTENT,
     REDUCE_OPS,
@@ -265,7 +265,16 @@ class Layout:
                 because="a dim is split in blocks",
                 hint="reshard it to a plain Shard first",
             )
-        return tuple(rows for (rows,) in self.rows_at(shape, coordinate))
+        if self.reaches:
+            return tuple(rows for (rows,) in self.rows_at(shape, coordinate))
+        places, sizes = self.mesh.axes.index, self.mesh.shape
+        cuts = [(d, sizes[n], coordinate[n]) for d, axes in self.splits for n in map(places, axes)]
+        box, chunk = after_cuts(shape, cuts), self.stream
+        if chunk is None or chunk.index is None or chunk.op is not None:
+            return box
+        i = chunk.index if isinstance(chunk.index, int) else chunk.largest
+        found = enumerate(box)
+        return tuple([chunk.interval(n, i) if d == chunk.dim else n for d, n in found])
 
     def _part(self, dim: int, extent: int, coordinate: Sequence[int]) -> Rows:
         """Return the rows of a dim that the rank at a mesh coordinate holds."""

@@ -51,6 +51,7 @@ class FakeLane:
     current: FakeLane | None = None
 
     def __init__(self) -> None:
+        self.asked = 0
         self.queue: deque[Callable[[], bool]] = deque()
         self.capture = 0
         self.late: tuple[int, int] | None = None
@@ -111,6 +112,7 @@ class FakeLane:
         return join
 
     def era(self) -> int:
+        self.asked += 1
         return self.capture
 
 
@@ -180,7 +182,7 @@ class World:
             for i, (lane, tell, watch, behind) in enumerate(of_ranks)
         ]
         self.works: list[Any] = []
-        self.shown = 0
+        self.shown = self.showing = 0
         self.numbers: list[Any] = []
         self.told: list[Any] = [{} for _ in team]
         self.store, self.heaps = HashStore(), [FakeHeap() for _ in team]
@@ -212,7 +214,8 @@ class World:
                     remade=partial(moves, *how),
                 )
                 made = self.sites[own].moves(sited, made, srcs, dsts)
-            self.shown += sum(isinstance(move, Show) for move in made)
+            shown = sum(isinstance(move, Show) for move in made)
+            self.shown, self.showing = self.shown + shown, self.showing + bool(shown)
         buffers = partial(Buffers.of, srcs, dsts, composition.scratch)
         notes = (lambda: None), (lambda: None)
         team = self.teams[self.team.index(call.rank)]
@@ -355,6 +358,9 @@ def test_streams_show_what_others_copy(team: tuple[int, ...], small: int) -> Non
             assert all(torch.equal(a, b) for a, b in zip(got[i], want, strict=True))
             got[i][0].zero_(), got[i][3].zero_()
     assert asked == [asked[0]] * 4 and all(asked[0])
+    # each post that shows asks the driver once whether it is captured, a rank's first once more
+    asks = [lane.asked for lane in here.lanes[1::4] if lane.asked]
+    assert sum(asks) == here.showing + len(asks)
 
 
 def test_pairs_show_uneven_pieces() -> None:

@@ -89,7 +89,7 @@ class CudaTeam:
         """Queue moves; return what waits for all readers of what is shown, if something is."""
         lane, own = self.lane, self.outboxes[self.own]
         shows = [move for move in moves if isinstance(move, Show)]
-        self._show(shows)
+        era = self._show(shows)
         for move in moves:
             match move:
                 case Put():
@@ -111,12 +111,16 @@ class CudaTeam:
                     self._see(move, buffers.address(move.piece, 0), answers)
                 case Copy() | Reduce():
                     lane.do(partial(change, call, (move,), buffers.elements))
-        return self._sent(shows)
+        return self._sent(shows, era)
 
-    def _show(self, shows: Sequence[Show]) -> None:
-        """Queue the signals that tell readers; each is set again only when it was answered."""
+    def _show(self, shows: Sequence[Show]) -> int:
+        """Queue the signals that tell readers; each is set again only when it was answered.
+
+        Returns:
+            The era of the stream that tells: which capture has it, which the driver is asked once.
+        """
         if not shows:
-            return
+            return 0
         tell = self.tell
         self.turns.post(tell)
         self.turns.post(self.behind)
@@ -128,6 +132,7 @@ class CudaTeam:
                 tell.make(taken)
             tell.write(self.outboxes[show.reader].signals + WORD * show.told, show.tag)
         self.behind.make(tell.end())
+        return era
 
     def _see(self, see: See, target: int, answers: Lane) -> None:
         """Queue a copy, behind a wait for its owner and before an answer.
@@ -149,7 +154,7 @@ class CudaTeam:
             answers.make(watch.end())
             answers.write(self.outboxes[see.owner].signals + WORD * see.taken, see.tag)
 
-    def _sent(self, shows: Sequence[Show]) -> Callable[[], None] | None:
+    def _sent(self, shows: Sequence[Show], era: int) -> Callable[[], None] | None:
         """Queue waits for all readers of what is shown; return what waits for these."""
         if not shows:
             return None
@@ -157,7 +162,7 @@ class CudaTeam:
         for show in shows:
             behind.wait(signals + WORD * show.taken, show.tag)
             behind.write(signals + WORD * show.taken, 0)
-        sent, era = behind.end(), self.tell.era()
+        sent = behind.end()
         self._taken.update({show.taken: (era, sent) for show in shows})
         return sent
 

@@ -9,29 +9,36 @@
     }
 
 What two iterations do to a buffer is then in order whatever stands between them: they touch other
-parts of it, or only read it, or all that touch it do so on one stream. An iteration finds what
-was there before the loop, and nothing of the one before it; what comes behind the loop finds the
-same of each. So the iterations can be written as one, with the chunks of all of them.
+parts of it, or only read it, or all that touch it do so on one stream and in one part of the loop.
+An iteration finds what was there before the loop, and nothing of the one before it; what comes
+behind the loop finds the same of each. So the iterations can be written as one, with the chunks of
+all of them.
+
+Where `next` divides the loop, the iterations that are written take turns as all of them do. What
+orders accesses (streams, syncs, posts and waits) is the same in each iteration, since branches
+hold none of it: so whatever these few put in order, any iterations as far from each other do, too.
+Where branches differ, iterations are written as one for each run of them that is alike.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from mdfuse.extents.expressions import Term, terms
-from mdfuse.hir.instructions import BLOCKS, POSTS, received, row_of
+from mdfuse.hir.instructions import BLOCKS, POSTS, is_local, received, row_of
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import shared_operand
+from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.hir.verify.layouts import chunk_of
 
 #: Instructions that touch no buffer.
 _IDLE = ("sync", "barrier", "group_start", "group_end")
 
 #: Those that are not looked at: what they do depends on more than the iteration.
-_NEVER = (*BLOCKS, "next", "call", "launch", "get_stream", "return")
+_NEVER = (*BLOCKS, "call", "launch", "get_stream", "return")
 
 
 class _Use(NamedTuple):
@@ -43,12 +50,35 @@ class _Use(NamedTuple):
         how: "bind" a part of it to a name, "read", "write", "add" a part of a sum; "sent" or
             "received" by a communication, which is on no stream.
         stream: what switched to the current stream.
+        part: of the loop, which `next` divides.
     """
 
     name: str
     i: Instruction
     how: str
     stream: Hashable
+    part: int
+
+
+@dataclass
+class Memory:
+    """Which names of a program stand for the same memory, found when it is asked for.
+
+    Attributes:
+        program: whose instructions and aliases are looked at.
+    """
+
+    program: HostProgram
+
+    @cached_property
+    def shared(self) -> dict[str, str]:
+        """Name -> the name whose memory it may share."""
+        return storage(self.program)
+
+    @cached_property
+    def ambiguous(self) -> frozenset[str]:
+        """Names that may stand for other memory than `shared` says."""
+        return _ambiguous(self.program, self.shared)
 
 
 def are_apart(
@@ -58,8 +88,8 @@ def are_apart(
 
     Args:
         program: a projection.
-        loop: one whose body sets its stream before it does any work, and depends on the index by
-            chunks alone.
+        loop: one whose parts set their stream before they do any work, and depend on the index by
+            branches and by chunks alone, which are one chunk and another one in each iteration.
         own: the names that belong to an iteration.
         shared: name -> the name whose memory it may share.
     """
@@ -69,18 +99,39 @@ def are_apart(
     return all(map(body.is_followed, loop.body)) and not body.left and body.is_ordered()
 
 
-def ambiguous(program: HostProgram, shared: Mapping[str, str]) -> frozenset[str]:
+def _ambiguous(program: HostProgram, shared: Mapping[str, str]) -> frozenset[str]:
     """Return the names that may stand for other memory than they are said to share.
 
-    An instruction may bind them to that, or copy it into their buffer.
+    An instruction may bind them to that; or they are views of such.
     """
-    found = set[str]()
-    for i in program.walk():
-        operand = shared_operand(i)
-        if operand is not None:
-            memory = shared.get(operand, operand)
-            found.update(n for n in i.outputs if shared.get(n, n) != memory)
+    views = [*_views(program)]
+    found = {n for n, of in views if shared.get(n, n) != shared.get(of, of)}
+    more = found
+    while more:
+        more = {n for n, of in views if of in more} - found
+        found |= more
     return frozenset(found)
+
+
+def _views(program: HostProgram) -> Iterator[tuple[str, str]]:
+    """Yield (name, operand) where a name may be bound to an operand's memory.
+
+    Not where it surely has a buffer, since outside of all blocks it was bound: that is written.
+    What stands in a named block runs where it is called.
+    """
+    root, inside = program.root, (j for i in program.instructions for j in (*i.body, *i.orelse))
+    freed = {root(n) for top in inside for i in top.walk() if i.op == "free" for n in i.reads}
+    bound = {*map(root, program.inputs)}
+    for top in program.instructions:
+        for i in top.walk():
+            operand = shared_operand(i)
+            if operand is not None:
+                is_here, made = top.op != "block", map(root, i.outputs)
+                yield from ((n, root(operand)) for n in made if not (is_here and n in bound))
+        if top.op == "free":
+            bound.difference_update(map(root, top.reads))
+        elif not top.body:
+            bound.update(n for n in map(root, top.outputs) if n not in freed)
 
 
 @dataclass(slots=True)
@@ -93,6 +144,7 @@ class _Body:
         own: the names that belong to an iteration.
         shared: name -> the name whose memory it may share.
         stream: what switched to the current stream.
+        part: of the loop, which `next` divides.
         made: own names that were made.
         left: those of them that have a buffer, and handles that are not waited for.
         ended: those that were freed or waited for.
@@ -104,6 +156,7 @@ class _Body:
     own: set[str]
     shared: Mapping[str, str]
     stream: Hashable = None
+    part: int = 0
     made: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
@@ -111,9 +164,13 @@ class _Body:
 
     def is_followed(self, i: Instruction) -> bool:
         """Note what an instruction does; return whether it is one of which that is known."""
+        if i.op == "if":
+            return all(map(self.is_followed_inside, (*i.body, *i.orelse)))
         if i.op in _NEVER or not self.ended.isdisjoint(i.outputs):
             return False
-        if i.op == "set_stream":
+        if i.op == "next":
+            self.part += 1
+        elif i.op == "set_stream":
             self.stream = i.attrs, i.inputs
         elif i.op in ("free", "wait"):
             if i.attrs or not self.left.issuperset(i.inputs):
@@ -131,6 +188,16 @@ class _Body:
             self.left.update(i.outputs)
         elif i.op not in _IDLE:
             self.compute(i)
+        return True
+
+    def is_followed_inside(self, i: Instruction) -> bool:
+        """Note what an instruction of a branch does, which orders nothing and binds no name."""
+        is_plain = is_local(i) and i.op not in ("accumulate", *_NEVER)
+        if not is_plain or not self.ended.isdisjoint(i.outputs):
+            return False
+        if not self.made.issuperset(self.own.intersection(i.outputs)):
+            return False
+        self.compute(i)
         return True
 
     def compute(self, i: Instruction) -> None:
@@ -154,7 +221,7 @@ class _Body:
     def use(self, name: str, i: Instruction, how: str) -> None:
         memory = self.shared.get(name, name)
         if memory not in self.own:
-            self.uses[memory].append(_Use(name, i, how, self.stream))
+            self.uses[memory].append(_Use(name, i, how, self.stream, self.part))
 
     def is_ordered(self) -> bool:
         """Return whether any two iterations are in order wherever both touch the same memory."""
@@ -172,7 +239,7 @@ class _Body:
         if "add" in hows:
             return len(uses) == 1  # it is not complete before the last iteration
         is_posted = not hows <= {"read", "write"}
-        return not is_posted and len({use.stream for use in uses}) == 1
+        return not is_posted and len({(use.stream, use.part) for use in uses}) == 1
 
     def is_chunk(self, i: Instruction) -> bool:
         """Return whether an instruction takes another chunk of a whole buffer in each iteration."""

@@ -22,6 +22,7 @@ from mdfuse.extents.expressions import UNKNOWN, terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.projection import executed, runs_all
+from mdfuse.hir.verify.apart import Memory
 from mdfuse.hir.verify.elsewhere import Ends, key_near, key_of
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.folded import folded
@@ -176,9 +177,10 @@ def _verify_looped_ranks(program: HostProgram, first: int, last: int, in_full: b
 
 def _is_right_everywhere(program: HostProgram) -> bool:
     """Return whether one rank is sure to stand for all, and all is well there."""
-    alike = even(program)
+    memory = Memory(program)
+    alike = even(program, memory)
     try:
-        local = folded(alike) if alike is not None else None
+        local = folded(alike, memory) if alike is not None else None
         if alike is None or local is None:
             return False
         _check_flow(local, alike)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 
 from mdfuse.communication import Communication
@@ -34,9 +33,8 @@ from mdfuse.extents.linear import Linear, linear
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
 from mdfuse.hir.passes import early_waits, late_waits
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.storage import storage
 from mdfuse.hir.unroll import LIMIT, Turn, Unrolled
-from mdfuse.hir.verify.apart import ambiguous, are_apart
+from mdfuse.hir.verify.apart import Memory, are_apart
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.layout import Layout
@@ -50,14 +48,18 @@ class _Unfit(Exception):
     """A loop cannot be folded; all its iterations are written out."""
 
 
-def folded(program: HostProgram) -> HostProgram | None:
+def folded(program: HostProgram, memory: Memory | None = None) -> HostProgram | None:
     """Return a projection written out with iterations folded; None where it may be too long.
+
+    Args:
+        program: the projection.
+        memory: what is known of it.
 
     Raises:
         ProgramError: as where it is written out.
         KeyError: it reads a name in a branch that this rank does not take.
     """
-    writer = _Folded(program)
+    writer = _Folded(program, memory=memory or Memory(program))
     try:
         found = early_waits.run(late_waits.run(writer.write()))
     except _Unfit:
@@ -67,6 +69,7 @@ def folded(program: HostProgram) -> HostProgram | None:
 
 @dataclass
 class _Folded(Unrolled):
+    memory: Memory = field(kw_only=True)
     #: how many instructions were left out
     saved: int = 0
     #: in an iteration that stands for several: the loop's index, and its number in the last of them
@@ -76,15 +79,12 @@ class _Folded(Unrolled):
     #: layout -> which chunk it is of in an iteration of the loop that is looked at
     _which: dict[Layout, Linear | None] = field(default_factory=dict)
 
-    @cached_property
-    def shared(self) -> dict[str, str]:
-        """Name -> the name whose memory it may share."""
-        return storage(self.program)
-
     def turns(self, loop: Instruction, numbers: range) -> list[range]:
+        if len(numbers) < FEWEST:
+            return [*super().turns(loop, numbers)]
         runs, found = self.runs(loop, numbers), list[range]()
         is_folded = len(runs) < len(numbers)
-        is_apart = is_folded and self.is_apart(loop)
+        is_apart = is_folded and self.is_apart(loop, numbers)
         self.is_alone = is_apart and len(runs) == 1
         first = 0 if is_apart else len(loop.parts)
         for run in runs:
@@ -112,19 +112,19 @@ class _Folded(Unrolled):
                 self.types[name] = self.at(name, kind, i)
         self.code.append(i)
 
-    def is_apart(self, loop: Instruction) -> bool:
-        """Return whether iterations have nothing to do with each other: then one is enough."""
-        if not self.begins_anew(loop):
+    def is_apart(self, loop: Instruction, numbers: range) -> bool:
+        """Return whether iterations have nothing to do with each other: then one is enough.
+
+        All chunks are then the same one: others are compared by their numbers in an iteration.
+        """
+        which = {found for found in self._which.values() if found is not None}
+        is_own = len(which) < 2 and all(len(numbers) <= found.modulus for found in which)
+        if not is_own or not self.begins_anew(loop):
             return False
         own = {*self.dependent(loop)} - (self.bound - self.left)
-        return self.ambiguous.isdisjoint(
+        return self.memory.ambiguous.isdisjoint(
             n for i in loop.body for n in (*i.outputs, *i.reads)
-        ) and are_apart(self.program, loop, own, self.shared)
-
-    @cached_property
-    def ambiguous(self) -> frozenset[str]:
-        """Names that may stand for other memory than `shared` says."""
-        return ambiguous(self.program, self.shared)
+        ) and are_apart(self.program, loop, own, self.memory.shared)
 
     def part(self, loop: Instruction, part: tuple[Instruction, ...], turn: Turn) -> None:
         before = len(self.code)
@@ -216,7 +216,7 @@ class _Folded(Unrolled):
         index = Term("index", loop.outputs[0])
         self._which.clear()
         try:
-            if len(numbers) < FEWEST or numbers.step != 1 or any(i.op == "for" for i in inside):
+            if numbers.step != 1 or any(i.op == "for" for i in inside):
                 raise _Unfit
             starts, is_anew = {numbers.start}, self.begins_anew(loop)
             if not is_anew:
@@ -284,10 +284,11 @@ class _Folded(Unrolled):
         of, made_of = (self.program.root(n) for n in (i.reads[0], i.outputs[0]))
         which, types = found.get(made_of), self.program.types
         if of not in found:
-            memory = self.shared.get(of, of)
+            memory = self.memory.shared.get(of, of)
             if which is None or not is_slice:
                 return  # it shows all of the buffer, whatever the iteration
-            if i.op != "chunk" or cut.setdefault(memory, which) != which:
+            is_known = i.op == "chunk" and of not in self.memory.ambiguous
+            if not is_known or cut.setdefault(memory, which) != which:
                 raise _Unfit
             return
         before, after = (_extent(types[n]) for n in (of, made_of))

@@ -21,8 +21,7 @@ from mdfuse.extents.expressions import Calc, Index, calc, terms
 from mdfuse.extents.linear import Linear, linear, made
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.storage import storage
-from mdfuse.hir.verify.apart import ambiguous
+from mdfuse.hir.verify.apart import Memory
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.ir.dims import pointwise
 from mdfuse.layouts.stream import Stream
@@ -38,7 +37,7 @@ _PLAIN = (
 _PRODUCTS = ("matmul", "linear")
 
 
-def even(program: HostProgram) -> HostProgram | None:
+def even(program: HostProgram, memory: Memory | None = None) -> HostProgram | None:
     """Return what one rank does that stands for all: parts and chunks of one size, no peers.
 
     What is right with the flow of that rank's buffers is right with that of all ranks, and all
@@ -46,6 +45,7 @@ def even(program: HostProgram) -> HostProgram | None:
 
     Args:
         program: for all ranks, whose blocks depend on no rank; its types were checked.
+        memory: what is known of it, which is so of the projection, too.
 
     Returns:
         A projection; None where a rank may do something else, or this cannot be told.
@@ -65,7 +65,7 @@ def even(program: HostProgram) -> HostProgram | None:
     ((_, _, count),) = ways
     (mesh,) = program.meshes
     extent = 2 * count * math.prod(mesh.shape)  # each chunk of each part has rows
-    types = _Distances(program, turns, extent).types()
+    types = _Distances(program, memory or Memory(program), turns, extent).types()
     code = tuple(map(_without_peers, program.instructions))
     return replace(program, types=types, instructions=code, rank=mesh.first)
 
@@ -104,11 +104,12 @@ class _Distances:
     """
 
     program: HostProgram
+    memory: Memory
     turns: Mapping[Stream, _Turn]
     extent: int
 
     def types(self) -> dict[str, BufferType]:
-        shared = storage(self.program)
+        shared = self.memory.shared
         ways: dict[str, set[_Way]] = defaultdict(set)
         shifts: dict[str, tuple[_Turn | None, str]] = {}
         for name, kind in self.program.types.items():
@@ -117,7 +118,7 @@ class _Distances:
                 memory, shift = shared.get(name, name), self.turns[chunk]
                 shifts[name] = shift, memory
                 ways[memory].add(_way(shift))
-        doubtful = ambiguous(self.program, shared)
+        doubtful = self.memory.ambiguous
         is_sure = ways.keys().isdisjoint(shared.get(n, n) for n in doubtful)
         known: dict[tuple[int, bool], BufferType] = {}
         types = {}

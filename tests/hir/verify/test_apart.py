@@ -46,20 +46,73 @@ host @apart on mesh(dp=2) {
   return %y, %g, %last
 }"""  # noqa: E501
 
+ROWS = "f32[2,8] of [32,8] (dp=S0, chunk(0,8,{}))"
+
+#: A loop in two parts, with a branch.
+PARTS = """
+host @parts on mesh(dp=2) {
+  input %x: f32[16,8] of [32,8] (dp=S0)
+  input %w: f32[8,8] (dp=R)
+  %caller = get_stream
+  %y: f32[16,8] of [32,8] (dp=S0) = alloc
+  %last: f32[8,8] (dp=R) = alloc
+  set_stream 1
+  sync %caller
+  set_stream 0
+  sync %caller
+  for %i in 0..8 {
+    set_stream 1
+    %x.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = chunk(%x)
+    %t.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = matmul(%x.i, %w)
+    free %x.i
+    next
+    set_stream 0
+    %y.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = chunk(%y)
+    sync 1
+    %y.i = relu(%t.i)
+    if %i == 0 {
+      %last = neg(%w)
+    } else {
+      %last = add(%last, %w)
+    }
+    free %t.i, %y.i
+  }
+  set_stream %caller
+  sync 0
+  sync 1
+  return %y, %last
+}"""
+
 #: Buffers that edits of the loop name, made before it and freed behind it.
 BUFFERS = {
     "%s": "  %s: f32[8,8] (dp=R) = neg(%w)\n",
     "%m": "  %m: f32[8,8] (dp=R) = full(1, shape=[8,8], dtype=f32)\n",
+    "%n": "  %n: f32[16,8] of [32,8] (dp=S0) = neg(%x)\n",
 }
+
+#: Makes %a a view of %s, though a branch that is not taken says %m, and %b one of %a.
+VIEWS = """  for %k in 0..1 {
+    if %k == 1 {
+      %a: f32[8,8] (dp=R) = set(%m)
+    } else {
+      %a: f32[8,8] (dp=R) = set(%s)
+    }
+  }
+  %b: f32[8,8] (dp=R) = set(%a)
+"""
 
 
 def edited(old: str, new: str) -> hir.HostProgram:
     """The program with a part of its text replaced."""
     assert old in APART
     text = APART.replace(old, new)
-    for name in (name for name in BUFFERS if name in text):
+    has_views = "(%a" in text or "%b)" in text
+    for name in (name for name in BUFFERS if name in text or (has_views and name != "%n")):
         text = text.replace("  set_stream 1\n  sync", f"{BUFFERS[name]}  set_stream 1\n  sync", 1)
         text = text.replace("  return", f"  free {name}\n  return")
+    if has_views:
+        text = text.replace("  set_stream 1\n  sync", f"{VIEWS}  set_stream 1\n  sync", 1)
+        text = text.replace("  return", "  free %a, %b\n  return")
     return hir.parse(text)
 
 
@@ -75,6 +128,65 @@ def test_one_iteration_stands_for_all() -> None:
     verify(program)
     verify(program, in_full=True)
     assert instructions(program) == len(list(program.walk())) - 1  # without the loop itself
+
+
+def test_parts_and_branches_are_written_once_each() -> None:
+    """The first iteration, which takes another branch than all others, and these as one."""
+    program = hir.parse(PARTS)
+    verify(program)
+    verify(program, in_full=True)
+    inside = next(i for i in program if i.op == "for").body
+    each = len(inside) - 1  # `next` is not written, and of an `if` what it holds
+    assert instructions(program) == len(program) - 1 + 2 * each
+
+
+#: What parts and branches must not do: what is replaced, by what, and what is said of it.
+WRONG_PARTS = {
+    "one branch alone orders streams": (
+        {"    sync 1\n    %y.i": "    if %i == 0 {\n      sync 1\n    }\n    %y.i"},
+        "%t.i@3",
+    ),
+    "a later iteration's branch writes what is read": (
+        {
+            "    set_stream 1\n    %x.i": "    set_stream 0\n    if %i >= 4 {\n"
+            "      %last = neg(%w)\n    }\n    set_stream 1\n    %x.i",
+            "    if %i == 0 {": "    if %i == 8 {",
+        },
+        "%last",
+    ),
+    "a part writes on one stream what the next iteration writes on another": (
+        {"    free %x.i\n": "    %last = neg(%w)\n    free %x.i\n"},
+        "%last",
+    ),
+    "a value is made in a branch": (
+        {"    } else {\n": "      %v.i: f32[8,8] (dp=R) = neg(%w)\n    } else {\n"},
+        "%v.i",
+    ),
+    "chunks come a second time before they are read": (
+        {
+            "0..8": "0..16",
+            "%i)) =": "%i mod 8)) =",
+            "= matmul": "= chunk(%t)\n    %t.i = matmul",
+            "  %last: ": "  %t: f32[16,8] of [32,8] (dp=S0) = alloc\n  %last: ",
+            "  return": "  free %t\n  return",
+        },
+        "%t.i@9",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_PARTS)
+def test_faults_between_parts(what: str) -> None:
+    edits, said = WRONG_PARTS[what]
+    text = PARTS
+    for old, new in edits.items():
+        assert old in text
+        text = text.replace(old, new)
+    program = hir.parse(text)
+    for in_full in (False, True):
+        with pytest.raises(mf.MdfuseError) as found:
+            verify(program, in_full)
+        assert said in str(found.value)
 
 
 LAST = "    %last = neg(%w)\n"
@@ -170,6 +282,18 @@ WRONG = {
         f"    %a.i: {ROW} = chunk(%m)\n" + BOTH.format(column=COLUMN, sync="") + LAST,
         "%a.i",
     ),
+    "a branch that is not taken says that a name is other memory": (
+        LAST,
+        READ.replace("%s", "%b") + "    set_stream 1\n    sync 0\n    %s = neg(%w)\n"
+        f"    set_stream 0\n{LAST}",
+        "%b",
+    ),
+    "chunks of other numbers are added": (
+        LAST,
+        f"    %h.i: {ROWS.format('(7 - %i) mod 8')} = chunk(%n)\n"
+        f"    %k.i: {ROWS.format('%i')} = add(%x.i, %h.i)\n    free %h.i, %k.i\n{LAST}",
+        "another one chunk(0,8,7)",
+    ),
     "a name means other memory from its second binding on": (
         LAST,
         f"    %a.i: {ROW} = alloc\n    free %a.i\n    %r.i: {ROW} = chunk(%m)\n"
@@ -179,6 +303,21 @@ WRONG = {
         "%a.i",
     ),
 }
+
+
+def test_a_chunk_of_a_name_that_is_other_memory() -> None:
+    """Iterations 2 and 3, which are written as one, read what the other one writes."""
+    other = ROW.replace("%i", "(5 - %i) mod 8")
+    new = (
+        f"    %c.i: {ROW} = chunk(%a)\n    %k.i: {ROW} = neg(%c.i)\n    free %c.i, %k.i\n"
+        f"    %v.i: {other} = chunk(%s)\n    set_stream 1\n    sync 0\n    %v.i = neg(%v.i)\n"
+        f"    set_stream 0\n    free %v.i\n{LAST}"
+    )
+    text = str(edited(LAST, new)).replace("0..8 {", "0..5 {").replace("= alloc", "= alloc(fill=0)")
+    program = hir.parse(text.replace("    %g = accumulate(%g.i)\n", ""))
+    for in_full in (False, True):
+        with pytest.raises(mf.MdfuseError, match=r"%c\.i@4 on stream 0 while"):
+            verify(program, in_full)
 
 
 @pytest.mark.parametrize("what", WRONG)
