@@ -109,6 +109,9 @@ SMALL = (Shape("AG+MM", 64, 16, 24), Shape("MM+RS", 64, 16, 24))
 #: mdfuse's program -> in how many pieces each rank's shard goes; 0: as a whole.
 FORMS = {"one after the other": 0, "one piece": 1, "two pieces": 2, "four pieces": 4}
 
+#: The same, for what is gathered where others read it: each piece goes as soon as it is computed.
+READY = {"two pieces, each when ready": 2, "four pieces, each when ready": 4}
+
 #: dtype -> the largest error, relative to the norm of the result.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
@@ -132,7 +135,7 @@ def figures(
         moved: the contender that only communicates, beside `product`.
         has_limit: whether the ideal sets a limit.
     """
-    pieces = [name for name, n in FORMS.items() if n]
+    pieces = [name for name, n in {**FORMS, **READY}.items() if n and name in times]
     best = min(pieces, key=lambda name: statistics.median(times[name]))
     ideal = [max(pair) for pair in zip(times["product"], times[moved], strict=True)]
     for name, others in {"ideal": ideal, **times}.items():
@@ -151,14 +154,20 @@ def figures(
 def definition(
     shape: Shape, mesh: DeviceMesh, dtype: torch.dtype, pieces: int, name: str
 ) -> mf.FusionDefinition:
-    """A program: one after the other, or in so many pieces for each rank, in a ring."""
+    """A program: one after the other, or in so many pieces for each rank, in a ring.
+
+    By its name in `READY` what is gathered is computed in pieces, too.
+    """
     n = mesh.axis_size("tp")
     stream = Stream(0, n * pieces, rotate="tp") if pieces else None
     with mf.FusionDefinition(name.replace(", ", "_").replace(" ", "_")) as fd:
         if shape.kind == "AG+MM":
             x = _tensor(fd, shape.rows, shape.inner, mesh, 0, dtype)
             w = _tensor(fd, shape.inner, shape.columns * n, mesh, 1, dtype)
-            x = fd.ops.set(x * 0.5).on(mesh, {}, stream=stream)
+            x = x * 0.5
+            if name in READY:
+                x = x.on(mesh, {"tp": Shard(0)}, stream=Stream(0, pieces))
+            x = fd.ops.set(x).on(mesh, {}, stream=stream)
             fd.add_output((x @ w).on(mesh, {"tp": Shard(1)}, stream=stream))
         else:
             x = _tensor(fd, shape.rows, shape.inner * n, mesh, 1, dtype)

@@ -32,8 +32,8 @@ _RESULTS = Path(__file__).parent / "results"
 #: Clock cycles for which a GPU is kept busy while the host queues runs.
 _AHEAD = 8_000_000
 
-#: Runs of a turn on a GPU, queued behind each other.
-_QUEUED = 8
+#: Runs of a turn, behind each other, as those are that a calibration is judged by.
+_ROW = 8
 
 #: model, phase, layers, tokens on a CPU and on a GPU.
 _PROGRAMS = (
@@ -106,7 +106,7 @@ def rows(
     times = interleave(
         contenders,
         rounds=arguments.rounds,
-        batch=_QUEUED if is_gpu else 1,
+        batch=_ROW,
         settle=ranks.settle,
         stopwatch=stopwatch,
     )

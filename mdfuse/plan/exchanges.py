@@ -8,7 +8,6 @@ writes into either of them. So a ring's first turn begins at once.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,10 +16,9 @@ from torch import Tensor
 
 from mdfuse.backends.base import Poster, Work
 from mdfuse.errors import ProgramError
-from mdfuse.hir.instructions import received
-from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.own_parts import OwnParts
+from mdfuse.hir.program import Instruction
 from mdfuse.hir.projection import transfer_team
-from mdfuse.hir.storage import storage
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.call import Call
 from mdfuse.plan.context import Context, Step, base_name, label
@@ -91,8 +89,8 @@ class Exchanges:
         slot = self.context.slot
         ends = [_End(i, self.peer(i, team), slot(i.reads[0]), slot(i.outputs[0])) for i in members]
         pairs, kept, dropped = self.to_oneself([e for e in ends if e.peer == self.context.rank])
-        names = {e.buffer: e.i.reads[0] for e in ends}
-        alike = [(a, b) for a, b in pairs if a in names and self.stands_for(names[a], names[b])]
+        found = {e.buffer: e.i for e in ends}
+        alike = [(a, b) for a, b in pairs if a in found and self.stands_for(found[a], found[b])]
         pairs = [pair for pair in pairs if pair not in alike]
         away = [e for e in ends if e.peer != self.context.rank]
         sends, recvs = ([e for e in away if e.i.op == op] for op in ("send", "recv"))
@@ -125,19 +123,19 @@ class Exchanges:
         return [*kept, *(_same(*pair) for pair in alike), step, *dropped]
 
     @cached_property
-    def buffers(self) -> _Buffers:
-        return _Buffers(self.context.program, self.context.updated)
+    def buffers(self) -> OwnParts:
+        return OwnParts(self.context.program, self.context.updated)
 
-    def stands_for(self, source: str, into: str) -> bool:
+    def stands_for(self, send: Instruction, recv: Instruction) -> bool:
         """Return whether a buffer that gets this rank's own part may be what was sent itself."""
-        context = self.context
+        context, (source,), (into,) = self.context, send.reads, recv.reads
         sent, received = context.fact(source), context.fact(into)
         is_known = sent is not None and received is not None and into not in context.given
         if context.one_stream or not is_known or context.expanded.get(source):
             return False
         assert sent is not None and received is not None
         lie_alike = (sent.shape, sent.stride()) == (received.shape, received.stride())
-        return lie_alike and self.buffers.is_kept(source) and self.buffers.is_read_only(into)
+        return lie_alike and self.buffers.is_kept(send) and self.buffers.is_read_only(into)
 
     def call(
         self, team: tuple[int, ...], sends: Sequence[_End], recvs: Sequence[_End]
@@ -224,26 +222,6 @@ class Exchanges:
                 where=context.where(i),
                 because="a send and its receive have one size and one dtype",
             )
-
-
-class _Buffers:
-    """What a written-out program does with its buffers."""
-
-    def __init__(self, program: HostProgram, updated: frozenset[str]) -> None:
-        self.shared, self.ends = storage(program), {*program.inputs, *program.outputs}
-        self.made = Counter(n for i in program.walk() for n in i.outputs)
-        self.filled = Counter(x for i in program.walk() for x in received(i))
-        self.seen = Counter(self.shared.get(n, n) for n in self.shared)
-        self.changed = {self.shared.get(n, n) for n in updated} | {*program.written_inputs}
-
-    def is_kept(self, name: str) -> bool:
-        """Return whether nothing writes into the memory of a name while it has a value."""
-        return self.shared.get(name, name) not in self.changed
-
-    def is_read_only(self, name: str) -> bool:
-        """Return whether one receive fills a buffer, which otherwise is read under its own name."""
-        once = self.made[name] == self.filled[name] == self.seen[name] == 1
-        return once and name not in self.ends and self.shared.get(name, name) == name
 
 
 def _same(source: int, into: int) -> Step:

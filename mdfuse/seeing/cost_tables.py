@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from mdfuse.errors import ProgramError
+from mdfuse.seeing.caches import Caches
 from mdfuse.seeing.costs import Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.torch_private import cache_folder
@@ -196,6 +197,8 @@ def costs_of(fields: Mapping[str, Any]) -> Costs:
         name: {key: _grid(**grid) for key, grid in dict(given.pop(name, {})).items()}
         for name in ("products", "attentions")
     }
+    caches = given.pop("caches", None)
+    given["caches"] = Caches(**caches) if caches is not None else None
     return Costs(**{**given, "links": links, "works": works, **grids})
 
 
@@ -229,6 +232,7 @@ def _costs_out(costs: Costs) -> dict[str, Any]:
         "flops": costs.flops,
         "bandwidth": costs.bandwidth,
         "is_fused": costs.is_fused,
+        "caches": asdict(costs.caches) if costs.caches is not None else None,
         "links": links,
         "works": {key: curve.points for key, curve in costs.works.items()},
         "products": _grids_out(costs.products),

@@ -24,6 +24,7 @@ from mdfuse.seeing.amounts import (
     operations,
     product,
 )
+from mdfuse.seeing.caches import Caches
 from mdfuse.seeing.curves import Curve, Grid, as_measured
 from mdfuse.seeing.kernels import Kernel, kernels
 
@@ -109,6 +110,7 @@ class Costs:
             of which nothing is known. Under a causal mask blocks end one by one.
         products: "linear f32", or "matmul f32" for all other products -> seconds by m, n and k.
         is_fused: whether the work of a launch is compiled into few kernels, or done one by one.
+        caches: of a processor: what timelines add where they do not hold what work reads.
 
     Raises:
         ProgramError: a number is negative, or a speed 0; a link of no kind; multiprocessors that
@@ -132,6 +134,7 @@ class Costs:
     attentions: Mapping[str, Grid] = field(default_factory=dict)
     multiprocessors: int = 0
     is_fused: bool = True
+    caches: Caches | None = None
 
     def __post_init__(self) -> None:
         times = {"run_s": self.run_s, "posting_s": self.posting_s, "switch_s": self.switch_s}

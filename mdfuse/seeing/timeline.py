@@ -19,15 +19,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.instructions import TRANSFERS
+from mdfuse.hir.own_parts import uncopied
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
 from mdfuse.seeing.amounts import buffer_bytes
 from mdfuse.seeing.beside import slowed
+from mdfuse.seeing.caches import Cold
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event, Part, makespan, name_of
 from mdfuse.seeing.rank_classes import Classes, rank_classes
@@ -263,6 +266,14 @@ class _Rank:
     kinds: dict[str, object] = field(default_factory=dict)
     #: axes -> the teams of this rank along them, in the order of their first posts
     links: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    cold: Cold = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cold = Cold(self.program, self.clock.costs.caches)
+
+    @cached_property
+    def uncopied(self) -> frozenset[str]:
+        return uncopied(self.program)
 
     @property
     def rank(self) -> int:
@@ -320,7 +331,7 @@ class _Rank:
     def _work(self, i: Instruction) -> None:
         seconds = self.clock.costs.seconds(self.program, i)
         if seconds:
-            seconds += self.clock.more.get((self.rank, self.at), 0.0)
+            seconds += self.clock.more.get((self.rank, self.at), 0.0) + self.cold.seconds(i)
             if (kind := self._kind(i)) != self.kinds.get(self.stream):
                 seconds += self.clock.costs.switch_s if self.stream in self.kinds else 0.0
                 self.kinds[self.stream] = kind
@@ -365,7 +376,9 @@ class _Rank:
         costs = self.clock.costs
         link = costs.link("SendRecv", where, backend=i.kwargs.get("backend"))
         seconds = link.seconds(size)
-        if peer == self.rank:  # its own part, which only moves in memory
+        if peer == self.rank and i.outputs[0] in self.uncopied:
+            seconds = 0.0
+        elif peer == self.rank:  # its own part, which only moves in memory
             seconds = costs.copy_seconds(size, dtype_name(self.program.types[i.reads[0]].dtype))
         return self._side(i, i.op, peer, is_send, size, seconds, link.slows)
 

@@ -1,10 +1,11 @@
-"""What simulations of one program share: the projection of each rank, and the plans."""
+"""What simulations of one program share: the projection of each rank, its verdict, the plans."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mdfuse.config import Options
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.verify import verify
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.runs.arguments import check_arguments, check_outputs
@@ -31,11 +33,33 @@ class Ready(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A program, what each rank has of it, and plans that no simulation is using."""
+    """A program, what each rank has of it, and plans that no simulation is using.
 
-    program: object
+    Attributes:
+        program: a global program, or the projections of all ranks.
+        locals_: what each rank has of it.
+        idle: plans, by the kinds of their arguments.
+    """
+
+    program: HostProgram | tuple[HostProgram, ...]
     locals_: tuple[HostProgram, ...]
     idle: OrderedDict[Hashable, Ready] = field(default_factory=OrderedDict)
+
+    def check(self) -> None:
+        """Verify the program, unless that was done before.
+
+        Raises:
+            MdfuseError: it is wrong; see `mdfuse.hir.verify`.
+        """
+        if isinstance(self.program, HostProgram):
+            self.program.check()
+        else:
+            assert self._fit_together
+
+    @cached_property
+    def _fit_together(self) -> bool:
+        verify(dict(enumerate(self.locals_)))
+        return True
 
     def take(
         self,
@@ -88,18 +112,22 @@ class Prepared:
         _keep(self.idle, key, ready)
 
 
-#: Number of a program -> what is known of it; it holds the program, so that the number stays its.
+#: Numbers of programs -> what is known of them; it holds them, so that the numbers stay theirs.
 _known: OrderedDict[Hashable, Prepared] = OrderedDict()
 
 
-def known(program: object) -> Prepared | None:
-    """Return what is prepared of a program."""
-    return _known.get(id(program))
+def known(program: HostProgram | tuple[HostProgram, ...]) -> Prepared | None:
+    """Return what is prepared of a program, or of projections."""
+    return _known.get(_numbers(program))
 
 
 def keep(prepared: Prepared) -> None:
     """Keep what is prepared of a program, and drop what was used least recently."""
-    _keep(_known, id(prepared.program), prepared)
+    _keep(_known, _numbers(prepared.program), prepared)
+
+
+def _numbers(program: HostProgram | tuple[HostProgram, ...]) -> Hashable:
+    return id(program) if isinstance(program, HostProgram) else tuple(map(id, program))
 
 
 def _keep(kept: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:

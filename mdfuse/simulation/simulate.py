@@ -13,7 +13,6 @@ from mdfuse.compiled.program import Program
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.verify import verify
 from mdfuse.ir.tensors import resolved, why_not
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
 from mdfuse.plan.build import Plan
@@ -159,7 +158,7 @@ def simulate(
     host = _host(program)
     prepared = _prepared(program)
     locals_ = prepared.locals_
-    _verify(host, locals_, options)
+    _verify(prepared, options)
     arguments, out = _arguments(host, inputs, per_rank, len(locals_))
     arguments = [_resolved(host, given, at) for at, given in enumerate(arguments)]
     for given, buffers in zip(arguments, out, strict=True):
@@ -208,14 +207,12 @@ def _fits(host: HostProgram, name: str, x: Any, rank: int) -> bool:
     return is_here and is_plain and x.shape == kind.local_shape(rank)
 
 
-def _verify(host: HostProgram, locals_: Sequence[HostProgram], options: Options | None) -> None:
-    if not options_from_environment(options).verify:
-        for local in locals_:
-            local.check_alone()
-    elif host.rank is None:
-        host.check()
-    else:
-        verify(dict(enumerate(locals_)))
+def _verify(prepared: Prepared, options: Options | None) -> None:
+    if options_from_environment(options).verify:
+        prepared.check()
+        return
+    for local in prepared.locals_:
+        local.check_alone()
 
 
 def _with_extents(
@@ -241,18 +238,19 @@ def _host(program: Simulable) -> HostProgram:
 
 def _prepared(program: HostProgram | Sequence[HostProgram]) -> Prepared:
     """Return the program of each rank, and what is left of the last simulation."""
-    if isinstance(program, Sequence):
-        _check_projections(program)
-        return Prepared(program, tuple(program))
-    found = known(program)
+    given = program if isinstance(program, HostProgram) else tuple(program)
+    found = known(given)
     if found is None:
-        found = Prepared(program, tuple(_projections(program)))
+        found = Prepared(given, tuple(_projections(given)))
         keep(found)
     return found
 
 
-def _projections(host: HostProgram) -> list[HostProgram]:
+def _projections(host: HostProgram | tuple[HostProgram, ...]) -> Sequence[HostProgram]:
     """Return the program of each rank."""
+    if isinstance(host, tuple):
+        _check_projections(host)
+        return host
     check_names(host)
     if host.rank is not None:
         raise ProgramError(

@@ -604,6 +604,9 @@ MESHES = {
     "four": DeviceMesh.arange(x=4),
     "grid": DeviceMesh([[0, 2, 4], [3, 1, 5]]),
 }
+#: Those on which every operation is swept: the grid has an axis of two ranks, which is not arranged
+#: as they are numbered either.
+SWEPT = {name: mesh for name, mesh in MESHES.items() if name != "two"}
 
 
 # -- running a row -------------------------------------------------------------------------------
@@ -697,7 +700,7 @@ def test_reference_is_the_torch_call(case: Case) -> None:
     assert fd.fusion.values[name].dtype == expected.dtype
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("mesh", SWEPT.values(), ids=SWEPT)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_layout_gives_the_same(case: Case, mesh: DeviceMesh) -> None:
     tensors = case.tensors()

@@ -98,6 +98,14 @@ def _mlp(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
     fd.add_output((fd.ops.relu(x @ w) @ v).on(mesh, _rows(mesh, tp=Shard(0))))
 
 
+def _computed(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
+    """All-gather of what is computed row by row, and matmul."""
+    x = fd.define_tensor([rows, 6], mesh=mesh, layout=_rows(mesh, tp=Shard(0)), name="x")
+    w = fd.define_tensor([6, 8], mesh=mesh, layout={"tp": Shard(1)}, name="w")
+    y = fd.ops.softmax(fd.ops.relu(x) * 0.0, 1) * 12.0 + x  # twelve sixths
+    fd.add_output((y @ w).on(mesh, _rows(mesh, tp=Shard(1))))
+
+
 def _fused(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
     """As `_mlp`, with hidden units in blocks of which each rank has a part."""
     blocks = (5, 3)
@@ -198,6 +206,7 @@ CASES = {
     "reduce": Case(_reduce, torch.matmul),
     "experts": Case(_experts, torch.matmul),
     "mlp": Case(_mlp, lambda x, w, v: (x @ w).relu() @ v),
+    "computed": Case(_computed, lambda x, w: (x + 2) @ w),
     "fused": Case(_fused, lambda x, w, v: (x @ w).relu() @ v),
     "sum of blocks": Case(_sum_of_blocks, torch.matmul),
     "experts in blocks": Case(_experts_in_blocks, torch.matmul),
@@ -213,6 +222,9 @@ def in_forms(fusion: Fusion) -> Iterator[tuple[Window, Form, Fusion]]:
     for window in overlap.windows(fusion):
         for form, streamed in overlap.forms(fusion, window).items():
             yield window, form, streamed
+            made = overlap.in_pieces(fusion, window, form)
+            if made is not None and (cut := overlap.apply(fusion, {window: made[0]})) is not None:
+                yield window, made[0], cut
 
 
 def program(fusion: Fusion, options: Options | None = None) -> mf.Program:

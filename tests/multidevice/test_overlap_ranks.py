@@ -140,7 +140,8 @@ def test_gradients_of_torch(pays: str, comm: mf.Communicator, monkeypatch: Any) 
 #: case -> how many forms it has of 13 rows, along all ranks and along two of them.
 FORMS = {
     "gather": (5, 3), "three": (6, 4), "scatter": (3, 2), "reduce": (3, 2), "experts": (6, 6),
-    "mlp": (11, 7), "fused": (11, 7), "sum of blocks": (3, 2), "experts in blocks": (3, 3),
+    "mlp": (11, 7), "computed": (5, 3), "fused": (11, 7), "sum of blocks": (3, 2),
+    "experts in blocks": (3, 3),
 }  # fmt: skip
 
 
@@ -187,6 +188,24 @@ def test_symmetric_every_form(
 ) -> None:
     monkeypatch.setattr(host_team, "FEW_CHUNKS", 0)
     check_forms(name, comm)
+
+
+@pytest.mark.world(4)
+@pytest.mark.backend("symmetric")
+def test_symmetric_pieces_go_when_they_are_computed(comm: mf.Communicator) -> None:
+    """Of each shard the first piece is sent before the others are computed."""
+    case, found = CASES["computed"], 0
+    for mesh in (LINE, GRID):
+        for _, form, streamed in in_forms(prepared(case, mesh, 32)):
+            if form.before == 1:
+                continue
+            program = in_chunks(streamed, captured(comm))
+            code = program.for_rank(comm.rank).written_out.instructions
+            ops = [i.fn or i.op for i in code]
+            found += ops.index("send") < len(ops) - 1 - ops[::-1].index("add")
+            for seed in range(runs(comm)):
+                run_and_check(program, case, seed, comm)
+    assert found == 4
 
 
 @pytest.mark.world(4)

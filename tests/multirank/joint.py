@@ -34,15 +34,18 @@ class JointSession:
     At a failure the session stops on every rank: what the failed test left under way (a collective
     that only some ranks entered) would meet the next test's communications.
 
+    Attributes:
+        launch: this process's rank and the world's size.
+
     Args:
         config: the run's.
-        launch: this process's rank and the world's size.
+        launch: see above.
         reports: the folder for verdicts where another pytest hosts this world, else None.
     """
 
     def __init__(self, config: pytest.Config, launch: Launch, reports: Path | None) -> None:
         self._config = config
-        self._launch = launch
+        self.launch = launch
         self._writer = VerdictWriter(reports, launch.rank)
         self._communicator: Communicator | None = None
         self._agreement: Agreement | None = None
@@ -62,8 +65,8 @@ class JointSession:
             end_from_a_thread(item)
 
     def pytest_internalerror(self, excrepr: object) -> None:
-        if self._launch.rank > 0:  # rank 0's reporter prints its own
-            self._shout(f"internal error on rank {self._launch.rank}:\n{excrepr}")
+        if self.launch.rank > 0:  # rank 0's reporter prints its own
+            self._shout(f"internal error on rank {self.launch.rank}:\n{excrepr}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
@@ -75,7 +78,7 @@ class JointSession:
 
         options = replace(options_from_environment(), timeout_s=COMMUNICATION_TIMEOUT_S)
         self._communicator = mdfuse.init(options)
-        self._agreement = Agreement(self.communicator.store, self._launch.rank, self._launch.size)
+        self._agreement = Agreement(self.communicator.store, self.launch.rank, self.launch.size)
         self._agree_on_tests(session)
 
     @pytest.hookimpl(tryfirst=True)
@@ -130,7 +133,7 @@ class JointSession:
         verdict = Verdict(test=item.nodeid, failure=_joined(answers), seconds=seconds)
         if None in answers.values():
             self._give_up(verdict, answers)
-        if self._launch.rank == 0:
+        if self.launch.rank == 0:
             self._writer.settled(verdict)
         return verdict
 
@@ -144,7 +147,7 @@ class JointSession:
         Rank 0 may be the one that is stuck, so the first rank that did answer reports.
         """
         assert self._agreement is not None
-        if self._launch.rank == min(r for r, text in answers.items() if text is not None):
+        if self.launch.rank == min(r for r, text in answers.items() if text is not None):
             stacks = self._agreement.stacks_of(r for r, text in answers.items() if text is None)
             whole = f"{verdict.failure}\n{stacks}"
             self._writer.settled(Verdict(test=verdict.test, failure=whole, seconds=verdict.seconds))
@@ -159,7 +162,7 @@ class JointSession:
         Rank 0 goes first: a launcher ends the job at the first rank that exits with an error, and
         rank 0 is the one with something to print.
         """
-        if self._launch.rank == 0:
+        if self.launch.rank == 0:
             agreement.announce_reported()
         else:
             agreement.await_reported()
@@ -169,7 +172,7 @@ class JointSession:
         """Write to the real stderr, on any rank."""
         capture = self._config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
-            sys.stderr.write(f"\n[rank {self._launch.rank}] {text}\n")
+            sys.stderr.write(f"\n[rank {self.launch.rank}] {text}\n")
             sys.stderr.flush()
 
 

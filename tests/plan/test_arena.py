@@ -129,17 +129,23 @@ def test_outputs_and_empty_buffers_have_no_place() -> None:
     assert arena(project(program, 1).written_out) == Arena((None, 0, None), 512)
 
 
+@pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("backend", ["gloo", "symmetric"])
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_a_rank_reads_its_own_shard_where_it_lies(backend: str, pieces: int) -> None:
-    """In rings that gather and that scatter; also where what is sent has a place of its own."""
+def test_a_rank_reads_its_own_shard_where_it_lies(
+    backend: str, pieces: int, in_pieces: bool
+) -> None:
+    """In rings that gather and that scatter; also where what is sent has a place of its own, and
+    where it is computed in pieces."""
     mesh = DeviceMesh.arange(tp=2)
+    stream = Stream(0, pieces) if in_pieces else None
     around = Stream(0, 2 * pieces, rotate="tp")
     with mf.FusionDefinition("rings") as fd:
         x = fd.define_tensor([8, 4], mesh=mesh, layout={"tp": Shard(0)})
         w = fd.define_tensor([4, 6], mesh=mesh, layout={"tp": Shard(1)})
         v = fd.define_tensor([6, 4], mesh=mesh, layout={"tp": Shard(0)})
-        whole = fd.ops.set(x * 2).on(mesh, {}, stream=around)
+        t = (x * 2).on(mesh, {"tp": Shard(0)}, stream=stream)
+        whole = fd.ops.set(t).on(mesh, {}, stream=around)
         h = (whole @ w).on(mesh, {"tp": Shard(1)}, stream=around)
         fd.add_output((fd.ops.neg(h) @ v).on(mesh, {"tp": Shard(0)}, stream=around))
     program = mf.compile(fd, mf.Options(backend=backend))

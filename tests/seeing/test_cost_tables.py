@@ -10,6 +10,7 @@ import torch
 import mdfuse as mf
 from mdfuse.seeing import Costs, CostTable, Link, cost_table
 from mdfuse.seeing import cost_tables as tables
+from mdfuse.seeing.caches import Caches
 from mdfuse.seeing.cost_tables import Machine, file_name, found, machine_of, parsed
 from mdfuse.seeing.curves import Curve, Grid
 
@@ -30,6 +31,7 @@ COSTS = Costs(
     products={"linear f32": Grid(((1.0, 2.0), (4.0,), (8.0,)), (1e-6, 2e-6))},
     attentions={"bf16 causal": Grid(((1.0,), (4.0, 9.0), (64.0,)), (1e-6, 3e-6))},
     multiprocessors=132,
+    caches=Caches(core=1 << 20, returns={"gelu": 3e-5, "any": 4e-5}, shared=1 << 25, stale_s=2e-11),
 )  # fmt: skip
 TABLE = CostTable(
     costs=COSTS, machine=MACHINE, ranks=2, date="2026-11-23", mean_error=0.04, p95_error=0.09,
@@ -54,11 +56,12 @@ def test_a_table_comes_back_as_it_was() -> None:
 def test_a_table_from_before_runs_had_a_cost_is_read() -> None:
     """And from before attention was measured by blocks."""
     fields = json.loads(TABLE.as_json())
+    assert fields["costs"].pop("caches")["core"] == 1 << 20
     assert fields["costs"].pop("attentions") and fields["costs"].pop("multiprocessors") == 132
     assert fields["costs"].pop("run_s") == 7e-6 and fields["costs"].pop("switch_s") == 3e-7
     assert fields["costs"].pop("posting_s") == 5e-6
     back = parsed(json.dumps(fields)).costs
-    assert back.attentions == {} and back.multiprocessors == 0
+    assert back.caches is None and back.attentions == {} and back.multiprocessors == 0
     assert back.run_s == back.posting_s == back.switch_s == 0.0
 
 
@@ -96,6 +99,8 @@ def test_threads_may_be_others_where_nothing_runs(tmp_path: Path) -> None:
         (TABLE.as_json().replace('"launch_s"', '"lunch_s"'), "lunch_s"),
         (TABLE.as_json().replace("1e-05", '"fast"', 1), "a time of 'fast'"),
         (TABLE.as_json().replace("2e-06", "-1", 1), "launch_s=-1"),
+        (TABLE.as_json().replace('"stale_s"', '"stale"'), "stale"),
+        (TABLE.as_json().replace("2e-11", "-2"), "stale_s=-2"),
         (TABLE.as_json()[:-40], "Expecting"),
     ],
 )

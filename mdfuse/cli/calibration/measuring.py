@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.cli.calibration import cold
 from mdfuse.cli.calibration.scales import Scale
 from mdfuse.cli.calibration.subjects import (
     BETWEEN,
@@ -38,6 +40,7 @@ from mdfuse.interpreter.garbage import collected
 from mdfuse.ir.graph import dtype_name
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
+from mdfuse.seeing.caches import Caches
 from mdfuse.seeing.costs import MOST_SLOWED, Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
 
@@ -54,8 +57,9 @@ _EVERY = 16
 #: Of the time of a product, how long a communication beside it takes at most.
 _SHORTER = 0.8
 
-#: Subjects after which what was measured is given back.
-_KEPT = 32
+#: Subjects after which what was measured is given back; and that are prepared together where each
+#: is measured more than once.
+_KEPT, _TOGETHER = 32, 16
 
 
 Call = Callable[[], object]
@@ -187,25 +191,34 @@ class Measurements:
     def take(self, advance: Callable[[], object]) -> None:
         """Measure everything else; `advance` is called after each subject."""
         probe: Call | None = None
-        call: Call | None
-        for n, subject in enumerate(self._subjects()):
-            if n % _KEPT == 0:
-                call = None  # what it holds is garbage, too
+        calls: list[Call]
+        for n, some in enumerate(self._subjects()):
+            if n * len(some) % _KEPT == 0:
+                calls = []  # what they hold is garbage, too
                 collected()
-            call = self._run_of(subject.program, subject.options)
-            seconds = self._once(subject, call)
-            if probe is None and subject.at == self._probed:
-                probe = call
-            if probe is not None and n % _EVERY == 0:
+            calls = [self._run_of(x.program, x.options) for x in some]
+            for subject, call in [*zip(some, calls, strict=True)] * self.scale.passes:
+                self._note(subject, self._once(subject, call))
+            at = [x.at for x in some]
+            if probe is None and self._probed in at:
+                probe = calls[at.index(self._probed)]
+            if probe is not None and (n * len(some)) % _EVERY == 0:
                 self.calm += samples_of(self.comm, probe, 1)
-            if subject.local:
-                mine = subject.program.project(0)
-                seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)
-            self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
-            advance()
+            for _ in some:
+                advance()
         self._take_slows(advance)
         self.times["run", "switch"] = {1: self._switch()}
+        if self.scale.core:
+            self._take_caches()
         self._share()
+
+    def _note(self, subject: Subject, seconds: float) -> None:
+        """Keep the seconds of a subject, if it has not taken less before."""
+        if subject.local:
+            mine = subject.program.project(0)
+            seconds -= sum(self.costs.seconds(mine, i) for i in subject.local)
+        known = self.times.setdefault((subject.table, subject.key), {})
+        known[subject.at] = min(seconds, known.get(subject.at, seconds))
 
     def _once(self, subject: Subject, call: Call) -> float:
         """Return the seconds of one of the times that a subject is done in a run."""
@@ -239,6 +252,21 @@ class Measurements:
     def _beside(self, way: Way, size: int | None, has_product: bool = True) -> float:
         program = beside(self.scale, way, size, has_product)
         return seconds_of(self.comm, self._run_of(program, way.options), 1)
+
+    def _take_caches(self) -> None:
+        """Measure what work takes more where caches do not hold what it reads."""
+        start = time.perf_counter()
+        run_s, switch_s = (self.times["run", name][1] for name in ("run", "switch"))
+
+        def prepared(host: HostProgram) -> Callable[[], float]:
+            call = self._run_of(host, OPTIONS)
+            return lambda: seconds_of(self.comm, call, 2, own_clock())
+
+        found = cold.caches(self.scale, self.comm.size, prepared, run_s, switch_s)
+        for kind, more in found.returns.items():
+            self.times["returns", kind] = {1: more}
+        self.times["stale", "stale"] = {1: found.stale_s}
+        self.told(f"what caches do not hold: {time.perf_counter() - start:.1f} s")
 
     def _run(self) -> float:
         """Return what a run takes besides its work: what is left when it does nothing.
@@ -281,10 +309,13 @@ class Measurements:
         n = self.scale.features[1]
         return self.scale.rows[-1], n, n
 
-    def _subjects(self) -> Iterator[Subject]:
+    def _subjects(self) -> Iterator[list[Subject]]:
+        """Yield what is prepared together: several, where they are measured more than once."""
+        many = _TOGETHER if self.scale.passes > 1 else 1
         for name, some in subjects(self.scale, self.comm.size, self.backends).items():
-            start = time.perf_counter()
-            yield from some()
+            start, found = time.perf_counter(), some()
+            while chunk := [*itertools.islice(found, many)]:
+                yield chunk
             self._share()
             self.told(f"{name}: {time.perf_counter() - start:.1f} s")
 
@@ -326,7 +357,7 @@ class Measurements:
     def costs(self) -> Costs:
         """The table of what was measured so far."""
         by: dict[str, dict[str, dict[Any, float]]] = {}
-        tables = ("works", "products", "attentions", "links", "run", "slows")
+        tables = ("works", "products", "attentions", "links", "run", "slows", "returns", "stale")
         by |= {table: {} for table in tables}
         for (table, key), points in self.times.items():
             by[table][key] = {at: max(seconds, 1e-9) for at, seconds in points.items()}
@@ -350,7 +381,18 @@ class Measurements:
             multiprocessors=self.scale.multiprocessors,
             bandwidth=_bandwidth(works),
             is_fused=self.comm.device.type == "cuda",
+            caches=self._caches,
         )
+
+    @property
+    def _caches(self) -> Caches | None:
+        stale = self.times.get(("stale", "stale"))
+        if stale is None:
+            return None
+        rows = self.times.items()
+        returns = {key: points[1] for (table, key), points in rows if table == "returns"}
+        core, shared = self.scale.core, self.scale.cache
+        return Caches(core=core, returns=returns, shared=shared, stale_s=stale[1])
 
     def _slows(self, key: str) -> float:
         return self.times.get(("slows", key), {}).get(1, 0.0)

@@ -21,9 +21,13 @@ class Scale:
         run_s: how long a run is to take.
         sample_s: how long the runs of a sample are to take.
         most: how often a run does something at most: planning and capturing it takes time, too.
-        cache: bytes of weights beyond which products find none of them in a cache.
+        cache: bytes of weights beyond which products find none of them in the cache of a core.
         stale: bytes of operands and results that pointwise work goes through before it comes back
             to the first, so that none is in the cache of a core: in programs others were there.
+        core: bytes that work goes through until the cache of a core has lost its code; 0: of GPUs,
+            whose host is ahead of them.
+        passes: how often all of it is measured, of which the least counts: cores that share what is
+            below them with strangers are slow for a second or two.
         tensors: how many operands or weights a run goes through at most: to define and plan them
             takes time, too.
         sizes: bytes of pointwise work.
@@ -48,6 +52,8 @@ class Scale:
     most: int
     cache: int
     stale: int
+    core: int
+    passes: int
     tensors: int
     sizes: tuple[int, ...]
     rows: tuple[int, ...]
@@ -69,9 +75,11 @@ CPU = Scale(
     most=64,
     cache=1 << 25,
     stale=1 << 22,
+    core=1 << 20,
+    passes=2,
     tensors=48,
     sizes=tuple(1 << n for n in (12, 15, 18, 20, 22, 24, 26)),
-    rows=(1, 2, 8, 32, 128, 512),
+    rows=(1, 2, 4, 8, 32, 128, 512),
     features=(64, 256, 1024, 4096),
     lengths=(32, 128, 512),
     multiprocessors=0,
@@ -89,6 +97,8 @@ GPU = Scale(
     most=8,
     cache=1 << 28,
     stale=0,
+    core=0,
+    passes=1,
     tensors=16,
     sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
     rows=(1, 16, 128, 512, 1024, 2048, 4096),

@@ -83,7 +83,7 @@ _LEAST_WEIGHTS, _LONGER = 4, 5
 _Apply = Callable[[Any, Any, int], Any]
 
 #: Work with curves of its own: name -> (definition, x, columns) -> result.
-_WORKS: dict[str, _Apply] = {
+WORKS: dict[str, _Apply] = {
     "add": lambda fd, x, n: x + x,
     "mul": lambda fd, x, n: x * x,
     "neg": lambda fd, x, n: -x,
@@ -107,8 +107,8 @@ _FEW = ("add", "exp", "sum", "softmax")
 def works(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
     """Yield pointwise work, reductions and copies, of each size; other work is like `add`."""
     for dtype in scale.dtypes:
-        names = [*_WORKS] if dtype is scale.dtypes[0] else _FEW
-        for name, apply in ((name, _WORKS[name]) for name in names):
+        names = [*WORKS] if dtype is scale.dtypes[0] else _FEW
+        for name, apply in ((name, WORKS[name]) for name in names):
             for size in scale.sizes:
                 rows = max(1, size // dtype.itemsize // 2 // _WIDTH)
                 subject = _work(scale, mesh, dtype, apply, (rows, _WIDTH))
@@ -416,7 +416,7 @@ def switches(scale: Scale, mesh: DeviceMesh, between: str) -> Iterator[HostProgr
                 if has_product:
                     fd.add_output(fd.ops.linear(x, w))
                 if has_other:
-                    fd.add_output(_WORKS[between](fd, x, n))
+                    fd.add_output(WORKS[between](fd, x, n))
         yield repeated(compile(fd, OPTIONS).host, 1)
 
 
@@ -476,7 +476,7 @@ def points(scale: Scale, ranks: int, backends: Backends = _USUAL) -> int:
     many = len(scale.features) ** 2 * len(scale.rows)
     of_types = len(scale.dtypes)
     return (
-        (len(_WORKS) + 2 + (of_types - 1) * (len(_FEW) + 2)) * len(scale.sizes)
+        (len(WORKS) + 2 + (of_types - 1) * (len(_FEW) + 2)) * len(scale.sizes)
         + many + few + (of_types - 1) * 2 * few
         + len(scale.compiled)
         + 2 * len(_HEADS) * len(scale.lengths) * max(1, len(blocks_of(scale)))

@@ -1,5 +1,6 @@
 """`mdfuse calibrate` keeps a table with its errors, and none of a noisy machine."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from mdfuse.cli.calibration.command import calibrated
 from mdfuse.cli.calibration.scales import CPU, Scale
 from mdfuse.cli.calibration.subjects import (
     TURNS,
+    Subject,
     links,
+    subjects,
     ways,
 )
 from mdfuse.cli.main import app
@@ -24,7 +27,7 @@ from mdfuse.seeing.cost_tables import machine_of, parsed
 #: So little that it takes seconds.
 TINY = replace(
     CPU, run_s=1e-5, sizes=(1 << 12, 1 << 14), rows=(4, 8), features=(16, 32), lengths=(8,),
-    messages=(1 << 10,),
+    messages=(1 << 10,), core=1 << 12, cache=1 << 14,
 )  # fmt: skip
 
 
@@ -34,7 +37,7 @@ def tiny(comm: mf.Communicator, scale: Scale | None = None) -> command.CostTable
 
 def like_a_gpu(comm: mf.Communicator, scale: Scale | None = None) -> command.CostTable:
     """With attention by blocks, of which a sequence of 8 has one, and what a GPU has compiled."""
-    return calibrated(comm, replace(TINY, multiprocessors=2, compiled=(1 << 12, 1 << 14)))
+    return calibrated(comm, replace(TINY, multiprocessors=2, core=0, compiled=(1 << 12, 1 << 14)))
 
 
 @pytest.mark.usefixtures("unjoined")
@@ -53,6 +56,7 @@ def test_attention_by_blocks_and_what_is_compiled(
     axes = (1.0, 2.0, 3.0, 4.0, 5.0, 8.0), (8.0,), (32.0, 64.0, 128.0)
     assert {grid.axes for grid in costs.attentions.values()} == {axes}
     assert not any(key.startswith("attention") for key in costs.works)
+    assert costs.caches is None, "of a processor"
     assert [size for size, _ in costs.works["compiled across f32"].points] == [6144, 24576]
 
 
@@ -76,6 +80,8 @@ def test_a_table_has_everything_that_was_measured(
     assert heads | {f"{name} causal" for name in heads} <= costs.works.keys()
     assert costs.products.keys() == {"linear f32", "matmul f32"}
     assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
+    assert costs.caches is not None and costs.caches.core == 1 << 12
+    assert costs.caches.returns.keys() >= {"gelu", "linear", "scaled_dot_product_attention", "*"}
     assert costs.run_s >= 0 and costs.posting_s <= 1e-9, "one rank communicates with nobody"
     assert table.ranks == 1 and len(table.held_out) == 11 and not costs.is_fused
     assert table.machine == machine_of(mf.init().device, "gloo")
@@ -247,3 +253,31 @@ def test_errors_are_those_of_all_pairs() -> None:
     pairs = [measuring.Pair(name="", predicted_s=100.0 + n, measured_s=100.0) for n in range(1, 21)]
     mean, p95 = measuring.errors(pairs)
     assert mean == pytest.approx(0.105) and p95 == pytest.approx(0.1905)
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_subjects_are_measured_in_turns_and_the_least_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a clock whose times are given, of three subjects in two passes."""
+    some = [*itertools.islice(subjects(TINY, 1)["work"](), 3)]
+    times = iter([3.0, 5.0, 1.0, 2.0, 6.0, 0.5])
+    seen: list[object] = []
+
+    def once(self: object, subject: Subject, call: object) -> float:
+        seen.append(subject.at)
+        return next(times)
+
+    taken = measuring.Measurements
+    monkeypatch.setattr(measuring, "subjects", lambda *args: {"work": lambda: iter(some)})
+    monkeypatch.setattr(taken, "_once", once)
+    monkeypatch.setattr(taken, "_run_of", lambda self, host, options: host)
+    for name in ("_take_slows", "_take_caches"):
+        monkeypatch.setattr(taken, name, lambda *args: None)
+    monkeypatch.setattr(taken, "_switch", lambda self: 0.0)
+    found = taken(mf.init(), TINY, told=lambda line: None)
+    count = itertools.count()
+    found.take(lambda: next(count))
+    assert seen == [x.at for x in some] * 2 and next(count) == 3
+    least = {(x.key, x.at): s for x, s in zip(some, (2.0, 5.0, 0.5), strict=True)}
+    assert {(x.key, x.at): found.times["works", x.key][x.at] for x in some} == least

@@ -196,15 +196,14 @@ def test_streams_change_nothing(drawn: Branching, how: How) -> None:
     is_exact = not any(p == Partial("avg") for p in drawn.source.placements)
     for schedule in (None, how.schedule):
         check_everywhere(program, tensors, expected, exact=is_exact, schedule=schedule)
-    check_texts(program)
+    check_texts(program, how)
 
 
-def check_texts(program: mf.Program) -> None:
-    """What is printed is read back as it was, for all ranks and for each."""
+def check_texts(program: mf.Program, how: How) -> None:
+    """What is printed is read back as it was, for all ranks and for a drawn one."""
     assert hir.parse(str(program)) == program.host
-    for rank in range(program.host.last_rank + 1):
-        local = program.for_rank(rank)
-        assert hir.parse(str(local)) == local
+    local = program.for_rank(how.schedule % (program.host.last_rank + 1))
+    assert hir.parse(str(local)) == local
 
 
 @given(drawn=updates(), how=hows())
@@ -213,4 +212,4 @@ def test_streamed_results_go_into_the_input(drawn: Branching, how: How) -> None:
     program = mf.compile(drawn.define(), how.options, how.merge)
     for schedule in (None, how.schedule):
         check_everywhere(program, drawn.tensors(), drawn.plain(), exact=True, schedule=schedule)
-    check_texts(program)
+    check_texts(program, how)
