@@ -137,7 +137,7 @@ class Options:
     reduce_dtype: Any = None
     bucket_bytes: int = 0
     prefetch_bytes: int = 0
-    overlap: Literal["never", "auto", "measure"] = "never"
+    overlap: Literal["never", "auto", "measure"] = "auto"
     costs: str = "here"
     plans: int = 32
     reports: str | None = None

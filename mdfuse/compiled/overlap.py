@@ -212,7 +212,9 @@ def lower(
     """Return a lowered fusion, and what was chosen of it; None: nothing was asked for."""
     lowered = hir_lowering.lower(fusion, should_merge, options=options)
     chosen = options_from_environment(options)
-    return (lowered, None) if chosen.overlap == "never" else find(lowered, should_merge, chosen)
+    if chosen.overlap == "never" or not lowered[-1].communications:
+        return lowered, None
+    return find(lowered, should_merge, chosen)
 
 
 def find(
