@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise, product
 
-from mdfuse.errors import LayoutError
 from mdfuse.extents.extent import smaller
 
 #: A half-open range of indices along one dim.
@@ -47,16 +46,6 @@ def after_cuts(shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]) -> Bo
         if 0 <= dim < len(box):
             box[dim] = nth_chunk(box[dim], parts, i)
     return tuple(box)
-
-
-def wrapped(dim: int, ndim: int, what: str) -> int:
-    """Return a dim counted from 0; raise LayoutError where a tensor has no such dim."""
-    if not -ndim <= dim < ndim:
-        raise LayoutError(
-            f"{what}: dim {dim} is out of range for a tensor with {ndim} dims",
-            hint=f"dims go from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be split",
-        )
-    return dim % ndim
 
 
 def boxes_of(rows: Sequence[Rows]) -> Iterator[tuple[Box, Box]]:

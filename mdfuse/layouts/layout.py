@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mdfuse.errors import LayoutError, MeshError
 from mdfuse.extents.expressions import Term, resolve
 from mdfuse.layouts.blocks import Blocks, Cut, chunks_as_blocks, segments, split
-from mdfuse.layouts.boxes import Box, Interval, Rows, after_cuts, box_shape, wrapped
+from mdfuse.layouts.boxes import Box, Interval, Rows, after_cuts, box_shape
 from mdfuse.layouts.placements import (
     IDEMPOTENT,
     REDUCE_OPS,
@@ -270,21 +270,12 @@ class Layout:
         places, sizes = self.mesh.axes.index, self.mesh.shape
         cuts = [(d, sizes[n], coordinate[n]) for d, axes in self.splits for n in map(places, axes)]
         box, chunk = after_cuts(shape, cuts), self.stream
-        if chunk is None or chunk.index is None or chunk.op is not None:
-            return box
-        i = chunk.index if isinstance(chunk.index, int) else chunk.largest
-        found = enumerate(box)
-        return tuple([chunk.interval(n, i) if d == chunk.dim else n for d, n in found])
+        return box if chunk is None else tuple([chunk.part(d, (n,))[0] for d, n in enumerate(box)])
 
     def _part(self, dim: int, extent: int, coordinate: Sequence[int]) -> Rows:
         """Return the rows of a dim that the rank at a mesh coordinate holds."""
         rows = self._split(dim, extent, coordinate)
-        chunk = self.stream
-        if chunk is None or chunk.index is None or chunk.op is not None or chunk.dim != dim:
-            return rows
-        # A chunk whose index only the running loop knows counts as the largest.
-        i = chunk.index if isinstance(chunk.index, int) else chunk.largest
-        return chunk.rows(rows, i)
+        return rows if self.stream is None else self.stream.part(dim, rows)
 
     def _split(self, dim: int, extent: int, coordinate: Sequence[int]) -> Rows:
         """Return the rows of a dim on a rank, of all chunks."""

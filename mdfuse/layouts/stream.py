@@ -113,6 +113,16 @@ class Stream:
         self.interval((0, 0), i)
         return tuple((a, b if n == i else a) for n, (a, b) in enumerate(rows))
 
+    def part(self, dim: int, rows: Rows) -> Rows:
+        """Return the rows of a dim, on one rank, that are in the chunk that a buffer is.
+
+        All of them where it is no chunk, or one of another dim; a chunk whose index only the
+        running loop knows counts as the largest.
+        """
+        if self.index is None or self.op is not None or self.dim != dim:
+            return rows
+        return self.rows(rows, self.index if isinstance(self.index, int) else self.largest)
+
     def scaled(self, rows: int, of: int) -> Stream | None:
         """Return the stream of a dim of so many rows, where this one's has `of`, in its order.
 
