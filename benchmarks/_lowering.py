@@ -112,11 +112,11 @@ def step(layers: int) -> mf.FusionDefinition:
 
 
 def _lowered(definition: mf.FusionDefinition) -> HostProgram:
-    return mf.compile(definition, mf.Options(verify=False)).host
+    return mf.compile(definition, mf.Options(verify=False, overlap="never")).host
 
 
 def _microbatches(count: int) -> HostProgram:
-    options = mf.Options(verify=False)
+    options = mf.Options(verify=False, overlap="never")
     return mf.pipeline(step(8), microbatches=count, batch={"x": 0}, options=options).host
 
 

@@ -107,7 +107,8 @@ class Alone:
         yield from figures(shape, times, "copies", has_limit=self.is_gpu)
 
     def _program(self, shape: Shape, pieces: int, name: str) -> mf.Program:
-        options = mf.Options(graph="always" if self.is_gpu else "never", compile="never")
+        graph = "always" if self.is_gpu else "never"
+        options = mf.Options(graph=graph, compile="never", overlap="never")
         fd = definition(shape, self.mesh, self.dtype, pieces, name)
         return mf.compile(fd, options)
 

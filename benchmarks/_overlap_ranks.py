@@ -114,6 +114,7 @@ class Together:
             backend=self.ranks.comm.backend,
             graph="always" if self.is_gpu else "never",
             compile="never",
+            overlap="never",
         )
         fd = definition(shape, self.ranks.mesh, mine.x.dtype, pieces, name)
         return mf.compile(fd, options)

@@ -71,7 +71,7 @@ def instructions(plan: Plan) -> Iterator[Row]:
     if not plan.is_quick:
         cases.insert(1, _chains.communicating(plan.ranks, 32))
     for case in cases:
-        program = mf.compile(case.definition, mf.Options(graph="never"))
+        program = mf.compile(case.definition, mf.Options(graph="never", overlap="never"))
         ours, hand = _callers(program, case)
         check(case.name, plan.ranks, (ours, hand), case.want)
         times = plan.compare(
@@ -116,7 +116,7 @@ def reshard(plan: Plan) -> Iterator[Row]:
 def graph(plan: Plan) -> Iterator[Row]:
     """A replayed program against the same captured by hand: host time, then GPU time."""
     case = _chains.communicating(plan.ranks, 8)
-    program = mf.compile(case.definition, mf.Options(graph="always"))
+    program = mf.compile(case.definition, mf.Options(graph="always", overlap="never"))
     captured = HandGraph(case.hand, case.inputs)
     ours, _ = _callers(program, case)
     hand = partial(captured, *case.inputs)

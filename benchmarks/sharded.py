@@ -77,7 +77,7 @@ def _program(net: Stack, ahead: int) -> mf.Program:
             for before, after in zip(old, new, strict=True):
                 fd.add_output(after, reuse=before)
         fd.add_output(step + 1.0, reuse=step)
-    program = mf.compile(fd, mf.Options(prefetch_bytes=ahead))
+    program = mf.compile(fd, mf.Options(prefetch_bytes=ahead, overlap="never"))
     net.layer.programs.append(program)
     return program
 

@@ -111,7 +111,7 @@ class Options:
             it, where that takes less time by `costs`; "measure": the first runs, whose values
             are the same but for rounding, take turns, and all ranks keep the quicker program;
             "never": values are computed in chunks where a `Stream` says so. No program with such a
-            stream is changed.
+            stream is changed, nor one on a machine of which there is no table ("auto").
         costs: the table for it: "here" (what `mdfuse calibrate` measured, or a table that ships for
             this device), "h100", "unit", or the path of a JSON file.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.

@@ -21,7 +21,7 @@ from mdfuse.seeing.amounts import QUERIES, is_work, nbytes, operations, product
 from mdfuse.seeing.costs import ONE_QUERY
 
 #: One thing at a time: nothing is compiled into kernels with other work.
-OPTIONS = Options(compile="never", verify=False)
+OPTIONS = Options(compile="never", verify=False, overlap="never")
 
 #: Columns of the tensors of pointwise work.
 _WIDTH = 512
