@@ -18,7 +18,7 @@ from torch import Tensor
 from mdfuse.cli.calibration import cold
 from mdfuse.cli.calibration.listing import subjects
 from mdfuse.cli.calibration.scales import Scale
-from mdfuse.cli.calibration.sending import Backends, Way, beside, posting, ways
+from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, ways
 from mdfuse.cli.calibration.subjects import BETWEEN, OPTIONS, TURNS, Subject, chains, switches
 from mdfuse.cli.execution import timed
 from mdfuse.compiled.program import Program
@@ -243,19 +243,17 @@ class Measurements:
         product = costs.products[f"linear {dtype_name(self.scale.dtypes[0])}"]
         rows, n = self.scale.rows[-1], self.scale.features[-2]
         most = _SHORTER * product.seconds(rows, n, n)
-        alone: dict[int, float] = {}
         for way in ways(self.comm.size, self.backends):
             link = costs.links[way.key]
             size = max((x for x in messages if link.seconds(x) < most), default=messages[0])
-            if way.ranks not in alone:
-                alone[way.ranks] = self._beside(way, None)
-            sent, both = self._beside(way, size, has_product=False), self._beside(way, size)
-            self.times["slows", way.key] = {1: share(alone[way.ranks], sent, both)}
+            alone, both = (self._beside(way, size, sends=sends) for sends in (False, True))
+            both -= self.times["run", "posting"][1]
+            self.times["slows", way.key] = {1: share(alone, BESIDE * link.seconds(size), both)}
             advance()
         self.told(f"work beside communications: {time.perf_counter() - start:.1f} s")
 
-    def _beside(self, way: Way, size: int | None, has_product: bool = True) -> float:
-        program = beside(self.scale, way, size, has_product)
+    def _beside(self, way: Way, size: int, *, sends: bool) -> float:
+        program = beside(self.scale, way, size, sends=sends)
         return seconds_of(self.comm, self._run_of(program, way.options), 1)
 
     def _take_caches(self) -> None:

@@ -67,15 +67,21 @@ class Way:
 
         In programs, too, what is sent has just been written, on the stream that waits for it.
         """
+        found = fd.ops.set(self.written(fd, dtype, size))
+        if self.kind == _PAIR:
+            return found.on(DeviceMesh([1]))
+        after = _SETS[self.kind][1]
+        return found.on(DeviceMesh.arange(x=self.ranks), {} if after is None else {"x": after})
+
+    def written(self, fd: FusionDefinition, dtype: torch.dtype, size: int) -> Any:
+        """Define that work alone, and return its result."""
         count = max(1, size // dtype.itemsize)
         if self.kind == _PAIR:
-            x = fd.define_tensor([count], dtype, mesh=DeviceMesh([0]))
-            return fd.ops.set(-x).on(DeviceMesh([1]))
-        mesh, (before, after) = DeviceMesh.arange(x=self.ranks), _SETS[self.kind]
-        columns = 8 * self.ranks
+            return -fd.define_tensor([count], dtype, mesh=DeviceMesh([0]))
+        mesh, columns = DeviceMesh.arange(x=self.ranks), 8 * self.ranks
         shape = (max(1, count // columns // self.ranks) * self.ranks, columns)
-        x = fd.define_tensor(shape, dtype, layout=Layout(mesh, {"x": before}))
-        return fd.ops.set(-x).on(mesh, {} if after is None else {"x": after})
+        before = {"x": _SETS[self.kind][0]}
+        return (-fd.define_tensor(shape, dtype, layout=Layout(mesh, before))).on(mesh, before)
 
 
 #: A backend, None for the usual one -> the options of programs whose communications it carries.
@@ -185,29 +191,27 @@ def _sent(scale: Scale, way: Way, host: HostProgram) -> Subject:
     )
 
 
-def beside(scale: Scale, way: Way, size: int | None, has_product: bool = True) -> HostProgram:
-    """Return a program of a product and a communication beside it, or of one of them.
+def beside(scale: Scale, way: Way, size: int, *, sends: bool) -> HostProgram:
+    """Return a program of a product, and of a communication beside it.
 
     Args:
         scale: what is measured.
         way: the communication.
-        size: its bytes; None: there is none.
-        has_product: whether there is a product.
+        size: its bytes.
+        sends: whether there is one; else what would be sent is written all the same.
     """
     mesh = DeviceMesh.arange(x=way.ranks)
     m, n = scale.rows[-1], scale.features[-2]
     with FusionDefinition("beside") as fd:
-        if size is not None:
-            fd.add_output(way.sets(fd, scale.dtypes[0], size))
-        if has_product:
-            a = fd.define_tensor([m, n], scale.dtypes[0], mesh=mesh)
-            w = fd.define_tensor([n, n], scale.dtypes[0], mesh=mesh)
-            fd.add_output(fd.ops.linear(a, w))
-    return repeated(compile(fd, way.options).host, _BESIDE, frees=True)
+        fd.add_output((way.sets if sends else way.written)(fd, scale.dtypes[0], size))
+        a = fd.define_tensor([m, n], scale.dtypes[0], mesh=mesh)
+        w = fd.define_tensor([n, n], scale.dtypes[0], mesh=mesh)
+        fd.add_output(fd.ops.linear(a, w))
+    return repeated(compile(fd, way.options).host, BESIDE, frees=True)
 
 
 #: How often something is done beside a communication in a run.
-_BESIDE = 2
+BESIDE = 2
 
 
 def posting(scale: Scale, ranks: int, options: Options) -> Iterator[HostProgram]:

@@ -204,14 +204,18 @@ def test_ranks_share_local_work_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unjoined")
 def test_products_beside_communications(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock where a product takes 8, a communication 2, and both 8.5."""
+    """On a clock where two products take 8, two communications 2, all of them 8.5, a post 1 more.
+
+    What is sent has just been written, in both programs.
+    """
     found = measuring.Measurements(mf.init(), TINY)
     monkeypatch.setattr(found.comm, "size", 2)
     monkeypatch.setattr(found, "_share", lambda: None)
     keys = [way.key for way in ways(2)]
-    found.times |= {("links", key): {1: 2.0, 2: 2.0} for key in keys}
-    found.times["products", "linear f32"] = {(8, 16, 16): 8.0}
-    taken = iter([8.0, *[2.0, 8.5] * len(keys)])
+    found.times |= {("links", key): {1: 1.0, 1 << 30: 1.0} for key in keys}
+    found.times["products", "linear f32"] = {(8, 16, 16): 4.0}
+    found.times["run", "posting"] = {1: 1.0}
+    taken = iter([8.0, 9.5] * len(keys))
     monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
     monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs: next(taken))
     found._take_slows(lambda: None)

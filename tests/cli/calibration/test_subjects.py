@@ -103,17 +103,21 @@ def test_the_usual_type_has_most() -> None:
 
 @pytest.mark.parametrize("way", ways(2, BACKENDS), ids=lambda way: way.key)
 def test_a_product_stands_between_a_post_and_its_wait(way: Way) -> None:
-    given = ((None, True), (1 << 12, False), (1 << 12, True))
-    programs = (beside(CPU, way, *sizes).project(1).written_out for sizes in given)
-    product_alone, sent, both = programs
-    product_op = next(i for i in product_alone.instructions if is_work(i)).op
+    """What would be sent is written in both programs, before the product."""
+    programs = (beside(CPU, way, 1 << 12, sends=x) for x in (False, True))
+    alone, both = (p.project(1).written_out for p in programs)
     ops = [
-        [i.op for i in p.instructions if i.op in (*POSTS, "wait", product_op)]
-        for p in (product_alone, sent, both)
+        [
+            i.fn or i.op
+            for i in p.instructions
+            if i.op in (*POSTS, "wait") or i.fn in ("neg", "linear")
+        ]
+        for p in (alone, both)
     ]
-    times = len(ops[0])
-    assert times > 1 and ops[1] == ["post", "wait"] * times
-    assert ops[2] == ["post", product_op, "wait"] * times
+    times = ops[0].count("linear")
+    own = [] if way.kind == "SendRecv" else ["neg"]  # rank 0 has it there
+    assert times > 1 and ops[0] == [*own, "linear"] * times
+    assert ops[1] == [*own, "post", "linear", "wait"] * times
 
 
 @pytest.mark.parametrize("between", BETWEEN)
