@@ -156,7 +156,8 @@ def _other_programs(reports: Sequence[str | None], texts: Sequence[str | None]) 
         f"{ranks_text(others)} run{'s' * (len(others) == 1)} another program than rank {there}",
         where=where,
         because="all ranks run one program, with the same extents, options and versions",
-        hint="compare print(program) on these ranks; pass the same extents= on all of them",
+        hint="compare print(program) on these ranks; "
+        "pass the same extents= and Options(costs=...) on all of them",
     )
 
 
