@@ -58,11 +58,14 @@ def ended_at_once(
         monkeypatch.setenv("NO_COLOR", "1")
         monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
         monkeypatch.setattr(sys, "argv", [script, *arguments])
+        gradients, threads = torch.is_grad_enabled(), torch.get_num_threads()
         try:
             with pytest.raises(SystemExit) as ended:
                 runpy.run_path(script, run_name="__main__")
-        finally:
-            if dist.is_initialized():  # a process would have ended
+        finally:  # what a process would have taken with it
+            torch.set_grad_enabled(gradients)
+            torch.set_num_threads(threads)
+            if dist.is_initialized():
                 dist.destroy_process_group()
         said = capsys.readouterr()
         code = ended.value.code

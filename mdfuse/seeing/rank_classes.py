@@ -45,9 +45,16 @@ def rank_classes(program: HostProgram, *, are_rings_alike: bool = False) -> Clas
 
     Args:
         program: whose ranks.
-        are_rings_alike: the ranks of a ring whose chunks have one size are told apart by nothing
-            but where each begins. They run alike, but at each moment each has another chunk.
+        are_rings_alike: where nothing but the place in a ring tells ranks apart, and all chunks
+            have one size, they are one class. They run alike, each with another chunk in turn.
     """
+    if are_rings_alike:  # else a ring goes through several classes, which take turns
+        found = _classes(program, are_rings_alike=True)
+        return found if len(found.members) == 1 else _classes(program, are_rings_alike=False)
+    return _classes(program, are_rings_alike=False)
+
+
+def _classes(program: HostProgram, *, are_rings_alike: bool) -> Classes:
     ranks = sorted({r for mesh in program.meshes for r in mesh})
     if program.rank is not None or not ranks:
         rank = program.rank or 0

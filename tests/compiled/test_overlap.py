@@ -25,14 +25,15 @@ from mdfuse.passes.overlap import Form
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.seeing import H100, Costs, Link
 from mdfuse.seeing.named_tables import named
-from mdfuse.seeing.timeline import timeline
+from mdfuse.seeing.rank_classes import Classes
+from mdfuse.seeing.timeline import on_ranks, timeline
 
 LINE = DeviceMesh.arange(tp=4)
 
 #: Where overlap pays: neither work nor communication is much longer, and nothing costs by itself.
 PAYS = Costs(name="even", flops=1e5, links={"*": Link(0.0, 4e4)})
 AUTO = Options(overlap="auto")
-PLAIN = Options()
+PLAIN = Options(overlap="never")
 
 
 @cache
@@ -391,11 +392,11 @@ def test_layers_that_are_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -
         fd.add_output(x)
     calls: list[str] = []
 
-    def counted(host: HostProgram, costs: Costs) -> object:
+    def counted(host: HostProgram, costs: Costs, classes: Classes) -> object:
         calls.append(host.name)
-        return timeline(host, costs)
+        return on_ranks(host, costs, classes)
 
-    monkeypatch.setattr("mdfuse.compiled.overlap.timeline", counted)
+    monkeypatch.setattr("mdfuse.compiled.overlap.on_ranks", counted)
     found = mf.compile(fd, replace(AUTO, costs="h100"))
     assert len(told(found)) >= 12
     assert len(calls) <= 24

@@ -7,6 +7,7 @@ where parts are uneven another text will do, which gives every rank the same val
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -226,7 +227,8 @@ def check_same(
         raise
     shared = program.host_for(extents)
     has_blocks = any(k.layout is not None and k.layout.blocked for k in fresh.types.values())
-    is_uneven = any(n % EVENLY for n in extents.values())
+    evenly = math.lcm(EVENLY, *(len([*mesh]) for mesh in fresh.meshes))
+    is_uneven = any(n % evenly for n in extents.values())
     if (is_uneven or has_blocks) and str(shared) != str(fresh):
         check_same_values(shared, fresh)
         return
