@@ -7,9 +7,10 @@ have an order of their own).
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -485,6 +486,15 @@ def untraced(function: Function) -> Function:
 
 def cache_folder() -> Path:
     """Return where torch keeps what it compiled, for later processes of this user."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    return Path(_cache_dir_utils().cache_dir())
 
-    return Path(cache_dir())
+
+@cache
+def _cache_dir_utils() -> Any:
+    """Return torch's module that knows, by its file: its package imports all of the compiler."""
+    path = Path(torch.__file__).parent / "_inductor" / "runtime" / "cache_dir_utils.py"
+    spec = importlib.util.spec_from_file_location("torch_cache_dir_utils", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

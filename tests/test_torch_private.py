@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,3 +97,21 @@ def test_what_is_used_is_there() -> None:
     assert torch_private.transform_level() is None and torch_private.forward_level() == -1
     zeros = torch.zeros(2)
     assert not torch_private.is_transformed(zeros) and not torch_private.is_zero_tensor(zeros)
+
+
+def test_the_compilers_folder_is_known_without_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its import takes seconds, and who looks for a table of costs need not compile anything."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    for place in (None, str(tmp_path / "elsewhere")):
+        if place is not None:
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", place)
+        assert torch_private.cache_folder() == Path(cache_dir())
+    code = (
+        "import sys; from mdfuse.seeing.named_tables import here; here(); "
+        "assert 'torch._inductor' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
