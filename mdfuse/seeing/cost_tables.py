@@ -11,6 +11,7 @@ import logging
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -386,7 +387,13 @@ def _tables(
             told.append(f"{name} cannot be read: {text}")
             continue
         try:
-            rows.append((name, parsed(text)))
+            rows.append((name, _read(text)))
         except ProgramError as error:
             told.append(f"{name} is no table of costs: {error.because}")
     return rows
+
+
+@lru_cache(maxsize=16)
+def _read(text: str) -> CostTable:
+    """Return a table, which nobody changes; each compilation that asks for costs reads the same."""
+    return parsed(text)
