@@ -48,9 +48,10 @@ def rank_classes(program: HostProgram, *, are_rings_alike: bool = False) -> Clas
         are_rings_alike: where nothing but the place in a ring tells ranks apart, and all chunks
             have one size, they are one class. They run alike, each with another chunk in turn.
     """
-    if are_rings_alike:  # else a ring goes through several classes, which take turns
+    if are_rings_alike:
         found = _classes(program, are_rings_alike=True)
-        return found if len(found.members) == 1 else _classes(program, are_rings_alike=False)
+        if len(found.members) == 1:  # else rings go through several classes, which take turns
+            return found
     return _classes(program, are_rings_alike=False)
 
 

@@ -365,7 +365,7 @@ class _Rank:
             self.rank, what, lane, self.now, seconds, nbytes, slows, self.at, i, self.stream, pieces
         )
 
-    def _cold(self) -> float:
+    def _share_passed(self) -> float:
         """Return the share of the cache that work has gone through since the last communication."""
         passed, self.passed = self.passed, 0
         return min(1.0, passed / self.clock.costs.cache) if passed else 0.0
@@ -383,7 +383,7 @@ class _Rank:
         peer = i.kwargs["to" if is_send else "from"]
         costs = self.clock.costs
         link = costs.link("SendRecv", where, backend=i.kwargs.get("backend"))
-        seconds = link.seconds(size, self._cold())
+        seconds = link.seconds(size, self._share_passed())
         if peer == self.rank and i.outputs[0] in self.uncopied:
             seconds = 0.0
         elif peer == self.rank:  # its own part, which only moves in memory
@@ -397,7 +397,7 @@ class _Rank:
             return []
         size = comm.bytes_received(self.rank)
         link = self.clock.costs.link(comm.kind, "meshes", backend=comm.backend)
-        seconds = link.seconds(size, self._cold())
+        seconds = link.seconds(size, self._share_passed())
         sides = [(peer, True) for peer in call.sends] + [(peer, False) for peer in call.recvs]
         return [
             self._side(i, comm.kind, p, is_send, size, seconds, link.slows) for p, is_send in sides
@@ -434,7 +434,7 @@ class _Rank:
         link = self.clock.costs.link(comm.kind, where, len(team), comm.backend)
         found = frozenset[Hashable](map(self._class, team))
         lane = self._lane(where, team)
-        post = self._made(i, name, lane, size, link.seconds(size, self._cold()), link.slows)
+        post = self._made(i, name, lane, size, link.seconds(size, self._share_passed()), link.slows)
         key = where, comm.source.mesh, comm.destination.mesh, found
         self.clock.meet(key, found, self.rank, post)
         return [post]

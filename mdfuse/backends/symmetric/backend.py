@@ -259,8 +259,8 @@ class SymmetricPoster:
         buffers = (*srcs, *dsts)
         if not buffers:
             return DONE
-        itemsize = buffers[0].itemsize
-        if any(x.itemsize != itemsize for x in buffers):  # a group of sends and receives may mix
+        dtype, itemsize = buffers[0].dtype, buffers[0].itemsize
+        if any(x.dtype != dtype for x in buffers):  # a group of sends and receives may mix them
             check_dtypes(self.call, buffers)
             srcs, dsts, itemsize = bytes_of(srcs), bytes_of(dsts), 1
         find = self._by_size.get(itemsize)

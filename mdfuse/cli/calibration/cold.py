@@ -12,15 +12,12 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from mdfuse.cli.calibration.scales import Scale
-from mdfuse.cli.calibration.subjects import OPTIONS, WORKS, repeated
+from mdfuse.cli.calibration.subjects import OPTIONS, TURNS, WORKS, repeated
 from mdfuse.compiled.program import compile
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.program import HostProgram
 from mdfuse.mesh import DeviceMesh
 from mdfuse.seeing.caches import ANY, Caches
-
-#: How often products and other work take turns in a run.
-TURNS = 8
 
 #: Rows and columns of what work reads behind products: so few that its bytes take no time.
 _ROWS, _COLUMNS = 32, 512

@@ -51,15 +51,14 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with its loops on streams."""
     spread = [i for i in program.instructions if _is_spread(i)]
     in_order = _sent_in_pieces(program) if any(i.op == "for" for i in spread) else frozenset()
-    spread = [i for i in spread if in_order.isdisjoint(_filled(i))]
-    if options.streams == 1 or not spread:
+    places = {id(i) for i in spread if in_order.isdisjoint(_filled(i))}
+    if options.streams == 1 or not places:
         return program
     types = dict(program.types)
     caller, s = fresh_name(types, "caller"), fresh_name(types, "s")
     code: list[Instruction] = [Instruction(op="get_stream", outputs=(caller,))]
     for i in program.instructions:
-        is_spread = any(i is other for other in spread)
-        code += _on_streams(i, options, caller, s) if is_spread else [i]
+        code += _on_streams(i, options, caller, s) if id(i) in places else [i]
     if any(s in i.outputs for i in code):
         types[s] = BufferType(dtype=torch.int64)
     return replace(program, types=types, instructions=tuple(code))

@@ -6,8 +6,9 @@ import pytest
 
 from mdfuse import DeviceMesh
 from mdfuse.cli.calibration import cold
-from mdfuse.cli.calibration.cold import KINDS, TURNS
+from mdfuse.cli.calibration.cold import KINDS
 from mdfuse.cli.calibration.scales import CPU
+from mdfuse.cli.calibration.subjects import TURNS
 from mdfuse.hir.program import HostProgram
 from mdfuse.seeing.amounts import buffer_bytes, is_work
 
