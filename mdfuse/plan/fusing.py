@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -156,7 +157,8 @@ class Fuser:
             into=cut.makes or None,
             makes=sum(map(_nbytes, made.results)),
         )
-        gone = [*dense.values(), *(s for s in cut.makes if s not in kept)]
+        around = chain.from_iterable(line.targets for line in (*cut.ahead, *cut.behind))
+        gone = [*dense.values(), *(s for s in (*cut.makes, *around) if s not in kept)]
         behind = (*cut.behind, drop(*gone)) if gone else cut.behind
         step = Step(
             lines=(*before, *cut.ahead, call, *behind),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
 from mdfuse.ir.graph import Operand
@@ -231,21 +232,23 @@ def _overlaps(i: Instruction, context: Context) -> bool:
 def ordered(i: Instruction, context: Context, line: Line) -> list[Line]:
     """Make the result dense in the order asked for; free where it lies so already.
 
-    Where the memory that it would share is written again, it is always a copy.
+    Where the memory that it would share is written again, it is always a copy. What a library makes
+    shares none.
     """
     (output,) = i.outputs
     shape, dtype = context.local(output), context.type(output).dtype
     if i.order is None:
         return [line]
+    is_taken = output in context.updated and not is_library(i)
     strides = dense_strides(shape, i.order)
     plain, fact = replace(line, into=context.new_slot()), context.fact(output)
     (made,) = plain.targets
     context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
-    if fact is None and output not in context.updated:
+    if fact is None and not is_taken:
         args, target = (SlotRef(made), shape, strides), context.slot(output)
         arranged = Line(run=_in_order, args=args, into=target, shares=(made,))
         return [plain, arranged, drop(made)]
-    if output in context.updated or not _lies_so(shape, fact.stride(), strides):  # type: ignore[union-attr]
+    if is_taken or not _lies_so(shape, fact.stride(), strides):  # type: ignore[union-attr]
         copy = Line(run="copy_", args=(context.ref(output), SlotRef(made)))
         return [plain, *new_buffer(output, i.order, context), copy, drop(made)]
     if fact.stride() == strides:  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -423,6 +424,50 @@ def test_a_view_of_what_a_unit_makes_is_known_to_the_next_one(compiler: Compiler
     (found,) = evaluator.run({"x": x})
     torch.testing.assert_close(found, (x * 2).exp().sin() + 1)
     assert len(compiler.bodies) == 2 and not evaluator.fuser.refused
+
+
+def test_a_product_that_is_written_over_is_not_copied() -> None:
+    """Its memory is its own, unlike that of a view."""
+    text = """
+        host @products on mesh(t=1) {
+          input %x: f32[2,3,4] (t=R)
+          input %w: f32[4,4] (t=R)
+          %y: f32[2,3,4] (t=R) = linear(%x, %w) contiguous
+          %y = add(%y, %x)
+          return %y
+        }
+    """
+    evaluator = HostIrEvaluator(parse(text))
+    x, w = torch.randn(2, 3, 4), torch.randn(4, 4)
+    (found,) = evaluator.run({"x": x, "w": w})
+    torch.testing.assert_close(found, x @ w.T + x)
+    assert "copy_" not in str(evaluator.plans.recent)
+
+
+def test_views_behind_a_unit_are_dropped(compiler: Compiler) -> None:
+    """Else what the unit made would be there until the run ends."""
+    text = """
+        host @views on mesh(t=1) {
+          input %x: f32[3,4] (t=R)
+          launch first(%x) -> %w {
+            %a: f32[3,4] (t=R) = sin(%x)
+            %b: f32[3,4] (t=R) = mul(%a, 2)
+            %v: f32[4,3] (t=R) = permute(%b, dims=[1,0])
+            %w: f32[3,4] (t=R) = permute(%v, dims=[1,0])
+          }
+          %y: f32[3,4] (t=R) = exp(%w)
+          free %w
+          return %y
+        }
+    """
+    evaluator = HostIrEvaluator(parse(text), options=ALWAYS)
+    x = torch.randn(3, 4)
+    (found,) = evaluator.run({"x": x})
+    torch.testing.assert_close(found, (x.sin() * 2).exp())
+    lines = str(evaluator.plans.recent).splitlines()
+    dropped = {x for line in lines if line.endswith("= None") for x in re.findall(r"v\d+", line)}
+    bound = {x for line in lines[1:-1] for x in re.findall(r"(v\d+),? = ", line)}
+    assert bound - dropped == {lines[-1].strip().removeprefix("return [").removesuffix("]")}
 
 
 def test_what_lies_nobody_knows_how_is_made_dense(compiler: Compiler) -> None:

@@ -1,16 +1,20 @@
 """Let a value lie in the memory of the output that takes its place, where that is large.
 
-    %h = add(%x, %a)                                %y = add(%x, %a)
-    %n = rms_norm(%h, %w)                           %n = rms_norm(%y, %w)
+    %a = linear(%z, %w0)                            %y = linear(%z, %w0)
+    %h = add(%x, %a)                                %h = add(%x, %y)
+    %n = rms_norm(%h, %w)                           %n = rms_norm(%h, %w)
     %u = linear(%n, %w1)                     ->     %u = linear(%n, %w1)
     %m = linear(%u, %w2)                            %m = linear(%u, %w2)
-    %y = add(%h, %m)                                %y = add(%y, %m)
+                                                    %h_again = add(%x, %y)
+    %y = add(%h, %m)                                %y = add(%h_again, %m)
 
 The memory of an output is there from the start where runs are captured as graphs, and no use until
-it is written. Here it holds what an elementwise op makes the output of. What is written over is
-read before in launches of their own (`group_launches`), so only where nothing is lost by that: what
-is made of the value goes to library calls, which no compiler joins with what is before. And only
-where it saves anything: the program holds most while the value is there.
+it is written. Here it holds what an elementwise op makes the output of: a product, which is rounded
+as it is made, where the rest is an input of the program; else %h itself. A compiler keeps %h in
+registers, so that it is rounded only where it is written. What is written over is read before in
+launches of their own (`group_launches`), so only where nothing is lost by that: what is made of the
+value goes to library calls, which no compiler joins with what is before. And only where it saves
+anything: the program holds most while the value is there.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from mdfuse.hir.instructions import BLOCKS, is_library, is_local, op_of
 from mdfuse.hir.passes.group_launches import is_grouped
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.storage import storage
+from mdfuse.ir.graph import fresh_name
 
 name = "fill_outputs"
 
@@ -60,15 +65,45 @@ def _filled(program: HostProgram, output: str) -> HostProgram:
     made = next(n for n, i in enumerate(code) if value in i.outputs)
     if not made < _fullest(program) < at:
         return program
-    order = code[at].order
-    new = list(code)
-    new[made] = code[made].changed(outputs=(output,), order=order)
-    new[at] = code[at].changed(order=None)
+    product = _product(program, code[made], output)
+    if product is None:
+        return _moved(program, value, output, at)
+    again = fresh_name(program.types, f"{value}_again")
+    inputs = tuple(again if x == value else x for x in code[at].inputs)
+    new = [*code[:at], code[made].changed(outputs=(again,)), code[at].changed(inputs=inputs)]
+    types = {**program.types, again: kind}
+    program = replace(program, instructions=(*new, *code[at + 1 :]), types=types)
+    return _moved(program, product, output, at + 1)
+
+
+def _moved(program: HostProgram, value: str, output: str, at: int) -> HostProgram:
+    """Return the program with a value in the memory of the output that is made at a place."""
+    new = list(program.instructions)
+    made = next(n for n, i in enumerate(new) if value in i.outputs)
+    new[made] = new[made].changed(outputs=(output,), order=new[at].order)
+    new[at] = new[at].changed(order=None)
     for n in range(made + 1, at + 1):
         inputs = tuple(output if x == value else x for x in new[n].inputs)
         new[n] = new[n].changed(inputs=inputs)
     types = {n: kind for n, kind in program.types.items() if n != value}
     return replace(program, instructions=tuple(new), types=types)
+
+
+def _product(program: HostProgram, maker: Instruction, output: str) -> str | None:
+    """Return the product that a value is made of, if the rest are inputs of the program."""
+    code, types = program.instructions, program.types
+    (x, *more) = {*maker.reads} - {*program.inputs} or ("", "")
+    if more or types.get(x) != types[output] or _family(program, x) != [x]:
+        return None
+    makers = [i for i in code if x in i.outputs]
+    is_product = all(is_library(i) and len(i.outputs) == 1 and i.order is None for i in makers)
+    readers = sum(x in i.reads for i in code)
+    return x if is_product and len(makers) == readers == 1 else None
+
+
+def _family(program: HostProgram, value: str) -> list[str]:
+    """Return the names in the memory of a value."""
+    return [n for n, of in storage(program).items() if of == value]
 
 
 def _is_elementwise(i: Instruction) -> bool:
@@ -85,10 +120,10 @@ def _may_lie_there(program: HostProgram, value: str, output: str, at: int) -> bo
         output: what it makes.
         at: its place.
     """
-    code, types, shared = program.instructions, program.types, storage(program)
+    code, types = program.instructions, program.types
     if value in (*program.inputs, *program.outputs) or types.get(value) != types[output]:
         return False
-    if [n for n, of in shared.items() if of == value] != [value]:
+    if _family(program, value) != [value]:
         return False  # it is a part of another value, or others are parts of it
     makers = [i for i in code if value in i.outputs]
     readers = [(n, i) for n, i in enumerate(code) if value in i.reads]

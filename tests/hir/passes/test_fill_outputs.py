@@ -38,7 +38,7 @@ def block(
 
 
 def defined(
-    size: int = 1, reads: str = "", stride_order: list[int] | None = None
+    size: int = 1, reads: str = "", stride_order: list[int] | None = None, first: str = "input"
 ) -> FusionDefinition:
     mesh = DeviceMesh.arange(tp=size)
     with FusionDefinition("block") as fd:
@@ -46,7 +46,8 @@ def defined(
         w = fd.define_tensor([WIDTH, WIDTH], torch.float64, mesh, {}, name="w")
         up = fd.define_tensor([UNITS, WIDTH], torch.float64, mesh, {"tp": Shard(0)}, name="up")
         down = fd.define_tensor([WIDTH, UNITS], torch.float64, mesh, {"tp": Shard(1)}, name="down")
-        h, y = block(fd.ops, x, w, up, down, lambda m: fd.ops.set(m).on(mesh, {}))
+        before = x if first == "input" else x.T @ x
+        h, y = block(fd.ops, before, w, up, down, lambda m: fd.ops.set(m).on(mesh, {}))
         fd.add_output(y, stride_order=stride_order)
         if reads:
             fd.add_output({"itself": h, "later": (y.sin() @ h.T), "part": h[:, :2] @ x[:2]}[reads])
@@ -63,18 +64,23 @@ def compiled(fd: FusionDefinition, compile: str = "always") -> mf.Program:
 def made(program: mf.Program) -> list[str]:
     """What writes the first output, in order."""
     output = program.host.outputs[0]
-    return [i.fn for i in program.host.walk() if output in i.outputs and i.op != "launch"]
+    found = (i for i in program.host.walk() if output in i.outputs and i.op != "launch")
+    return [i.fn or i.op for i in found]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("schedule", [None, 0])
-def test_the_sum_lies_where_the_next_one_goes(size: int, schedule: int | None) -> None:
-    program = compiled(defined(size))
-    assert made(program) == ["add", "add"]
+@pytest.mark.parametrize("first", ["input", "made"])
+def test_what_is_added_to_lies_where_the_sum_goes(
+    size: int, schedule: int | None, first: str
+) -> None:
+    """The product, where all else that it is added to is an input; else the sum of both."""
+    program = compiled(defined(size, first=first))
+    assert made(program) == {"input": ["linear", "add"], "made": ["add", "add"]}[first]
     shapes = [program.fusion.values[n].shape for n in program.fusion.inputs]
     draw = torch.Generator().manual_seed(2)
     x, w, up, down = (torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes)
-    _, want = block(torch, x, w, up, down, lambda m: m)
+    _, want = block(torch, x if first == "input" else x.T @ x, w, up, down, lambda m: m)
     for rank in mf.simulate(program, [x, w, up, down], schedule=schedule).per_rank:
         torch.testing.assert_close(rank[0], want, rtol=1e-12, atol=1e-12)
 
@@ -91,7 +97,7 @@ def test_not_without_launches() -> None:
 
 def test_not_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
     size = ROWS * WIDTH * 8
-    for least, found in ((size, ["add", "add"]), (size + 1, ["add"])):
+    for least, found in ((size, ["linear", "add"]), (size + 1, ["add"])):
         monkeypatch.setattr(fill_outputs, "LEAST", least)
         mf.FusionCache.reset()
         assert made(compiled(defined())) == found
@@ -131,6 +137,7 @@ def test_not_in_the_last_of_equal_layers() -> None:
     assert made(compiled(fd)) == ["add"]
 
 
+@pytest.mark.usefixtures("unjoined")
 def test_the_buffer_of_the_caller_is_filled() -> None:
     """Nothing else of its size is there beside the product that is added."""
     comm = mf.init(backend="null", size=1)
@@ -147,7 +154,7 @@ def test_the_buffer_of_the_caller_is_filled() -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     lines = str(program.plans.recent).splitlines()
     calls = [found.group(1) for line in lines[1:] if (found := re.match(CALL, line))]
-    assert calls == ["f", "add"]
+    assert calls == ["either", "f", "f_1"]
 
 
 @pytest.mark.parametrize("stride_order", [None, [1, 0], [0, 1]])
