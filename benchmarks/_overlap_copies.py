@@ -19,6 +19,9 @@ from mdfuse.backends.symmetric.cuda_memory import CudaLane
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.backend_rows import BACKENDS, World
 
+#: `Options.backend` of programs whose ranks would copy out of each other's memory.
+SYMMETRIC = "null,tp=symmetric"
+
 #: Copies of whole lines of memory.
 _ALIGNED = 256
 
@@ -189,7 +192,10 @@ class _Copying:
 
 
 def stand_in(size: int, device: torch.device) -> tuple[mf.Communicator, Copies]:
-    """Stand for rank 0 of several, whose others are stood in for by copies."""
+    """Stand for rank 0 of several, whose others are stood in for by copies.
+
+    They stand for those of the backend symmetric, whose programs are also for `SYMMETRIC` here.
+    """
     made: list[Copies] = []
 
     def opened(world: World) -> Copies:
@@ -197,5 +203,6 @@ def stand_in(size: int, device: torch.device) -> tuple[mf.Communicator, Copies]:
         return made[-1]
 
     BACKENDS["null"] = replace(BACKENDS["null"], open=opened)
+    BACKENDS["symmetric"] = replace(BACKENDS["null"], open=lambda world: made[0])
     comm = mf.init(backend="null", rank=0, size=size, device=device)
     return comm, made[0]
