@@ -159,7 +159,8 @@ class _Poster:
 
             case _:
                 raise NotImplementedError(call.kind)
-        return _Copying(copies.end(), sum_up, (*srcs, *dsts))
+        into, out = copies.end()
+        return _Copying(_Side(into, dsts), _Side(out, srcs), sum_up)
 
     def prepare(self, srcs: object, dsts: object, place: object) -> None:
         """Return None: a post reads the addresses of its buffers in each run."""
@@ -176,19 +177,31 @@ def _nothing() -> None:
 
 
 @dataclass(eq=False)
-class _Copying:
-    """Copies to wait for."""
+class _Side:
+    """Copies into this rank, or out of it; `kept` lives until they are waited for."""
 
-    joins: Sequence[Callable[[], None]]
-    sum_up: Callable[[], object]
+    join: Callable[[], None]
     kept: object
 
     def wait(self) -> None:
-        """Let the current stream wait, and add up what came."""
-        for join in self.joins:
-            join()
-        self.sum_up()
+        """Let the current stream wait."""
+        self.join()
         self.kept = None
+
+
+@dataclass(eq=False)
+class _Copying:
+    """Copies to wait for, those into this rank and out of it also by themselves."""
+
+    received: _Side
+    sent: _Side
+    sum_up: Callable[[], object]
+
+    def wait(self) -> None:
+        """Let the current stream wait, and add up what came."""
+        self.received.wait()
+        self.sent.wait()
+        self.sum_up()
 
 
 def stand_in(size: int, device: torch.device) -> tuple[mf.Communicator, Copies]:
