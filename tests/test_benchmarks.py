@@ -678,6 +678,14 @@ RATIOS: dict[str, tuple[str, str, str, tuple[str, ...], int]] = {
         "layers-sequence-2", "GPU, queued", "with tokens split",
         ("alone-graph", "compiled-graph", "reduced-graph"), 1,
     ),
+    "overlap beside copies": (
+        "overlap-alone-h100", "time", "as over 180 GB/s",
+        ("ideal", "one after the other", "by hand"), 8,
+    ),
+    "overlap beside shorter copies": (
+        "overlap-alone-h100-353", "time", "as over 353 GB/s",
+        ("ideal", "one after the other", "by hand"), 4,
+    ),
     "overlap on two GPUs": (
         "overlap-symmetric-2", "time", "rows, inner, columns",
         ("ideal", "nccl", "compiled", "torch, fused"), 8,
