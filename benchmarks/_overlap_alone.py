@@ -1,17 +1,22 @@
-"""One GPU that stands for a rank: products beside copies from the host, in mdfuse's programs."""
+"""One GPU that stands for a rank: products beside copies from the host, in mdfuse's programs.
+
+They are those of the backend symmetric, whose ranks copy out of each other's memory.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from _graphs import HandGraph
 from _measure import Contender, Row, device_time, eagerly, host_time, interleave
-from _overlap_copies import Copies, lane, pinned, stand_in
-from _overlap_shapes import FORMS, Parts, Shape, compare, definition, figures, run_of
+from _overlap_by_hand import ByHand, Cut, cuts
+from _overlap_copies import SYMMETRIC, Copies, lane, pinned, stand_in
+from _overlap_shapes import FORMS, READY, Parts, Shape, compare, definition, figures, run_of
 from torch import Tensor
 
 import mdfuse as mf
@@ -22,6 +27,9 @@ _FOLLOWING, _AHEAD = 4, 8_000_000
 
 #: Bytes by which the rate of copies from the host is measured.
 _PROBE = 256 << 20
+
+#: Runs after which a program has measured both of its forms, and replays the one that it keeps.
+_TRIED = 18
 
 _Call = Callable[[], Any]
 
@@ -36,6 +44,8 @@ class Alone:
         rounds: how many.
         link: bytes per second of the link that is stood in for.
         eager: what mdfuse ran eagerly, and why; filled while measuring.
+        by_hand: shape -> the quickest of the cuts by hand, likewise.
+        by_itself: shape -> what mdfuse says of what it chose, likewise.
     """
 
     device: torch.device
@@ -43,6 +53,8 @@ class Alone:
     rounds: int
     link: float
     eager: list[str] = field(default_factory=list)
+    by_hand: dict[str, str] = field(default_factory=dict)
+    by_itself: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.comm, self.copies = stand_in(self.size, self.device)
@@ -66,6 +78,8 @@ class Alone:
             "link, bytes per second": self.link,
             "copies from the host, bytes per second": self.host_rate,
             "eager": self.eager,
+            "by hand": self.by_hand,
+            "by itself": self.by_itself,
         }
 
     def close(self) -> None:
@@ -84,7 +98,7 @@ class Alone:
         right, mine = shape.right(parts), parts[0]
         most = shape.moved(self.size, mine.x.itemsize)
         calls: dict[str, _Call] = {}
-        for name, pieces in FORMS.items():
+        for name, pieces in {**FORMS, **(READY if shape.kind == "AG+MM" else {})}.items():
             self.copies.expect(incoming, 1.0, most)
             check = run_of(self._program(shape, pieces, f"{name}, checked"), mine)
             for _ in range(3):  # eager, captured, replayed
@@ -95,6 +109,9 @@ class Alone:
             for _ in range(3):
                 calls[name]()
             self.eager.extend(f"{shape}, {name}: {line}" for line in eagerly(program))
+        calls["by itself"] = self._chosen(shape, mine, right, incoming, most)
+        by_hand = self._cut(shape, mine, right, incoming, most) if self.size == 2 else {}
+        calls.update({f"by hand: {cut}": call for cut, call in by_hand.items()})
         calls["product"] = self._steady(self._product(shape, parts))
         calls["copies"] = self._steady(self._moved(shape, incoming, mine))
         times = interleave(
@@ -104,11 +121,60 @@ class Alone:
             settle=self.settle,
             stopwatch=partial(device_time, ahead=_AHEAD) if self.is_gpu else host_time,
         )
+        tried = {cut: times.pop(f"by hand: {cut}") for cut in by_hand}
+        if tried:
+            best = min(tried, key=lambda cut: statistics.median(tried[cut]))
+            self.by_hand[str(shape)], times["by hand"] = str(best), tried[best]
         yield from figures(shape, times, "copies", has_limit=self.is_gpu)
 
-    def _program(self, shape: Shape, pieces: int, name: str) -> mf.Program:
-        graph = "always" if self.is_gpu else "never"
-        options = mf.Options(graph=graph, compile="never", overlap="never")
+    def _chosen(
+        self, shape: Shape, mine: Parts, right: Tensor, incoming: dict[int, Tensor], most: int
+    ) -> _Call:
+        """The program in the form that mdfuse keeps, of that which it chooses and the plain one."""
+        calls: list[_Call] = []
+        for name, share in (("checked", 1.0), ("timed", self.share)):
+            self.copies.expect(incoming, share, most)
+            program = self._program(shape, 0, f"by itself, {name}", "measure")
+            calls.append(run_of(program, mine))
+            for _ in range(_TRIED):
+                result = calls[-1]()
+            if name == "checked":
+                compare(f"{shape}, by itself", result, right)
+        lines = map(str.strip, program.explain().splitlines())
+        self.by_itself[str(shape)] = [line for line in lines if line.startswith("overlap: ")]
+        return calls[-1]
+
+    def _cut(
+        self, shape: Shape, mine: Parts, right: Tensor, incoming: dict[int, Tensor], most: int
+    ) -> dict[Cut, _Call]:
+        """The cuts by hand, whose values are compared first."""
+        found: dict[Cut, _Call] = {}
+        copies = Copies(self.device)
+        hand = ByHand(shape, mine, copies)
+        for cut in cuts(shape):
+            call = hand.call(cut)
+            copies.expect(incoming, 1.0, most)
+            for _ in range(2):  # the second time what is left of the first would show
+                hand.poison()
+                compare(f"{shape}, by hand: {cut}", call(), right)
+            copies.expect(incoming, self.share, most)
+            found[cut] = self._steady(call)
+        return found
+
+    def _program(
+        self,
+        shape: Shape,
+        pieces: int | tuple[int, ...],
+        name: str,
+        overlap: Literal["never", "measure"] = "never",
+    ) -> mf.Program:
+        options = mf.Options(
+            backend=SYMMETRIC,
+            graph="always" if self.is_gpu else "never",
+            compile="never",
+            overlap=overlap,
+            costs="h100",
+        )
         fd = definition(shape, self.mesh, self.dtype, pieces, name)
         return mf.compile(fd, options)
 

@@ -19,6 +19,9 @@ from mdfuse.backends.symmetric.cuda_memory import CudaLane
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.backend_rows import BACKENDS, World
 
+#: `Options.backend` of programs whose ranks would copy out of each other's memory.
+SYMMETRIC = "null,tp=symmetric"
+
 #: Copies of whole lines of memory.
 _ALIGNED = 256
 
@@ -156,7 +159,8 @@ class _Poster:
 
             case _:
                 raise NotImplementedError(call.kind)
-        return _Copying(copies.end(), sum_up, (*srcs, *dsts))
+        into, out = copies.end()
+        return _Copying(_Side(into, dsts), _Side(out, srcs), sum_up)
 
     def prepare(self, srcs: object, dsts: object, place: object) -> None:
         """Return None: a post reads the addresses of its buffers in each run."""
@@ -173,23 +177,38 @@ def _nothing() -> None:
 
 
 @dataclass(eq=False)
-class _Copying:
-    """Copies to wait for."""
+class _Side:
+    """Copies into this rank, or out of it; `kept` lives until they are waited for."""
 
-    joins: Sequence[Callable[[], None]]
-    sum_up: Callable[[], object]
+    join: Callable[[], None]
     kept: object
 
     def wait(self) -> None:
-        """Let the current stream wait, and add up what came."""
-        for join in self.joins:
-            join()
-        self.sum_up()
+        """Let the current stream wait."""
+        self.join()
         self.kept = None
 
 
+@dataclass(eq=False)
+class _Copying:
+    """Copies to wait for, those into this rank and out of it also by themselves."""
+
+    received: _Side
+    sent: _Side
+    sum_up: Callable[[], object]
+
+    def wait(self) -> None:
+        """Let the current stream wait, and add up what came."""
+        self.received.wait()
+        self.sent.wait()
+        self.sum_up()
+
+
 def stand_in(size: int, device: torch.device) -> tuple[mf.Communicator, Copies]:
-    """Stand for rank 0 of several, whose others are stood in for by copies."""
+    """Stand for rank 0 of several, whose others are stood in for by copies.
+
+    They stand for those of the backend symmetric, whose programs are also for `SYMMETRIC` here.
+    """
     made: list[Copies] = []
 
     def opened(world: World) -> Copies:
@@ -197,5 +216,6 @@ def stand_in(size: int, device: torch.device) -> tuple[mf.Communicator, Copies]:
         return made[-1]
 
     BACKENDS["null"] = replace(BACKENDS["null"], open=opened)
+    BACKENDS["symmetric"] = replace(BACKENDS["null"], open=lambda world: made[0])
     comm = mf.init(backend="null", rank=0, size=size, device=device)
     return comm, made[0]

@@ -59,9 +59,9 @@ class Shape:
             Parts(drawn(rows, self.inner), drawn(self.inner, self.columns)) for _ in range(ranks)
         ]
 
-    def ready(self, x: Tensor) -> Tensor:
+    def ready(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """What a rank does with its part first."""
-        return x * 0.5 if self.kind == "AG+MM" else x
+        return torch.mul(x, 0.5, out=out) if self.kind == "AG+MM" else x
 
     def incoming(self, parts: list[Parts]) -> dict[int, Tensor]:
         """Rank -> what rank 0 gets from it."""
@@ -106,11 +106,26 @@ SHAPES = (
 SMALL = (Shape("AG+MM", 64, 16, 24), Shape("MM+RS", 64, 16, 24))
 
 
-#: mdfuse's program -> in how many pieces each rank's shard goes; 0: as a whole.
-FORMS = {"one after the other": 0, "one piece": 1, "two pieces": 2, "four pieces": 4}
+#: Sixteenths of a shard that begin and end small: copies start early, and little follows the last.
+UNEVEN = (2, 5, 5, 3, 1)
+
+#: mdfuse's program -> in how many pieces each rank's shard goes, or their lengths in sixteenths of
+#: it; 0: as a whole.
+FORMS: dict[str, int | tuple[int, ...]] = {
+    "one after the other": 0,
+    "one piece": 1,
+    "two pieces": 2,
+    "four pieces": 4,
+    "eight pieces": 8,
+    "uneven pieces": UNEVEN,
+}
 
 #: The same, for what is gathered where others read it: each piece goes as soon as it is computed.
-READY = {"two pieces, each when ready": 2, "four pieces, each when ready": 4}
+READY: dict[str, int | tuple[int, ...]] = {
+    "two pieces, each when ready": 2,
+    "four pieces, each when ready": 4,
+    "uneven pieces, each when ready": UNEVEN,
+}
 
 #: dtype -> the largest error, relative to the norm of the result.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
@@ -152,20 +167,23 @@ def figures(
 
 
 def definition(
-    shape: Shape, mesh: DeviceMesh, dtype: torch.dtype, pieces: int, name: str
+    shape: Shape, mesh: DeviceMesh, dtype: torch.dtype, pieces: int | tuple[int, ...], name: str
 ) -> mf.FusionDefinition:
     """A program: one after the other, or in so many pieces for each rank, in a ring.
 
-    By its name in `READY` what is gathered is computed in pieces, too.
+    Pieces may have lengths, in sixteenths of a shard. By its name, which begins with one in
+    `READY`, what is gathered is computed in pieces, too.
     """
     n = mesh.axis_size("tp")
-    stream = Stream(0, n * pieces, rotate="tp") if pieces else None
+    if isinstance(pieces, tuple):
+        pieces = tuple(k * shape.rows // (16 * n) for k in pieces)
+    stream = Stream(0, pieces * n, rotate="tp") if pieces else None
     with mf.FusionDefinition(name.replace(", ", "_").replace(" ", "_")) as fd:
         if shape.kind == "AG+MM":
             x = _tensor(fd, shape.rows, shape.inner, mesh, 0, dtype)
             w = _tensor(fd, shape.inner, shape.columns * n, mesh, 1, dtype)
             x = x * 0.5
-            if name in READY:
+            if name.startswith(tuple(READY)):
                 x = x.on(mesh, {"tp": Shard(0)}, stream=Stream(0, pieces))
             x = fd.ops.set(x).on(mesh, {}, stream=stream)
             fd.add_output((x @ w).on(mesh, {"tp": Shard(1)}, stream=stream))

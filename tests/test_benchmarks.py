@@ -273,21 +273,27 @@ def check_ideal(
         mine = [row for row in rows if row["name"] == f"{shape}: time"]
         (best,) = {row["sizes"] for row in mine}
         against = {row["alternative"]: row["rounds"]["against"] for row in mine}
-        forms = {"one after the other", "one piece", "two pieces", "four pieces"}
+        forms = {"one after the other", "one piece", "two pieces", "four pieces", "eight pieces"}
+        forms.add("uneven pieces")
         if has_ready and shape.startswith("AG"):
-            forms |= {"two pieces, each when ready", "four pieces, each when ready"}
+            forms |= {f"{n} pieces, each when ready" for n in ("two", "four", "uneven")}
         assert {*against} == {"ideal", "product", moved} | others | forms - {best}
         longer = zip(against["product"], against[moved], strict=True)
         assert against["ideal"] == [max(pair) for pair in longer]
 
 
-def test_overlap_beside_copies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_overlap_beside_copies(tmp_path: Path, ranks: int) -> None:
     """The benchmark ends with an error where a product in chunks is wrong."""
-    done = run(tmp_path, OVERLAP, *OVERLAP_ON_CPUS, "--of", "4")
+    done = run(tmp_path, OVERLAP, *OVERLAP_ON_CPUS, "--of", str(ranks))
     assert done.returncode == 0, done.stderr
     stored = json.loads((tmp_path / "a.json").read_text())
-    assert stored["world"]["stands for rank 0 of"] == 4 and stored["world"]["eager"] == []
-    check_ideal(stored["rows"], "copies", set())
+    assert stored["world"]["stands for rank 0 of"] == ranks and stored["world"]["eager"] == []
+    by_hand = {"by hand"} if ranks == 2 else set[str]()
+    check_ideal(stored["rows"], "copies", {"by itself"} | by_hand, has_ready=True)
+    assert {*stored["world"]["by hand"]} == ({*SHAPES} if by_hand else set())
+    for lines in stored["world"]["by itself"].values():
+        assert any("one after the other" in line for line in lines)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "symmetric"])
@@ -671,6 +677,14 @@ RATIOS: dict[str, tuple[str, str, str, tuple[str, ...], int]] = {
     "layers whose tokens are split": (
         "layers-sequence-2", "GPU, queued", "with tokens split",
         ("alone-graph", "compiled-graph", "reduced-graph"), 1,
+    ),
+    "overlap beside copies": (
+        "overlap-alone-h100", "time", "as over 180 GB/s",
+        ("ideal", "one after the other", "by hand"), 8,
+    ),
+    "overlap beside shorter copies": (
+        "overlap-alone-h100-353", "time", "as over 353 GB/s",
+        ("ideal", "one after the other", "by hand"), 4,
     ),
     "overlap on two GPUs": (
         "overlap-symmetric-2", "time", "rows, inner, columns",

@@ -25,7 +25,8 @@ class Stream:
             their lengths.
         rotate: an axis, along which ranks form a ring: each starts at its own chunk, or ends with
             it where the loop scatters what it computes. Where chunks are gathered or scattered in
-            the ring there are as many as ranks, or a multiple of it: then shards go in pieces.
+            the ring there are as many as ranks, or a multiple of it: then shards go in pieces. With
+            lengths the pieces of every shard have the same ones: `(1, 3) * ranks`.
         index: None for the whole tensor; in host programs, which of the chunks a buffer is.
         op: how the parts of chunks join, where the tensor does not have the dim.
 
@@ -136,6 +137,14 @@ class Stream:
         if any(n * rows % of for n in self.chunks):
             return None
         return replace(self, chunks=tuple(n * rows // of for n in self.chunks))
+
+    def of_shard(self, pieces: int) -> Stream:
+        """Return the stream of each rank's shard, where chunks are so many pieces of each.
+
+        >>> Stream(0, 4, "tp").of_shard(2), Stream(0, (1, 3, 1, 3), "tp").of_shard(2).chunks
+        (Stream(dim=0, chunks=2, rotate=None, index=None, op=None), (1, 3))
+        """
+        return Stream(self.dim, pieces if isinstance(self.chunks, int) else self.chunks[:pieces])
 
     def at(self, index: Index) -> Stream:
         """Return this stream with the index of one chunk, as buffers of host programs have it."""

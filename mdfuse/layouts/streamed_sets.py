@@ -91,17 +91,23 @@ def _is_one_shard_per_chunk(
     if not (gathers or scatters) or source.partial_axes not in ((), (axis,)):
         return False
     pieces, rest = divmod(stream.count, source.mesh.axis_size(axis))
-    if stream.rotate != axis or isinstance(stream.chunks, tuple) or pieces <= 1:
+    if stream.rotate != axis or pieces <= 1:
         return stream.chunks == source.mesh.axis_size(axis)
     return not rest and _are_pieces(source if gathers else destination, stream, extent, pieces)
 
 
 def _are_pieces(split: Layout, stream: Stream, extent: object, pieces: int) -> bool:
-    """Whether the chunks of a dim are those into which its shards are cut, the short ones, too."""
+    """Whether the chunks of a dim are those into which its shards are cut, the short ones, too.
+
+    Chunks of given lengths have the same ones in each shard, and no shard is shorter.
+    """
     if not isinstance(extent, int) or split.blocked.get(stream.dim) is not None:
         return False
     rows = [stop - start for _, (start, stop) in split.chunks_of(stream.dim, extent)]
     size = split.mesh.axis_size(split.split_axes(stream.dim)[-1])
+    if isinstance(stream.chunks, tuple):
+        lengths = stream.chunks[:pieces]
+        return stream.chunks == lengths * size and {*rows} == {sum(lengths)}
     for at in range(0, len(rows), size):
         team = rows[at : at + size]
         each, rest = divmod(max(team), pieces)

@@ -17,6 +17,7 @@ from mdfuse.errors import LoweringError
 from mdfuse.ir.dims import DimMap, reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import Stream
+from mdfuse.layouts.streamed_sets import form
 from mdfuse.passes.strategy import dim_map
 
 name = "split_streams"
@@ -46,7 +47,7 @@ def run(fusion: Fusion) -> Fusion:
                 )
             layout = value.layout.with_stream(None)
             values[value.name] = replace(value, layout=layout, stream=value.layout.stream)
-    fusion = check_lengths(replace(fusion, values=values))
+    fusion = check_lengths(replace(fusion, values=values), has_sets=False)
     for expr in fusion.exprs:
         for name in expr.outputs:
             if values[name].stream is not None:
@@ -137,8 +138,14 @@ def one_dim(expr: Expr, labels: DimMap) -> Iterable[list[tuple[str, int]]]:
     return found.values()
 
 
-def check_lengths(fusion: Fusion) -> Fusion:
+def check_lengths(fusion: Fusion, has_sets: bool = True) -> Fusion:
     """Check that lengths of chunks fit each rank's part where it is known; return the fusion.
+
+    Those of what a ring scatters fit all its parts together.
+
+    Args:
+        fusion: without streams in layouts.
+        has_sets: whether it is known which values a ring scatters.
 
     Raises:
         LoweringError: they do not.
@@ -149,6 +156,8 @@ def check_lengths(fusion: Fusion) -> Fusion:
             continue
         parts = [b - a for _, (a, b) in layout.chunks_of(stream.dim, value.shape[stream.dim])]
         if any(n != sum(stream.chunks) for n in parts):
+            if _is_scattered(fusion, value, parts, has_sets):
+                continue
             raise LoweringError(
                 f"%{value.name} is streamed in chunks of {stream.chunks} rows of dim {stream.dim}",
                 where=fusion.where(value.name),
@@ -156,6 +165,22 @@ def check_lengths(fusion: Fusion) -> Fusion:
                 hint="give lengths that add up to each rank's part, or a count of chunks",
             )
     return fusion
+
+
+def _is_scattered(fusion: Fusion, value: Value, parts: list[int], has_sets: bool) -> bool:
+    """Whether the chunks of a value are those of all that a ring scatters."""
+    stream, layout, expr = value.stream, value.layout, fusion.producers.get(value.name)
+    assert stream is not None and layout is not None and isinstance(stream.chunks, tuple)
+    if stream.rotate is None or stream.rotate not in layout.split_axes(stream.dim):
+        return False
+    if has_sets:
+        if expr is None or expr.op != "set":
+            return False
+        extent = value.shape[stream.dim]
+        if form(fusion.layout(expr.reads[0]), layout, stream, extent) != "ring_reduce":
+            return False
+    ring = layout.mesh.axis_size(stream.rotate)
+    return all(n * ring == sum(stream.chunks) for n in parts)
 
 
 def _check(fusion: Fusion, expr: Expr, name: str) -> None:

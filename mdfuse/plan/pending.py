@@ -47,10 +47,14 @@ class Pending:
 def halves(works: tuple[Work, ...], has_streams: bool) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
     """Return what is to be waited for where something is sent, and where it is received.
 
-    Some backends have works whose halves can be waited for one by one (`Divided`).
+    Some backends have works whose halves can be waited for one by one (`Divided`). What is queued
+    can be waited for twice: a `Shared` one would also wait for all that was queued, where the first
+    wait stood, before that.
     """
     if has_streams:
-        works = tuple([w if hasattr(w, "sent") else Shared(w) for w in works])
+        works = tuple(
+            [w if hasattr(w, "sent") or isinstance(w, Queued) else Shared(w) for w in works]
+        )
     sent, received = (
         tuple([getattr(work, half, work) for work in works]) for half in ("sent", "received")
     )

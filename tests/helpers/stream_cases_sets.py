@@ -217,6 +217,42 @@ def matmul_scatter_in_pieces(fd: mf.FusionDefinition, n: int, rows: int) -> None
     fd.add_output((x @ w).on(line(n), {"tp": Shard(0)}, stream=Stream(0, 2 * n, rotate="tp")))
 
 
+@case(lambda x, w: 2 * x @ w, fixed=True)
+def gather_matmul_in_lengths(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """As in pieces, the first of which is short."""
+    stream = Stream(0, (1, 2 * rows // n - 1) * n, rotate="tp")
+    x = fd.define_tensor([2 * rows, 6], mesh=line(n), layout={"tp": Shard(0)})
+    w = fd.define_tensor([6, 8], mesh=line(n), layout={"tp": Shard(1)})
+    x = (x * 2).on(line(n), {"tp": Shard(0)}, stream=stream.of_shard(2))
+    x = fd.ops.set(x).on(line(n), stream=stream)
+    fd.add_output((x @ w).on(line(n), {"tp": Shard(1)}, stream=stream))
+
+
+@case(lambda x, w: x @ w, fixed=True)
+def gather_matmul_in_other_lengths(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """Those of one shard are not those of the others: what is gathered is posted as a whole."""
+    stream = Stream(0, (2, rows // n - 2, *(1, rows // n - 1) * (n - 1)), rotate="tp")
+    x = fd.define_tensor([rows, 6], mesh=line(n), layout={"tp": Shard(0)})
+    w = fd.define_tensor([6, 8], mesh=line(n), layout={"tp": Shard(1)})
+    fd.add_output((x @ w).on(line(n), {"tp": Shard(1)}, stream=stream))
+
+
+@case(lambda x, w: x @ w, fixed=True)
+def matmul_scatter_in_lengths(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    stream = Stream(0, (1, 2 * rows // n - 1) * n, rotate="tp")
+    x = fd.define_tensor([2 * rows, 6], mesh=line(n), layout={"tp": Shard(1)})
+    w = fd.define_tensor([6, 8], mesh=line(n), layout={"tp": Shard(0)})
+    fd.add_output((x @ w).on(line(n), {"tp": Shard(0)}, stream=stream))
+
+
+@case(lambda x, w: x @ w, fixed=True)
+def matmul_scatter_in_other_lengths(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    stream = Stream(0, (2, rows // n - 2, *(1, rows // n - 1) * (n - 1)), rotate="tp")
+    x = fd.define_tensor([rows, 6], mesh=line(n), layout={"tp": Shard(1)})
+    w = fd.define_tensor([6, 8], mesh=line(n), layout={"tp": Shard(0)})
+    fd.add_output((x @ w).on(line(n), {"tp": Shard(0)}, stream=stream))
+
+
 @case(lambda x, w: x @ w)
 def matmul_scatter_columns(fd: mf.FusionDefinition, n: int, rows: int) -> None:
     x = fd.define_tensor([8, 6], mesh=line(n), layout={"tp": Shard(1)})

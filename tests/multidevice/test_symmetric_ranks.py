@@ -157,7 +157,8 @@ def pause(cycles: int) -> None:
 @pytest.mark.parametrize(
     "name",
     ["gather_matmul_in_a_ring", "matmul_scatter_in_a_ring", "gather_matmul_in_pieces",
-     "matmul_scatter_in_pieces", "matmul_scatter", "matmul_reduce"],
+     "matmul_scatter_in_pieces", "gather_matmul_in_lengths", "matmul_scatter_in_lengths",
+     "matmul_scatter", "matmul_reduce"],
 )  # fmt: skip
 def test_streams_with_random_delays(name: str, comm: mf.Communicator) -> None:
     """Fifty runs, in which each rank stops anywhere for a while."""

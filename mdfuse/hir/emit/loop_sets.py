@@ -148,12 +148,12 @@ def _piece(loop: Loop, value: str, name: str, expr: Expr) -> str:
     if loop.pieces == 1:
         return name
     index = calc("mod", Term("index", loop.name), loop.pieces)
-    kind, dim = loop.out.types[name], loop.stream(expr.output).dim
+    kind, stream = loop.out.types[name], loop.stream(expr.output).of_shard(loop.pieces)
     assert kind.layout is not None
-    layout = kind.layout.with_stream(Stream(dim, loop.pieces, None, index))
+    layout = kind.layout.with_stream(stream.at(index))
     made = f"{value}.{loop.name}.piece"
     piece = loop.out.op("chunk", made, replace(kind, layout=layout), (name,), expr.source)
-    if name in loop.out.dense and all(n == 1 for n in kind.shape[:dim]):
+    if name in loop.out.dense and all(n == 1 for n in kind.shape[: stream.dim]):
         loop.out.dense.add(piece)  # rows that lie side by side
     return piece
 

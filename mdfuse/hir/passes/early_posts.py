@@ -169,10 +169,16 @@ class _Walk:
         stream = layout.stream
         for dim, rows in enumerate(kind.shape):
             parts = math.prod(layout.mesh.axis_size(a) for a in layout.split_axes(dim))
-            parts *= stream.count if dim == stream.dim else 1
-            if parts > 1 and (is_symbolic(rows) or rows % parts):
+            pieces = stream.chunks if dim == stream.dim else 1
+            if is_symbolic(rows):
+                is_divided = parts == pieces == 1
+            elif isinstance(pieces, tuple):
+                is_divided = rows == parts * sum(pieces)
+            else:
+                is_divided = rows % (parts * pieces) == 0
+            if not is_divided:
                 return False
-        return isinstance(stream.chunks, int)
+        return True
 
     def is_fresh(self, got: str, to: int, at: int) -> bool:
         """Tell whether nothing has used the place where a transfer arrives."""

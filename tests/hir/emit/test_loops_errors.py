@@ -140,6 +140,21 @@ LoweringError: %y is streamed in chunks of (3, 4) rows of dim 0
   try         give lengths that add up to each rank's part, or a count of chunks""",
         )
 
+    def test_lengths_of_all_shards_where_nothing_is_scattered(self) -> None:
+        def define(fd: mf.FusionDefinition) -> Any:
+            x = matrix(fd, {"tp": Shard(0)})
+            ring = Stream(0, (1, 1) * 4, rotate="tp")
+            return (x + 1).on(MESH, {"tp": Shard(0)}, stream=ring)
+
+        self.assertExpectedInline(
+            message(define),
+            """\
+LoweringError: %t is streamed in chunks of (1, 1, 1, 1, 1, 1, 1, 1) rows of dim 0
+  here   return (x + 1).on(MESH, {"tp": Shard(0)}, stream=ring)
+  because     laid out as (tp=S0), the ranks have [2] rows of that dim
+  try         give lengths that add up to each rank's part, or a count of chunks""",
+        )
+
     def test_an_axis_that_is_not_there(self) -> None:
         def define(fd: mf.FusionDefinition) -> Any:
             x = matrix(fd)

@@ -23,6 +23,9 @@ SYMMETRIC = mf.Options(backend="symmetric")
 
 Work = Callable[[Any, Any], Any]
 
+#: How many pieces, or how long each is.
+Pieces = int | tuple[int, ...]
+
 
 def halved(x: Any, z: Any) -> Any:
     return x * 0.5
@@ -39,11 +42,11 @@ def added(x: Any, z: Any) -> Any:
 def ring(
     work: Work,
     mesh: DeviceMesh,
-    pieces: int,
+    pieces: Pieces,
     *,
     rows: int = 16,
     dtype: torch.dtype = torch.float64,
-    computed: int | None = None,
+    computed: Pieces | None = None,
     second: bool = False,
     kept: bool = False,
 ) -> mf.FusionDefinition:
@@ -52,7 +55,7 @@ def ring(
     Args:
         work: what computes what is sent, of two inputs.
         mesh: with an axis tp.
-        pieces: in which each shard is sent.
+        pieces: in which each shard is sent, or their lengths.
         rows: of all ranks.
         dtype: of all.
         computed: the pieces in which what is sent is computed.
@@ -99,9 +102,9 @@ def ahead(program: HostProgram) -> int:
     )
 
 
-@pytest.mark.parametrize(("size", "pieces"), [(2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("size", "pieces"), [(2, 2), (2, 4), (4, 2), (2, (1, 4, 3)), (4, (3, 5))])
 @pytest.mark.parametrize("work", [halved, normed, added])
-def test_values_are_those_of_the_plain_program(work: Work, size: int, pieces: int) -> None:
+def test_values_are_those_of_the_plain_program(work: Work, size: int, pieces: Pieces) -> None:
     """To the bit: each row is computed as before, and no sum is cut."""
     mesh, second = DeviceMesh.arange(tp=size), work is added
     fd = ring(work, mesh, pieces, rows=8 * size, computed=pieces, second=second)
@@ -109,7 +112,7 @@ def test_values_are_those_of_the_plain_program(work: Work, size: int, pieces: in
     plain = mf.compile(ring(work, mesh, pieces, rows=8 * size, second=second), SYMMETRIC)
     verify(program.host)
     for rank in mesh.ranks:
-        assert ahead(run_of(program, rank)) == pieces - 1
+        assert ahead(run_of(program, rank)) == Stream(0, pieces).count - 1
         check_types(program.for_rank(rank).as_run)
         Flow(program.for_rank(rank).as_run, has_frees=True).run()
     draw = torch.Generator().manual_seed(3)
