@@ -21,7 +21,7 @@ import torch
 from fault_mpirun import Mpirun
 
 import mdfuse as mf
-import mdfuse.runtime.communicator  # noqa: F401
+import mdfuse.runtime.communicator
 
 
 def start(job: dict[str, Any], mpirun: Mpirun | None) -> tuple[list[int], int | None]:
