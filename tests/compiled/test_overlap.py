@@ -371,6 +371,16 @@ def test_a_budget_of_the_user_stays(pays: str) -> None:
     assert str(found) == str(mf.compile(fully_sharded(4), replace(PLAIN, prefetch_bytes=3 << 10)))
 
 
+def test_programs_with_several_rooms_are_those_lowered_one_by_one() -> None:
+    fusion = with_ids(hir_lowering.prepare(fully_sharded(4).fusion))
+    rooms = (0, 1 << 10, 2 << 10, 1 << 20)
+    sections, hosts = hir_lowering.with_rooms(fusion, None, PLAIN, rooms)
+    for room, host in zip(rooms, hosts, strict=True):
+        options = replace(PLAIN, prefetch_bytes=room)
+        assert (sections, host) == hir_lowering.lower_prepared(fusion, None, options), room
+    assert len({str(x) for x in hosts}) > 2
+
+
 def fully_sharded(layers: int) -> mf.FusionDefinition:
     """Layers whose weights are split over the ranks that split the batch."""
     mesh = DeviceMesh.arange(dp=4)
