@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mdfuse.config import Options, options_from_environment
@@ -181,9 +181,30 @@ def host_program(
 ) -> HostProgram:
     """Return the global host program of a prepared fusion and its sections; see `emit`."""
     host = emit(fusion, sections, stated, pipeline)
-    for _, run in HOST_PASSES:
-        host = run(host, options_from_environment(options))
+    return _passed(host, HOST_PASSES, options_from_environment(options))
+
+
+def _passed(
+    host: HostProgram, passes: Sequence[tuple[str, HostPass]], options: Options
+) -> HostProgram:
+    for _, run in passes:
+        host = run(host, options)
     return host
+
+
+@no_collection()
+def with_rooms(
+    prepared: Fusion, should_merge: ShouldMerge | None, options: Options, rooms: Sequence[int]
+) -> tuple[tuple[Section, ...], list[HostProgram]]:
+    """Return what `lower_prepared` does, a host program for each of several `prefetch_bytes`.
+
+    Until posts are raised they are one program.
+    """
+    sections = segment(prepared, should_merge)
+    at = [name for name, _ in HOST_PASSES].index(raise_posts.name)
+    host = _passed(emit(prepared, sections), HOST_PASSES[:at], options)
+    each = (replace(options, prefetch_bytes=room) for room in rooms)
+    return sections, [_passed(host, HOST_PASSES[at:], x) for x in each]
 
 
 @no_collection()  # nearly all that is made stays, and would be looked through again and again

@@ -102,6 +102,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME=VALUE",
         help="another default of Options, on all ranks: overlap=measure; may come several times",
     )
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="whole sweeps, also of cases that repeat each other, of which a sample runs otherwise",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from helpers import sampling
+
+    sampling.take_all(config.getoption("whole"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,7 +7,7 @@ times are compared. What is chosen never takes longer than one after the other, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mdfuse import hir_lowering
@@ -134,15 +134,25 @@ class _Chooser:
     options: Options
     known: dict[object, Choice] = field(default_factory=dict)
     saved: dict[object, float] = field(default_factory=dict)
+    clocked: list[tuple[HostProgram, float]] = field(default_factory=list)
 
     def lowered(self, fusion: Fusion) -> tuple[tuple[Section, ...], HostProgram]:
         return hir_lowering.lower_prepared(with_ids(fusion), self.should_merge, self.options)
 
-    def timed(self, fusion: Fusion, room: int = 0) -> Timed:
+    def timed(self, fusion: Fusion, rooms: Sequence[int] = (0,)) -> list[Timed]:
         """Return a whole program with room for what is received ahead; 0: what options say."""
-        ahead = replace(self.options, prefetch_bytes=room or self.options.prefetch_bytes)
-        lowered = fusion, *hir_lowering.lower_prepared(fusion, self.should_merge, ahead)
-        return Timed(lowered, _seconds(lowered[-1], self.costs), room)
+        each = [room or self.options.prefetch_bytes for room in rooms]
+        sections, hosts = hir_lowering.with_rooms(fusion, self.should_merge, self.options, each)
+        pairs = zip(hosts, rooms, strict=True)
+        return [Timed((fusion, sections, h), self.clock(h), room) for h, room in pairs]
+
+    def clock(self, host: HostProgram) -> float:
+        """Return the seconds of a whole program; more room is often no other program."""
+        found = next((seconds for known, seconds in self.clocked if known == host), None)
+        if found is None:
+            found = _seconds(host, self.costs)
+            self.clocked.append((host, found))
+        return found
 
     def choice(self, window: Window) -> Choice:
         fusion = overlap.alone(self.fusion, window)
@@ -236,14 +246,13 @@ def find(
     place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
     in_order = sorted(choices, key=lambda c: place[c.window.values[0]])
     told += [str(c) for c in in_order] or _nothing(fusion)
-    before = Timed(lowered, _seconds(plain, costs))
+    before = Timed(lowered, chooser.clock(plain))
     found = _ahead(chooser, before)
     streamed = _streamed(fusion, {c.window: c.form for c in choices if c.form is not None})
     if streamed is not fusion:
         streamed = with_ids(streamed)
-        chunks = chooser.timed(streamed)
-        ahead = chooser.timed(streamed, found.room) if found.room else chunks
-        best = min(chunks, ahead, key=lambda x: x.seconds)
+        chunks, *ahead = chooser.timed(streamed, (0, found.room) if found.room else (0,))
+        best = min([chunks, *ahead], key=lambda x: x.seconds)
         whole = f"the whole program: {_ms(best.seconds)} predicted, {_ms(found.seconds)} one after"
         if best.seconds > found.seconds:
             told.append(f"left as it is after all: {whole} the other")
@@ -278,7 +287,7 @@ def _ahead(chooser: _Chooser, plain: Timed) -> Timed:
     largest = raise_posts.largest(host)
     if chooser.options.prefetch_bytes or not largest:
         return plain
-    found = [chooser.timed(fusion, room * largest) for room in _ROOMS]
+    found = chooser.timed(fusion, [room * largest for room in _ROOMS])
     least = min(x.seconds for x in found)
     enough = min(least * (1 + _ALIKE), plain.seconds * (1 - chooser.error))
     return next((x for x in found if x.seconds <= enough and x.seconds < plain.seconds), plain)

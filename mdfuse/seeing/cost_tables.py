@@ -11,7 +11,7 @@ import logging
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,6 +92,7 @@ def _gpu_link(is_one_host: bool) -> str:
     return "peer" if torch.cuda.can_device_access_peer(0, 1) else "host"
 
 
+@cache
 def processor() -> str:
     """Return the model's name; `platform` does not know it on Linux."""
     try:

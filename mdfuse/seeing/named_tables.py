@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -47,6 +48,29 @@ def named(text: str, backend: str = "auto") -> tuple[Costs, float]:
         raise _wrong(text, str(error)) from error
     except ProgramError as error:
         raise _wrong(text, error.because or error.what) from error
+
+
+def told_apart(text: str, backend: str = "auto") -> str:
+    """Return a line that tells a table of costs from others: what it is of, and a digest of it.
+
+    Args:
+        text: the name, or the path of a file.
+        backend: the usual one of the programs that are asked about.
+
+    >>> told_apart("unit") == told_apart("unit"), told_apart("unit") == told_apart("h100")
+    (True, False)
+    """
+    try:
+        if text != HERE:
+            costs, _ = named(text, backend)
+        else:
+            table, told = here(backend)
+            if table is None:
+                return told[-1]
+            costs = table.costs
+    except ProgramError as error:  # the file has gone since
+        return f"{error.what}: {error.because}"
+    return f"{costs.name} ({hashlib.sha256(repr(costs).encode()).hexdigest()[:8]})"
 
 
 def _wrong(text: str, why: str) -> ProgramError:

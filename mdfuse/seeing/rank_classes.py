@@ -48,20 +48,21 @@ def rank_classes(program: HostProgram, *, are_rings_alike: bool = False) -> Clas
         are_rings_alike: where nothing but the place in a ring tells ranks apart, and all chunks
             have one size, they are one class. They run alike, each with another chunk in turn.
     """
-    if are_rings_alike:
-        found = _classes(program, are_rings_alike=True)
-        if len(found.members) == 1:  # else rings go through several classes, which take turns
-            return found
-    return _classes(program, are_rings_alike=False)
-
-
-def _classes(program: HostProgram, *, are_rings_alike: bool) -> Classes:
     ranks = sorted({r for mesh in program.meshes for r in mesh})
     if program.rank is not None or not ranks:
         rank = program.rank or 0
         return Classes(((rank,),), {rank: rank})
-    told = _Told(program, are_rings_alike)
-    numbers = _numbered(ranks, [told.key(r) for r in ranks])
+    told = _Told(program)
+    plain = told.apart({})
+    if are_rings_alike and (by := told.apart(_turned(program))) != plain:
+        found = _classes(ranks, told, by)
+        if len(found.members) == 1:  # else rings go through several classes, which take turns
+            return found
+    return _classes(ranks, told, plain)
+
+
+def _classes(ranks: Sequence[int], told: _Told, by: _Apart) -> Classes:
+    numbers = _numbered(ranks, [told.key(r, by) for r in ranks])
     while True:
         among = _Among(told.communications, numbers)
         finer = _numbered(ranks, [(numbers[r], among.key(r)) for r in ranks])
@@ -82,34 +83,55 @@ def _numbered(ranks: Sequence[int], keys: Sequence[Hashable]) -> dict[int, int]:
     return {r: known.setdefault(k, len(known)) for r, k in zip(ranks, keys, strict=True)}
 
 
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """Which places in meshes tell ranks apart.
+
+    Attributes:
+        by_rank: each rank's own number does.
+        axes: the coordinates along these axes do.
+    """
+
+    by_rank: bool
+    axes: tuple[str, ...]
+
+
 class _Told:
     """What tells the ranks of a program apart, each thing once."""
 
-    def __init__(self, program: HostProgram, are_rings_alike: bool) -> None:
+    def __init__(self, program: HostProgram) -> None:
         self.program = program
         kinds = (k for k in program.types.values() if k.layout is not None)
         self.kinds: list[BufferType] = [*dict.fromkeys(kinds)]
         self.communications = [*dict.fromkeys(program.communications)]
-        turned = _turned(program) if are_rings_alike else {}
-        found = [*_terms(program, self.kinds, self.communications, turned)]
-        self.by_rank = any(t.kind == "rank" for t in found)
-        self.axes = sorted({t.name for t in found if t.kind == "coord"})
-        self.axes += sorted({a for c in self.communications if _turns(c) for a in c.axes})
+        #: rank -> what it has of the program, wherever it stands
+        self.parts: dict[int, Hashable] = {}
 
-    def key(self, rank: int) -> Hashable:
-        if self.by_rank:
+    def apart(self, turned: Mapping[str, int]) -> _Apart:
+        """Return which places tell ranks apart; see `_terms`."""
+        found = [*_terms(self.program, self.kinds, self.communications, turned)]
+        axes = sorted({t.name for t in found if t.kind == "coord"})
+        axes += sorted({a for c in self.communications if _turns(c) for a in c.axes})
+        return _Apart(any(t.kind == "rank" for t in found), tuple(axes))
+
+    def key(self, rank: int, by: _Apart) -> Hashable:
+        if by.by_rank:
             return rank
-        program = self.program
-        here = tuple(rank in mesh for mesh in program.meshes)
+        if rank not in self.parts:
+            self.parts[rank] = self._part(rank)
         places = tuple(
             c[m.axis_index(a)] if (c := m.coordinate(rank)) is not None else None
-            for a in self.axes
-            for m in program.meshes
+            for a in by.axes
+            for m in self.program.meshes
             if a in m.axes
         )
+        return places, self.parts[rank]
+
+    def _part(self, rank: int) -> Hashable:
+        here = tuple(rank in mesh for mesh in self.program.meshes)
         shapes = tuple(k.local_shape(rank) if _is_in(k, rank) else None for k in self.kinds)
         moved = tuple(_moved(c, rank) for c in self.communications)
-        return here, places, shapes, moved
+        return here, shapes, moved
 
 
 #: Kinds of which the parts of a rank before and after say how much arrives.

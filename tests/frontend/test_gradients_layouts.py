@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import sampling
 from helpers.oracle import check_everywhere
 from helpers.surface_cases import operands
 from torch import Tensor
@@ -78,7 +79,7 @@ EXACT = [n for n in DIFFERENTIABLE if n not in ROUGH and "h" not in CASES[n][0].
 
 
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("round_", range(2))
+@pytest.mark.parametrize("round_", range(sampling.of(2, 1)))
 def test_operations(name: str, round_: int) -> None:
     names, f = CASES[name]
     check(f"{name} {round_}", f, operands(names))
@@ -90,13 +91,13 @@ def test_where_derivatives_are_special(name: str) -> None:
 
 
 @pytest.mark.parametrize(("a", "b"), PRODUCTS, ids=str)
-@pytest.mark.parametrize("round_", range(3))
+@pytest.mark.parametrize("round_", range(sampling.of(3, 1)))
 def test_products(a: tuple[int, ...], b: tuple[int, ...], round_: int) -> None:
     check(f"{a} {b} {round_}", torch.matmul, [numbers(*a), numbers(*b, seed=1)])
 
 
 @pytest.mark.parametrize("shapes", LINEAR, ids=str)
-@pytest.mark.parametrize("round_", range(3))
+@pytest.mark.parametrize("round_", range(sampling.of(3, 1)))
 def test_linear(shapes: Sequence[tuple[int, ...]], round_: int) -> None:
     xs = [numbers(*shape, seed=i) for i, shape in enumerate(shapes)]
     check(f"{shapes} {round_}", F.linear, xs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -58,4 +59,7 @@ def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[FakeRecorder]:
     monkeypatch.setattr("mdfuse.plan.capturing.capture_stream", lambda _: Stream())
     monkeypatch.setattr("mdfuse.plan.capturing.CudaRecorder", recorder)
     mf.init(backend="gloo")
+    # Each capture collects what is garbage, and need not look through what was imported by now.
+    gc.collect()
+    gc.freeze()
     return made

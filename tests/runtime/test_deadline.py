@@ -389,13 +389,17 @@ class Together:
         self.all_ok = Meetings(PrefixStore("all", store), rank, size, 20).exchange
 
 
-def agreed(whats: Sequence[str], crowds: Mapping[int, str] = MappingProxyType({})) -> list[str]:
+def agreed(
+    whats: Sequence[str],
+    crowds: Mapping[int, str] = MappingProxyType({}),
+    costs: Mapping[int, str] = MappingProxyType({}),
+) -> list[str]:
     store = HashStore()
 
     def one(rank: int) -> str:
         joined: Any = Together(store, rank, len(whats), crowds.get(rank, ""))
         try:
-            agree("p", None, joined, whats[rank])
+            agree("p", None, joined, whats[rank], lambda: costs.get(rank, "h100"))
         except ProgramError as error:
             return str(error)
         return "fine"
@@ -425,6 +429,24 @@ def test_most_ranks_are_right() -> None:
         "  rank 1, line 2: (nothing)",
         "  rank 2, line 2: c",
     ]
+
+
+def test_ranks_with_other_tables_of_costs_are_told_so() -> None:
+    """Only where what these choose is not the same."""
+    assert agreed(["a", "a"], costs={1: "unit"}) == ["fine"] * 2
+    for said in agreed(["a", "b", "a"], costs={1: "mine (1f)"}):
+        assert said.splitlines()[:5] == [
+            "rank 1 runs another program than rank 0, and has another table of costs",
+            "  rank 0, costs: h100",
+            "  rank 1, costs: mine (1f)",
+            "  rank 0, line 1: a",
+            "  rank 1, line 1: b",
+        ]
+        assert "because     a table of costs chooses what is overlapped" in said
+        assert "Options(costs=...) on all ranks, the same one" in said
+    (said, *_) = agreed(["a", "b", "c", "a"], costs={1: "", 2: "mine"})
+    assert said.startswith("ranks 1, 2 run another program than rank 0, and have another table")
+    assert "rank 1, costs: none" in said and "rank 2, costs: mine" in said
 
 
 def test_threads_that_run_at_once_are_the_reason_on_all_ranks() -> None:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mdfuse.config import VERSION, Options
+from mdfuse.config import VERSION, Options, backend_choice
 from mdfuse.errors import IndexRangeError, ProgramError, printable, told
 from mdfuse.hir.program import HostProgram
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.runtime.agreement.crowds import BECAUSE, HINT, crowd
 from mdfuse.runtime.agreement.meetings import raise_alike
 from mdfuse.runtime.watch.report import ranks_text
+from mdfuse.seeing.named_tables import told_apart
 
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
@@ -57,7 +58,8 @@ def first_run(
             local = _checked(program, options, communicator.rank)
         except BaseException as error:  # whatever it is, the others are told before it is raised
             problem = error
-    agree(program.name, problem, communicator, fingerprint(program, options))
+    what, costs = fingerprint(program, options), partial(_costs, options)
+    agree(program.name, problem, communicator, what, costs)
     assert local is not None
     return local
 
@@ -73,8 +75,19 @@ def _checked(program: HostProgram, options: Options, rank: int) -> HostProgram:
     return local
 
 
+def _costs(options: Options) -> str:
+    """Return which table of costs a program was compiled by; "" for none."""
+    if options.overlap == "never":
+        return ""
+    return told_apart(options.costs, backend_choice(options.backend).usual)
+
+
 def agree(
-    name: str, problem: BaseException | None, communicator: Communicator, what: str | None = None
+    name: str,
+    problem: BaseException | None,
+    communicator: Communicator,
+    what: str | None = None,
+    costs: Callable[[], str] = str,
 ) -> None:
     """Raise on every rank, unless all ranks are without a problem and run the same.
 
@@ -86,6 +99,8 @@ def agree(
         problem: this rank's own, or None.
         communicator: of all ranks.
         what: what this rank runs, line by line; all ranks run the same.
+        costs: returns which table of costs it was compiled by; ranks may have several, as long as
+            what these choose is the same.
 
     Raises:
         BaseException: `problem`, where there is one.
@@ -100,8 +115,9 @@ def agree(
     if any(report != reports[0] for report in reports):
         found = communicator.crowd = crowd(communicator.rank) or communicator.crowd
         speaks = reports.index(own) == communicator.rank or found
-        texts = communicator.all_ok(f"{found}\n{what or ''}" if speaks else None)
-        raise _other_programs(reports, texts)
+        told_here = "\n".join((found, printable(costs()), what or "")) if speaks else None
+        texts = communicator.all_ok(told_here)
+        raise _other_programs(reports, [_Said(*(x or "\n\n").split("\n", 2)) for x in texts])
 
 
 def _elsewhere(name: str, rank: int, report: str) -> ProgramError:
@@ -137,32 +153,44 @@ def fingerprint(program: HostProgram, options: Options) -> str:
     return "\n".join(map(printable, lines))
 
 
-def _other_programs(reports: Sequence[str | None], texts: Sequence[str | None]) -> ProgramError:
-    """Return the error for ranks with different programs: who they are, and what differs.
+class _Said(NamedTuple):
+    """What a rank tells where ranks differ: of its threads, of its table of costs, what it runs."""
 
-    Each text is what its rank says of its threads, a line, and then what it runs.
-    """
+    crowd: str
+    costs: str
+    what: str
+
+
+def _other_programs(reports: Sequence[str | None], said: Sequence[_Said]) -> ProgramError:
+    """Return the error for ranks with different programs: who they are, and what differs."""
     usual = Counter(reports).most_common(1)[0][0]
     there = reports.index(usual)
     others = [rank for rank, report in enumerate(reports) if report != usual]
-    where = []
+    where, tables = list[str](), list[str]()
     for report in dict.fromkeys(reports[rank] for rank in others):
         here = reports.index(report)
-        where += _difference(there, _program(texts[there]), here, _program(texts[here]))
-    crowds = [said for text in texts if (said := (text or "").partition("\n")[0])]
+        where += _difference(there, said[there].what, here, said[here].what)
+        if said[there].costs != said[here].costs:
+            tables += [f"rank {r}, costs: {said[r].costs or 'none'}" for r in (there, here)]
+    crowds = [x.crowd for x in said if x.crowd]
     if crowds:
         return ProgramError(crowds[0], where=[*crowds[1:], *where], because=BECAUSE, hint=HINT)
+    what = f"{ranks_text(others)} run{'s' * (len(others) == 1)} another program than rank {there}"
+    if tables:
+        return ProgramError(
+            f"{what}, and ha{'s' if len(others) == 1 else 've'} another table of costs",
+            where=[*dict.fromkeys(tables), *where],
+            because="a table of costs chooses what is overlapped, another one another program",
+            hint="pass a file that mdfuse calibrate wrote as Options(costs=...) on all ranks, the "
+            'same one, or Options(overlap="never")',
+        )
     return ProgramError(
-        f"{ranks_text(others)} run{'s' * (len(others) == 1)} another program than rank {there}",
+        what,
         where=where,
         because="all ranks run one program, with the same extents, options and versions",
         hint="compare print(program) on these ranks; "
         "pass the same extents= and Options(costs=...) on all of them",
     )
-
-
-def _program(text: str | None) -> str:
-    return (text or "").partition("\n")[2]
 
 
 def _difference(there: int, usual: str, here: int, other: str) -> list[str]:
