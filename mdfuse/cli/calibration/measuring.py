@@ -18,7 +18,7 @@ from torch import Tensor
 from mdfuse.cli.calibration import cold
 from mdfuse.cli.calibration.listing import subjects
 from mdfuse.cli.calibration.scales import Scale
-from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, ways
+from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, received, ways
 from mdfuse.cli.calibration.subjects import BETWEEN, OPTIONS, TURNS, Subject, chains, switches
 from mdfuse.cli.execution import timed
 from mdfuse.compiled.program import Program
@@ -239,22 +239,29 @@ class Measurements:
 
     def _take_slows(self, advance: Callable[[], object]) -> None:
         """Measure how much slower work is beside each kind of communication."""
-        start, costs, messages = time.perf_counter(), self.costs, self.scale.messages
+        start, costs = time.perf_counter(), self.costs
         product = costs.products[f"linear {dtype_name(self.scale.dtypes[0])}"]
         rows, n = self.scale.rows[-1], self.scale.features[-2]
         most = _SHORTER * product.seconds(rows, n, n)
         for way in ways(self.comm.size, self.backends):
-            link = costs.links[way.key]
-            size = max((x for x in messages if link.seconds(x) < most), default=messages[0])
+            size, sent = self._longest(way, costs.links[way.key], most)
             alone, both = (self._beside(way, size, sends=sends) for sends in (False, True))
             both -= self.times["run", "posting"][1]
-            self.times["slows", way.key] = {1: share(alone, BESIDE * link.seconds(size), both)}
+            self.times["slows", way.key] = {1: share(alone, BESIDE * sent, both)}
             advance()
         self.told(f"work beside communications: {time.perf_counter() - start:.1f} s")
 
     def _beside(self, way: Way, size: int, *, sends: bool) -> float:
         program = beside(self.scale, way, size, sends=sends)
         return seconds_of(self.comm, self._run_of(program, way.options), 1)
+
+    def _longest(self, way: Way, link: Link, most: float) -> tuple[int, float]:
+        """Return the size of the longest communication below some seconds, and its own."""
+        for size in self.scale.messages[::-1]:
+            sent = link.seconds(received(beside(self.scale, way, size, sends=True)))
+            if sent < most:
+                break
+        return size, sent
 
     def _take_caches(self) -> None:
         """Measure what work takes more where caches do not hold what it reads."""
@@ -268,7 +275,8 @@ class Measurements:
         found = cold.caches(self.scale, self.comm.size, prepared, run_s, switch_s)
         for kind, more in found.returns.items():
             self.times["returns", kind] = {1: more}
-        self.times["stale", "stale"] = {1: found.stale_s}
+        assert found.stale is not None
+        self.times["stale", "stale"] = dict(found.stale.points)
         self.told(f"what caches do not hold: {time.perf_counter() - start:.1f} s")
 
     def _run(self) -> float:
@@ -402,7 +410,8 @@ class Measurements:
         rows = self.times.items()
         returns = {key: points[1] for (table, key), points in rows if table == "returns"}
         core, shared = self.scale.core, self.scale.cache
-        return Caches(core=core, returns=returns, shared=shared, stale_s=stale[1])
+        by_rows = Curve(tuple(sorted(stale.items())))
+        return Caches(core=core, returns=returns, shared=shared, stale=by_rows)
 
     def _slows(self, key: str) -> float:
         return self.times.get(("slows", key), {}).get(1, 0.0)
