@@ -224,6 +224,11 @@ def products(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
                     yield from (_product(scale, mesh, dtype, is_linear, m, n, k) for k in features)
 
 
+def linear(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, m: int, n: int, k: int) -> Subject:
+    """Return the subject of a linear layer of so many rows, features and inner ones."""
+    return _product(scale, mesh, dtype, True, m, n, k)
+
+
 def _product(
     scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, is_linear: bool, m: int, n: int, k: int
 ) -> Subject:

@@ -192,10 +192,11 @@ def test_ranks_share_local_work_out(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measuring.Measurements, "_once", once)
         monkeypatch.setattr(comm, "all_ok", all_ok)
         found.take(lambda: None)
-    local = {(s.key, s.at) for kind in ("work", "products", "attention")
-             for s in subjects(TINY, 2)[kind]()}  # fmt: skip
-    alike = taken[0] & taken[1]
-    assert len(taken[0] & local) - len(taken[1] & local) in (0, 1) and not alike & local
+    alike, local = taken[0] & taken[1], set[object]()
+    for kind in ("work", "products", "attention"):
+        some = {(s.key, s.at) for s in subjects(TINY, 2)[kind]()}
+        assert len(taken[0] & some) - len(taken[1] & some) in (0, 1) and not alike & some
+        local |= some
     assert taken[0] | taken[1] == local | alike, "all of it"
     keys = [way.key for way in ways(2)]
     assert {key for key, _ in alike} == {*keys}, "what is sent is measured by all"
@@ -333,6 +334,7 @@ def test_subjects_are_measured_in_turns_and_the_least_counts(
 
     taken = measuring.Measurements
     monkeypatch.setattr(measuring, "subjects", lambda *args: {"work": lambda: iter(some)})
+    monkeypatch.setattr(measuring, "samples_of", lambda *args: [1.0])
     monkeypatch.setattr(taken, "_once", once)
     monkeypatch.setattr(taken, "_run_of", lambda self, host, options, comm: host)
     for name in ("_take_slows", "_take_caches"):
