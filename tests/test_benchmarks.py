@@ -587,6 +587,7 @@ def test_what_seeing_costs_is_measured(tmp_path: Path) -> None:
         ("costs-gloo-2", "predicted program"),
         ("costs-h200", "predicted on a GPU"),
         ("costs-nccl-2", "predicted on two GPUs"),
+        ("costs-nccl-2-h200", "predicted on two H200s"),
     ],
 )
 def test_predicted_times_that_the_page_shows(name: str, header: str) -> None:

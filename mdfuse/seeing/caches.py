@@ -3,7 +3,7 @@
 Costs are measured where one thing is done again and again, so that its code is in the cache of its
 core. In a program other work goes through more bytes than that holds before its like comes again.
 Weights are measured where some shared cache has them; a program that has many reads them from
-memory in each of its runs.
+memory in each of its runs. The more rows a product has, the more of that it does beside computing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import COMMUNICATIONS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.seeing.amounts import buffer_bytes, is_work, nbytes
+from mdfuse.seeing.amounts import buffer_bytes, is_work, nbytes, product
+from mdfuse.seeing.curves import Curve
 
 #: What all work has in common: what hands it to a library.
 ANY = "any"
@@ -31,7 +32,9 @@ class Caches:
             where it comes again behind so many bytes; "any" -> what any work takes more behind one
             of another kind that went through so many by itself.
         shared: bytes of inputs of a program that some cache has from run to run.
-        stale_s: seconds more for each byte that is read of inputs, in a program with more of them.
+        stale: seconds more for each byte that is read of inputs, in a program with more of them, by
+            rows of the product that reads them: of fewer than the first, and of what is no product,
+            the first; of more than the last, the last. None: nothing is known of it.
 
     Raises:
         ProgramError: a number is negative or infinite.
@@ -40,10 +43,10 @@ class Caches:
     core: int = 0
     returns: Mapping[str, float] = field(default_factory=dict)
     shared: int = 0
-    stale_s: float = 0.0
+    stale: Curve | None = None
 
     def __post_init__(self) -> None:
-        found = {"core": self.core, "shared": self.shared, "stale_s": self.stale_s}
+        found: dict[str, float] = {"core": self.core, "shared": self.shared}
         found |= {f"returns[{kind!r}]": seconds for kind, seconds in self.returns.items()}
         for name, number in found.items():
             is_number = isinstance(number, int | float) and not isinstance(number, bool)
@@ -57,6 +60,12 @@ class Caches:
     def again(self, kind: str) -> float:
         """Return the seconds that a kind of work takes more where its code is in no near cache."""
         return self.returns.get(kind, 0.0 if kind == ANY else self.returns.get("*", 0.0))
+
+    def of_memory(self, rows: int) -> float:
+        """Return the seconds more for each byte that a product of some rows reads from memory."""
+        if self.stale is None:
+            return 0.0
+        return self.stale.seconds(min(rows, self.stale.points[-1][0]))
 
 
 class Cold:
@@ -93,10 +102,15 @@ class Cold:
         kinds = _kinds(i)
         asked = kinds if kinds == self._before else (*kinds, ANY)
         lost = [k for k in asked if self._at - self._last[k] > self._caches.core]
-        read = sum(buffer_bytes(self._program, x) for x in {*i.reads} & self._stale)
         self._pass(i)
-        stale = self._caches.stale_s * min(read, nbytes(self._program, i))
-        return stale + sum(map(self._caches.again, lost))
+        return self._from_memory(self._caches, i) + sum(map(self._caches.again, lost))
+
+    def _from_memory(self, caches: Caches, i: Instruction) -> float:
+        read = sum(buffer_bytes(self._program, x) for x in {*i.reads} & self._stale)
+        if not read:
+            return 0.0
+        _, rows, *_ = product(self._program, i) or (1, 1)
+        return caches.of_memory(rows) * min(read, nbytes(self._program, i))
 
     def _pass(self, i: Instruction) -> None:
         self._last[ANY] = self._at

@@ -200,7 +200,7 @@ def costs_of(fields: Mapping[str, Any]) -> Costs:
         for name in ("products", "attentions")
     }
     caches = given.pop("caches", None)
-    given["caches"] = Caches(**caches) if caches is not None else None
+    given["caches"] = _caches(**caches) if caches is not None else None
     return Costs(**{**given, "links": links, "works": works, **grids})
 
 
@@ -211,6 +211,10 @@ def _link(
 ) -> Link:
     curves = {name: x and _curve(x) for name, x in (("curve", curve), ("cold", cold))}
     return Link(**numbers, **curves)  # type: ignore[arg-type]
+
+
+def _caches(stale: Sequence[Sequence[float]] | None = None, **others: Any) -> Caches:
+    return Caches(**others, stale=stale and _curve(stale))  # type: ignore[arg-type]
 
 
 def _curve(points: Sequence[Sequence[float]]) -> Curve:
@@ -240,7 +244,7 @@ def _costs_out(costs: Costs) -> dict[str, Any]:
         "flops": costs.flops,
         "bandwidth": costs.bandwidth,
         "is_fused": costs.is_fused,
-        "caches": asdict(costs.caches) if costs.caches is not None else None,
+        "caches": _caches_out(costs.caches) if costs.caches is not None else None,
         "links": links,
         "works": {key: curve.points for key, curve in costs.works.items()},
         "products": _grids_out(costs.products),
@@ -248,6 +252,11 @@ def _costs_out(costs: Costs) -> dict[str, Any]:
         "multiprocessors": costs.multiprocessors,
         "cache": costs.cache,
     }
+
+
+def _caches_out(caches: Caches) -> dict[str, Any]:
+    stale = caches.stale and caches.stale.points
+    return asdict(replace(caches, stale=None)) | {"stale": stale}
 
 
 def _grids_out(grids: Mapping[str, Grid]) -> dict[str, Any]:

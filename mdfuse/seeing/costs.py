@@ -118,8 +118,9 @@ class Costs:
             written; "across f32" of elementwise work whose operands lie in different memory
             orders; "compiled f32", "compiled across f32" and "compiled rows across f32" of kernels
             that are compiled; "one query f32" of attention whose heads have one query each;
-            "attention f32 64", or "attention f32 64 causal", where heads have 64 features ->
-            seconds by operations, counted as if nothing was masked.
+            "query f32 64", or "query f32 64 causal", of attention on a processor where heads have
+            64 features -> seconds of each query of a head, by keys; "attention f32 64", likewise
+            "causal" -> seconds by operations, counted as if nothing was masked.
         attentions: "bf16", or "bf16 causal" -> seconds by blocks of 128 queries of all heads, keys
             and features of a head; it goes before the curves.
         multiprocessors: of a GPU: that many blocks are computed at once, so times rise in steps; 0:
@@ -298,7 +299,7 @@ class Costs:
             return a.passes * one.seconds(max(moved, 1))
         grid = self.attentions.get(dtype + a.mask, self.attentions.get(dtype))
         if grid is None:
-            return self._attention_by_operations(count, dtype, a, moved)
+            return self._attention_of_heads(count, dtype, a, moved)
         counts, _, heads = grid.axes
         features = min((x for x in heads if x >= a.features), default=a.features)
         blocks: float = a.blocks
@@ -307,16 +308,27 @@ class Costs:
         sizes = (1, 1, features) if a.queries == 1 else (blocks, a.keys, features)
         return max(self._bytes(moved, dtype), a.passes * grid.seconds(*sizes))
 
-    def _attention_by_operations(self, count: int, dtype: str, a: Attention, moved: int) -> float:
-        """Return the seconds of attention, as measured with heads of the nearest size."""
-        key = f"attention {dtype} "
-        after = (k.removeprefix(key) for k in self.works if k.startswith(key))
+    def _attention_of_heads(self, count: int, dtype: str, a: Attention, moved: int) -> float:
+        """Return the seconds of attention, as measured with heads of the nearest size.
+
+        A core computes query by query, each of which goes through all keys; where that was not
+        measured, operations are what counts.
+        """
+        made = count / self.flops
+        if (curve := self._nearest(f"query {dtype}", a)) is not None:
+            made = a.passes * a.heads * a.queries * curve.seconds(max(a.keys, 1))
+        elif (curve := self._nearest(f"attention {dtype}", a)) is not None:
+            made = a.passes * curve.seconds(max(count / a.passes, 1))
+        return max(self._bytes(moved, dtype), made)
+
+    def _nearest(self, key: str, a: Attention) -> Curve | None:
+        """Return the curve of heads of the nearest size, with the mask where it was measured."""
+        after = (k.removeprefix(key + " ") for k in self.works if k.startswith(key + " "))
         sizes = {int(size) for size in after if size.isdecimal()}
         if not sizes:
-            return max(self._bytes(moved, dtype), count / self.flops)
-        key += str(min(sizes, key=lambda size: abs(math.log(size / max(a.features, 1)))))
-        curve = self.works.get(key + a.mask, self.works[key])
-        return max(self._bytes(moved, dtype), a.passes * curve.seconds(max(count / a.passes, 1)))
+            return None
+        key += f" {min(sizes, key=lambda size: abs(math.log(size / max(a.features, 1))))}"
+        return self.works.get(key + a.mask, self.works[key])
 
     def _modelled(self, program: HostProgram, i: Instruction) -> float:
         moved = nbytes(program, i) / self.bandwidth

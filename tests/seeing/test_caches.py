@@ -11,12 +11,13 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
 from mdfuse.seeing.caches import Caches, Cold
 from mdfuse.seeing.costs import Costs
+from mdfuse.seeing.curves import Curve
 from mdfuse.seeing.timeline import timeline
 
 MESH = DeviceMesh([0])
 
 #: 2,000 bytes go through a core's cache, 1 s for gelu and 0.25 s for all else that comes again.
-CACHES = Caches(core=2000, returns={"gelu": 1.0, "*": 0.25}, shared=1 << 20, stale_s=1e-3)
+CACHES = Caches(core=2000, returns={"gelu": 1.0, "*": 0.25}, shared=1 << 20)
 
 
 def chain(*names: str, size: int = 100) -> HostProgram:
@@ -63,12 +64,26 @@ def test_inputs_of_a_program_with_many_come_from_memory() -> None:
         fd.add_output(fd.ops.add(z, fd.ops.permute(x, [1, 0])))
         fd.add_output(fd.ops.neg(z))
     host = mf.compile(fd, mf.Options(compile="never")).host
-    found = Caches(core=1 << 20, shared=255, stale_s=1e-3)
+    found = Caches(core=1 << 20, shared=255, stale=Curve(((4.0, 1e-3), (32.0, 5e-4))))
     mine = host.project(0).as_run
     cold = Cold(mine, found)
     rows = [(i.fn, cold.seconds(i)) for i in mine.instructions if i.fn in ("exp", "add", "neg")]
     assert dict(rows) == pytest.approx({"exp": 0.128, "add": 0.128, "neg": 0.0})
     assert sum(more(host, replace(found, shared=256))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "each"), [(1, 8e-6), (4, 8e-6), (18, 5e-6), (32, 2e-6), (99, 2e-6)]
+)
+def test_the_more_rows_a_product_has_the_less_it_waits_for_weights(rows: int, each: float) -> None:
+    with mf.FusionDefinition("product") as fd:
+        x = fd.define_tensor([rows, 4], torch.float32, mesh=MESH)
+        w = fd.define_tensor([16, 4], torch.float32, mesh=MESH)
+        fd.add_output(fd.ops.linear(fd.ops.neg(x), w))
+    found = Caches(core=1 << 20, stale=Curve(((4.0, 8e-6), (32.0, 2e-6))))
+    host = mf.compile(fd, mf.Options(compile="never")).host
+    assert more(host, found) == pytest.approx([rows * 4 * 4 * 8e-6, 16 * 4 * 4 * each])
+    assert sum(more(host, replace(found, stale=None))) == 0.0
 
 
 def test_timelines_have_it() -> None:
@@ -85,7 +100,6 @@ def test_timelines_have_it() -> None:
     [
         ({"core": -1}, "core=-1"),
         ({"shared": True}, "shared=True"),
-        ({"stale_s": float("nan")}, "stale_s=nan"),
         ({"returns": {"gelu": float("inf")}}, "returns['gelu']=inf"),
         ({"returns": {"gelu": "much"}}, "returns['gelu']='much'"),
     ],

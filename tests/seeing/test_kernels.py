@@ -107,6 +107,21 @@ def test_attention_takes_what_heads_of_the_nearest_size_take() -> None:
     assert round(attending(8, 48, is_causal=True), 3) == count
 
 
+def test_a_processor_computes_attention_query_by_query() -> None:
+    """Each takes what its keys take, however few there are; operations count no more."""
+    with mf.FusionDefinition("attending") as fd:
+        q = fd.define_tensor([3, 2, 5, 64], mesh=DeviceMesh([0]))
+        k, v = (fd.define_tensor([3, 2, 40, 64], mesh=DeviceMesh([0])) for _ in range(2))
+        fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v))
+    host = mf.compile(fd, mf.Options(compile="never")).host.project(0)
+    (i,) = (i for i in host.instructions if i.fn == "scaled_dot_product_attention")
+    byte = Curve(((1.0, 1e-9), (1e12, 1.0)))
+    works = {"attention f32 64": byte, "* f32": byte}
+    for size, more in ((64, 1.0), (128, 2.0)):
+        works[f"query f32 {size}"] = Curve(((20.0, more), (60.0, 3 * more)))
+    assert Costs(works=works).seconds(host, i) == 3 * 2 * 5 * 2.0
+
+
 def attention_of(
     heads: int,
     queries: int,

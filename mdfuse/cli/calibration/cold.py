@@ -18,6 +18,7 @@ from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.program import HostProgram
 from mdfuse.mesh import DeviceMesh
 from mdfuse.seeing.caches import ANY, Caches
+from mdfuse.seeing.curves import Curve
 
 #: Rows and columns of what work reads behind products: so few that its bytes take no time.
 _ROWS, _COLUMNS = 32, 512
@@ -34,8 +35,9 @@ Timer = Callable[[], float]
 #: Kinds of work: those with curves of their own, products, attention.
 KINDS = (*WORKS, "linear", "scaled_dot_product_attention")
 
-#: Rows of products that read weights from memory: as few as decoding has.
-_FEW = 4
+#: Rows of products that read weights from memory: as few as decoding has, and so many that most of
+#: it comes while they compute.
+_STREAMED = 4, 32
 
 #: How many times the weights are that come from memory, of those that are in some cache.
 _MORE = 8
@@ -68,9 +70,26 @@ def caches(
     any_s, *_ = statistics.quantiles(returns.values(), n=4)  # the least is what noise took off
     returns = {kind: max(0.0, more - any_s) for kind, more in returns.items()}
     returns |= {"*": statistics.median(returns.values()), ANY: any_s}
-    few, many = ((n, prepared(host)()) for n, host in streamed(scale, mesh))
-    stale_s = max(0.0, (many[1] - run_s) / many[0] - (few[1] - run_s) / few[0])
-    return Caches(core=scale.core, returns=returns, shared=scale.cache, stale_s=stale_s)
+    stale = {m: _stale(scale, mesh, m, prepared, run_s) for m in _STREAMED}
+    curve = Curve(tuple((float(m), seconds) for m, seconds in stale.items()))
+    return Caches(core=scale.core, returns=returns, shared=scale.cache, stale=curve)
+
+
+#: Seconds of a byte are above 0.
+_LEAST_S = 1e-15
+
+
+def _stale(
+    scale: Scale,
+    mesh: DeviceMesh,
+    rows: int,
+    prepared: Callable[[HostProgram], Timer],
+    run_s: float,
+) -> float:
+    """Return what a byte of weights takes more from memory, by products of some rows."""
+    programs = [(size, prepared(host)) for size, host in streamed(scale, mesh, rows)]
+    found = [[(timer() - run_s) / size for size, timer in programs] for _ in range(_LOOKS)]
+    return max(_LEAST_S, statistics.median(many - few for few, many in found))
 
 
 def _side(scale: Scale) -> int:
@@ -110,14 +129,14 @@ def turns(scale: Scale, mesh: DeviceMesh, kind: str | None, is_behind: bool) -> 
     return repeated(compile(fd, OPTIONS).host, 1, frees=True)
 
 
-def streamed(scale: Scale, mesh: DeviceMesh) -> Iterator[tuple[int, HostProgram]]:
+def streamed(scale: Scale, mesh: DeviceMesh, rows: int) -> Iterator[tuple[int, HostProgram]]:
     """Yield products with as many weights as some cache has, and with many more; and the bytes."""
     dtype, n = scale.dtypes[0], _side(scale)
     size = n * n * dtype.itemsize
     for total in (scale.cache, scale.cache * _MORE):
         count = max(1, total // size)
         with FusionDefinition("streamed") as fd:
-            x = fd.define_tensor([_FEW, n], dtype, mesh=mesh)
+            x = fd.define_tensor([rows, n], dtype, mesh=mesh)
             for _ in range(count):
                 fd.add_output(fd.ops.linear(x, fd.define_tensor([n, n], dtype, mesh=mesh)))
         yield count * size, repeated(compile(fd, OPTIONS).host, 1, frees=True)

@@ -171,9 +171,9 @@ def kinds(costs: Costs) -> Table:
     found.add_row("behind other work", time_text(costs.switch_s), "", "")
     for key, curve in costs.works.items():
         size, seconds = curve.points[-1]
-        is_attention = "attention" in key
-        speed = f"{size / seconds / 1e9:.4g} G{'FLOP' if is_attention else 'B'}/s"
-        what = f"{size / 1e9:.3g} GFLOP" if is_attention else size_text(round(size))
+        what, speed = size_text(round(size)), f"{size / seconds / 1e9:.4g} GB/s"
+        if key.startswith("query"):
+            what, speed = f"{size:.0f} keys", ""
         found.add_row(key, time_text(curve.points[0][1]), what, speed)
     for key, grid in costs.products.items():
         m, n, k = (axis[-1] for axis in grid.axes)

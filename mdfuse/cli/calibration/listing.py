@@ -9,7 +9,7 @@ from mdfuse.cli.calibration.scales import Scale, blocks_of
 from mdfuse.cli.calibration.sending import USUAL, Backends, links, ways
 from mdfuse.cli.calibration.subjects import (
     FEW,
-    HEADS,
+    MASKS,
     WORKS,
     Subject,
     attentions,
@@ -37,11 +37,12 @@ def points(scale: Scale, ranks: int, backends: Backends = USUAL) -> int:
     few = math.ceil(len(scale.features) / 2) ** 2 * math.ceil(len(scale.rows) / 2)
     many = len(scale.features) ** 2 * len(scale.rows)
     of_types = len(scale.dtypes)
+    blocks = sum(max(1, len(blocks_of(scale, mask))) for mask in MASKS)
     return (
         (len(WORKS) + 2 + (of_types - 1) * (len(FEW) + 2)) * len(scale.sizes)
         + many + few + (of_types - 1) * 2 * few
         + 3 * len(scale.compiled)
-        + 2 * len(HEADS) * len(scale.lengths) * max(1, len(blocks_of(scale)))
+        + len(scale.heads) * len(scale.lengths) * blocks
         + len(scale.lengths)
         + len(ways(ranks, backends)) * (len(scale.messages) + len(scale.chilled))
     )  # fmt: skip

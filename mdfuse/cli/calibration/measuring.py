@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,16 @@ from torch import Tensor
 from mdfuse.cli.calibration import cold
 from mdfuse.cli.calibration.listing import subjects
 from mdfuse.cli.calibration.scales import Scale
-from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, ways
-from mdfuse.cli.calibration.subjects import BETWEEN, OPTIONS, TURNS, Subject, chains, switches
+from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, received, ways
+from mdfuse.cli.calibration.subjects import (
+    BETWEEN,
+    OPTIONS,
+    TURNS,
+    Subject,
+    chains,
+    linear,
+    switches,
+)
 from mdfuse.cli.execution import timed
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options
@@ -47,9 +55,8 @@ _EVERY = 16
 #: Of the time of a product, how long a communication beside it takes at most.
 _SHORTER = 0.8
 
-#: Subjects after which what was measured is given back; and that are prepared together where each
-#: is measured more than once.
-_KEPT, _TOGETHER = 4, 16
+#: Subjects that are prepared together where each is measured once; else those between two looks.
+_KEPT = 4
 
 
 Call = Callable[[], object]
@@ -182,35 +189,52 @@ class Measurements:
         self.times["run", "posting"] = {1: self._posting() if is_more else 0.0}
 
     def take(self, advance: Callable[[], object]) -> None:
-        """Measure everything else; `advance` is called after each subject."""
-        probe: Call | None = None
-        calls: list[Call]
-        seen = done = 0
-        for some in self._subjects():
-            comm = self._ranks(some[0])
-            if probe is None and (of_size := [x for x in some if x.at == self._probed]):
-                probe = self._run_of(of_size[0].program, of_size[0].options, comm)
-            mine = some
-            if comm is self.alone:  # ranks share out what each runs by itself
-                mine = [x for n, x in enumerate(some, seen) if n % self.comm.size == self.comm.rank]
-            # ranks that communicate keep in step
-            count = seen if some[0].is_sent else done
-            if mine and (self.scale.passes > 1 or count % _KEPT == 0):
-                calls = []  # what they hold is garbage, too
-                collected()
-            calls = [self._run_of(x.program, x.options, comm) for x in mine]
-            for subject, call in [*zip(mine, calls, strict=True)] * self.scale.passes:
-                self._note(subject, self._once(subject, call))
-            if mine and probe is not None and (self.scale.passes > 1 or count % _EVERY == 0):
+        """Measure everything else; `advance` is called for each subject."""
+        probe, together = self._probe(), self._together
+        for n, some in enumerate(self._subjects(advance, together)):
+            self._measure(some)
+            if n * together % _EVERY == 0:
                 self.calm += samples_of(self.alone or self.comm, probe, 1)
-            seen, done = seen + len(some), done + len(mine)
-            for _ in some:
-                advance()
         self._take_slows(advance)
         self.times["run", "switch"] = {1: self._switch()}
         if self.scale.core:
             self._take_caches()
         self._share()
+
+    def _subjects(self, advance: Callable[[], object], together: int) -> Iterator[list[Subject]]:
+        """Yield what this rank measures, so many at once; of each kind all ranks then know all."""
+        for name, some in subjects(self.scale, self.comm.size, self.backends).items():
+            start, mine = time.perf_counter(), self._mine(some(), advance)
+            while chunk := [*itertools.islice(mine, together)]:
+                yield chunk
+            self._share()
+            self.told(f"{name}: {time.perf_counter() - start:.1f} s")
+
+    def _mine(self, some: Iterable[Subject], advance: Callable[[], object]) -> Iterator[Subject]:
+        """Yield those of this rank: ranks share out what each runs by itself."""
+        for n, subject in enumerate(some):
+            if self._ranks(subject) is self.comm or n % self.comm.size == self.comm.rank:
+                yield subject
+            advance()
+
+    def _measure(self, some: Sequence[Subject]) -> None:
+        """Measure subjects that are prepared together, in turns where each is measured again."""
+        collected()  # what those before them held is garbage
+        calls = [self._run_of(x.program, x.options, self._ranks(x)) for x in some]
+        for subject, call in [*zip(some, calls, strict=True)] * self.scale.passes:
+            self._note(subject, self._once(subject, call))
+
+    @property
+    def _together(self) -> int:
+        """How many subjects are prepared together."""
+        return _EVERY if self.scale.passes > 1 else _KEPT
+
+    def _probe(self) -> Call:
+        """Return a run of the product that is looked at again and again."""
+        n = self.scale.features[1]
+        mesh = DeviceMesh.arange(x=self.comm.size)
+        found = linear(self.scale, mesh, self.scale.dtypes[0], self.scale.rows[-1], n, n)
+        return self._run_of(found.program, found.options, self._ranks(found))
 
     def _ranks(self, subject: Subject) -> Communicator:
         """Return who runs a subject: all ranks what communicates, each by itself what does not."""
@@ -239,22 +263,29 @@ class Measurements:
 
     def _take_slows(self, advance: Callable[[], object]) -> None:
         """Measure how much slower work is beside each kind of communication."""
-        start, costs, messages = time.perf_counter(), self.costs, self.scale.messages
+        start, costs = time.perf_counter(), self.costs
         product = costs.products[f"linear {dtype_name(self.scale.dtypes[0])}"]
         rows, n = self.scale.rows[-1], self.scale.features[-2]
         most = _SHORTER * product.seconds(rows, n, n)
         for way in ways(self.comm.size, self.backends):
-            link = costs.links[way.key]
-            size = max((x for x in messages if link.seconds(x) < most), default=messages[0])
+            size, sent = self._longest(way, costs.links[way.key], most)
             alone, both = (self._beside(way, size, sends=sends) for sends in (False, True))
             both -= self.times["run", "posting"][1]
-            self.times["slows", way.key] = {1: share(alone, BESIDE * link.seconds(size), both)}
+            self.times["slows", way.key] = {1: share(alone, BESIDE * sent, both)}
             advance()
         self.told(f"work beside communications: {time.perf_counter() - start:.1f} s")
 
     def _beside(self, way: Way, size: int, *, sends: bool) -> float:
         program = beside(self.scale, way, size, sends=sends)
         return seconds_of(self.comm, self._run_of(program, way.options), 1)
+
+    def _longest(self, way: Way, link: Link, most: float) -> tuple[int, float]:
+        """Return the size of the longest communication below some seconds, and its own."""
+        for size in self.scale.messages[::-1]:
+            sent = link.seconds(received(beside(self.scale, way, size, sends=True)))
+            if sent < most:
+                break
+        return size, sent
 
     def _take_caches(self) -> None:
         """Measure what work takes more where caches do not hold what it reads."""
@@ -268,7 +299,8 @@ class Measurements:
         found = cold.caches(self.scale, self.comm.size, prepared, run_s, switch_s)
         for kind, more in found.returns.items():
             self.times["returns", kind] = {1: more}
-        self.times["stale", "stale"] = {1: found.stale_s}
+        assert found.stale is not None
+        self.times["stale", "stale"] = dict(found.stale.points)
         self.told(f"what caches do not hold: {time.perf_counter() - start:.1f} s")
 
     def _run(self) -> float:
@@ -305,22 +337,6 @@ class Measurements:
             run_s = self.times["run", "run"][1]
             found.append((both - product - other + run_s) / (2 * TURNS))
         return max(0.0, statistics.median(found))
-
-    @property
-    def _probed(self) -> tuple[int, int, int]:
-        """The product that is looked at again and again."""
-        n = self.scale.features[1]
-        return self.scale.rows[-1], n, n
-
-    def _subjects(self) -> Iterator[list[Subject]]:
-        """Yield what is prepared together: several, where they are measured more than once."""
-        many = _TOGETHER if self.scale.passes > 1 else 1
-        for name, some in subjects(self.scale, self.comm.size, self.backends).items():
-            start, found = time.perf_counter(), some()
-            while chunk := [*itertools.islice(found, many)]:
-                yield chunk
-            self._share()
-            self.told(f"{name}: {time.perf_counter() - start:.1f} s")
 
     def _run_of(
         self, program: HostProgram, options: Options, comm: Communicator | None = None
@@ -402,7 +418,8 @@ class Measurements:
         rows = self.times.items()
         returns = {key: points[1] for (table, key), points in rows if table == "returns"}
         core, shared = self.scale.core, self.scale.cache
-        return Caches(core=core, returns=returns, shared=shared, stale_s=stale[1])
+        by_rows = Curve(tuple(sorted(stale.items())))
+        return Caches(core=core, returns=returns, shared=shared, stale=by_rows)
 
     def _slows(self, key: str) -> float:
         return self.times.get(("slows", key), {}).get(1, 0.0)

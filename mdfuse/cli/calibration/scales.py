@@ -34,6 +34,7 @@ class Scale:
         rows: m of products.
         features: n and k.
         lengths: of the sequences of attention.
+        heads: features of a head of attention; fewer take on a GPU what the next ones take.
         multiprocessors: of a GPU, whose attention is measured by blocks; 0: by operations.
         compiled: bytes, as of pointwise work, of kernels that are compiled, which takes seconds.
         messages: bytes of communications; on a GPU more of them where NCCL begins to send in
@@ -62,6 +63,7 @@ class Scale:
     rows: tuple[int, ...]
     features: tuple[int, ...]
     lengths: tuple[int, ...]
+    heads: tuple[int, ...]
     multiprocessors: int
     compiled: tuple[int, ...]
     messages: tuple[int, ...]
@@ -87,6 +89,7 @@ CPU = Scale(
     rows=(1, 2, 4, 8, 32, 128, 512),
     features=(64, 256, 1024, 4096),
     lengths=(32, 128, 512),
+    heads=(32, 64, 128),
     multiprocessors=0,
     compiled=(),
     messages=tuple(1 << n for n in (8, 12, 15, 18, 20, 22, 24)),
@@ -110,7 +113,8 @@ GPU = Scale(
     sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
     rows=(1, 16, 128, 256, 512, 1024, 2048, 4096),
     features=(256, 1024, 2048, 4096, 8192, 16384),
-    lengths=(64, 512, 2048, 4096),
+    lengths=(64, 512, 4096),
+    heads=(64, 128),
     multiprocessors=132,
     compiled=(1 << 20, 1 << 24),
     messages=(
@@ -124,17 +128,18 @@ GPU = Scale(
 )
 
 
-#: How many blocks a multiprocessor has where most are there at once.
-_WAVES = 1, 2, 4
+#: Mask -> how many blocks a multiprocessor has where most are there at once. Without a mask those
+#: of a wave end together: each wave takes as long.
+_WAVES = {"": (1, 4), " causal": (1, 2, 4)}
 
 
-def blocks_of(scale: Scale) -> list[int]:
+def blocks_of(scale: Scale, mask: str = "") -> list[int]:
     """Return how many blocks attention is measured with on a GPU: few, and as many as fill all of
     its multiprocessors some times; each a multiple of what the longest sequence has in a head.
 
-    >>> blocks_of(GPU)
-    [32, 128, 256, 512]
+    >>> blocks_of(GPU), blocks_of(GPU, " causal")
+    ([32, 128, 512], [32, 128, 256, 512])
     """
     one = math.ceil(scale.lengths[-1] / QUERIES)
-    full = (max(1, n * scale.multiprocessors // one) * one for n in _WAVES)
+    full = (max(1, n * scale.multiprocessors // one) * one for n in _WAVES[mask])
     return sorted({one, *full}) if scale.multiprocessors else []

@@ -172,17 +172,22 @@ def _behind(scale: Scale, way: Way, host: HostProgram) -> Subject:
     )
 
 
+def received(host: HostProgram) -> int:
+    """Return the bytes that a rank receives by the first communication of a program, at least 1."""
+    comm, *_ = host.communications
+    return max(1, *(comm.bytes_received(rank) for rank in comm.destination.mesh.ranks))
+
+
 def _sent(scale: Scale, way: Way, host: HostProgram) -> Subject:
-    comm = next(i.comm for i in host.instructions if i.op in POSTS and i.comm is not None)
-    moved = max(comm.bytes_received(rank) for rank in comm.destination.mesh.ranks)
+    moved = received(host)
     once = max(4 * moved / scale.bandwidth, 10 * ONCE_S)  # slower than memory
     loops = how_often(scale, once)
-    mine = host.project(comm.source.mesh.ranks[0])
+    mine = host.project(host.communications[0].source.mesh.ranks[0])
     local = tuple(i for i in mine.instructions if is_work(i))
     return Subject(
         table="links",
         key=way.key,
-        at=float(max(1, moved)),
+        at=float(moved),
         program=repeated(host, loops, frees=True),
         times=loops,
         runs=runs_of(scale, once * loops),

@@ -86,6 +86,13 @@ _LEAST_WEIGHTS, _LONGER = 4, 5
 
 _Apply = Callable[[Any, Any, int], Any]
 
+
+def _norm(name: str, fd: Any, x: Any, n: int, weights: int) -> Any:
+    """Define a norm with the weights that models have: a library goes another way without them."""
+    given = [fd.define_tensor([n], x.dtype, mesh=x.layout.mesh) for _ in range(weights)]
+    return getattr(torch.nn.functional, name)(x, (n,), *given)
+
+
 #: Work with curves of its own: name -> (definition, x, columns) -> result.
 WORKS: dict[str, _Apply] = {
     "add": lambda fd, x, n: x + x,
@@ -99,8 +106,8 @@ WORKS: dict[str, _Apply] = {
     "rsqrt": lambda fd, x, n: fd.ops.rsqrt(x),
     "sum": lambda fd, x, n: fd.ops.sum(x, [-1]),
     "softmax": lambda fd, x, n: fd.ops.softmax(x, -1),
-    "layer_norm": lambda fd, x, n: torch.nn.functional.layer_norm(x, (n,)),
-    "rms_norm": lambda fd, x, n: torch.nn.functional.rms_norm(x, (n,)),
+    "layer_norm": lambda fd, x, n: _norm("layer_norm", fd, x, n, 2),
+    "rms_norm": lambda fd, x, n: _norm("rms_norm", fd, x, n, 1),
     "cat": lambda fd, x, n: torch.cat((x, x), -1),
 }
 
@@ -217,6 +224,11 @@ def products(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
                     yield from (_product(scale, mesh, dtype, is_linear, m, n, k) for k in features)
 
 
+def linear(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, m: int, n: int, k: int) -> Subject:
+    """Return the subject of a linear layer of so many rows, features and inner ones."""
+    return _product(scale, mesh, dtype, True, m, n, k)
+
+
 def _product(
     scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, is_linear: bool, m: int, n: int, k: int
 ) -> Subject:
@@ -232,20 +244,25 @@ def _product(
     return _local(scale, "products", compile(fd, OPTIONS).host)
 
 
-#: Features of a head of attention.
-HEADS = 32, 64, 128
+#: How many heads a processor computes, one after the other.
+_HEADS = 16
+
+#: How attention may be masked.
+MASKS = "", " causal"
 
 
 def attentions(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
     """Yield attention, with and without a causal mask: on a GPU by blocks, keys and features of a
-    head, else by operations."""
+    head, else of each query by keys."""
     dtype = scale.dtypes[0]
     name = dtype_name(dtype)
-    for mask, head, length in itertools.product(("", " causal"), HEADS, scale.lengths):
+    for mask, head, length in itertools.product(MASKS, scale.heads, scale.lengths):
         if not scale.multiprocessors:
-            found = _attention(scale, mesh, [1, 16, length, head], mask)
-            yield replace(found, key=f"attention {name} {head}{mask}")
-        for blocks in blocks_of(scale):
+            found = _attention(scale, mesh, [1, _HEADS, length, head], mask)
+            times = found.times * _HEADS * length
+            key = f"query {name} {head}{mask}"
+            yield replace(found, key=key, at=float(length), times=times)
+        for blocks in blocks_of(scale, mask):
             heads = blocks // math.ceil(length / QUERIES)
             found = _attention(scale, mesh, [1, heads, length, head], mask)
             at = blocks, length, head
