@@ -179,11 +179,13 @@ class DimRows:
         return self._once(key, lambda: self._sum(self._length(axes, is_needed, "sender")))
 
     def _sum(self, found: Any) -> Any:
-        """Return what the ranks of each host have together."""
+        """Return what the ranks of each host have together; a number where that is the same."""
         if not np.ndim(found):
             return found
         k = len(self.sizes)
-        return found.sum(tuple(range(k, 3 * k)))
+        found = found.sum(tuple(range(k, 3 * k)))
+        first = found.item(0)
+        return first if found.size == 1 or (found == first).all() else found
 
     def _of_ranks(self, have: _Axes, need: _Axes) -> OfRanks:
         own = self.overlap(have, need)[1] > 0

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, cast
 
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.aligned import Aligned, Splits
 from mdfuse.layouts.blocks import segments, split
 from mdfuse.layouts.boxes import Rows
@@ -31,6 +32,7 @@ from mdfuse.layouts.lacks import (
 )
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.side import Side
+from mdfuse.mesh import DeviceMesh
 from mdfuse.reshard.clock import is_timed, nanoseconds, through_teams
 
 
@@ -54,6 +56,32 @@ class Move(NamedTuple):
     to_dim: int | None = None
 
 
+class Tables(NamedTuple):
+    """What is known of a tensor on a mesh, wherever a search on it leads."""
+
+    #: what splits dims -> elements of the largest part
+    parts: dict[Splits, int]
+    #: dim, the axes that split it -> rows of the first rank
+    first_rows: dict[tuple[int, tuple[int, ...]], int]
+    #: axes -> how many ranks there are along them
+    counts: dict[tuple[int, ...], int]
+    #: whether pairs count, axes -> how many teams, or pairs of ranks, are on several hosts
+    teams: dict[tuple[bool, tuple[int, ...]], int]
+    #: what splits dims before and afterwards, copies -> what an exchange brings
+    lacks: dict[tuple[Splits, Splits, int], tuple[int, int]]
+
+
+def tables_of(layout: Layout, shape: tuple[int, ...]) -> Tables:
+    """Return the tables of a mesh and extents; those of dims in blocks, or of symbols, are new."""
+    is_plain = not layout.blocked and not is_symbolic(shape)
+    return _tables(layout.mesh, shape) if is_plain else Tables({}, {}, {}, {}, {})
+
+
+@lru_cache(maxsize=64)
+def _tables(mesh: DeviceMesh, shape: tuple[int, ...]) -> Tables:
+    return Tables({}, {}, {}, {}, {})
+
+
 @dataclass
 class Costs:
     """What is on the way from one layout to another on one mesh, for a tensor of some extents."""
@@ -65,14 +93,8 @@ class Costs:
     #: whether what arrives at others than the worst rank is no matter
     is_worst_alone: bool = False
     layouts: dict[Node, Layout] = field(default_factory=dict)
-    #: what splits dims -> elements of the largest part
-    parts: dict[Splits, int] = field(default_factory=dict)
-    #: dim, the axes that split it -> rows of the first rank
-    first_rows: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     #: axis, whether replicas may share work -> the dims that it may split next
     known_dims: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
-    #: axes -> how many ranks there are along them
-    counts: dict[tuple[int, ...], int] = field(default_factory=dict)
     #: node without a Partial -> cost of all that is left
     left: dict[Node, int] = field(default_factory=dict)
     #: node -> cost of what is left, at least
@@ -81,10 +103,12 @@ class Costs:
     crossings: dict[tuple[Node, Node], int] = field(default_factory=dict)
     #: axes that are Partial -> what crosses hosts at least
     crossed: dict[tuple[int, ...], int] = field(default_factory=dict)
-    #: whether pairs count, axes -> how many teams, or pairs of ranks, are on several hosts
-    teams: dict[tuple[bool, tuple[int, ...]], int] = field(default_factory=dict)
     #: what nodes without terms hold, or need
     sides: dict[Node, Side] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = tables_of(self.source, self.shape)
+        self.parts, self.first_rows, self.counts, self.teams, self.lacks = known
 
     # -- nodes and layouts -----------------------------------------------------------------------
 
@@ -259,6 +283,13 @@ class Costs:
             self.crossings[here, after] = self.between(here, after).crossing()
         return self.crossings[here, after]
 
+    def least_into(self, here: Node, after: Node) -> int:
+        """Return what an exchange takes between hosts at least, quickly."""
+        if self.digits is None:
+            return 0
+        between = cast(Aligned, self.between(here, after))
+        return between.least_into(self.part(here), math.prod(self.shape))
+
     def between(self, here: Node, after: Node) -> Aligned | ByRank:
         """Return the exchange from one node to another, of terms that are there before."""
         if self.digits is None:
@@ -322,7 +353,11 @@ class Costs:
         if self.is_special:
             held = self.layout(here._replace(partial=(), made=()))
             return lacks(held, self.layout(after._replace(made=())), self.shape, copies)
-        return most_and_mean(self.missing(here, after, copies))
+        key = here.splits, after.splits, copies
+        found = self.lacks.get(key)
+        if found is None:
+            found = self.lacks[key] = most_and_mean(self.missing(here, after, copies))
+        return found
 
     def is_lacking(self, here: Node, after: Node) -> bool:
         """Whether some rank needs more than its part; the first one does where parts grow."""

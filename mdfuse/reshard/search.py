@@ -278,7 +278,8 @@ class Search(Costs):
         if not self.is_timed:
             return self.dearer(self.weighed(UNIT * arrives, self.shared(here)))
         starts = max(self.least_messages(here, after), 1)
-        least = nanoseconds(starts, UNIT * arrives, 0, self.itemsize)
+        crosses = self.least_into(here, after)
+        least = nanoseconds(starts, UNIT * arrives, crosses, self.itemsize)
         # and what follows: all that is left at this node
         return least if is_reducing else max(least, self.to_go(here) - self.least(after))
 

@@ -176,9 +176,7 @@ def _search(source: Layout, destination: Layout, shape: tuple[int, ...], itemsiz
 
 
 #: what of a search is about nodes and where they go to, and not about where it starts
-_SHARED = (
-    "parts", "first_rows", "known_dims", "counts", "left", "leasts", "crossings", "teams",
-)  # fmt: skip
+_SHARED = ("known_dims", "left", "leasts", "crossings")
 
 
 @lru_cache(maxsize=64)
