@@ -50,6 +50,8 @@ class Aligned:
 
     def crossing(self) -> int:
         """Return the elements through the host that takes in or gives out most."""
+        if self.is_on_hosts:
+            return 0
         digits, split, dims = self.digits, sum(self.need, ()), self.dims
         needs, both = math.prod([d.needs for d in dims]), self._both(dims)
         into = self._count(self.reduced) * needs - digits.ranks(self.reduced) * both
@@ -61,23 +63,20 @@ class Aligned:
         out = -(-(digits.ranks(self.terms) * given) // digits.hosts(source))
         return max(digits.ranks_but(split) * most(into), most(out))
 
-    def least_into(self, part: int, total: int) -> int:
-        """Return `crossing` at least, quickly: what comes to a host on average.
-
-        What ranks of a host have serves each of them once, at most.
-
-        Args:
-            part: elements of the largest part before.
-            total: elements of the tensor.
-        """
-        digits, split = self.digits, sum(self.need, ())
-        need = total // digits.hosts(split)
-        near = part * digits.ranks(sum(self.have, ())) * digits.ranks(split)
-        served = digits.ranks(self.reduced) * (near if near < need else need)
-        return digits.ranks_but(split) * (self._count(self.reduced) * need - served)
+    @property
+    def is_on_hosts(self) -> bool:
+        """Whether all that is split or reduced is along axes whose ranks are on one host."""
+        far = self.digits.far
+        for axes in (*self.have, *self.need, self.reduced):
+            for a in axes:
+                if far[a] > 1:
+                    return False
+        return True
 
     def least_crossing(self) -> int:
         """Return the elements that ranks of a host need and it lacks, at most: each comes once."""
+        if self.is_on_hosts:
+            return 0
         dims = self.dims
         needs = math.prod([d.needs for d in dims])
         lack = needs - self.digits.ranks(self.reduced) * self._both(dims)

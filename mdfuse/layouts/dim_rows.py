@@ -211,9 +211,9 @@ class DimRows:
 
 def _numbers(found: Any) -> int:
     """Return how many numbers an answer has."""
-    if isinstance(found, tuple | list):
-        return sum(map(_numbers, found))
-    return int(np.size(found)) if isinstance(found, np.ndarray) else 1
+    if isinstance(found, np.ndarray):
+        return found.size
+    return sum([_numbers(x) for x in found]) if isinstance(found, tuple | list) else 1
 
 
 @lru_cache(maxsize=64)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, cast
+from functools import cached_property
+from typing import Any, cast
 
-from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.aligned import Aligned, Splits
 from mdfuse.layouts.blocks import segments, split
 from mdfuse.layouts.boxes import Rows
@@ -32,54 +31,8 @@ from mdfuse.layouts.lacks import (
 )
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.side import Side
-from mdfuse.mesh import DeviceMesh
 from mdfuse.reshard.clock import is_timed, nanoseconds, through_teams
-
-
-class Node(NamedTuple):
-    """A layout on the mesh: axes are numbers, outermost first where several split one dim."""
-
-    splits: tuple[tuple[int, ...], ...]
-    #: axes whose Partial is still to be reduced
-    partial: tuple[int, ...]
-    #: axes that have become the Partial that the destination has
-    made: tuple[int, ...] = ()
-
-
-class Move(NamedTuple):
-    """A step between two nodes; its kind is that of a communication or a local step."""
-
-    kind: str
-    after: Node
-    axes: tuple[int, ...] = ()
-    dim: int | None = None
-    to_dim: int | None = None
-
-
-class Tables(NamedTuple):
-    """What is known of a tensor on a mesh, wherever a search on it leads."""
-
-    #: what splits dims -> elements of the largest part
-    parts: dict[Splits, int]
-    #: dim, the axes that split it -> rows of the first rank
-    first_rows: dict[tuple[int, tuple[int, ...]], int]
-    #: axes -> how many ranks there are along them
-    counts: dict[tuple[int, ...], int]
-    #: whether pairs count, axes -> how many teams, or pairs of ranks, are on several hosts
-    teams: dict[tuple[bool, tuple[int, ...]], int]
-    #: what splits dims before and afterwards, copies -> what an exchange brings
-    lacks: dict[tuple[Splits, Splits, int], tuple[int, int]]
-
-
-def tables_of(layout: Layout, shape: tuple[int, ...]) -> Tables:
-    """Return the tables of a mesh and extents; those of dims in blocks, or of symbols, are new."""
-    is_plain = not layout.blocked and not is_symbolic(shape)
-    return _tables(layout.mesh, shape) if is_plain else Tables({}, {}, {}, {}, {})
-
-
-@lru_cache(maxsize=64)
-def _tables(mesh: DeviceMesh, shape: tuple[int, ...]) -> Tables:
-    return Tables({}, {}, {}, {}, {})
+from mdfuse.reshard.nodes import Move, Node, tables_of
 
 
 @dataclass
@@ -95,6 +48,8 @@ class Costs:
     layouts: dict[Node, Layout] = field(default_factory=dict)
     #: axis, whether replicas may share work -> the dims that it may split next
     known_dims: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
+    #: node -> moves along axes, and what they cost
+    known_moves: dict[Node, list[tuple[Move, int]]] = field(default_factory=dict)
     #: node without a Partial -> cost of all that is left
     left: dict[Node, int] = field(default_factory=dict)
     #: node -> cost of what is left, at least
@@ -107,8 +62,9 @@ class Costs:
     sides: dict[Node, Side] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known = tables_of(self.source, self.shape)
-        self.parts, self.first_rows, self.counts, self.teams, self.lacks = known
+        (self.parts, self.first_rows, self.counts, self.teams, self.lacks, self.spread) = tables_of(
+            self.source, self.shape
+        )
 
     # -- nodes and layouts -----------------------------------------------------------------------
 
@@ -284,11 +240,25 @@ class Costs:
         return self.crossings[here, after]
 
     def least_into(self, here: Node, after: Node) -> int:
-        """Return what an exchange takes between hosts at least, quickly."""
+        """Return what an exchange takes between hosts at least, quickly: into a host, on average.
+
+        What the ranks of a host have serves one of those that differ in what they need, at most.
+        """
         if self.digits is None:
             return 0
-        between = cast(Aligned, self.between(here, after))
-        return between.least_into(self.part(here), math.prod(self.shape))
+        (hosts, _, alike), (_, ranks, _) = self.on_hosts(after.splits), self.on_hosts(here.splits)
+        need, near = math.prod(self.shape) // hosts, self.part(here) * ranks
+        served = self.digits.ranks(here.partial) * (near if near < need else need)
+        return alike * (self.count(here.partial) * need - served)
+
+    def on_hosts(self, splits: Splits) -> tuple[int, int, int]:
+        """Return on how many hosts, and on how many ranks of one, parts differ; and are alike."""
+        found = self.spread.get(splits)
+        if found is None:
+            digits, axes = cast(Digits, self.digits), sum(splits, ())
+            found = digits.hosts(axes), digits.ranks(axes), digits.ranks_but(axes)
+            self.spread[splits] = found
+        return found
 
     def between(self, here: Node, after: Node) -> Aligned | ByRank:
         """Return the exchange from one node to another, of terms that are there before."""
@@ -466,12 +436,10 @@ class Costs:
         """
         mesh = self.source.mesh
         if not node.partial:
-            axes = sum(node.splits, ())
-            parts = (
-                self.digits.ranks(axes)
-                if self.digits is not None
-                else parts_on_host(mesh, tuple(mesh.axes[a] for a in axes))
-            )
+            if self.digits is not None:
+                _, parts, _ = self.on_hosts(node.splits)
+            else:
+                parts = parts_on_host(mesh, tuple(mesh.axes[a] for a in sum(node.splits, ())))
             return max(0, self.needed_on_hosts[0] - self.part(node) * parts * self.kept)
         if node.partial not in self.crossed:
             hosts = hosts_of_terms(mesh, tuple(mesh.axes[a] for a in node.partial))
