@@ -141,16 +141,17 @@ def _cost(way: _Way, first: _Path, last: _Path, shape: tuple[int, ...]) -> tuple
 def _soonest(ways: Iterable[_Way], cost: Callable[[Step], int], least: int) -> _Path:
     """Return the steps of the way to a goal that costs least, which `least` is at least.
 
-    Of those that cost as much the one of fewest steps, of these the first. The way that may be the
-    one, by what is known of all, is followed a bit further, until it is.
+    Of those that cost as much the one of fewest steps, of these the first; of ways from one split
+    on, before that, the one that takes least behind the first leg. The way that may be the one, by
+    what is known of all, is followed a bit further, until it is.
     """
-    every = {(n,): way for n, way in enumerate(ways)}
+    every: dict[tuple[int, ...], _Way] = {(n,): way for n, way in enumerate(ways)}
     if len(every) == 1 and every[0,].ways is None:
         return tuple([step for find in every[0,].legs for step in find()])
     legs = dict[tuple[int, ...], list[_Path]]()
     spent = {at: [*way.least] for at, way in every.items()}
-    #: what it costs at least, how much of that behind a leg apart, how many steps at least, which
-    #: way, how much of it is known
+    #: what it costs at least, what it takes behind the first leg of several ways from one split on,
+    #: how many steps at least, which way, how much of it is known
     frontier = [(max(way.together(*way.least), least), 0, 0, at, 0) for at, way in every.items()]
     heapq.heapify(frontier)
     while True:
@@ -313,21 +314,21 @@ def _reducing(
     comes = 0 if kept else _least_arriving(source, destination, shape, itemsize)
     is_known = is_apart and not kept and is_timed(source, destination, shape)
     for done in splits_of(source, axes, shape):
-        first = partial(steps, source, done, shape)
+        reduced = partial(steps, source, done, shape)
         least = _least_reduced(source, done, shape, itemsize, axes)
-        legs = first, partial(steps, done, destination, shape)
-        onward = partial(_on_from, first, least, done, destination, shape, itemsize, steps)
+        legs = reduced, partial(steps, done, destination, shape)
+        onward = partial(_on_from, reduced, least, done, destination, shape, itemsize, steps)
         ways = onward if is_known else None
         yield _Way(legs, (least, comes), is_apart, is_last_first=True, ways=ways)
     if len(ops) == 1 and not kept and source.stream is None:
         (op,) = ops
         for split in splits_of(destination, (), shape):
-            reduced = Communication(
+            at_once = Communication(
                 kind="ReduceExchange", source=source, destination=split, reduce_op=op
             )
-            legs = partial(_alone, reduced), partial(steps, split, destination, shape)
-            at_once = _least_at_once(source, split, shape, itemsize, terms)
-            yield _Way(legs, (at_once, _least_gathered(split, destination, shape, itemsize)))
+            legs = partial(_alone, at_once), partial(steps, split, destination, shape)
+            least = _least_at_once(source, split, shape, itemsize, terms)
+            yield _Way(legs, (least, _least_gathered(split, destination, shape, itemsize)))
 
 
 def _on_from(
