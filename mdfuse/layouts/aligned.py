@@ -73,15 +73,6 @@ class Aligned:
                     return False
         return True
 
-    def least_crossing(self) -> int:
-        """Return the elements that ranks of a host need and it lacks, at most: each comes once."""
-        if self.is_on_hosts:
-            return 0
-        dims = self.dims
-        needs = math.prod([d.needs for d in dims])
-        lack = needs - self.digits.ranks(self.reduced) * self._both(dims)
-        return most(lack) * self.digits.ranks(self.goal_terms)
-
     def messages(self) -> int:
         """Return how many messages a rank sends or receives at most."""
         pairs = zip(self.rows, self.have, self.need, strict=True)

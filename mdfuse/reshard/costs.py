@@ -1,8 +1,9 @@
 """What moves between the layouts of one mesh cost, and what all that is left costs at least.
 
 A node is written as numbers, since thousands of them are looked at and a few become layouts. What
-is left at a node is never overrated: without a Partial it is known, as one Exchange brings each
-rank just what it lacks; with one, each rank needs a sum of what others have for all that it needs.
+is left at a node is never overrated: without a Partial, where elements count, it is known, as one
+Exchange brings each rank just what it lacks; with one, each rank needs a sum of what others have
+for all that it needs.
 """
 
 from __future__ import annotations
@@ -294,29 +295,15 @@ class Costs:
         return self.sides[node]
 
     def to_go(self, node: Node) -> int:
-        """Return what all that is left costs at least, for a node without a Partial.
+        """Return what all that is left costs where elements count, for a node without a Partial.
 
-        Where elements count, one Exchange costs just that.
+        One Exchange costs just that.
         """
         found = self.left.get(node)
         if found is None:
-            find = self.time_to_go if self.is_timed else self.bytes_to_go
-            found = self.left[node] = find(node) if node.splits != self.end.splits else 0
+            worst, average = self.lack(node, self.end) if node.splits != self.end.splits else (0, 0)
+            found = self.left[node] = self.weighed(UNIT * worst, average)
         return found
-
-    def bytes_to_go(self, node: Node) -> int:
-        worst, average = self.lack(node, self.end)
-        return self.weighed(UNIT * worst, average)
-
-    def time_to_go(self, node: Node) -> int:
-        crosses = self.between(node, self.end).least_crossing()
-        if crosses:  # which takes longer, mostly, than what can arrive at a rank
-            most = nanoseconds(1, UNIT * self.part(self.end), 0, self.itemsize)
-            least = nanoseconds(1, 0, crosses, self.itemsize)
-            if least >= most:
-                return least
-        worst, _ = self.lack(node, self.end)
-        return nanoseconds(1, UNIT * worst, crosses, self.itemsize) if worst else 0
 
     def lack(self, here: Node, after: Node, copies: int = 0) -> tuple[int, int]:
         """Return what an exchange brings to a rank, at most and on average; see `lacks`."""

@@ -298,9 +298,9 @@ class Search(Costs):
                 least = spent + self.least(here) + self.least_of(before, move)
                 return max(total, least), spent, 1
             spent += self.cost(move, before)
-        elif here.partial or self.made:
+        elif here.partial or self.made or self.is_timed:
             return None
-        return spent + self.to_go(here), spent, 2
+        return spent + (self.least(here) if self.is_timed else self.to_go(here)), spent, 2
 
     def is_late(self, move: Move) -> bool:
         """Whether the cost of a move is found when its turn comes: it takes long to find."""
@@ -319,7 +319,7 @@ class Search(Costs):
         crosses = self.least_into(here, after)
         least = nanoseconds(starts, UNIT * arrives, crosses, self.itemsize)
         # and what follows: all that is left at this node
-        return least if is_reducing else max(least, self.to_go(here) - self.least(after))
+        return least if is_reducing else max(least, self.least(here) - self.least(after))
 
     def least_of(self, here: Node, move: Move) -> int:
         """Return what a late move costs at least, where hosts are known."""
