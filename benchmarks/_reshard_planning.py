@@ -8,8 +8,10 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from _reshard_looks import Run
 
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
 from mdfuse.layouts.layout import Placement
@@ -32,20 +34,32 @@ class Planning:
     slow_ms: float
 
 
-def plannings(ranks: tuple[int, ...], pairs: int) -> Iterator[Planning]:
-    """Yield a row for changes on one mesh, and to as many other ranks; without hosts and with."""
-    for has_hosts in (False, True):
-        for is_one in (True, False):
-            draw, times = random.Random(0), list[float]()
-            for n in ranks:
-                one, other = (_mesh(draw, first, n, has_hosts) for first in (0, n))
-                for _ in range(pairs):
-                    times.append(_planned(draw, one, one if is_one else other))
-            where = "on one mesh" if is_one else "to other ranks"
-            known = f"{_ON_HOST} ranks to a host" if has_hosts else "hosts not known"
-            times.sort()
-            slow = times[len(times) * 99 // 100]
-            yield Planning(f"{where}, {known}", len(times), statistics.median(times), slow)
+def plannings(ranks: tuple[int, ...], pairs: int, run: Run | None = None) -> list[Planning]:
+    """Return a row for changes on one mesh, and to as many other ranks; without hosts and with."""
+    tasks = [_Drawn(h, o, ranks, pairs) for h in (False, True) for o in (True, False)]
+    return run("drawn changes", _row, tasks) if run is not None else [*map(_row, tasks)]
+
+
+class _Drawn(NamedTuple):
+    """Changes that are drawn."""
+
+    has_hosts: bool
+    is_one: bool
+    ranks: tuple[int, ...]
+    pairs: int
+
+
+def _row(drawn: _Drawn) -> Planning:
+    draw, times = random.Random(0), list[float]()
+    for n in drawn.ranks:
+        one, other = (_mesh(draw, first, n, drawn.has_hosts) for first in (0, n))
+        for _ in range(drawn.pairs):
+            times.append(_planned(draw, one, one if drawn.is_one else other))
+    where = "on one mesh" if drawn.is_one else "to other ranks"
+    known = f"{_ON_HOST} ranks to a host" if drawn.has_hosts else "hosts not known"
+    times.sort()
+    slow = times[len(times) * 99 // 100]
+    return Planning(f"{where}, {known}", len(times), statistics.median(times), slow)
 
 
 def _mesh(draw: random.Random, first: int, n: int, has_hosts: bool) -> DeviceMesh:

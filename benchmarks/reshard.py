@@ -1,6 +1,7 @@
 """How far reshards are from the bound: bytes, messages and planning time, beside DTensor's planner.
 
 python benchmarks/reshard.py
+python benchmarks/reshard.py --jobs 8
 mdfuse bench reshard --quick
 
 Nothing is sent: the steps of all pairs of layouts are planned, and what they bring to each rank is
@@ -26,25 +27,20 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from _reshard_dtensor import Planner, fake_ranks
 from _reshard_hosts import CASES, Timed, timed
-from _reshard_least import Least
-from _reshard_owners import worst as worst_of_owners
-from _reshard_pairs import Moved, blocked_pairs, bound, moved, pairs, posts, sender_spread
+from _reshard_looks import MESHES, SHAPES, Found, Looks, Run, found_of, pairs_of, running
+from _reshard_pairs import posts
 from _reshard_planning import RANKS, plannings
 from rich import box
 from rich.table import Table
 
 from mdfuse import DeviceMesh, Layout, Shard, communication
 from mdfuse.cli import screen
-from mdfuse.communication import Communication
 from mdfuse.layouts.layout import Placement
 from mdfuse.reshard.steps import _steps as planned  # without what is kept of earlier plans
 
 _T = TypeVar("_T")
 _RESULTS = Path(__file__).parent / "results" / "reshard.json"
-_MESHES = (DeviceMesh.arange(a=2, b=4), DeviceMesh.arange(a=2, b=2, c=2))
-_SHAPES = ((4096, 4096), (4099, 2053), (13, 9))
 
 #: Which pairs a row is about.
 _GROUPS: dict[str, Callable[[Layout, Layout], bool]] = {
@@ -57,83 +53,6 @@ _GROUPS: dict[str, Callable[[Layout, Layout], bool]] = {
 
 #: How many of the worst pairs are printed for each row.
 _SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Found:
-    """What was found of one pair."""
-
-    pair: str
-    steps: str
-    least: Moved
-    ours: Moved
-    reachable: float | None
-    owners: float | None
-    dtensor: float | None
-    messages: int
-    milliseconds: float
-    spread: float | None
-
-    @property
-    def ratio(self) -> float:
-        """What the worst rank gets over what it must; 1 where nothing has to move."""
-        return self.ours.worst / self.least.worst if self.least.worst else 1.0 + self.ours.worst
-
-    @property
-    def whole_ratio(self) -> float:
-        """The same where what the worst rank must get is rounded up to whole elements."""
-        least = math.ceil(self.least.worst - 1e-9)
-        return self.ours.worst / least if least else 1.0 + self.ours.worst
-
-    @property
-    def reachable_ratio(self) -> float | None:
-        """What it gets at least by steps between layouts, over what it must."""
-        if self.reachable is None:
-            return None
-        return self.reachable / self.least.worst if self.least.worst else 1.0 + self.reachable
-
-    @property
-    def owners_ratio(self) -> float | None:
-        """What it gets at least where any rank may reduce any element, over what it must."""
-        if self.owners is None:
-            return None
-        return max(self.owners / self.least.worst, 1.0)
-
-
-def look(
-    source: Layout,
-    goal: Layout,
-    shape: tuple[int, ...],
-    theirs: Planner | None = None,
-    least: Least | None = None,
-) -> Found:
-    """Plan one pair, and count what its steps move."""
-    start = time.process_time_ns()
-    path = planned(source, goal, shape)
-    elapsed = time.process_time_ns() - start
-    found, ranks = posts(path, shape), sorted({*source.mesh.ranks, *goal.mesh.ranks})
-    return Found(
-        pair=f"{source} -> {goal}",
-        steps="; ".join(map(str, found)) or "nothing is sent",
-        least=bound(source, goal, shape),
-        ours=moved(found, ranks),
-        reachable=least.worst(source, goal) if least is not None else None,
-        owners=worst_of_owners(source, goal, shape)
-        if least is not None and source.partial_axes and not goal.partial_axes
-        else None,
-        dtensor=theirs.elements(source, goal, least=True) if theirs is not None else None,
-        messages=sum(map(_messages, found)),
-        milliseconds=elapsed / 1e6,
-        spread=sender_spread(found),
-    )
-
-
-def _messages(comm: Communication) -> int:
-    """How many sends the busiest rank posts; one for a collective."""
-    if comm.kind not in ("Exchange", "ReduceExchange"):
-        return 1
-    calls = (comm.part(r).call for r in comm.source.mesh.ranks)
-    return max((len(call.sends) for call in calls if call is not None), default=0)
 
 
 @dataclass(frozen=True)
@@ -199,25 +118,25 @@ def row(mesh: DeviceMesh, shape: tuple[int, ...], group: str, found: list[Found]
     )
 
 
-def rows(is_quick: bool) -> Iterator[Row]:
+def rows(is_quick: bool, run: Run) -> Iterator[Row]:
     """Look at all pairs on each mesh."""
-    for mesh in _MESHES[:1] if is_quick else _MESHES:
+    shapes = SHAPES[:1] if is_quick else SHAPES
+    for place, mesh in enumerate(MESHES[:1] if is_quick else MESHES):
         together = list[Found]()
-        for shape in _SHAPES[:1] if is_quick else _SHAPES:
-            with fake_ranks(mesh.size):
-                is_asked = mesh == _MESHES[0] or shape == _SHAPES[0]  # it takes minutes
-                theirs, least = Planner(mesh, shape) if is_asked else None, Least(mesh, shape)
-                every = pairs(mesh, len(shape))
-                found = [(s, g, look(s, g, shape, theirs, least)) for s, g in every]
+        for shape in shapes:
+            every = pairs_of(place, shape)
+            found = found_of(Looks(place, shape), run)
             for group, belongs in _GROUPS.items():
-                yield row(mesh, shape, group, [f for s, g, f in found if belongs(s, g)])
-            together += [f for s, g, f in found if s.partial_axes]
+                inside = [f for (s, g), f in zip(every, found, strict=True) if belongs(s, g)]
+                yield row(mesh, shape, group, inside)
+            together += [f for (s, _), f in zip(every, found, strict=True) if s.partial_axes]
         yield row(mesh, (), "Partial, all shapes", together)
-    for shape in _SHAPES[:1] if is_quick else _SHAPES:
-        found = [(s, g, look(s, g, shape)) for s, g in blocked_pairs(_MESHES[0], shape)]
+    for shape in shapes:
+        every = pairs_of(0, shape, are_blocked=True)
+        found = found_of(Looks(0, shape, are_blocked=True), run)
         for group, belongs in _GROUPS.items():
-            inside = [f for s, g, f in found if belongs(s, g)]
-            yield row(_MESHES[0], shape, f"blocks; {group}", inside)
+            inside = [f for (s, g), f in zip(every, found, strict=True) if belongs(s, g)]
+            yield row(MESHES[0], shape, f"blocks; {group}", inside)
 
 
 # -- large meshes --------------------------------------------------------------------------------
@@ -325,12 +244,17 @@ def main() -> None:
     """Print the tables and store them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one mesh and shape, to see it run")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="in how many processes pairs are planned"
+    )
     parser.add_argument("--output", type=Path, default=_RESULTS, help="where the JSON goes")
     arguments = parser.parse_args()
     console = screen.output()
     if not console.is_terminal:
         console.width = 170
-    found = list(rows(arguments.quick))
+    with running(arguments.jobs) as run:
+        found = list(rows(arguments.quick, run))
+        drawn = plannings(*(((8, 64), 6) if arguments.quick else (RANKS, 40)), run)
     console.print(_shown(found))
     for r in found:
         console.print(f"worst of {r.title}:", highlight=False)
@@ -342,9 +266,8 @@ def main() -> None:
     for n, name, planning, part, messages in scale:
         table.add_row(name, str(n), f"{planning:.2f}", f"{part:.2f}", str(messages))
     console.print(table)
-    planning = [*plannings((8, 64) if arguments.quick else RANKS, 6 if arguments.quick else 40)]
     table = _table("planning drawn changes on meshes of three axes", "change", "n", "ms", "p99")
-    for p in planning:
+    for p in drawn:
         table.add_row(p.name, str(p.pairs), f"{p.median_ms:.2f}", f"{p.slow_ms:.2f}")
     console.print(table)
     hosts = [timed(case) for case in CASES]
@@ -354,7 +277,7 @@ def main() -> None:
         "versions": {"torch": torch.__version__},
         "rows": [asdict(r) for r in found],
         "large": scale,
-        "planning": [asdict(p) for p in planning],
+        "planning": [asdict(p) for p in drawn],
         "hosts": [asdict(t) for t in hosts],
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -48,29 +48,30 @@ class Aligned:
         self.terms, self.goal_terms, self.kept = terms, goal_terms, kept
         self.reduced = [a for a in terms if a not in kept]
 
-    @cached_property
-    def sizes(self) -> list[int]:
-        """How many ranks there are along each axis."""
-        return [n * m for n, m in zip(*self.digits, strict=True)]
-
     def crossing(self) -> int:
         """Return the elements through the host that takes in or gives out most."""
-        digits, split = self.digits, {*sum(self.need, ())}
-        needs, both = math.prod([d.needs for d in self.dims]), self._both()
+        if self.is_on_hosts:
+            return 0
+        digits, split, dims = self.digits, sum(self.need, ()), self.dims
+        needs, both = math.prod([d.needs for d in dims]), self._both(dims)
         into = self._count(self.reduced) * needs - digits.ranks(self.reduced) * both
-        has, source = math.prod([d.has for d in self.dims]), self._free(self.have, self.terms)
+        has, source = math.prod([d.has for d in dims]), self._free(self.have, self.terms)
         wanted = self._count(self._free(self.need, self.goal_terms)) * has
-        served = digits.ranks_but({*split, *self.kept})
+        served = digits.ranks_but((*split, *self.kept))
         served *= digits.hosts([a for a in source if a not in split])
-        given = digits.ranks(self.terms) * (wanted - served * self._both(source))
-        out = -(-given // digits.hosts(source))
+        given = wanted - served * self._both(dims, source)
+        out = -(-(digits.ranks(self.terms) * given) // digits.hosts(source))
         return max(digits.ranks_but(split) * most(into), most(out))
 
-    def least_crossing(self) -> int:
-        """Return the elements that ranks of a host need and it lacks, at most: each comes once."""
-        needs = math.prod([d.needs for d in self.dims])
-        lack = needs - self.digits.ranks(self.reduced) * self._both()
-        return most(lack) * self.digits.ranks(self.goal_terms)
+    @property
+    def is_on_hosts(self) -> bool:
+        """Whether all that is split or reduced is along axes whose ranks are on one host."""
+        far = self.digits.far
+        for axes in (*self.have, *self.need, self.reduced):
+            for a in axes:
+                if far[a] > 1:
+                    return False
+        return True
 
     def messages(self) -> int:
         """Return how many messages a rank sends or receives at most."""
@@ -83,7 +84,7 @@ class Aligned:
         got = math.prod([d.got for d in dims]) * self._count(self.reduced) - own
         return max(most(sent), most(got))
 
-    @cached_property
+    @property
     def dims(self) -> list[OnHosts]:
         pairs = zip(self.rows, self.have, self.need, strict=True)
         return [d.on_hosts(have, need) for d, have, need in pairs]
@@ -91,18 +92,18 @@ class Aligned:
     def _free(self, splits: Splits, terms: Collection[int]) -> list[int]:
         """Return the axes along which ranks hold the same."""
         split = sum(splits, ())
-        return [a for a in range(len(self.sizes)) if a not in split and a not in terms]
+        return [a for a in range(len(self.digits.far)) if a not in split and a not in terms]
 
     def _count(self, axes: Collection[int]) -> int:
-        return math.prod([self.sizes[a] for a in axes])
+        return self.digits.hosts(axes) * self.digits.ranks(axes)
 
-    def _both(self, summed: Collection[int] = ()) -> Any:
+    def _both(self, dims: list[OnHosts], summed: Collection[int] = ()) -> Any:
         """Return what ranks of a host both need and have, on all hosts along some axes."""
         found: Any = 1
-        for split, at in zip(self.need, self.dims, strict=True):
-            axes = tuple([a for a in split if a in summed])
-            if not np.ndim(at.both):  # as much on all hosts
-                found = found * at.both * self.digits.hosts(axes)
+        for split, at in zip(self.need, dims, strict=True):
+            axes = tuple([a for a in split if a in summed]) if summed else ()
+            if type(at.both) is int:  # as much on all hosts
+                found = found * (at.both * self.digits.hosts(axes))
             else:
                 found = found * (at.both.sum(axes, keepdims=True) if axes else at.both)
         return found

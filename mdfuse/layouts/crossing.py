@@ -55,18 +55,6 @@ def crossing(exchange: Exchange) -> int:
     return seen(exchange).crossing()
 
 
-def least_crossing(exchange: Exchange) -> int:
-    """Return the elements that ranks of a host need and it lacks, at most: each comes in once.
-
-    >>> from mdfuse.layouts.layout import Layout, Shard
-    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
-    >>> rows, whole = (Side(Layout(mesh, at), (4, 4)) for at in ({"a": Shard(0)}, {}))
-    >>> least_crossing(Exchange(rows, whole))
-    8
-    """
-    return seen(exchange).least_crossing()
-
-
 def messages(exchange: Exchange) -> int:
     """Return how many messages a rank sends or receives at most."""
     return seen(exchange).messages()
@@ -98,7 +86,7 @@ class ByRank(NamedTuple):
             destination.free
         )  # all receivers
         if not are_apart(source.mesh, destination.mesh):  # less those served near
-            near = _near(source.mesh, fixed, destination.mesh, None)
+            near = _near(source.mesh, fixed, destination.mesh)
             overlap = _overlap(exchange, held, near, every_coordinate(destination.mesh))
             lack = lack - overlap.sum(1)
             local = np.bincount(near[0].reshape(-1), overlap.reshape(-1), len(held.key))
@@ -107,20 +95,6 @@ class ByRank(NamedTuple):
         share = -(-far * held.holders // np.bincount(held.key, held.holders)[held.key].astype(int))
         out = np.bincount(held.host, share)
         return int(max(into.max(), out.max()))
-
-    def least_crossing(self) -> int:
-        """Return the elements that ranks of a host need and it lacks, at most."""
-        exchange = self.exchange
-        source, destination = exchange.source, exchange.destination
-        fixed, needed = (
-            tuple(a for a in x.mesh.axes if a in x.fixed) for x in (source, destination)
-        )
-        held, need = _held(source.mesh, fixed), _held(destination.mesh, needed)
-        near = _near(source.mesh, fixed, destination.mesh, needed)
-        lack = part_sizes(destination.layout, destination.shape)[need.first] - _overlap(
-            exchange, held, near, need.at
-        ).sum(1)
-        return int(np.bincount(need.host, lack).max())
 
     def messages(self) -> int:
         """Return how many messages a rank sends or receives at most."""
@@ -290,17 +264,9 @@ def are_apart(mesh: DeviceMesh, other: DeviceMesh) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _near(
-    mesh: DeviceMesh,
-    fixed: tuple[str, ...],
-    destination: DeviceMesh,
-    needed: tuple[str, ...] | None,
-) -> tuple[Any, Any]:
-    """Return the entries of `_held` on each receiver's host, and which of them there are.
-
-    Receivers are the ranks of the destination, or what these axes tell apart on each host.
-    """
-    hosts = np.array(destination.hosts) if needed is None else _held(destination, needed).host
+def _near(mesh: DeviceMesh, fixed: tuple[str, ...], destination: DeviceMesh) -> tuple[Any, Any]:
+    """Return the entries of `_held` on each receiver's host, and which of them there are."""
+    hosts = np.array(destination.hosts)
     begin, end = (np.searchsorted(_held(mesh, fixed).host, hosts, x) for x in ("left", "right"))
     near = begin[:, None] + np.arange(max(int((end - begin).max()), 1))
     last = len(_held(mesh, fixed).key) - 1

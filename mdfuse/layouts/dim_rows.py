@@ -179,11 +179,13 @@ class DimRows:
         return self._once(key, lambda: self._sum(self._length(axes, is_needed, "sender")))
 
     def _sum(self, found: Any) -> Any:
-        """Return what the ranks of each host have together."""
+        """Return what the ranks of each host have together; a number where that is the same."""
         if not np.ndim(found):
             return found
         k = len(self.sizes)
-        return found.sum(tuple(range(k, 3 * k)))
+        found = found.sum(tuple(range(k, 3 * k)))
+        first = found.item(0)
+        return first if found.size == 1 or (found == first).all() else found
 
     def _of_ranks(self, have: _Axes, need: _Axes) -> OfRanks:
         own = self.overlap(have, need)[1] > 0
@@ -209,9 +211,9 @@ class DimRows:
 
 def _numbers(found: Any) -> int:
     """Return how many numbers an answer has."""
-    if isinstance(found, tuple | list):
-        return sum(map(_numbers, found))
-    return int(np.size(found)) if isinstance(found, np.ndarray) else 1
+    if isinstance(found, np.ndarray):
+        return found.size
+    return sum([_numbers(x) for x in found]) if isinstance(found, tuple | list) else 1
 
 
 @lru_cache(maxsize=64)

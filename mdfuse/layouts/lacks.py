@@ -92,7 +92,7 @@ def most_and_mean(found: Any) -> tuple[int, int]:
 
 def most(found: Any) -> int:
     """Return the largest of some numbers, or one number that all of them are."""
-    return found if type(found) is int else int(np.max(found))
+    return found if type(found) is int else int(found.max())
 
 
 def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int) -> Any:

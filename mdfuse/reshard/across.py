@@ -43,22 +43,25 @@ _Find = Callable[[Layout, Layout, tuple[int, ...]], _Path]
 
 
 class _Way(NamedTuple):
-    """Two legs of a way, each found when it is asked for.
+    """Some legs of a way, each found when it is asked for.
 
     Attributes:
         legs: what finds the steps of each.
         least: what each costs at least.
-        is_apart: whether other ranks receive in the second leg, so that the longer one counts.
-        is_last_first: whether the second leg is found sooner than the first.
+        is_apart: whether other ranks receive behind the first leg, so that what is longer counts.
+        is_last_first: whether later legs are found sooner.
+        ways: what yields the ways of which this is the best, where there are several.
     """
 
-    legs: tuple[Callable[[], _Path], Callable[[], _Path]]
-    least: tuple[int, int] = (0, 0)
+    legs: tuple[Callable[[], _Path], ...]
+    least: tuple[int, ...] = (0, 0)
     is_apart: bool = False
     is_last_first: bool = False
+    ways: Callable[[], Iterator[_Way]] | None = None
 
-    def together(self, first: int, last: int) -> int:
-        """Return what both legs cost; extents may be symbolic."""
+    def together(self, first: int, *rest: int) -> int:
+        """Return what all legs cost; extents may be symbolic."""
+        last = sum(rest)
         if not self.is_apart:
             return first + last
         return first if first > last else last
@@ -138,28 +141,39 @@ def _cost(way: _Way, first: _Path, last: _Path, shape: tuple[int, ...]) -> tuple
 def _soonest(ways: Iterable[_Way], cost: Callable[[Step], int], least: int) -> _Path:
     """Return the steps of the way to a goal that costs least, which `least` is at least.
 
-    Of those that cost as much the one of fewest steps, of these the first. The way that may be the
-    one, by what is known of all, is followed a bit further, until it is.
+    Of those that cost as much the one of fewest steps, of these the first; of ways from one split
+    on, before that, the one that takes least behind the first leg. The way that may be the one, by
+    what is known of all, is followed a bit further, until it is.
     """
-    every = [*ways]
-    if len(every) == 1:
-        return (*every[0].legs[0](), *every[0].legs[1]())
-    legs: list[list[_Path]] = [[(), ()] for _ in every]
-    spent = [[*way.least] for way in every]
-    #: what it costs at least, how many steps at least, which way, how much of it is known
-    frontier = [(max(way.together(*way.least), least), 0, n, 0) for n, way in enumerate(every)]
+    every: dict[tuple[int, ...], _Way] = {(n,): way for n, way in enumerate(ways)}
+    if len(every) == 1 and every[0,].ways is None:
+        return tuple([step for find in every[0,].legs for step in find()])
+    legs = dict[tuple[int, ...], list[_Path]]()
+    spent = {at: [*way.least] for at, way in every.items()}
+    #: what it costs at least, what it takes behind the first leg of several ways from one split on,
+    #: how many steps at least, which way, how much of it is known
+    frontier = [(max(way.together(*way.least), least), 0, 0, at, 0) for at, way in every.items()]
     heapq.heapify(frontier)
     while True:
-        _, _, n, known = heapq.heappop(frontier)
-        if known == 2:
-            return (*legs[n][0], *legs[n][1])
-        way, (soon, late) = every[n], (1, 0) if every[n].is_last_first else (0, 1)
-        leg = late if known else soon
-        legs[n][leg] = way.legs[leg]()
-        spent[n][leg] = sum(map(cost, legs[n][leg]))
-        steps = sum(map(len, legs[n])) + (not known and spent[n][late] > 0)
-        total = max(way.together(spent[n][0], spent[n][1]), least)
-        heapq.heappush(frontier, (total, steps, n, known + 1))
+        total, _, _, at, known = heapq.heappop(frontier)
+        way = every[at]
+        if way.ways is not None:
+            for n, one in enumerate(way.ways()):
+                every[*at, n], spent[*at, n] = one, [*one.least]
+                most = max(one.together(*one.least), total)
+                heapq.heappush(frontier, (most, sum(one.least[1:]), 0, (*at, n), 0))
+            continue
+        found = legs.setdefault(at, [()] * len(way.legs))
+        if known == len(way.legs):
+            return tuple([step for leg in found for step in leg])
+        order = [*range(len(way.legs))][:: -1 if way.is_last_first else 1]
+        leg = order[known]
+        found[leg] = way.legs[leg]()
+        spent[at][leg] = sum(map(cost, found[leg]))
+        steps = sum(map(len, found)) + sum(spent[at][later] > 0 for later in order[known + 1 :])
+        total = max(way.together(*spent[at]), least)
+        behind = sum(spent[at][1:]) if len(at) > 1 else 0
+        heapq.heappush(frontier, (total, behind, steps, at, known + 1))
 
 
 #: each leg is a part of several ways
@@ -298,19 +312,39 @@ def _reducing(
     is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
     terms = math.prod(map(source.mesh.axis_size, axes))
     comes = 0 if kept else _least_arriving(source, destination, shape, itemsize)
+    is_known = is_apart and not kept and is_timed(source, destination, shape)
     for done in splits_of(source, axes, shape):
-        legs = partial(steps, source, done, shape), partial(steps, done, destination, shape)
-        least = (_least_reduced(source, done, shape, itemsize, axes), comes)
-        yield _Way(legs, least, is_apart, is_last_first=True)
+        reduced = partial(steps, source, done, shape)
+        least = _least_reduced(source, done, shape, itemsize, axes)
+        legs = reduced, partial(steps, done, destination, shape)
+        onward = partial(_on_from, reduced, least, done, destination, shape, itemsize, steps)
+        ways = onward if is_known else None
+        yield _Way(legs, (least, comes), is_apart, is_last_first=True, ways=ways)
     if len(ops) == 1 and not kept and source.stream is None:
         (op,) = ops
         for split in splits_of(destination, (), shape):
-            reduced = Communication(
+            at_once = Communication(
                 kind="ReduceExchange", source=source, destination=split, reduce_op=op
             )
-            legs = partial(_alone, reduced), partial(steps, split, destination, shape)
-            at_once = _least_at_once(source, split, shape, itemsize, terms)
-            yield _Way(legs, (at_once, _least_gathered(split, destination, shape, itemsize)))
+            legs = partial(_alone, at_once), partial(steps, split, destination, shape)
+            least = _least_at_once(source, split, shape, itemsize, terms)
+            yield _Way(legs, (least, _least_gathered(split, destination, shape, itemsize)))
+
+
+def _on_from(
+    first: Callable[[], _Path],
+    least: int,
+    done: Layout,
+    destination: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    steps: _Find,
+) -> Iterator[_Way]:
+    """Yield the ways on which terms are reduced first, and all that follows is chosen with that."""
+    for way in _moved(done, destination, shape, itemsize, steps):
+        yield way._replace(
+            legs=(first, *way.legs), least=(least, *way.least), is_apart=True, is_last_first=True
+        )
 
 
 def _to_one_rank(

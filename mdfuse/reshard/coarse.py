@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mdfuse.layouts.lacks import UNIT, is_special, length
-from mdfuse.reshard.costs import Move, Node
+from mdfuse.reshard.nodes import Move, Node
 from mdfuse.reshard.search import Search
 
 _Way = list[tuple[Node, Move]]

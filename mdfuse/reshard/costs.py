@@ -1,8 +1,9 @@
 """What moves between the layouts of one mesh cost, and what all that is left costs at least.
 
 A node is written as numbers, since thousands of them are looked at and a few become layouts. What
-is left at a node is never overrated: without a Partial it is known, as one Exchange brings each
-rank just what it lacks; with one, each rank needs a sum of what others have for all that it needs.
+is left at a node is never overrated: without a Partial, where elements count, it is known, as one
+Exchange brings each rank just what it lacks; with one, each rank needs a sum of what others have
+for all that it needs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from mdfuse.layouts.aligned import Aligned, Splits
 from mdfuse.layouts.blocks import segments, split
@@ -32,26 +33,7 @@ from mdfuse.layouts.lacks import (
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.side import Side
 from mdfuse.reshard.clock import is_timed, nanoseconds, through_teams
-
-
-class Node(NamedTuple):
-    """A layout on the mesh: axes are numbers, outermost first where several split one dim."""
-
-    splits: tuple[tuple[int, ...], ...]
-    #: axes whose Partial is still to be reduced
-    partial: tuple[int, ...]
-    #: axes that have become the Partial that the destination has
-    made: tuple[int, ...] = ()
-
-
-class Move(NamedTuple):
-    """A step between two nodes; its kind is that of a communication or a local step."""
-
-    kind: str
-    after: Node
-    axes: tuple[int, ...] = ()
-    dim: int | None = None
-    to_dim: int | None = None
+from mdfuse.reshard.nodes import Move, Node, tables_of
 
 
 @dataclass
@@ -65,14 +47,10 @@ class Costs:
     #: whether what arrives at others than the worst rank is no matter
     is_worst_alone: bool = False
     layouts: dict[Node, Layout] = field(default_factory=dict)
-    #: what splits dims -> elements of the largest part
-    parts: dict[Splits, int] = field(default_factory=dict)
-    #: dim, the axes that split it -> rows of the first rank
-    first_rows: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     #: axis, whether replicas may share work -> the dims that it may split next
     known_dims: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
-    #: axes -> how many ranks there are along them
-    counts: dict[tuple[int, ...], int] = field(default_factory=dict)
+    #: node -> moves along axes, and what they cost
+    known_moves: dict[Node, list[tuple[Move, int]]] = field(default_factory=dict)
     #: node without a Partial -> cost of all that is left
     left: dict[Node, int] = field(default_factory=dict)
     #: node -> cost of what is left, at least
@@ -81,10 +59,13 @@ class Costs:
     crossings: dict[tuple[Node, Node], int] = field(default_factory=dict)
     #: axes that are Partial -> what crosses hosts at least
     crossed: dict[tuple[int, ...], int] = field(default_factory=dict)
-    #: whether pairs count, axes -> how many teams, or pairs of ranks, are on several hosts
-    teams: dict[tuple[bool, tuple[int, ...]], int] = field(default_factory=dict)
     #: what nodes without terms hold, or need
     sides: dict[Node, Side] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        (self.parts, self.first_rows, self.counts, self.teams, self.lacks, self.spread) = tables_of(
+            self.source, self.shape
+        )
 
     # -- nodes and layouts -----------------------------------------------------------------------
 
@@ -259,6 +240,27 @@ class Costs:
             self.crossings[here, after] = self.between(here, after).crossing()
         return self.crossings[here, after]
 
+    def least_into(self, here: Node, after: Node) -> int:
+        """Return what an exchange takes between hosts at least, quickly: into a host, on average.
+
+        What the ranks of a host have serves one of those that differ in what they need, at most.
+        """
+        if self.digits is None:
+            return 0
+        (hosts, _, alike), (_, ranks, _) = self.on_hosts(after.splits), self.on_hosts(here.splits)
+        need, near = math.prod(self.shape) // hosts, self.part(here) * ranks
+        served = self.digits.ranks(here.partial) * (near if near < need else need)
+        return alike * (self.count(here.partial) * need - served)
+
+    def on_hosts(self, splits: Splits) -> tuple[int, int, int]:
+        """Return on how many hosts, and on how many ranks of one, parts differ; and are alike."""
+        found = self.spread.get(splits)
+        if found is None:
+            digits, axes = cast(Digits, self.digits), sum(splits, ())
+            found = digits.hosts(axes), digits.ranks(axes), digits.ranks_but(axes)
+            self.spread[splits] = found
+        return found
+
     def between(self, here: Node, after: Node) -> Aligned | ByRank:
         """Return the exchange from one node to another, of terms that are there before."""
         if self.digits is None:
@@ -293,36 +295,26 @@ class Costs:
         return self.sides[node]
 
     def to_go(self, node: Node) -> int:
-        """Return what all that is left costs at least, for a node without a Partial.
+        """Return what all that is left costs where elements count, for a node without a Partial.
 
-        Where elements count, one Exchange costs just that.
+        One Exchange costs just that.
         """
         found = self.left.get(node)
         if found is None:
-            find = self.time_to_go if self.is_timed else self.bytes_to_go
-            found = self.left[node] = find(node) if node.splits != self.end.splits else 0
+            worst, average = self.lack(node, self.end) if node.splits != self.end.splits else (0, 0)
+            found = self.left[node] = self.weighed(UNIT * worst, average)
         return found
-
-    def bytes_to_go(self, node: Node) -> int:
-        worst, average = self.lack(node, self.end)
-        return self.weighed(UNIT * worst, average)
-
-    def time_to_go(self, node: Node) -> int:
-        crosses = self.between(node, self.end).least_crossing()
-        if crosses:  # which takes longer, mostly, than what can arrive at a rank
-            most = nanoseconds(1, UNIT * self.part(self.end), 0, self.itemsize)
-            least = nanoseconds(1, 0, crosses, self.itemsize)
-            if least >= most:
-                return least
-        worst, _ = self.lack(node, self.end)
-        return nanoseconds(1, UNIT * worst, crosses, self.itemsize) if worst else 0
 
     def lack(self, here: Node, after: Node, copies: int = 0) -> tuple[int, int]:
         """Return what an exchange brings to a rank, at most and on average; see `lacks`."""
         if self.is_special:
             held = self.layout(here._replace(partial=(), made=()))
             return lacks(held, self.layout(after._replace(made=())), self.shape, copies)
-        return most_and_mean(self.missing(here, after, copies))
+        key = here.splits, after.splits, copies
+        found = self.lacks.get(key)
+        if found is None:
+            found = self.lacks[key] = most_and_mean(self.missing(here, after, copies))
+        return found
 
     def is_lacking(self, here: Node, after: Node) -> bool:
         """Whether some rank needs more than its part; the first one does where parts grow."""
@@ -431,12 +423,10 @@ class Costs:
         """
         mesh = self.source.mesh
         if not node.partial:
-            axes = sum(node.splits, ())
-            parts = (
-                self.digits.ranks(axes)
-                if self.digits is not None
-                else parts_on_host(mesh, tuple(mesh.axes[a] for a in axes))
-            )
+            if self.digits is not None:
+                _, parts, _ = self.on_hosts(node.splits)
+            else:
+                parts = parts_on_host(mesh, tuple(mesh.axes[a] for a in sum(node.splits, ())))
             return max(0, self.needed_on_hosts[0] - self.part(node) * parts * self.kept)
         if node.partial not in self.crossed:
             hosts = hosts_of_terms(mesh, tuple(mesh.axes[a] for a in node.partial))

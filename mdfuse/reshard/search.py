@@ -7,12 +7,35 @@ import math
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import combinations, count, permutations, product
+from typing import NamedTuple
 
 from mdfuse.layouts.hosts import rings
 from mdfuse.layouts.lacks import UNIT
 from mdfuse.layouts.layout import IDEMPOTENT, Partial, Replicate, Shard, commute
 from mdfuse.reshard.clock import nanoseconds
-from mdfuse.reshard.costs import Costs, Move, Node
+from mdfuse.reshard.costs import Costs
+from mdfuse.reshard.nodes import Move, Node
+
+#: steps without communication
+_LOCAL = ("slice", "term")
+#: more than any cost
+_FAR = (math.inf, 0)
+
+
+class _Way(NamedTuple):
+    """A way to a node: the one before it, and the last move with where it starts."""
+
+    before: _Way | None = None
+    last: tuple[Node, Move] | None = None
+    has_posts: bool = False
+
+    def moves(self) -> list[tuple[Node, Move]]:
+        """Return the nodes and moves of the way, in order."""
+        found, way = list[tuple[Node, Move]](), self
+        while way.before is not None and way.last is not None:
+            found.append(way.last)
+            way = way.before
+        return found[::-1]
 
 
 class Search(Costs):
@@ -20,18 +43,24 @@ class Search(Costs):
 
     # -- moves -----------------------------------------------------------------------------------
 
-    def moves(self, here: Node) -> Iterator[Move]:
-        for a in range(len(self.sizes)):
-            yield from self.along(here, a)
-        if len(here.partial) > 1 or len(max(here.splits, key=len, default=())) > 1:
-            yield from self.along_several(here)
+    def collectives(self, here: Node) -> list[tuple[Move, int]]:
+        """Return the moves along axes, with their costs; they are the same wherever one starts."""
+        found = self.known_moves.get(here)
+        if found is None:
+            moves = [move for a in range(len(self.sizes)) for move in self.along(here, a)]
+            if len(here.partial) > 1 or len(max(here.splits, key=len, default=())) > 1:
+                moves += self.along_several(here)
+            found = self.known_moves[here] = [(move, self.cost(move, here)) for move in moves]
+        return found
+
+    def exchanges(self, here: Node) -> list[Move]:
+        """Return the moves by which ranks get just what they lack."""
         if here.partial:
-            if here == self.start and len({*self.ops.values()}) == 1 and self.is_free:
-                for after in self.refined:
-                    yield Move("ReduceExchange", after)
-        elif here.made == () and here.splits != self.end.splits and self.may_exchange(here):
-            for after in self.refined if self.is_timed else (self.end._replace(made=()),):
-                yield Move("Exchange", after)
+            may = here == self.start and len({*self.ops.values()}) == 1 and self.is_free
+            return [Move("ReduceExchange", after) for after in self.refined] if may else []
+        may = here.made == () and here.splits != self.end.splits and self.may_exchange(here)
+        ends = self.refined if self.is_timed else [self.end._replace(made=())]
+        return [Move("Exchange", after) for after in ends] if may else []
 
     def may_exchange(self, here: Node) -> bool:
         """Whether an Exchange may come next: where time counts, not behind what it would do itself.
@@ -129,15 +158,16 @@ class Search(Costs):
                     continue
                 rest = here._replace(partial=tuple(p for p in here.partial if p not in axes))
                 yield Move("Allreduce", rest, axes)
-                for order, d in product(permutations(axes), self.dims):
-                    if self.is_even(d, (*here.splits[d], *order)) and self.source.stream is None:
-                        after = rest
-                        for a in order:
-                            after = _split(after, a, d)
-                        yield Move("ReduceScatter", after, order, d)
+                even = [d for d in self.dims if self.is_even(d, (*here.splits[d], *axes))]
+                even = even if self.source.stream is None else []
+                for order, d in product(permutations(axes), even) if even else ():
+                    after = rest
+                    for a in order:
+                        after = _split(after, a, d)
+                    yield Move("ReduceScatter", after, order, d)
         for d, axes in ((d, here.splits[d]) for d in self.dims):
-            for n in range(2, len(axes) + 1):
-                if self.is_even(d, axes):
+            if len(axes) > 1 and self.is_even(d, axes):
+                for n in range(2, len(axes) + 1):
                     yield Move("Allgather", _joined(here, d, n), axes[-n:], d)
 
     def is_even(self, dim: int, axes: tuple[int, ...]) -> bool:
@@ -210,59 +240,67 @@ class Search(Costs):
 
     def path(self) -> list[tuple[Node, Move]]:
         """Return the moves of the cheapest way; of several, of the least effort."""
-        tick = count()
-        Path = tuple[tuple[Node, Move], ...]
+        tick, end, late_is = count(), self.end, 0 if self.is_timed else 1
         # what it costs at least, effort, -, what it takes to here, which is known how well: a late
         # move by what is quickly known of it, by what is known of bytes, and all that is left
-        frontier: list[tuple[int, int, int, int, Node, Path, int]] = [
-            (self.least(self.start), 0, next(tick), 0, self.start, (), 1)
+        frontier: list[tuple[int, int, int, int, Node, _Way, int]] = [
+            (self.least(self.start), 0, next(tick), 0, self.start, _Way(), 1)
         ]
         done: set[Node] = set()
         best: dict[Node, tuple[float, int]] = {}  # what it takes to a node, but by a late move
         limit: float = math.inf  # what a way that is known takes
         while frontier:
-            total, effort, _, spent, here, path, known = heapq.heappop(frontier)
+            total, effort, _, spent, here, way, known = heapq.heappop(frontier)
             if here in done:
                 continue
-            if known == 0:
-                total = max(total, spent + self.least(here) + self.least_of(*path[-1]))
-                heapq.heappush(frontier, (total, effort, next(tick), spent, here, path, 1))
-                continue
-            if known == 1:
-                found = self.settled(here, spent, path)
+            if known < 2:
+                found = self.closer(total, spent, here, way, known)
                 if found is not None:
-                    spent, total = found
-                    limit = min(limit, total) if here == self.end else limit
-                    heapq.heappush(frontier, (total, effort, next(tick), spent, here, path, 2))
+                    total, spent, known = found
+                    limit = min(limit, total) if here == end and known == 2 else limit
+                    heapq.heappush(frontier, (total, effort, next(tick), spent, here, way, known))
                     continue
-            if here == self.end:
-                return list(path)
+            if here == end:
+                return way.moves()
             done.add(here)
-            for move in self.moves(here):
-                if move.after in done:
+            dearer = [(move, -1) for move in self.exchanges(here)]
+            for move, cost in (*self.collectives(here), *dearer):
+                after = move.after
+                if after in done:
                     continue
-                ahead = spent + self.least(move.after)
+                ahead = spent + self.least(after)
                 if ahead > limit:
                     continue
-                weight = effort + _effort(move, path)
+                weight = effort + _effort(move, way.has_posts)
                 if self.is_late(move):
-                    total = ahead + self.quickly(here, move)
-                    item, so_far, known = (*path, (here, move)), spent, 0 if self.is_timed else 1
-                else:
-                    so_far, known = spent + self.cost(move, here), 1
-                    if best.get(move.after, (math.inf, 0)) <= (so_far, weight):
+                    total, so_far, known = ahead + self.quickly(here, move), spent, late_is
+                    if total > limit:
                         continue
-                    best[move.after] = so_far, weight
-                    total = ahead + so_far - spent
-                    item = (*path, (here, move))
-                if total > limit:
-                    continue
-                if known and move.after == self.end and not self.is_late(move):
-                    limit = total
-                heapq.heappush(
-                    frontier, (total, weight, next(tick), so_far, move.after, item, known)
-                )
+                else:
+                    cost = self.cost(move, here) if cost < 0 else cost
+                    total, so_far, known = ahead + cost, spent + cost, 1
+                    if total > limit or best.get(after, _FAR) <= (so_far, weight):
+                        continue
+                    best[after] = so_far, weight
+                    if after == end:
+                        limit = total
+                on = _Way(way, (here, move), way.has_posts or move.kind not in _LOCAL)
+                heapq.heappush(frontier, (total, weight, next(tick), so_far, after, on, known))
         raise AssertionError(f"no way from {self.source} to {self.goal}")
+
+    def closer(
+        self, total: int, spent: int, here: Node, way: _Way, known: int
+    ) -> tuple[int, int, int] | None:
+        """Return the cost in all, that so far, and how well it is known, if that is better now."""
+        if way.last is not None and self.is_late(way.last[1]):
+            before, move = way.last
+            if known == 0:
+                least = spent + self.least(here) + self.least_of(before, move)
+                return max(total, least), spent, 1
+            spent += self.cost(move, before)
+        elif here.partial or self.made or self.is_timed:
+            return None
+        return spent + (self.least(here) if self.is_timed else self.to_go(here)), spent, 2
 
     def is_late(self, move: Move) -> bool:
         """Whether the cost of a move is found when its turn comes: it takes long to find."""
@@ -278,9 +316,10 @@ class Search(Costs):
         if not self.is_timed:
             return self.dearer(self.weighed(UNIT * arrives, self.shared(here)))
         starts = max(self.least_messages(here, after), 1)
-        least = nanoseconds(starts, UNIT * arrives, 0, self.itemsize)
+        crosses = self.least_into(here, after)
+        least = nanoseconds(starts, UNIT * arrives, crosses, self.itemsize)
         # and what follows: all that is left at this node
-        return least if is_reducing else max(least, self.to_go(here) - self.least(after))
+        return least if is_reducing else max(least, self.least(here) - self.least(after))
 
     def least_of(self, here: Node, move: Move) -> int:
         """Return what a late move costs at least, where hosts are known."""
@@ -288,16 +327,6 @@ class Search(Costs):
         if move.kind == "ReduceExchange":
             arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
         return nanoseconds(1, arrives, crosses, self.itemsize)
-
-    def settled(
-        self, here: Node, spent: int, path: tuple[tuple[Node, Move], ...]
-    ) -> tuple[int, int] | None:
-        """Return the cost so far and in all, where these are now known better; else None."""
-        if path and self.is_late(path[-1][1]):
-            spent += self.cost(path[-1][1], path[-1][0])
-        elif here.partial or self.made:
-            return None
-        return spent, spent + self.to_go(here)
 
 
 def _split(node: Node, a: int, dim: int) -> Node:
@@ -312,12 +341,12 @@ def _joined(node: Node, dim: int, n: int) -> Node:
     return Node(tuple(splits), node.partial, node.made)
 
 
-def _effort(move: Move, path: tuple[tuple[Node, Move], ...]) -> int:
+def _effort(move: Move, has_posts: bool) -> int:
     """Return the weight of a step, which decides between paths of equal bytes.
 
     One along several axes comes before two, two collectives before one Exchange, which comes before
     a collective whose result is sliced (some ranks then receive what they throw away).
     """
-    if move.kind in ("slice", "term"):
-        return 6 if any(m.kind not in ("slice", "term") for _, m in path) else 2
+    if move.kind in _LOCAL:
+        return 6 if has_posts else 2
     return 6 if move.kind in ("Exchange", "ReduceExchange") else 2 + (len(move.axes) > 1)

@@ -22,7 +22,7 @@ from mdfuse.reshard.across import across
 from mdfuse.reshard.blocks import moved, through_blocks
 from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.coarse import cheapest
-from mdfuse.reshard.costs import Move, Node
+from mdfuse.reshard.nodes import Move, Node
 from mdfuse.reshard.search import Search
 from mdfuse.reshard.step import Local, Step, elements, step_time
 
@@ -176,9 +176,7 @@ def _search(source: Layout, destination: Layout, shape: tuple[int, ...], itemsiz
 
 
 #: what of a search is about nodes and where they go to, and not about where it starts
-_SHARED = (
-    "parts", "first_rows", "known_dims", "counts", "left", "leasts", "crossings", "teams",
-)  # fmt: skip
+_SHARED = ("known_dims", "known_moves", "left", "leasts", "crossings")
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,59 @@
+"""Layouts and steps on one mesh as numbers, and what is known of them wherever a search leads."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from mdfuse.extents.extent import is_symbolic
+from mdfuse.layouts.aligned import Splits
+from mdfuse.layouts.layout import Layout
+from mdfuse.mesh import DeviceMesh
+
+
+class Node(NamedTuple):
+    """A layout on the mesh: axes are numbers, outermost first where several split one dim."""
+
+    splits: tuple[tuple[int, ...], ...]
+    #: axes whose Partial is still to be reduced
+    partial: tuple[int, ...]
+    #: axes that have become the Partial that the destination has
+    made: tuple[int, ...] = ()
+
+
+class Move(NamedTuple):
+    """A step between two nodes; its kind is that of a communication or a local step."""
+
+    kind: str
+    after: Node
+    axes: tuple[int, ...] = ()
+    dim: int | None = None
+    to_dim: int | None = None
+
+
+class Tables(NamedTuple):
+    """What is known of a tensor on a mesh, wherever a search on it leads."""
+
+    #: what splits dims -> elements of the largest part
+    parts: dict[Splits, int]
+    #: dim, the axes that split it -> rows of the first rank
+    first_rows: dict[tuple[int, tuple[int, ...]], int]
+    #: axes -> how many ranks there are along them
+    counts: dict[tuple[int, ...], int]
+    #: whether pairs count, axes -> how many teams, or pairs of ranks, are on several hosts
+    teams: dict[tuple[bool, tuple[int, ...]], int]
+    #: what splits dims before and afterwards, copies -> what an exchange brings
+    lacks: dict[tuple[Splits, Splits, int], tuple[int, int]]
+    #: what splits dims -> on how many hosts, and on how many ranks of one, parts differ; are alike
+    spread: dict[Splits, tuple[int, int, int]]
+
+
+def tables_of(layout: Layout, shape: tuple[int, ...]) -> Tables:
+    """Return the tables of a mesh and extents; those of dims in blocks, or of symbols, are new."""
+    is_plain = not layout.blocked and not is_symbolic(shape)
+    return _tables(layout.mesh, shape) if is_plain else Tables({}, {}, {}, {}, {}, {})
+
+
+@lru_cache(maxsize=64)
+def _tables(mesh: DeviceMesh, shape: tuple[int, ...]) -> Tables:
+    return Tables({}, {}, {}, {}, {}, {})
