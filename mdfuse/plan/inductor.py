@@ -103,7 +103,19 @@ def _traced(
         with enable_python_dispatcher():  # as in torch.compile: it knows more strides as dense
             graph = make_fx(function, tracing_mode="symbolic" if sizes else "fake")(*arguments)
         results = [form_of(x) for x in function(*arguments)]
+    _keep_nan(graph.graph)
     return Traced(graph, tuple(arguments), results, sizes)
+
+
+def _keep_nan(graph: torch.fx.Graph) -> None:
+    """Make an integer 0 by which fractions are multiplied 0.0.
+
+    The compiler takes x * 0 for 0 whatever x is; times 0.0 a NaN and an infinity are NaN.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+        dtype = node.meta["val"].dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            node.args = tuple(0.0 if type(x) in (int, bool) and x == 0 else x for x in node.args)
 
 
 def _size(env: Any, n: int, hint: int) -> torch.SymInt:

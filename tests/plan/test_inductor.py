@@ -148,3 +148,15 @@ def test_what_frees_its_operands_lays_out_its_results_too() -> None:
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y)
     assert inductor.emptying(inductor.AsTold(torch.add, ((1,),))) is None
+
+
+def test_what_is_times_zero_may_be_no_number() -> None:
+    """An integer 0 would be what the compiler makes of it; of integers it may stay."""
+    forms = [((3,), (1,), dtype, torch.device("cpu")) for dtype in (torch.float32, torch.int64)]
+
+    def function(x: Any, i: Any) -> list[Any]:
+        return [(x + 1) * 0, 0 * (x + 1), (x + 1) * False, i * 0]
+
+    found = inductor.traced(function, forms).graph.graph
+    products = found.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    assert [repr(node.args[1]) for node in products] == ["0.0", "0.0", "0.0", "0"]
