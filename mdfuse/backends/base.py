@@ -71,11 +71,12 @@ def root_index(call: Call) -> int:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a view of a dense tensor's elements in memory order, of one dim."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
+    """Return a view of a dense tensor's elements in memory order, of one dim.
+
+    Its stride is 1 also where there is one element, whose stride means nothing: torch shows bytes
+    of no others.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 class Work(Protocol):

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 #: Floats whose extremes are finite.
-_WITHOUT_INF = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_WITHOUT_INF = (
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+)  # fmt: skip
 
 
 def is_number_of(x: Any, dtype: torch.dtype) -> bool:

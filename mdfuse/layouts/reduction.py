@@ -30,6 +30,7 @@ _WORKING_DTYPES = {
     torch.float8_e5m2: torch.float32,
     torch.float8_e4m3fnuz: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
+    torch.float8_e8m0fnu: torch.float32,
     torch.uint16: torch.int64,
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
@@ -47,6 +48,9 @@ _COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
     "bxor": lambda rows: reduce(torch.bitwise_xor, rows.unbind(0)),
 }
 
+#: Of 64 bits: with it flipped, signed integers have the order of unsigned ones.
+_TOP_BIT = -(2**63)
+
 _ORDERED = frozenset({"min", "max"})
 _BITWISE = frozenset({"band", "bor", "bxor"})
 _ON_FLOATS = frozenset(_COMBINE) - _BITWISE
@@ -56,8 +60,8 @@ def check_reduction(op: str | None, dtype: torch.dtype) -> None:
     """Refuse a reduce op that has no meaning on `dtype`.
 
     Raises:
-        CommunicationError: an unknown op, `avg` of integers, bits of floats, or an order that the
-            dtype does not have here.
+        CommunicationError: an unknown op, `avg` of integers, bits of floats, or an order of complex
+            numbers.
     """
     if op not in _COMBINE:
         raise CommunicationError(
@@ -80,6 +84,8 @@ def combine(op: str, rows: Tensor) -> Tensor:
     """
     if rows.dtype is torch.bool:
         op = BOOL_OPS[op]
+    if rows.dtype is torch.uint64 and op in _ORDERED:
+        return (_COMBINE[op](rows.view(torch.int64) ^ _TOP_BIT) ^ _TOP_BIT).view(torch.uint64)
     working = rows.to(_WORKING_DTYPES.get(rows.dtype, rows.dtype))
     return _COMBINE[op](working).to(rows.dtype)
 
@@ -106,5 +112,4 @@ def _allowed(dtype: torch.dtype) -> frozenset[str]:
         return _ON_FLOATS
     if dtype.is_complex:
         return _ON_FLOATS - _ORDERED
-    integer = frozenset(_COMBINE) - {"avg"}
-    return integer - _ORDERED if dtype is torch.uint64 else integer
+    return frozenset(_COMBINE) - {"avg"}

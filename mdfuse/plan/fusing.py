@@ -228,7 +228,8 @@ class Fuser:
 
 def _called(made: Made, function: Function) -> AsTold:
     """Return what a step calls; what comes behind it goes by the strides that are known."""
-    return AsTold(function, tuple(strides for _, strides, _, _ in made.results))
+    _, strides, dtypes, _ = zip(*made.results, strict=True) if made.results else ((),) * 4
+    return AsTold(function, strides, dtypes)
 
 
 def _not_compiled(*_: Any) -> Any:

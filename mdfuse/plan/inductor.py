@@ -103,7 +103,19 @@ def _traced(
         with enable_python_dispatcher():  # as in torch.compile: it knows more strides as dense
             graph = make_fx(function, tracing_mode="symbolic" if sizes else "fake")(*arguments)
         results = [form_of(x) for x in function(*arguments)]
+    _keep_nan(graph.graph)
     return Traced(graph, tuple(arguments), results, sizes)
+
+
+def _keep_nan(graph: torch.fx.Graph) -> None:
+    """Make an integer 0 by which fractions are multiplied 0.0.
+
+    The compiler takes x * 0 for 0 whatever x is; times 0.0 a NaN and an infinity are NaN.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+        dtype = node.meta["val"].dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            node.args = tuple(0.0 if type(x) in (int, bool) and x == 0 else x for x in node.args)
 
 
 def _size(env: Any, n: int, hint: int) -> torch.SymInt:
@@ -161,34 +173,38 @@ def compiled(found: Traced) -> Function:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AsTold:
-    """A compiled function whose results have the strides that tracing told.
+    """A compiled function whose results have the strides and dtypes that tracing told.
 
     On GPUs the compiler pads products where that is faster, and returns the part of them that
     counts; its rows are then further apart than told, and whoever goes by addresses, as a post
-    does, would read the padding.
+    does, would read the padding. Whether any number of uint8 is not 0 it says in bool, and not in
+    uint8, as torch does.
 
     Attributes:
         function: returns one tensor for each of `strides`.
         strides: of each result; those of dims of one element mean nothing.
+        dtypes: of each result.
     """
 
     function: Function
     strides: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
 
     def __call__(self, *operands: Any) -> list[Any]:
         found = self.function(*operands)
         return [
-            x if x.stride() == own else _with_strides(x, own)
-            for x, own in zip(found, self.strides, strict=True)
+            x if x.stride() == own and x.dtype is dtype else _in_form(x, own, dtype)
+            for x, own, dtype in zip(found, self.strides, self.dtypes, strict=True)
         ]
 
 
-def _with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return elements at these strides, copied where any lies elsewhere."""
+def _in_form(x: torch.Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return elements at these strides, copied where any lies elsewhere or has another dtype."""
     pairs = zip(x.shape, x.stride(), strides, strict=True)
-    if x.numel() == 0 or all(n == 1 or is_ == own for n, is_, own in pairs):
+    is_there = x.numel() == 0 or all(n == 1 or is_ == own for n, is_, own in pairs)
+    if is_there and x.dtype is dtype:
         return x
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device).copy_(x)
 
 
 def emptying(function: Function) -> Function | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -355,3 +356,19 @@ def test_run_reads_off_what_every_rank_sees() -> None:
         program.run(torch.ones(5, 3), extents={"z.1": 6})
     out = [torch.empty(5, 3)]
     assert program.run(torch.ones(5, 3), out=out)[0] is out[0]
+
+
+def test_variances_of_any_number_of_rows() -> None:
+    """Of one row, and of none, they are no numbers: the definition asks for neither."""
+    with mf.FusionDefinition("variances") as fd:
+        x = fd.define_tensor([-1, 3], mesh=DeviceMesh.arange(tp=2), layout={"tp": Shard(0)})
+        fd.add_output(x.var(0))
+        fd.add_output(torch.std(x, 0, correction=0))
+        fd.add_output(x.var())
+    program = mf.compile(fd)
+    for n in (5, 1, 0, 2):
+        x = torch.randn(n, 3, generator=torch.Generator().manual_seed(n))
+        got = mf.simulate(program, [x]).outputs
+        with pytest.warns(UserWarning, match="degrees of freedom") if n < 2 else nullcontext():
+            expected = [x.var(0), torch.std(x, 0, correction=0), x.var()]
+        torch.testing.assert_close(got, expected, equal_nan=True)

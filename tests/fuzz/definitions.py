@@ -25,7 +25,8 @@ from mdfuse.frontend.handle import Handle
 
 NAMES = sorted(frontend.BY_NAME)
 DTYPES = (*(torch.float64,) * 6, torch.float32, torch.float32, torch.int64, torch.int32,
-          torch.bool, torch.uint8, torch.bfloat16, torch.float16)  # fmt: skip
+          torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.complex128,
+          torch.complex64, torch.int8)  # fmt: skip
 MESHES = (
     DeviceMesh([0]), DeviceMesh.arange(tp=2), DeviceMesh.arange(tp=3), DeviceMesh([3, 1]),
     DeviceMesh.arange(dp=2, tp=2), DeviceMesh([[4, 0, 2], [1, 3, 5]], axes=("a", "b")),
@@ -115,7 +116,10 @@ class Known:
 
 
 #: dtype -> the relative error that results of several operations may have.
-ERRORS = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.3}
+ERRORS = {
+    torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.3,
+    torch.complex128: 1e-7, torch.complex64: 1e-3,
+}  # fmt: skip
 
 
 class Drawn:
@@ -160,7 +164,11 @@ class Drawn:
         x = torch.randint(-8, 9, shape, generator=generator)
         if dtype == torch.bool:
             return x > 0
-        return x.to(dtype) / 4 if dtype.is_floating_point else x.abs().to(dtype)
+        if dtype.is_complex:
+            return torch.complex(x / 4, x.flip([*range(x.ndim)]) / 2).to(dtype)
+        if dtype.is_floating_point:
+            return x.to(dtype) / 4
+        return x.to(dtype) if dtype.is_signed and self.draw.random() < 0.3 else x.abs().to(dtype)
 
     def layout(self, rank: int, dtype: torch.dtype, is_input: bool = False) -> Layout | None:
         draw = self.draw
@@ -220,7 +228,7 @@ class Drawn:
             if whole is not None:
                 assert tuple(part.shape) == tuple(whole.shape), (name, given, part.shape)
                 assert part.dtype == whole.dtype, (name, given, part.dtype, whole.dtype)
-                known.is_rough |= bool((whole.double().abs() > 1e6).any())
+                known.is_rough |= bool((whole.to(wide(whole)).abs() > 1e6).any())
             if self.draw.random() < 0.2:
                 layout = self.layout(part.ndim, part.dtype)
                 if layout is not None and part.is_tensor:
@@ -407,14 +415,18 @@ def fuzz(draw: random.Random) -> None:
             compare(known, result, f"{fd}\n{program}")
 
 
+def wide(x: Tensor) -> torch.dtype:
+    return torch.complex128 if x.is_complex() else torch.float64
+
+
 def compare(known: Known, result: Tensor, text: str) -> None:
     whole = known.whole
     assert whole is not None
     assert result.shape == whole.shape and result.dtype == whole.dtype, text
-    wide = whole.double()
-    scale = float(wide[wide.isfinite()].abs().max()) if wide.isfinite().any() else 1.0
+    exact = whole.to(wide(whole))
+    scale = float(exact[exact.isfinite()].abs().max()) if exact.isfinite().any() else 1.0
     error = known.error
     torch.testing.assert_close(
-        result.double(), wide, rtol=error, atol=error * max(scale, 1.0), equal_nan=True,
+        result.to(wide(whole)), exact, rtol=error, atol=error * max(scale, 1.0), equal_nan=True,
         msg=lambda m: f"{m}\n{result}\nexpected\n{whole}\n{text}",
     )  # fmt: skip

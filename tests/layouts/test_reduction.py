@@ -38,3 +38,20 @@ def test_a_sum_of_two_may_go_over_one_of_them() -> None:
     rows = torch.arange(8, dtype=torch.bfloat16).view(2, 4)
     combine_into("sum", rows, rows[0])
     assert rows[0].tolist() == [4, 6, 8, 10]
+
+
+@pytest.mark.parametrize(("op", "result"), [("max", [2**64 - 1, 9]), ("min", [3, 8])])
+def test_wide_unsigned_integers_have_their_order(op: str, result: list[int]) -> None:
+    rows = torch.tensor([[2**64 - 1, 9], [3, 8]], dtype=torch.uint64)
+    assert combine(op, rows).tolist() == result
+
+
+@pytest.mark.parametrize(
+    ("op", "result"),
+    [("sum", [16.0, 4.0]), ("prod", [64.0, 2.0]), ("avg", [8.0, 2.0]), ("max", [8.0, 2.0]),
+     ("min", [8.0, 1.0])],
+)  # fmt: skip
+def test_powers_of_two(op: str, result: list[float]) -> None:
+    """Scales of blocks of narrow floats; what is no power of two is rounded to one."""
+    rows = torch.tensor([[8.0, 1.0], [8.0, 2.0]]).to(torch.float8_e8m0fnu)
+    assert combine(op, rows).to(torch.float32).tolist() == result

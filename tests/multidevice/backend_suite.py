@@ -57,6 +57,7 @@ def test_what_is_reduced(comm: Any) -> None:
     each(kinds.test_reduce_scatter, comm, kinds.TEAMS, REDUCED, [3])
     each(kinds.test_reduce, comm, kinds.TEAMS, REDUCED, [7])
     each(kinds.test_reductions_of_nothing, comm, kinds.TEAMS)
+    each(kinds.test_extremes_of_what_is_no_number, comm, kinds.TEAMS)
 
 
 @four
@@ -68,6 +69,11 @@ def test_what_goes_between_pairs(comm: Any) -> None:
             kinds.test_scatter(comm, *scatter, dtype, count)
     teams = [(0, 1, 2, 3), (2, 0, 3, 1)]
     each(kinds.test_exchange, comm, ["Exchange", "SendRecv"], kinds.EXCHANGES, teams, MOVED)
+
+
+@four
+def test_what_is_one_element(comm: Any) -> None:
+    kinds.test_one_element_of_any_stride(comm)
 
 
 @two

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import pytest
@@ -152,6 +153,38 @@ def test_reduce(comm: Any, team: tuple[int, ...], dtype: torch.dtype, count: int
         dsts = [garbage(count, dtype)] if comm.rank == root else []
         for got in post(comm, call, [src], dsts):
             same(got, reduction(op, [numbers(r, count, dtype, op) for r in team]), op)
+
+
+@teams
+def test_extremes_of_what_is_no_number(comm: Any, team: tuple[int, ...]) -> None:
+    """They are none, whichever rank has it, as on one device; NCCL takes numbers for extremes."""
+    if comm.rank not in team or comm.backend == "nccl":
+        return
+    comm.prepare([team])
+    index, n = team.index(comm.rank), len(team)
+    for dtype, op in product([*FLOATS, torch.float8_e4m3fn], ["max", "min"]):
+        rows = torch.arange(-1.0, n * n - 1).reshape(n, n).fill_diagonal_(torch.nan).to(dtype)
+        nan = torch.full((n,), torch.nan, dtype=dtype)
+        for kind, whole in (("Allreduce", nan), ("ReduceScatter", nan[:1]), ("Reduce", nan)):
+            root = team[-1] if kind == "Reduce" else None
+            call = Call(kind=kind, team=team, rank=comm.rank, reduce_op=op, root=root)
+            dsts = [garbage(len(whole), dtype).to(comm.device)] * (root in (None, comm.rank))
+            comm.poster(call)([rows[index].to(comm.device)], dsts).wait()
+            for got in dsts:
+                assert got.to(torch.float32).isnan().all(), (kind, dtype, op, got)
+
+
+def test_one_element_of_any_stride(comm: Any) -> None:
+    """Dtypes that travel as bytes, too: torch shows those of rows alone, whose stride is 1."""
+    if comm.rank > 1:
+        return
+    comm.prepare([(0, 1)])
+    for dtype in MOVED:
+        call = Call(kind="Allgather", team=(0, 1), rank=comm.rank)
+        src = torch.stack([numbers(comm.rank, 1, dtype), garbage(1, dtype)], 1)[0, ::2]
+        got = garbage(2, dtype).to(comm.device)
+        comm.poster(call)([src.to(comm.device)], [got]).wait()
+        same(got.cpu(), torch.cat([numbers(r, 1, dtype) for r in (0, 1)]), "one element")
 
 
 @teams

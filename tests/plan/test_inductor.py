@@ -129,17 +129,26 @@ def test_results_have_the_strides_that_they_were_told() -> None:
     x = torch.randn(2, 5)
     rows = [x[:, :3], x.t()[:1], x[:0, :3], x]
     told = (3, 1), (7, 5), (3, 1), (1, 2)
-    found = inductor.AsTold(lambda: rows, told)()
+    found = inductor.AsTold(lambda: rows, told, (torch.float32,) * 4)()
     for n, (got, want) in enumerate(zip(found, rows, strict=True)):
         torch.testing.assert_close(got, want)
         assert (got is want) is (n in (1, 2))  # one row or none, so that nothing lies elsewhere
     assert [found[0].stride(), found[3].stride()] == [(3, 1), (1, 2)]
 
 
+def test_results_have_the_dtypes_that_they_were_told() -> None:
+    """Whether any number of uint8 is not 0 Inductor says in bool."""
+    x, told = torch.tensor([[0, 3], [0, 0]], dtype=torch.uint8), (torch.uint8, torch.int64)
+    results = [x.bool().any(0), torch.ones(3, dtype=torch.int64)]
+    found = inductor.AsTold(lambda: results, ((1,), (1,)), told)()
+    assert [y.dtype for y in found] == [*told] and torch.equal(found[0], x.any(0))
+    assert found[1] is results[1]
+
+
 def test_what_frees_its_operands_lays_out_its_results_too() -> None:
     form = (4, 4), (4, 1), torch.float32, torch.device("cpu")
     made = inductor.compiled(inductor.traced(lambda a, b: [a.sin() @ b, a + 1], [form, form]))
-    emptying = inductor.emptying(inductor.AsTold(made, ((1, 4), (4, 1))))
+    emptying = inductor.emptying(inductor.AsTold(made, ((1, 4), (4, 1)), (torch.float32,) * 2))
     assert emptying is not None
     a, b = torch.randn(2, 4, 4).unbind()
     given, want = [a.clone(), b], [a.sin() @ b, a + 1]
@@ -147,4 +156,16 @@ def test_what_frees_its_operands_lays_out_its_results_too() -> None:
     assert given == [] and got[0].stride() == (1, 4)
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y)
-    assert inductor.emptying(inductor.AsTold(torch.add, ((1,),))) is None
+    assert inductor.emptying(inductor.AsTold(torch.add, ((1,),), (torch.float32,))) is None
+
+
+def test_what_is_times_zero_may_be_no_number() -> None:
+    """An integer 0 would be what the compiler makes of it; of integers it may stay."""
+    forms = [((3,), (1,), dtype, torch.device("cpu")) for dtype in (torch.float32, torch.int64)]
+
+    def function(x: Any, i: Any) -> list[Any]:
+        return [(x + 1) * 0, 0 * (x + 1), (x + 1) * False, i * 0]
+
+    found = inductor.traced(function, forms).graph.graph
+    products = found.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    assert [repr(node.args[1]) for node in products] == ["0.0", "0.0", "0.0", "0"]

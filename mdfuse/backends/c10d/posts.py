@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work, root_index
 from mdfuse.backends.c10d.groups import Library
+from mdfuse.backends.ordered import in_order, is_ordered
 from mdfuse.backends.transfers import Post, Transfer, in_a_row, transferred
 from mdfuse.backends.work import DONE, Posted, explained
 from mdfuse.layouts.call import Call
@@ -84,6 +85,8 @@ class _Bound:
 
 def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Return a function that posts a call on buffers of one dtype."""
+    if team.library.loses_nan and is_ordered(call, dtype):
+        return in_order(partial(build_post, team, call), call, dtype)
     one_call = _one_call(_Bound(team=team, call=call, dtype=dtype))
     if one_call is None:
         return _gathered(team, call, dtype) if call.kind in _BRINGS else _transferred(team, call)
@@ -133,6 +136,8 @@ def _is_reducible(library: Library, call: Call, dtype: torch.dtype) -> bool:
     """Return whether the library itself reduces this dtype with this op; bool as uint8."""
     if dtype is torch.bool:
         return BOOL_OPS[call.reduce_op or ""] not in library.lacks
+    if library.loses_nan and is_ordered(call, dtype):
+        return False
     return dtype in NATIVE and call.reduce_op not in library.lacks
 
 
@@ -145,7 +150,8 @@ def _is_flat(call: Call, team: Team) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return in_a_row(tensor).view(torch.uint8)
+    """Return a dense tensor's bytes; as `flat` has it, of one element with any stride, too."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _as_is(tensor: Tensor) -> Tensor:

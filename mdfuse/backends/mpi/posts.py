@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from mdfuse.backends.base import Work, flat, root_index
 from mdfuse.backends.mpi.requests import Requests, State, Waiting
 from mdfuse.backends.mpi.types import carrying_type, is_reducible, reduce_op, reducing_type
+from mdfuse.backends.ordered import in_order, is_ordered
 from mdfuse.backends.transfers import Post, Transfer, transferred
 from mdfuse.backends.work import DONE, Posted
 from mdfuse.errors import CommunicationError
@@ -80,6 +82,8 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
     if call.kind not in REDUCING:
         return _CALLS[call.kind](team, call, dtype)
     check_reduction(call.reduce_op, dtype)
+    if is_ordered(call, dtype):
+        return in_order(partial(build_post, team, call), call, dtype)
     if not is_reducible(dtype):
         return _widened(_CALLS[call.kind](team, call, torch.float32), call)
     post = _CALLS[call.kind](team, call, dtype)

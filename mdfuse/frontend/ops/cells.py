@@ -16,7 +16,18 @@ from mdfuse.frontend.ops.recording import shown
 def _gates(
     x: Handle, hidden: Handle, weights: tuple[Handle, Handle], biases: tuple[Any, Any], count: int
 ) -> list[tuple[Handle, Handle]]:
-    """What comes from the input and from the last state, for each gate."""
+    """What comes from the input and from the last state, for each gate.
+
+    Raises:
+        DefinitionError: the weights do not have `count` rows for each place of the state.
+    """
+    for w in weights:
+        if not hidden.ndim or w.ndim != 2 or w.shape[0] != count * hidden.shape[-1]:
+            raise DefinitionError(
+                f"a cell of {shown(hidden)} with {shown(w)}",
+                because=f"of a state of [b,n] weights are [{count}*n,k]: a matrix for each gate",
+                hint="a state with n places in its last dim",
+            )
     found = [linear(a, w, b) for a, w, b in zip((x, hidden), weights, biases, strict=True)]
     own = [parts.chunk(y, count, y.ndim - 1) if count > 1 else (y,) for y in found]
     return list(zip(*own, strict=True))

@@ -14,8 +14,10 @@ from mdfuse.frontend.ops.recording import (
     Dims,
     back,
     checked,
+    floating,
     in_f32,
     own_place,
+    real_only,
     record,
     shown,
     with_fractions,
@@ -25,14 +27,11 @@ from mdfuse.frontend.ops.reductions import norm, sum
 
 def cosine_similarity(x1: Handle, x2: Handle, dim: int = 1, eps: float = 1e-8) -> Handle:
     """The cosine of the angle between vectors along a dim; norms are at least eps."""
-    first, second = (in_f32(_floating(x)) for x in (x1, x2))
+    real_only("cosine_similarity", x1, x2)
+    first, second = (in_f32(floating(x)) for x in (x1, x2))
     sizes = [ROWS["maximum"](norm(x, 2, dim, keepdim=True), eps) for x in (first, second)]
     found = sum((first / sizes[0]) * (second / sizes[1]), dim)
     return _as(found, torch.promote_types(x1.dtype, x2.dtype))
-
-
-def _floating(x: Handle) -> Handle:
-    return x if x.dtype.is_floating_point else cast(x, torch.get_default_dtype())
 
 
 def _as(x: Handle, dtype: torch.dtype) -> Handle:
@@ -91,7 +90,7 @@ def matrix_norm(
     first, second = (rows, columns) if abs(ord) == 1 else (columns, rows)
     total = sum(ROWS["abs"](in_f32(with_fractions(x))), first, True)
     found = (reductions.amax if ord > 0 else reductions.amin)(total, second, True)
-    return back(found if keepdim else record("squeeze", found, dims=(rows, columns)), x)
+    return back(found if keepdim else record("squeeze", found, dims=(rows, columns)), x, True)
 
 
 def cross(x: Handle, other: Handle, dim: int | None = None) -> Handle:

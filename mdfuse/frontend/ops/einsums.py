@@ -202,12 +202,12 @@ def inner(x: Handle, other: Handle) -> Handle:
 
 
 def vdot(x: Handle, other: Handle) -> Handle:
-    """The product of two vectors."""
+    """The product of two vectors, with the conjugates of the first one."""
     if x.ndim != 1 or other.ndim != 1:
         raise DefinitionError(
             f"vdot of {shown(x)} and {shown(other)}", because="both are vectors", hint="inner"
         )
-    return matmul(x, other)
+    return matmul(record("conj", x) if x.dtype.is_complex else x, other)
 
 
 def chain_matmul(*tensors: Any) -> Handle:

@@ -10,13 +10,15 @@ from mdfuse.frontend.ops.recording import again, record
 def log_of_sum(wide: Handle, over: tuple[int, ...] | None) -> Handle:
     """log(sum(exp(x))) over dims (None: all), which are kept.
 
-    No gradient goes through the largest element: what it takes away and adds is the same.
+    No gradient goes through the largest element: what it takes away and adds is the same. Of
+    complex numbers it is that of the real parts, which say how large the exponentials are.
 
     Args:
         wide: x of at least 32 bits, computed in a block of `again`, which this goes on with.
         over: the dims.
     """
-    top = record("detach", record("max", wide, dims=over, keepdim=True))
+    part = record("real", wide) if wide.dtype.is_complex else wide
+    top = record("detach", record("max", part, dims=over, keepdim=True))
     top = where(ROWS["isfinite"](top), top, 0.0)
     with again(wide, is_more=True):
         shares = ROWS["exp"](wide - top)

@@ -20,7 +20,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, indexing, moves, views
 from mdfuse.frontend.ops.lookup_parts import added_up, at_indices, check_index, from_the_end
 from mdfuse.frontend.ops.pointwise import ROWS, cast, where
-from mdfuse.frontend.ops.recording import own_place, record, shown
+from mdfuse.frontend.ops.recording import is_inexact, own_place, record, shown
 
 # -- lookups -------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ def scatter_reduce(
         hits = hits + 1
     if reduce == "mean":
         count = ROWS["maximum"](hits, 1)
-        is_whole = not x.dtype.is_floating_point
+        is_whole = not is_inexact(x)
         joined = ROWS["floor_divide"](joined, count) if is_whole else joined / cast(count, x.dtype)
     return where(is_hit, joined, x)
 

@@ -219,8 +219,9 @@ def hinge_embedding_loss(
 
 
 def soft_margin_loss(x: Handle, target: Handle, *, reduction: str = "mean") -> Handle:
-    """log(1 + exp(-target * x))."""
-    return reduced(ROWS["log1p"](ROWS["exp"](-target * x)), reduction)
+    """log(1 + exp(-target * x)), in the dtype of x where that has fractions."""
+    found = ROWS["log1p"](ROWS["exp"](-target * x))
+    return reduced(back(found, x) if x.dtype.is_floating_point else found, reduction)
 
 
 def poisson_nll_loss(

@@ -10,7 +10,14 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Elementwise, again, as_dtype, record, shown
+from mdfuse.frontend.ops.recording import (
+    Elementwise,
+    again,
+    as_dtype,
+    is_inexact,
+    record,
+    shown,
+)
 from mdfuse.ir import slopes
 from mdfuse.ir.ops import TABLE
 
@@ -81,8 +88,8 @@ def _times(x: Any, other: Any, alpha: float) -> Any:
     if alpha == 1:
         return other
     both = isinstance(x, Handle) and isinstance(other, Handle) and x.is_tensor and other.is_tensor
-    is_whole = both and not (other.dtype.is_floating_point or other.dtype.is_complex)
-    is_lower = is_whole and (x.dtype.is_floating_point or other.dtype == torch.bool)
+    is_whole = both and not is_inexact(other)
+    is_lower = is_whole and (is_inexact(x) or other.dtype == torch.bool)
     return mul(cast(other, x.dtype) if is_lower else other, alpha)
 
 
@@ -111,7 +118,7 @@ def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Handle:
 
 def _is_whole(x: Any) -> bool:
     if isinstance(x, Handle):
-        return not x.dtype.is_floating_point
+        return not is_inexact(x)
     return isinstance(x, int | Extent)
 
 
@@ -122,7 +129,7 @@ def lerp(x: Handle, end: Handle, weight: Any) -> Handle:
 
 def addcmul(x: Handle, tensor1: Handle, tensor2: Handle, *, value: float = 1) -> Handle:
     """x + value * tensor1 * tensor2; of integers, with the integer towards zero of the value."""
-    if not any(h.dtype.is_floating_point or h.dtype.is_complex for h in (x, tensor1, tensor2)):
+    if not any(map(is_inexact, (x, tensor1, tensor2))):
         value = _towards_zero("addcmul", x, value)
     return add(x, tensor1 * tensor2, alpha=value)
 
@@ -163,7 +170,7 @@ def where(condition: Handle, x: Any, other: Any) -> Handle:
 def masked_fill(x: Handle, mask: Handle, value: Any) -> Handle:
     """x, with a number (or a value without dims) where the mask holds."""
     is_fraction = isinstance(value, float) and not value.is_integer()
-    if is_fraction and not x.dtype.is_floating_point:
+    if is_fraction and not is_inexact(x):
         raise DefinitionError(
             f"masked_fill(%{x.name}, …, {value}) of {x.value.type_text()}",
             because=f"{x.dtype} has no such number",
@@ -197,6 +204,9 @@ def nan_to_num(
     x: Handle, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> Handle:
     """Numbers in the place of NaN and infinities, by default 0 and the largest of the dtype."""
+    if x.dtype.is_complex:
+        halves = (record(name, x) for name in ("real", "imag"))
+        return record("complex", *(nan_to_num(half, nan, posinf, neginf) for half in halves))
     if not x.dtype.is_floating_point:
         return record("set", x)
     limits = torch.finfo(x.dtype)

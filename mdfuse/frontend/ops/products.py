@@ -8,7 +8,7 @@ import torch
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import record, shown
+from mdfuse.frontend.ops.recording import is_inexact, record, shown
 
 
 def matmul(x: Handle, other: Handle) -> Handle:
@@ -82,7 +82,7 @@ def addmv(x: Handle, mat: Handle, vec: Handle, *, beta: float = 1, alpha: float 
 
 def _added(x: Handle, product: Handle, beta: float, alpha: float) -> Handle:
     is_fraction = any(type(factor) is float for factor in (alpha, beta))
-    if is_fraction and not (x.dtype.is_floating_point and product.dtype.is_floating_point):
+    if is_fraction and not (is_inexact(x) and is_inexact(product)):
         raise DefinitionError(
             f"alpha={alpha}, beta={beta} for {shown(x)}",
             because="a product of integers is one of integers",
@@ -167,7 +167,7 @@ def routed_mm(x: Handle, weight: Handle, ids: Handle) -> Handle:
         weight: the matrices.
         ids: [t], integers: the number of each row's matrix, of all p * e; others give zeros.
     """
-    apart = (t, k) = (x.shape[0], 0) if x.ndim < 2 else x.shape[-2:]
+    apart = (t, k) = x.shape[-2:] if x.ndim > 1 else (0, 0)
     is_number = not (ids.dtype.is_floating_point or ids.dtype == torch.bool)
     fits = weight.ndim == 4 and weight.shape[2] == k and ids.shape == (t,) and is_number
     fits = fits and tuple(x.shape) in ((t, k), (weight.shape[0], *apart))

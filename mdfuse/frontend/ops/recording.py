@@ -111,7 +111,7 @@ def in_f32(x: Handle) -> Handle:
 
 def with_fractions(x: Handle) -> Handle:
     """Return a value of which norms are taken; raise DefinitionError for integers."""
-    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+    if not is_inexact(x):
         raise DefinitionError(
             f"a norm of {shown(x)}",
             because="a norm has fractions, which its dtype has not",
@@ -120,9 +120,39 @@ def with_fractions(x: Handle) -> Handle:
     return x
 
 
-def back(y: Handle, x: Handle) -> Handle:
-    """A result in the dtype that x had."""
-    return y if y.dtype == x.dtype else record("cast", y, dtype=x.dtype)
+def is_inexact(x: Handle) -> bool:
+    """Whether x has fractions: floating and complex dtypes."""
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
+def floating(x: Handle) -> Handle:
+    """Integers and bools in torch's default dtype; floating and complex numbers as they are."""
+    return x if is_inexact(x) else record("cast", x, dtype=torch.get_default_dtype())
+
+
+def real_only(name: str, *operands: Handle) -> None:
+    """Raise DefinitionError for an operand of complex numbers, which an op has none of."""
+    for x in operands:
+        if x.dtype.is_complex:
+            raise DefinitionError(
+                f"{name} of {shown(x)}",
+                because="it is of real numbers",
+                hint="torch.view_as_real(x), or the abs of x",
+            )
+
+
+def squared(x: Handle) -> Handle:
+    """The squares of the distances from 0: real numbers, also of complex ones."""
+    if not x.dtype.is_complex:
+        return x * x
+    real, imag = record("real", x), record("imag", x)
+    return real * real + imag * imag
+
+
+def back(y: Handle, x: Handle, is_real: bool = False) -> Handle:
+    """A result in the dtype that x had; of complex x, where it is real, in that of the parts."""
+    dtype = x.dtype.to_real() if is_real else x.dtype
+    return y if y.dtype == dtype else record("cast", y, dtype=dtype)
 
 
 # -- dims ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
 from mdfuse.frontend.ops.exponents import log_of_sum
@@ -23,8 +24,10 @@ from mdfuse.frontend.ops.recording import (
     back,
     checked,
     chosen,
+    floating,
     in_f32,
     record,
+    squared,
     with_fractions,
 )
 
@@ -99,14 +102,14 @@ def var(
     """Variance over dims (all by default): squared distances from the mean over n - correction.
 
     Args:
-        x: a floating tensor.
+        x: floating or complex numbers; of complex ones the result is real.
         dim: one or several; `dims` is another name.
         unbiased: True stands for correction=1 (the default), False for correction=0.
         keepdim: keep reduced dims with extent 1.
         correction: what is subtracted from the number of elements.
         dims: another name of dim.
     """
-    return back(_moments(x, checked(x, dim, dims), unbiased, keepdim, correction)[0], x)
+    return back(_moments(x, checked(x, dim, dims), unbiased, keepdim, correction)[0], x, True)
 
 
 def _moments(
@@ -125,8 +128,12 @@ def _moments(
     with again(x, is_more=True):
         distance = wide - centre
     count = math.prod(x.shape[d] for d in (range(x.ndim) if over is None else over))
+    squares = sum(squared(distance), over, keepdim)
+    if isinstance(count, Extent) and correction in (0, 1):  # without a look at how many there are
+        share = squares / count
+        return (share * count / (count - 1) if correction else share), centre
     rest = count - correction if count else 0  # of no elements it is NaN, whatever is subtracted
-    return sum(distance * distance, over, keepdim) / (rest if rest > 0 else 0), centre
+    return squares / (rest if rest > 0 else 0), centre
 
 
 def std(
@@ -140,7 +147,7 @@ def std(
 ) -> Handle:
     """Standard deviation over dims (all by default): the square root of `var`."""
     wide = var(in_f32(x), dim, unbiased, keepdim, correction=correction, dims=dims)
-    return back(_root(wide, ROWS["sqrt"]), x)
+    return back(_root(wide, ROWS["sqrt"]), x, True)
 
 
 def _root(x: Handle, root: Callable[[Handle], Handle]) -> Handle:
@@ -161,7 +168,7 @@ def var_mean(
     """The variance as `var` has it, and the mean, over dims (all by default)."""
     over = checked(x, dim, dims)
     power, centre = _moments(x, over, unbiased, keepdim, correction)
-    return back(power, x), back(centre if keepdim else _without(centre, over), x)
+    return back(power, x, True), back(centre if keepdim else _without(centre, over), x)
 
 
 def std_mean(
@@ -176,7 +183,7 @@ def std_mean(
     """The standard deviation as `std` has it, and the mean, over dims (all by default)."""
     over = checked(x, dim, dims)
     power, centre = _moments(x, over, unbiased, keepdim, correction)
-    return back(_root(power, ROWS["sqrt"]), x), back(
+    return back(_root(power, ROWS["sqrt"]), x, True), back(
         centre if keepdim else _without(centre, over), x
     )
 
@@ -184,8 +191,7 @@ def std_mean(
 def logsumexp(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
     """log(sum(exp(x))) over dims (all by default), without overflow."""
     over = checked(x, dim, dims)
-    if not x.dtype.is_floating_point:
-        x = cast(x, torch.get_default_dtype())
+    x = floating(x)
     with again(x):
         wide = in_f32(x)
     total = log_of_sum(wide, over)
@@ -217,7 +223,7 @@ def norm(
     over = checked(x, dim, dims)
     wide = in_f32(with_fractions(as_dtype(x, dtype) if dtype is not None else x))
     result = _norm(wide, 2.0 if p == "fro" else float(p), over, keepdim)
-    return back(result, x) if dtype is None else as_dtype(result, dtype)
+    return back(result, x, True) if dtype is None else as_dtype(result, dtype.to_real())
 
 
 def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
@@ -226,9 +232,9 @@ def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
     if p == -math.inf:
         return amin(ROWS["abs"](x), over, keepdim)
     if p == 0:
-        return cast(sum(ROWS["ne"](x, 0), over, keepdim), x.dtype)
+        return cast(sum(ROWS["ne"](x, 0), over, keepdim), x.dtype.to_real())
     if p == 1:
         return sum(ROWS["abs"](x), over, keepdim)
     if p == 2:
-        return _root(sum(x * x, over, keepdim), ROWS["sqrt"])
+        return _root(sum(squared(x), over, keepdim), ROWS["sqrt"])
     return _root(sum(ROWS["abs"](x) ** p, over, keepdim), lambda total: total ** (1.0 / p))

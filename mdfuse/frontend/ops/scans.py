@@ -23,8 +23,10 @@ from mdfuse.frontend.ops.recording import (
     back,
     checked,
     in_f32,
+    is_inexact,
     own_place,
     place,
+    real_only,
     record,
     record_several,
     shown,
@@ -40,7 +42,7 @@ def _running(op: str, doc: str) -> Operation:
                 because="as in torch, truth values do not add up to one",
                 hint="dtype=torch.int64, or leave it out",
             )
-        if dtype is None and not (x.dtype.is_floating_point or x.dtype.is_complex):
+        if dtype is None and not is_inexact(x):
             dtype = torch.int64
         x = x if dtype is None or dtype == x.dtype else cast(x, dtype)
         found = record(op, x, dim=at)  # of integers in int64
@@ -230,6 +232,7 @@ def _skipping(name: str, over: Callable[..., Handle], doc: str) -> Operation:
         dtype: torch.dtype | None = None,
         dims: Dims = None,
     ) -> Handle:
+        real_only(name, x)
         is_float = x.dtype.is_floating_point
         counted = where(ROWS["isnan"](x), 0.0, x) if is_float else x
         if over is reductions.sum:

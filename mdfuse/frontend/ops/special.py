@@ -9,7 +9,14 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.pointwise import ROWS, cast, clamp, elu, tanh, where
-from mdfuse.frontend.ops.recording import again, record, shown
+from mdfuse.frontend.ops.recording import (
+    again,
+    floating,
+    is_inexact,
+    real_only,
+    record,
+    shown,
+)
 from mdfuse.frontend.ops.views import reshape
 
 
@@ -22,24 +29,22 @@ def positive(x: Handle) -> Handle:
     return record("set", x)
 
 
-def _floating(x: Handle) -> Handle:
-    """Integers and bools in torch's default dtype."""
-    return x if x.dtype.is_floating_point else cast(x, torch.get_default_dtype())
-
-
 def deg2rad(x: Handle) -> Handle:
     """Degrees as radians: x * pi / 180."""
-    return _floating(x) * (math.pi / 180.0)
+    real_only("deg2rad", x)
+    return floating(x) * (math.pi / 180.0)
 
 
 def rad2deg(x: Handle) -> Handle:
     """Radians as degrees: x * 180 / pi."""
-    return _floating(x) * (180.0 / math.pi)
+    real_only("rad2deg", x)
+    return floating(x) * (180.0 / math.pi)
 
 
 def logit(x: Handle, eps: float | None = None) -> Handle:
     """log(x / (1 - x)); with eps of x limited to [eps, 1 - eps]."""
-    x = _floating(x)
+    real_only("logit", x)
+    x = floating(x)
     if eps is not None:
         low, high = ROWS["lt"](x, eps), ROWS["gt"](x, 1 - eps)
         x = where(low, float(eps), where(high, 1.0 - eps, x))
@@ -57,13 +62,14 @@ def isclose(
             hint=f"cast one: other.to({x.dtype})",
         )
     found = ROWS["eq"](x, other)
-    if equal_nan and x.dtype.is_floating_point:
+    if equal_nan and is_inexact(x):
         both = ROWS["logical_and"](ROWS["isnan"](x), ROWS["isnan"](other))
         found = ROWS["logical_or"](found, both)
     if x.dtype == torch.bool:
         x, other = cast(x, torch.int64), cast(other, torch.int64)
+    other = floating(other)  # as torch: the difference of integers may be too large for them
     distance = ROWS["abs"](x - other)
-    is_near = ROWS["le"](distance, atol + ROWS["abs"](_floating(other) * rtol))
+    is_near = ROWS["le"](distance, atol + ROWS["abs"](other * rtol))
     is_near = ROWS["logical_and"](ROWS["isfinite"](distance), is_near)
     return ROWS["logical_or"](found, is_near)
 

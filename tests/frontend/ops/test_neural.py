@@ -44,3 +44,14 @@ def test_rows_that_no_class_of_a_rank_is_wanted_of() -> None:
         logits = torch.randint(-3, 4, (4, 5)).double()
         for target in (torch.zeros(4).long(), torch.full((4,), -100)):
             check_everywhere(mf.compile(fd), [logits, target], [F.cross_entropy(logits, target)])
+
+
+def test_a_loss_has_the_dtype_of_what_is_compared() -> None:
+    """A target of more bits, as a loader may give it."""
+    with mf.FusionDefinition("loss") as fd:
+        x = fd.define_tensor([6], torch.bfloat16, GRID, {"dp": Shard(0)})
+        t = fd.define_tensor([6], torch.float64, GRID, {"dp": Shard(0)})
+        fd.add_output(F.soft_margin_loss(x, t))
+    given = torch.arange(6).bfloat16() / 4, torch.tensor([1.0, -1.0] * 3, dtype=torch.float64)
+    (got,) = mf.simulate(mf.compile(fd), list(given)).outputs
+    torch.testing.assert_close(got, F.soft_margin_loss(*given), rtol=2e-2, atol=0)
