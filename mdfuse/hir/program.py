@@ -138,11 +138,18 @@ class Instruction:
     body: tuple[Instruction, ...] = ()
     orelse: tuple[Instruction, ...] = ()
     source: Source | None = field(default=None, compare=False)
+    #: what `reads` and `indices` return, once they were asked for
+    _reads: tuple[str, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    _indices: tuple[Index, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The names among the operands; for a post or recv also the buffer that is written."""
-        return tuple([x for x in self.inputs if isinstance(x, str)])
+        found = self._reads
+        if found is None:
+            found = tuple([x for x in self.inputs if isinstance(x, str)])
+            object.__setattr__(self, "_reads", found)
+        return found
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -150,15 +157,20 @@ class Instruction:
         return dict(self.attrs)
 
     @property
-    def indices(self) -> list[Index]:
+    def indices(self) -> tuple[Index, ...]:
         """The index expressions in its operands and attributes."""
-        found: list[Any] = [x for x in self.inputs if type(x) in UNKNOWN]
-        if self.attrs:
-            found += [v for _, v in self.attrs if type(v) in UNKNOWN]
+        found = self._indices
+        if found is None:
+            every: list[Any] = [*self.inputs, *[v for _, v in self.attrs]]
+            found = tuple([x for x in every if type(x) in UNKNOWN])
+            object.__setattr__(self, "_indices", found)
         return found
 
     def walk(self) -> Iterator[Instruction]:
-        """Yield the instruction, then all instructions inside it."""
+        """Return the instruction, then all instructions inside it."""
+        return self._nested() if self.body or self.orelse else iter((self,))
+
+    def _nested(self) -> Iterator[Instruction]:
         yield self
         for inner in (*self.body, *self.orelse):
             yield from inner.walk()
