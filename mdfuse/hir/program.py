@@ -138,18 +138,11 @@ class Instruction:
     body: tuple[Instruction, ...] = ()
     orelse: tuple[Instruction, ...] = ()
     source: Source | None = field(default=None, compare=False)
-    #: what `reads` and `indices` return, once they were asked for
-    _reads: tuple[str, ...] | None = field(default=None, init=False, repr=False, compare=False)
-    _indices: tuple[Index, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The names among the operands; for a post or recv also the buffer that is written."""
-        found = self._reads
-        if found is None:
-            found = tuple([x for x in self.inputs if isinstance(x, str)])
-            object.__setattr__(self, "_reads", found)
-        return found
+        return tuple([x for x in self.inputs if isinstance(x, str)])
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -159,12 +152,10 @@ class Instruction:
     @property
     def indices(self) -> tuple[Index, ...]:
         """The index expressions in its operands and attributes."""
-        found = self._indices
-        if found is None:
-            every: list[Any] = [*self.inputs, *[v for _, v in self.attrs]]
-            found = tuple([x for x in every if type(x) in UNKNOWN])
-            object.__setattr__(self, "_indices", found)
-        return found
+        found: list[Any] = [x for x in self.inputs if type(x) in UNKNOWN]
+        if self.attrs:
+            found += [v for _, v in self.attrs if type(v) in UNKNOWN]
+        return tuple(found)
 
     def walk(self) -> Iterator[Instruction]:
         """Return the instruction, then all instructions inside it."""
