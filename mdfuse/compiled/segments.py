@@ -224,7 +224,9 @@ def _segment(
     names = (*section.inputs, *(n for e in section.exprs for n in e.outputs))
     values = dict(section.fusion.values)
     for name in section.inputs:  # what comes in is whole, and has elements of its own
-        values[name] = replace(values[name], stream=None, expanded=frozenset())
+        value = values[name]
+        if value.stream is not None or value.expanded:
+            values[name] = replace(value, stream=None, expanded=frozenset())
     own = replace(section.fusion, values=values, ids={name: i for i, name in enumerate(names)})
     ids = {i: fusion.ids[name] for i, name in enumerate(names)}
     dims = {i: extents[dim] for dim, i in input_extents(own).items() if dim in extents}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from mdfuse.extents.expressions import Index, Term
@@ -54,6 +55,7 @@ def made(factors: Mapping[Term, int], constant: int, modulus: int = 0) -> Linear
     return Linear(tuple(kept), constant, modulus)
 
 
+@lru_cache(maxsize=4096)
 def linear(index: Index | bool, modulus: int = 0) -> Linear | None:
     """Return an index expression as a sum of terms times numbers; None where it is none.
 

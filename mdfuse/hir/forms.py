@@ -8,7 +8,7 @@ built by hand are checked before they are projected, written out, printed or ver
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -171,9 +171,12 @@ def problem(
     row = row_of(i)
     if row is None:
         return _unknown(i)
-    found = _of_parts(i, row) or _of_operands(i, row) or _of_attributes(i, row, types, rank)
-    found = found or (_of_order(i, row, types) if i.order is not None else None)
-    for index in () if found is not None else i.indices:
+    found = _of_parts(i, row) or _of_operands(i, row)
+    if found is None and (i.attrs or row.attrs or row.sets):
+        found = _of_attributes(i, row, types, rank)
+    if found is None and i.order is not None:
+        found = _of_order(i, row, types)
+    for index in i.indices if found is None else ():
         found = found or _of_index(index, types)
     return found
 
@@ -206,8 +209,10 @@ def _of_parts(i: Instruction, row: Row) -> Problem | None:
     if makes > 1 and len({*i.outputs}) < makes:
         what = f"{row.name} defines %{i.outputs[0]} twice"
         return Problem(what, "each result has a name of its own", "name them differently")
-    bad = [n for n in (*i.outputs, *i.inputs) if isinstance(n, str) and not _is_of_value(n)]
-    return Problem(f"a value is named {bad[0]!r}", RULE, "name it otherwise") if bad else None
+    for n in (*i.outputs, *i.inputs):
+        if isinstance(n, str) and not _is_of_value(n):
+            return Problem(f"a value is named {n!r}", RULE, "name it otherwise")
+    return None
 
 
 @lru_cache(1 << 15)
@@ -220,15 +225,15 @@ def _is_of_value(name: str) -> bool:
 
 
 def _of_operands(i: Instruction, row: Row) -> Problem | None:
-    least, most = row.operands
-    if not least <= len(i.inputs) or (most is not None and len(i.inputs) > most):
+    (least, most), count = row.operands, len(i.inputs)
+    if count < least or (most is not None and count > most):
         return Problem(
             f"{row.name} of {_count(len(i.inputs))}",
             f"it takes {_operands_text(row)}",
             f"write {row.name} with {_operands_text(row)}",
         )
     for x in i.inputs:
-        if not _is_operand(x, row):
+        if type(x) is not str and not _is_operand(x, row):
             return Problem(
                 f"{row.name} of {x}",
                 "it takes names" if row.takes == "names" else "numbers have 64 bits",
@@ -267,18 +272,18 @@ def _operands_text(row: Row) -> str:
 def _of_attributes(
     i: Instruction, row: Row, types: Mapping[str, BufferType], rank: int | None
 ) -> Problem | None:
-    comm = i.comm
+    comm, dims = i.comm, _Dims(i, types)
     if i.attrs or row.attrs:
-        found = attributes_problem(row.name, row.attrs, i.attrs, rank, _Dims(i, types))
+        found = attributes_problem(row.name, row.attrs, i.attrs, rank, dims)
         if found is not None:
             return found
     if comm is None:
         return None
     settings = [(a.name, getattr(comm, a.name)) for a in row.sets]
-    return attributes_problem(row.name, row.sets, settings, rank, _Dims(i, types))
+    return attributes_problem(row.name, row.sets, settings, rank, dims)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Dims:
     """The numbers of dims that attributes of an instruction are about."""
 
@@ -315,10 +320,9 @@ def attributes_problem(
         rank: whose program it is; None for the global one.
         dims: of the tensors that they are about.
     """
-    rows = attrs if rank is not None else [a for a in attrs if not a.is_local]
     seen = set[str]()
     for key, value in given:
-        a = next((a for a in rows if a.name == key), None)
+        a = _named(attrs, key, rank)
         if a is None or key in seen:
             what = (
                 f"{name} with {key}= twice" if key in seen else f"{name} has no attribute {key!r}"
@@ -333,10 +337,18 @@ def attributes_problem(
             what = f"{name} with {key}={attr_text(value)}"
             more = dims.text(a) if dims is not None else ""
             return Problem(what, f"{key} is {a.kind}{more}", _known_text(name, attrs))
-    for a in rows:
-        if a.required and a.name not in seen:
+    for a in attrs:
+        if a.required and a.name not in seen and (rank is not None or not a.is_local):
             known = _known_text(name, attrs)
             return Problem(f"{name} without {a.name}=", known, f"add {a.name}=, {a.kind}")
+    return None
+
+
+def _named(attrs: tuple[Attr, ...], key: str, rank: int | None) -> Attr | None:
+    """Return the attribute of a name that programs of a rank, or of all, may have."""
+    for a in attrs:
+        if a.name == key and (rank is not None or not a.is_local):
+            return a
     return None
 
 
@@ -370,7 +382,9 @@ def _of_order(i: Instruction, row: Row, types: Mapping[str, BufferType]) -> Prob
 
 def _of_index(index: Index, types: Mapping[str, BufferType]) -> Problem | None:
     """Return why an index expression names an extent that is not there; None where it does not."""
-    for term in _extents(index):
+    for term in terms(index):
+        if term.kind != "extent":
+            continue
         kind = types.get(term.name)
         if kind is None or kind.layout is None:
             what = f"{term}, but %{term.name} is no buffer"
@@ -380,7 +394,3 @@ def _of_index(index: Index, types: Mapping[str, BufferType]) -> Problem | None:
             what = f"{term}, but %{term.name} has {n} dims"
             return Problem(what, "dims count from 0", "name one of its dims")
     return None
-
-
-def _extents(index: Index) -> Iterator[Term]:
-    return (t for t in terms(index) if t.kind == "extent")

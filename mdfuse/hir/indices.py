@@ -10,13 +10,13 @@ from mdfuse.hir.program import BufferType, Instruction
 
 def index_names(i: Instruction, types: Mapping[str, BufferType]) -> set[str]:
     """Return the loop indices in an instruction itself, not those that its operands depend on."""
-    found = i.indices if i.inputs or i.attrs else []
+    found = i.indices
     layouts = [kind.layout for n in i.outputs if (kind := types.get(n)) is not None]
     if i.comm is not None:
         layouts += [i.comm.source, i.comm.destination]
     for layout in layouts:
         if layout is not None and layout.stream is not None and layout.stream.index is not None:
-            found.append(layout.stream.index)
+            found = (*found, layout.stream.index)
     if not found:
         return set()
     return {t.name for index in found for t in terms(index) if t.kind == "index"}

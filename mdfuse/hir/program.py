@@ -150,15 +150,18 @@ class Instruction:
         return dict(self.attrs)
 
     @property
-    def indices(self) -> list[Index]:
+    def indices(self) -> tuple[Index, ...]:
         """The index expressions in its operands and attributes."""
         found: list[Any] = [x for x in self.inputs if type(x) in UNKNOWN]
         if self.attrs:
             found += [v for _, v in self.attrs if type(v) in UNKNOWN]
-        return found
+        return tuple(found)
 
     def walk(self) -> Iterator[Instruction]:
-        """Yield the instruction, then all instructions inside it."""
+        """Return the instruction, then all instructions inside it."""
+        return self._nested() if self.body or self.orelse else iter((self,))
+
+    def _nested(self) -> Iterator[Instruction]:
         yield self
         for inner in (*self.body, *self.orelse):
             yield from inner.walk()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import is_
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -160,7 +161,7 @@ class Expr:
     @property
     def reads(self) -> tuple[str, ...]:
         """The names of the values that the expression reads."""
-        return tuple(x for x in self.inputs if isinstance(x, str))
+        return tuple([x for x in self.inputs if isinstance(x, str)])
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -326,11 +327,18 @@ def fusion_text(fusion: Fusion) -> str:
     return "\n".join((f"fusion @{fusion.name}{on} {{", *lines, "}"))
 
 
+def has_same_code(before: Fusion, after: Fusion) -> bool:
+    """Return whether a fusion has the very expressions, and the inputs and outputs, of another."""
+    if (before.name, before.inputs, before.outputs) != (after.name, after.inputs, after.outputs):
+        return False
+    return len(before.exprs) == len(after.exprs) and all(map(is_, before.exprs, after.exprs))
+
+
 def check_fusion(fusion: Fusion) -> None:
     """Raise MdfuseError unless every value is defined once, before its first use."""
     defined = set(fusion.inputs)
     for expr in fusion.exprs:
-        missing = [name for name in expr.reads if name not in defined]
+        missing = [x for x in expr.inputs if isinstance(x, str) and x not in defined]
         if missing or not defined.isdisjoint(expr.outputs):
             raise MdfuseError(
                 f"@{fusion.name}: {expr.op} -> %{', %'.join(expr.outputs)} "

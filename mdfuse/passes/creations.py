@@ -35,15 +35,17 @@ def _alone(expr: Expr, fusion: Fusion) -> Expr:
 def where_read(fusion: Fusion) -> Fusion:
     """Return the fusion with tensors of numbers made in each layout that is read, not sent."""
     values, producers = dict(fusion.values), fusion.producers
+    created = {x for x, e in producers.items() if TABLE[e.op].is_creation}
+    if not created:
+        return fusion
     exprs: list[Expr] = []
     made: dict[tuple[str, Layout], str] = {}
     for expr in fusion.exprs:
+        wanted = {} if created.isdisjoint(expr.reads) else _wanted(expr, fusion)
         wanted = {
             name: layout
-            for name, layout in _wanted(expr, fusion).items()
-            if name in producers
-            and TABLE[producers[name].op].is_creation
-            and _is_sent(fusion.values[name], layout)
+            for name, layout in wanted.items()
+            if name in created and _is_sent(fusion.values[name], layout)
         }
         if wanted and expr.op == "set" and values[expr.output].stream is None:
             (name,) = wanted
@@ -56,6 +58,9 @@ def where_read(fusion: Fusion) -> Fusion:
                 values[copy] = replace(values[name], name=copy, layout=layout, is_law=False)
                 exprs.append(replace(producers[name], outputs=(copy,)))
             names[name] = made[name, layout]
+        if not names:
+            exprs.append(expr)
+            continue
         inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
         exprs.append(replace(expr, inputs=inputs))
     return replace(fusion, values=values, exprs=tuple(exprs))

@@ -124,7 +124,9 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
     for name, layout in zip(expr.outputs, strategy.results, strict=True):
         is_there = rewriter.layout(name) == layout
         made[name] = name if is_there else _local(rewriter, rewriter.values[name], layout)
-    rewriter.exprs.append(replace(expr, inputs=inputs, outputs=tuple(made.values())))
+    outputs = tuple(made.values())
+    is_same = inputs == expr.inputs and outputs == expr.outputs
+    rewriter.exprs.append(expr if is_same else replace(expr, inputs=inputs, outputs=outputs))
     for name, local in made.items():
         if local != name:
             moved = Expr(op="set", inputs=(local,), outputs=(name,), source=expr.source)

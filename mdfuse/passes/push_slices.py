@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 from mdfuse.passes.strategy import Strategy, choose_here
 
@@ -31,7 +32,7 @@ def run(fusion: Fusion) -> Fusion:
             continue
         wanted = set()
         for reader in fusion.consumers[name]:
-            strategy = _strategy(reader, replace(fusion, values=values))
+            strategy = _strategy(reader, values)
             wanted.add(strategy.wanted[name])
         assert out.layout is not None
         if len(wanted) != 1 or not _is_slice(out.layout, goal := wanted.pop()):
@@ -41,15 +42,15 @@ def run(fusion: Fusion) -> Fusion:
     return replace(fusion, values=values)
 
 
-def _strategy(expr: Expr, fusion: Fusion) -> Strategy:
-    strategy = choose_here(expr, fusion.values)
-    assert strategy is not None
+def _strategy(expr: Expr, values: Mapping[str, Value]) -> Strategy:
     if expr.op == "set":  # a set reads its operand as it is; the change of layout is its own
         (operand,) = expr.reads
-        layout = fusion.layout(expr.output)
-        source = fusion.layout(operand)
+        layout, source = values[expr.output].layout, values[operand].layout
+        assert layout is not None and source is not None
         wanted = layout if source.mesh == layout.mesh else source
         return Strategy(wanted={operand: wanted}, results=(layout,))
+    strategy = choose_here(expr, values)
+    assert strategy is not None
     return strategy
 
 

@@ -72,6 +72,8 @@ def run(fusion: Fusion) -> Fusion:
 
 def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:
     """Decide along each Partial axis of a value whether it is reduced at once or later."""
+    if not layout.partial_axes:
+        return
     readers = {
         r.outputs[0]: _wanted(sweep.fusion, r, value) for r in _free_readers(sweep.fusion, value)
     }

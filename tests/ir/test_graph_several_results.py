@@ -22,7 +22,7 @@ from mdfuse import (
     Stream,
     hir,
 )
-from mdfuse.ir.graph import Expr, check_fusion
+from mdfuse.ir.graph import Expr, check_fusion, has_same_code
 
 LINE = DeviceMesh.arange(tp=4)
 GRID = DeviceMesh.arange(dp=2, tp=2)
@@ -279,6 +279,17 @@ def test_a_value_is_defined_once() -> None:
     again = Expr(op="sort", inputs=("x",), outputs=("w", "i"), attrs=expr.attrs)
     with pytest.raises(MdfuseError, match="sort -> %w, %i defines a value twice"):
         check_fusion(replace(fusion, exprs=(expr, again)))
+
+
+def test_what_is_checked_again() -> None:
+    """What a pass says of values needs no check of the expressions; another expression does."""
+    fusion = two({}, 1).fusion
+    (expr,) = fusion.exprs
+    assert has_same_code(fusion, replace(fusion, values={}, exprs=(*fusion.exprs,)))
+    for other in ((), (replace(expr),), (expr, expr)):
+        assert not has_same_code(fusion, replace(fusion, exprs=other))
+    assert not has_same_code(fusion, replace(fusion, inputs=()))
+    assert not has_same_code(fusion, replace(fusion, outputs=()))
 
 
 def test_a_stream_of_one_of_several_is_refused() -> None:

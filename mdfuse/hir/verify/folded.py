@@ -23,7 +23,7 @@ Where one of these is not sure, there is no such program, and all iterations hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -76,8 +76,36 @@ class _Folded(Unrolled):
     last: tuple[str, int] | None = None
     #: all iterations of the loop are written as one, whose names are those of the program
     is_alone: bool = False
+    #: streams and names are the same before the loop that is looked at as before later iterations
+    is_anew: bool = False
+    #: a loop that only switches streams -> what it does
+    switches: dict[Hashable, list[Instruction]] = field(default_factory=dict)
     #: layout -> which chunk it is of in an iteration of the loop that is looked at
     _which: dict[Layout, Linear | None] = field(default_factory=dict)
+
+    def loop(self, i: Instruction) -> None:
+        """Write out a loop; one that only switches streams does the same wherever it stands."""
+        if self.env or not self.only_switches(i):
+            super().loop(i)
+            return
+        key = i.outputs, i.attrs, i.body
+        known = self.switches.get(key)
+        if known is not None:
+            self.count(len(range(*(i.kwargs[k] for k in ("start", "stop", "step")))), i)
+            self.code += known
+            return
+        before = len(self.code)
+        super().loop(i)
+        self.switches[key] = self.code[before:]
+
+    def only_switches(self, loop: Instruction) -> bool:
+        """Return whether a short loop has nothing but streams in it, which are all of one name."""
+        if any(j.op not in ("set_stream", "sync") or j.indices for j in loop.body):
+            return False
+        bounds = [v for _, v in loop.attrs]
+        if any(type(v) is not int for v in bounds) or max(map(abs, bounds)) >= FEWEST:
+            return False
+        return self.names.keys().isdisjoint(x for j in loop.body for x in j.reads)
 
     def turns(self, loop: Instruction, numbers: range) -> list[range]:
         if len(numbers) < FEWEST:
@@ -102,14 +130,16 @@ class _Folded(Unrolled):
 
     def append(self, i: Instruction) -> None:
         """Write an instruction; as it is where all iterations are one, which has these names."""
-        is_same = self.is_alone and i.comm is None and i.op != "accumulate"
-        if not is_same or i.indices or self.is_of_part(i):
+        op = op_of(i) if self.is_alone else None
+        is_other = not self.is_alone or i.comm is not None or i.op == "accumulate"
+        if is_other or i.indices or (op is not None and op.localize is not None):
             super().append(i)
             return
         for name in i.outputs:
             kind = self.program.types.get(name)
             if kind is not None:
-                self.types[name] = self.at(name, kind, i)
+                is_whole = kind.layout is None or kind.layout.stream is None
+                self.types[name] = kind if is_whole else self.at(name, kind, i)
         self.code.append(i)
 
     def is_apart(self, loop: Instruction, numbers: range) -> bool:
@@ -119,7 +149,7 @@ class _Folded(Unrolled):
         """
         which = {found for found in self._which.values() if found is not None}
         is_own = len(which) < 2 and all(len(numbers) <= found.modulus for found in which)
-        if not is_own or not self.begins_anew(loop):
+        if not is_own or not self.is_anew:
             return False
         own = {*self.dependent(loop)} - (self.bound - self.left)
         return self.memory.ambiguous.isdisjoint(
@@ -219,6 +249,7 @@ class _Folded(Unrolled):
             if numbers.step != 1 or any(i.op == "for" for i in inside):
                 raise _Unfit
             starts, is_anew = {numbers.start}, self.begins_anew(loop)
+            self.is_anew = is_anew
             if not is_anew:
                 starts.add(numbers.start + 1)
             done: set[tuple[BufferType, Linear]] = set()
@@ -243,9 +274,8 @@ class _Folded(Unrolled):
         """
         if not all(map(self.sets_stream, loop.parts)):
             return False
-        own = {*self.dependent(loop), *(self.bound - self.left)}
-        root = self.program.root
-        return all(root(n) in own for i in loop.body for j in i.walk() for n in j.outputs)
+        own, root = {*self.dependent(loop), *(self.bound - self.left)}, self.program.root
+        return own.issuperset(root(n) for i in loop.body for j in i.walk() for n in j.outputs)
 
     def sets_stream(self, part: tuple[Instruction, ...]) -> bool:
         """Return whether a part of a loop does no work before it sets its stream."""
@@ -324,7 +354,7 @@ class _Folded(Unrolled):
         )
         if not is_there or not isinstance(chunk.chunks, int):
             raise _Unfit
-        found = linear(known, chunk.chunks)  # type: ignore[arg-type]
+        found = linear(known, chunk.chunks)
         if found is None or found.factor(index) not in (1, chunk.count - 1):
             raise _Unfit
         if len(found.factors) != 1:

@@ -200,7 +200,7 @@ class _Row:
 
     def check_chunks(self, label: int, chunk: Stream) -> None:
         for at, layout, dims in self.operands:
-            if label not in dims:
+            if label not in dims or (layout.stream is chunk and dims.index(label) == chunk.dim):
                 continue
             here = layout.with_stream(replace(chunk, dim=dims.index(label)))
             if not is_one_chunk(layout, here):
@@ -287,7 +287,7 @@ class _Row:
         found = chunk.scaled(*self.extents[label]) if label in self.extents else chunk
         if found is None:
             raise Contradiction(f"the chunks of {self.fn} do not fall together")
-        return replace(found, dim=dim)
+        return found if found.dim == dim else replace(found, dim=dim)
 
     def result(self, numbers: frozenset[str], declared: Layout) -> Layout:
         self.split()

@@ -203,14 +203,13 @@ def record(view: View, access: Access) -> None:
     if not storage.accesses:
         storage.accesses = [access]
         return
+    who, region, is_write = access.who, access.region, access.is_write
     kept = [
         a
         for a in storage.accesses
-        if not (
-            (access.is_write or (a.who == access.who and not a.is_write))
-            and a.who != PENDING
-            and _covers(access.region, a.region)
-        )
+        if a.who == PENDING
+        or not (is_write or (a.who == who and not a.is_write))
+        or not (region is None or _covers(region, a.region))
     ]
     kept.append(access)
     storage.accesses = kept

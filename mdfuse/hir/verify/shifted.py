@@ -72,12 +72,11 @@ def even(program: HostProgram, memory: Memory | None = None) -> HostProgram | No
 
 def _without_peers(i: Instruction) -> Instruction:
     """Return an instruction in which sends and receives name no rank: all ranks have the same."""
-    if i.op in TRANSFERS:
-        return replace(i, attrs=())
-    if not i.body and not i.orelse:
+    is_transfer = i.op in TRANSFERS
+    if not is_transfer and not i.body and not i.orelse:
         return i
     body, orelse = (tuple(map(_without_peers, block)) for block in (i.body, i.orelse))
-    return i.changed(body=body, orelse=orelse)
+    return i.made(i.inputs, i.outputs, () if is_transfer else i.attrs, i.comm, body, orelse)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def does_the_same(mine: HostProgram, other: HostProgram) -> bool:
         return False
     if mine.types is not other.types and mine.types != other.types:
         return False
-    kinds = {*mine.types.values()}
+    kinds = {id(k): k for k in mine.types.values()}.values()
     if any(k.layout is not None and a not in k.layout.mesh for k in kinds):
         return False  # what lies elsewhere is not looked at
     if any(k.layout is not None and b not in k.layout.mesh for k in kinds):
@@ -119,7 +119,7 @@ def holds_for_numbers(mine: HostProgram) -> bool:
         that none need be compared; where all parts and chunks are as large as those of the first
         rank; and where nothing is computed from an index. False where this is not sure.
     """
-    rank, kinds = mine.rank, {*mine.types.values()}
+    rank, kinds = mine.rank, {id(k): k for k in mine.types.values()}.values()
     assert rank is not None
     layouts = [k.layout for k in kinds if k.layout is not None]
     layouts += [k for c in mine.communications for k in (c.source, c.destination)]

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
-from mdfuse.extents.expressions import Calc, Index, Term, terms
+from mdfuse.extents.expressions import UNKNOWN, Calc, Index, Term, terms
 from mdfuse.hir.instructions import BUFFER_OPS, NAMED
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffers import RULES
@@ -16,6 +16,7 @@ from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Replicate
+from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 
 
@@ -122,7 +123,7 @@ class Types:
         known = tuple(k for k in operands if k is not None)
         if len(known) < len(operands):
             return
-        key = self.key_elsewhere(i.fn, (*results, *known))
+        key = self.key_elsewhere(i, (*results, *known))
         question = i.fn, i.attrs, numbers, len(results), key
         if key is not None and question in self.seen_elsewhere:
             return
@@ -132,11 +133,11 @@ class Types:
         if key is not None:
             self.seen_elsewhere.add(question)
 
-    def key_elsewhere(self, fn: str, kinds: tuple[BufferType | type, ...]) -> Hashable:
+    def key_elsewhere(self, i: Instruction, kinds: tuple[BufferType | type, ...]) -> Hashable:
         """Return what stands for types in rows that do the same elsewhere; None: they are alone."""
-        rank, row = self.program.rank, TABLE.get(fn)
+        rank, row = self.program.rank, TABLE.get(i.fn)
         if rank is None:
-            return _but_for_ranks(kinds)
+            return None if any(type(v) in UNKNOWN for _, v in i.attrs) else _but_for_ranks(kinds)
         if row is None or row.localize is not None or row.globalize is not None:
             return None  # its attributes depend on where a part lies
         return _but_for_numbers(kinds, rank)
@@ -233,7 +234,9 @@ class Types:
 
     def check_slices(self, i: Instruction) -> None:
         """Raise ProgramError where a write into a part of a buffer breaks the buffer's type."""
-        root = self.program.root
+        root, slices = self.program.root, self.slices.keys()
+        if not self.program.aliases and slices.isdisjoint(i.outputs) and slices.isdisjoint(i.reads):
+            return
         if i.op == "free":
             for name in i.reads:
                 self.slices.pop(root(name), None)
@@ -292,9 +295,11 @@ class Types:
 def _but_for_ranks(kinds: Iterable[BufferType | type]) -> tuple[object, ...] | None:
     """Return what types say apart from the ranks of their mesh; None where they have several.
 
-    What a row makes of its operands on all ranks of one mesh does not depend on which these are.
+    What a row makes of its operands on all ranks of one mesh does not depend on which these are;
+    nor on what the indices of loops are called by which chunks are numbered.
     """
     found: list[object] = []
+    letters: dict[str, int] = {}
     mesh: DeviceMesh | None = None
     for k in kinds:
         if not isinstance(k, BufferType) or k.layout is None:
@@ -304,9 +309,26 @@ def _but_for_ranks(kinds: Iterable[BufferType | type]) -> tuple[object, ...] | N
         if mesh is not None and layout.mesh is not mesh and layout.mesh != mesh:
             return None
         mesh = layout.mesh
-        said = layout.placements, layout.splits, layout.stream, layout.reaches
+        chunk = _but_for_letters(layout.stream, letters)
+        said = layout.placements, layout.splits, chunk, layout.reaches
         found.append((k.dtype, k.shape, k.padding, k.flat, *said))
     return (mesh.axes, mesh.shape, *found) if mesh is not None else None
+
+
+def _but_for_letters(chunk: Stream | None, letters: dict[str, int]) -> Hashable:
+    """Return what a chunk is, with loop indices by the order in which they are met."""
+    if chunk is None or not isinstance(chunk.index, UNKNOWN):
+        return chunk
+    which = _unlettered(chunk.index, letters)
+    return chunk.dim, chunk.chunks, chunk.rotate, chunk.op, which
+
+
+def _unlettered(x: Index, letters: dict[str, int]) -> Hashable:
+    if isinstance(x, Calc):
+        return x.op, _unlettered(x.left, letters), _unlettered(x.right, letters)
+    if isinstance(x, Term) and x.kind == "index":
+        return "index", letters.setdefault(x.name, len(letters))
+    return x
 
 
 def _but_for_numbers(kinds: Iterable[BufferType | type], rank: int) -> tuple[object, ...]:
