@@ -51,7 +51,6 @@ class Library:
         opener: (device, timeout, network devices) -> a function that opens groups.
         transfer: posts a batch of receives and sends in a group.
         lacks: reduce ops that it cannot do.
-        loses_nan: its max and min of floats leave out what is no number.
         needs_flat: its collectives split along dim 0 instead of by element.
         on_current: a collective with `asyncOp=False` runs on the current stream, so that nothing is
             left to wait for.
@@ -65,7 +64,6 @@ class Library:
     opener: Callable[[torch.device, timedelta, Sequence[dict[str, str]]], OpenGroup]
     transfer: Callable[[Group, Iterable[Transfer], Iterable[Transfer]], list[Work]]
     lacks: frozenset[str] = frozenset()
-    loses_nan: bool = False
     needs_flat: bool = True
     on_current: bool = False
     is_interruptible: bool = False
@@ -224,7 +222,6 @@ LIBRARIES: dict[str, Library] = {
             why_not=_is_always_there,
             opener=_open_gloo,
             transfer=_transfer_each,
-            loses_nan=True,
             is_interruptible=True,
         ),
         Library(

@@ -85,7 +85,7 @@ class _Bound:
 
 def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Return a function that posts a call on buffers of one dtype."""
-    if team.library.loses_nan and is_ordered(call, dtype):
+    if is_ordered(call, dtype):
         return in_order(partial(build_post, team, call), call, dtype)
     one_call = _one_call(_Bound(team=team, call=call, dtype=dtype))
     if one_call is None:
@@ -136,7 +136,7 @@ def _is_reducible(library: Library, call: Call, dtype: torch.dtype) -> bool:
     """Return whether the library itself reduces this dtype with this op; bool as uint8."""
     if dtype is torch.bool:
         return BOOL_OPS[call.reduce_op or ""] not in library.lacks
-    if library.loses_nan and is_ordered(call, dtype):
+    if is_ordered(call, dtype):
         return False
     return dtype in NATIVE and call.reduce_op not in library.lacks
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mdfuse.backends.algorithms import Piece
 from mdfuse.backends.base import Buffer, Prepared, check_dtypes, root_index
+from mdfuse.backends.ordered import is_ordered
 from mdfuse.backends.post_notes import PostInfo
 from mdfuse.backends.transfers import composer, in_one_step
 from mdfuse.errors import CommunicationError
@@ -63,13 +64,17 @@ class Port:
 
 
 def is_carried(call: Call, buffers: Sequence[Tensor]) -> bool:
-    """Return whether NCCL itself carries a call; the same on all ranks of the team."""
+    """Return whether NCCL itself carries a call; the same on all ranks of the team.
+
+    It does not take extremes of floats as torch does: `mdfuse.backends.ordered`.
+    """
     if call.kind not in CARRIED:
         return False
     if call.kind not in REDUCING:
         return True
-    has_call = _CALLS[call.kind] is not _transferred
-    return has_call and call.reduce_op in _OPS and all(x.dtype in _REDUCED for x in buffers)
+    has_call = _CALLS[call.kind] is not _transferred and call.reduce_op in _OPS
+    dtypes = {x.dtype for x in buffers}
+    return has_call and dtypes <= {*_REDUCED} and not any(is_ordered(call, x) for x in dtypes)
 
 
 def prepare(
