@@ -77,6 +77,8 @@ if is_here("MPI_Init"):
     mpi_library._linked = lambda mpi: stand_in
 comm = mf.init()
 mesh = mf.DeviceMesh([0, 1, 2])
+#: Seconds in which a rank surely gives a first sign of life: the others know then where it was.
+SIGN_S = 1.0
 #: Rows of each rank: so many that no rank can send all of them ahead.
 ROWS = 1 << 20
 
@@ -149,6 +151,7 @@ for _ in range(2):
 if is_here("in"):
     threading.Timer(0.5, do_it).start()
 if is_here("after"):
+    time.sleep(SIGN_S)
     do_it()
 if moment == "in" and comm.rank != int(guilty):
     await_it()

@@ -14,17 +14,31 @@ from mdfuse.frontend.ops.recording import shown
 
 
 def _gates(
-    x: Handle, hidden: Handle, weights: tuple[Handle, Handle], biases: tuple[Any, Any], count: int
+    x: Handle,
+    hidden: Handle,
+    weights: tuple[Handle, Handle],
+    biases: tuple[Any, Any],
+    count: int,
+    cell: Handle | None = None,
 ) -> list[tuple[Handle, Handle]]:
     """What comes from the input and from the last state, for each gate.
+
+    Args:
+        x: the input.
+        hidden: the last state; of an LSTM what was returned of it, maybe projected.
+        weights: of both.
+        biases: of both.
+        count: of gates.
+        cell: the state that has as many places as a gate, where it is another one.
 
     Raises:
         DefinitionError: the weights do not have `count` rows for each place of the state.
     """
+    state = hidden if cell is None else cell
     for w in weights:
-        if not hidden.ndim or w.ndim != 2 or w.shape[0] != count * hidden.shape[-1]:
+        if not state.ndim or w.ndim != 2 or w.shape[0] != count * state.shape[-1]:
             raise DefinitionError(
-                f"a cell of {shown(hidden)} with {shown(w)}",
+                f"a cell of {shown(state)} with {shown(w)}",
                 because=f"of a state of [b,n] weights are [{count}*n,k]: a matrix for each gate",
                 hint="a state with n places in its last dim",
             )
@@ -43,7 +57,7 @@ def lstm_cell(
 ) -> tuple[Handle, Handle]:
     """One step of a long short-term memory: x[b,i], (h, c)[b,n], w_ih[4n,i] -> (h, c)."""
     hidden, cell = _two_states(hx)
-    gates = _gates(x, hidden, (w_ih, w_hh), (b_ih, b_hh), 4)
+    gates = _gates(x, hidden, (w_ih, w_hh), (b_ih, b_hh), 4, cell)
     into, kept, new, out = (a + b for a, b in gates)
     sigmoid, tanh = ROWS["sigmoid"], ROWS["tanh"]
     cell = sigmoid(kept) * cell + sigmoid(into) * tanh(new)
