@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work, root_index
+from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work, flat, root_index
 from mdfuse.backends.c10d.groups import Library
 from mdfuse.backends.ordered import in_order, is_ordered
 from mdfuse.backends.transfers import Post, Transfer, in_a_row, transferred
@@ -90,8 +90,8 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
     one_call = _one_call(_Bound(team=team, call=call, dtype=dtype))
     if one_call is None:
         return _gathered(team, call, dtype) if call.kind in _BRINGS else _transferred(team, call)
-    flat = in_a_row if dtype in NATIVE else _bytes
-    view = flat if _is_flat(call, team) or dtype not in NATIVE else _as_is
+    row = in_a_row if dtype in NATIVE else _bytes
+    view = row if _is_flat(call, team) or dtype not in NATIVE else _as_is
     fills = _is_in_place(call)
     may_be_empty = KINDS[call.kind].blocks is None  # other members may have elements nevertheless
 
@@ -150,8 +150,7 @@ def _is_flat(call: Call, team: Team) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's bytes; as `flat` has it, of one element with any stride, too."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return flat(tensor).view(torch.uint8)
 
 
 def _as_is(tensor: Tensor) -> Tensor:
