@@ -46,6 +46,7 @@ class Op:
         operands: the least and the greatest number of operands; None: no limit.
         may_copy: a view that becomes a copy where the strides of its operand allow no view.
         is_library: a library's kernels run it, which a compiler calls as well.
+        is_in_order: torch adds up in one order, on GPUs too, where a compiler would not.
         few: called in the place of `call` where each dim has two elements, to see the dtype of the
             result; None: `call` itself.
         meta: called in the place of `call` on the meta device; what it says counts, and no few
@@ -72,6 +73,7 @@ class Op:
     operands: tuple[int, int | None] = (1, 1)
     may_copy: bool = False
     is_library: bool = False
+    is_in_order: bool = False
     few: Callable[..., Any] | None = None
     meta: Callable[..., Any] | None = None
     results: int = 1

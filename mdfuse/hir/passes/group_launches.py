@@ -16,7 +16,9 @@ value otherwise goes in a unit before, since a compiler may make both into one k
 is cut, where layers repeat into equal ones, which are compiled once. For matrix products and
 attention a compiler calls the library that torch calls: they are in units for what is around them,
 and none is made of them alone. A product that is summed over ranks gets a buffer of the program's,
-which the sum may have then; one that lies in the memory of an output is in no unit.
+which the sum may have then; one that lies in the memory of an output is in no unit. Nor is what
+torch adds up in one order: a compiler adds rows of a table by atomic operations, whose order, and
+so whose bits, are others in each run.
 """
 
 from __future__ import annotations
@@ -132,7 +134,7 @@ class _Groups:
         op = op_of(i)
         if i.op == "accumulate":
             return i.order is None and not self.bound.isdisjoint(i.outputs)
-        if op is None or i.op != op.host:
+        if op is None or i.op != op.host or op.is_in_order:
             return False
         if is_library(i) and not self.filled.isdisjoint(i.outputs):
             return False  # in a unit it would be copied to where it is to lie

@@ -46,6 +46,7 @@ row(
     localize=of_part.local_draw,
     operands=(2, 2),
     attrs=(_EXTENTS, _BOX),
+    is_in_order=True,
     **_COMPOSITE,
 )
 row(

@@ -342,3 +342,22 @@ def test_outputs_in_their_inputs(build: Build, expect: Expect) -> None:
     result = mf.simulate(program, [x.clone() for x in inputs()])
     for got, want in zip(result.outputs, expect(*inputs()), strict=True):
         assert torch.equal(got, want), program
+
+
+def test_rows_of_a_table_are_added_up_by_torch() -> None:
+    """In one order, on GPUs too: a compiler adds them by atomic operations."""
+    mesh = DeviceMesh.arange(t=2)
+    with FusionDefinition("lookup") as fd:
+        rows = fd.define_tensor([6], torch.int64, mesh, {"t": Shard(0)})
+        table = fd.define_tensor([5, 4], torch.float32, mesh, {})
+        loss = (F.embedding(rows, table).sin() * 2.0).sum()
+        fd.add_output(*mf.grad(loss, [table]))
+    program = grouped(fd)
+    made = shape_of(program.host)
+    assert "embedding_grad" in made
+    assert any(name.startswith("fused") for name in made)
+    given = torch.tensor([0, 3, 3, 4, 0, 3]), torch.rand(5, 4)
+    (got,) = mf.simulate(program, [*given]).outputs
+    leaf = given[1].double().requires_grad_()
+    (F.embedding(given[0], leaf).sin() * 2.0).sum().backward()
+    torch.testing.assert_close(got.double(), leaf.grad, **CLOSE)
