@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mdfuse.extents.expressions import Index
+from mdfuse.extents.expressions import Index, Term, calc
 from mdfuse.hir.emit.sets import Emitter, local, value_type
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.ir.graph import Expr, Fusion, fresh_name
@@ -40,6 +40,12 @@ class Loop:
     @property
     def fusion(self) -> Fusion:
         return self.out.fusion
+
+    @property
+    def nth(self) -> Index:
+        """How many ranks of a ring came before."""
+        index = Term("index", self.name)
+        return calc("//", index, self.pieces) if self.pieces > 1 else index
 
     def chunk_type(self, value: str, stream: Stream) -> BufferType:
         """Return the type of a chunk of a value, which names the loop's index."""
@@ -141,6 +147,22 @@ class Loop:
             return None
         buffer = self.out.new(f"{value}.sum", replace(value_type(kind), dtype=torch.float32))
         self.outside.append(Instruction(op="alloc", outputs=(buffer,), source=kind.source))
+        return buffer
+
+    def terms(self, value: str, count: int, expr: Expr) -> str | None:
+        """Return the name of a new buffer for so many terms of a value of 16 bits, side by side.
+
+        They are added up behind the loop. None for values of other dtypes.
+        """
+        kind = self.fusion.values[value]
+        if kind.dtype not in _WIDENED or kind.layout is None:
+            return None
+        layout = kind.layout.with_stream(None).with_dims({d: d + 1 for d in range(len(kind.shape))})
+        made = replace(value_type(kind), shape=(count, *kind.shape), layout=layout)
+        buffer = self.out.new(f"{value}.terms", made)
+        self.outside.append(Instruction(op="alloc", outputs=(buffer,), source=kind.source))
+        added = Expr(op="sum", inputs=(buffer,), outputs=(value,), attrs=(("dims", (0,)),))
+        self.behind.append(replace(local(added), source=expr.source))
         return buffer
 
     def rounding(self, value: str, wide: str, into: str, expr: Expr) -> Instruction:

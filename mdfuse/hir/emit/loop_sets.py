@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from mdfuse.communication import Communication
 from mdfuse.extents.expressions import Index, Term, calc
 from mdfuse.hir.emit.loop import Loop
@@ -135,9 +133,7 @@ def _position(loop: Loop, op: str, rotate: str, n: int) -> Index:
 
     A loop that only scatters begins a step further, so that it ends with the rank's own shard.
     """
-    step: Index = Term("index", loop.name)
-    if loop.pieces > 1:
-        step = calc("//", step, loop.pieces)
+    step = loop.nth
     if loop.is_own_last:
         step = calc("+", step, 1)
     return calc("mod", calc(op, Term("coord", rotate), step), n)
@@ -216,37 +212,34 @@ def _emit_reduce(loop: Loop, expr: Expr) -> None:
 
 
 def _emit_ring_reduce(loop: Loop, expr: Expr) -> None:
-    """Append one step of a ring that adds up parts, more than two of 16 bits in f32.
+    """Append one step of a ring that adds up parts.
 
-    Each rank sends its part of a chunk to the rank i further on, whose chunk it is, and adds what
-    comes to its own chunk.
+    Each rank sends its part of a chunk to the rank i further on, whose chunk it is. What comes to
+    its own chunk it adds there; more than two parts of 16 bits it keeps, and adds up behind the
+    loop: so each is moved once, and the sum is rounded once.
     """
     source, _, stream = _layouts(loop, expr)
     assert stream.rotate is not None
     out, n, axis = loop.out, source.mesh.axis_size(stream.rotate), stream.rotate
     current = dense(out, loop.read(expr.reads[0], stream), expr.source)
     loop.allocate(expr.output)
-    y = _piece(loop, expr.output, expr.output, expr)
-    wide = loop.wide(expr.output) if n > 2 else None
-    kind, total = out.types[y], y
-    got = out.op("alloc", f"{expr.output}.{loop.name}.recv", kind, (), expr.source)
+    terms = loop.terms(expr.output, n, expr) if n > 2 else None
+    name, index = f"{expr.output}.{loop.name}.recv", Term("index", loop.name)
+    if terms is None:
+        y = _piece(loop, expr.output, expr.output, expr)
+        got = out.op("alloc", name, out.types[y], (), expr.source)
+    else:
+        nth, whole = loop.nth, out.types[expr.output]
+        term = out.op("select", f"{name}.term", whole, (terms,), expr.source, dim=0, index=nth)
+        out.dense.add(term)
+        got = _piece(loop, name, term, expr)
     to, come = _position(loop, "+", axis, n), _position(loop, "-", axis, n)
     _emit_transfer(loop, expr, current, to, got, come)
-    first = Instruction(op="set", fn="set", inputs=(got,), outputs=(y,), source=expr.source)
-    if wide is not None:
-        total = _piece(loop, wide, wide, expr)
-        attrs = (("dtype", torch.float32),)
-        cast = local(Expr(op="cast", inputs=(got,), outputs=(total,), attrs=attrs))
-        first = replace(cast, source=expr.source)
-    reads, writes = (total, got), (total,)
-    more = Instruction(op="binary", fn="add", inputs=reads, outputs=writes, source=expr.source)
-    index, last = Term("index", loop.name), (n - 1) * loop.pieces
-    test = calc("<", index, loop.pieces) if loop.pieces > 1 else calc("==", index, 0)
-    out.code.append(Instruction(op="if", attrs=(("test", test),), body=(first,), orelse=(more,)))
-    if wide is not None:
-        rounded = loop.rounding(expr.output, total, y, expr)
-        at_last = (("test", calc(">=", index, last)),)
-        out.code.append(Instruction(op="if", attrs=at_last, body=(rounded,)))
+    if terms is None:
+        first = Instruction(op="set", fn="set", inputs=(got,), outputs=(y,), source=expr.source)
+        add = Instruction(op="binary", fn="add", inputs=(y, got), outputs=(y,), source=expr.source)
+        test = calc("<", index, loop.pieces) if loop.pieces > 1 else calc("==", index, 0)
+        out.code.append(Instruction(op="if", attrs=(("test", test),), body=(first,), orelse=(add,)))
 
 
 #: form -> the function that emits a set of that form.

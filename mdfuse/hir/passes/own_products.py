@@ -44,10 +44,13 @@ from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.storage import storage
 from mdfuse.hir.verify.products import own_problem
-from mdfuse.layouts.boxes import intersect
+from mdfuse.layouts.boxes import Box, intersect
 
 #: Products that can add to a buffer as they write.
 _PRODUCTS = ("matmul", "linear")
+
+#: Views of rows of a memory.
+_VIEWS = ("chunk", "select")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ class _Walk:
         if not is_made or (len(ops) == 4 and ops[0] != "alloc") or not self.are_alike(part, got):
             return None
         made = self.code[uses[-3]]
-        if made.op in (*POSTS, "chunk", "narrow", "alloc") or part not in made.outputs:
+        if made.op in (*POSTS, *_VIEWS, "narrow", "alloc") or part not in made.outputs:
             return None
         waits = [n for i in group[1:3] for n in self.uses[i.outputs[0]][1:]]
         alloc = uses[0] if len(ops) == 4 else None
@@ -162,32 +165,51 @@ class _Walk:
         return x.dtype == y.dtype and x.local_shape(self.rank) == y.local_shape(self.rank)
 
     def meet(self, a: str, b: str) -> bool:
-        types = self.program.types
-        return intersect(types[a].box(self.rank), types[b].box(self.rank)) is not None
+        """Tell whether two names of one memory may share elements."""
+        x, y = self.region(a), self.region(b)
+        return x is None or y is None or intersect(x, y) is not None
+
+    def region(self, name: str) -> Box | None:
+        """Return the elements of its memory that a name stands for, as rows of each dim.
+
+        None where views made it that take something else than rows.
+        """
+        region = list(self.program.types[name].box(self.rank))
+        while (bind := self.code[self.uses[name][0]]).op in _VIEWS:
+            if bind.op == "select":
+                index = bind.kwargs["index"]
+                region.insert(bind.kwargs["dim"], (index, index + 1))
+            (name,) = bind.reads
+        memory = self.shared.get(name, name)
+        return tuple(region) if name == memory else None
 
     def touched(self, into: str) -> Iterator[int]:
         """Yield where the memory of a name is read or written, until that is surely over."""
         for n, name in self.of_memory[self.shared.get(into, into)]:
             i = self.code[n]
-            if (i.op in ("alloc", "chunk") and "fill" not in i.kwargs) or not self.meet(into, name):
+            if (i.op in ("alloc", *_VIEWS) and "fill" not in i.kwargs) or not self.meet(into, name):
                 continue
             yield n
             if i.op in POSTS:
                 yield from self.uses[i.outputs[0]][1:] or [len(self.code)]
 
-    def bound(self, into: str, before: int) -> int | None:
-        """Return where a name is bound, if a view of what is there may be bound before that.
+    def bound(self, into: str, before: int) -> tuple[int, ...] | None:
+        """Return where views are bound that may be bound before a place, so that a name is there.
 
-        The place itself: it is bound there anyway. None: it may not.
+        None: it cannot be there. What is bound before that anyway is left out.
         """
-        first, binds = self.uses[into][0], [op for op in self.ops(into) if op in ("alloc", "chunk")]
-        if len(binds) > 1:
-            return None
-        if first < before:
-            return before
-        view = self.code[first]
-        is_view = view.op == "chunk" and self.uses[view.reads[0]][0] < before
-        return first if is_view else None
+        found: list[int] = []
+        while True:
+            made = [self.code[n] for n in self.uses[into] if into in self.code[n].outputs]
+            first = self.uses[into][0]
+            if sum(i.op in ("alloc", *_VIEWS) for i in made) > 1:
+                return None
+            if first < before:
+                return tuple(reversed(found))
+            if made[0].op not in _VIEWS:
+                return None
+            found.append(first)
+            into = self.code[first].reads[0]
 
     def synced(self, at: int, other: int) -> list[Instruction]:
         """Return what makes the stream of one instruction wait for that of another."""
@@ -207,16 +229,16 @@ class _Walk:
         bound = self.bound(into, begin)
         ends = (own.group, own.group + 4)
         mine = {*range(*ends), *own.waits}
-        is_new = all(n > own.group for n in self.touched(into) if n not in mine)
+        touched = (n for n in self.touched(into) if n not in mine and self.code[n].op != "free")
+        is_new = all(n > own.group for n in touched)
         is_given = self.shared.get(into, into) in self.program.inputs
         if bound is None or not is_new or is_given or not self.is_ready(into, own.made):
             return False
         view = Instruction(
             op="own", inputs=(into,), outputs=(own.part,), source=self.code[begin].source
         )
-        first = [view] if bound == begin else [self.code[bound], view]
-        if bound != begin:
-            found.rows[bound] = []
+        first = [*(self.code[n] for n in bound), view]
+        found.rows.update((n, []) for n in bound)
         found.rows.update((n, []) for n in own.transfers)
         last, synced = self.code[own.group - 1], self.synced(own.group, own.made)
         is_synced = [(i.op, i.inputs, i.attrs) for i in synced] == [
@@ -251,10 +273,10 @@ class _Walk:
         gone = [*own.transfers, alloc, *([own.alloc] if own.alloc is not None else [])]
         found.rows.update((n, []) for n in gone)
         found.gone |= {own.part, own.got}
-        view = [self.code[bound]] if bound != own.made else []
-        found.rows.update((n, []) for n in (bound,) if view)
+        views = [self.code[n] for n in bound]
+        found.rows.update((n, []) for n in bound)
         added = self.added(product, own.part, into, found.types)
-        found.rows[own.made] = [*view, *self.arrived(into, own.made, at, found), *added]
+        found.rows[own.made] = [*views, *self.arrived(into, own.made, at, found), *added]
         found.rows[at] = self.synced(at, own.made)
 
     def arrived(self, into: str, made: int, add: int, found: _Changes) -> list[Instruction]:

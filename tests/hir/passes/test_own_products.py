@@ -89,10 +89,24 @@ def test_values(
     scale = (x.double().abs() @ w.double().abs()).amax()
     assert got.dtype == dtype
     assert (got.double() - right).abs().amax() <= OFF[dtype] * scale
-    is_wide = ranks > 2 and dtype == torch.bfloat16  # added up in f32
-    own = 0 if pieces == 1 or is_wide else pieces
+    is_kept = ranks > 2 and dtype == torch.bfloat16  # and added up at the end
+    own = 0 if pieces == 1 or is_kept else pieces
     assert [sums(program, r).count("addmm") for r in range(ranks)] == [own] * ranks
+    assert not (is_kept and any("add" in sums(program, r) for r in range(ranks)))
     check_runs(program)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_terms_of_16_bits_are_added_up_at_once(pieces: int) -> None:
+    """A rank's own product is computed among them, and is sent to nobody."""
+    program = ring(4, pieces, torch.bfloat16, "matmul", (48, 24, 10))
+    for rank in range(4):
+        code = program.for_rank(rank).as_run.instructions
+        counts = Counter(i.op for i in code)
+        assert (counts["own"], counts["send"], counts["reduce"]) == (pieces, 3 * pieces, 1)
+        (added,) = (i for i in code if i.fn == "sum")
+        terms = program.for_rank(rank).types[added.reads[0]]
+        assert (terms.shape, terms.dtype) == ((4, 48, 10), torch.bfloat16)
 
 
 @pytest.mark.parametrize(("ranks", "first"), [(2, "wait"), (3, "sync")])
