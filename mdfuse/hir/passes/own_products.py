@@ -115,28 +115,57 @@ def _without(i: Instruction, gone: set[str]) -> list[Instruction]:
     return [i.changed(inputs=left)] if left else []
 
 
-class _Walk:
-    """A projection that is written out: where names are used, and on which streams."""
+class Regions:
+    """A projection that is written out: where names are used, and what of a memory they are."""
 
     def __init__(self, program: HostProgram) -> None:
         self.program, self.code = program, program.instructions
         self.shared: Mapping[str, str] = storage(program)
         self.uses: defaultdict[str, list[int]] = defaultdict(list)
         self.of_memory: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
-        #: the instruction that switched to the stream of each one
-        self.streams: list[Instruction | None] = []
-        current: Instruction | None = None
         for n, i in enumerate(self.code):
-            current = i if i.op == "set_stream" else current
-            self.streams.append(current)
             for name in dict.fromkeys((*i.reads, *i.outputs)):
                 self.uses[name].append(n)
-                self.of_memory[self.shared.get(name, name)].append((n, name))
+                self.of_memory[self.memory(name)].append((n, name))
 
     @property
     def rank(self) -> int:
         assert self.program.rank is not None
         return self.program.rank
+
+    def memory(self, name: str) -> str:
+        return self.shared.get(name, name)
+
+    def meet(self, a: str, b: str) -> bool:
+        """Tell whether two names of one memory may share elements."""
+        x, y = self.region(a), self.region(b)
+        return x is None or y is None or intersect(x, y) is not None
+
+    def region(self, name: str) -> Box | None:
+        """Return the elements of its memory that a name stands for, as rows of each dim.
+
+        None where views made it that take something else than rows.
+        """
+        region = list(self.program.types[name].box(self.rank))
+        while (bind := self.code[self.uses[name][0]]).op in _VIEWS:
+            if bind.op == "select":
+                index = bind.kwargs["index"]
+                region.insert(bind.kwargs["dim"], (index, index + 1))
+            (name,) = bind.reads
+        return tuple(region) if name == self.memory(name) else None
+
+
+class _Walk(Regions):
+    """A projection that is written out: where names are used, and on which streams."""
+
+    def __init__(self, program: HostProgram) -> None:
+        super().__init__(program)
+        #: the instruction that switched to the stream of each one
+        self.streams: list[Instruction | None] = []
+        current: Instruction | None = None
+        for i in self.code:
+            current = i if i.op == "set_stream" else current
+            self.streams.append(current)
 
     def ops(self, name: str) -> list[str]:
         return [self.code[n].op for n in self.uses[name]]
@@ -164,28 +193,9 @@ class _Walk:
         x, y = self.program.types[a], self.program.types[b]
         return x.dtype == y.dtype and x.local_shape(self.rank) == y.local_shape(self.rank)
 
-    def meet(self, a: str, b: str) -> bool:
-        """Tell whether two names of one memory may share elements."""
-        x, y = self.region(a), self.region(b)
-        return x is None or y is None or intersect(x, y) is not None
-
-    def region(self, name: str) -> Box | None:
-        """Return the elements of its memory that a name stands for, as rows of each dim.
-
-        None where views made it that take something else than rows.
-        """
-        region = list(self.program.types[name].box(self.rank))
-        while (bind := self.code[self.uses[name][0]]).op in _VIEWS:
-            if bind.op == "select":
-                index = bind.kwargs["index"]
-                region.insert(bind.kwargs["dim"], (index, index + 1))
-            (name,) = bind.reads
-        memory = self.shared.get(name, name)
-        return tuple(region) if name == memory else None
-
     def touched(self, into: str) -> Iterator[int]:
         """Yield where the memory of a name is read or written, until that is surely over."""
-        for n, name in self.of_memory[self.shared.get(into, into)]:
+        for n, name in self.of_memory[self.memory(into)]:
             i = self.code[n]
             if (i.op in ("alloc", *_VIEWS) and "fill" not in i.kwargs) or not self.meet(into, name):
                 continue
@@ -231,7 +241,7 @@ class _Walk:
         mine = {*range(*ends), *own.waits}
         touched = (n for n in self.touched(into) if n not in mine and self.code[n].op != "free")
         is_new = all(n > own.group for n in touched)
-        is_given = self.shared.get(into, into) in self.program.inputs
+        is_given = self.memory(into) in self.program.inputs
         if bound is None or not is_new or is_given or not self.is_ready(into, own.made):
             return False
         view = Instruction(
@@ -250,7 +260,7 @@ class _Walk:
 
     def is_ready(self, into: str, made: int) -> bool:
         """Tell whether an instruction's stream has waited for what the memory was made on."""
-        alloc = self.uses[self.shared.get(into, into)][0]
+        alloc = self.uses[self.memory(into)][0]
         syncs = (n for n in range(alloc, made) if self.code[n].op == "sync")
         return not self.synced(made, alloc) or any(not self.synced(made, n) for n in syncs)
 
