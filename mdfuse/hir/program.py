@@ -306,24 +306,18 @@ class HostProgram:
     @cached_property
     def written_out(self) -> HostProgram:
         """A projection without loops, branches and aliases; see `mdfuse.hir.unroll`."""
-        from mdfuse.hir.passes import (
-            early_posts,
-            early_waits,
-            land_receives,
-            late_waits,
-            ring_waits,
-        )
+        from mdfuse.hir.passes import early_posts, early_waits, land_receives, late_waits
         from mdfuse.hir.unroll import write
 
-        waits = ring_waits.run(early_waits.run(late_waits.run(write(self))))
+        waits = early_waits.run(late_waits.run(write(self)))
         return early_posts.run(land_receives.run(waits))
 
     @cached_property
     def as_run(self) -> HostProgram:
         """What plans are made of: `written_out`, with products computed where sums of them are."""
-        from mdfuse.hir.passes import add_products, own_products
+        from mdfuse.hir.passes import add_products, own_products, ring_waits
 
-        return add_products.run(own_products.run(self.written_out))
+        return add_products.run(own_products.run(ring_waits.run(self.written_out)))
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:

@@ -22,7 +22,6 @@ that is posted, and the same on all ranks, whose parts are equal: the order of w
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -30,8 +29,7 @@ from mdfuse.extents.extent import is_symbolic
 from mdfuse.hir.instructions import COMMUNICATIONS, PURE_VIEWS
 from mdfuse.hir.passes.place_symmetric import SYMMETRIC
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
-from mdfuse.layouts.boxes import intersect
+from mdfuse.hir.regions import Regions
 
 #: The instructions of a transfer with another rank, or of a rank with itself.
 _GROUP = ("group_start", "send", "recv", "group_end")
@@ -77,30 +75,19 @@ def run(program: HostProgram) -> HostProgram:
     return replace(program, instructions=tuple(code))
 
 
-class _Walk:
+class _Walk(Regions):
     """A projection that is written out: which memory names stand for, and the current streams."""
 
     def __init__(self, program: HostProgram) -> None:
-        self.program, self.code = program, program.instructions
-        self.shared = storage(program)
-        #: memory -> where it is used; name -> where it is bound
-        self.uses: defaultdict[str, list[int]] = defaultdict(list)
-        self.first: dict[str, int] = {}
+        super().__init__(program)
         self.streams: list[Instruction | None] = []
         current: Instruction | None = None
-        for n, i in enumerate(self.code):
+        for i in self.code:
             if i.op == "get_stream":  # the caller's, by the name that the program gives it
                 current = replace(i, op="set_stream", inputs=i.outputs, outputs=())
             elif i.op == "set_stream":
                 current = i
             self.streams.append(current)
-            for memory in dict.fromkeys(map(self.memory, (*i.reads, *i.outputs))):
-                self.uses[memory].append(n)
-            for name in i.outputs:
-                self.first.setdefault(name, n)
-
-    def memory(self, name: str) -> str:
-        return self.shared.get(name, name)
 
     def moves(self) -> Iterator[_Move]:
         """Yield the transfers that go ahead: none of which passes another that does."""
@@ -145,18 +132,22 @@ class _Walk:
 
     def bound(self, name: str, ops: tuple[str, ...], at: int) -> int | None:
         """Return where a name is bound, if that can go along: nothing else uses it before."""
-        first = self.first.get(name)
-        if first is None or self.code[first].op not in ops or self.code[first].order is not None:
+        first = self.uses[name][0]
+        if self.code[first].op not in ops or self.code[first].order is not None:
             return None
-        used = (x for n in self.uses[self.memory(name)] if first < n < at for x in self.names(n))
+        used = (x for n in self.used(name) if first < n < at for x in self.names(n))
         return first if name not in used else None
+
+    def used(self, name: str) -> list[int]:
+        """Return where the memory of a name is used."""
+        return [*dict.fromkeys(n for n, _ in self.of_memory[self.memory(name)])]
 
     def names(self, at: int) -> tuple[str, ...]:
         return (*self.code[at].reads, *self.code[at].outputs)
 
     def is_placed(self, sent: str) -> bool:
         """Tell whether what is sent lies in symmetric memory, where this rank alone writes."""
-        uses = [self.code[n] for n in self.uses[self.memory(sent)]]
+        uses = [self.code[n] for n in self.used(sent)]
         is_symmetric = uses[0].op == "alloc" and uses[0].kwargs.get("memory") == SYMMETRIC
         return is_symmetric and not any(i.op in ("post", "recv") for i in uses)
 
@@ -182,7 +173,7 @@ class _Walk:
 
     def is_fresh(self, got: str, to: int, at: int) -> bool:
         """Tell whether nothing has used the place where a transfer arrives."""
-        uses = [n for n in self.uses[self.memory(got)] if n < at]
+        uses = [n for n in self.used(got) if n < at]
         if self.memory(got) == got:
             return True
         is_there = uses[0] < to and self.code[uses[0]].op == "alloc"
@@ -197,17 +188,10 @@ class _Walk:
     def written(self, memory: str, before: int) -> list[int]:
         """Return where elements of a memory are written, before a place."""
         skipped = ("alloc", *COMMUNICATIONS, *PURE_VIEWS)
-        uses = (n for n in self.uses[memory] if n < before and self.code[n].op not in skipped)
+        uses = (n for n in self.used(memory) if n < before and self.code[n].op not in skipped)
         return [n for n in uses if any(self.memory(x) == memory for x in self.code[n].outputs)]
 
     def touches(self, names: Iterable[str], name: str) -> bool:
         """Tell whether one of some names may stand for elements that a name stands for."""
         memory = self.memory(name)
         return any(self.memory(x) == memory and self.meet(x, name) for x in names)
-
-    def meet(self, a: str, b: str) -> bool:
-        """Tell whether two names of one memory, each all of it or a chunk, may share elements."""
-        x, y, rank = self.program.types[a], self.program.types[b], self.program.rank
-        assert rank is not None
-        is_part = {self.code[self.first[name]].op for name in (a, b)}.issubset(_BINDS)
-        return not is_part or intersect(x.box(rank), y.box(rank)) is not None

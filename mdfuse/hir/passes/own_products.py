@@ -36,21 +36,16 @@ arrives, and hide nothing. Where other parts were added before, it waits for the
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.storage import storage
+from mdfuse.hir.regions import VIEWS, Regions
 from mdfuse.hir.verify.products import own_problem
-from mdfuse.layouts.boxes import Box, intersect
 
 #: Products that can add to a buffer as they write.
 _PRODUCTS = ("matmul", "linear")
-
-#: Views of rows of a memory.
-_VIEWS = ("chunk", "select")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,46 +110,6 @@ def _without(i: Instruction, gone: set[str]) -> list[Instruction]:
     return [i.changed(inputs=left)] if left else []
 
 
-class Regions:
-    """A projection that is written out: where names are used, and what of a memory they are."""
-
-    def __init__(self, program: HostProgram) -> None:
-        self.program, self.code = program, program.instructions
-        self.shared: Mapping[str, str] = storage(program)
-        self.uses: defaultdict[str, list[int]] = defaultdict(list)
-        self.of_memory: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
-        for n, i in enumerate(self.code):
-            for name in dict.fromkeys((*i.reads, *i.outputs)):
-                self.uses[name].append(n)
-                self.of_memory[self.memory(name)].append((n, name))
-
-    @property
-    def rank(self) -> int:
-        assert self.program.rank is not None
-        return self.program.rank
-
-    def memory(self, name: str) -> str:
-        return self.shared.get(name, name)
-
-    def meet(self, a: str, b: str) -> bool:
-        """Tell whether two names of one memory may share elements."""
-        x, y = self.region(a), self.region(b)
-        return x is None or y is None or intersect(x, y) is not None
-
-    def region(self, name: str) -> Box | None:
-        """Return the elements of its memory that a name stands for, as rows of each dim.
-
-        None where views made it that take something else than rows.
-        """
-        region = list(self.program.types[name].box(self.rank))
-        while (bind := self.code[self.uses[name][0]]).op in _VIEWS:
-            if bind.op == "select":
-                index = bind.kwargs["index"]
-                region.insert(bind.kwargs["dim"], (index, index + 1))
-            (name,) = bind.reads
-        return tuple(region) if name == self.memory(name) else None
-
-
 class _Walk(Regions):
     """A projection that is written out: where names are used, and on which streams."""
 
@@ -183,7 +138,7 @@ class _Walk(Regions):
         if not is_made or (len(ops) == 4 and ops[0] != "alloc") or not self.are_alike(part, got):
             return None
         made = self.code[uses[-3]]
-        if made.op in (*POSTS, *_VIEWS, "narrow", "alloc") or part not in made.outputs:
+        if made.op in (*POSTS, *VIEWS, "narrow", "alloc") or part not in made.outputs:
             return None
         waits = [n for i in group[1:3] for n in self.uses[i.outputs[0]][1:]]
         alloc = uses[0] if len(ops) == 4 else None
@@ -197,7 +152,7 @@ class _Walk(Regions):
         """Yield where the memory of a name is read or written, until that is surely over."""
         for n, name in self.of_memory[self.memory(into)]:
             i = self.code[n]
-            if (i.op in ("alloc", *_VIEWS) and "fill" not in i.kwargs) or not self.meet(into, name):
+            if (i.op in ("alloc", *VIEWS) and "fill" not in i.kwargs) or not self.meet(into, name):
                 continue
             yield n
             if i.op in POSTS:
@@ -212,11 +167,11 @@ class _Walk(Regions):
         while True:
             made = [self.code[n] for n in self.uses[into] if into in self.code[n].outputs]
             first = self.uses[into][0]
-            if sum(i.op in ("alloc", *_VIEWS) for i in made) > 1:
+            if sum(i.op in ("alloc", *VIEWS) for i in made) > 1:
                 return None
             if first < before:
                 return tuple(reversed(found))
-            if made[0].op not in _VIEWS:
+            if made[0].op not in VIEWS:
                 return None
             found.append(first)
             into = self.code[first].reads[0]

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from mdfuse.hir.instructions import TRANSFERS, row_of
-from mdfuse.hir.passes.own_products import Regions
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.regions import Regions
 
 
 @dataclass(frozen=True, slots=True)
