@@ -317,7 +317,7 @@ class HostProgram:
         """What plans are made of: `written_out`, with products computed where sums of them are."""
         from mdfuse.hir.passes import add_products, own_products, ring_waits
 
-        return add_products.run(own_products.run(ring_waits.run(self.written_out)))
+        return ring_waits.run(add_products.run(own_products.run(self.written_out)))
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:

@@ -43,6 +43,9 @@ class Regions:
 
         None where views made it that take something else than rows.
         """
+        first = self.code[self.uses[name][0]]
+        if first.op == "own":  # a rank's term of its rows
+            (name,) = first.reads
         region = list(self.box(name))
         while (bind := self.code[self.uses[name][0]]).op in VIEWS and name in bind.outputs:
             (name,) = bind.reads
