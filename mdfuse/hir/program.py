@@ -315,9 +315,9 @@ class HostProgram:
     @cached_property
     def as_run(self) -> HostProgram:
         """What plans are made of: `written_out`, with products computed where sums of them are."""
-        from mdfuse.hir.passes import add_products, own_products, ring_waits
+        from mdfuse.hir.passes import add_products, own_products
 
-        return ring_waits.run(add_products.run(own_products.run(self.written_out)))
+        return add_products.run(own_products.run(self.written_out))
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:

@@ -100,9 +100,9 @@ def _mlp(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
 
 def _computed(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
     """All-gather of what is computed row by row, and matmul."""
-    x = fd.define_tensor([rows, 6], mesh=mesh, layout=_rows(mesh, tp=Shard(0)), name="x")
-    w = fd.define_tensor([6, 8], mesh=mesh, layout={"tp": Shard(1)}, name="w")
-    y = fd.ops.softmax(fd.ops.relu(x) * 0.0, 1) * 12.0 + x  # twelve sixths
+    x = fd.define_tensor([rows, 8], mesh=mesh, layout=_rows(mesh, tp=Shard(0)), name="x")
+    w = fd.define_tensor([8, 8], mesh=mesh, layout={"tp": Shard(1)}, name="w")
+    y = fd.ops.softmax(fd.ops.relu(x) * 0.0, 1) * 16.0 + x  # of eighths, which are exact
     fd.add_output((y @ w).on(mesh, _rows(mesh, tp=Shard(1))))
 
 
