@@ -37,6 +37,22 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in text)
 
 
+def counted(count: object, noun: str) -> str:
+    """Return how many there are of something.
+
+    >>> counted(1, "input"), counted(0, "dim"), counted(2, "axis"), counted(3, "host of a mesh")
+    ('1 input', '0 dims', '2 axes', '3 hosts of a mesh')
+    """
+    if count == 1:
+        return f"1 {noun}"
+    first, *rest = noun.split(" ", 1)
+    return " ".join([f"{count} {_PLURALS.get(first, first + 's')}", *rest])
+
+
+#: Of nouns that take more than an s.
+_PLURALS = {"axis": "axes", "class": "classes"}
+
+
 #: The note of what a gradient computes once more, instead of keeping it.
 RECOMPUTED = "recomputed"
 #: The note of what a gradient computes.

@@ -27,7 +27,7 @@ _LETTER = 6.6
 _STYLE = """
 .mf-chart{font:11px ui-monospace,monospace;max-width:100%;height:auto}
 .mf-chart text{fill:#656d76}.mf-chart .mf-head{fill:#1f2328;font-weight:600}
-.mf-work{fill:#4c8dd6}.mf-transfer{fill:#0a7a53}.mf-wait{fill:#c69026}.mf-post{fill:#0969da}
+.mf-work{fill:#4c8dd6}.mf-transfer{fill:#0a7a53}.mf-wait{fill:#c69026}.mf-post{fill:#8250df}
 .mf-mark{stroke:#d0d7de}
 @media (prefers-color-scheme:dark){.mf-chart text{fill:#8d96a0}.mf-chart .mf-head{fill:#e6edf3}
 .mf-transfer{fill:#3fb98a}.mf-mark{stroke:#30363d}}

@@ -77,6 +77,8 @@ def test_the_page_is_whole_and_needs_nothing_else(name: str) -> None:
     assert addresses <= {"http://www.w3.org/2000/svg"}
     assert "@import" not in text and "url(" not in text
     shown = "".join(page.texts)
+    posts = sum(i.op == "post" for i in program.host.walk())
+    assert f"{posts}communication{'s' * (posts != 1)} per run" in shown
     assert str(fd) in shown and program.explain() in shown
     for i in program.host.walk():
         if i.comm is not None:
