@@ -20,7 +20,7 @@ from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.compiled.trial import Trial
 from mdfuse.config import Options, environment, options_from_environment
-from mdfuse.errors import DefinitionError, MdfuseError, ProgramError
+from mdfuse.errors import DefinitionError, MdfuseError, ProgramError, counted
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
 from mdfuse.frontend.cache import NamedDefinition, program_of
@@ -159,7 +159,7 @@ class Program:
 
     def explain(self) -> str:
         """Return as text the choices that were made, and why."""
-        lines = [f"@{self.host.name}: {len(self.segments)} segments, {len(self.host)} instructions"]
+        lines = [headline(self)]
         posted = (i for i in self.host.walk() if i.comm is not None or i.op == "recv")
         counts = Counter(map(_why, posted))
         posts = [f"{n} × {why}" if n > 1 else why for why, n in counts.items()]
@@ -338,6 +338,12 @@ class Program:
         except MdfuseError as problem:
             last = self._evaluators.recent
             return last.program if last is not None else self.host, problem
+
+
+def headline(program: Program) -> str:
+    """Return a program's name, and how much there is of it."""
+    segments = counted(len(program.segments), "segment")
+    return f"@{program.host.name}: {segments}, {counted(len(program.host), 'instruction')}"
 
 
 def _stages(host: HostProgram, schedule: Schedule | None) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, counted
 from mdfuse.hir.orders import Order
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.infer import dense_strides
@@ -49,8 +49,8 @@ def check_arguments(
     """Raise ProgramError unless the arguments of one rank are what the program says."""
     if len(arguments) != len(program.inputs):
         raise ProgramError(
-            f"@{program.name} on rank {rank}: {len(arguments)} arguments for "
-            f"{len(program.inputs)} inputs",
+            f"@{program.name} on rank {rank}: {counted(len(arguments), 'argument')} for "
+            f"{counted(len(program.inputs), 'input')}",
             hint="pass, in this order: " + ", ".join(program.inputs),
         )
     for name, argument in zip(program.inputs, arguments, strict=True):
@@ -234,8 +234,8 @@ def check_outputs(
     """
     if len(out) != len(program.outputs):
         raise ProgramError(
-            f"@{program.name} on rank {rank}: {len(out)} buffers for {len(program.outputs)} "
-            "outputs",
+            f"@{program.name} on rank {rank}: {counted(len(out), 'buffer')} for "
+            f"{counted(len(program.outputs), 'output')}",
             hint="pass a buffer for every output, or none",
         )
     taken = {

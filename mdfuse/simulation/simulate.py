@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, counted
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.tensors import resolved, why_not
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
@@ -296,7 +296,7 @@ def _arguments(
     if per_rank is not None:
         if len(per_rank) != size:
             raise ProgramError(
-                f"{len(per_rank)} dicts of inputs for {size} ranks",
+                f"{len(per_rank)} dicts of inputs for {counted(size, 'rank')}",
                 hint=f"pass one for each of the ranks 0 to {size - 1}",
             )
         _check_names(host, inputs, per_rank)
@@ -306,7 +306,8 @@ def _arguments(
     inputs = inputs or []
     if len(inputs) != len(host.inputs):
         raise ProgramError(
-            f"@{host.name}: {len(inputs)} arguments for {len(host.inputs)} inputs",
+            f"@{host.name}: {counted(len(inputs), 'argument')} for "
+            f"{counted(len(host.inputs), 'input')}",
             hint="pass global tensors, in this order: " + ", ".join(host.inputs),
         )
     pairs = list(zip(host.inputs, inputs, strict=True))

@@ -153,7 +153,7 @@ def test_run_simulates() -> None:
 
 def test_run_alone_is_a_world_of_one() -> None:
     text = shown("run", MLP)
-    assert re.search(r"ranks +1, started by single \(no launcher set its variables\)", text)
+    assert re.search(r"ranks +1, no launcher set its variables", text)
     assert re.search(r"all +0 +0 B", text)
 
 
@@ -210,7 +210,7 @@ def test_differences_of_large_numbers_and_of_complex_ones() -> None:
             "    with mf.FusionDefinition('empty') as fd:\n"
             "        fd.add_output(fd.define_tensor([2], mesh=mesh) + 1)\n"
             "    return fd, []",
-            "0 arguments for 1 inputs",
+            "0 arguments for 1 input",
         ),
     ],
 )

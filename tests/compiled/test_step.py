@@ -121,7 +121,7 @@ def test_wrong_states() -> None:
 
 def test_wrong_inputs() -> None:
     step = mf.Step(program(), state())
-    with pytest.raises(mf.ProgramError, match="with 1 inputs") as error:
+    with pytest.raises(mf.ProgramError, match="with 1 input") as error:
         step(batch(0)[0])
     assert error.value.hint == "pass, in this order: x, t"
 

@@ -484,7 +484,7 @@ TYPES = [
         "input %x: S; %y: S = add(%x, 1.0); return %y",
         "input %x: S",
         "input %x: f32[4] (x=S1)",
-        ("has 1 dims, but its type is about dim 1",),
+        ("has 1 dim, but its type is about dim 1",),
     ),
     Rule(
         "a buffer of another dtype is posted",
