@@ -33,9 +33,6 @@ class Life:
     start: int
     stop: int
 
-    def meets(self, other: Life) -> bool:
-        """Tell whether both buffers are in use at some time."""
-        return self.start <= other.stop and other.start <= self.stop
 
 
 def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
