@@ -77,9 +77,21 @@ def test_the_page_is_whole_and_needs_nothing_else(name: str) -> None:
     assert addresses <= {"http://www.w3.org/2000/svg"}
     assert "@import" not in text and "url(" not in text
     shown = "".join(page.texts)
-    posts = sum(i.op == "post" for i in program.host.walk())
-    assert f"{posts}communication{'s' * (posts != 1)} per run" in shown
     assert str(fd) in shown and program.explain() in shown
+
+
+def test_what_is_seen_first_is_how_much_there_is() -> None:
+    fd, _ = SMALL["tp_mlp"][0](DeviceMesh.arange(tp=4))
+    program = mf.compile(fd)
+    text = html(subject(program))
+    facts = re.findall("<div><b>(.*?)</b><span>(.*?)</span></div>", text)
+    assert facts[:3] == [
+        ("4", "ranks"),
+        (f"{len(program.host)}", f"instructions, {len(program.segments)} segments"),
+        ("1", "communication per run"),
+    ]
+    of = ["received per rank, at most", "peak memory of a rank", f"predicted: {UNIT.name}"]
+    assert [x for _, x in facts[3:]] == of
     for i in program.host.walk():
         if i.comm is not None:
             assert i.comm.kind in shown
