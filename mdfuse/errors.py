@@ -6,7 +6,7 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,6 +51,22 @@ def counted(count: object, noun: str) -> str:
 
 #: Of nouns that take more than an s.
 _PLURALS = {"axis": "axes", "class": "classes"}
+
+
+#: How many names an error lists.
+_LISTED = 12
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names as a list of which an error shows the first.
+
+    >>> listed("xyz"), listed(f"w{n}" for n in range(100))
+    ('x, y, z', 'w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11 and 88 others')
+    """
+    found = [*names]
+    more = len(found) - _LISTED
+    shown = ", ".join(found[:_LISTED])
+    return f"{shown} and {counted(more, 'other')}" if more > 0 else shown
 
 
 #: The note of what a gradient computes once more, instead of keeping it.

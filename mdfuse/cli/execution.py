@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mdfuse
 from mdfuse.compiled.program import Program, compile
-from mdfuse.errors import ProgramError, counted
+from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.layouts.sharding import shard_tensor
 from mdfuse.mesh import DeviceMesh
@@ -100,7 +100,7 @@ def local_inputs(program: Program, inputs: Sequence[Any], comm: Communicator) ->
     if len(inputs) != len(names):
         raise ProgramError(
             f"build gave {counted(len(inputs), 'input')} for {len(names)}",
-            hint="return a global tensor or number for each of " + ", ".join(names),
+            hint="return a global tensor or number for each of " + listed(names),
         )
     return [_local(program, n, x, comm) for n, x in zip(names, inputs, strict=True)]
 

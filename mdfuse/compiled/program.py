@@ -20,7 +20,7 @@ from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.compiled.trial import Trial
 from mdfuse.config import Options, environment, options_from_environment
-from mdfuse.errors import DefinitionError, MdfuseError, ProgramError, counted
+from mdfuse.errors import DefinitionError, MdfuseError, ProgramError, counted, listed
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
 from mdfuse.frontend.cache import NamedDefinition, program_of
@@ -210,7 +210,7 @@ class Program:
             what = f"no input {unknown[0]!r}" if unknown else f"lacks {', '.join(lacking[:3])}"
             problem = ProgramError(
                 f"a call of @{self.fusion.name}: {what}",
-                because=f"its inputs are {', '.join(names)}; {len(inputs)} are given in order",
+                because=f"its inputs are {listed(names)}; {len(inputs)} are given in order",
                 hint="program(**inputs) with all of them, once each",
             )
             self.refuse(problem)

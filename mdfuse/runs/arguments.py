@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.errors import ProgramError, counted
+from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.hir.orders import Order
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.infer import dense_strides
@@ -51,7 +51,7 @@ def check_arguments(
         raise ProgramError(
             f"@{program.name} on rank {rank}: {counted(len(arguments), 'argument')} for "
             f"{counted(len(program.inputs), 'input')}",
-            hint="pass, in this order: " + ", ".join(program.inputs),
+            hint="pass, in this order: " + listed(program.inputs),
         )
     for name, argument in zip(program.inputs, arguments, strict=True):
         _check(program, rank, name, argument, device, "input")
@@ -203,7 +203,7 @@ def by_name(
         problem = ProgramError(
             f"@{program.name}: {type(given).__name__} for the arguments",
             because="an evaluator takes them by name",
-            hint="pass a dict with " + ", ".join(names),
+            hint="pass a dict with " + listed(names),
         )
         return [], None, problem
     buffers = {n: given[n] for n in given if n not in names}
@@ -213,7 +213,7 @@ def by_name(
     if unknown or missing:
         wrong = ProgramError(
             f"@{program.name}: missing {missing}, unknown {unknown}",
-            hint="pass a tensor, None or a number for each of " + ", ".join(names),
+            hint="pass a tensor, None or a number for each of " + listed(names),
         )
     out = [buffers.get(n) for n in program.outputs] if buffers else None
     return [given.get(n) for n in names], out, wrong

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mdfuse.errors import ProgramError, counted
+from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.ir.calls import in_order
@@ -39,7 +39,7 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
         raise ProgramError(
             f"@{fusion.name}: {counted(len(inputs), 'argument')} for "
             f"{counted(len(fusion.inputs), 'input')}",
-            hint="pass, in this order: " + ", ".join(fusion.inputs),
+            hint="pass, in this order: " + listed(fusion.inputs),
         )
     fusion = _numbered(definition, fusion, inputs)
     known: dict[str, Any] = {}
