@@ -34,7 +34,6 @@ class Life:
     stop: int
 
 
-
 def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
     """Choose an offset for each buffer, so that those in use at the same time do not overlap.
 
