@@ -78,6 +78,9 @@ def test_the_page_is_whole_and_needs_nothing_else(name: str) -> None:
     assert "@import" not in text and "url(" not in text
     shown = "".join(page.texts)
     assert str(fd) in shown and program.explain() in shown
+    for i in program.host.walk():
+        if i.comm is not None:
+            assert i.comm.kind in shown
 
 
 def test_what_is_seen_first_is_how_much_there_is() -> None:
@@ -92,9 +95,6 @@ def test_what_is_seen_first_is_how_much_there_is() -> None:
     ]
     of = ["received per rank, at most", "peak memory of a rank", f"predicted: {UNIT.name}"]
     assert [x for _, x in facts[3:]] == of
-    for i in program.host.walk():
-        if i.comm is not None:
-            assert i.comm.kind in shown
 
 
 def test_a_step_of_training_is_a_page_below_a_megabyte() -> None:
