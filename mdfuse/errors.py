@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import linecache
 import os
@@ -50,7 +51,7 @@ def counted(count: object, noun: str) -> str:
 
 
 #: Of nouns that take more than an s.
-_PLURALS = {"axis": "axes", "class": "classes"}
+_PLURALS = {"axis": "axes", "class": "classes", "process": "processes"}
 
 
 #: How many names an error lists.
@@ -67,6 +68,15 @@ def listed(names: Iterable[str]) -> str:
     more = len(found) - _LISTED
     shown = ", ".join(found[:_LISTED])
     return f"{shown} and {counted(more, 'other')}" if more > 0 else shown
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """Return the five names that are most like one.
+
+    >>> near("max_poool", ["min", "max", "mean", "max_pool", "mean_pool", "pool", "p", "q"])
+    'max_pool, mean_pool, pool, max, mean'
+    """
+    return ", ".join(difflib.get_close_matches(name, [*names], 5, 0.0))
 
 
 #: The note of what a gradient computes once more, instead of keeping it.

@@ -58,7 +58,7 @@ class Difference:
 
     Attributes:
         largest: the largest absolute difference of elements; infinite where NaNs do not match.
-        allowed: the largest difference that counts as equal.
+        allowed: the largest difference that counts as none.
     """
 
     largest: float

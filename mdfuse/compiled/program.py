@@ -152,9 +152,17 @@ class Program:
 
         Raises:
             MdfuseError: extents are missing; the ranks wait for each other.
+            ProgramError: what is given is no table of costs.
         """
+        from mdfuse.seeing.costs import Costs
         from mdfuse.seeing.timeline import timeline
 
+        if not isinstance(costs, Costs):
+            raise ProgramError(
+                f"a timeline by {costs!r}",
+                because="times are predicted by a table of costs, an object",
+                hint="mdfuse.seeing.H100, or cost_table(mdfuse.init()).costs of mdfuse.seeing",
+            )
         return timeline(self.with_extents(extents or {}).host, costs)
 
     def explain(self) -> str:

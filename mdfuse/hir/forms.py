@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from mdfuse.errors import ProgramError, counted
+from mdfuse.errors import ProgramError, counted, near
 from mdfuse.extents.expressions import DEEPEST, LARGEST, Calc, Index, Term, terms
 from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, Row, op_of, row_of
 from mdfuse.ir.attributes import Attr, is_permutation
@@ -186,9 +186,9 @@ def _unknown(i: Instruction) -> Problem:
     if op is not None:
         what = f"{op.name} as {i.op!r}"
         return Problem(what, f"{op.name} is run by {op.host!r}", f"op={op.host!r}, fn={op.name!r}")
-    known = ", ".join((*sorted({row.host for row in TABLE.values()}), *INSTRUCTIONS))
+    known = near(i.op, dict.fromkeys((*(row.host for row in TABLE.values()), *INSTRUCTIONS)))
     what = f"there is no instruction {i.op!r}" + (f" with {i.fn!r}" if i.fn else "")
-    return Problem(what, "a program is made of those that there are", f"one of {known}")
+    return Problem(what, "a program is made of those that there are", f"near it are {known}")
 
 
 def _of_parts(i: Instruction, row: Row) -> Problem | None:

@@ -32,7 +32,7 @@ def check_ranks(program: HostProgram, rank: int, size: int) -> None:
     if program.last_rank >= size:
         raise ProgramError(
             f"@{program.name} runs on ranks up to {program.last_rank}, "
-            f"but there are {size} processes",
+            f"in a job of {counted(size, 'process')}",
             because="every rank of a mesh is one process",
             hint=f"start {program.last_rank + 1} processes, or use a smaller mesh",
         )

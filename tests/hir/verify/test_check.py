@@ -816,7 +816,11 @@ def test_a_value_of_another_mesh() -> None:
 def test_unknown_instructions() -> None:
     program = parse(_REDUCED)
     code = (replace(program.instructions[0], op="allocate"), *program.instructions[1:])
-    refused(replace(program, instructions=code), "there is no instruction 'allocate'", "one of")
+    refused(
+        replace(program, instructions=code),
+        "there is no instruction 'allocate'",
+        "near it are alloc",
+    )
 
 
 def test_a_name_without_a_type() -> None:
