@@ -145,6 +145,13 @@ def host_time(calls: Callable[[], None]) -> float:
     return float(time.perf_counter_ns() - start)
 
 
+def processor_time(calls: Callable[[], None]) -> float:
+    """Time of this process on processors in nanoseconds, all its threads together."""
+    start = time.process_time_ns()
+    calls()
+    return float(time.process_time_ns() - start)
+
+
 def device_time(calls: Callable[[], None], ahead: int = 0) -> float:
     """Nanoseconds between two events on the current stream of the GPU.
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,7 @@ from typing import Any
 from _layers_figures import Plan, bench
 from _layers_models import Case, cases
 from _layers_peers import options, ours
-from _measure import Contender, Report, Row, host_time, interleave, show
+from _measure import Contender, Report, Row, host_time, interleave, processor_time, show
 from _ranks import Ranks, start_or_alone
 from _replays_stand_in import stand_in
 from _stacks import stacked
@@ -113,13 +112,6 @@ def _generating(plan: Plan) -> Replayed:
 def _begin(ranks: Ranks, one: Replayed) -> None:
     one.begin()
     ranks.settle()
-
-
-def processor_time(calls: Callable[[], None]) -> float:
-    """Nanoseconds of this process's threads."""
-    start = time.process_time_ns()
-    calls()
-    return float(time.process_time_ns() - start)
 
 
 def rows(plan: Plan, case: Case, layers: int, batch: int) -> Iterator[Row]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _layers_models import MODELS, Case
-from _measure import Contender, Report, Row, interleave, show
+from _measure import Contender, Report, Row, interleave, processor_time, show
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard
@@ -95,13 +94,6 @@ def runs(rounds: int, is_quick: bool, folder: str) -> Iterator[Row]:
 
 #: Instructions that call nothing.
 _FREE = ("return", "free", "alloc")
-
-
-def processor_time(calls: Callable[[], None]) -> float:
-    """Nanoseconds of this process on processors."""
-    start = time.process_time_ns()
-    calls()
-    return float(time.process_time_ns() - start)
 
 
 def _call(program: mf.Program, inputs: list[Any]) -> Any:

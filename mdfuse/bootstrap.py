@@ -38,6 +38,11 @@ class Launch:
         """Whether all ranks are known to be on one host."""
         return self.local_size == self.size
 
+    @property
+    def others(self) -> str:
+        """What errors call the ranks that are not this one."""
+        return "the other rank" if self.size == 2 else f"the other {self.size - 1} ranks"
+
 
 class Launcher(Protocol):
     """A launcher, as its environment variables tell of it."""

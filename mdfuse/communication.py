@@ -7,7 +7,7 @@ here lists the ranks of a mesh unless one rank's part is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -119,6 +119,12 @@ class Communication:
             group = self.whole_group
             return group if rank in group else ()
         return self.team(rank)
+
+    @property
+    def beside_layouts(self) -> tuple[Hashable, ...]:
+        """All that is said of it but its layouts, as a key."""
+        what = self.kind, self.shape, self.dtype, self.axes
+        return *what, self.dim, self.to_dim, self.reduce_op, self.backend
 
     @property
     def axis(self) -> str | None:

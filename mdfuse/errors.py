@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import linecache
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,47 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in text)
+
+
+def counted(count: object, noun: str) -> str:
+    """Return how many there are of something.
+
+    >>> counted(1, "input"), counted(0, "dim"), counted(2, "axis"), counted(3, "host of a mesh")
+    ('1 input', '0 dims', '2 axes', '3 hosts of a mesh')
+    """
+    if count == 1:
+        return f"1 {noun}"
+    first, *rest = noun.split(" ", 1)
+    return " ".join([f"{count} {_PLURALS.get(first, first + 's')}", *rest])
+
+
+#: Of nouns that take more than an s.
+_PLURALS = {"axis": "axes", "class": "classes", "process": "processes"}
+
+
+#: How many names an error lists.
+_LISTED = 12
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names as a list of which an error shows the first.
+
+    >>> listed("xyz"), listed(f"w{n}" for n in range(100))
+    ('x, y, z', 'w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11 and 88 others')
+    """
+    found = [*names]
+    more = len(found) - _LISTED
+    shown = ", ".join(found[:_LISTED])
+    return f"{shown} and {counted(more, 'other')}" if more > 0 else shown
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """Return the five names that are most like one.
+
+    >>> near("max_poool", ["min", "max", "mean", "max_pool", "mean_pool", "pool", "p", "q"])
+    'max_pool, mean_pool, pool, max, mean'
+    """
+    return ", ".join(difflib.get_close_matches(name, [*names], 5, 0.0))
 
 
 #: The note of what a gradient computes once more, instead of keeping it.

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from mdfuse.bootstrap import detect
-from mdfuse.errors import MeshError
+from mdfuse.errors import MeshError, counted
 from mdfuse.names import RULE, is_name
 
 #: The most ranks of a mesh: more are a mistake, which would take long to go through.
@@ -78,14 +78,15 @@ class DeviceMesh:
         if axes is None:
             if len(shape) not in _DEFAULT_AXES:
                 raise MeshError(
-                    f"a mesh with {len(shape)} axes has no default names",
+                    f"a mesh with {counted(len(shape), 'axis')} has no default names",
                     hint="pass axes=(...), one name per axis",
                 )
             axes = _DEFAULT_AXES[len(shape)]
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         if len(axes) != len(shape) or len(set(axes)) != len(axes):
             raise MeshError(
-                f"axes {axes} do not name the {len(shape)} axes of a mesh of shape {shape}",
+                f"axes {axes} do not name the {counted(len(shape), 'axis')} of a mesh of shape "
+                f"{shape}",
                 because="every axis has one name, and no two share one",
                 hint=f"pass axes=(...) with {len(shape)} different names",
             )
@@ -412,7 +413,7 @@ def _hosts(hosts: Any, ranks: Sequence[int]) -> tuple[int, ...]:
     _, flat = _flatten(hosts.tolist() if hasattr(hosts, "tolist") else hosts, "a host")
     if len(flat) != len(ranks) or min(flat) < 0:
         raise MeshError(
-            f"{len(flat)} hosts, from {min(flat)}, for {len(ranks)} ranks",
+            f"{counted(len(flat), 'host')}, from {min(flat)}, for {counted(len(ranks), 'rank')}",
             because="each rank is on one host, and hosts count from 0",
             hint="name a host for each rank in the order of ranks: hosts=[0, 0, 1, 1]",
         )

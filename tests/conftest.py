@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -19,6 +19,9 @@ from mdfuse.frontend.importing.table import TABLE as IMPORTED
 from mdfuse.frontend.vjps import RULES
 from mdfuse.hir import HostProgram
 from mdfuse.ir.ops import TABLE
+
+if TYPE_CHECKING:
+    from mdfuse.runtime.communicator import Communicator
 
 pytest_plugins = ("multirank.plugin",)
 
@@ -225,6 +228,14 @@ def unjoined() -> Iterator[None]:
     leave()
     yield
     leave()
+
+
+@pytest.fixture
+def alone(unjoined: None) -> Communicator:
+    """The one rank there is."""
+    from mdfuse.runtime.communicator import init
+
+    return init()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -701,7 +701,7 @@ def per_rank(rank: int, **changes: Any) -> list[dict[str, Any]]:
 
 GLOBAL_ARGUMENTS: list[tuple[str, list[Any], tuple[str, ...]]] = [
     ("none", [], ("@pair", "0 arguments for 2", "x, s")),
-    ("one", [X], ("1 arguments for 2", "x, s")),
+    ("one", [X], ("1 argument for 2", "x, s")),
     ("three", [X, 2, 3], ("3 arguments for 2",)),
     ("shape", [X[1:], 2], ("%x", "(6, 3)", "(7, 3)")),
     ("one rank's part", [FIRST, 2], ("%x", "(4, 3)", "whole tensor")),
@@ -779,7 +779,7 @@ def test_calls_of_the_simulator(row: Row) -> None:
 PARTS = [
     Row("rank", MeshError, lambda: mf.shard_tensor(X, MESH, rank=9), ("rank 9",)),
     Row("dim", LayoutError, lambda: mf.shard_tensor(X, MESH, {"x": Shard(2)}, rank=0), ("dim 2",)),
-    Row("parts", LayoutError, lambda: mf.unshard_tensor([X], MESH), ("1 parts", "4 ranks")),
+    Row("parts", LayoutError, lambda: mf.unshard_tensor([X], MESH), ("1 part", "4 ranks")),
     Row("no parts", LayoutError, lambda: mf.unshard_tensor([], MESH), ("no parts",)),
     Row(
         "part shapes",

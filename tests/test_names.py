@@ -18,12 +18,6 @@ TWO = DeviceMesh.arange(x=2)
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-@pytest.fixture
-def alone(unjoined: None) -> mf.Communicator:
-    """The one rank there is."""
-    return mf.init()
-
-
 #: Pairs that Python reads as one identifier, and names that it reads as something else.
 PAIRS = [
     ("y", "\N{MATHEMATICAL BOLD SMALL Y}"),

@@ -1,4 +1,4 @@
-"""What torch does not promise to keep is used in one module."""
+"""What torch does not promise to keep is used in three modules."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mdfuse import torch_private
 from mdfuse.errors import PACKAGE
+from mdfuse.ir import attention_kernels
 from mdfuse.plan import inductor
 
-#: Where private parts of torch may stand: in one module, and in one for the compiler alone.
-OWN = {Path(torch_private.__file__), Path(inductor.__file__)}
+#: Where private parts of torch may stand: in one module, in one for attention, in one for the
+#: compiler.
+OWN = {Path(x.__file__) for x in (torch_private, attention_kernels, inductor)}
 
 MODULES = sorted(set(Path(PACKAGE).rglob("*.py")) - OWN)
 

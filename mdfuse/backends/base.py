@@ -80,7 +80,10 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 class Work(Protocol):
-    """A posted communication, to wait for."""
+    """A posted communication, to wait for.
+
+    A class whose works may be waited for again, on another stream, says so: `waits_again = True`.
+    """
 
     def wait(self) -> None:
         """Return once the buffers may be used (on GPUs: by work queued on the current stream)."""

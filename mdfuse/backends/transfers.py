@@ -14,7 +14,7 @@ from torch import Tensor
 from mdfuse.backends import algorithms
 from mdfuse.backends.algorithms import Composition, Copy, Piece, Reduce, Round, Sizes
 from mdfuse.backends.base import Work, flat
-from mdfuse.backends.work import DONE, Posted, queued
+from mdfuse.backends.work import DONE, Posted, leave, queued
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import REDUCING
@@ -174,6 +174,7 @@ def _bound(
             return flat(buffers[first[piece.side] + piece.index])[piece.start : piece.stop]
 
         change(call, step.after, elements)
+        leave(buffers[len(sizes.srcs) + len(sizes.dsts) :])  # the scratch
 
     def post(buffers: list[Tensor]) -> Work:
         if scratch:

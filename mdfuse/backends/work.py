@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import OutOfMemoryError, Tensor
@@ -17,6 +17,8 @@ class _Done:
     """The work of a communication that has nothing left to do."""
 
     __slots__ = ()
+
+    waits_again = True
 
     def wait(self) -> None:
         return None
@@ -34,6 +36,7 @@ class Queued:
 
     __slots__ = ("_event",)
 
+    waits_again = True
     is_done = True
 
     def __init__(self) -> None:
@@ -50,6 +53,16 @@ def queued(buffers: Sequence[Tensor]) -> tuple[Queued, ...]:
     return (Queued(),) if any(x.is_cuda for x in buffers) else ()
 
 
+def leave(buffers: Iterable[Tensor]) -> None:
+    """Let the allocator hand out memory only behind what is queued on the current stream now.
+
+    Buffers of a post are made on its stream, which may never wait for what other streams do there.
+    """
+    for x in buffers:
+        if x.is_cuda:
+            x.record_stream(torch.cuda.current_stream(x.device))
+
+
 class Shared:
     """A work that is waited for on several streams.
 
@@ -58,6 +71,8 @@ class Shared:
     """
 
     __slots__ = ("_first", "_work")
+
+    waits_again = True
 
     def __init__(self, work: _Waitable) -> None:
         self._work = work
@@ -82,6 +97,8 @@ class Posted:
         kept: objects that must live until all works are done.
         finish: called once, when all works are done.
     """
+
+    waits_again: ClassVar[bool] = True
 
     call: Call
     works: Sequence[_Waitable]

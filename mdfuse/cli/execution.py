@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mdfuse
 from mdfuse.compiled.program import Program, compile
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.layouts.sharding import shard_tensor
 from mdfuse.mesh import DeviceMesh
@@ -58,7 +58,7 @@ class Difference:
 
     Attributes:
         largest: the largest absolute difference of elements; infinite where NaNs do not match.
-        allowed: the largest difference that counts as equal.
+        allowed: the largest difference that counts as none.
     """
 
     largest: float
@@ -99,8 +99,8 @@ def local_inputs(program: Program, inputs: Sequence[Any], comm: Communicator) ->
     names = program.host.inputs
     if len(inputs) != len(names):
         raise ProgramError(
-            f"build gave {len(inputs)} inputs for {len(names)}",
-            hint="return a global tensor or number for each of " + ", ".join(names),
+            f"build gave {counted(len(inputs), 'input')} for {len(names)}",
+            hint="return a global tensor or number for each of " + listed(names),
         )
     return [_local(program, n, x, comm) for n, x in zip(names, inputs, strict=True)]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from mdfuse.errors import DefinitionError, MdfuseError
+from mdfuse.errors import DefinitionError, MdfuseError, listed
 from mdfuse.frontend.cache import NamedDefinition
 from mdfuse.hir.text.values import placement_of
 from mdfuse.ir.graph import Fusion
@@ -65,7 +65,7 @@ def placed(named: NamedDefinition, layouts: Layouts) -> NamedDefinition:
             raise DefinitionError(
                 f"layout of {pattern}",
                 because=f"@{fusion.name} has no tensor of that name among its inputs",
-                hint=f"one of {', '.join(known)}",
+                hint=f"one of {listed(known)}",
             )
         found |= {x: _placed(fusion, x, placements) for x in inputs}
     return replace(named, fusion=fusion.with_layouts(found))

@@ -1,4 +1,4 @@
-"""The commands of `mdfuse`: `run`, `dump`, `diff`, `doctor`, `calibrate`, `bench`."""
+"""The commands of `mdfuse`."""
 
 from __future__ import annotations
 
@@ -108,9 +108,10 @@ def dump(
         str, typer.Option(metavar="dp=2,tp=4", help="The mesh to build the program for.")
     ] = "tp=4",
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Show what this rank runs (stage host).")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Show what this rank runs (stage host)."),
     ] = None,
-    stage: Annotated[Stage, typer.Option(help="How far to lower.")] = Stage.HOST,
+    stage: Annotated[Stage, typer.Option(metavar="STAGE", help="How far to lower.")] = Stage.HOST,
     pictures: Annotated[
         bool, typer.Option("--pictures", help="Show a picture of each layout as well.")
     ] = False,
@@ -204,7 +205,8 @@ def report(
         typer.Option(exists=True, metavar="FOLDER", help="A traced run, to be shown beside."),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Take the batch in so many parts; needs --batch.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Take the batch in so many parts; needs --batch."),
     ] = None,
     batch: Annotated[
         str | None, typer.Option(metavar="x=0,t=0", help="The dims of inputs that are the batch's.")
@@ -236,7 +238,7 @@ def merge(
         list[Path],
         typer.Argument(
             exists=True,
-            metavar="TRACE...",
+            metavar="TRACE",
             help="Folders of traced runs; Chrome trace JSON, as torch's profiler writes it.",
         ),
     ],
@@ -291,7 +293,9 @@ def calibrate(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="A file of benchmarks/, without .py.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A file of benchmarks/, without .py.")
+    ],
 ) -> None:
     """Run a benchmark of benchmarks/; further arguments are its own."""
     found = _benchmarks()

@@ -11,7 +11,7 @@ from typing import Any
 
 from mdfuse.bootstrap import MOST_RANKS
 from mdfuse.cli.user_code import user_code
-from mdfuse.errors import DefinitionError, MeshError
+from mdfuse.errors import DefinitionError, MeshError, counted
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.mesh import DeviceMesh
 
@@ -40,7 +40,7 @@ def parse_mesh(text: str) -> DeviceMesh:
         sizes[axis] = int(size)
     if math.prod(sizes.values()) > MOST_RANKS:
         raise MeshError(
-            f"{text!r} has {math.prod(sizes.values())} ranks",
+            f"{text!r} has {counted(math.prod(sizes.values()), 'rank')}",
             because=f"a mesh of the command line has at most {MOST_RANKS}",
             hint="choose smaller sizes",
         )

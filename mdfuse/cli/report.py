@@ -74,7 +74,7 @@ def differences(names: Iterable[str], found: Iterable[Difference]) -> Table:
     table = titled("against one device", "output", right=("largest difference", "allowed"))
     table.add_column("")
     for name, d in zip(names, found, strict=True):
-        verdict = Text("equal", "green") if d.is_allowed else Text("DIFFERS", "bold red")
+        verdict = Text("within", "green") if d.is_allowed else Text("DIFFERS", "bold red")
         table.add_row(f"%{name}", f"{d.largest:.2g}", f"{d.allowed:.2g}", verdict)
     return table
 

@@ -16,8 +16,8 @@ from mdfuse.bootstrap import Launch, detect
 from mdfuse.cli import report, screen
 from mdfuse.cli.execution import Outcome, compare, run_on_ranks, run_simulated
 from mdfuse.cli.program_file import Build, call_build, parse_mesh
-from mdfuse.compiled.program import Program, compile
-from mdfuse.errors import ProgramError
+from mdfuse.compiled.program import Program, compile, headline
+from mdfuse.errors import ProgramError, counted
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runs.extents import global_extents
@@ -55,7 +55,7 @@ def simulate(build: Build, mesh: DeviceMesh) -> None:
         return
     job = _compiled(build, mesh)
     ranks = job.program.host.last_rank + 1
-    with screen.progress(f"simulating {ranks} ranks"):
+    with screen.progress(f"simulating {counted(ranks, 'rank')}"):
         outcome = run_simulated(job.program, job.inputs)
     time = report.time_text(outcome.median)
     rows = [
@@ -85,14 +85,14 @@ def launch(build: Build, mesh: DeviceMesh | None, name: str) -> None:
     _check_fits(mesh, here, name)
     job = _compiled(build, mesh)
     comm = init()
-    with screen.progress(f"running on {here.size} ranks"):
+    with screen.progress(f"running on {counted(here.size, 'rank')}"):
         outcome = run_on_ranks(job.program, job.inputs, comm)
     time = report.time_text(outcome.median)
     rows = [
         ("mesh", str(mesh)),
-        ("ranks", f"{here.size}, started by {here.name} ({here.why})"),
+        ("ranks", f"{here.size}, {_started(here)}"),
         ("backend", f"{comm.backend} on {comm.device.type}"),
-        ("time", f"{time}, median of {len(outcome.seconds)} runs on rank 0"),
+        ("time", f"{time}, median of {counted(len(outcome.seconds), 'run')} on rank 0"),
     ]
     problem = None
     if comm.rank == 0:
@@ -102,13 +102,17 @@ def launch(build: Build, mesh: DeviceMesh | None, name: str) -> None:
         screen.fail(problem or "")
 
 
+def _started(here: Launch) -> str:
+    return here.why if here.name == "single" else f"started by {here.name} ({here.why})"
+
+
 def _check_fits(mesh: DeviceMesh, here: Launch, name: str) -> None:
     if mesh.last_rank < here.size:
         return
     axes = ",".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
     there = "is 1 process" if here.size == 1 else f"are {here.size} processes"
     raise ProgramError(
-        f"{mesh} has {mesh.size} ranks, but there {there}",
+        f"{mesh} has {counted(mesh.size, 'rank')}, but there {there}",
         where=f"launcher {here.name}: {here.why}",
         because="every rank of a mesh is one process",
         hint=f"torchrun --nproc-per-node {mesh.size} -m mdfuse run {name} --mesh {axes}, "
@@ -145,8 +149,7 @@ def _report(
     with screen.progress("computing on one device"):
         found = compare(outcome.outputs, mdfuse.reference(job.definition, inputs))
     console = screen.output()
-    counts = f"{len(program.segments)} segments, {len(program.host)} instructions"
-    console.print(report.facts([("program", f"@{program.host.name}: {counts}"), *rows]))
+    console.print(report.facts([("program", headline(program)), *rows]))
     console.print()
     console.print(report.communications(program))
     console.print(report.differences(program.host.outputs, found))

@@ -11,7 +11,7 @@ from mdfuse.compiled.program import Program
 from mdfuse.compiled.segments import Segment, segments_of
 from mdfuse.compiled.specialisations import Lowerings
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, counted, listed
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.emit.blocks import Pipeline
 from mdfuse.hir.program import HostProgram
@@ -174,10 +174,10 @@ def _checked(fusion: Fusion, count: int, batch: Mapping[str, int]) -> Batch:
         tensors = [n for n in fusion.inputs if fusion.values[n].is_tensor]
         if name not in tensors:
             because = f"@{fusion.name} has no tensor of that name among its inputs"
-            raise _wrong(fusion, f"batch[{name!r}]", because, "one of " + ", ".join(tensors))
+            raise _wrong(fusion, f"batch[{name!r}]", because, "one of " + listed(tensors))
         n = len(fusion.values[name].shape)
         if not isinstance(dim, int) or isinstance(dim, bool) or not -n <= dim < n:
-            because = f"%{name} has {n} dims"
+            because = f"%{name} has {counted(n, 'dim')}"
             raise _wrong(fusion, f"batch[{name!r}]={dim!r}", because, f"from 0 to {n - 1}")
         dims[name] = dim % n
     extents = {name: fusion.values[name].shape[dim] for name, dim in dims.items()}

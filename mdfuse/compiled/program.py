@@ -20,7 +20,7 @@ from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.compiled.trial import Trial
 from mdfuse.config import Options, environment, options_from_environment
-from mdfuse.errors import DefinitionError, MdfuseError, ProgramError
+from mdfuse.errors import DefinitionError, MdfuseError, ProgramError, counted, listed
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
 from mdfuse.frontend.cache import NamedDefinition, program_of
@@ -152,14 +152,22 @@ class Program:
 
         Raises:
             MdfuseError: extents are missing; the ranks wait for each other.
+            ProgramError: what is given is no table of costs.
         """
+        from mdfuse.seeing.costs import Costs
         from mdfuse.seeing.timeline import timeline
 
+        if not isinstance(costs, Costs):
+            raise ProgramError(
+                f"a timeline by {costs!r}",
+                because="times are predicted by a table of costs, an object",
+                hint="mdfuse.seeing.H100, or cost_table(mdfuse.init()).costs of mdfuse.seeing",
+            )
         return timeline(self.with_extents(extents or {}).host, costs)
 
     def explain(self) -> str:
         """Return as text the choices that were made, and why."""
-        lines = [f"@{self.host.name}: {len(self.segments)} segments, {len(self.host)} instructions"]
+        lines = [headline(self)]
         posted = (i for i in self.host.walk() if i.comm is not None or i.op == "recv")
         counts = Counter(map(_why, posted))
         posts = [f"{n} × {why}" if n > 1 else why for why, n in counts.items()]
@@ -210,7 +218,7 @@ class Program:
             what = f"no input {unknown[0]!r}" if unknown else f"lacks {', '.join(lacking[:3])}"
             problem = ProgramError(
                 f"a call of @{self.fusion.name}: {what}",
-                because=f"its inputs are {', '.join(names)}; {len(inputs)} are given in order",
+                because=f"its inputs are {listed(names)}; {len(inputs)} are given in order",
                 hint="program(**inputs) with all of them, once each",
             )
             self.refuse(problem)
@@ -338,6 +346,12 @@ class Program:
         except MdfuseError as problem:
             last = self._evaluators.recent
             return last.program if last is not None else self.host, problem
+
+
+def headline(program: Program) -> str:
+    """Return a program's name, and how much there is of it."""
+    segments = counted(len(program.segments), "segment")
+    return f"@{program.host.name}: {segments}, {counted(len(program.host), 'instruction')}"
 
 
 def _stages(host: HostProgram, schedule: Schedule | None) -> Iterator[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.together import together
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, counted
 from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing import save as saving
 from mdfuse.runtime.communicator import init
@@ -103,7 +103,7 @@ class Step:
         """
         if len(inputs) != len(self._others):
             problem = ProgramError(
-                f"Step of @{self.program.fusion.name} with {len(inputs)} inputs",
+                f"Step of @{self.program.fusion.name} with {counted(len(inputs), 'input')}",
                 because=f"besides its state it has {len(self._others)}",
                 hint=f"pass, in this order: {', '.join(self._others)}",
             )

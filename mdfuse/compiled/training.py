@@ -12,7 +12,7 @@ from torch import Tensor
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.step import Step
 from mdfuse.config import Options
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.importing.train import COUNT, StepDefinition
 from mdfuse.ir.graph import Fusion
@@ -96,9 +96,9 @@ class TrainingStep:
         """
         if len(inputs) != len(self.inputs):
             raise ProgramError(
-                f"@{self.fusion.name} with {len(inputs)} inputs",
+                f"@{self.fusion.name} with {counted(len(inputs), 'input')}",
                 because=f"besides weights and state it has {len(self.inputs)}",
-                hint=f"pass, in this order: {', '.join(self.inputs)}",
+                hint=f"pass, in this order: {listed(self.inputs)}",
             )
         given = self._named(weights) | dict(zip(self.inputs, inputs, strict=True)) | {**state}
         return [given[name] for name in self.fusion.inputs]
@@ -125,7 +125,7 @@ class TrainingStep:
     def _named(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         if len(weights) != len(self._weights):
             raise ProgramError(
-                f"@{self.fusion.name} with {len(weights)} weights",
+                f"@{self.fusion.name} with {counted(len(weights), 'weight')}",
                 because=f"the model has {len(self._weights)} parameters and constants",
                 hint="pass what model.load() returned",
             )

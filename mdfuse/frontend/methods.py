@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, counted
 from mdfuse.frontend.hints import REASONS, hint_for, reason_for
 from mdfuse.frontend.plain import brief, plain_number
 
@@ -169,7 +169,7 @@ class Methods:
         is_dim = isinstance(dim, int) and not isinstance(dim, bool)
         if not is_dim or not -self.ndim <= dim < self.ndim:
             raise DefinitionError(
-                f"size({brief(dim)}) of %{self.name}, which has {self.ndim} dims",
+                f"size({brief(dim)}) of %{self.name}, which has {counted(self.ndim, 'dim')}",
                 hint="a negative dim counts from the last one",
             )
         return int(dim)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, counted
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.pointwise import ROWS, clamp
 from mdfuse.frontend.ops.recording import back, in_f32
@@ -149,7 +149,7 @@ def clip_by_global_norm(
         isinstance(g, Handle) and g.dtype.is_floating_point for g in gradients
     ):
         raise DefinitionError(
-            f"clip_by_global_norm of {len(gradients)} gradients",
+            f"clip_by_global_norm of {counted(len(gradients), 'gradient')}",
             because="the norm is that of floating tensors, at least one",
             hint="pass what mf.grad returned",
         )

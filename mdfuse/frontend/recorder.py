@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mdfuse.errors import DefinitionError, Source
+from mdfuse.errors import DefinitionError, Source, counted
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, pinned
 from mdfuse.frontend import gradients, laws
@@ -111,7 +111,9 @@ class Recorder:
         if order is not None:
             found = dims_of(order, len(dims))
             if found is None:
-                raise no_permutation(order, len(dims), f"a tensor of {len(dims)} dims", site.where)
+                raise no_permutation(
+                    order, len(dims), f"a tensor of {counted(len(dims), 'dim')}", site.where
+                )
             dims = found
         name = self._fresh.fresh(self.values, self._symbols.unused(site.name or "in"))
         if any(type(n) is int and n == -1 for n in extents):

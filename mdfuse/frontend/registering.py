@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, counted
 from mdfuse.frontend import ops
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.table import TABLE as IMPORTED
@@ -202,8 +202,8 @@ def _checked(name: str, vjp: Rule) -> Rule:
         found = vjp(e, ct)
         if not isinstance(found, tuple | list) or len(found) != e.count:
             raise refused(
-                f"{len(found)} values" if isinstance(found, tuple | list) else brief(found),
-                f"it returns a value or None for each of {e.count} operands",
+                counted(len(found), "value") if isinstance(found, tuple | list) else brief(found),
+                f"it returns a value or None for each of {counted(e.count, 'operand')}",
             )
         for n, x in enumerate(found):
             if x is not None and not isinstance(x, Handle):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, counted, near
 from mdfuse.extents.expressions import DEEPEST, LARGEST, Calc, Index, Term, terms
 from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, Row, op_of, row_of
 from mdfuse.ir.attributes import Attr, is_permutation
@@ -142,7 +142,7 @@ def kind_problem(name: str, kind: BufferType) -> Problem | None:
     for d in dims:
         if not -n <= d < n:
             return Problem(
-                f"%{name} has {n} dims, but its type is about dim {d}",
+                f"%{name} has {counted(n, 'dim')}, but its type is about dim {d}",
                 "splits, chunks and padding are along dims of the tensor",
                 f"dims go from 0 to {n - 1}" if n else "a scalar cannot be split",
             )
@@ -186,9 +186,9 @@ def _unknown(i: Instruction) -> Problem:
     if op is not None:
         what = f"{op.name} as {i.op!r}"
         return Problem(what, f"{op.name} is run by {op.host!r}", f"op={op.host!r}, fn={op.name!r}")
-    known = ", ".join((*sorted({row.host for row in TABLE.values()}), *INSTRUCTIONS))
+    known = near(i.op, dict.fromkeys((*(row.host for row in TABLE.values()), *INSTRUCTIONS)))
     what = f"there is no instruction {i.op!r}" + (f" with {i.fn!r}" if i.fn else "")
-    return Problem(what, "a program is made of those that there are", f"one of {known}")
+    return Problem(what, "a program is made of those that there are", f"near it are {known}")
 
 
 def _of_parts(i: Instruction, row: Row) -> Problem | None:
@@ -256,7 +256,7 @@ def _is_operand(x: Any, row: Row) -> bool:
 
 
 def _count(n: int) -> str:
-    return "1 operand" if n == 1 else f"{n or 'no'} operands"
+    return counted(n or "no", "operand")
 
 
 def _operands_text(row: Row) -> str:
@@ -369,7 +369,7 @@ def _of_order(i: Instruction, row: Row, types: Mapping[str, BufferType]) -> Prob
     n = None if kind is None or kind.layout is None else 1 if kind.flat else len(kind.shape)
     if is_permutation(i.order, n):
         return None
-    dims = f"%{i.outputs[0]} has {n} dims, and each is named once"
+    dims = f"%{i.outputs[0]} has {counted(n, 'dim')}, and each is named once"
     return Problem(
         f"{i}: order={attr_text(i.order)} is no permutation",
         dims,
@@ -391,6 +391,6 @@ def _of_index(index: Index, types: Mapping[str, BufferType]) -> Problem | None:
             return Problem(what, "buffers have extents", "name a buffer")
         n = 1 if kind.flat else len(kind.shape)
         if not 0 <= term.dim < n:
-            what = f"{term}, but %{term.name} has {n} dims"
+            what = f"{term}, but %{term.name} has {counted(n, 'dim')}"
             return Problem(what, "dims count from 0", "name one of its dims")
     return None

@@ -406,7 +406,7 @@ class Unrolled:
         found = self._kinds.get(code)
         if found is None:
             found = self.here(kind)
-            if found.layout is None or _is_numbered(found.layout):
+            if found.layout is None or is_numbered(found.layout):
                 self._kinds[code] = found
         return found
 
@@ -427,7 +427,7 @@ class Unrolled:
         found = self._comms.get(comm)
         if found is None:
             found = comm.at(self.known)
-            if _is_numbered(found.source) and _is_numbered(found.destination):
+            if is_numbered(found.source) and is_numbered(found.destination):
                 self._comms[comm] = found
         return found
 
@@ -448,7 +448,7 @@ class Unrolled:
         return new
 
 
-def _is_numbered(layout: Layout) -> bool:
+def is_numbered(layout: Layout) -> bool:
     """Return whether a layout is that of no chunk, or of one whose number is known."""
     return layout.stream is None or not isinstance(layout.stream.index, UNKNOWN)
 

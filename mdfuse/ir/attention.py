@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse import torch_private
-from mdfuse.ir import shapes
+from mdfuse.ir import attention_kernels, shapes
 
 #: How many keys a block has.
 BLOCK = 128
@@ -122,7 +121,7 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bo
     if 0 in (*q.shape, *k.shape) or q.shape[-1] != v.shape[-1] or q.ndim < 3:
         return None
     query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-    return torch_private.attention_kernels(query, key, value, mask is not None, is_causal)
+    return attention_kernels.kernels(query, key, value, mask is not None, is_causal)
 
 
 def _as_heads(*operands: Tensor) -> list[Tensor]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.errors import counted
 from mdfuse.ir.attributes import Attr, attr, is_word, word
 from mdfuse.ir.dims import DimMap, Labels, Shape, Shapes
 from mdfuse.ir.op_table import Op, checked
@@ -80,7 +81,9 @@ class LabelRule:
         operands, results, text = self._read(shapes, attrs)
         extents = self._extents(shapes, operands)
         if len(results) != len(made):
-            raise UntrueRule(f"{text!r} has {len(results)} results, and the call gave {len(made)}")
+            raise UntrueRule(
+                f"{text!r} has {counted(len(results), 'result')}, and the call gave {len(made)}"
+            )
         for words, shape in zip(results, made, strict=True):
             if len(words) != len(shape):
                 raise UntrueRule(f"a result {list(shape)} has not the dims of {text!r}")
@@ -101,7 +104,9 @@ class LabelRule:
         )
         before, behind = parsed(text, self.reduces)
         if len(shapes) > len(before):
-            raise UntrueRule(f"{text!r} has {len(before)} operands, and {len(shapes)} were given")
+            raise UntrueRule(
+                f"{text!r} has {counted(len(before), 'operand')}, and {len(shapes)} were given"
+            )
         before = before[: len(shapes)]
         leading = 0
         for words, shape in zip(before, shapes, strict=True):
@@ -248,7 +253,9 @@ def made(
     if isinstance(said, str):
         operands, results = map(len, parsed(said, reduces))
         if operands != counts[1]:
-            raise ValueError(f"{said!r} has {operands} operands, and the call takes {counts[1]}")
+            raise ValueError(
+                f"{said!r} has {counted(operands, 'operand')}, and the call takes {counts[1]}"
+            )
     # expressions hold no attribute that is None or False
     absent = {a.name: False if a.is_flag else None for a in attrs if not a.required}
     rule = LabelRule(said, reduces, absent)
@@ -290,7 +297,9 @@ def _looking(call: Callable[..., Any], rule: LabelRule, results: int) -> Callabl
             isinstance(x, Tensor) for x in found
         ):
             what = type(made).__name__
-            raise UntrueRule(f"of {results} results, as its rule says, the call gave one {what}")
+            raise UntrueRule(
+                f"of {counted(results, 'result')}, as its rule says, the call gave one {what}"
+            )
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in operands]
         rule.check(shapes, [tuple(x.shape) for x in found], attrs)
         return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mdfuse.errors import LayoutError
+from mdfuse.errors import LayoutError, counted
 from mdfuse.layouts.blocks import Blocks, as_blocks, blocks_text
 
 REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
@@ -103,7 +103,7 @@ def wrapped(dim: int, ndim: int, what: str) -> int:
     """Return a dim counted from 0; `what` asks for it, and is part of an error's text."""
     if not -ndim <= dim < ndim:
         raise LayoutError(
-            f"{what}: dim {dim} is out of range for a tensor with {ndim} dims",
+            f"{what}: dim {dim} is out of range for a tensor with {counted(ndim, 'dim')}",
             hint=f"dims go from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be split",
         )
     return dim % ndim

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mdfuse.errors import LayoutError
+from mdfuse.errors import LayoutError, counted
 from mdfuse.layouts.boxes import Rows, boxes_of, index_of
 from mdfuse.layouts.layout import Layout, Partial, Placement
 from mdfuse.mesh import DeviceMesh
@@ -104,7 +104,7 @@ def unshard_tensor(
     layout = as_layout(mesh, placements, order).normalized(parts[0].ndim)
     if len(parts) != layout.mesh.size:
         raise LayoutError(
-            f"{len(parts)} parts for {layout.mesh.size} ranks",
+            f"{counted(len(parts), 'part')} for {counted(layout.mesh.size, 'rank')}",
             hint="pass the part of every rank of the mesh, in row-major order",
         )
     shape = _global_shape(layout, parts)

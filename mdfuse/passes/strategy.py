@@ -7,7 +7,7 @@ dim labels. Every pass that needs the answer asks here again.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
@@ -16,9 +16,9 @@ from mdfuse.ir.dims_in_blocks import IN_BLOCKS, labels_in_blocks
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
-from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
-from mdfuse.layouts.reach import Reach
+from mdfuse.layouts.layout import Layout, Partial, Placement, Shard
 from mdfuse.mesh import DeviceMesh
+from mdfuse.passes.votes import Operand, Result, vote
 from mdfuse.reshard import costs
 
 
@@ -39,31 +39,6 @@ class Strategy:
         """The layout of the only result."""
         (layout,) = self.results
         return layout
-
-
-@dataclass(frozen=True, slots=True)
-class _Operand:
-    value: Value
-    labels: Labels
-    layout: Layout | None
-    #: dim -> which rows of it are read, where these are not those of a part
-    reaches: Mapping[int, Reach] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    value: Value
-    labels: Labels
-    #: the layout that it must have in the end, where that is on the expression's mesh
-    law: Layout | None
-
-    def wanted(self, axis: str) -> Placement | None:
-        return self.law.placement(axis) if self.law is not None else None
-
-    def allows(self, axis: str, label: int | None) -> bool:
-        """Whether the law, if there is one, splits the result's dim with this label."""
-        wanted = self.wanted(axis)
-        return wanted is None or (isinstance(wanted, Shard) and self.labels[wanted.dim] == label)
 
 
 def choose(expr: Expr, values: Mapping[str, Value], *laws: Layout | None) -> Strategy | None:
@@ -157,7 +132,7 @@ def _by_labels(
     expr: Expr,
     values: Mapping[str, Value],
     laws: tuple[Layout | None, ...],
-    operands: Sequence[_Operand],
+    operands: Sequence[Operand],
     labels: DimMap,
     taken: Mapping[int, Cut | None],
 ) -> Strategy | None:
@@ -179,13 +154,13 @@ def _by_labels(
         for o in operands
     ]
     results = [
-        _Result(values[name], of, law if law is not None and law.mesh == mesh else None)
+        Result(values[name], of, law if law is not None and law.mesh == mesh else None)
         for name, of, law in zip(expr.outputs, labels.results, laws, strict=True)
     ]
     chosen: dict[str, int | str | None] = {}
     for axis in mesh.axes:
         if mesh.axis_size(axis) > 1:
-            chosen[axis] = _vote(expr, axis, mesh, here, labels, results)
+            chosen[axis] = vote(expr, axis, mesh, here, labels, results)
     splits = _splits(mesh, chosen, here, labels, results)
     cuts = _cuts(expr, splits, here, labels, results, taken)
     wanted = {
@@ -223,7 +198,7 @@ def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
     return found
 
 
-def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[_Operand], DimMap]:
+def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[Operand], DimMap]:
     labels = dim_map(expr, values)
     read: dict[str, list[int]] = {}
     for position, x in enumerate(expr.inputs):
@@ -237,7 +212,7 @@ def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[_Operand], 
     ]
     clashing = {label for dim in dims if len({*dim}) > 1 for label, _ in dim}
     operands = [
-        _Operand(
+        Operand(
             values[x],
             _without(labels.operands[at], clashing),
             values[x].layout,
@@ -254,7 +229,7 @@ def _without(labels: Labels, whole: Set[int | None]) -> Labels:
     return tuple(None if x in whole else x for x in labels)
 
 
-def _mesh(operands: Sequence[_Operand], laws: Sequence[Layout | None]) -> DeviceMesh | None:
+def _mesh(operands: Sequence[Operand], laws: Sequence[Layout | None]) -> DeviceMesh | None:
     """Return the mesh of an expression: of several a law's, else the one with most bytes."""
     weight: dict[DeviceMesh, int] = {}
     for o in operands:
@@ -266,161 +241,12 @@ def _mesh(operands: Sequence[_Operand], laws: Sequence[Layout | None]) -> Device
     return max(weight, key=lambda m: weight[m]) if weight else None
 
 
-def _vote(
-    expr: Expr,
-    axis: str,
-    mesh: DeviceMesh,
-    operands: Sequence[_Operand],
-    labels: DimMap,
-    results: Sequence[_Result],
-) -> int | str | None:
-    """Choose what an axis does: split a label, leave a reduce op Partial, or neither (None)."""
-    passed = _passes_partial(expr, axis, operands, labels, results[0].value)
-    if passed is not None:
-        return passed
-    candidates: list[int | None] = []
-    moves = False
-    for o in operands:
-        placement = o.layout.placement(axis) if o.layout else None
-        if isinstance(placement, Shard):
-            candidates.append(o.labels[placement.dim])
-        moves = moves or isinstance(placement, Partial)
-    asked = [(r.labels, p) for r in results if isinstance(p := r.wanted(axis), Shard)]
-    if not candidates and not asked:
-        return None
-    if candidates and not moves and _is_free(candidates, axis, results):
-        return candidates[0]
-    if len(candidates) > 1 and _is_contracted(candidates, labels):
-        return candidates[0]
-    candidates += [of[placement.dim] for of, placement in asked]
-    candidates = [c for c in candidates if labels.may_split(c)]
-    if not candidates:
-        return None
-    kept = _stays(expr, axis, operands, labels)
-    if kept in candidates and all(r.allows(axis, kept) for r in results):
-        return kept
-    n = mesh.axis_size(axis)
-    options = [*dict.fromkeys(candidates), None]
-    prices = [_price(c, axis, n, operands, labels, results) for c in options]
-    return options[prices.index(min(prices))]
-
-
-def _is_free(candidates: Sequence[int | None], axis: str, results: Sequence[_Result]) -> bool:
-    """Whether all split operands are split on one label, and the results may stay split on it."""
-    (label, *others) = candidates
-    if label is None or any(c != label for c in others):
-        return False
-    return all(label in r.labels and r.allows(axis, label) for r in results)
-
-
-def _is_contracted(candidates: Sequence[int | None], labels: DimMap) -> bool:
-    """Whether several operands are split on the label over which they are contracted.
-
-    Then they stay, and the result is Partial, even where to gather them would move fewer bytes: a
-    row-parallel linear is one all-reduce whatever the batch, as the user who split it so expects.
-    """
-    (label, *others) = candidates
-    return label in labels.reduces and all(c == label for c in others)
-
-
-def _stays(expr: Expr, axis: str, operands: Sequence[_Operand], labels: DimMap) -> int | None:
-    """Return the result's label on which an axis splits the operand that stays, if any."""
-    position = TABLE[expr.op].stays
-    if position is None:
-        return None
-    name = expr.inputs[position]
-    for o in operands:
-        placement = o.layout.placement(axis) if o.layout else None
-        if o.value.name == name and len(o.labels) == 2 and isinstance(placement, Shard):
-            label = o.labels[placement.dim]
-            return label if label in labels.result else None
-    return None
-
-
-def _price(
-    label: int | None,
-    axis: str,
-    n: int,
-    operands: Sequence[_Operand],
-    labels: DimMap,
-    results: Sequence[_Result],
-) -> int:
-    """Return the bytes that reach a rank if `axis` (n ranks) splits `label`, in units of 1 / n²."""
-    total = 0
-    for o in operands:
-        if o.layout is not None:
-            wanted: Placement = Replicate()
-            if label is not None and label in o.labels:
-                wanted = Shard(o.labels.index(label))
-            total += _change(o.layout.placement(axis), wanted, n) * o.value.bytes
-    for r in results:
-        made: Placement = Replicate()
-        if label is not None:
-            is_kept = label in r.labels
-            made = Shard(r.labels.index(label)) if is_kept else Partial(labels.reduces[label])
-        goal = r.wanted(axis)
-        if goal is None:
-            goal = Replicate() if isinstance(made, Partial) else made
-        total += _change(made, goal, n) * r.value.bytes
-    return total
-
-
-def _change(before: Placement, after: Placement, n: int) -> int:
-    """Return what share of a tensor arrives at a rank for a change along one axis of n ranks.
-
-    The unit is 1 / n² of the tensor, so that prices are integers, which compare exactly.
-    """
-    is_split_so = isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim
-    if before == after or isinstance(before, Replicate) or is_split_so:
-        return 0
-    if isinstance(before, Partial):
-        return (n - 1) * n * (1 if isinstance(after, Shard) else 2)
-    return (n - 1) * (1 if isinstance(after, Shard) else n)
-
-
-def _passes_partial(
-    expr: Expr, axis: str, operands: Sequence[_Operand], labels: DimMap, out: Value
-) -> str | None:
-    """Return the reduce op where the op takes operands along the axis Partial as they are.
-
-    None: it may not, or more would have to be reduced later.
-    """
-    rule = TABLE[expr.op].partial
-    placements = [o.layout.placement(axis) if o.layout else None for o in operands]
-    partials = [p for p in placements if isinstance(p, Partial)]
-    if not rule or not partials or any(o.layout is None for o in operands):
-        return None
-    op = partials[0].op
-    first = operands[0]
-    pairs = zip(operands, placements, strict=True)
-    if out.bytes > sum(o.value.bytes for o, p in pairs if isinstance(p, Partial)):
-        return None
-    if rule == "view":
-        return op
-    alike = len(partials) == len(operands) and partials.count(partials[0]) == len(partials)
-    if rule == "all":
-        return op if alike else None
-    if rule == "reduce":
-        return op if op in labels.reduces.values() else None
-    if op != "sum":
-        return None
-    if rule == "sum":  # a number would be added on every rank
-        tensors = {o.value.name for o in operands}
-        every = alike and tensors.issuperset(x for x in expr.inputs if x is not None)
-        return op if every else None
-    # "scale": the first operand alone is Partial, and it is read once.
-    alone = expr.inputs[0] == first.value.name and isinstance(placements[0], Partial)
-    others = all(isinstance(p, Replicate) for p in placements[1:])
-    once = expr.inputs.count(first.value.name) == 1
-    return op if alone and others and once else None
-
-
 def _splits(
     mesh: DeviceMesh,
     chosen: Mapping[str, int | str | None],
-    operands: Sequence[_Operand],
+    operands: Sequence[Operand],
     labels: DimMap,
-    results: Sequence[_Result],
+    results: Sequence[Result],
 ) -> dict[int, tuple[str, ...]]:
     """Return label -> the axes that split it, outermost first, where the boundaries allow it."""
     splits: dict[int, tuple[str, ...]] = {}
@@ -447,9 +273,9 @@ def _splits(
 def _cuts(
     expr: Expr,
     splits: Mapping[int, tuple[str, ...]],
-    operands: Sequence[_Operand],
+    operands: Sequence[Operand],
     labels: DimMap,
-    results: Sequence[_Result],
+    results: Sequence[Result],
     taken: Collection[int],
 ) -> dict[int, Cut]:
     """Return label -> how its dims are cut: as the first operand in blocks, else as a law.
@@ -470,7 +296,7 @@ def _cuts(
 
 
 def _partials(
-    chosen: Mapping[str, int | str | None], operand: _Operand, mesh: DeviceMesh
+    chosen: Mapping[str, int | str | None], operand: Operand, mesh: DeviceMesh
 ) -> dict[str, Partial]:
     """Return the axes along which an operand is read as the Partial that it is."""
     if operand.layout is None:

@@ -33,10 +33,6 @@ class Life:
     start: int
     stop: int
 
-    def meets(self, other: Life) -> bool:
-        """Tell whether both buffers are in use at some time."""
-        return self.start <= other.stop and other.start <= self.stop
-
 
 def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
     """Choose an offset for each buffer, so that those in use at the same time do not overlap.

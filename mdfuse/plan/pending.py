@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Work
-from mdfuse.backends.work import Queued, Shared
+from mdfuse.backends.work import Queued, Shared, leave
 from mdfuse.layouts.reduction import combine
 
 #: (where data belongs, the dense buffer in which it arrives)
@@ -35,8 +35,7 @@ class Pending:
                 rows = source.reshape(len(source), -1)  # of numbers, too
                 source = combine(self.reduce_op, rows).view(destination.shape)
             destination.copy_(source)
-            if source.is_cuda:  # made where it was posted, which may be another stream
-                source.record_stream(torch.cuda.current_stream(source.device))
+            leave((source,))
 
     def is_done(self, piece: int | None = None) -> bool:
         """Tell, on the simulator, whether a wait for the post or one piece would return at once."""
@@ -47,14 +46,12 @@ class Pending:
 def halves(works: tuple[Work, ...], has_streams: bool) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
     """Return what is to be waited for where something is sent, and where it is received.
 
-    Some backends have works whose halves can be waited for one by one (`Divided`). What is queued
-    can be waited for twice: a `Shared` one would also wait for all that was queued, where the first
-    wait stood, before that.
+    Some backends have works whose halves can be waited for one by one (`Divided`). Of others both
+    sides wait for the whole. A `Shared` one, which the library's works need for that, also waits
+    for all that was queued, where the first wait stood, before that.
     """
     if has_streams:
-        works = tuple(
-            [w if hasattr(w, "sent") or isinstance(w, Queued) else Shared(w) for w in works]
-        )
+        works = tuple([w if getattr(w, "waits_again", False) else Shared(w) for w in works])
     sent, received = (
         tuple([getattr(work, half, work) for work in works]) for half in ("sent", "received")
     )

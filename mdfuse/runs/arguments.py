@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.hir.orders import Order
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.infer import dense_strides
@@ -32,7 +32,7 @@ def check_ranks(program: HostProgram, rank: int, size: int) -> None:
     if program.last_rank >= size:
         raise ProgramError(
             f"@{program.name} runs on ranks up to {program.last_rank}, "
-            f"but there are {size} processes",
+            f"in a job of {counted(size, 'process')}",
             because="every rank of a mesh is one process",
             hint=f"start {program.last_rank + 1} processes, or use a smaller mesh",
         )
@@ -49,9 +49,9 @@ def check_arguments(
     """Raise ProgramError unless the arguments of one rank are what the program says."""
     if len(arguments) != len(program.inputs):
         raise ProgramError(
-            f"@{program.name} on rank {rank}: {len(arguments)} arguments for "
-            f"{len(program.inputs)} inputs",
-            hint="pass, in this order: " + ", ".join(program.inputs),
+            f"@{program.name} on rank {rank}: {counted(len(arguments), 'argument')} for "
+            f"{counted(len(program.inputs), 'input')}",
+            hint="pass, in this order: " + listed(program.inputs),
         )
     for name, argument in zip(program.inputs, arguments, strict=True):
         _check(program, rank, name, argument, device, "input")
@@ -203,7 +203,7 @@ def by_name(
         problem = ProgramError(
             f"@{program.name}: {type(given).__name__} for the arguments",
             because="an evaluator takes them by name",
-            hint="pass a dict with " + ", ".join(names),
+            hint="pass a dict with " + listed(names),
         )
         return [], None, problem
     buffers = {n: given[n] for n in given if n not in names}
@@ -213,7 +213,7 @@ def by_name(
     if unknown or missing:
         wrong = ProgramError(
             f"@{program.name}: missing {missing}, unknown {unknown}",
-            hint="pass a tensor, None or a number for each of " + ", ".join(names),
+            hint="pass a tensor, None or a number for each of " + listed(names),
         )
     out = [buffers.get(n) for n in program.outputs] if buffers else None
     return [given.get(n) for n in names], out, wrong
@@ -234,8 +234,8 @@ def check_outputs(
     """
     if len(out) != len(program.outputs):
         raise ProgramError(
-            f"@{program.name} on rank {rank}: {len(out)} buffers for {len(program.outputs)} "
-            "outputs",
+            f"@{program.name} on rank {rank}: {counted(len(out), 'buffer')} for "
+            f"{counted(len(program.outputs), 'output')}",
             hint="pass a buffer for every output, or none",
         )
     taken = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, listed
 from mdfuse.extents.extent import Extent
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion
@@ -131,7 +131,7 @@ def global_extents(
             raise ProgramError(
                 f"@{fusion.name}: no global tensor for %{d.name}, of which {d.extent} is an extent",
                 where=f"input %{d.name}: {fusion.values[d.name].type_text()}",
-                hint="pass global tensors, in this order: " + ", ".join(fusion.inputs),
+                hint="pass global tensors, in this order: " + listed(fusion.inputs),
             )
         expected = known.setdefault(d.symbol, n) if d.symbol else d.extent.poly.value(known)
         if expected != n:

@@ -133,7 +133,8 @@ def disagreement(
 def not_joined(launch: Launch, rank: int, text: str) -> BackendError:
     """Return the error that tells of the problem of another rank."""
     return BackendError(
-        f"rank {rank} could not join the other {launch.size - 1} ranks", where=text.split("\n")
+        f"rank {rank} could not join {launch.others}",
+        where=text.split("\n"),
     )
 
 

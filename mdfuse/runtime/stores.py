@@ -55,7 +55,7 @@ def open_store(
         store.set_timeout(timedelta(seconds=timeout_s))
     except (RuntimeError, OSError, UnicodeError) as error:  # the last: a name that cannot be one
         failure = BackendError(
-            f"rank {launch.rank} cannot reach the other {launch.size - 1} ranks",
+            f"rank {launch.rank} cannot reach {launch.others}",
             where=f"launcher {launch.name}: {launch.why}",
             because=str(error).split("\n", 1)[0],
             hint="check that every rank was started, and the address of rank 0's host",

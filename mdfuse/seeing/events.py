@@ -11,6 +11,9 @@ from mdfuse.hir.program import Instruction
 
 Part = Literal["work", "post", "transfer", "wait"]
 
+#: Lanes are shown in this order, by their first words; links come last.
+_LANES = ("host", "stream", "device", "wait")
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -42,6 +45,12 @@ class Event:
     source: str = ""
     nbytes: int = 0
     detail: str = ""
+
+
+def lane_place(lane: str) -> tuple[int, str]:
+    """Return by what the lanes of a rank are sorted where they are shown."""
+    first = lane.split(" ")[0]
+    return _LANES.index(first) if first in _LANES else len(_LANES), lane
 
 
 def name_of(i: Instruction) -> str:

@@ -13,10 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mdfuse.seeing.events import Event
-
-#: Lanes come in this order: what begins with the first word is on top.
-_ORDER = ("host", "stream", "device", "wait")
+from mdfuse.seeing.events import Event, lane_place
 
 Record = dict[str, Any]
 
@@ -61,13 +58,8 @@ def _lanes(events: Sequence[Event]) -> _Lanes:
     return {
         (rank, lane): n
         for rank, found in sorted(by_rank.items())
-        for n, lane in enumerate(sorted(found, key=_place))
+        for n, lane in enumerate(sorted(found, key=lane_place))
     }
-
-
-def _place(lane: str) -> tuple[int, str]:
-    first = lane.split(" ")[0]
-    return _ORDER.index(first) if first in _ORDER else len(_ORDER), lane
 
 
 def _named(lanes: _Lanes, names: Mapping[int, str]) -> Iterator[Record]:

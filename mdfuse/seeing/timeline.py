@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from mdfuse.communication import Communication
-from mdfuse.errors import CommunicationError
+from mdfuse.errors import CommunicationError, counted
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.own_parts import uncopied
 from mdfuse.hir.program import HostProgram, Instruction
@@ -61,7 +61,7 @@ class Timeline:
         """Return the whole in a line; notebooks and prompts show no thousands of events."""
         ranks = sum(map(len, self.ranks.values()))
         what = f"{self.seconds:.4g} s, {len(self.events)} events"
-        return f"<Timeline of @{self.name} on {ranks} ranks: {what}>"
+        return f"<Timeline of @{self.name} on {counted(ranks, 'rank')}: {what}>"
 
     @property
     def seconds(self) -> float:

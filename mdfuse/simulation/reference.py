@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.ir.calls import in_order
@@ -37,8 +37,9 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
     fusion = definition.fusion if isinstance(definition, FusionDefinition) else definition
     if len(inputs) != len(fusion.inputs):
         raise ProgramError(
-            f"@{fusion.name}: {len(inputs)} arguments for {len(fusion.inputs)} inputs",
-            hint="pass, in this order: " + ", ".join(fusion.inputs),
+            f"@{fusion.name}: {counted(len(inputs), 'argument')} for "
+            f"{counted(len(fusion.inputs), 'input')}",
+            hint="pass, in this order: " + listed(fusion.inputs),
         )
     fusion = _numbered(definition, fusion, inputs)
     known: dict[str, Any] = {}

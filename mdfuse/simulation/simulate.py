@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.tensors import resolved, why_not
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
@@ -296,7 +296,7 @@ def _arguments(
     if per_rank is not None:
         if len(per_rank) != size:
             raise ProgramError(
-                f"{len(per_rank)} dicts of inputs for {size} ranks",
+                f"{len(per_rank)} dicts of inputs for {counted(size, 'rank')}",
                 hint=f"pass one for each of the ranks 0 to {size - 1}",
             )
         _check_names(host, inputs, per_rank)
@@ -306,8 +306,9 @@ def _arguments(
     inputs = inputs or []
     if len(inputs) != len(host.inputs):
         raise ProgramError(
-            f"@{host.name}: {len(inputs)} arguments for {len(host.inputs)} inputs",
-            hint="pass global tensors, in this order: " + ", ".join(host.inputs),
+            f"@{host.name}: {counted(len(inputs), 'argument')} for "
+            f"{counted(len(host.inputs), 'input')}",
+            hint="pass global tensors, in this order: " + listed(host.inputs),
         )
     pairs = list(zip(host.inputs, inputs, strict=True))
     for name, x in pairs:
@@ -327,13 +328,13 @@ def _check_names(
             raise ProgramError(
                 f"@{host.name} on rank {rank}: {described(given)} for the arguments",
                 because="per_rank= has a dict for each rank, in which they stand by name",
-                hint="its inputs and outputs are " + ", ".join((*host.inputs, *host.outputs)),
+                hint="its inputs and outputs are " + listed((*host.inputs, *host.outputs)),
             )
         unknown = [name for name in given if name not in (*host.inputs, *host.outputs)]
         if unknown:
             raise ProgramError(
                 f"@{host.name} on rank {rank}: unknown {unknown}",
-                hint="its inputs and outputs are " + ", ".join((*host.inputs, *host.outputs)),
+                hint="its inputs and outputs are " + listed((*host.inputs, *host.outputs)),
             )
 
 

@@ -62,6 +62,26 @@ def test_a_shared_work_is_waited_for_once(events: list[tuple[str, str]]) -> None
     assert work.joined == ["left"] and events == [("record", "left"), ("wait", "right")]
 
 
+def test_scratch_stays_until_the_stream_that_waits_has_read_it(
+    events: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What arrives to be reduced lies in memory of the stream that posts."""
+    call = Call(kind="Reduce", team=(0, 1), rank=0, root=0, reduce_op="sum")
+
+    def arrive(recvs: list[tuple[int, torch.Tensor]], sends: object) -> list[WaitsOnce]:
+        for _, into in recvs:
+            into.copy_(torch.tensor([10.0, 20.0]))
+        return [WaitsOnce()]
+
+    left: list[list[float]] = []
+    monkeypatch.setattr(
+        "mdfuse.backends.transfers.leave", lambda found: left.extend(x.tolist() for x in found)
+    )
+    src, dst = torch.tensor([1.0, 2.0]), torch.empty(2)
+    transferred(call, arrive)([src], [dst]).wait()
+    assert dst.tolist() == [11.0, 22.0] and left == [[1.0, 2.0, 10.0, 20.0]]
+
+
 def test_a_post_that_only_copies_is_there_to_wait_for(
     events: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

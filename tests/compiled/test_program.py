@@ -20,12 +20,6 @@ ONE = DeviceMesh.arange(x=1)
 TWO = DeviceMesh.arange(x=2)
 
 
-@pytest.fixture
-def alone(unjoined: None) -> mf.Communicator:
-    """The one rank there is."""
-    return mf.init()
-
-
 def scaled(is_symbolic: bool = False, dtype: torch.dtype = torch.int64) -> mf.Program:
     with mf.FusionDefinition("scaled") as fd:
         x = fd.define_tensor([-1 if is_symbolic else 2, 3], torch.int64, ONE, {"x": Shard(0)})

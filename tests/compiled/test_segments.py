@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.drawn import drawn
 from helpers.oracle import given_to_each, has_strides, is_close, local_part, simulate_shares
 from helpers.segment_runs import by_hand, simulated
 from helpers.several_outputs import many
@@ -25,10 +26,6 @@ from mdfuse.passes.segmentation import merge_local, merge_nothing
 TWO = DeviceMesh.arange(tp=2)
 ROWS = {"tp": Shard(0)}
 COLUMNS = {"tp": Shard(1)}
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # -- ids -----------------------------------------------------------------------------------------

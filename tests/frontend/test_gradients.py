@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.drawn import numbers
 from helpers.oracle import check_everywhere
 from torch import Tensor
 
@@ -20,11 +21,6 @@ from mdfuse.frontend.handle import Handle
 F = torch.nn.functional
 TP, DP = DeviceMesh.arange(tp=4), DeviceMesh.arange(dp=4)
 GRID = DeviceMesh.arange(dp=2, tp=2)
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def kinds(program: mf.Program) -> list[str]:

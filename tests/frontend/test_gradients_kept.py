@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.drawn import numbers
 from torch import Tensor
 
 import mdfuse as mf
@@ -18,10 +19,6 @@ from mdfuse.seeing.memory import memory_of
 F = torch.nn.functional
 LINKS = 4
 IMAGE, ROWS = (4, 8, 6, 6), (16, 24)
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def kept(program: mf.Program) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.drawn import drawn
 from torch import Tensor
 
 import mdfuse as mf
@@ -18,20 +19,16 @@ MESH = DeviceMesh.arange(dp=4)
 STEPS = 6
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def loss_of(x: Any, t: Any, w: Any, b: Any) -> Any:
     return F.mse_loss(torch.tanh(x @ w) + b, t)
 
 
 def by_torch(make: Callable[[list[Tensor]], Any], clip: float | None = None) -> list[Tensor]:
     """Parameters after some steps, and the losses on the way."""
-    w, b = (numbers(6, 5, seed=2).requires_grad_(), numbers(5, seed=3).requires_grad_())
+    w, b = (drawn(6, 5, seed=2).requires_grad_(), drawn(5, seed=3).requires_grad_())
     optimizer, losses = make([w, b]), []
     for i in range(STEPS):
-        loss = loss_of(numbers(8, 6, seed=10 + i), numbers(8, 5, seed=50 + i), w, b)
+        loss = loss_of(drawn(8, 6, seed=10 + i), drawn(8, 5, seed=50 + i), w, b)
         optimizer.zero_grad()
         loss.backward()
         if clip is not None:
@@ -84,13 +81,13 @@ def define(update: str, decays: tuple[float, float], clip: float | None) -> mf.F
 
 def by_mdfuse(program: mf.Program) -> list[Tensor]:
     state: dict[str, Tensor] = {
-        "w": numbers(6, 5, seed=2), "b": numbers(5, seed=3),
+        "w": drawn(6, 5, seed=2), "b": drawn(5, seed=3),
         **{n: torch.zeros(6, 5) for n in ("mw", "vw")}, **{n: torch.zeros(5) for n in ("mb", "vb")},
     }  # fmt: skip
     losses, reuse = [], program.fusion.reuse
     for i in range(STEPS):
         given = {
-            "x": numbers(8, 6, seed=10 + i), "t": numbers(8, 5, seed=50 + i),
+            "x": drawn(8, 6, seed=10 + i), "t": drawn(8, 5, seed=50 + i),
             "step": torch.tensor(float(i + 1)), "lr": torch.tensor(0.05), **state,
         }  # fmt: skip
         names = program.fusion.inputs
@@ -142,7 +139,7 @@ def test_an_update_is_local_and_in_place() -> None:
 def test_steps_of_other_numbers_share_nothing() -> None:
     """Three groups: with another rate, and with other betas."""
     shape, groups = (3,), ((0.1, (0.9, 0.99)), (0.2, (0.9, 0.99)), (0.1, (0.8, 0.9)))
-    w, dw = numbers(*shape), numbers(*shape, seed=1)
+    w, dw = drawn(*shape), drawn(*shape, seed=1)
     with mf.FusionDefinition("groups") as fd:
         h, dh = fd.define_tensor(shape), fd.define_tensor(shape)
         zeros, step = fd.define_tensor(shape), fd.define_tensor([])
@@ -193,7 +190,7 @@ def test_a_parameter_of_sixteen_bits_is_rounded_once() -> None:
         dw = fd.define_tensor([64], torch.bfloat16)
         new, _ = mf.optim.sgd(w, dw, lr=0.3, weight_decay=0.01)
         fd.add_output(new)
-    w, dw = (numbers(64, seed=i).to(torch.bfloat16) for i in range(2))
+    w, dw = (drawn(64, seed=i).to(torch.bfloat16) for i in range(2))
     (found,) = mf.reference(fd, [w, dw])
     exact = w.double() - 0.3 * (dw.double() + 0.01 * w.double())
     assert torch.equal(found, exact.float().to(torch.bfloat16))

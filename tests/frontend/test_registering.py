@@ -199,7 +199,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "dots behind": ({"rule": "b ..., d -> b d"}, "and ... first"),
     "a new label": ({"rule": "b d, d -> b e"}, "e is in no operand: write e!"),
     "a label that goes": ({"rule": "b d, d -> b"}, r"write d! .* reduces=\{'d': 'sum'\}"),
-    "operands": ({"rule": "b d -> b d"}, "1 operands, and the call takes 2"),
+    "operands": ({"rule": "b d -> b d"}, "1 operand, and the call takes 2"),
     "a reduce op": ({"rule": "b d, d -> b", "reduces": {"d": "all"}}, "'all' is none of sum"),
     "no signature": ({"call": lambda *xs: xs[0]}, "each operand and each attribute has a name"),
     "no operand": ({"call": lambda *, eps: eps}, "takes no operand"),
@@ -261,7 +261,7 @@ def test_calls_that_do_not_fit(what: str) -> None:
 LIES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "dims": (lambda x: x.sum(-1), "a b -> a b", r"a result \[4\] has not the dims"),
     "extents": (lambda x: x[:, :2], "a b -> a b", "b of 'a b -> a b' is 6 .* and 2"),
-    "results": (lambda x: (x, x), "a b -> a b", "of 1 results.* the call gave one tuple"),
+    "results": (lambda x: (x, x), "a b -> a b", "of 1 result.* the call gave one tuple"),
     "fewer results": (lambda x: x, "a b! -> a b!, a", "of 2 results.* gave one Tensor"),
     "no meta": (lambda x: torch.from_numpy(x.numpy()), "a b -> a b", "meta"),
 }
@@ -288,7 +288,7 @@ def test_a_rule_that_is_not_true_of_parts() -> None:
 
 GRADIENTS: dict[str, tuple[Any, str]] = {
     "none": (None, "there is no rule for mine"),
-    "one": (lambda e, ct: (ct,), "gave 1 values"),
+    "one": (lambda e, ct: (ct,), "gave 1 value"),
     "no tuple": (lambda e, ct: ct, "for each of 2 operands"),
     "a number": (lambda e, ct: (1.0, None), "made of operations"),
     "a shape": (lambda e, ct: (ct * e[1], ct * e[0]), r"operand 1 has the shape \[6\]"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.drawn import numbers
 from helpers.surface_cases import CASES, operands
 from torch import Tensor
 
@@ -103,11 +104,6 @@ DIFFERENTIABLE = [
 def test_operations_as_torch(name: str) -> None:
     names, f = CASES[name]
     check(f, operands(names), 1e-7 if name in ROUGH else 1e-10)
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 #: Operands of products: vectors, matrices, batches that repeat, extents of 1 and 0.

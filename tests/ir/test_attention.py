@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Partial, Shard, torch_private
+from mdfuse import DeviceMesh, Partial, Shard
 from mdfuse.frontend.ops.recording import record_several
-from mdfuse.ir import attention
+from mdfuse.ir import attention, attention_kernels
 from mdfuse.ir.attention import attend, attend_grad
 
 Shape = tuple[int, ...]
@@ -81,7 +81,7 @@ KERNELS = ["torch's", "none"]
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's kernels, and our own blocks."""
     if request.param == "none":
-        monkeypatch.setattr(torch_private, "attention_kernels", lambda *_: None)
+        monkeypatch.setattr(attention_kernels, "kernels", lambda *_: None)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: dict[str, Any]) -> None:

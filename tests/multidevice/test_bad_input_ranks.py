@@ -46,7 +46,7 @@ def test_one_wrong_argument(what: str, guilty: int, comm: mf.Communicator) -> No
 @pytest.mark.world(4)
 def test_wrong_count(comm: mf.Communicator) -> None:
     x = torch.ones(2, 2, device=comm.device)
-    with pytest.raises(mf.ProgramError, match="2 arguments for 1 inputs"):
+    with pytest.raises(mf.ProgramError, match="2 arguments for 1 input"):
         program().run(x, x)
 
 

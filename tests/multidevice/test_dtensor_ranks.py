@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.drawn import drawn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,10 +46,6 @@ def line(comm: mf.Communicator) -> TorchMesh:
 @pytest.fixture(scope="module")
 def grid(comm: mf.Communicator) -> TorchMesh:
     return init_device_mesh(comm.device.type, (2, comm.size // 2), mesh_dim_names=("dp", "tp"))
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def spread(whole: Tensor, mesh: TorchMesh, *placements: Any) -> DTensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.drawn import drawn
 from helpers.oracle import is_close, local_part, shares
 from helpers.segment_runs import by_hand
 from helpers.stream_cases import CASES
@@ -23,10 +24,6 @@ from mdfuse.passes.segmentation import merge_local, merge_nothing
 def to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler rounds less where it joins more."""
     monkeypatch.setenv("MDFUSE_COMPILE", "never")
-
-
-def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
 def parts(program: mf.Program, whole: Sequence[Any], comm: mf.Communicator) -> list[Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.drawn import drawn
 from torch import Tensor
 
 import mdfuse as mf
@@ -14,10 +15,6 @@ from mdfuse import DeviceMesh, Shard
 F = torch.nn.functional
 MESH = DeviceMesh.arange(dp=2)
 SPLIT = {"dp": Shard(0)}
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def program() -> mf.Program:
@@ -44,14 +41,14 @@ def part(x: Tensor, comm: mf.Communicator) -> Tensor:
 
 @pytest.mark.world(2)
 def test_training_goes_on_from_a_file(comm: mf.Communicator, tmp_path: Path) -> None:
-    w = numbers(5, 3, seed=1).requires_grad_()
+    w = drawn(5, 3, seed=1).requires_grad_()
     optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9)
     step = mf.Step(
         program(), {n: part(x, comm) for n, x in {"w": w.detach(), "v": torch.zeros(5, 3)}.items()}
     )
     again = mf.Step(program(), {n: torch.zeros_like(x) for n, x in step.state.items()})
     for i in range(5):
-        x, t = numbers(6, 5, seed=10 + i), numbers(6, 3, seed=20 + i)
+        x, t = drawn(6, 5, seed=10 + i), drawn(6, 3, seed=20 + i)
         loss = F.mse_loss(torch.tanh(x @ w), t)
         optimizer.zero_grad()
         loss.backward()
@@ -72,7 +69,7 @@ def test_a_portable_state_is_read_in_another_layout(comm: mf.Communicator, tmp_p
     if comm.rank == 0:
         comm.store.set("step.saved", str(tmp_path / "saved"))
     shared = Path(comm.store.get("step.saved").decode())
-    kept = {"w": numbers(5, 3, seed=1), "v": numbers(5, 3, seed=2)}
+    kept = {"w": drawn(5, 3, seed=1), "v": drawn(5, 3, seed=2)}
     step = mf.Step(program(), {n: part(x, comm) for n, x in kept.items()})
     assert step.save(shared, portable=True) == shared
     with mf.FusionDefinition("columns") as fd:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.drawn import drawn
 from helpers.oracle import check_everywhere
-from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard
@@ -17,11 +17,6 @@ MESH = DeviceMesh.arange(tp=4)
 F = torch.nn.functional
 #: One all-reduce of [8,16] in f32: 2 x 3/4 of 512 bytes.
 ONCE = 768
-
-
-def numbers(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator)
 
 
 #: name -> (function of the product of x and w, and of a second input; kinds; bytes per rank)
@@ -55,7 +50,7 @@ def test_the_sum_of_a_row_parallel_linear(name: str) -> None:
         for y in result if isinstance(result, tuple) else (result,):
             fd.add_output(y)
     program = mf.compile(fd)
-    tensors = [numbers(8, 32), numbers(16, 32), numbers(16)]
+    tensors = [drawn(8, 32), drawn(16, 32), drawn(16)]
     expected = function(F.linear(*tensors[:2]), tensors[2])
     check_everywhere(program, tensors, expected if isinstance(expected, tuple) else [expected])
     assert [c.kind for c in program.communications] == kinds, program
@@ -73,7 +68,7 @@ def test_a_partial_input(name: str) -> None:
         for z in result if isinstance(result, tuple) else (result,):
             fd.add_output(z)
     program = mf.compile(fd)
-    tensors = [numbers(8, 16), numbers(16)]
+    tensors = [drawn(8, 16), drawn(16)]
     expected = function(*tensors)
     if name != "an output":  # that stays as it was placed
         expected = expected if isinstance(expected, tuple) else [expected]
@@ -91,7 +86,7 @@ def test_tensors_that_are_joined_are_reduced_as_one() -> None:
     assert [c.kind for c in program.communications] == ["Allreduce"] * 2 or (
         program.bytes_received(0) == 3 * ONCE
     )
-    tensors = [numbers(8, 16) + i for i in range(3)]
+    tensors = [drawn(8, 16) + i for i in range(3)]
     expected = [torch.cat(tensors), torch.stack([x * 2.0 for x in tensors])]
     check_everywhere(program, tensors, expected)
 
@@ -127,7 +122,7 @@ def test_readers_that_want_one_split_share_a_reduce_scatter() -> None:
         fd.add_output(fd.ops.rms_norm(y, None).on(MESH, rows))
         fd.add_output((y * 2.0).on(MESH, rows))
     program = mf.compile(fd)
-    tensors = [numbers(8, 32), numbers(16, 32)]
+    tensors = [drawn(8, 32), drawn(16, 32)]
     y = F.linear(*tensors)
     check_everywhere(program, tensors, [F.rms_norm(y, (16,)), y * 2.0])
     assert [c.kind for c in program.communications] == ["ReduceScatter"], program
@@ -140,6 +135,6 @@ def test_what_the_user_wants_partial_stays_so() -> None:
         fd.add_output(fd.ops.set(x).on(MESH, {"tp": Partial()}))
         fd.add_output(x * x)
     program = mf.compile(fd)
-    tensor = numbers(8, 16)
+    tensor = drawn(8, 16)
     check_everywhere(program, [tensor], [tensor * 2, tensor, tensor * tensor])
     assert program.bytes_received(0) == ONCE

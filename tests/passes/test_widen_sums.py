@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.drawn import drawn
 from helpers.oracle import check_everywhere
-from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard, Stream
@@ -43,10 +43,6 @@ def definition(dtype: torch.dtype = torch.bfloat16) -> mf.FusionDefinition:
     return fd
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def test_every_reduction_of_a_sum_is_wide() -> None:
     plain, wide = mf.compile(definition()), mf.compile(definition(), WIDE)
     assert reduced(plain) == {"sum": {"torch.bfloat16"}, "max": {"torch.bfloat16"}}
@@ -71,7 +67,7 @@ def test_in_f64() -> None:
 
 def test_the_values_are_those_of_one_device() -> None:
     fd = definition()
-    inputs = [numbers(8, 16), numbers(16, 12, seed=1), numbers(12, seed=2)]
+    inputs = [drawn(8, 16), drawn(16, 12, seed=1), drawn(12, seed=2)]
     given = [x.to(torch.bfloat16) for x in inputs]
     x, w, b = leaves = [x.double().requires_grad_() for x in given]
     y = x @ w + b

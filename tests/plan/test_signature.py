@@ -77,7 +77,7 @@ def test_options_share_one_cache() -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "too few": ((torch.ones(4, 3),), "1 arguments for 2 inputs"),
+    "too few": ((torch.ones(4, 3),), "1 argument for 2 inputs"),
     "too many": ((torch.ones(4, 3), torch.ones(3, 5), 1.0), "3 arguments for 2 inputs"),
     "a shape": ((torch.ones(4, 4), torch.ones(3, 5)), r"%x has shape \(4, 4\)"),
     "a dtype": ((torch.ones(4, 3).double(), torch.ones(3, 5)), "%x has dtype torch.float64"),

@@ -18,12 +18,6 @@ ONE = DeviceMesh.arange(x=1)
 TWO = DeviceMesh.arange(x=2)
 
 
-@pytest.fixture
-def alone(unjoined: None) -> mf.Communicator:
-    """The one rank there is."""
-    return mf.init()
-
-
 def scaled(mesh: DeviceMesh = ONE, dtype: torch.dtype = torch.float32) -> mf.Program:
     with mf.FusionDefinition("scaled") as fd:
         x = fd.define_tensor([2, 3], dtype, mesh)

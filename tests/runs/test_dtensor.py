@@ -456,7 +456,7 @@ def test_buffers_that_are_dtensors() -> None:
         program.run(*arguments, out=[y, y])
     assert 'h.on(mesh, {"tp": Shard(0)})' in str(caught.value)
     assert "output %h of @mlp" in str(caught.value)
-    with pytest.raises(mf.ProgramError, match="1 buffers for 2 outputs"):
+    with pytest.raises(mf.ProgramError, match="1 buffer for 2 outputs"):
         program.run(*arguments, out=[h])
 
 
@@ -657,7 +657,7 @@ def test_a_dtensor_that_does_not_fit(what: str, ran: bool) -> None:
     for text in texts:
         assert text in str(caught.value)
     assert type(program.run(x, w)[0]) is DTensor
-    with pytest.raises(mf.ProgramError, match="1 arguments for 2 inputs"):
+    with pytest.raises(mf.ProgramError, match="1 argument for 2 inputs"):
         program.run(x)
 
 

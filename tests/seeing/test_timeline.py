@@ -471,6 +471,13 @@ def test_attention_counts_its_products() -> None:
     assert seconds == 2 * (2 * 2 * 4 * 6 * 6 * 8)
 
 
+def test_a_name_is_no_table_of_costs() -> None:
+    with mf.FusionDefinition() as fd:
+        fd.add_output(fd.define_tensor([2], mesh=DeviceMesh.arange(x=1)) * 2.0)
+    with pytest.raises(mf.ProgramError, match=r"a timeline by 'h100'(?s:.)*mdfuse\.seeing\.H100"):
+        mf.compile(fd).timeline("h100")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [

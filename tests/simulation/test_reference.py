@@ -218,6 +218,6 @@ def test_a_wrong_number_of_arguments() -> None:
         x = fd.define_tensor([3])
         y = fd.define_tensor([3])
         fd.add_output(x + y)
-    with pytest.raises(ProgramError, match="@pair: 1 arguments for 2 inputs") as caught:
+    with pytest.raises(ProgramError, match="@pair: 1 argument for 2 inputs") as caught:
         mf.reference(fd, [torch.ones(3)])
     assert "x, y" in str(caught.value)

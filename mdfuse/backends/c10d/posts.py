@@ -26,8 +26,6 @@ from mdfuse.layouts.kinds import KINDS, REDUCING, by_kind
 from mdfuse.layouts.reduction import BOOL_OPS, check_reduction, combine_into
 from mdfuse.torch_private import AllgatherOptions, Group, all_gather_of, reduce_scatter_of
 
-_View = Callable[[Tensor], Tensor]
-
 #: Dtypes that every library here carries and reduces; the others travel as bytes.
 NATIVE = frozenset(
     {

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.symmetric.cuda_memory import Lane
@@ -185,6 +186,8 @@ class Half:
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaWork:
     """A post under way; see `Divided`."""
+
+    waits_again: ClassVar[bool] = True
 
     received: Half
     sent: Half

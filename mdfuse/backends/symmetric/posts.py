@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mdfuse.backends.algorithms import Piece
 from mdfuse.backends.base import flat
+from mdfuse.backends.work import leave
 
 
 class Buffers:
@@ -26,12 +27,8 @@ class Buffers:
         return cls(srcs, dsts, (*srcs, *dsts)[0].new_empty(scratch))
 
     def leave(self) -> None:
-        """Let the allocator hand out their memory only behind what is queued on this stream now.
-
-        They may have been made on a stream that never waits for the moves.
-        """
-        for x in (x for side in self._flat.values() for x in side if x.is_cuda):
-            x.record_stream(torch.cuda.current_stream(x.device))
+        """Let the allocator hand out their memory only behind what is queued on this stream now."""
+        leave(x for side in self._flat.values() for x in side)
 
     def elements(self, piece: Piece) -> Tensor:
         """Return a piece as a tensor of one dim."""

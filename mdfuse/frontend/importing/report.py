@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from mdfuse.errors import counted
 from mdfuse.frontend.importing.build import Model
 from mdfuse.frontend.importing.place import Patterns
 from mdfuse.layouts.layout import Replicate
@@ -18,9 +19,9 @@ def report(
     """Return what each pattern placed, what is replicated, and what is out of the ordinary."""
     captured = model.captured
     lines = [
-        f"{captured.name} on {model.mesh}: {len(model.parameters)} parameters, "
-        f"{len(model.constants)} constants, {len(captured.inputs)} inputs, "
-        f"{sum(o.place is not None for o in captured.outputs)} outputs"
+        f"{captured.name} on {model.mesh}: {counted(len(model.parameters), 'parameter')}, "
+        f"{counted(len(model.constants), 'constant')}, {counted(len(captured.inputs), 'input')}, "
+        f"{counted(sum(o.place is not None for o in captured.outputs), 'output')}"
     ]
     rows = [(p, _said(patterns, p), _counted(names) or "0: others count, or it is unused")
             for p, names in patterns.matched.items()]  # fmt: skip

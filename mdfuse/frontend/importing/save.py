@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, counted
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.frontend.importing.build import Model
 from mdfuse.ir.graph import Fusion
@@ -135,7 +135,7 @@ def _parts(
     names = model.weight_names()
     if len(weights) != len(names):
         raise ProgramError(
-            f"save of {model.captured.name} with {len(weights)} weights",
+            f"save of {model.captured.name} with {counted(len(weights), 'weight')}",
             because=f"the model has {len(names)} parameters and constants",
             hint="pass what model.load() returned, or `running.weights` of a step of training",
         )

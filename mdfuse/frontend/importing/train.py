@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, counted
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.grad import grad
 from mdfuse.frontend.handle import Handle
@@ -179,13 +179,13 @@ def _update(
     numbers: Mapping[str, Handle],
 ) -> None:
     """Append the step of a parameter, written in place."""
-    counted = () if now is None else (now,)
+    count = () if now is None else (now,)
     wide = w if slot.master is None else slot.master
-    result = optimizer.call(wide, dw, *slot.state, *counted, **numbers)
+    result = optimizer.call(wide, dw, *slot.state, *count, **numbers)
     new, *state = result if isinstance(result, tuple) else (result,)
     if len(state) < len(slot.state):
         raise DefinitionError(
-            f"the optimizer returns {len(state) + 1} values for {w.name}",
+            f"the optimizer returns {counted(len(state) + 1, 'value')} for {w.name}",
             because=f"it keeps {', '.join(optimizer.state)} besides the parameter",
             hint="return (w, *state), in the order in which they are passed",
         )

@@ -10,7 +10,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, counted
 from mdfuse.extents.extent import example
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import masks, reductions, views
@@ -55,7 +55,7 @@ def _terms(equation: str, operands: Sequence[Handle]) -> tuple[list[str], str]:
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(operands):
-        raise _refused(equation, operands, f"it has {len(terms)} terms")
+        raise _refused(equation, operands, f"it has {counted(len(terms), 'term')}")
     free = [c for c in _LETTERS if c not in equation]
     widest, found = 0, []
     for term, x in zip(terms, operands, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, counted
 from mdfuse.extents.extent import Extent, are_same, is_symbolic, larger, smaller
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import record
@@ -106,7 +106,7 @@ def _items(x: Handle, where: Any) -> list[Any]:
     if used > x.ndim:
         raise DefinitionError(
             f"%{x.name}[{brief(where)}]: {used} indices for {x.value.type_text()}",
-            because=f"it has {x.ndim} dims",
+            because=f"it has {counted(x.ndim, 'dim')}",
             hint="None adds a dim",
         )
     at = 0

@@ -6,7 +6,7 @@ import builtins
 from collections.abc import Sequence
 from typing import Any
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, counted
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import indexing
@@ -24,7 +24,7 @@ def slice(
     if not len(start_indices) == len(end_indices) == len(steps) == x.ndim:
         raise DefinitionError(
             f"slice(%{x.name}, {list(start_indices)}, {list(end_indices)}, {list(steps)})",
-            because=f"%{x.name} has {x.ndim} dims, each with one start, end and step",
+            because=f"%{x.name} has {counted(x.ndim, 'dim')}, each with one start, end and step",
             hint="or index it: x[2:5, ...]",
         )
     return indexing.index(x, tuple(map(builtins.slice, start_indices, end_indices, steps)))

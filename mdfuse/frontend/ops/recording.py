@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, counted
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 
@@ -88,7 +88,7 @@ def listed(name: str, tensors: Sequence[Any]) -> tuple[Handle, ...]:
     found = tuple(tensors[0] if is_list else tensors)
     if not found or not all(isinstance(x, Handle) for x in found):
         raise DefinitionError(
-            f"{name} of {len(found)} operands",
+            f"{name} of {counted(len(found), 'operand')}",
             because="it takes values of the fusion, one by one or as one list, and at least one",
             hint=f"{name}(x, y)",
         )

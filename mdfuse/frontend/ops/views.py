@@ -6,7 +6,7 @@ import builtins
 import math
 from collections.abc import Sequence
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, counted
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import (
     Dims,
@@ -173,7 +173,7 @@ def repeat(x: Handle, repeats: int | Sequence[int], *more: int) -> Handle:
     if len(times) < x.ndim:
         raise DefinitionError(
             f"repeat(%{x.name}, {times}) of {x.value.type_text()}",
-            because=f"it has {x.ndim} dims, each with one number",
+            because=f"it has {counted(x.ndim, 'dim')}, each with one number",
             hint="1 for a dim that stays",
         )
     shape = (1,) * (len(times) - x.ndim) + x.shape

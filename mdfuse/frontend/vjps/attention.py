@@ -12,6 +12,7 @@ from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, reductions, views
 from mdfuse.frontend.ops.recording import back, in_f32, record, record_several
+from mdfuse.frontend.vjps.matrices import product
 from mdfuse.frontend.vjps.table import Applied, eq, ge, rule, where
 
 
@@ -29,15 +30,15 @@ def _attention(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
         return (*found, *(None for _ in mask))
     p, q, value, d_scores = _weights(e, 3), e[0], None, None
     if ct is not None:
-        d_scores = _through(p, in_f32(_product(ct, views.transpose(_per_head(e, e[2])))))
-        value = _joined(e, _product(views.transpose(back(p, q)), ct))
+        d_scores = _through(p, in_f32(product(ct, views.transpose(_per_head(e, e[2])))))
+        value = _joined(e, product(views.transpose(back(p, q)), ct))
     if of_sums is not None:
         more = p * views.unsqueeze(in_f32(of_sums), -1)
         d_scores = more if d_scores is None else d_scores + more
     assert d_scores is not None
     small = back(d_scores * _scale(e), q)
-    key = _joined(e, _product(views.transpose(small), q))
-    own = (_product(small, _per_head(e, e[1])), key, value)
+    key = _joined(e, product(views.transpose(small), q))
+    own = (product(small, _per_head(e, e[1])), key, value)
     return (*own, d_scores) if e.count > 3 else own
 
 
@@ -53,27 +54,22 @@ def _attention_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
     (wq, wk, wv), (a, b, c) = ((x[0], *(_per_head(e, y) for y in x[1:])) for x in (wide, given))
     wct, scale = in_f32(e[5]), _scale(e)
     p = _weights(e, 6)
-    dp = _product(wct, views.transpose(wv))
+    dp = product(wct, views.transpose(wv))
     ds = _through(p, dp)
-    m = (_product(a, views.transpose(wk)) + _product(wq, views.transpose(b))) * scale
+    m = (product(a, views.transpose(wk)) + product(wq, views.transpose(b))) * scale
     row = reductions.sum(p * m, -1, True)
     to_dp = p * (m - row)
     own = dp - reductions.sum(p * dp, -1, True)
-    to_s = _through(p, m * own - dp * row + _product(wct, views.transpose(c)))
+    to_s = _through(p, m * own - dp * row + product(wct, views.transpose(c)))
     return (
-        (_product(ds, b) + _product(to_s, wk)) * scale,
-        _joined(e, _product(views.transpose(ds), a) + _product(views.transpose(to_s), wq)) * scale,
-        _joined(e, _product(views.transpose(to_dp), wct)),
+        (product(ds, b) + product(to_s, wk)) * scale,
+        _joined(e, product(views.transpose(ds), a) + product(views.transpose(to_s), wq)) * scale,
+        _joined(e, product(views.transpose(to_dp), wct)),
         None,
         None,
-        _product(to_dp, wv) + _product(p, c),
+        product(to_dp, wv) + product(p, c),
         *(to_s for _ in range(e.count - 6)),
     )
-
-
-def _product(a: Handle, b: Handle) -> Handle:
-    found: Handle = record("matmul", a, b)
-    return found
 
 
 def _shared(e: Applied) -> int:
@@ -109,7 +105,7 @@ def _weights(e: Applied, at: int) -> Handle:
     """The weights in f32 or wider; the mask, if there is one, is the operand at a position."""
     q, k = e[0], _per_head(e, e[1])
     mask = e[at] if e.count > at else None
-    scores = in_f32(_product(q, views.transpose(k))) * _scale(e)
+    scores = in_f32(product(q, views.transpose(k))) * _scale(e)
     if mask is not None:
         is_bool = mask.dtype == torch.bool
         scores = where(mask, scores, -math.inf) if is_bool else scores + mask

@@ -10,7 +10,8 @@ from mdfuse.frontend.ops.recording import record
 from mdfuse.frontend.vjps.table import Applied, rule
 
 
-def _product(a: Handle, b: Handle) -> Handle:
+def product(a: Handle, b: Handle) -> Handle:
+    """The matrix product of values whose dims before the last two are alike."""
     found: Handle = record("matmul", a, b)
     return found
 
@@ -18,14 +19,14 @@ def _product(a: Handle, b: Handle) -> Handle:
 @rule("inverse")
 def _inverse(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     turned = views.transpose(e.y)
-    return (-_product(_product(turned, ct), turned),)
+    return (-product(product(turned, ct), turned),)
 
 
 @rule("solve")
 def _solve(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     sides = record("solve", views.transpose(e[0]), ct)
     return (
-        -_product(sides, views.transpose(e.y)) if e.wants(0) else None,
+        -product(sides, views.transpose(e.y)) if e.wants(0) else None,
         sides if e.wants(1) else None,
     )
 
@@ -33,8 +34,8 @@ def _solve(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 @rule("cholesky")
 def _cholesky(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     lower = e.y
-    inner = masks.tril(_product(views.transpose(lower), ct))
+    inner = masks.tril(product(views.transpose(lower), ct))
     inner = (inner + masks.tril(inner, -1)) * 0.5  # half of the diagonal
     back = record("inverse", lower)
-    found = _product(_product(views.transpose(back), inner), back)
+    found = product(product(views.transpose(back), inner), back)
     return ((found + views.transpose(found)) * 0.5,)

@@ -362,7 +362,10 @@ def _ask_producer(out: Emitter, code: list[Instruction], name: str, order: tuple
     Through permutations and sets, which are views. Another order than the plain one is only asked
     of an op that writes it without a copy.
     """
-    for at, i in enumerate(code):
+    if name in out.fusion.inputs:
+        return False
+    for at in reversed(range(len(code))):  # it was written a few instructions ago
+        i = code[at]
         if name not in i.outputs:
             continue
         if i.op == "launch":

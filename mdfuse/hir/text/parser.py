@@ -12,7 +12,7 @@ from lark import Lark, Token
 from lark.exceptions import UnexpectedInput
 
 from mdfuse.communication import Communication
-from mdfuse.errors import MdfuseError, ProgramError
+from mdfuse.errors import MdfuseError, ProgramError, near
 from mdfuse.extents.expressions import Term
 from mdfuse.hir.calls import mesh_of_block
 from mdfuse.hir.forms import (
@@ -436,7 +436,7 @@ class _Reader:
             raise ProgramError(
                 f"%{name}: there is no op {op!r}",
                 because="an op is a row of the op table, or an instruction on buffers",
-                hint="the ops: " + ", ".join(sorted((*TABLE, *CALLS))),
+                hint=f"near it are {near(op, (*TABLE, *CALLS))}; docs/host_ir.md has what there is",
             )
         makes = "value" if op in TABLE else INSTRUCTIONS[op].makes
         if makes == "stream":

@@ -10,7 +10,7 @@ import torch
 from lark import Token, Tree
 from lark.exceptions import UnexpectedInput
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, counted
 from mdfuse.extents.expressions import DEEPEST, LARGEST, Calc, Term
 from mdfuse.hir.forms import attributes_problem
 from mdfuse.hir.program import BufferType, Padding
@@ -104,7 +104,7 @@ def mesh_of(tree: Node) -> DeviceMesh:
     found = len(listed) or last - first + 1
     if found != size:
         raise ProgramError(
-            f"a mesh of shape {shape} with {found} ranks",
+            f"a mesh of shape {shape} with {counted(found, 'rank')}",
             because="it has one rank at each coordinate",
             hint=f"name {size} ranks, or none for 0 to {size - 1}",
         )

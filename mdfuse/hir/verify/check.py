@@ -18,10 +18,11 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from mdfuse.errors import MdfuseError, ProgramError
-from mdfuse.extents.expressions import UNKNOWN, terms
+from mdfuse.extents.expressions import terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.projection import executed, runs_all
+from mdfuse.hir.unroll import is_numbered
 from mdfuse.hir.verify.apart import Memory
 from mdfuse.hir.verify.elsewhere import Ends, key_near, key_of
 from mdfuse.hir.verify.flow import Flow
@@ -35,7 +36,6 @@ from mdfuse.hir.verify.structure import check_defined, check_structure
 from mdfuse.hir.verify.teams import check_teams
 from mdfuse.hir.verify.types import check_types
 from mdfuse.interpreter.garbage import no_collection
-from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
 
@@ -86,7 +86,7 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
     check_types(program)
     layouts = [k.layout for k in program.types.values() if k.layout is not None]
     special = [i for i in program.instructions if _is_special(i)]
-    is_straight = program.is_straight and all(map(_is_known, layouts))
+    is_straight = program.is_straight and all(map(is_numbered, layouts))
     if special or not is_straight:
         check_defined(program)
     if _is_of_ranks(program):
@@ -245,11 +245,6 @@ def _depends_on_rank(i: Instruction) -> bool:
 def _is_transfer(i: Instruction) -> bool:
     """Return whether an instruction is a `send` or `recv` rather than a post of a communication."""
     return i.op in POSTS and i.comm is None
-
-
-def _is_known(layout: Layout) -> bool:
-    """Return whether a layout is of a whole buffer, or of a chunk whose index is a number."""
-    return layout.stream is None or not isinstance(layout.stream.index, UNKNOWN)
 
 
 def _classes(program: HostProgram) -> Iterator[tuple[int, int]]:

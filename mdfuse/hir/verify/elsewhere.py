@@ -104,8 +104,7 @@ class _Key:
         return kind.dtype, kind.shape, kind.padding, kind.flat, layout
 
     def posted(self, comm: Communication) -> Hashable:
-        said = comm.kind, comm.shape, comm.dtype, comm.axes, comm.dim, comm.to_dim, comm.reduce_op
-        return *said, comm.backend, self.layout(comm.source), self.layout(comm.destination)
+        return *comm.beside_layouts, self.layout(comm.source), self.layout(comm.destination)
 
     def layout(self, layout: Layout) -> Hashable:
         mesh = self.meshes.get(id(layout.mesh))

@@ -203,8 +203,7 @@ class _Form:
         return layout.mesh, layout.placements, layout.splits, layout.reaches, *parts
 
     def posted(self, comm: Communication) -> Hashable:
-        said = comm.kind, comm.shape, comm.dtype, comm.axes, comm.dim, comm.to_dim, comm.reduce_op
-        return *said, comm.backend, self.layout(comm.source), self.layout(comm.destination)
+        return *comm.beside_layouts, self.layout(comm.source), self.layout(comm.destination)
 
 
 # -- which layers there are ----------------------------------------------------------------------

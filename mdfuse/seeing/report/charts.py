@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
-from mdfuse.seeing.events import Event, lanes
+from mdfuse.seeing.events import Event, lane_place, lanes
 from mdfuse.seeing.memory import Life, Memory
 from mdfuse.seeing.report.numbers import size_text, time_text
 
@@ -14,8 +14,6 @@ from mdfuse.seeing.report.numbers import size_text, time_text
 _WIDTH, _NAMES, _LANE = 1000.0, 96.0, 20.0
 #: Events narrower than this many pixels, with nothing between them, are drawn as one.
 _NARROW = 0.6
-#: Lanes come in this order.
-_ORDER = ("host", "stream", "device", "wait")
 #: How many points a curve of memory has, and how many buffers it tells apart.
 _POINTS, _LAYERS = 400, 9
 _HEIGHT = 180.0
@@ -27,7 +25,7 @@ _LETTER = 6.6
 _STYLE = """
 .mf-chart{font:11px ui-monospace,monospace;max-width:100%;height:auto}
 .mf-chart text{fill:#656d76}.mf-chart .mf-head{fill:#1f2328;font-weight:600}
-.mf-work{fill:#4c8dd6}.mf-transfer{fill:#0a7a53}.mf-wait{fill:#c69026}.mf-post{fill:#0969da}
+.mf-work{fill:#4c8dd6}.mf-transfer{fill:#0a7a53}.mf-wait{fill:#c69026}.mf-post{fill:#8250df}
 .mf-mark{stroke:#d0d7de}
 @media (prefers-color-scheme:dark){.mf-chart text{fill:#8d96a0}.mf-chart .mf-head{fill:#e6edf3}
 .mf-transfer{fill:#3fb98a}.mf-mark{stroke:#30363d}}
@@ -50,7 +48,7 @@ def lanes_chart(events: Sequence[Event], names: dict[int, str]) -> str:
     """
     start = min((e.start_ns for e in events), default=0)
     span = max((e.stop_ns for e in events), default=0) - start or 1
-    rows = sorted(lanes(events).items(), key=lambda row: (row[0][0], _place(row[0][1])))
+    rows = sorted(lanes(events).items(), key=lambda row: (row[0][0], lane_place(row[0][1])))
     body, y, last = [], 6.0, None
     for (rank, lane), found in rows:
         if rank != last:
@@ -63,11 +61,6 @@ def lanes_chart(events: Sequence[Event], names: dict[int, str]) -> str:
     size = f'viewBox="0 0 {_NAMES + _WIDTH + 60:.0f} {y + 20:.0f}"'
     inner = "".join([*marks, *body])
     return f'<svg class="mf-chart" {size} role="img" aria-label="timeline">{inner}</svg>'
-
-
-def _place(lane: str) -> tuple[int, str]:
-    first = lane.split(" ")[0]
-    return _ORDER.index(first) if first in _ORDER else len(_ORDER), lane
 
 
 def _folded(row: Sequence[Event], span: int) -> list[list[Event]]:

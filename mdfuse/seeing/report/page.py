@@ -10,6 +10,7 @@ from importlib.resources import files
 import mdfuse.seeing.report
 from mdfuse.communication import Communication
 from mdfuse.config import VERSION
+from mdfuse.errors import counted
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.traffic import group_of, received
 from mdfuse.ir.graph import Fusion
@@ -20,7 +21,7 @@ from mdfuse.reshard.bound import bound
 from mdfuse.seeing.actions import by_action
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event
-from mdfuse.seeing.memory import memory_of
+from mdfuse.seeing.memory import Memory, memory_of
 from mdfuse.seeing.rank_classes import Classes, rank_classes
 from mdfuse.seeing.rank_groups import rank_groups
 from mdfuse.seeing.report import listing
@@ -99,7 +100,7 @@ class Traffic:
 
 def html(subject: Subject) -> str:
     """Return the report of a program: one page of HTML, which needs nothing else."""
-    from jinja2 import Environment
+    from jinja2 import Environment, StrictUndefined
 
     host = subject.host
     classes = rank_classes(host)
@@ -109,23 +110,23 @@ def html(subject: Subject) -> str:
     memories = [memory_of(host.project(r)) for r in shown]
     traffic = communications(host, classes)
     lines, drawn = listing.rows(host), by_layout(subject.values)
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
     environment.filters |= {"size": size_text, "time": time_text}
     return environment.from_string(_template()).render(
         subject=subject,
         host=host,
         version=VERSION,
         meshes=[str(m) for m in host.meshes],
-        ranks=sum(map(len, classes.members)),
-        seconds=found.seconds,
+        facts=_facts(subject, classes, traffic, memories, found),
+        counted=counted,
         pictures=[(text, Picture(x, shape).svg()) for text, shape, x in drawn[:_PICTURES]],
         pictures_more=max(0, len(drawn) - _PICTURES),
         lines=lines[: listing.MOST],
         lines_more=max(0, len(lines) - listing.MOST),
         traffic=traffic,
-        received=max(sum(n for _, n in received(host, r)) for r in classes.firsts),
         memories=[(names[m.rank], m, memory_chart(m)) for m in memories],
-        peak=max((m.peak for m in memories), default=0),
         simulated=_lanes(found, shown, names),
         measured=lanes_chart(subject.measured, {}) if subject.measured else "",
         more_classes=len(classes.firsts) - len(shown),
@@ -138,6 +139,30 @@ def html(subject: Subject) -> str:
 def _template() -> str:
     text = files(mdfuse.seeing.report).joinpath("page.html.jinja").read_text(encoding="utf-8")
     return text
+
+
+def _facts(
+    subject: Subject,
+    classes: Classes,
+    traffic: Sequence[Traffic],
+    memories: Sequence[Memory],
+    found: Timeline,
+) -> list[tuple[str, str]]:
+    """Return what is to be seen first: how much, and of what."""
+    host, segments = subject.host, counted(len(subject.segments), "segment")
+    counts = (
+        counted(sum(map(len, classes.members)), "rank"),
+        f"{counted(len(host), 'instruction')}, {segments}",
+        f"{counted(sum(t.count for t in traffic), 'communication')} per run",
+    )
+    arrives = max(sum(n for _, n in received(host, r)) for r in classes.firsts)
+    peak = max((m.peak for m in memories), default=0)
+    return [
+        *[(much, of) for much, _, of in (text.partition(" ") for text in counts)],
+        (size_text(arrives), "received per rank, at most"),
+        (size_text(peak), "peak memory of a rank"),
+        (time_text(found.seconds), f"predicted: {subject.costs.name}"),
+    ]
 
 
 def _lanes(found: Timeline, shown: Sequence[int], names: dict[int, str]) -> str:

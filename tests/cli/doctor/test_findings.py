@@ -417,14 +417,14 @@ def test_the_null_backend_is_no_way_to_communicate(monkeypatch: pytest.MonkeyPat
 
 def test_ranks_that_do_not_meet_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(options: object, backend: str) -> Any:
-        raise BackendError("rank 0 cannot reach the other 1 ranks", hint="check the address")
+        raise BackendError("rank 0 cannot reach the other rank", hint="check the address")
 
     monkeypatch.setattr(ranks, "init", fail)
     result = doctor(
         "--collective", RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
     )
     assert result.exit_code == 1
-    assert "BackendError: rank 0 cannot reach the other 1 ranks" in result.stderr
+    assert "BackendError: rank 0 cannot reach the other rank" in result.stderr
     assert "Traceback" not in result.output
 
 

@@ -110,7 +110,7 @@ def test_the_report_shows_what_matched() -> None:
     model = imported({"layers.*.weight": {"tp": Shard(0)}, "input:*": {"dp": Shard(0)}})
     report = re.sub(r"py:\d+", "py:9", model.report())
     assert report == (
-        "Layers on mesh(dp=2, tp=2): 5 parameters, 0 constants, 1 inputs, 1 outputs\n"
+        "Layers on mesh(dp=2, tp=2): 5 parameters, 0 constants, 1 input, 1 output\n"
         "  layers.*.weight  tp=S0       2: layers.0.weight, layers.1.weight\n"
         "  input:*          dp=S0       1: input:ids\n"
         "  (no pattern)     replicated  3: layers.0.bias, layers.1.bias, layers.2.bias\n"

@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_other_weights(tmp_path: Path) -> None:
     model = linear()
-    with pytest.raises(ProgramError, match=r"with 1 weights(?s:.)*2 parameters and constants"):
+    with pytest.raises(ProgramError, match=r"with 1 weight(?s:.)*2 parameters and constants"):
         model.save(tmp_path / "a", model.load()[:1])
     with pytest.raises(ProgramError, match=r"weight of shape \[3, 4\](?s:.)*is \[6, 4\]"):
         model.save(tmp_path / "b", model.load(rank=0))

@@ -397,7 +397,7 @@ def small() -> ImportedModel:
         ({"loss": None}, DefinitionError, "the module returns no loss|a loss is a floating"),
         ({"loss": lambda y: 3.0}, DefinitionError, "loss returns 3.0"),
         ({"extra": {"t": torch.ones(3)}}, DefinitionError, r"extra\['t'\] is Tensor"),
-        ({"optimizer": lambda w, dw, m: w}, DefinitionError, "returns 1 values for weight"),
+        ({"optimizer": lambda w, dw, m: w}, DefinitionError, "returns 1 value for weight"),
     ],
 )
 def test_refused(said: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -78,7 +78,7 @@ def test_a_matrix_without_an_inverse_gives_nan() -> None:
 
 #: what is typed with x: f32[5,4] and i: i64[5] -> words that the error has
 WRONG: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "terms": (lambda ops, x, i: torch.einsum("ij->i", x, x), ("it has 1 terms",)),
+    "terms": (lambda ops, x, i: torch.einsum("ij->i", x, x), ("it has 1 term",)),
     "letters": (lambda ops, x, i: torch.einsum("ijk->i", x), ("'ijk' stands for",)),
     "a strange one": (lambda ops, x, i: torch.einsum("i1->i", x), ("each letter",)),
     "one that is nowhere": (lambda ops, x, i: torch.einsum("ij->k", x), ("each letter",)),

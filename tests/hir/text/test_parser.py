@@ -120,7 +120,7 @@ WRONG_FORMS = [
     ("%y: f32[2] (x=R) = relu(%x, 2)", "relu of 2 operands", "it takes 1 operand"),
     ("%y: f32[2] (x=R) = gelu(%x, approximate=exact)", "approximate=exact", "one of none, tanh"),
     ("%y: f32[2] (x=R) = cast(%x, dtype=3)", "cast with dtype=3", "dtype is a dtype"),
-    ("%y: f32[2] (x=R) = add(%x, 1) order=[0,0]", "order=[0,0] is no permutation", "1 dims"),
+    ("%y: f32[2] (x=R) = add(%x, 1) order=[0,0]", "order=[0,0] is no permutation", "1 dim"),
     ("%y: f32[2] (x=R) = dropout(%x, 1, p=7, stream=0)", "dropout with p=7", "from 0 to 1"),
     ("%y: f32[2] (x=R) = chunk(3)", "chunk of 3", "it takes names"),
     ("%c = send(%x, to=0) contiguous", "send with a memory order", "buffers have one"),

@@ -484,7 +484,7 @@ TYPES = [
         "input %x: S; %y: S = add(%x, 1.0); return %y",
         "input %x: S",
         "input %x: f32[4] (x=S1)",
-        ("has 1 dims, but its type is about dim 1",),
+        ("has 1 dim, but its type is about dim 1",),
     ),
     Rule(
         "a buffer of another dtype is posted",
@@ -816,7 +816,11 @@ def test_a_value_of_another_mesh() -> None:
 def test_unknown_instructions() -> None:
     program = parse(_REDUCED)
     code = (replace(program.instructions[0], op="allocate"), *program.instructions[1:])
-    refused(replace(program, instructions=code), "there is no instruction 'allocate'", "one of")
+    refused(
+        replace(program, instructions=code),
+        "there is no instruction 'allocate'",
+        "near it are alloc",
+    )
 
 
 def test_a_name_without_a_type() -> None:

@@ -83,6 +83,20 @@ def test_the_page_is_whole_and_needs_nothing_else(name: str) -> None:
             assert i.comm.kind in shown
 
 
+def test_what_is_seen_first_is_how_much_there_is() -> None:
+    fd, _ = SMALL["tp_mlp"][0](DeviceMesh.arange(tp=4))
+    program = mf.compile(fd)
+    text = html(subject(program))
+    facts = re.findall("<div><b>(.*?)</b><span>(.*?)</span></div>", text)
+    assert facts[:3] == [
+        ("4", "ranks"),
+        (f"{len(program.host)}", f"instructions, {len(program.segments)} segments"),
+        ("1", "communication per run"),
+    ]
+    of = ["received per rank, at most", "peak memory of a rank", f"predicted: {UNIT.name}"]
+    assert [x for _, x in facts[3:]] == of
+
+
 def test_a_step_of_training_is_a_page_below_a_megabyte() -> None:
     fd, _ = example("train_llama").build(DeviceMesh.arange(dp=2, tp=2))
     text = html(subject(mf.compile(fd), str(fd)))
