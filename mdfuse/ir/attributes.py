@@ -54,10 +54,20 @@ class Attr:
         """Whether the attribute is a list of extents."""
         return self.holds is _is_shape
 
-    def for_few(self, value: Any) -> Any:
-        """Return the value that the attribute has where each dim has two elements."""
+    @property
+    def is_place(self) -> bool:
+        """Whether the attribute says where something is along dims, which few elements lack."""
+        return self.holds in (_are_counts, _are_places, _are_steps)
+
+    def for_few(self, value: Any, keeps_ones: bool = False) -> Any:
+        """Return the value that the attribute has where each dim has two elements.
+
+        Args:
+            value: of the attribute, where dims have any extents.
+            keeps_ones: dims of one element have one there, too.
+        """
         if self.is_shape:
-            return (2,) * len(value)
+            return tuple(min(n, 2) if keeps_ones else 2 for n in value)
         return min(value, 2) if self.holds is _is_extent else value
 
 

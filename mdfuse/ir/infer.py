@@ -1,7 +1,8 @@
-"""Shapes, dtypes and memory order of results: torch's own answer, on the meta device."""
+"""Shapes, dtypes and memory order of results: torch's own answer, on few elements or on meta."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +14,13 @@ from mdfuse.errors import DefinitionError, Source
 from mdfuse.extents.extent import example, is_symbolic, mapped
 from mdfuse.ir.graph import Operand, Value
 from mdfuse.ir.ops import Op
-from mdfuse.ir.shapes import symbolic_shapes
+from mdfuse.ir.shapes import known_shapes, symbolic_shapes
 
 #: What stands for an operand: (dtype, number of dims) of a tensor, or a number.
 Sample = tuple[torch.dtype, int] | bool | int | float | None
+
+#: An operand: a value, or what is no tensor.
+Given = Any
 
 #: How torch refuses operands.
 _REFUSALS = (
@@ -26,7 +30,7 @@ _REFUSALS = (
 
 _SCALARS: dict[torch.dtype, Any] = {torch.bool: True}
 
-#: What torch answered: layers of a model ask the same many times, and an answer takes it 0.2 ms.
+#: What torch answered: layers of a model ask the same many times.
 ANSWERS: Cache[tuple[dict[str, Any], ...]] = Cache(limit=16384)
 
 
@@ -48,11 +52,14 @@ def meta_tensor(value: Value) -> Any:
     """Return a meta tensor with the shape and strides of a value; for a host scalar, a number."""
     if not value.is_tensor:
         return scalar_sample(value.dtype)
-    strides = [
-        0 if d in value.expanded else s
-        for d, s in enumerate(dense_strides(value.shape, value.order))
-    ]
+    strides = _strides(value, value.shape)
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
+
+
+def _strides(value: Value, shape: Sequence[int]) -> list[int]:
+    """Return the strides of a tensor with some shape that lies as a value does."""
+    dense = dense_strides(shape, value.order)
+    return [0 if d in value.expanded else stride for d, stride in enumerate(dense)]
 
 
 def scalar_sample(dtype: torch.dtype) -> bool | int | float:
@@ -70,10 +77,11 @@ def infer(
     source: Source | None,
     shown: Mapping[str, Value] | None = None,
 ) -> Tensor | tuple[Tensor, ...] | bool | int | float:
-    """Run an op on the meta device; what torch refuses is a DefinitionError.
+    """Return what torch makes of operands; what it refuses is a DefinitionError.
 
-    The meta device is lenient about dtypes (a matmul of f32 and i64 passes), so where the op takes
-    any shape it also runs on a few elements on the CPU.
+    Where a run on few elements tells all but the extents, which the row's rule gives, that is the
+    answer. All else, and what is to be refused, is for torch's meta device, whose first op imports
+    torch's compiler: 1.5 s in every process.
 
     Args:
         op: the row of the op table.
@@ -87,18 +95,12 @@ def infer(
         A meta tensor with the result's shape, dtype and strides, a tuple of them for a row with
         several results; a number where every operand is a number.
     """
+    given = [values[x] if isinstance(x, str) else x for x in inputs]
+    told = told_by_few(op, given, attrs)
+    if told is not None:
+        return told if op.results > 1 else told[0]
     try:
-        operands = [meta_tensor(values[x]) if isinstance(x, str) else x for x in inputs]
-        if op.is_creation:
-            if any(n < 0 for n in attrs["shape"]):  # torch takes some, beside an extent of 0
-                raise ValueError(f"negative extents: {tuple(attrs['shape'])}")
-            return op.call(*operands, **attrs, device="meta")  # type: ignore[no-any-return]
-        result: Any = (op.meta or op.call)(*operands, **attrs)
-        if op.meta is None and not op.is_view and not any("shape" in name for name in attrs):
-            few = on_few_elements(op, map(_sample, operands), attrs)
-            if isinstance(result, Tensor) and few.dtype != result.dtype:
-                return result.to(few.dtype)  # the power of a bool by True is no integer in memory
-        return result  # type: ignore[no-any-return]
+        return _run_on_meta(op, given, attrs)  # type: ignore[no-any-return]
     except _REFUSALS as error:
         shown = shown or values
         described = ", ".join(
@@ -114,8 +116,68 @@ def infer(
         ) from error
 
 
-def _sample(operand: Any) -> Sample:
-    return (operand.dtype, operand.ndim) if isinstance(operand, Tensor) else operand
+def _run_on_meta(op: Op, given: Sequence[Given], attrs: Mapping[str, Any]) -> Any:
+    """Run an op on the meta device.
+
+    It is lenient about dtypes (a matmul of f32 and i64 passes), so where the op takes any shape it
+    also runs on a few elements on the CPU.
+    """
+    operands = [meta_tensor(x) if isinstance(x, Value) else x for x in given]
+    if op.is_creation:
+        if any(n < 0 for n in attrs["shape"]):  # torch takes some, beside an extent of 0
+            raise ValueError(f"negative extents: {tuple(attrs['shape'])}")
+        return op.call(*operands, **attrs, device="meta")
+    result: Any = (op.meta or op.call)(*operands, **attrs)
+    if op.meta is None and not op.is_view and not any("shape" in name for name in attrs):
+        few = on_few_elements(op, map(_sample, given), attrs)
+        if isinstance(result, Tensor) and few.dtype != result.dtype:
+            return result.to(few.dtype)  # the power of a bool by True is no integer in memory
+    return result
+
+
+def told_by_few(
+    op: Op, given: Sequence[Given], attrs: Mapping[str, Any]
+) -> tuple[Tensor, ...] | None:
+    """Return meta tensors like the results, by few elements; None where these do not tell.
+
+    Shapes are the rule's, dtypes those of two elements in each dim, whatever the extents. The order
+    of memory is that of a run on operands that lie as these do, of two elements in each dim of
+    more: nothing in it depends on how many there are, only on which are one.
+    """
+    shapes = [x.shape if isinstance(x, Value) and x.is_tensor else None for x in given]
+    if not op.is_told_by_few or any(shape and 0 in shape for shape in shapes):
+        return None
+    wanted = known_shapes(op.shape, shapes, attrs)
+    if wanted is None or min(map(min, filter(None, wanted)), default=0) < 0:
+        return None
+    try:
+        kinds = as_results(on_few_elements(op, map(_sample, given), attrs))
+        lie = kinds if op.is_plain else as_results(_on_few_lying_as(op, given, attrs))
+    except _REFUSALS:
+        return None
+    told = []
+    for shape, kind, x in zip(wanted, kinds, lie, strict=True):
+        if not op.is_plain and [n == 1 for n in shape] != [n == 1 for n in x.shape]:
+            return None
+        strides = dense_strides(shape) if op.is_plain else _strides_as(x, shape)
+        told.append(torch.empty_strided(shape, strides, dtype=kind.dtype, device="meta"))
+    return tuple(told)
+
+
+def _strides_as(few: Tensor, shape: Sequence[int]) -> list[int]:
+    """Return the strides of a tensor with some shape that lies as one of few elements does."""
+    dims = [(n, stride) for n, stride in zip(shape, few.stride(), strict=True) if n != 1]
+    return [
+        stride and math.prod(max(n, 1) for n, inner in dims if 0 < inner < stride)
+        for stride in few.stride()
+    ]
+
+
+def _sample(x: Given) -> Sample:
+    if isinstance(x, Value):
+        return (x.dtype, len(x.shape)) if x.is_tensor else scalar_sample(x.dtype)
+    number: Sample = x
+    return number
 
 
 def on_few_elements(op: Op, samples: Iterable[Sample], attrs: Mapping[str, Any]) -> Any:
@@ -123,10 +185,30 @@ def on_few_elements(op: Op, samples: Iterable[Sample], attrs: Mapping[str, Any])
 
     Each dim has two elements, so that shapes fit; attributes of a rank's part are left out.
     """
-    few: dict[str, Any] = {a.name: a for a in op.attrs if not a.is_local}
-    few = {k: few[k].for_few(v) for k, v in attrs.items() if k in few}
     ones = (torch.ones((2,) * x[1], dtype=x[0]) if isinstance(x, tuple) else x for x in samples)
-    return (op.few or op.call)(*ones, **few)
+    return _called_on_few(op, ones, attrs, keeps_ones=False)
+
+
+def _on_few_lying_as(op: Op, given: Iterable[Given], attrs: Mapping[str, Any]) -> Any:
+    """Call an op on such tensors, which lie as the operands do, and have their dims of one."""
+    ones = (_ones_lying_as(x) if isinstance(x, Value) else x for x in given)
+    return _called_on_few(op, ones, attrs, keeps_ones=True)
+
+
+def _ones_lying_as(value: Value) -> Any:
+    if not value.is_tensor:
+        return scalar_sample(value.dtype)
+    shape = [min(n, 2) for n in value.shape]
+    ones = torch.ones(math.prod(shape), dtype=value.dtype)
+    return ones.as_strided(shape, _strides(value, shape))
+
+
+def _called_on_few(
+    op: Op, operands: Iterable[Any], attrs: Mapping[str, Any], keeps_ones: bool
+) -> Any:
+    own = {a.name: a for a in op.attrs if not a.is_local}
+    few = {k: own[k].for_few(v, keeps_ones) for k, v in attrs.items() if k in own}
+    return (op.few or op.call)(*operands, **few)
 
 
 def inferred(

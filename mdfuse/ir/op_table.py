@@ -36,6 +36,8 @@ class Op:
             "sum": all of them, by sum; "scale": the first alone, by sum; "reduce": an operand that
             is Partial by the op's own reduce op.
         is_view: the result may share storage with the first operand.
+        is_plain: the results are said to lie in the order of their dims, whatever order the kernels
+            of a device give.
         is_single: runs as a single host op; others are merged into segments by default.
         indexed: the position of the operand (a table) whose rows the first operand indexes.
         keeps: the position of an operand whose elements the result has but for those that the op
@@ -65,6 +67,7 @@ class Op:
     globalize: Localize | None = None
     partial: Literal["", "view", "all", "sum", "scale", "reduce"] = ""
     is_view: bool = False
+    is_plain: bool = False
     is_single: bool = True
     indexed: int | None = None
     keeps: int | None = None
@@ -82,6 +85,12 @@ class Op:
     def is_creation(self) -> bool:
         """Whether the op makes a tensor without reading one."""
         return self.rule is dims.creation
+
+    @property
+    def is_told_by_few(self) -> bool:
+        """Whether a run on few elements tells all about the results but their extents."""
+        has_places = any(a.is_place for a in self.attrs if not a.is_local)
+        return not (self.is_view or self.few or self.meta or has_places)
 
     @property
     def takes_blocks(self) -> bool:

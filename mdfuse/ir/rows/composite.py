@@ -109,6 +109,7 @@ row(
     ANYHOW,
     host="attention",
     is_library=True,
+    is_plain=True,
     operands=(3, 4),
     attrs=_ATTEND,
     **_COMPOSITE,
@@ -124,6 +125,7 @@ for _name, _call, _rule, _shape, _counts in (
     ),
 ):
     _more: dict[str, Any] = {"results": _counts[0], "operands": _counts[1:], "is_library": True}
+    _more["is_plain"] = True
     row(_name, _call, _rule, _shape, ANYHOW, attrs=_ATTEND, **_more, **_COMPOSITE)
 row(
     "cat",

@@ -25,7 +25,7 @@ def _creation(
     **more: Any,
 ) -> None:
     """Add the row of an op that makes a tensor of numbers; each rank makes its own box of it."""
-    more |= {"localize": of_part.local_draw, "operands": (operands, operands)}
+    more |= {"localize": of_part.local_draw, "operands": (operands, operands), "is_plain": True}
     row(name, call, dims.creation, shape, ANYHOW, attrs=(_EXTENTS, *attrs, _BOX), **more)
 
 
