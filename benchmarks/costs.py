@@ -11,6 +11,7 @@ The figure is the predicted time over the measured one; docs/measured.md says mo
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _layers_models import Case, cases
-from _measure import Contender, Report, Row, device_time, eagerly, host_time, interleave, show
+from _measure import (
+    Contender,
+    Report,
+    Row,
+    Stopwatch,
+    device_time,
+    eagerly,
+    host_time,
+    interleave,
+    show,
+)
 from _ranks import Ranks, start_or_alone
 
 import mdfuse as mf
 from mdfuse.cli import screen
 from mdfuse.cli.calibration.command import calibrated
+from mdfuse.cli.calibration.pace import FAR, Pace
 from mdfuse.seeing.cost_tables import CostTable, found, machine_of, parsed
 
 _RESULTS = Path(__file__).parent / "results"
@@ -34,6 +46,9 @@ _AHEAD = 8_000_000
 
 #: Runs of a turn, behind each other, as those are that a calibration is judged by.
 _ROW = 8
+
+#: Turns near the speed of the table that are enough.
+_ENOUGH = 5
 
 #: model, phase, layers, tokens on a CPU and on a GPU.
 _PROGRAMS = (
@@ -102,13 +117,14 @@ def rows(
         seconds = program.timeline(table.costs).seconds
         predicted[name] = seconds * 1e9, f"{layers} layers" if layers > 1 else "1 layer"
         contenders[name] = Contender(call=_call(program, _inputs(program, ranks)))
-    stopwatch = partial(device_time, ahead=_AHEAD) if is_gpu else host_time
+    watch = _Watch(partial(device_time, ahead=_AHEAD) if is_gpu else host_time, table.pace_s)
     times = interleave(
         contenders,
         rounds=arguments.rounds,
         batch=_ROW,
         settle=ranks.settle,
-        stopwatch=stopwatch,
+        stopwatch=watch.time,
+        told=watch.keep,
     )
     eager += [f"{name}: {line}" for name, p in programs.items() for line in eagerly(p)]
     for name, (ns, layers) in predicted.items():
@@ -121,6 +137,41 @@ def rows(
             alternative="measured",
             limit=None,
         )
+        if table.pace_s:
+            against = watch.at_usual(name, times[name])
+            yield Row(
+                name=f"{name}, at the table's speed",
+                sizes=layers,
+                unit="us",
+                ours=[ns] * len(against),
+                against=against,
+                alternative="measured",
+                limit=None,
+            )
+
+
+class _Watch:
+    """Times turns, and how fast a processor is meanwhile, beside when the table was measured."""
+
+    def __init__(self, stopwatch: Stopwatch, usual: float) -> None:
+        self.stopwatch, self.pace = stopwatch, Pace(usual) if usual else None
+        self.last, self.speeds = 1.0, defaultdict[str, list[float]](list)
+
+    def time(self, calls: Callable[[], None]) -> float:
+        if self.pace is None:
+            return self.stopwatch(calls)
+        taken, usual = self.pace.timed(lambda: self.stopwatch(calls))
+        self.last = usual / taken
+        return taken
+
+    def keep(self, name: str) -> None:
+        self.speeds[name].append(self.last)
+
+    def at_usual(self, name: str, times: list[float]) -> list[float]:
+        """Return times at the table's speed: of turns near it, if there are some, else of all."""
+        found = list(zip(times, self.speeds[name], strict=True))
+        near = [(ns, speed) for ns, speed in found if abs(1 / speed - 1) <= FAR]
+        return [ns * speed for ns, speed in (near if len(near) >= _ENOUGH else found)]
 
 
 def _call(program: mf.Program, inputs: list[Any]) -> Callable[[], object]:
@@ -173,6 +224,7 @@ def main() -> None:
             "table": table.text,
             "held_out": dict(table.held_out),
             "spread": table.spread,
+            "pace_s": table.pace_s,
             "eager": eager,
         }
         given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
