@@ -3,6 +3,7 @@
 python benchmarks/costs.py                                # one GPU, or one process
 OMP_NUM_THREADS=1 ./launch/torchrun 2 benchmarks/costs.py # two ranks of one thread each, gloo
 python benchmarks/costs.py --costs table.json             # a table that `mdfuse calibrate` wrote
+python benchmarks/costs.py --kinds                        # and by kinds of instruction, by traces
 python benchmarks/costs.py --small --rounds 2             # only to see that it runs
 
 The figure is the predicted time over the measured one; docs/measured.md says more.
@@ -11,6 +12,11 @@ The figure is the predicted time over the measured one; docs/measured.md says mo
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,13 +25,27 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _layers_models import Case, cases
-from _measure import Contender, Report, Row, device_time, eagerly, host_time, interleave, show
+from _measure import (
+    Contender,
+    Report,
+    Row,
+    Stopwatch,
+    device_time,
+    eagerly,
+    host_time,
+    interleave,
+    show,
+)
 from _ranks import Ranks, start_or_alone
+from rich.table import Table
 
 import mdfuse as mf
 from mdfuse.cli import screen
 from mdfuse.cli.calibration.command import calibrated
+from mdfuse.cli.calibration.pace import FAR, Pace
+from mdfuse.cli.report import time_text, titled
 from mdfuse.seeing.cost_tables import CostTable, found, machine_of, parsed
+from mdfuse.seeing.traces import last_run
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -34,6 +54,17 @@ _AHEAD = 8_000_000
 
 #: Runs of a turn, behind each other, as those are that a calibration is judged by.
 _ROW = 8
+
+#: Turns near the speed of the table that are enough; and of a processor's time, what share others
+#: may have had of one.
+_ENOUGH, _OTHERS = 5, 0.1
+
+#: Speed, at which times are to be multiplied; seconds that all processors worked, that this process
+#: did, and that went by.
+_Turn = tuple[float, float, float, float]
+
+#: Traced runs, of which the last one counts.
+_TRACED = 5
 
 #: model, phase, layers, tokens on a CPU and on a GPU.
 _PROGRAMS = (
@@ -57,7 +88,13 @@ def _cases(is_gpu: bool, is_small: bool, models: list[str] | None) -> Iterator[t
         yield from ((case, layers) for case in found)
 
 
-def _program(case: Case, layers: int, ranks: Ranks, dtype: torch.dtype) -> mf.Program:
+def _program(
+    case: Case,
+    layers: int,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    options: mf.Options | None = None,
+) -> mf.Program:
     """Layers of equal sizes behind each other, each with its own weights."""
     layouts = case.layouts(ranks.mesh)
     with mf.FusionDefinition(case.model.name.replace("-", "_")) as fd:
@@ -70,7 +107,7 @@ def _program(case: Case, layers: int, ranks: Ranks, dtype: torch.dtype) -> mf.Pr
             }
             x = case.layer(w | {"x": x}, partial(_dense, w))
         fd.add_output(x)
-    return mf.compile(fd)
+    return mf.compile(fd, options)
 
 
 def _dense(w: dict[str, Any], name: str, x: Any) -> Any:
@@ -102,13 +139,14 @@ def rows(
         seconds = program.timeline(table.costs).seconds
         predicted[name] = seconds * 1e9, f"{layers} layers" if layers > 1 else "1 layer"
         contenders[name] = Contender(call=_call(program, _inputs(program, ranks)))
-    stopwatch = partial(device_time, ahead=_AHEAD) if is_gpu else host_time
+    watch = _Watch(partial(device_time, ahead=_AHEAD) if is_gpu else host_time, table.pace_s)
     times = interleave(
         contenders,
         rounds=arguments.rounds,
         batch=_ROW,
         settle=ranks.settle,
-        stopwatch=stopwatch,
+        stopwatch=watch.time,
+        told=watch.keep,
     )
     eager += [f"{name}: {line}" for name, p in programs.items() for line in eagerly(p)]
     for name, (ns, layers) in predicted.items():
@@ -121,6 +159,91 @@ def rows(
             alternative="measured",
             limit=None,
         )
+        if table.pace_s:
+            against = watch.at_usual(ranks.comm, name, times[name])
+            yield Row(
+                name=f"{name}, at the table's speed",
+                sizes=layers,
+                unit="us",
+                ours=[ns] * len(against),
+                against=against,
+                alternative="measured",
+                limit=None,
+            )
+
+
+class _Watch:
+    """Times turns; on a processor also its speed beside the table's, and who else runs there."""
+
+    def __init__(self, stopwatch: Stopwatch, usual: float) -> None:
+        self.stopwatch, self.pace = stopwatch, Pace(usual) if usual else None
+        self.last, self.turns = (1.0, 0.0, 0.0, 1.0), defaultdict[str, list[_Turn]](list)
+
+    def time(self, calls: Callable[[], None]) -> float:
+        if self.pace is None:
+            return self.stopwatch(calls)
+        busy, mine, start = _busy_s(), time.process_time(), time.perf_counter()
+        taken, usual = self.pace.timed(lambda: self.stopwatch(calls))
+        mine, wall = time.process_time() - mine, time.perf_counter() - start
+        self.last = usual / taken, _busy_s() - busy, mine, wall
+        return taken
+
+    def keep(self, name: str) -> None:
+        self.turns[name].append(self.last)
+
+    def at_usual(self, comm: mf.Communicator, name: str, times: list[float]) -> list[float]:
+        """Return times at the table's speed: of turns near it in which nothing else ran on the
+        machine, if there are some, else of all; all ranks call it."""
+        told = comm.all_ok(json.dumps([mine for _, _, mine, _ in self.turns[name]]))
+        ours = map(sum, zip(*(json.loads(x) for x in told if x is not None), strict=True))
+        all_turns, calm = list[float](), list[float]()
+        for ns, (speed, busy, _, wall), mine in zip(times, self.turns[name], ours, strict=True):
+            all_turns.append(ns * speed)
+            if abs(1 / speed - 1) <= FAR and busy - mine <= _OTHERS * wall:
+                calm.append(ns * speed)
+        return calm if len(calm) >= _ENOUGH else all_turns
+
+
+def _busy_s() -> float:
+    """Return the seconds that all processors have worked since they started; 0: nobody tells."""
+    try:
+        line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
+    except FileNotFoundError:  # another system than Linux
+        return 0.0
+    user, nice, system, _, _, irq, soft, *_ = map(int, line.split()[1:])
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def kinds(
+    ranks: Ranks, table: CostTable, arguments: argparse.Namespace, folder: Path
+) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
+    """Yield each program, and kind of instruction -> predicted and measured seconds, by a trace."""
+    is_gpu = ranks.device.type == "cuda"
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    for n, (case, layers) in enumerate(_cases(is_gpu, arguments.small, arguments.model)):
+        place = folder / str(n)
+        program = _program(case, layers, ranks, dtype, mf.Options(trace=str(place)))
+        call = _call(program, _inputs(program, ranks))
+        for _ in range(_TRACED):
+            call()
+        ranks.settle()
+        found = defaultdict[str, list[float]](lambda: [0.0, 0.0])
+        if ranks.comm.rank == 0:
+            both = program.timeline(table.costs).events, last_run(place, program.host.name)
+            for side, events in enumerate(both):
+                for e in (e for e in events if e.rank == 0 and e.part != "transfer"):
+                    kind = e.name.rpartition(" = ")[2].partition(" ")[0]
+                    found[kind][side] += (e.stop_ns - e.start_ns) / 1e9
+        ranks.settle()
+        yield f"{case.name}, {case.sizes}", {k: (a, b) for k, (a, b) in found.items()}
+
+
+def shown_kinds(name: str, found: dict[str, tuple[float, float]]) -> Table:
+    """Return a table of the kinds that took longest."""
+    table = titled(f"{name}: rank 0 by kinds", "kind", right=("predicted", "measured", "ratio"))
+    for kind, (a, b) in sorted(found.items(), key=lambda x: -x[1][1])[:10]:
+        table.add_row(kind, time_text(a), time_text(b), f"{a / b:.2f}" if b else "")
+    return table
 
 
 def _call(program: mf.Program, inputs: list[Any]) -> Callable[[], object]:
@@ -153,6 +276,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--small", action="store_true", help="layers of some thousand weights")
+    parser.add_argument("--kinds", action="store_true", help="each kind of instruction, too")
     parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
     return parser.parse_args()
 
@@ -164,6 +288,12 @@ def main() -> None:
     table = table_of(ranks, arguments.costs)
     eager: list[str] = []
     found = list(rows(ranks, table, arguments, eager))
+    by_kind = dict[str, dict[str, tuple[float, float]]]()
+    if arguments.kinds:
+        with tempfile.TemporaryDirectory() as mine:
+            told = ranks.comm.all_ok(mine)  # ranks of one host write into one folder
+            by_kind = dict(kinds(ranks, table, arguments, Path(str(told[0]))))
+            ranks.settle()
     if ranks.comm.rank == 0:
         path = arguments.output or _RESULTS / f"costs-{ranks.name}.json"
         where = {
@@ -173,10 +303,14 @@ def main() -> None:
             "table": table.text,
             "held_out": dict(table.held_out),
             "spread": table.spread,
+            "pace_s": table.pace_s,
             "eager": eager,
+            "kinds": by_kind,
         }
         given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
         show(screen.output(), f"predicted and measured, on {ranks.name}", found)
+        for name, some in by_kind.items():
+            screen.output().print(shown_kinds(name, some))
         for line in eager:
             screen.output().print(f"not compiled or captured: {line}", soft_wrap=True)
         Report(benchmark="costs", arguments=given, rows=found, where=where).write(path)

@@ -116,6 +116,8 @@ class CostTable:
         p95_error: that 95 of 100 of them do not exceed.
         held_out: of each: name -> predicted and measured seconds.
         spread: how far apart the times of the same work were while it was measured: the quartiles.
+        pace_s: of a processor: what a small product in its cache takes at the speed at which times
+            are given (`mdfuse.cli.calibration.pace`); 0: they are as they were.
         is_default: whether it ships with the package.
     """
 
@@ -127,6 +129,7 @@ class CostTable:
     p95_error: float
     held_out: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     spread: float = 0.0
+    pace_s: float = 0.0
     is_default: bool = False
 
     def by(self, backend: str) -> CostTable:

@@ -18,6 +18,7 @@ from mdfuse.cli.calibration.held_out import COUNT, programs
 from mdfuse.cli.calibration.judged import Pair, errors, pair
 from mdfuse.cli.calibration.listing import points
 from mdfuse.cli.calibration.measuring import Measurements
+from mdfuse.cli.calibration.pace import Pace
 from mdfuse.cli.calibration.scales import CPU, GPU, Scale
 from mdfuse.cli.calibration.sending import Backends, ways
 from mdfuse.cli.calibration.subjects import OPTIONS
@@ -77,20 +78,18 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
     console = screen.output()
     backends = carriers(comm, console.print)
     alone = by_itself(comm) if comm.size > 1 else None
-    measured = Measurements(comm, scale, console.print, backends, alone=alone)
-    subjects = points(scale, comm.size, backends) + COUNT
-    total = scale.passes * subjects + len(ways(comm.size, backends))
+    pace = Pace() if comm.device.type == "cpu" else None
+    measured = Measurements(comm, scale, console.print, backends, alone=alone, pace=pace)
+    total = points(scale, comm.size, backends) + COUNT + len(ways(comm.size, backends))
     shown = progress("calibrating", total, shows=comm.rank == 0)
     measured.begin()
     with quick_collections(), shown as advance:
         measured.take(advance)
         start = time.perf_counter()
-        costs, found = measured.costs, dict[str, Pair]()
-        for program in [*programs(scale, comm.size, backends[None])] * scale.passes:
-            new = pair(comm, program, costs)
-            found[new.name] = min(new, found.get(new.name, new), key=lambda p: p.measured_s)
+        costs, pairs = measured.costs, list[Pair]()
+        for program in programs(scale, comm.size, backends[None]):
+            pairs.append(pair(comm, program, costs, measured.wall))
             advance()
-        pairs = [*found.values()]
     if alone is not None:
         alone.close()
     console.print(f"programs that it did not see: {time.perf_counter() - start:.1f} s")
@@ -105,6 +104,7 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
         p95_error=p95,
         held_out={p.name: (p.predicted_s, p.measured_s) for p in pairs},
         spread=measured.spread,
+        pace_s=pace.usual if pace is not None else 0.0,
     )
 
 

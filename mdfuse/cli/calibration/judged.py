@@ -6,7 +6,8 @@ import json
 import statistics
 from dataclasses import dataclass
 
-from mdfuse.cli.calibration.measuring import QUEUED, call_of, seconds_of
+from mdfuse.cli.calibration.measuring import call_of
+from mdfuse.cli.calibration.sampling import QUEUED, WALL, Watch, seconds_of
 from mdfuse.compiled.program import Program
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.seeing.costs import Costs
@@ -32,9 +33,9 @@ class Pair:
         return abs(self.predicted_s - self.measured_s) / self.measured_s
 
 
-def pair(comm: Communicator, program: Program, costs: Costs) -> Pair:
+def pair(comm: Communicator, program: Program, costs: Costs, watch: Watch = WALL) -> Pair:
     """Predict and measure a program; all ranks call it, and get the median over ranks."""
-    mine = seconds_of(comm, call_of(comm, program), QUEUED)
+    mine = seconds_of(comm, call_of(comm, program), QUEUED, watch)
     told = comm.all_ok(json.dumps(mine))
     measured = statistics.median(json.loads(text) for text in told if text is not None)
     predicted = program.timeline(costs).seconds

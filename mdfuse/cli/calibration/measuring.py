@@ -17,6 +17,8 @@ from torch import Tensor
 
 from mdfuse.cli.calibration import cold
 from mdfuse.cli.calibration.listing import subjects
+from mdfuse.cli.calibration.pace import Pace, own_clock
+from mdfuse.cli.calibration.sampling import QUEUED, Watch, samples_of, seconds_of
 from mdfuse.cli.calibration.scales import Scale
 from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, received, ways
 from mdfuse.cli.calibration.subjects import (
@@ -28,7 +30,6 @@ from mdfuse.cli.calibration.subjects import (
     linear,
     switches,
 )
-from mdfuse.cli.execution import timed
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options
 from mdfuse.errors import BackendError
@@ -42,96 +43,20 @@ from mdfuse.seeing.caches import Caches
 from mdfuse.seeing.costs import MOST_SLOWED, Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
 
-#: Timed samples of each subject, of which the least counts: at most, and where the two least of
-#: them are close to each other on all ranks, how far apart as a share.
-SAMPLES, _FEW, _CLOSE = 5, 3, 0.01
-
-#: Runs in a row of which the time of one is known: so are those of the programs to be predicted.
-QUEUED = 8
-
 #: Subjects between two looks at the same piece of work, whose times say how calm the machine is.
 _EVERY = 16
 
 #: Of the time of a product, how long a communication beside it takes at most.
 _SHORTER = 0.8
 
-#: Subjects that are prepared together where each is measured once; else those between two looks.
+#: Subjects that are prepared together.
 _KEPT = 4
+
+#: Looks at the pace before anything is measured.
+_LOOKS = 99
 
 
 Call = Callable[[], object]
-Clock = Callable[[], float]
-
-
-def seconds_of(
-    comm: Communicator, call: Call, runs: int = 2, clock: Clock = time.perf_counter
-) -> float:
-    """Return the least seconds of a call in some samples, on this rank; all ranks call it.
-
-    What else runs on a machine only ever adds time. On a GPU its own time counts.
-    """
-    found = list[float]()
-    for sample in samples_of(comm, call, runs, clock):
-        found.append(sample)
-        if len(found) >= _FEW and _are_close(comm, found):
-            break
-    return min(found)
-
-
-def _are_close(comm: Communicator, samples: Sequence[float]) -> bool:
-    """Tell whether another sample would change little, on any rank; all ranks call it."""
-    least, next_one, *_ = sorted(samples)
-    is_close = next_one - least <= _CLOSE * least
-    return not any(comm.all_ok(None if is_close else "its samples are far apart"))
-
-
-def own_clock() -> Clock:
-    """Return the clock of work that waits for nobody: processor time, where a thread does it all.
-
-    What else runs takes none of it.
-    """
-    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-
-def samples_of(
-    comm: Communicator, call: Call, runs: int, clock: Clock = time.perf_counter
-) -> Iterator[float]:
-    """Yield the seconds of a call, on this rank, in each of some samples; all ranks call it."""
-
-    def calls() -> None:
-        for _ in range(runs):
-            call()
-
-    for _ in range(3):  # prepares, captures, connects
-        call()
-    is_gpu = comm.device.type == "cuda"
-    for _ in range(SAMPLES):
-        yield (_queued(calls, call, comm) if is_gpu else timed(calls, comm, clock)) / runs
-
-
-#: Bytes that a GPU copies before what is timed, and how often: some 2 ms, in which the host queues
-#: all of it.
-_HELD_BYTES, _HELD = 1 << 28, 8
-
-
-def _queued(calls: Callable[[], object], first: Callable[[], object], comm: Communicator) -> float:
-    """Return the seconds between two events on a GPU that has all of some calls before it.
-
-    Ranks that communicate in a first one begin to count at the same time.
-    """
-    source = torch.empty(_HELD_BYTES, dtype=torch.uint8, device=comm.device)
-    copy = torch.empty_like(source)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(comm.device)
-    comm.barrier()
-    for _ in range(_HELD):
-        copy.copy_(source)
-    first()
-    start.record()
-    calls()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
 
 
 def arguments(host: HostProgram, comm: Communicator) -> dict[str, Any]:
@@ -169,6 +94,7 @@ class Measurements:
         told: is called with a line for each kind of subjects: how long it took.
         alone: this rank by itself, where ranks share local work out among them; None: each does
             all of it.
+        pace: of this rank's processor; None: of a GPU, whose time is given as it is.
     """
 
     comm: Communicator
@@ -178,34 +104,64 @@ class Measurements:
     times: dict[tuple[str, str], dict[Any, float]] = field(default_factory=dict)
     calm: list[float] = field(default_factory=list)
     alone: Communicator | None = None
+    pace: Pace | None = None
+
+    @property
+    def own(self) -> Watch:
+        """How work is timed that waits for nobody."""
+        return Watch(own_clock(), self.pace)
+
+    @property
+    def wall(self) -> Watch:
+        """How work is timed that may wait for others."""
+        return Watch(pace=self.pace)
 
     def begin(self) -> None:
         """Measure what a run takes; what this imports is there for all others, too.
 
         Where communications are measured behind other work, they have all that a run takes more.
         """
+        if self.pace is not None:
+            for _ in range(_LOOKS):
+                self.pace.look()
+            self.pace.usual = self._usual(self.pace)
         self.times["run", "run"] = {1: self._run()}
         is_more = self.comm.size > 1 and not self.scale.between_s
         self.times["run", "posting"] = {1: self._posting() if is_more else 0.0}
 
     def take(self, advance: Callable[[], object]) -> None:
         """Measure everything else; `advance` is called for each subject."""
-        probe, together = self._probe(), self._together
-        for n, some in enumerate(self._subjects(advance, together)):
+        probe = self._probe()
+        for n, some in enumerate(self._subjects(advance)):
             self._measure(some)
-            if n * together % _EVERY == 0:
-                self.calm += samples_of(self.alone or self.comm, probe, 1)
+            if n * _KEPT % _EVERY == 0:
+                self.calm += samples_of(self.alone or self.comm, probe, 1, self.wall)
         self._take_slows(advance)
         self.times["run", "switch"] = {1: self._switch()}
         if self.scale.core:
             self._take_caches()
         self._share()
+        if self.pace is not None:
+            self._settle(self.pace)
 
-    def _subjects(self, advance: Callable[[], object], together: int) -> Iterator[list[Subject]]:
-        """Yield what this rank measures, so many at once; of each kind all ranks then know all."""
+    def _usual(self, pace: Pace) -> float:
+        """Return the median of all looks, of the ranks the median; all ranks call it."""
+        told = self.comm.all_ok(json.dumps(statistics.median(pace.looks)))
+        return float(statistics.median(json.loads(x) for x in told if x is not None))
+
+    def _settle(self, pace: Pace) -> None:
+        """Give all times at the speed that was usual while they were measured."""
+        before, pace.usual = pace.usual, self._usual(pace)
+        for (table, key), points in self.times.items():
+            if table != "slows":  # a share
+                scaled = {at: seconds * pace.usual / before for at, seconds in points.items()}
+                self.times[table, key] = scaled
+
+    def _subjects(self, advance: Callable[[], object]) -> Iterator[list[Subject]]:
+        """Yield what this rank measures, some at once; of each kind all ranks then know all."""
         for name, some in subjects(self.scale, self.comm.size, self.backends).items():
             start, mine = time.perf_counter(), self._mine(some(), advance)
-            while chunk := [*itertools.islice(mine, together)]:
+            while chunk := [*itertools.islice(mine, _KEPT)]:
                 yield chunk
             self._share()
             self.told(f"{name}: {time.perf_counter() - start:.1f} s")
@@ -218,16 +174,11 @@ class Measurements:
             advance()
 
     def _measure(self, some: Sequence[Subject]) -> None:
-        """Measure subjects that are prepared together, in turns where each is measured again."""
+        """Measure subjects that are prepared together."""
         collected()  # what those before them held is garbage
         calls = [self._run_of(x.program, x.options, self._ranks(x)) for x in some]
-        for subject, call in [*zip(some, calls, strict=True)] * self.scale.passes:
+        for subject, call in zip(some, calls, strict=True):
             self._note(subject, self._once(subject, call))
-
-    @property
-    def _together(self) -> int:
-        """How many subjects are prepared together."""
-        return _EVERY if self.scale.passes > 1 else _KEPT
 
     def _probe(self) -> Call:
         """Return a run of the product that is looked at again and again."""
@@ -241,21 +192,20 @@ class Measurements:
         return self.comm if subject.is_sent else self.alone or self.comm
 
     def _note(self, subject: Subject, seconds: float) -> None:
-        """Keep the seconds of a subject, if it has not taken less before."""
+        """Keep the seconds of a subject, less those of what else its program does."""
         if subject.local:
             mine, costs = subject.program.project(0), self.costs
             seconds -= sum(costs.seconds(mine, i) for i in subject.local)
-        known = self.times.setdefault((subject.table, subject.key), {})
-        known[subject.at] = min(seconds, known.get(subject.at, seconds))
+        self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
 
     def _once(self, subject: Subject, call: Call) -> float:
         """Return the seconds of one of the times that a subject is done in a run."""
         comm = self._ranks(subject)
-        clock = time.perf_counter if subject.is_sent else own_clock()
-        seconds = seconds_of(comm, call, subject.runs, clock)
+        watch = self.wall if subject.is_sent else self.own
+        seconds = seconds_of(comm, call, subject.runs, watch)
         if subject.without is not None:
             rest = self._run_of(subject.without, subject.options)
-            seconds -= seconds_of(comm, rest, subject.runs, clock)
+            seconds -= seconds_of(comm, rest, subject.runs, watch)
         else:
             seconds -= self.times["run", "run"][1]
             seconds -= self.times["run", "posting"][1] if subject.is_sent else 0.0
@@ -277,7 +227,7 @@ class Measurements:
 
     def _beside(self, way: Way, size: int, *, sends: bool) -> float:
         program = beside(self.scale, way, size, sends=sends)
-        return seconds_of(self.comm, self._run_of(program, way.options), 1)
+        return seconds_of(self.comm, self._run_of(program, way.options), 1, self.wall)
 
     def _longest(self, way: Way, link: Link, most: float) -> tuple[int, float]:
         """Return the size of the longest communication below some seconds, and its own."""
@@ -294,7 +244,7 @@ class Measurements:
 
         def prepared(host: HostProgram) -> Callable[[], float]:
             call = self._run_of(host, OPTIONS)
-            return lambda: seconds_of(self.comm, call, 2, own_clock())
+            return lambda: seconds_of(self.comm, call, 2, self.own)
 
         found = cold.caches(self.scale, self.comm.size, prepared, run_s, switch_s)
         for kind, more in found.returns.items():
@@ -309,7 +259,7 @@ class Measurements:
         Of two programs one does twice as much as the other.
         """
         few, many = (
-            seconds_of(self.comm, call_of(self.comm, program), QUEUED, own_clock())
+            seconds_of(self.comm, call_of(self.comm, program), QUEUED, self.own)
             for program in chains(self.scale, self.comm.size)
         )
         return max(0.0, 2 * few - many)
@@ -331,7 +281,7 @@ class Measurements:
         found = []
         for between in BETWEEN:
             product, other, both = (
-                seconds_of(self.comm, self._run_of(host, OPTIONS), QUEUED, own_clock())
+                seconds_of(self.comm, self._run_of(host, OPTIONS), QUEUED, self.own)
                 for host in switches(self.scale, mesh, between)
             )
             run_s = self.times["run", "run"][1]

@@ -26,8 +26,6 @@ class Scale:
             to the first, so that none is in the cache of a core: in programs others were there.
         core: bytes that work goes through until the cache of a core has lost its code; 0: of GPUs,
             whose host is ahead of them.
-        passes: how often all of it is measured, of which the least counts: cores that share what is
-            below them with strangers are slow for a second or two.
         tensors: how many operands or weights a run goes through at most: to define and plan them
             takes time, too.
         sizes: bytes of pointwise work.
@@ -57,7 +55,6 @@ class Scale:
     cache: int
     stale: int
     core: int
-    passes: int
     tensors: int
     sizes: tuple[int, ...]
     rows: tuple[int, ...]
@@ -83,7 +80,6 @@ CPU = Scale(
     cache=1 << 25,
     stale=1 << 22,
     core=1 << 20,
-    passes=2,
     tensors=48,
     sizes=tuple(1 << n for n in (12, 15, 18, 20, 22, 24, 26)),
     rows=(1, 2, 4, 8, 32, 128, 512),
@@ -108,7 +104,6 @@ GPU = Scale(
     cache=1 << 28,
     stale=0,
     core=0,
-    passes=1,
     tensors=16,
     sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
     rows=(1, 16, 128, 256, 512, 1024, 2048, 4096),

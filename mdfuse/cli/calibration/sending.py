@@ -147,8 +147,9 @@ def _products_first(host: HostProgram) -> HostProgram:
     return replace(host, instructions=(*work, *rest))
 
 
-#: How many communications there are in a run, each behind other work; and runs of a sample.
-_BEHIND, _BEHIND_RUNS = 4, 4
+#: How many communications there are in a run, each behind other work; runs of a sample at most, and
+#: seconds of a sample from which on it has fewer.
+_BEHIND, _BEHIND_RUNS, _BEHIND_S = 4, 4, 25e-3
 
 
 def _behind(scale: Scale, way: Way, host: HostProgram) -> Subject:
@@ -162,12 +163,13 @@ def _behind(scale: Scale, way: Way, host: HostProgram) -> Subject:
         behind, instructions=left, outputs=tuple(x for x in host.outputs if x not in sent)
     )
     found = _sent(scale, way, behind)
+    once = scale.between_s + 4 * received(host) / scale.bandwidth
     return replace(
         found,
         program=repeated(behind, _BEHIND, frees=True),
         without=repeated(without, _BEHIND, frees=True),
         times=_BEHIND,
-        runs=_BEHIND_RUNS,
+        runs=max(1, min(_BEHIND_RUNS, round(_BEHIND_S / (_BEHIND * once)))),
         local=(),
     )
 

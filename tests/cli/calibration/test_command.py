@@ -1,6 +1,5 @@
 """`mdfuse calibrate` keeps a table with its errors, and none of a noisy machine."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +9,10 @@ import torch
 from typer.testing import CliRunner
 
 import mdfuse as mf
-from mdfuse.cli.calibration import command, judged, measuring
+from mdfuse.cli.calibration import command, judged, measuring, sampling
 from mdfuse.cli.calibration.command import calibrated
 from mdfuse.cli.calibration.listing import subjects
+from mdfuse.cli.calibration.pace import Pace
 from mdfuse.cli.calibration.scales import CPU, Scale
 from mdfuse.cli.calibration.sending import beside, links, received, ways
 from mdfuse.cli.calibration.subjects import TURNS, Subject
@@ -86,7 +86,7 @@ def test_a_table_has_everything_that_was_measured(
     assert costs.caches.returns.keys() >= {"gelu", "linear", "scaled_dot_product_attention", "*"}
     assert costs.run_s >= 0 and costs.posting_s <= 1e-9, "one rank communicates with nobody"
     assert table.ranks == 1 and len(table.held_out) == 11 and not costs.is_fused
-    assert table.machine == machine_of(mf.init().device, "gloo")
+    assert table.machine == machine_of(mf.init().device, "gloo") and table.pace_s > 0
 
 
 @pytest.mark.usefixtures("unjoined")
@@ -94,11 +94,11 @@ def test_a_run_takes_what_no_work_in_it_takes(monkeypatch: pytest.MonkeyPatch) -
     """On a clock where each run takes 7 and each of its instructions of work 0.5."""
     monkeypatch.setattr(measuring, "call_of", lambda comm, program: program)
     monkeypatch.setattr(
-        measuring, "seconds_of", lambda comm, program, runs, clock: 7.0 + 0.5 * works(program.host)
+        measuring, "seconds_of", lambda comm, program, runs, watch: 7.0 + 0.5 * works(program.host)
     )
     found = measuring.Measurements(mf.init(), TINY)._run()
     assert found == pytest.approx(7.0)
-    monkeypatch.setattr(measuring, "seconds_of", lambda comm, program, runs, clock: 0.5)
+    monkeypatch.setattr(measuring, "seconds_of", lambda comm, program, runs, watch: 0.5)
     assert measuring.Measurements(mf.init(), TINY)._run() == pytest.approx(0.5)
 
 
@@ -123,7 +123,7 @@ def test_a_communication_behind_work_takes_what_the_rest_leaves(
 ) -> None:
     """On a clock where a communication takes 0.5, a product 3 and other work 0.25."""
 
-    def seconds(comm: mf.Communicator, host: mf.hir.HostProgram, runs: int, clock: object) -> float:
+    def seconds(comm: mf.Communicator, host: mf.hir.HostProgram, runs: int, watch: object) -> float:
         found = [i for i in host.project(0).written_out.instructions if is_work(i)]
         products = sum(i.fn == "linear" for i in found)
         return 0.5 * posts(host) + 3.0 * products + 0.25 * (len(found) - products)
@@ -153,9 +153,9 @@ def test_as_many_samples_as_it_takes(
     samples: list[float], others: str | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comm, taken = mf.init(), iter([2 * x for x in samples])
-    monkeypatch.setattr(measuring, "timed", lambda calls, comm, clock: next(taken))
+    monkeypatch.setattr(sampling, "timed", lambda calls, comm, clock: next(taken))
     monkeypatch.setattr(comm, "all_ok", lambda text: (text, others))
-    assert measuring.seconds_of(comm, lambda: None, runs=2) == min(samples)
+    assert sampling.seconds_of(comm, lambda: None, runs=2) == min(samples)
     assert len(samples) == count and next(taken, None) is None
 
 
@@ -222,7 +222,7 @@ def test_products_beside_communications(monkeypatch: pytest.MonkeyPatch) -> None
     found.times["run", "posting"] = {1: 1.0}
     taken = iter([8.0, 9.5] * len(keys))
     monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
-    monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs: next(taken))
+    monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs, watch: next(taken))
     found._take_slows(lambda: None)
     assert {key: found.costs.links[key].slows for key in keys} == dict.fromkeys(keys, 0.25)
     assert found.costs.links["*"].slows == 0.25 and next(taken, None) is None
@@ -270,7 +270,7 @@ def test_what_a_change_of_work_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     times = [x for more in (5.0, 60.0, 6.0, 7.0) for x in (3.0 + 16, 3.0 + 8, 3.0 + 24 + more)]
     taken = iter(times)
     monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
-    monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs, clock: next(taken))
+    monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs, watch: next(taken))
     assert found._switch() == pytest.approx(6.5 / (2 * TURNS))
     taken = iter([19.0, 11.0, 20.0] * 4)
     assert found._switch() == 0.0
@@ -320,29 +320,37 @@ def test_errors_are_those_of_all_pairs() -> None:
 
 
 @pytest.mark.usefixtures("unjoined")
-def test_subjects_are_measured_in_turns_and_the_least_counts(
+def test_at_the_usual_speed_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of looks that take 1, or 2 where the processor is half as fast, and so does the work."""
+    pace = Pace(usual=1.0)
+    looks = iter([1.0, 1.0, 2.0, 2.0, 1.0, 1.0])
+    taken = iter([2 * 5.0, 2 * 10.4, 2 * 5.1])
+    monkeypatch.setattr(pace, "look", lambda: next(looks))
+    monkeypatch.setattr(sampling, "timed", lambda calls, comm, clock: next(taken))
+    monkeypatch.setattr(sampling, "_AGAIN", 0)
+    found = sampling.seconds_of(mf.init(), lambda: None, 2, sampling.Watch(pace=pace))
+    assert found == pytest.approx(5.1) and next(taken, None) is None, "they are close"
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_what_was_taken_far_from_the_usual_speed_is_taken_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a clock whose times are given, of three subjects in two passes."""
-    some = [*itertools.islice(subjects(TINY, 1)["work"](), 3)]
-    times = iter([3.0, 5.0, 1.0, 2.0, 6.0, 0.5])
-    seen: list[object] = []
+    pace = Pace(usual=1.0)
+    looks = iter([1.0, 1.0, 2.0, 2.0, 1.25, 1.25, 0.7, 0.7, 3.0, 3.0, 4.0, 4.0])
+    monkeypatch.setattr(pace, "look", lambda: next(looks))
+    taken = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    found = [pace.timed(lambda: next(taken), 2)[1] for _ in range(3)]
+    assert found == pytest.approx([1.0, 3.0 / 1.25, 6.0 / 4.0]), "twice at most"
 
-    def once(self: object, subject: Subject, call: object) -> float:
-        seen.append(subject.at)
-        return next(times)
 
-    taken = measuring.Measurements
-    monkeypatch.setattr(measuring, "subjects", lambda *args: {"work": lambda: iter(some)})
-    monkeypatch.setattr(measuring, "samples_of", lambda *args: [1.0])
-    monkeypatch.setattr(taken, "_once", once)
-    monkeypatch.setattr(taken, "_run_of", lambda self, host, options, comm: host)
-    for name in ("_take_slows", "_take_caches"):
-        monkeypatch.setattr(taken, name, lambda *args: None)
-    monkeypatch.setattr(taken, "_switch", lambda self: 0.0)
-    found = taken(mf.init(), TINY, told=lambda line: None)
-    count = itertools.count()
-    found.take(lambda: next(count))
-    assert seen == [x.at for x in some] * 2 and next(count) == 3
-    least = {(x.key, x.at): s for x, s in zip(some, (2.0, 5.0, 0.5), strict=True)}
-    assert {(x.key, x.at): found.times["works", x.key][x.at] for x in some} == least
+@pytest.mark.usefixtures("unjoined")
+def test_times_are_given_at_the_speed_that_was_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks, whose looks took 3 and 5 meanwhile, beside 2 before."""
+    pace = Pace(usual=2.0, looks=[1.0, 3.0, 9.0])
+    found = measuring.Measurements(mf.init(), TINY, pace=pace)
+    monkeypatch.setattr(found.comm, "all_ok", lambda text: (text, "5.0"))
+    found.times |= {("works", "add f32"): {64: 3.0}, ("slows", "Allreduce 2"): {1: 0.5}}
+    found._settle(pace)
+    assert found.times["works", "add f32"] == {64: 6.0} and pace.usual == 4.0
+    assert found.times["slows", "Allreduce 2"] == {1: 0.5}, "a share stays"
