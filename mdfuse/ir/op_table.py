@@ -37,7 +37,8 @@ class Op:
             is Partial by the op's own reduce op.
         is_view: the result may share storage with the first operand.
         is_single: runs as a single host op; others are merged into segments by default.
-        indexed: the position of the operand (a table) whose rows the first operand indexes.
+        indexed: the position of the operand (a table) whose rows the first operand indexes;
+            "result": it indexes those of the result, which is made in the shape of the attributes.
         keeps: the position of an operand whose elements the result has but for those that the op
             writes: in the operand's own buffer it writes these alone. Read nowhere else.
         stays: the position of a matrix operand that keeps its split of the result's dims; the
@@ -65,7 +66,7 @@ class Op:
     partial: Literal["", "view", "all", "sum", "scale", "reduce"] = ""
     is_view: bool = False
     is_single: bool = True
-    indexed: int | None = None
+    indexed: int | Literal["result"] | None = None
     keeps: int | None = None
     stays: int | None = None
     attrs: tuple[Attr, ...] = ()
