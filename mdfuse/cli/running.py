@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,10 @@ def _check_have_values(inputs: Sequence[Any]) -> None:
             )
 
 
+def _counted(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}" + ("" if len(things) == 1 else "s")
+
+
 def _report(
     job: _Job, inputs: Sequence[Any], outcome: Outcome, rows: list[tuple[str, str]]
 ) -> str | None:
@@ -145,7 +149,7 @@ def _report(
     with screen.progress("computing on one device"):
         found = compare(outcome.outputs, mdfuse.reference(job.definition, inputs))
     console = screen.output()
-    counts = f"{len(program.segments)} segments, {len(program.host)} instructions"
+    counts = f"{_counted(program.segments, 'segment')}, {_counted(program.host, 'instruction')}"
     console.print(report.facts([("program", f"@{program.host.name}: {counts}"), *rows]))
     console.print()
     console.print(report.communications(program))
