@@ -94,9 +94,10 @@ class Options:
         timeout_s: seconds after which a communication that does not finish is an error.
         poison: fill every new buffer with NaN (the largest value for integers, True for bool), so
             that an element that nothing wrote shows.
-        check_indices: look at the indices of each `embedding`: one that is out of range is an
-            IndexRangeError on all ranks, which meet at the end of each run for it. Else the result
-            is undefined: an error of torch, zeros, or on GPUs the end of the process.
+        check_indices: look at all indices into tensors, as those of `embedding`: one that is out
+            of range is an IndexRangeError on all ranks, which meet at the end of each run for it.
+            Else the result is undefined: an error of torch, zeros, or on GPUs the end of the
+            process.
         reduce_dtype: torch.float32 or torch.float64: sums of narrower floats that ranks hold parts
             of are cast to it before they are reduced, along every axis, and back after; None: they
             are reduced as they are.

@@ -202,7 +202,7 @@ class ProgramError(MdfuseError):
 
 
 class IndexRangeError(ProgramError, IndexError):
-    """An index of `embedding` that is out of range in a run; see `Options.check_indices`."""
+    """An index into a tensor that is out of range in a run; see `Options.check_indices`."""
 
 
 class BackendError(MdfuseError):

@@ -104,9 +104,14 @@ def load_build(file: Path) -> Build:
 def call_build(build: Build, mesh: DeviceMesh) -> tuple[FusionDefinition, list[Any]]:
     """Call `build` on a mesh, and return the definition and the global inputs.
 
+    Torch's random numbers begin at one seed, so that all ranks draw the same global inputs.
+
     Raises:
         DefinitionError: `build` returned something else, or raised something.
     """
+    import torch  # late: the command line says what is wrong with its arguments before
+
+    torch.manual_seed(0)
     with user_code(_file_of(build), f"build({mesh})"):
         result = build(mesh)
         if (

@@ -8,6 +8,7 @@ from mdfuse.communication import check_reduce_op
 from mdfuse.errors import CommunicationError, LayoutError, Source
 from mdfuse.frontend.sites import Site
 from mdfuse.ir.graph import Value, value_text
+from mdfuse.layouts.blocks import segments
 from mdfuse.layouts.layout import Layout, Partial, Placement
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
@@ -15,7 +16,7 @@ from mdfuse.mesh import DeviceMesh
 
 def layout(
     name: str,
-    ndim: int,
+    shape: tuple[int, ...],
     dtype: torch.dtype,
     site: Site,
     mesh: DeviceMesh | Layout | None,
@@ -45,7 +46,9 @@ def layout(
     if not isinstance(mesh, Layout):
         mesh = Layout(mesh, dict(placements or ()), dict(order), stream)
     try:
-        found = mesh.normalized(ndim)
+        found = mesh.normalized(len(shape))
+        for dim, blocks in found.blocked.items():
+            segments(blocks, shape[dim])  # refuses those of another extent
         for placement in found.placements:
             if isinstance(placement, Partial):
                 check_reduce_op(placement.op, dtype)

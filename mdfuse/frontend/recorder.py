@@ -118,7 +118,7 @@ class Recorder:
         name = self._fresh.fresh(self.values, self._symbols.unused(site.name or "in"))
         if any(type(n) is int and n == -1 for n in extents):
             extents = self._symbols.made(name, extents)
-        layout = None if place is None else laws.layout(name, len(extents), dtype, site, *place)
+        layout = None if place is None else laws.layout(name, extents, dtype, site, *place)
         if layout is not None:
             self._stated[name] = site.source
         self._inputs.append(len(self.names))
@@ -196,7 +196,7 @@ class Recorder:
         name = self.names[of]
         value = self.values[name]
         said = mesh, placements, order, stream
-        layout = laws.layout(name, len(value.shape), value.dtype, site, *said)
+        layout = laws.layout(name, value.shape, value.dtype, site, *said)
         self._check_unplaced(value, f"is laid out as {layout}", site)
         self.values[name] = replace(value, layout=layout, is_law=True)
         self._note_place(of, site)

@@ -39,7 +39,8 @@ class Op:
         is_plain: the results are said to lie in the order of their dims, whatever order the kernels
             of a device give.
         is_single: runs as a single host op; others are merged into segments by default.
-        indexed: the position of the operand (a table) whose rows the first operand indexes.
+        indexed: the position of the operand (a table) whose rows the first operand indexes;
+            "result": it indexes those of the result, which is made in the shape of the attributes.
         keeps: the position of an operand whose elements the result has but for those that the op
             writes: in the operand's own buffer it writes these alone. Read nowhere else.
         stays: the position of a matrix operand that keeps its split of the result's dims; the
@@ -69,7 +70,7 @@ class Op:
     is_view: bool = False
     is_plain: bool = False
     is_single: bool = True
-    indexed: int | None = None
+    indexed: int | Literal["result"] | None = None
     keeps: int | None = None
     stays: int | None = None
     attrs: tuple[Attr, ...] = ()

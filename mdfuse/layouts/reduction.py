@@ -22,7 +22,8 @@ BOOL_OPS = {
 }
 
 #: dtype -> the dtype in which its local reduction is done instead: narrow floats are rounded once,
-#: at the end, and torch has no reductions on wide unsigned integers.
+#: at the end, and torch has no reductions on wide unsigned integers, nor on complex numbers of
+#: halves.
 _WORKING_DTYPES = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -31,6 +32,7 @@ _WORKING_DTYPES = {
     torch.float8_e4m3fnuz: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
     torch.float8_e8m0fnu: torch.float32,
+    torch.complex32: torch.complex64,
     torch.uint16: torch.int64,
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
@@ -76,6 +78,15 @@ def check_reduction(op: str | None, dtype: torch.dtype) -> None:
         )
 
 
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of a dtype are reduced, to be rounded once, at the end.
+
+    >>> working_dtype(torch.bfloat16), working_dtype(torch.complex32), working_dtype(torch.int8)
+    (torch.float32, torch.complex64, torch.int8)
+    """
+    return _WORKING_DTYPES.get(dtype, dtype)
+
+
 def combine(op: str, rows: Tensor) -> Tensor:
     """Reduce `rows` [n, k], one row per rank, to [k] of the same dtype.
 
@@ -86,7 +97,7 @@ def combine(op: str, rows: Tensor) -> Tensor:
         op = BOOL_OPS[op]
     if rows.dtype is torch.uint64 and op in _ORDERED:
         return (_COMBINE[op](rows.view(torch.int64) ^ _TOP_BIT) ^ _TOP_BIT).view(torch.uint64)
-    working = rows.to(_WORKING_DTYPES.get(rows.dtype, rows.dtype))
+    working = rows.to(working_dtype(rows.dtype))
     return _COMBINE[op](working).to(rows.dtype)
 
 

@@ -41,12 +41,14 @@ class IndexChecks:
         row = TABLE[i.fn]
         if row.indexed is None:
             return [*lines]
-        indices, table = (i.inputs[at] for at in (0, row.indexed))
+        indices = i.inputs[0]
+        table = i.outputs[0] if row.indexed == "result" else i.inputs[row.indexed]
         assert isinstance(indices, str)
         assert isinstance(table, str)
         given, made = context.ref(indices), SlotRef(context.new_slot())
-        part = i.kwargs.get("part")
-        rows = part[2] if part is not None else context.type(table).shape[i.kwargs.get("along", 0)]
+        part, along = i.kwargs.get("part"), i.kwargs.get("along", 0)
+        whole = i.kwargs["shape"] if row.indexed == "result" else context.type(table).shape
+        rows = whole[along] if part is None else part[2]
         look = partial(self._look, rows, partial(_out_of_range, i, table, rows, context))
         first = Line(run=look, args=(given,), into=made.slot)
         rest = [

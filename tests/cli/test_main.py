@@ -16,9 +16,10 @@ from helpers.example_files import FOLDER
 from typer.testing import CliRunner, Result
 
 import mdfuse as lib
+from mdfuse import DeviceMesh
 from mdfuse.cli.execution import compare
 from mdfuse.cli.main import app
-from mdfuse.cli.program_file import parse_mesh
+from mdfuse.cli.program_file import call_build, load_build, parse_mesh
 from mdfuse.cli.report import size_text
 
 HELLO = str(FOLDER / "hello_mesh.py")
@@ -149,6 +150,20 @@ def test_run_simulates() -> None:
         r"within",
     ):
         assert re.search(what, text), what
+
+
+def test_one_of_a_kind_is_counted_as_one(tmp_path: Path) -> None:
+    """Inputs that are drawn are the same on every rank, each of which calls `build`."""
+    text = """import torch, mdfuse as mf
+def build(mesh):
+    with mf.FusionDefinition("none") as fd:
+        fd.add_output(fd.define_tensor([2], mesh=mesh))
+    return fd, [torch.randn(2)]
+"""
+    assert "0 segments, 1 instruction " in shown("run", file_with(tmp_path, text), "--sim", "tp=2")
+    build, mesh = load_build(Path(file_with(tmp_path, text))), DeviceMesh.arange(tp=2)
+    one, other = (call_build(build, mesh)[1][0] for _ in range(2))
+    assert torch.equal(one, other)
 
 
 def test_run_alone_is_a_world_of_one() -> None:

@@ -99,6 +99,11 @@ def test_what_is_whole_blocks() -> None:
     assert part_of_blocks((4, 2, 2), 8, (2, 6)) == 0
 
 
+def stated(split: Shard, *shape: int) -> None:
+    with mf.FusionDefinition() as fd:
+        fd.define_tensor(shape, mesh=TP, layout={"tp": split}, name="x")
+
+
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no number": (lambda: Shard(0, blocks=0), "blocks=0"),
     "a word": (lambda: Shard(0, blocks="3"), "how many equal ones"),  # type: ignore[arg-type]
@@ -108,6 +113,9 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "they have 6 rows together",
     ),
     "unequal": (lambda: Layout(TP, {"tp": Shard(0, 3)}).local_shape((7,)), "not 3 equal blocks"),
+    "not the dim of a value": (lambda: stated(Shard(0, (4, 2)), 7, 3), "%x: blocks [4,2] of a dim"),
+    "unequal, without elements": (lambda: stated(Shard(0, 3), 7, 0), "not 3 equal blocks"),
+    "no rows": (lambda: stated(Shard(0, (4, 2)), 0, 3), "they have 6 rows together"),
     "different blocks": (
         lambda: Layout(GRID, {"a": Shard(0, 2), "b": Shard(0, 4)}),
         "a and b split dim 0 in different blocks",

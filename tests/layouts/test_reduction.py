@@ -55,3 +55,10 @@ def test_powers_of_two(op: str, result: list[float]) -> None:
     """Scales of blocks of narrow floats; what is no power of two is rounded to one."""
     rows = torch.tensor([[8.0, 1.0], [8.0, 2.0]]).to(torch.float8_e8m0fnu)
     assert combine(op, rows).to(torch.float32).tolist() == result
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "avg"])
+def test_complex_numbers_of_halves(op: str) -> None:
+    rows = torch.tensor([[1 + 2j, -1j, 0.5], [2 - 1j, 3 + 1j, 1j]])
+    got = combine(op, rows.to(torch.complex32)).to(torch.complex64)
+    assert torch.equal(got, {"sum": rows.sum(0), "prod": rows.prod(0), "avg": rows.mean(0)}[op])

@@ -58,6 +58,7 @@ def test_what_is_reduced(comm: Any) -> None:
     each(kinds.test_reduce, comm, kinds.TEAMS, REDUCED, [7])
     each(kinds.test_reductions_of_nothing, comm, kinds.TEAMS)
     each(kinds.test_extremes_of_what_is_no_number, comm, kinds.TEAMS)
+    each(kinds.test_reductions_of_complex_numbers, comm, kinds.TEAMS)
 
 
 @four

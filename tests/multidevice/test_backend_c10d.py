@@ -174,6 +174,30 @@ def test_extremes_of_what_is_no_number(comm: Any, team: tuple[int, ...]) -> None
                 assert got.to(torch.float32).isnan().all(), (kind, dtype, op, got)
 
 
+@teams
+def test_reductions_of_complex_numbers(comm: Any, team: tuple[int, ...]) -> None:
+    """Both parts of each, also of those that no library knows."""
+    if comm.rank not in team:
+        return
+    index, n = team.index(comm.rank), len(team)
+    draw = torch.Generator().manual_seed(n)
+    rows = torch.randint(-2, 3, (2, n, n), generator=draw).double()
+    rows = torch.complex(rows[0], rows[1])
+    for dtype in (torch.complex32, torch.complex64, torch.complex128):
+        if dtype is torch.complex32 and comm.device.type != "cpu":
+            continue  # torch has too little of it there
+        for op, whole in (("sum", rows.sum(0)), ("prod", rows.prod(0)), ("avg", rows.mean(0))):
+            for kind in ("Allreduce", "ReduceScatter", "Reduce"):
+                root = team[-1] if kind == "Reduce" else None
+                call = Call(kind=kind, team=team, rank=comm.rank, reduce_op=op, root=root)
+                want = whole[index : index + 1] if kind == "ReduceScatter" else whole
+                into = [garbage(len(want), dtype)] * (root in (None, comm.rank))
+                for got in post(comm, call, [rows[index].to(dtype)], into):
+                    at_most = 4e-3 if dtype is torch.complex32 else 1e-6
+                    near = torch.allclose(got.to(want.dtype), want, rtol=at_most, atol=at_most)
+                    assert near, (kind, dtype, op, got, want)
+
+
 def test_one_element_of_any_stride(comm: Any) -> None:
     """Dtypes that travel as bytes, too: torch shows those of rows alone, whose stride is 1."""
     if comm.rank > 1:

@@ -23,7 +23,7 @@ from mdfuse.backends.work import DONE, Posted
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import REDUCING, by_kind, source_blocks
-from mdfuse.layouts.reduction import check_reduction
+from mdfuse.layouts.reduction import check_reduction, working_dtype
 
 #: Both ends match the i-th send to the i-th receive, so that one tag serves all.
 _TAG = 0
@@ -85,7 +85,8 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
     if is_ordered(call, dtype):
         return in_order(partial(build_post, team, call), call, dtype)
     if not is_reducible(dtype):
-        return _widened(_CALLS[call.kind](team, call, torch.float32), call)
+        wide = working_dtype(dtype)
+        return _widened(_CALLS[call.kind](team, call, wide), call, wide)
     post = _CALLS[call.kind](team, call, dtype)
     return _divided(post, call) if call.reduce_op == "avg" else post
 
@@ -253,17 +254,17 @@ def _blocks(places: Sequence[int | None], size: int) -> tuple[list[int], list[in
 # -- reductions that MPI lacks ---------------------------------------------------------------------
 
 
-def _widened(post: Post, call: Call) -> Post:
-    """Reduce narrow floats as float32 and round once, at the end."""
+def _widened(post: Post, call: Call, wide: torch.dtype) -> Post:
+    """Reduce narrow numbers in a wider dtype and round once, at the end."""
     divided = _divided(post, call) if call.reduce_op == "avg" else post
 
     def post_wide(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
-        into = [torch.empty(x.numel(), dtype=torch.float32, device=x.device) for x in dsts]
-        work = divided([flat(x).to(torch.float32) for x in srcs], into)
+        into = [torch.empty(x.numel(), dtype=wide, device=x.device) for x in dsts]
+        work = divided([flat(x).to(wide) for x in srcs], into)
 
         def narrow() -> None:
-            for dst, wide in zip(dsts, into, strict=True):
-                flat(dst).copy_(wide)
+            for dst, found in zip(dsts, into, strict=True):
+                flat(dst).copy_(found)
 
         return Posted(call, (work,), None, narrow)
 

@@ -45,7 +45,7 @@ _OPS = {
 
 
 def is_reducible(dtype: torch.dtype) -> bool:
-    """Return whether MPI reduces this dtype; the others, narrow floats, are reduced as float32."""
+    """Return whether MPI reduces this dtype; the others are reduced in their working dtype."""
     return dtype in _REDUCIBLE
 
 

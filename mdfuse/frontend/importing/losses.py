@@ -7,6 +7,7 @@ from typing import Any
 
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops.loss_parts import class_numbers
 
 ops: Any = operations
 
@@ -46,7 +47,7 @@ def cross_entropy(
     if target.dtype.is_floating_point:
         found = -ops.sum(all_classes * (target * (1 - label_smoothing) + label_smoothing / n), at)
         return ops.mean(found) if reduction == 1 else _reduced(found, reduction)
-    how["reduction"] = "none"
+    how["reduction"], target = "none", class_numbers(target)
     smooth = ops.where(ops.eq(target, ignore_index), 0.0, -ops.sum(all_classes, at))
     of_targets = ops.nll_loss(logs, target, weight, **how)
     found = of_targets * (1 - label_smoothing) + smooth * (label_smoothing / n)

@@ -19,6 +19,14 @@ def distance(x: Handle, target: Handle) -> Handle:
     return same[0] - same[1]
 
 
+def class_numbers(target: Handle) -> Handle:
+    """Indices of classes in a dtype that has all of them, and the numbers that stand for none.
+
+    In 8 bits class 256 would be class 0 again, and -100 would be 156.
+    """
+    return target if target.dtype in (torch.int64, torch.int32) else as_dtype(target, torch.int64)
+
+
 def reduced(x: Handle, reduction: str) -> Handle:
     known: dict[str, Any] = {"none": lambda x: x, "mean": mean, "sum": sum}
     if reduction not in known:

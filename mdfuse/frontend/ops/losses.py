@@ -11,7 +11,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import distances
 from mdfuse.frontend.ops.creations import arange
-from mdfuse.frontend.ops.loss_parts import distance, reduced
+from mdfuse.frontend.ops.loss_parts import class_numbers, distance, reduced
 from mdfuse.frontend.ops.pointwise import ROWS, clamp_min, logsigmoid, where
 from mdfuse.frontend.ops.recording import again, as_dtype, back, in_f32, record, shown
 from mdfuse.frontend.ops.reductions import sum
@@ -31,7 +31,7 @@ def nll_loss(
     Args:
         x: logarithms of probabilities: [rows, classes], [rows, classes, …] or [classes]; the
             classes may be split.
-        target: the index of a class for each row.
+        target: the index of a class for each row; one that is none of a class is not found out.
         weight: of each class.
         ignore_index: rows with this target count nothing.
         reduction: "mean" (by the weights of the rows that count), "sum" or "none".
@@ -52,6 +52,7 @@ def nll_loss(
             "x's other dims, and integers; a weight has x's dtype and a number for each class",
             hint="x: [rows, classes], target: [rows]",
         )
+    target = class_numbers(target)
     n, behind = x.shape[at], x.ndim - 1 - at
     classes = arange(n, dtype=target.dtype)
     classes = reshape(classes, (n, *(1,) * behind)) if behind else classes

@@ -12,7 +12,7 @@ from mdfuse.extents.extent import Extent, are_same
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.creations import arange
 from mdfuse.frontend.ops.exponents import log_of_sum
-from mdfuse.frontend.ops.loss_parts import distance, reduced
+from mdfuse.frontend.ops.loss_parts import class_numbers, distance, reduced
 from mdfuse.frontend.ops.parts import chunk
 from mdfuse.frontend.ops.pointwise import ROWS, clamp, where
 from mdfuse.frontend.ops.recording import (
@@ -288,6 +288,7 @@ def cross_entropy(
             of_each = of_each * (1 - label_smoothing) + label_smoothing / n
         found = sum(of_each * (record("unsqueeze", total, dims=(at,)) - wide), at)
         return back(reduced(found, reduction), x)
+    target = class_numbers(target)
     classes, behind = arange(n, dtype=target.dtype), x.ndim - 1 - at
     classes = reshape(classes, (n, *(1,) * behind)) if behind else classes
     with again(x, is_more=True):

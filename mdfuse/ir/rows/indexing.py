@@ -17,7 +17,7 @@ _LOOKUP: dict[str, Any] = {
     "is_single": False,
 }  # fmt: skip
 _MAKING: dict[str, Any] = {
-    "operands": (2, 2), "localize": of_part.local_draw, "is_single": False,
+    "operands": (2, 2), "indexed": "result", "localize": of_part.local_draw, "is_single": False,
 }  # fmt: skip
 
 row(

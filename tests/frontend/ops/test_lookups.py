@@ -98,6 +98,25 @@ def test_indices_out_of_range_are_found_where_that_is_asked_for(name: str, wrong
         mf.simulate(program, [torch.ones(3, 10), given], options=options)
 
 
+@pytest.mark.parametrize("wrong", [-1, 10])
+@pytest.mark.parametrize("split", [{}, {"tp": Shard(0)}], ids=["whole", "split"])
+@pytest.mark.parametrize("name", ["scatter_add", "scatter", "index_add", "index_copy"])
+def test_writes_out_of_range_are_found_where_that_is_asked_for(
+    name: str, split: dict[str, Shard], wrong: int
+) -> None:
+    mesh = DeviceMesh.arange(tp=2)
+    with FusionDefinition("checked") as fd:
+        x = fd.define_tensor([10, 3], mesh=mesh, layout=split)
+        s = fd.define_tensor([2, 3], mesh=mesh)
+        i = fd.define_tensor([2, 3] if "scatter" in name else [2], torch.int64, mesh)
+        fd.add_output(getattr(x, name)(0, i, s))
+    given = torch.full(i.shape, 9)
+    given.flatten()[-1] = wrong
+    program, options = mf.compile(fd), mf.Options(check_indices=True)
+    with pytest.raises(IndexRangeError, match=f"index {wrong}.*10 rows"):
+        mf.simulate(program, [torch.ones(10, 3), torch.ones(2, 3), given], options=options)
+
+
 #: what is typed with x: f32[5,4], i: i64[5], m: bool[5,4] -> words that the error has
 WRONG: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "a mask": (lambda ops, x, i, m: x[m], ("[mask]", "where(mask, x, other)")),

@@ -55,3 +55,22 @@ def test_a_loss_has_the_dtype_of_what_is_compared() -> None:
     given = torch.arange(6).bfloat16() / 4, torch.tensor([1.0, -1.0] * 3, dtype=torch.float64)
     (got,) = mf.simulate(mf.compile(fd), list(given)).outputs
     torch.testing.assert_close(got, F.soft_margin_loss(*given), rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int64], ids=str)
+@pytest.mark.parametrize("split", [{}, {"tp": Shard(1)}], ids=["whole", "split"])
+def test_targets_of_few_bits(dtype: torch.dtype, split: dict[str, Shard]) -> None:
+    """More classes than their dtype counts, and class 156, which is -100 in 8 bits."""
+    target = torch.tensor([0, 44, 156, 3, 255, 44]).clamp(max=torch.iinfo(dtype).max)
+    for n in (256, 301):
+        logits = torch.randn((6, n), generator=torch.Generator().manual_seed(n)).double()
+        weight = torch.rand(n, generator=torch.Generator().manual_seed(n)).double()
+        with mf.FusionDefinition("loss") as fd:
+            x = fd.define_tensor([6, n], torch.float64, GRID, split)
+            t = fd.define_tensor([6], dtype, GRID)
+            w = fd.define_tensor([n], torch.float64, GRID)
+            fd.add_output(fd.ops.cross_entropy(x, t))
+            fd.add_output(fd.ops.nll_loss(x, t, w))
+        long = target.long()
+        wanted = [F.cross_entropy(logits, long), F.nll_loss(logits, long, weight)]
+        check_everywhere(mf.compile(fd), [logits, target.to(dtype), weight], wanted)
