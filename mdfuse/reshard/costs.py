@@ -63,9 +63,9 @@ class Costs:
     sides: dict[Node, Side] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        (self.parts, self.first_rows, self.counts, self.teams, self.lacks, self.spread) = tables_of(
-            self.source, self.shape
-        )
+        known = tables_of(self.source, self.shape)
+        self.parts, self.first_rows, self.counts, self.teams = known[:4]
+        self.lacks, self.spread, self.all_moves = known[4:]
 
     # -- nodes and layouts -----------------------------------------------------------------------
 
