@@ -46,16 +46,14 @@ class Tables(NamedTuple):
     lacks: dict[tuple[Splits, Splits, int], tuple[int, int]]
     #: what splits dims -> on how many hosts, and on how many ranks of one, parts differ; are alike
     spread: dict[Splits, tuple[int, int, int]]
-    #: what moves depend on besides where they start -> node -> moves and what they cost
-    moves: dict[tuple[object, ...], dict[Node, list[tuple[Move, int]]]]
 
 
 def tables_of(layout: Layout, shape: tuple[int, ...]) -> Tables:
     """Return the tables of a mesh and extents; those of dims in blocks, or of symbols, are new."""
     is_plain = not layout.blocked and not is_symbolic(shape)
-    return _tables(layout.mesh, shape) if is_plain else Tables({}, {}, {}, {}, {}, {}, {})
+    return _tables(layout.mesh, shape) if is_plain else Tables({}, {}, {}, {}, {}, {})
 
 
 @lru_cache(maxsize=64)
 def _tables(mesh: DeviceMesh, shape: tuple[int, ...]) -> Tables:
-    return Tables({}, {}, {}, {}, {}, {}, {})
+    return Tables({}, {}, {}, {}, {}, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import combinations, count, permutations, product
 from typing import NamedTuple
@@ -47,38 +47,11 @@ class Search(Costs):
         """Return the moves along axes, with their costs; they are the same wherever one starts."""
         found = self.known_moves.get(here)
         if found is None:
-            found = self.known_moves[here] = []
-            for a, known in enumerate(self.known_along):
-                if here not in known:
-                    known[here] = self.with_costs(here, self.along(here, a))
-                found += known[here]
+            moves = [move for a in range(len(self.sizes)) for move in self.along(here, a)]
             if len(here.partial) > 1 or len(max(here.splits, key=len, default=())) > 1:
-                if here not in self.known_several:
-                    self.known_several[here] = self.with_costs(here, self.along_several(here))
-                found += self.known_several[here]
+                moves += self.along_several(here)
+            found = self.known_moves[here] = [(move, self.cost(move, here)) for move in moves]
         return found
-
-    def with_costs(self, here: Node, moves: Iterable[Move]) -> list[tuple[Move, int]]:
-        return [(move, self.cost(move, here)) for move in moves]
-
-    @cached_property
-    def known_along(self) -> list[dict[Node, list[tuple[Move, int]]]]:
-        """For each axis, node -> moves along it: searches on a mesh share what they have in common.
-
-        That is where the axis is to go, what is Partial for good, and how costs are measured.
-        """
-        if self.made or self.source.stream is not None:
-            return [{} for _ in self.sizes]
-        measure = self.itemsize if self.is_timed else None
-        rules = [(a, to, self.is_whole(a), measure) for a, to in enumerate(self.target)]
-        return [self.all_moves.setdefault(rule, {}) for rule in rules]
-
-    @cached_property
-    def known_several(self) -> dict[Node, list[tuple[Move, int]]]:
-        """The same along several axes at once."""
-        if len({*self.ops.values()}) > 1 or self.source.stream is not None:
-            return {}
-        return self.all_moves.setdefault((self.itemsize if self.is_timed else None,), {})
 
     def exchanges(self, here: Node) -> list[Move]:
         """Return the moves by which ranks get just what they lack."""
@@ -290,23 +263,8 @@ class Search(Costs):
             if here == end:
                 return way.moves()
             done.add(here)
-            for move, cost in self.collectives(here):
-                after = move.after
-                if after in done:
-                    continue
-                so_far = spent + cost
-                total = so_far + self.least(after)
-                if total > limit:
-                    continue
-                weight = effort + _effort(move, way.has_posts)
-                if best.get(after, _FAR) <= (so_far, weight):
-                    continue
-                best[after] = so_far, weight
-                if after == end:
-                    limit = total
-                on = _Way(way, (here, move), way.has_posts or move.kind not in _LOCAL)
-                heapq.heappush(frontier, (total, weight, next(tick), so_far, after, on, 1))
-            for move in self.exchanges(here):
+            dearer = [(move, -1) for move in self.exchanges(here)]
+            for move, cost in (*self.collectives(here), *dearer):
                 after = move.after
                 if after in done:
                     continue
@@ -319,14 +277,14 @@ class Search(Costs):
                     if total > limit:
                         continue
                 else:
-                    cost = self.cost(move, here)
+                    cost = self.cost(move, here) if cost < 0 else cost
                     total, so_far, known = ahead + cost, spent + cost, 1
                     if total > limit or best.get(after, _FAR) <= (so_far, weight):
                         continue
                     best[after] = so_far, weight
                     if after == end:
                         limit = total
-                on = _Way(way, (here, move), True)
+                on = _Way(way, (here, move), way.has_posts or move.kind not in _LOCAL)
                 heapq.heappush(frontier, (total, weight, next(tick), so_far, after, on, known))
         raise AssertionError(f"no way from {self.source} to {self.goal}")
 
