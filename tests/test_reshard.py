@@ -563,8 +563,8 @@ OTHER_MESH = [
         on([0, 1], Partial("max")),
         on([2], R),
         (
-            Post("Reduce", to_root(0, 1, root=0, bytes=96), "max"),
-            Post("SendRecv", {0: ((0, 2), 0, 0), 2: ((0, 2), 0, 96)}),
+            Post("ReduceScatter", team(0, 1, bytes=48), "max"),
+            Post("Gather", to_root(0, 1, 2, root=2, bytes=96)),
         ),
     ),
     Row(

@@ -127,17 +127,15 @@ class Alone:
         self._given: dict[int, int] = {}
 
     @cached_property
-    def most_and_all(self) -> tuple[int, int]:
-        """Return the elements that the host has that has most, and those of all.
+    def first_and_all(self) -> tuple[int, int]:
+        """Return the elements that the first host has, and those of all.
 
         Copies on one host count once.
         """
-        found, far = self._has(), self.digits.far
-        all_hosts = found * math.prod(far)
-        if np.ndim(found):
-            all_hosts = int(np.sum(found)) * (math.prod(far) // np.size(found))
-        terms = self.digits.ranks(self.terms)
-        return most(found) * terms, all_hosts * terms
+        split, terms = sum(self.split, ()), self.digits.ranks(self.terms)
+        first = math.prod([d.on_first(axes) for d, axes in zip(self.rows, self.split, strict=True)])
+        copies = self.digits.hosts([a for a in range(len(self.digits.far)) if a not in split])
+        return first * terms, math.prod([d.extent for d in self.rows]) * copies * terms
 
     @cached_property
     def received(self) -> int:
@@ -171,7 +169,7 @@ class Alone:
 
     def gives_at_least(self, copies: int) -> int:
         """Return `given` without what is rounded up for each part."""
-        return -(-self.most_and_all[0] * copies // self.hosts_alike)
+        return -(-self.first_and_all[0] * copies // self.hosts_alike)
 
     def _gives(self, copies: int) -> int:
         digits, hosts = self.digits, self.hosts_alike

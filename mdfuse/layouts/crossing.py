@@ -153,7 +153,7 @@ def least_gathering(split: Layout, whole: Layout, shape: tuple[int, ...]) -> int
     sides = _alone(split, shape), _alone(whole, shape)
     if sides[0] is None or sides[1] is None:
         return 0
-    return sides[1].most_and_all[0] - sides[0].most_and_all[0]
+    return sides[1].first_and_all[0] - sides[0].first_and_all[0]
 
 
 def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], kept: int) -> int:
@@ -171,7 +171,7 @@ def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], 
     hosts, alone = hosts_of_terms(done.mesh, axes), _alone(done, shape)
     if hosts == 1 or alone is None:
         return 0
-    total = alone.most_and_all[1] + (hosts - 2) * math.prod(shape) * kept
+    total = alone.first_and_all[1] + (hosts - 2) * math.prod(shape) * kept
     return total // math.prod(alone.digits.far)
 
 
@@ -200,19 +200,19 @@ def elements_by_host(side: Side) -> list[int]:
     return [*map(int, found[_each_host(side.mesh)])]
 
 
-def most_and_all(side: Side) -> tuple[int, int]:
-    """Return the elements that the host has that has most, and those of all, as above.
+def first_and_all(side: Side) -> tuple[int, int]:
+    """Return the elements that the host of the first rank has, and those of all, as above.
 
     >>> from mdfuse.layouts.layout import Layout
     >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
-    >>> most_and_all(Side(Layout(mesh), (4, 4)))
+    >>> first_and_all(Side(Layout(mesh), (4, 4)))
     (16, 32)
     """
     alone = _alone(side.layout, side.shape)
     if alone is not None:
-        return alone.most_and_all
-    found = elements_by_host(side)
-    return max(found), sum(found)
+        return alone.first_and_all
+    found, first = elements_by_host(side), (side.mesh.hosts or ())[0]
+    return found[int(np.searchsorted(_each_host(side.mesh), first))], sum(found)
 
 
 def hosts_of_terms(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:

@@ -99,6 +99,21 @@ class DimRows:
         """Return what hosts have and need."""
         return self._once(("hosts", have, need), lambda: self._on_hosts(have, need))
 
+    def on_first(self, axes: _Axes) -> int:
+        """Return how many rows the ranks of the first host have together."""
+        if self.is_blocked:
+            has = self._summed(axes, False)
+            return has if type(has) is int else int(has.item(0))
+        return self._first_of(self.extent, axes)
+
+    def _first_of(self, rows: int, axes: _Axes) -> int:
+        """Return the same of some rows that axes split: of equal parts, and of one that is less."""
+        if not axes or not rows:
+            return rows
+        part, near = -(-rows // self.sizes[axes[0]]), self._near[axes[0]]
+        found = min(rows // part, near) * self._first_of(part, axes[1:])
+        return found + (self._first_of(rows % part, axes[1:]) if rows // part < near else 0)
+
     def of_ranks(self, have: _Axes, need: _Axes) -> OfRanks:
         """Return what the dim adds to the messages of ranks."""
         return self._once(("ranks", have, need), lambda: self._of_ranks(have, need))

@@ -79,7 +79,7 @@ def have_no_rank_in_common(one: DeviceMesh, other: DeviceMesh) -> bool:
     >>> have_no_rank_in_common(DeviceMesh([0, 1]), DeviceMesh([2, 1]))
     False
     """
-    return not any(r in one for r in other)
+    return not np.isin(one.array, other.array).any()
 
 
 def most_and_mean(found: Any) -> tuple[int, int]:

@@ -150,9 +150,12 @@ def _soonest(ways: Iterable[_Way], cost: Callable[[Step], int], least: int) -> _
         return tuple([step for find in every[0,].legs for step in find()])
     legs = dict[tuple[int, ...], list[_Path]]()
     spent = {at: [*way.least] for at, way in every.items()}
-    #: what it costs at least, what it takes behind the first leg of several ways from one split on,
-    #: how many steps at least, which way, how much of it is known
-    frontier = [(max(way.together(*way.least), least), 0, 0, at, 0) for at, way in every.items()]
+    #: what it costs at least, what its legs add up to at least, how many steps, which way, how much
+    #: of it is known
+    frontier = [
+        (max(way.together(*way.least), least), sum(way.least), 0, at, 0)
+        for at, way in every.items()
+    ]
     heapq.heapify(frontier)
     while True:
         total, _, _, at, known = heapq.heappop(frontier)
@@ -161,7 +164,7 @@ def _soonest(ways: Iterable[_Way], cost: Callable[[Step], int], least: int) -> _
             for n, one in enumerate(way.ways()):
                 every[*at, n], spent[*at, n] = one, [*one.least]
                 most = max(one.together(*one.least), total)
-                heapq.heappush(frontier, (most, sum(one.least[1:]), 0, (*at, n), 0))
+                heapq.heappush(frontier, (most, sum(one.least), 0, (*at, n), 0))
             continue
         found = legs.setdefault(at, [()] * len(way.legs))
         if known == len(way.legs):
@@ -172,8 +175,7 @@ def _soonest(ways: Iterable[_Way], cost: Callable[[Step], int], least: int) -> _
         spent[at][leg] = sum(map(cost, found[leg]))
         steps = sum(map(len, found)) + sum(spent[at][later] > 0 for later in order[known + 1 :])
         total = max(way.together(*spent[at]), least)
-        behind = sum(spent[at][1:]) if len(at) > 1 else 0
-        heapq.heappush(frontier, (total, behind, steps, at, known + 1))
+        heapq.heappush(frontier, (total, sum(spent[at]), steps, at, known + 1))
 
 
 #: each leg is a part of several ways

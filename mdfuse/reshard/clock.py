@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from mdfuse.communication import Communication
-from mdfuse.layouts.crossing import are_apart, crossing, messages, most_and_all
+from mdfuse.layouts.crossing import are_apart, crossing, first_and_all, messages
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank, pairs_apart, rings
 from mdfuse.layouts.lacks import UNIT, arriving, is_special, part_size
@@ -78,7 +78,7 @@ def least_arriving(
     """
     if destination.partial_axes or not are_apart(mesh, destination.mesh):
         return 0
-    comes, _ = most_and_all(Side(destination, shape))
+    comes, _ = first_and_all(Side(destination, shape))
     return nanoseconds(1, 0, comes, itemsize)
 
 

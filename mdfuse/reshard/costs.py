@@ -16,7 +16,7 @@ from typing import Any, cast
 from mdfuse.layouts.aligned import Aligned, Splits
 from mdfuse.layouts.blocks import segments, split
 from mdfuse.layouts.boxes import Rows
-from mdfuse.layouts.crossing import ByRank, hosts_of_terms, most_and_all, parts_on_host
+from mdfuse.layouts.crossing import ByRank, first_and_all, hosts_of_terms, parts_on_host
 from mdfuse.layouts.dim_rows import DimRows, dims_of
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import Digits, digits, pairs_apart, rings
@@ -374,29 +374,45 @@ class Costs:
     def is_surely_lacking(self, node: Node) -> bool:
         """Whether it is quickly known that some rank lacks something of what it needs.
 
-        The first rank does where parts grow. Where dims are long, some rank does if what splits one
-        of them now is not what splits it at the end, or the outermost part of that: take a rank
-        that is the second along the first axis that differs, and the first along all others.
+        The first rank does where parts grow. Another one does if what splits a dim now is not what
+        splits it at the end, or the outermost part of that.
         """
         if self.part(self.end) > self.part(node):
             return True
-        if self.is_long:
-            for axes, goal in zip(node.splits, self.end.splits, strict=True):
-                if axes != goal and axes != goal[: len(axes)]:
-                    return True
+        for dim, (axes, goal) in enumerate(zip(node.splits, self.end.splits, strict=True)):
+            if axes != goal[: len(axes)] and self.is_second_lacking(dim, axes):
+                return True
         return False
+
+    def is_second_lacking(self, dim: int, axes: tuple[int, ...]) -> bool:
+        """Whether a rank lacks rows of a dim that axes split, other than the outermost at the end.
+
+        It is the second along the first axis that differs, and the first along all others: so its
+        part begins behind the first rows, which it needs, or at least some of which it does.
+        """
+        goal = self.end.splits[dim]
+        same = next(i for i, a in enumerate(axes) if goal[i : i + 1] != (a,))
+        begins, first = self.second(dim, axes[: same + 1]), 0
+        if self.source.blocked or begins is None:
+            return False
+        for d, needed in enumerate(self.end.splits):
+            if axes[same] in needed:
+                needs = self.second(d, needed[: needed.index(axes[same]) + 1])
+                if needs is None:
+                    return False
+                first = needs if d == dim else first
+        return first < begins
+
+    def second(self, dim: int, axes: tuple[int, ...]) -> int | None:
+        """Return where the second part along the last of some axes begins; None: it is empty."""
+        begins = self.rows(dim, axes)
+        return begins if begins < self.rows(dim, axes[:-1]) else None
 
     @cached_property
     def has_idle_axes(self) -> bool:
         """Whether axes of one rank split dims or have terms: what changes there costs nothing."""
         placements = zip(self.sizes, self.source.placements, self.goal.placements, strict=True)
         return any(n == 1 and not p == q == Replicate() for n, p, q in placements)
-
-    @cached_property
-    def is_long(self) -> bool:
-        """Whether no part of a dim is empty, however ranks split it."""
-        ranks = 2 * math.prod(self.sizes)
-        return not self.source.blocked and all(n >= ranks for n in self.shape)
 
     def least_messages(self, here: Node, after: Node) -> int:
         """Return how many messages a rank sends or receives in an exchange at least.
@@ -416,7 +432,7 @@ class Costs:
         return math.prod(self.sizes) // fixed
 
     def least_crossing(self, node: Node) -> int:
-        """Return what a host takes in at least: of terms on average, else the one that needs most.
+        """Return what a host takes in at least: of terms on average, else the first one.
 
         The first host that has the sum of terms on n hosts has got n - 1, and each other one that
         needs the sum gets one more.
@@ -436,8 +452,8 @@ class Costs:
 
     @cached_property
     def needed_on_hosts(self) -> tuple[int, int]:
-        """What the host needs that needs most, and what all do."""
-        return most_and_all(Side(self.layout(self.end), self.shape))
+        """What the first host needs, and what all do."""
+        return first_and_all(Side(self.layout(self.end), self.shape))
 
     @cached_property
     def hosts(self) -> int:
