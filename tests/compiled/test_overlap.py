@@ -218,7 +218,8 @@ def test_a_layer_has_four_windows(size: int) -> None:
     assert "the whole program" in whole
     loops = [i for i in found.host if i.op == "for" and any(j.op == "send" for j in i.body)]
     assert [sum(j.fn == "linear" for j in i.body) for i in loops] == [3, 1, 2, 1]
-    assert sum(i.op == "launch" for i in found.host) == 3
+    # the last one adds terms, which rings of more than two ranks keep
+    assert sum(i.op == "launch" for i in found.host) == (3 if size == 2 else 4)
     copied = [j for i in loops for j in i.body if j.fn in ("set", "cat", "pack")]
     assert not copied
     costs = replace(named(str(H200))[0], links=H100.links)

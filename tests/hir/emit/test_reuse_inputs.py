@@ -153,6 +153,7 @@ def test_what_is_still_read_is_written_later(name: str) -> None:
     assert re.search(r"%\w+ = set\(%\w+\.new\)", str(mf.compile(define(build))))
 
 
+@pytest.mark.usefixtures("unjoined")
 def test_a_step_of_a_weight_copies_nothing() -> None:
     """The program as one writes it by hand, and torch's calls that a plan makes of it."""
     with FusionDefinition("sgd") as fd:
@@ -179,6 +180,7 @@ def test_a_step_of_a_weight_copies_nothing() -> None:
     assert re.search(sent, plan), plan
 
 
+@pytest.mark.usefixtures("unjoined")
 def test_a_step_by_chunks_copies_nothing() -> None:
     """torch's calls of a step in a host loop: slices of the caller's tensor, written in place."""
     program = mf.compile(define(by_chunks))
