@@ -56,6 +56,7 @@ class Plan:
         tally: how often its program ran.
         stamping: what its function calls between its lines; None: nothing.
         code: the instructions that it was built from, by whose numbers steps name theirs.
+        arena: the bytes in which symmetric buffers lie, in all runs; None: there are none.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Plan:
     tally: RunCount | None = None
     stamping: Stamping | None = None
     code: tuple[Instruction, ...] = ()
+    arena: Tensor | None = None
 
     # -- step by step, as the simulator goes -----------------------------------------------------
 
@@ -270,7 +272,9 @@ def build(
         one_stream=not any(i.op == "set_stream" for i in written.instructions),
         caller=caller, stream=caller, checks=checks, fuse=fuse,
     )  # fmt: skip
-    context.symmetric = _placed(written, memory)
+    places = arena(written) if memory is not None else Arena((), 0)
+    whole = memory(places.size) if memory is not None and places.size else None
+    context.symmetric = _placed(places, whole)
     inputs = _inputs(context, arguments)
     context.updated = updated_names(written)
     given = _given(context, out)
@@ -286,17 +290,13 @@ def build(
         may_overlap=bool(program.aliases) or any(x is not None for x in given),
         written=tuple(context.slot(n) for n in program.inputs if n in program.written_inputs),
         records=any(isinstance(x, Tensor) and x.requires_grad for x in (*arguments, *out)),
-        tally=tally, code=written.instructions,
+        tally=tally, code=written.instructions, arena=whole,
     )  # fmt: skip
 
 
-def _placed(
-    program: HostProgram, memory: Callable[[int], Tensor | None] | None
-) -> Iterator[Tensor | None]:
+def _placed(places: Arena, whole: Tensor | None) -> Iterator[Tensor | None]:
     """Yield the memory of each symmetric buffer: the arena from where it begins."""
-    found = arena(program) if memory is not None else Arena((), 0)
-    whole = memory(found.size) if memory is not None and found.size else None
-    offsets = found.offsets if whole is not None else repeat(None)
+    offsets = places.offsets if whole is not None else repeat(None)
     yield from (None if whole is None or at is None else whole[at:] for at in offsets)
 
 

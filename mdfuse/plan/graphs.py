@@ -400,14 +400,25 @@ class GraphPlan:
         )
 
     def _address(self, slot: int, slots: Mapping[int, Any]) -> int | None:
-        """Return the address of a parameter that has lain there in all runs; None for others."""
+        """Return where something lies in all runs, in the arena or so far; None for others.
+
+        The others copy what a post sends out of the arena from where it lies there.
+        """
         x = slots[slot]
-        if slot not in self.stays or not isinstance(x, Tensor):
+        if not isinstance(x, Tensor):
+            return None
+        if _lies_in(x, self.plan.arena):
+            return x.data_ptr()
+        if slot not in self.stays:
             return None
         if self.stays[slot] != x.data_ptr():
             del self.stays[slot]  # from now on it is copied
             return None
         return x.data_ptr()
+
+
+def _lies_in(x: Tensor, whole: Tensor | None) -> bool:
+    return whole is not None and 0 <= x.data_ptr() - whole.data_ptr() < whole.nbytes
 
 
 def _views(plan: Plan, parameters: Sequence[int]) -> dict[int, Callable[[Mapping[int, Any]], Any]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared
+from mdfuse.backends.work import DONE
 from mdfuse.hir.text.parser import parse
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.graphs import GraphPlan, regions
@@ -127,6 +128,46 @@ def test_numbers_run_eagerly_between_captured_regions() -> None:
         x = draw(4)
         assert torch.allclose(graphs.run([x, s])[0], torch.exp(x * 2 * (s * 3)) + x)
     assert [r.count for r in recorder.made] == [3, 3]
+
+
+def test_what_is_sent_lies_in_the_arena_behind_an_eager_region() -> None:
+    """Others copy it from there: a graph takes no copy of it."""
+    memory, sent = torch.empty(1024, dtype=torch.uint8), list[int]()
+
+    class Copies:
+        def __call__(self, srcs: list[Tensor], dsts: list[Tensor]) -> Any:
+            sent.append(srcs[0].data_ptr())
+            dsts[0].copy_(srcs[0])
+            return DONE
+
+        def prepare(self, srcs: Any, dsts: Any, place: PostSite) -> None:
+            return None
+
+    body = """
+      input %x: f32[4] (x=R)
+      input %s: f32 scalar
+      %a: f32[4] (x=R) = alloc(memory=symmetric)
+      %a = mul(%x, %s)
+      %g: f32[4] (x=R) = alloc
+      %c = post allgather(%a) -> %g f32[4] (x=S0) => (x=R) axis=x dim=0
+      wait %c
+      free %a
+      %y: f32[4] (x=R) = add(%g, 1.0)
+      free %g
+      return %y"""
+
+    def built() -> Plan:
+        arguments = [draw(4), 1.0]
+        return build(
+            program(body), lambda call: Copies(), CPU, True, arguments, memory=lambda size: memory
+        )
+
+    graphs = GraphPlan(built(), built, FakeRecorder(), {})
+    assert [r.eager is None for r in graphs.regions][-2:] == [False, True]
+    for s in (0.5, -1.0, 0.25):
+        x = draw(4)
+        assert torch.equal(graphs.run([x, s])[0], x * s + 1)
+    assert len(sent) >= 3 and {*sent} == {memory.data_ptr()}
 
 
 def test_buffers_of_the_caller() -> None:
