@@ -215,7 +215,7 @@ class Measurements:
         """Measure how much slower work is beside each kind of communication."""
         start, costs = time.perf_counter(), self.costs
         product = costs.products[f"linear {dtype_name(self.scale.dtypes[0])}"]
-        rows, n = self.scale.rows[-1], self.scale.features[-2]
+        rows, n = self.scale.beside
         most = _SHORTER * product.seconds(rows, n, n)
         for way in ways(self.comm.size, self.backends):
             size, sent = self._longest(way, costs.links[way.key], most)

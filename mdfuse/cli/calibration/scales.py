@@ -32,6 +32,7 @@ class Scale:
         rows: m of products.
         features: n and k.
         lengths: of the sequences of attention.
+        beside: m of a product, and its n and k, beside which there are communications.
         heads: features of a head of attention; fewer take on a GPU what the next ones take.
         multiprocessors: of a GPU, whose attention is measured by blocks; 0: by operations.
         compiled: bytes, as of pointwise work, of kernels that are compiled, which takes seconds.
@@ -59,6 +60,7 @@ class Scale:
     sizes: tuple[int, ...]
     rows: tuple[int, ...]
     features: tuple[int, ...]
+    beside: tuple[int, int]
     lengths: tuple[int, ...]
     heads: tuple[int, ...]
     multiprocessors: int
@@ -83,7 +85,8 @@ CPU = Scale(
     tensors=48,
     sizes=tuple(1 << n for n in (12, 15, 18, 20, 22, 24, 26)),
     rows=(1, 2, 4, 8, 32, 128, 512),
-    features=(64, 256, 1024, 4096),
+    features=(64, 512, 2048, 8192),
+    beside=(512, 1024),
     lengths=(32, 128, 512),
     heads=(32, 64, 128),
     multiprocessors=0,
@@ -108,6 +111,7 @@ GPU = Scale(
     sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
     rows=(1, 16, 128, 256, 512, 1024, 2048, 4096),
     features=(256, 1024, 2048, 4096, 8192, 16384),
+    beside=(4096, 8192),
     lengths=(64, 512, 4096),
     heads=(64, 128),
     multiprocessors=132,

@@ -208,7 +208,7 @@ def beside(scale: Scale, way: Way, size: int, *, sends: bool) -> HostProgram:
         sends: whether there is one; else what would be sent is written all the same.
     """
     mesh = DeviceMesh.arange(x=way.ranks)
-    m, n = scale.rows[-1], scale.features[-2]
+    m, n = scale.beside
     with FusionDefinition("beside") as fd:
         fd.add_output((way.sets if sends else way.written)(fd, scale.dtypes[0], size))
         a = fd.define_tensor([m, n], scale.dtypes[0], mesh=mesh)

@@ -24,8 +24,8 @@ from mdfuse.seeing.cost_tables import machine_of, parsed
 
 #: So little that it takes seconds.
 TINY = replace(
-    CPU, run_s=1e-5, sizes=(1 << 12, 1 << 14), rows=(4, 8), features=(16, 32), lengths=(8,),
-    messages=(1 << 10,), core=1 << 12, cache=1 << 14,
+    CPU, run_s=1e-5, sizes=(1 << 12, 1 << 14), rows=(4, 8), features=(16, 32),
+    beside=(8, 16), lengths=(8,), messages=(1 << 10,), core=1 << 12, cache=1 << 14,
 )  # fmt: skip
 
 
