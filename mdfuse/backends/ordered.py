@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mdfuse.backends.base import Work, flat
 from mdfuse.backends.transfers import Post
-from mdfuse.backends.work import Posted
+from mdfuse.backends.work import Posted, leave
 from mdfuse.layouts.call import Call
 
 
@@ -65,8 +65,7 @@ def in_order(build: Callable[[torch.dtype], Post], call: Call, dtype: torch.dtyp
         def finish() -> None:
             for dst, found in zip(dsts, into, strict=True):
                 flat(dst).copy_(floats(found))
-            for x in (x for x in (*given, *into) if x.is_cuda):  # made on a stream that waits less
-                x.record_stream(torch.cuda.current_stream(x.device))
+            leave((*given, *into))
 
         return Posted(call, (work,), given, finish)
 

@@ -28,8 +28,6 @@ _REFUSALS = (
     OverflowError, ZeroDivisionError,
 )  # fmt: skip
 
-_SCALARS: dict[torch.dtype, Any] = {torch.bool: True}
-
 #: What torch answered: layers of a model ask the same many times.
 ANSWERS: Cache[tuple[dict[str, Any], ...]] = Cache(limit=16384)
 

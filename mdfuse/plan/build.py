@@ -272,9 +272,7 @@ def build(
         one_stream=not any(i.op == "set_stream" for i in written.instructions),
         caller=caller, stream=caller, checks=checks, fuse=fuse,
     )  # fmt: skip
-    places = arena(written) if memory is not None else Arena((), 0)
-    whole = memory(places.size) if memory is not None and places.size else None
-    context.symmetric = _placed(places, whole)
+    whole, context.symmetric = _arena(written, memory)
     inputs = _inputs(context, arguments)
     context.updated = updated_names(written)
     given = _given(context, out)
@@ -294,10 +292,14 @@ def build(
     )  # fmt: skip
 
 
-def _placed(places: Arena, whole: Tensor | None) -> Iterator[Tensor | None]:
-    """Yield the memory of each symmetric buffer: the arena from where it begins."""
-    offsets = places.offsets if whole is not None else repeat(None)
-    yield from (None if whole is None or at is None else whole[at:] for at in offsets)
+def _arena(
+    program: HostProgram, memory: Callable[[int], Tensor | None] | None
+) -> tuple[Tensor | None, Iterator[Tensor | None]]:
+    """Return the arena, and the memory of each symmetric buffer: the arena from where it begins."""
+    found = arena(program) if memory is not None else Arena((), 0)
+    whole = memory(found.size) if memory is not None and found.size else None
+    offsets = found.offsets if whole is not None else repeat(None)
+    return whole, (None if whole is None or at is None else whole[at:] for at in offsets)
 
 
 def _inputs(context: Context, arguments: Sequence[Any]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mdfuse.cli.calibration import cold
 from mdfuse.cli.calibration.listing import subjects
 from mdfuse.cli.calibration.pace import Pace, own_clock
-from mdfuse.cli.calibration.sampling import QUEUED, Watch, samples_of, seconds_of
+from mdfuse.cli.calibration.sampling import QUEUED, Call, Watch, samples_of, seconds_of
 from mdfuse.cli.calibration.scales import Scale
 from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, received, ways
 from mdfuse.cli.calibration.subjects import (
@@ -54,9 +54,6 @@ _KEPT = 4
 
 #: Looks at the pace before anything is measured.
 _LOOKS = 99
-
-
-Call = Callable[[], object]
 
 
 def arguments(host: HostProgram, comm: Communicator) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class Loop:
             self.allocate(value)
             return value
         self.out.types[value] = value_type(self.fusion.values[value])
-        self.behind.append(self.rounding(value, buffer, value, expr))
+        self.behind.append(self.rounding(value, buffer, expr))
         return buffer
 
     def wide(self, value: str) -> str | None:
@@ -165,11 +165,11 @@ class Loop:
         self.behind.append(replace(local(added), source=expr.source))
         return buffer
 
-    def rounding(self, value: str, wide: str, into: str, expr: Expr) -> Instruction:
-        """Return what rounds parts in f32, or a piece of them, to the type of the value."""
+    def rounding(self, value: str, wide: str, expr: Expr) -> Instruction:
+        """Return what rounds parts in f32 to the type of the value."""
         kind = self.fusion.values[value]
         fn = "round_terms" if kind.layout and kind.layout.partial_axes else "cast"
-        cast = Expr(op=fn, inputs=(wide,), outputs=(into,), attrs=(("dtype", kind.dtype),))
+        cast = Expr(op=fn, inputs=(wide,), outputs=(value,), attrs=(("dtype", kind.dtype),))
         return replace(local(cast), source=expr.source)
 
     def chunk_layout(self, layout: Layout, stream: Stream) -> Layout:
