@@ -246,17 +246,50 @@ MESHGRID = torch._VF.meshgrid  # type: ignore[attr-defined]
 GROUPED_MM = torch._grouped_mm
 
 
-def has_grouped_kernel(*operands: Tensor) -> bool:
-    """Whether `GROUPED_MM` multiplies these by a kernel that reads the groups on the device.
+_OPS = torch.library.Library("mdfuse", "DEF")  # it lives as long as the process
+_OPS.define(
+    "grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_OPS.impl("grouped_mm", GROUPED_MM, "CompositeExplicitAutograd")
+torch.library.register_fake("mdfuse::grouped_mm", GROUPED_MM, lib=_OPS)
+
+
+def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Call `GROUPED_MM` on operands whose strides a compiler keeps as they are here.
+
+    The kernel takes a group only where it begins at whole 16 bytes, which groups of any size do
+    where the elements of a row lie side by side. Torch's compiler promises its own `_grouped_mm` no
+    strides: it hands over rows that are transposed as a copy in the order of their dims, and the
+    kernel then stops the device.
+    """
+    result: Tensor = torch.ops.mdfuse.grouped_mm(rows, matrices, ends)
+    return result
+
+
+def has_grouped_kernel(rows: Sequence[Tensor], matrices: Sequence[Tensor] = ()) -> bool:
+    """Whether `grouped_mm` multiplies these by a kernel that reads the groups on the device.
 
     It does so in bf16, where rows of memory begin at whole 16 bytes; else it loops on the host.
+
+    Args:
+        rows: operands that are gathered into new memory first, so that their strides do not count.
+        matrices: operands that are passed as they lie.
     """
-    return all(x.is_cuda and x.dtype == torch.bfloat16 and _is_aligned(x) for x in operands)
+    return (
+        all(x.is_cuda and x.dtype == torch.bfloat16 for x in (*rows, *matrices))
+        and all(x.shape[-1] % 8 == 0 for x in rows)
+        and all(map(_is_aligned, matrices))
+    )
 
 
 def _is_aligned(x: Tensor) -> bool:
     near, far = sorted(x.stride()[-2:])
-    return near == 1 and far % 8 == 0 and far >= min(x.shape[-2:]) and x.data_ptr() % 16 == 0
+    begins = all(
+        step % 8 == 0 for step, n in zip(x.stride()[:-2], x.shape[:-2], strict=True) if n > 1
+    )
+    is_dense = near == 1 and far % 8 == 0 and far >= min(x.shape[-2:])
+    return is_dense and begins and x.data_ptr() % 16 == 0
 
 
 # -- tables ----------------------------------------------------------------------------------------

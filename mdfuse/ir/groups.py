@@ -37,7 +37,7 @@ def multiply(
         rows: (first, behind the last, all) of the rows that x has; None: all.
         part: (first, behind the last, all) of the groups that the weight has; None: all.
     """
-    if weight.numel() and x.numel() and torch_private.has_grouped_kernel(x, weight):
+    if weight.numel() and x.numel() and torch_private.has_grouped_kernel([x], [weight]):
         return _by_kernel(x, weight, *_spans(x, weight.shape[0], ends, rows, part))
     result = x.new_zeros((x.shape[0], weight.shape[2]))
     for i, (a, b, mask) in enumerate(_groups(x, weight.shape[0], ends, rows, part)):
@@ -59,10 +59,10 @@ def multiply_grad(
 ) -> Tensor:
     """Return what comes back to the weight [e,k,n]: of each group the product of its rows."""
     count = shape[0] if part is None else part[1] - part[0]
-    if count and x.numel() and ct.numel() and torch_private.has_grouped_kernel(x, ct):
+    if count and x.numel() and ct.numel() and torch_private.has_grouped_kernel([x, ct]):
         starts, own = _spans(x, count, ends, rows, part)
         places = _from(starts[0], x.shape[0])
-        return torch_private.GROUPED_MM(x[places].T, ct[places], (own - starts[0]).int())
+        return torch_private.grouped_mm(x[places].T, ct[places], (own - starts[0]).int())
     result = x.new_zeros((count, x.shape[1], ct.shape[1]))
     for i, (a, b, mask) in enumerate(_groups(x, count, ends, rows, part)):
         given = x[a:b] if mask is None else torch.where(mask, x, 0)
@@ -78,7 +78,7 @@ def _by_kernel(x: Tensor, weight: Tensor, starts: Tensor, ends: Tensor) -> Tenso
     t = x.shape[0]
     places = _from(starts[0], t)
     ends = ends - starts[0]
-    found = torch_private.GROUPED_MM(x[places], weight, ends.int())
+    found = torch_private.grouped_mm(x[places], weight, ends.int())
     is_written = torch.arange(t, device=x.device) < ends[-1]
     found = torch.where(is_written.unsqueeze(1), found, 0)
     return torch.empty_like(found).index_copy_(0, places, found)

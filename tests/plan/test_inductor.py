@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mdfuse import torch_private
+from mdfuse.ir import routes
 from mdfuse.plan import inductor
 
 #: Runs a program of one launch; prints what it counted, and the calls that made libraries.
@@ -169,3 +172,45 @@ def test_what_is_times_zero_may_be_no_number() -> None:
     found = inductor.traced(function, forms).graph.graph
     products = found.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
     assert [repr(node.args[1]) for node in products] == ["0.0", "0.0", "0.0", "0"]
+
+
+class Grouped(TorchDispatchMode):
+    """Notes the strides of rows and matrices that each grouped product takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strides: list[list[tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.mdfuse.grouped_mm.default:
+            self.strides.append([x.stride() for x in args[:2]])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["rows", "matrices"])
+def test_grouped_products_take_operands_as_they_were_traced(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of a GPU stops the device where groups of transposed rows begin anywhere."""
+    monkeypatch.setattr(torch_private, "has_grouped_kernel", lambda *_: True)
+    t, k, n, e = 24, 16, 8, 4
+    x = torch.randn(t, k).bfloat16()
+    y = torch.randn(1, t, n).bfloat16()
+    weight = torch.randn(1, e, n, k).bfloat16()
+    ids = torch.randint(0, e, (t,))
+
+    def rows(x: Any, y: Any, weight: Any, ids: Any) -> list[Any]:
+        return [routes.multiply_grad(x, y.sigmoid() * y, ids, shape=(1, e, k, n))]
+
+    def matrices(x: Any, y: Any, weight: Any, ids: Any) -> list[Any]:
+        return [routes.multiply(x.sin(), (weight * 2).transpose(2, 3), ids)]
+
+    function, given = {"rows": rows, "matrices": matrices}[name], (x, y, weight, ids)
+    forms = [((*v.shape,), v.stride(), v.dtype, v.device) for v in given]
+    compiled = inductor.compiled(inductor.traced(function, forms))
+    with Grouped() as want:
+        wanted = function(*given)
+    with Grouped() as got:
+        results = compiled(*given)
+    torch.testing.assert_close(results, wanted, rtol=2e-2, atol=2e-2)
+    assert got.strides == want.strides and len(got.strides) == 1

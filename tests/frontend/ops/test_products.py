@@ -50,8 +50,8 @@ def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     """By spans that the host knows, as on CPUs; by masks, or by a kernel, as on GPUs."""
     monkeypatch.setattr(groups, "may_look", lambda x: request.param == "spans")
     if request.param == "kernel":
-        monkeypatch.setattr(torch_private, "GROUPED_MM", kernel)
-        monkeypatch.setattr(torch_private, "has_grouped_kernel", lambda *x: not x[0].is_meta)
+        monkeypatch.setattr(torch_private, "grouped_mm", kernel)
+        monkeypatch.setattr(torch_private, "has_grouped_kernel", lambda x, *_: not x[0].is_meta)
 
 
 @pytest.mark.usefixtures("how")
