@@ -15,7 +15,7 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, extremes, ordering, parts, reductions, views
-from mdfuse.frontend.ops.pointwise import ROWS, cast, where
+from mdfuse.frontend.ops.pointwise import ROWS, cast, lerp, where
 from mdfuse.frontend.ops.recording import (
     Dims,
     Operation,
@@ -217,7 +217,7 @@ def _between(in_order: Handle, q: float, at: int, interpolation: str) -> Handle:
         return parts.narrow(in_order, at, lower if one is None else one, 1)
     share = 0.5 if interpolation == "midpoint" else rank - lower
     first, second = (parts.narrow(in_order, at, i, 1) for i in (lower, higher))
-    return first + (second - first) * share
+    return lerp(first, second, share)
 
 
 # -- sums that leave something out ---------------------------------------------------------------
