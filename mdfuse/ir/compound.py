@@ -40,17 +40,12 @@ def limit(x: Tensor, least: Any, most: Any, *, out: Tensor | None = None) -> Ten
     return torch.clamp(x, *limits, out=out)
 
 
-def binary_cross_entropy(p: Tensor, target: Tensor, *, out: Tensor | None = None) -> Tensor:
+def binary_cross_entropy(p: Tensor, target: Tensor) -> Tensor:
     """Return (target - 1) * log(1 - p) - target * log(p), with logarithms of at least -100.
 
     torch's own kernel ends a process where p is no probability; here that is a NaN.
     """
-    dtype = torch.result_type(p, target)
-    is_narrow = dtype in (torch.float16, torch.bfloat16)
-    wide = torch.float32 if is_narrow else dtype
-    p, target = p.to(wide), target.to(wide)
-    loss = (target - 1) * torch.log1p(-p).clamp(-100) - target * torch.log(p).clamp(-100)
-    return loss.to(dtype) if out is None else out.copy_(loss)
+    return (target - 1) * torch.log1p(-p).clamp(-100) - target * torch.log(p).clamp(-100)
 
 
 def robust_loss(name: str) -> Callable[..., Tensor]:

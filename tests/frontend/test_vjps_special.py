@@ -130,6 +130,7 @@ AMONG_EQUALS: dict[str, Callable[..., Any]] = {
     "amax": lambda x: x.nan_to_num().amax(1), "all of them": lambda x: x[2:].max(),
     "topk": lambda x: x[1:].topk(2, 1)[0], "median": lambda x: x[1:].median(1)[0],
     "max_pool1d": lambda x: F.max_pool1d(x, 2, 1), "cummax": lambda x: x.cummax(1)[0],
+    "median of all": lambda x: x[2:].median(), "nanmedian of all": lambda x: x.nanmedian(),
     "adaptive_max_pool1d": lambda x: F.adaptive_max_pool1d(x[1:], 2),
     "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x[1:], (2, 3)),
     "adaptive_max_pool2d in parts": lambda x: F.adaptive_max_pool2d(x[1:], (3, 1)),
@@ -174,6 +175,61 @@ def test_a_masked_infinity_leaves_gradients_alone(loss: Callable[..., Any]) -> N
         a, b, m = (fd.define_tensor([3], y.dtype, mesh, {"x": Shard(0)}) for y in (x, t, mask))
         fd.add_output(mf.grad(f(a, b, m), [a])[0])
     check_everywhere(mf.compile(fd), [x, t, mask], [expected])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_more_equals_than_sixteen_bits_count(dtype: torch.dtype) -> None:
+    x = torch.zeros(1000, 67, dtype=dtype)
+    places = torch.zeros(1000, 67, dtype=torch.int64)
+    mesh = DeviceMesh.arange(x=2)
+    with mf.FusionDefinition("many") as fd:
+        a = fd.define_tensor(x.shape, dtype, mesh, {"x": Shard(0)})
+        at = fd.define_tensor(x.shape, torch.int64, mesh, {"x": Shard(0)})
+        joined = torch.scatter_reduce(a[:1] - 1, 0, at, a, "amax")
+        fd.add_output(mf.grad(a.amax().float(), [a])[0])
+        fd.add_output(mf.grad(joined.float().sum(), [a])[0])
+    whole, along = mf.simulate(mf.compile(fd), [x, places]).outputs
+    share = torch.tensor(1 / x.numel()).to(dtype)
+    assert torch.equal(whole, share.expand(x.shape))
+    assert torch.equal(along, torch.tensor(1 / 1000).to(dtype).expand(x.shape))
+
+
+def test_products_that_sixteen_bits_cannot_hold() -> None:
+    """What a small factor makes of them they can."""
+    a = torch.full((3, 4), 300.0, dtype=torch.float16)
+    x = torch.ones(3, 3, dtype=torch.float16)
+    mesh = DeviceMesh.arange(x=2)
+    with mf.FusionDefinition("products") as fd:
+        h, y = (fd.define_tensor(z.shape, z.dtype, mesh, {"x": Shard(0)}) for z in (a, x))
+        fd.add_output(torch.addmm(y, h, h.t(), beta=0.5, alpha=1e-3))
+        fd.add_output(torch.add(y, h[:, :3], alpha=300) / 2)
+    found = mf.simulate(mf.compile(fd), [a, x]).outputs
+    wanted = torch.addmm(x, a, a.t(), beta=0.5, alpha=1e-3), torch.add(x, a[:, :3], alpha=300) / 2
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_numbers_of_a_run() -> None:
+    """A weight, a value and a limit that a run chooses, as scalars and as tensors without dims."""
+    xs = [drawn(5, seed=i) for i in range(3)]
+    with mf.FusionDefinition("numbers") as fd:
+        a, b, c = (fd.define_tensor([5]) for _ in xs)
+        n, t = fd.define_scalar(name="n"), fd.define_tensor([])
+        for s in (n, t):
+            fd.add_output(torch.lerp(a, b, s))
+            fd.add_output(torch.addcmul(a, b, c, value=s))
+            fd.add_output(torch.addcdiv(a, b, c, value=s))
+            fd.add_output(torch.add(a, b, alpha=s))
+            fd.add_output(torch.clamp(a, b, s))
+    found = mf.reference(fd, [*xs, 0.75, torch.tensor(0.75)])
+    a, b, c = xs
+    wanted = [
+        torch.lerp(a, b, 0.75), torch.addcmul(a, b, c, value=0.75),
+        torch.addcdiv(a, b, c, value=0.75), torch.add(a, b, alpha=0.75),
+        torch.clamp(a, b, torch.tensor(0.75)),
+    ]  # fmt: skip
+    for ours, theirs in zip(found, wanted * 2, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("size", [1e4, 1e8, -1e7])

@@ -62,8 +62,8 @@ def glu(x: Handle, dim: int = -1) -> Handle:
         )
     first, second = chunk(x, 2, at)
     with again(x):
-        share = ROWS["sigmoid"](second)
-    return first * share
+        wide, share = in_f32(first), ROWS["sigmoid"](in_f32(second))
+    return back(wide * share, x)
 
 
 # -- normalisations ------------------------------------------------------------------------------

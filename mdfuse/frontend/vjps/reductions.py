@@ -10,7 +10,7 @@ from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import reductions, views
 from mdfuse.frontend.ops.first_places import first_place
-from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.ops.recording import back, in_f32, record
 from mdfuse.frontend.vjps.table import Applied, eq, product_of_others, rule, where, widely
 from mdfuse.ir.dims import reduced_dims
 
@@ -72,8 +72,9 @@ def _extreme(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         first = record("min", places, dims=over, keepdim=True)
         return (where(eq(places, first), _kept(e, ct), 0.0),)
     is_there = eq(e[0], _kept(e, e.y))
-    equals = reductions.sum(record("cast", is_there, dtype=ct.dtype), over, True)
-    return (where(is_there, _kept(e, ct) / equals, 0.0),)
+    wide = in_f32(ct)  # in 16 bits many equals cannot be counted
+    equals = reductions.sum(record("cast", is_there, dtype=wide.dtype), over, True)
+    return (where(is_there, back(_kept(e, wide) / equals, ct), 0.0),)
 
 
 @rule("topk", "sort", "cummax", "cummin")

@@ -92,10 +92,9 @@ for _name in slopes.NAMES:  # linear in the cotangent, which comes first
     _how: dict[str, Any] = {"host": "binary", "operands": (2, 2), "partial": "scale"}
     _how |= {"attrs": TABLE[_name].attrs}
     row(f"{_name}_grad", _call, dims.pointwise, shapes.alike, _writes, **_how)
-_LOSS = compound.binary_cross_entropy
-_binary("binary_cross_entropy", _LOSS, rounded(_LOSS))
+_binary("binary_cross_entropy", on_tensors(compound.binary_cross_entropy), DENSE)
 for _name, _unit in (("huber_loss", "delta"), ("smooth_l1_loss", "beta")):
-    _call = compound.robust_loss(_name)
+    _call = on_tensors(compound.robust_loss(_name))
     _binary(_name, _call, rounded(_call), attrs=(attr(_unit, "number", True),))
 _THREE: dict[str, Any] = {"host": "ternary", "operands": (3, 3)}
 _FOUR: dict[str, Any] = {"host": "ternary", "operands": (4, 4)}  # with a number
