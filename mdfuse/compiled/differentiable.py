@@ -226,6 +226,8 @@ class _Border(torch.autograd.Function):
         if not seeded:
             return None, *results
         made, program = forward.backward(seeded)
+        if not made.gradients:
+            return None, *results
         tensors = iter(ctx.saved_tensors)
         kept = {
             name: next(tensors) if is_tensor else x
@@ -239,7 +241,7 @@ class _Border(torch.autograd.Function):
         if torch.is_grad_enabled():
             leaves = [x if x is None else x.detach().requires_grad_() for x in found]
             found = _Once.apply(forward.definition.name, *leaves)
-        for n, gradient in zip(forward.wrt, found, strict=True):
+        for n, gradient in zip(made.wrt, found, strict=True):
             results[n] = gradient
         return None, *results
 

@@ -45,6 +45,8 @@ class Fact:
     constant: float | int | bool | None = None
     #: the stride order that the user requires
     required: tuple[int, ...] | None = None
+    #: whether these are the zeros that stand for a gradient which does not exist
+    is_missing: bool = False
 
 
 @dataclass(frozen=True, slots=True)

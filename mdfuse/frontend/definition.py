@@ -65,7 +65,7 @@ class FusionDefinition:
         #: what the user's code, and operations that look at extents, decided about them
         self.assumed = Assumptions()
         #: what functions of values keep for later calls that need the same
-        self.shared: dict[Hashable, tuple[Handle, Handle]] = {}
+        self.shared: dict[Hashable, tuple[Any, ...]] = {}
         self._dims = 0
         self._streams = 0
         #: how many blocks of `recompute` are open

@@ -21,7 +21,7 @@ from mdfuse.frontend.cache import Fact
 from mdfuse.frontend.handle import Handle, ValueId
 from mdfuse.frontend.ops import recording
 from mdfuse.frontend.sites import Derived, Site
-from mdfuse.frontend.vjps import COMPLEX, NO_GRADIENT, RULES
+from mdfuse.frontend.vjps import COMPLEX, NO_GRADIENT, RULES, STEPS
 from mdfuse.frontend.vjps.windows import Part, Window, joined
 from mdfuse.ir.graph import Expr, Like, Value
 
@@ -68,6 +68,17 @@ def _path(recorder: Recorder, of: Sequence[str], wrt: Sequence[str]) -> set[str]
         if not before.isdisjoint(expr.outputs):
             before.update(x for x in expr.reads if x in after)
     return before
+
+
+def _leading(recorder: Recorder, of: Sequence[str]) -> set[str]:
+    """Return what leads to some values so that torch gives it a gradient, be it of zeros."""
+    values, leading = recorder.values, {*of}
+    for expr in reversed(recorder.exprs):
+        is_passed = expr.op not in NO_GRADIENT or expr.op in STEPS
+        if is_passed and not leading.isdisjoint(expr.outputs):
+            read = (values[x] for x in expr.reads)
+            leading.update(x.name for x in read if x.is_tensor and _is_differentiable(x))
+    return leading
 
 
 def _check(recorder: Recorder, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> None:
@@ -358,7 +369,10 @@ class _Backward:
             if self.recorder.is_placed(x):
                 self._place(found[x], Like(x))
         self.recorder.rename(renamed)
-        return tuple((found[x].id, found[x].fact) for x in self.wrt)
+        lacks = [x for x in wanted if x not in totals]
+        leading = _leading(self.recorder, [*self.of]) if lacks else {*wanted}
+        facts = {x: replace(y.fact, is_missing=x not in leading) for x, y in found.items()}
+        return tuple((found[x].id, facts[x]) for x in self.wrt)
 
     def _is_free(self, total: Handle, of: str) -> bool:
         """Whether a value was made here, and nobody reads it or has placed it otherwise."""

@@ -24,10 +24,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from mdfuse.errors import DefinitionError, counted
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.pointwise import ROWS, clamp
-from mdfuse.frontend.ops.recording import back, in_f32
+from mdfuse.frontend.ops.pointwise import ROWS, addcmul, clamp, lerp
+from mdfuse.frontend.ops.recording import as_dtype, back, in_f32, record
 from mdfuse.frontend.ops.reductions import sum as sum_of
 
 #: A number, or a tensor without dims.
@@ -64,6 +66,8 @@ def sgd(
             f"sgd of %{w.name} with momentum={momentum!r} and no velocity",
             hint="pass v, an input of the parameter's shape that is zeros at first",
         )
+    if dw.fact.is_missing:
+        return record("set", w), None if v is None else record("set", v)
     wide = in_f32(w)
     step = _decayed(_like(dw, wide), wide, weight_decay)
     if v is not None:
@@ -109,24 +113,45 @@ def adamw(
             because="the moments are corrected for how many steps they are made of",
             hint="fd.define_tensor([]), an input that is 1.0 in the first step",
         )
+    if dw.fact.is_missing:
+        return record("set", w), record("set", m), record("set", v)
     wide = in_f32(w)
     g = _like(dw, wide)
     mean, square = _like(m, wide), _like(v, wide)
-    mean = mean + (g - mean) * (1.0 - betas[0])
-    square = square * betas[1] + g * g * (1.0 - betas[1])
-    rate, second = _corrected(step, lr, betas)
+    mean = lerp(mean, g, _number(1.0 - betas[0], wide))
+    square = addcmul(square * betas[1], g, g, value=1.0 - betas[1])
+    rate, second, stays = _numbers_of(step, lr, betas, weight_decay, wide.dtype)
     root = ROWS["sqrt"](square) / second + eps
-    kept = wide * (1.0 - lr * weight_decay)
-    return back(kept - (mean / root) * rate, w), back(mean, m), back(square, v)
+    return back(wide * stays - (mean / root) * rate, w), back(mean, m), back(square, v)
 
 
-def _corrected(step: Handle, lr: Number, betas: tuple[Number, Number]) -> tuple[Handle, Handle]:
-    """Return the rate and the root for moments of so many steps: once for all parameters."""
-    numbers = ((type(x), x.id if isinstance(x, Handle) else x) for x in (step, lr, *betas))
-    made, key = step.definition.shared, ("adamw", *numbers)
+def _number(x: Number, like: Handle) -> Number:
+    """Return a number, or a tensor without dims in the dtype of what it goes with."""
+    return as_dtype(x, like.dtype) if isinstance(x, Handle) and x.is_tensor else x
+
+
+def _numbers_of(
+    step: Handle,
+    lr: Number,
+    betas: tuple[Number, Number],
+    weight_decay: Number,
+    dtype: torch.dtype,
+) -> tuple[Any, ...]:
+    """Return the rate, the root, and which part stays: once for all parameters of a dtype.
+
+    They are computed in f64, as torch does of numbers: of one minus 0.999 little is left in f32.
+    """
+    given = step, lr, *betas, weight_decay
+    numbers = ((type(x), x.id if isinstance(x, Handle) else x) for x in given)
+    made, key = step.definition.shared, ("adamw", dtype, *numbers)
     if key not in made:
-        first, second = (1.0 - ROWS["pow"](beta, step) for beta in betas)
-        made[key] = lr / first, ROWS["sqrt"](second)
+        count, rate, *means, decay = (
+            as_dtype(x, torch.float64) if isinstance(x, Handle) and x.is_tensor else x
+            for x in given
+        )
+        first, second = (1.0 - ROWS["pow"](beta, count) for beta in means)
+        found = rate / first, ROWS["sqrt"](second), 1.0 - rate * decay
+        made[key] = tuple(as_dtype(x, dtype) if isinstance(x, Handle) else x for x in found)
     return made[key]
 
 
@@ -153,13 +178,18 @@ def clip_by_global_norm(
             because="the norm is that of floating tensors, at least one",
             hint="pass what mf.grad returned",
         )
-    squares = [sum_of(wide * wide) for wide in map(in_f32, gradients)]
+    there = [g for g in gradients if not g.fact.is_missing] or gradients
+    squares = [sum_of(wide * wide) for wide in map(in_f32, there)]
     total = squares[0]
     for square in squares[1:]:
         total = total + square
     norm = ROWS["sqrt"](total)
     factor = clamp(max_norm / (norm + 1e-6), None, 1.0)
-    return tuple(back(in_f32(g) * factor, g) for g in gradients), norm
+    return tuple(_times(g, factor) for g in gradients), norm
+
+
+def _times(g: Handle, factor: Handle) -> Handle:
+    return g if g.fact.is_missing else back(in_f32(g) * factor, g)
 
 
 def _check(name: str, w: Handle, *others: Handle) -> None:

@@ -30,7 +30,8 @@ class Phases:
         placed: the same with the layouts that are inferred.
         outputs: the definition's.
         seeds: the cotangents of some of them, in their order.
-        gradients: one for each of the inputs that were asked for.
+        wrt: positions of the inputs that have a gradient, of those that were asked for.
+        gradients: one for each of them.
         saved: what the backward takes of inputs and of what the forward makes.
     """
 
@@ -38,6 +39,7 @@ class Phases:
     placed: Fusion
     outputs: tuple[str, ...]
     seeds: tuple[str, ...]
+    wrt: tuple[int, ...]
     gradients: tuple[str, ...]
     saved: tuple[str, ...]
 
@@ -103,7 +105,8 @@ def phases(definition: FusionDefinition, wrt: Sequence[int], seeded: Sequence[in
         laws[recorder.names[-1]] = dual(placed.layout(y.name))
     wanted = [ids[recorded.inputs[n]] for n in wrt]
     made = gradients.append(recorder, site, of, wanted)
-    names = [recorder.names[n] for n, _ in made]
+    existing = {at: n for at, (n, fact) in zip(wrt, made, strict=True) if not fact.is_missing}
+    names = [recorder.names[n] for n in existing.values()]
     joint = recorder.fusion()
     lawful = {x: replace(joint.values[x], layout=law, is_law=True) for x, law in laws.items()}
     joint = replace(
@@ -117,6 +120,7 @@ def phases(definition: FusionDefinition, wrt: Sequence[int], seeded: Sequence[in
         placed=propagate_layouts.run(joint),
         outputs=outputs,
         seeds=tuple(laws),
+        wrt=tuple(existing),
         gradients=tuple(names),
         saved=_saved(joint, outputs, names, {*laws}),
     )

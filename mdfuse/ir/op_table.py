@@ -14,7 +14,7 @@ from mdfuse.ir.out_forms import ANYHOW, Writes
 
 #: The host instructions of elementwise ops: their result may be written into the buffer of an
 #: operand that has the result's shape and memory order.
-ELEMENTWISE = ("unary", "binary", "where")
+ELEMENTWISE = ("unary", "binary", "ternary", "where")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,12 +65,13 @@ def on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(a: Any, b: Any, **more: Any) -> Any:
         like = a if isinstance(a, Tensor) else b
-        return function(_as_tensor(a, like), _as_tensor(b, like), **more)
+        return function(as_tensor(a, like), as_tensor(b, like), **more)
 
     return call
 
 
-def _as_tensor(x: Any, like: Tensor) -> Tensor:
+def as_tensor(x: Any, like: Tensor) -> Tensor:
+    """Return a number as a tensor without dims, beside one of which it takes dtype and device."""
     if isinstance(x, Tensor):
         return x
     dtype = torch.result_type(like, x)

@@ -53,6 +53,8 @@ def multiply(
 def extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Callable[..., Tensor]:
     """Return amin or amax, which with `identity` is the reduction's identity over an empty part.
 
+    With `first` the gradient goes to the first of equals, and not to all of them evenly.
+
     Args:
         name: "amin" or "amax".
         pick: dtype -> the identity.
@@ -64,6 +66,7 @@ def extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Cal
         *,
         dims: Any = None,
         keepdim: bool = False,
+        first: bool = False,
         identity: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:

@@ -15,7 +15,9 @@ _ATEN: Any = torch.ops.aten
 
 #: name of an op -> (kernel, ct, x or y, attributes of the op, out) -> its call.
 _CALLS: dict[str, Callable[..., Tensor]] = {
-    "elu": lambda f, ct, x, alpha=1.0, **to: f(ct, alpha, 1.0, 1.0, False, x, **to),
+    "elu": lambda f, ct, x, alpha=1.0, scale=1.0, input_scale=1.0, **to: f(
+        ct, alpha, scale, input_scale, False, x, **to
+    ),
     "gelu": lambda f, ct, x, approximate="none", **to: f(ct, x, approximate=approximate, **to),
     "hardsigmoid": lambda f, ct, x, **to: f(ct, x, **to),
     "hardswish": lambda f, ct, x, **to: f(ct, x, **to),

@@ -94,8 +94,26 @@ def test_cotangents_of_some_outputs() -> None:
         a, b = f(*ours)[chosen].sum(), body(*theirs)[chosen].sum()  # cotangents of stride 0
         got = torch.autograd.grad(a, ours, allow_unused=True)
         want = torch.autograd.grad(b, theirs, allow_unused=True)
-        for x, y in zip(got, want, strict=True):  # we give zeros where torch gives nothing
-            torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y, **CLOSE)
+        assert [x is None for x in got] == [y is None for y in want]
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, **CLOSE)
+
+
+def test_what_does_not_lead_there_has_no_gradient() -> None:
+    """Optimizers of torch leave such parameters alone, and would decay those of zeros."""
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        return x * w, v * 2 + x, (v > 0).to(v.dtype), w.floor()
+
+    f = mf.differentiable(defined(body, ((3,), (3,), (3,))))
+    ours, theirs = drawn(((3,), (3,), (3,)), (0, 1, 2))
+    for chosen in ((0,), (1,), (0, 1), (3,)):
+        totals = (sum(g(*xs)[n].sum() for n in chosen) for g, xs in ((f, ours), (body, theirs)))
+        found = (torch.autograd.grad(y, xs, allow_unused=True)
+                 for y, xs in zip(totals, (ours, theirs), strict=True))  # fmt: skip
+        for x, y in zip(*found, strict=True):
+            assert (x is None) == (y is None)
+            torch.testing.assert_close(x, y, **CLOSE)
 
 
 def test_between_layers_of_torch() -> None:

@@ -131,7 +131,7 @@ def test_an_update_is_local_and_in_place() -> None:
     assert sorted(kinds) == ["Allgather"] * 2 + ["Allreduce"] + ["ReduceScatter"] * 2
     text = str(program)
     for name in ("w", "b", "mw", "mb", "vw", "vb"):
-        assert re.search(rf"^ +%{name} = (add|sub)\(", text, re.MULTILINE), (name, text)
+        assert re.search(rf"^ +%{name} = (sub|lerp|addcmul)\(", text, re.MULTILINE), (name, text)
     # what follows from the step alone is computed once for all parameters
     assert sum(i.fn == "pow" for i in program.host) == 2
 
@@ -153,6 +153,70 @@ def test_steps_of_other_numbers_share_nothing() -> None:
         right.grad = dw
         torch.optim.AdamW([right], lr, betas=betas).step()
         torch.testing.assert_close(new, right.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.99999999), (0.3, 0.5)], ids=str)
+def test_moments_are_corrected_in_f64(dtype: torch.dtype, betas: tuple[float, float]) -> None:
+    """Also where the step, the rate and the decay are tensors of 32 bits."""
+    numbers = torch.tensor([0.125, 0.0625])  # a rate and a decay that have no other value in f64
+    w = torch.tensor([1.0, -2.0], dtype=dtype)
+    gradients = [torch.tensor([0.3, -1.0], dtype=dtype) / n for n in (1, 3, 1e5)]
+    right = torch.nn.Parameter(w.clone())
+    optimizer = torch.optim.AdamW([right], 0.125, betas, weight_decay=0.0625, foreach=False)
+    with mf.FusionDefinition("steps") as fd:
+        given = [fd.define_tensor([2], dtype, MESH, {"dp": Shard(0)}) for _ in range(4)]
+        step, lr, decay = (fd.define_tensor([], mesh=MESH) for _ in range(3))
+        for x in mf.optim.adamw(*given, step, lr=lr, betas=betas, weight_decay=decay):
+            fd.add_output(x)
+    program, state = mf.compile(fd), [w, torch.zeros_like(w), torch.zeros_like(w)]
+    for n, dw in enumerate(gradients):
+        right.grad = dw.clone()
+        optimizer.step()
+        given = [state[0], dw, *state[1:], torch.tensor(n + 1.0), *numbers]
+        state = mf.simulate(program, given).outputs
+        assert [x.dtype for x in state] == [dtype] * 3
+        rough = 1e-13 if dtype == torch.float64 else 1e-6
+        torch.testing.assert_close(state[0], right.detach(), rtol=rough, atol=0)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["as it is", "clipped"])
+@pytest.mark.parametrize("update", ["sgd", "adamw"])
+def test_what_has_no_gradient_is_left_alone(update: str, clip: float | None) -> None:
+    """It does not decay, and its moments stay; what leads there by a step has zeros, and decays."""
+    w = [torch.tensor([1.0, -2.0]) for _ in range(4)]
+
+    def loss_of(a: Any, b: Any, c: Any, d: Any) -> Any:
+        return (a * a).sum() + b.round().sum() + (c.detach() * a).sum() + (d > 0).float().sum()
+
+    leaves = [x.clone().requires_grad_() for x in w]
+    make = torch.optim.SGD if update == "sgd" else torch.optim.AdamW
+    optimizer = make(leaves, 0.1, weight_decay=0.5)
+    loss_of(*leaves).backward()
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_(leaves, clip)
+    optimizer.step()
+    for _ in range(2):  # recorded, and then found
+        with mf.FusionDefinition("step") as fd:
+            handles = [fd.define_tensor([2], mesh=MESH, layout={"dp": Shard(0)}) for _ in w]
+            kept = [fd.define_tensor([2], mesh=MESH, layout={"dp": Shard(0)}) for _ in w]
+            step = fd.define_tensor([], mesh=MESH)
+            gradients = mf.grad(loss_of(*handles), handles)
+            if clip is not None:
+                gradients, _ = mf.optim.clip_by_global_norm(gradients, clip)
+            for x, dx, m in zip(handles, gradients, kept, strict=True):
+                if update == "sgd":
+                    made = mf.optim.sgd(x, dx, m, lr=0.1, weight_decay=0.5)
+                else:
+                    made = mf.optim.adamw(x, dx, m, m, step, lr=0.1, weight_decay=0.5)[:2]
+                for new, old in zip(made, (x, m), strict=True):
+                    fd.add_output(new, reuse=old)
+        zeros = [torch.zeros(2) for _ in w]
+        given = [*(x.clone() for x in w), *zeros[:2], torch.ones(2), torch.ones(2)]
+        found = mf.simulate(mf.compile(fd), [*given, torch.tensor(1.0)]).outputs
+        for ours, theirs in zip(found[::2], leaves, strict=True):
+            torch.testing.assert_close(ours, theirs.detach())
+        assert all(torch.equal(m, torch.ones(2)) for m in found[5::2])
 
 
 def test_a_norm_of_all_is_one_small_all_reduce() -> None:

@@ -85,8 +85,7 @@ def check(f: Callable[..., Any], xs: Sequence[Tensor], tolerance: float = 1e-10)
 
 
 #: What torch does otherwise: it has no derivative of quotients that are rounded down; it looks at
-#: what beta=0 leaves out; of a NaN that is the largest along one dim it takes the first; the median
-#: of all it shares among equals.
+#: what beta=0 leaves out; it divides by the number of elements that equal a NaN.
 OTHERWISE = {"floor_divide", "operators", "div-floor", "addmm-zero", "max-nan", "median-nan"}
 #: torch rounds the slope, 1/6, to f32.
 ROUGH = {"hardsigmoid-F", "hardswish-F"}

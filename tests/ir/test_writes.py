@@ -95,6 +95,18 @@ def wheres(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
         yield (condition, 2, 3), {}
 
 
+def threes(*numbers: float) -> Any:
+    """Three tensors, of which the second or the last repeats; behind them numbers, if any."""
+
+    def cases(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+        for shape in SHAPES:
+            x, y, z = (draw(dtype, *shape) for _ in range(3))
+            yield (x, y, z, *numbers), {}
+            yield (x, y[:1] if shape else y, z[-1:] if shape else z, *numbers), {}
+
+    return cases
+
+
 def copies(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
     """Rows into some places of a tensor, one of them twice: then the last counts."""
     for shape in SHAPES:
@@ -155,6 +167,14 @@ CASES: dict[str, Any] = {
     "gelu_grad": slopes({"approximate": "none"}, {"approximate": "tanh"}),
     "softplus_grad": slopes({}, {"beta": 2.0, "threshold": 3.0}),
     "where": wheres,
+    "addcmul": threes(3),
+    "addcdiv": threes(0.3),
+    "ternary": threes(),
+    "huber_loss": slopes({"delta": 0.5}),
+    "smooth_l1_loss": slopes({"beta": 2.0}),
+    "elu": with_attrs({}, {"alpha": 0.5, "scale": 2.0, "input_scale": 3.0}),
+    "elu_grad": slopes({}, {"alpha": 0.5, "scale": 2.0, "input_scale": 3.0}),
+    "logit": with_attrs({}, {"eps": 0.25}),
     "cat": joins,
     "index_copy": copies,
     "matmul": matmuls,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mdfuse.errors import DefinitionError, counted
+from mdfuse.errors import DefinitionError, counted, listed
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.grad import grad
 from mdfuse.frontend.handle import Handle
@@ -82,7 +82,7 @@ class StepDefinition:
     Attributes:
         definition: parameters, constants, arguments of the module, extra inputs, numbers of the
             optimizer, and its state; the outputs that are written into no input come first.
-        trained: names of parameters that are updated.
+        trained: names of parameters that are updated: those that lead to the loss.
         kept: name of a state -> the name of the parameter that it belongs to.
         masters: names of f32 copies -> their parameters.
     """
@@ -112,30 +112,50 @@ def define_step(
         others = {key: _extra(fd, model, key, spec) for key, spec in extra.items()}
         numbers = {n: fd.define_tensor([], mesh=model.mesh, name=n) for n in optimizer.numbers}
         count = _count(fd, model) if optimizer.counts else None
-        handles = {h.name: h for node in trained for h in _parts(inputs, node)}
-        slots = {h.name: _state(fd, model, node, h, optimizer, master)
-                 for node in trained for h in _parts(inputs, node)}  # fmt: skip
+        handles = {h.name: (h, node) for node in trained for h in _parts(inputs, node)}
         value, *more = _loss(model, record(model, inputs), loss, others)
-        gradients = grad(value, [*handles.values()])
+        gradients = _existing(model, value, {key: h for key, (h, _) in handles.items()})
+        slots = {
+            key: _state(fd, model, handles[key][1], handles[key][0], optimizer, master)
+            for key in gradients
+        }
         shown = [value, *more]
         if clip is not None:
-            gradients, norm = clip_by_global_norm(gradients, clip)
+            clipped, norm = clip_by_global_norm([*gradients.values()], clip)
+            gradients = dict(zip(gradients, clipped, strict=True))
             shown.append(norm)
         for x in shown:
             fd.add_output(x)
         now = None if count is None else count + 1
-        for (key, w), dw in zip(handles.items(), gradients, strict=True):
-            _update(fd, optimizer, w, dw, slots[key], now, numbers)
+        for key, dw in gradients.items():
+            _update(fd, optimizer, handles[key][0], dw, slots[key], now, numbers)
         if count is not None and now is not None:
             fd.add_output(now, reuse=count)
     kept = {x.name: key for key, slot in slots.items() for x in slot.state}
     masters = {slot.master.name: key for key, slot in slots.items() if slot.master is not None}
     return StepDefinition(
         definition=fd,
-        trained=tuple(handles),
+        trained=tuple(gradients),
         kept=kept,
         masters=masters,
         counts=count is not None,
+    )
+
+
+def _existing(model: Model, loss: Handle, of: Mapping[str, Handle]) -> dict[str, Handle]:
+    """Return the gradients that exist: what does not lead to the loss is left alone, as in torch.
+
+    Raises:
+        DefinitionError: nothing leads to the loss.
+    """
+    gradients = dict(zip(of, grad(loss, [*of.values()]), strict=True))
+    existing = {key: dw for key, dw in gradients.items() if not dw.fact.is_missing}
+    if existing:
+        return existing
+    raise DefinitionError(
+        f"training_step of {model.captured.name}: no parameter leads to the loss",
+        because=f"there is no gradient of {listed([*of])}",
+        hint="a loss that is computed of what the module returns, and not of .detach()",
     )
 
 

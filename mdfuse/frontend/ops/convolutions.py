@@ -16,8 +16,9 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import indexing, moves, parts, views
 from mdfuse.frontend.ops.creations import tensor
-from mdfuse.frontend.ops.recording import Operation, record, record_several, shown
-from mdfuse.frontend.ops.reductions import amax, mean, sum
+from mdfuse.frontend.ops.first_places import first_extreme
+from mdfuse.frontend.ops.recording import Operation, back, in_f32, record, record_several, shown
+from mdfuse.frontend.ops.reductions import mean, sum
 from mdfuse.ir.pooling import pooled
 
 Numbers = int | Sequence[int]
@@ -232,12 +233,13 @@ def _avg_pool(n: int) -> Operation:
                   for at, m in enumerate(made)]  # fmt: skip
         are_full = all({*c} == {k} for c, k in zip(counts, how["kernel"], strict=True))
         divisor = divisor_override or (math.prod(how["kernel"]) if are_full else 1)
-        found = _sums(x, _cut_to(x, how), made, divisor)
-        if divisor_override is not None or are_full:
+        is_one_step = divisor_override is not None or are_full
+        found = _sums(x if is_one_step else in_f32(x), _cut_to(x, how), made, divisor)
+        if is_one_step:
             return found
         for at, c in enumerate(counts):
             found = _divided(found, x.ndim - n + at, c)
-        return found
+        return back(found, x)
 
     function.__name__ = f"avg_pool{n}d"
     function.__doc__ = f"The mean of each window of the last {n} dim{'s' * (n > 1)}."
@@ -337,9 +339,10 @@ def _adaptive(n: int, name: str, join: Operation, words: str) -> Operation:
         given = list(output_size) if isinstance(output_size, Sequence) else [output_size] * n
         own = [x.shape[x.ndim - n + at] if m is None else m for at, m in enumerate(given)]
         sizes = _numbers("output_size", own, n, 1)
-        for at, m in enumerate(sizes):
-            x = _in_parts(x, x.ndim - n + at, m, join)
-        return record("set", x)
+        result = in_f32(x) if n > 1 and join is mean else x
+        for at, m in reversed([*enumerate(sizes)]):  # so that of equal elements the first counts
+            result = _in_parts(result, x.ndim - n + at, m, join)
+        return record("set", back(result, x))
 
     function.__name__ = f"adaptive_{name}_pool{n}d"
     function.__doc__ = f"{words} of so many parts of each of the last {n} dim{'s' * (n > 1)}."
@@ -357,11 +360,15 @@ def _in_parts(x: Handle, dim: int, m: int, join: Operation) -> Handle:
     return parts.cat(pieces, dim)
 
 
+def _largest(x: Handle, dim: int, keepdim: bool = False) -> Handle:
+    return first_extreme("max", x, (dim,), keepdim)
+
+
 adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (
     _adaptive(n, "avg", mean, "The mean") for n in (1, 2, 3)
 )
 adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (
-    _adaptive(n, "max", amax, "The largest element") for n in (1, 2, 3)
+    _adaptive(n, "max", _largest, "The largest element") for n in (1, 2, 3)
 )
 
 

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import torch
+
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.pointwise import ROWS, where
+from mdfuse.frontend.ops.pointwise import ROWS
 from mdfuse.frontend.ops.recording import again, record
 
 
 def log_of_sum(wide: Handle, over: tuple[int, ...] | None) -> Handle:
-    """log(sum(exp(x))) over dims (None: all), which are kept.
+    """log(sum(exp(x))) over dims (None: all), which are kept: see `parts_of_log`."""
+    part = record("real", wide) if wide.dtype.is_complex else wide
+    limits = torch.finfo(part.dtype)
+    top = record("clamp", _top(part, over), min=limits.min, max=limits.max)
+    return _log_below(wide, top, over) + top
+
+
+def parts_of_log(wide: Handle, over: tuple[int, ...]) -> tuple[Handle, Handle]:
+    """The largest element over dims, and what log(sum(exp(x))) is above it; NaN of infinities.
 
     No gradient goes through the largest element: what it takes away and adds is the same. Of
     complex numbers it is that of the real parts, which say how large the exponentials are.
 
     Args:
         wide: x of at least 32 bits, computed in a block of `again`, which this goes on with.
-        over: the dims.
+        over: the dims, which are kept.
     """
-    part = record("real", wide) if wide.dtype.is_complex else wide
-    top = record("detach", record("max", part, dims=over, keepdim=True))
-    top = where(ROWS["isfinite"](top), top, 0.0)
+    top = _top(wide, over)
+    return top, _log_below(wide, top, over)
+
+
+def _top(x: Handle, over: tuple[int, ...] | None) -> Handle:
+    return record("detach", record("max", x, dims=over, keepdim=True))
+
+
+def _log_below(wide: Handle, top: Handle, over: tuple[int, ...] | None) -> Handle:
     with again(wide, is_more=True):
         shares = ROWS["exp"](wide - top)
-    total = record("sum", shares, dims=over, keepdim=True, dtype=None)
-    return ROWS["log"](total) + top
+    return ROWS["log"](record("sum", shares, dims=over, keepdim=True, dtype=None))

@@ -12,11 +12,16 @@ from mdfuse.frontend.ops.recording import as_dtype
 from mdfuse.frontend.ops.reductions import mean, sum
 
 
-def distance(x: Handle, target: Handle) -> Handle:
-    """Differences, in the dtype of two tensors of one shape: torch expands them before."""
+def alike(x: Handle, target: Handle) -> list[Handle]:
+    """Two values in the dtype of tensors of one shape: torch expands them before."""
     dtype = torch.promote_types(x.dtype, target.dtype)
-    same = [y if y.dtype == dtype else as_dtype(y, dtype) for y in (x, target)]
-    return same[0] - same[1]
+    return [y if y.dtype == dtype else as_dtype(y, dtype) for y in (x, target)]
+
+
+def distance(x: Handle, target: Handle) -> Handle:
+    """Differences of two such values."""
+    first, second = alike(x, target)
+    return first - second
 
 
 def class_numbers(target: Handle) -> Handle:

@@ -11,7 +11,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import distances
 from mdfuse.frontend.ops.creations import arange
-from mdfuse.frontend.ops.loss_parts import class_numbers, distance, reduced
+from mdfuse.frontend.ops.loss_parts import alike, class_numbers, distance, reduced
 from mdfuse.frontend.ops.pointwise import ROWS, clamp_min, logsigmoid, where
 from mdfuse.frontend.ops.recording import again, as_dtype, back, in_f32, record, shown
 from mdfuse.frontend.ops.reductions import sum
@@ -85,10 +85,9 @@ def binary_cross_entropy(
     """-(target * log(x) + (1 - target) * log(1 - x)); logarithms are at least -100."""
     _probabilities("binary_cross_entropy", x, target)
     with again(x):
-        wide, goal = in_f32(x), in_f32(target)
-        is_it, is_not = (clamp_min(ROWS["log"](p), -100) for p in (wide, 1.0 - wide))
-        found = (goal - 1.0) * is_not - goal * is_it
-    return back(reduced(found if weight is None else found * weight, reduction), x)
+        loss = record("binary_cross_entropy", in_f32(x), in_f32(target))
+        loss = loss if weight is None else loss * weight
+    return back(reduced(loss, reduction), x)
 
 
 def binary_cross_entropy_with_logits(
@@ -124,12 +123,11 @@ def smooth_l1_loss(
         raise DefinitionError(
             f"smooth_l1_loss with beta={beta}", because="beta is a distance", hint="0 or more"
         )
+    if beta == 0:
+        return reduced(ROWS["abs"](distance(x, target)), reduction)
     with again(x):
-        far = ROWS["abs"](distance(x, target))
-        if beta:
-            near = far * far * (0.5 / beta)
-            far = where(ROWS["lt"](far, beta), near, far - 0.5 * beta)
-    return reduced(far, reduction)
+        loss = record("smooth_l1_loss", *alike(x, target), beta=beta)
+    return reduced(loss, reduction)
 
 
 def huber_loss(x: Handle, target: Handle, *, reduction: str = "mean", delta: float = 1.0) -> Handle:
@@ -139,10 +137,8 @@ def huber_loss(x: Handle, target: Handle, *, reduction: str = "mean", delta: flo
             f"huber_loss with delta={delta}", because="delta is a distance", hint="more than 0"
         )
     with again(x):
-        far = ROWS["abs"](distance(x, target))
-        near = far * far * 0.5
-        found = where(ROWS["le"](far, delta), near, (far - 0.5 * delta) * delta)
-    return reduced(found, reduction)
+        loss = record("huber_loss", *alike(x, target), delta=delta)
+    return reduced(loss, reduction)
 
 
 def kl_div(

@@ -11,7 +11,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent, are_same
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.creations import arange
-from mdfuse.frontend.ops.exponents import log_of_sum
+from mdfuse.frontend.ops.exponents import parts_of_log
 from mdfuse.frontend.ops.loss_parts import class_numbers, distance, reduced
 from mdfuse.frontend.ops.parts import chunk
 from mdfuse.frontend.ops.pointwise import ROWS, clamp, where
@@ -62,8 +62,8 @@ def glu(x: Handle, dim: int = -1) -> Handle:
         )
     first, second = chunk(x, 2, at)
     with again(x):
-        share = ROWS["sigmoid"](second)
-    return first * share
+        wide, share = in_f32(first), ROWS["sigmoid"](in_f32(second))
+    return back(wide * share, x)
 
 
 # -- normalisations ------------------------------------------------------------------------------
@@ -281,12 +281,12 @@ def cross_entropy(
     at = _of_classes(x, target, label_smoothing)
     with again(x):
         wide, n = in_f32(x), x.shape[at]
-    total = record("squeeze", log_of_sum(wide, (at,)), dims=(at,))
+    top, above = parts_of_log(wide, (at,))
     if target.dtype.is_floating_point:
         of_each = as_dtype(target, wide.dtype)
         if label_smoothing:
             of_each = of_each * (1 - label_smoothing) + label_smoothing / n
-        found = sum(of_each * (record("unsqueeze", total, dims=(at,)) - wide), at)
+        found = sum(of_each * (above + (top - wide)), at)
         return back(reduced(found, reduction), x)
     target = class_numbers(target)
     classes, behind = arange(n, dtype=target.dtype), x.ndim - 1 - at
@@ -297,7 +297,8 @@ def cross_entropy(
     if label_smoothing:  # both are sums over the classes, which ranks join together
         score = score * (1 - label_smoothing) + mean(wide, at) * label_smoothing
     counts = ROWS["ne"](target, ignore_index)
-    found = where(counts, total - score, 0.0)
+    top, above = (record("squeeze", x, dims=(at,)) for x in (top, above))
+    found = where(counts, above + (top - score), 0.0)  # what is large goes first
     if reduction != "mean":
         return back(reduced(found, reduction), x)
     return back(sum(found) / sum(as_dtype(counts, found.dtype)), x)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import (
     Elementwise,
-    again,
     as_dtype,
+    in_f32,
     is_inexact,
+    is_narrow,
     record,
     shown,
 )
@@ -71,7 +74,7 @@ def add(x: Any, other: Any, *, alpha: float = 1) -> Handle:
     """x + alpha * other."""
     if all(map(_is_bool, (x, other))):
         alpha = bool(alpha)  # as torch takes it then
-    return record("add", x, _times(x, other, alpha))
+    return _combined("add", x, other, alpha)
 
 
 def _is_bool(x: Any) -> bool:
@@ -80,17 +83,33 @@ def _is_bool(x: Any) -> bool:
 
 def sub(x: Any, other: Any, *, alpha: float = 1) -> Handle:
     """x - alpha * other."""
-    return record("sub", x, _times(x, other, alpha))
+    return _combined("sub", x, other, alpha)
 
 
-def _times(x: Any, other: Any, alpha: float) -> Any:
-    """alpha * other in the dtype of the result, to which torch promotes before it multiplies."""
-    if alpha == 1:
-        return other
+def _combined(op: str, x: Any, other: Any, alpha: Any) -> Handle:
+    """x and alpha * other by one op; of 16 bits in f32, as torch's own kernel computes it."""
+    if not isinstance(alpha, Handle) and alpha == 1:
+        return record(op, x, other)
+    tensors = [y for y in (x, other) if isinstance(y, Handle) and y.is_tensor]
+    if any(is_narrow(y) for y in tensors) and all(y.dtype.is_floating_point for y in tensors):
+        x, other = (in_f32(y) if isinstance(y, Handle) else y for y in (x, other))
+        return _as_promoted(record(op, x, mul(other, alpha)), tensors)
+    return record(op, x, mul(_raised(other, x), alpha))
+
+
+def _as_promoted(y: Handle, tensors: Sequence[Handle]) -> Handle:
+    """A result in the dtype to which torch promotes floats: those with dims decide."""
+    deciding = [x.dtype for x in tensors if x.ndim] or [x.dtype for x in tensors]
+    return as_dtype(y, functools.reduce(torch.promote_types, deciding))
+
+
+def _raised(other: Any, x: Any) -> Any:
+    """The second of two operands in the dtype of the first, where that is the one of the result."""
     both = isinstance(x, Handle) and isinstance(other, Handle) and x.is_tensor and other.is_tensor
-    is_whole = both and not is_inexact(other)
-    is_lower = is_whole and (is_inexact(x) or other.dtype == torch.bool)
-    return mul(cast(other, x.dtype) if is_lower else other, alpha)
+    if not both or x.dtype == other.dtype or (is_inexact(other) and other.ndim and not x.ndim):
+        return other
+    is_lower = torch.promote_types(x.dtype, other.dtype) == x.dtype
+    return cast(other, x.dtype) if is_lower else other
 
 
 def rsub(x: Any, other: Any, *, alpha: float = 1) -> Handle:
@@ -123,15 +142,24 @@ def _is_whole(x: Any) -> bool:
 
 
 def lerp(x: Handle, end: Handle, weight: Any) -> Handle:
-    """x + weight * (end - x)."""
-    return x + mul(end - x, weight)
+    """x + weight * (end - x), which is the end for a weight of 1."""
+    return record("lerp", x, end, weight)
 
 
-def addcmul(x: Handle, tensor1: Handle, tensor2: Handle, *, value: float = 1) -> Handle:
+def addcmul(x: Handle, tensor1: Handle, tensor2: Handle, *, value: Any = 1) -> Handle:
     """x + value * tensor1 * tensor2; of integers, with the integer towards zero of the value."""
-    if not any(map(is_inexact, (x, tensor1, tensor2))):
+    if not any(map(is_inexact, (x, tensor1, tensor2))) and not isinstance(value, Handle):
         value = _towards_zero("addcmul", x, value)
-    return add(x, tensor1 * tensor2, alpha=value)
+    return _with_value("addcmul", x, tensor1, tensor2, value)
+
+
+def _with_value(name: str, x: Handle, tensor1: Handle, tensor2: Handle, value: Any) -> Handle:
+    """One op with a number; a tensor without dims is a factor of the first tensor."""
+    if not isinstance(value, Handle) or not value.is_tensor:
+        return record(name, x, tensor1, tensor2, value)
+    of = (x, tensor1, tensor2)
+    x, tensor1, tensor2 = (in_f32(y) for y in of)
+    return _as_promoted(record(name, x, tensor1 * value, tensor2, 1), of)
 
 
 def _towards_zero(name: str, x: Handle, number: float) -> int:
@@ -149,9 +177,9 @@ def _towards_zero(name: str, x: Handle, number: float) -> int:
     )
 
 
-def addcdiv(x: Handle, tensor1: Handle, tensor2: Handle, *, value: float = 1) -> Handle:
+def addcdiv(x: Handle, tensor1: Handle, tensor2: Handle, *, value: Any = 1) -> Handle:
     """x + value * tensor1 / tensor2."""
-    return add(x, tensor1 / tensor2, alpha=value)
+    return _with_value("addcdiv", x, tensor1, tensor2, value)
 
 
 def frac(x: Handle) -> Handle:
@@ -183,8 +211,7 @@ def masked_fill(x: Handle, mask: Handle, value: Any) -> Handle:
 def clamp(x: Handle, min: Any = None, max: Any = None) -> Handle:
     """Values limited to [min, max]; the limits are numbers or values."""
     if isinstance(min, Handle) or isinstance(max, Handle):
-        x = x if min is None else maximum(x, min)
-        return x if max is None else minimum(x, max)
+        return record("limit", x, min, max)
     if any(isinstance(limit, float) and math.isnan(limit) for limit in (min, max)):
         min = max = math.nan  # of a single one torch 2.11 makes nothing
     return record("clamp", x, min=min, max=max)
@@ -248,9 +275,7 @@ def logsigmoid(x: Handle) -> Handle:
 
 def selu(x: Handle) -> Handle:
     """A scaled elu (Klambauer et al. 2017, arXiv:1706.02515, for the constants)."""
-    with again(x):
-        bent = elu(x, 1.6732632423543772)
-    return bent * 1.0507009873554805
+    return record("elu", x, alpha=1.6732632423543772, scale=1.0507009873554805)
 
 
 def hardtanh(x: Handle, min_val: float = -1.0, max_val: float = 1.0) -> Handle:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import is_inexact, record, shown
+from mdfuse.frontend.ops.recording import back, in_f32, is_inexact, is_narrow, record, shown
 
 
 def matmul(x: Handle, other: Handle) -> Handle:
@@ -65,33 +66,52 @@ def outer(x: Handle, vec2: Handle) -> Handle:
 
 def addmm(x: Handle, mat1: Handle, mat2: Handle, *, beta: float = 1, alpha: float = 1) -> Handle:
     """beta * x + alpha * (mat1 @ mat2)."""
-    return _added(x, mm(mat1, mat2), beta, alpha)
+    return _added(mm, x, (mat1, mat2), beta, alpha)
 
 
 def baddbmm(
     x: Handle, batch1: Handle, batch2: Handle, *, beta: float = 1, alpha: float = 1
 ) -> Handle:
     """beta * x + alpha * (batch1 @ batch2), for batches of matrices."""
-    return _added(x, bmm(batch1, batch2), beta, alpha)
+    return _added(bmm, x, (batch1, batch2), beta, alpha)
 
 
 def addmv(x: Handle, mat: Handle, vec: Handle, *, beta: float = 1, alpha: float = 1) -> Handle:
     """beta * x + alpha * (mat @ vec)."""
-    return _added(x, mv(mat, vec), beta, alpha)
+    return _added(mv, x, (mat, vec), beta, alpha)
 
 
-def _added(x: Handle, product: Handle, beta: float, alpha: float) -> Handle:
+def _added(
+    product_of: Callable[..., Handle],
+    x: Handle,
+    factors: tuple[Handle, Handle],
+    beta: float,
+    alpha: float,
+) -> Handle:
+    """beta * x + alpha * the product; of 16 bits in f32, but for what torch makes of plain sums."""
     is_fraction = any(type(factor) is float for factor in (alpha, beta))
-    if is_fraction and not (is_inexact(x) and is_inexact(product)):
+    if is_fraction and not all(map(is_inexact, (x, *factors))):
         raise DefinitionError(
             f"alpha={alpha}, beta={beta} for {shown(x)}",
             because="a product of integers is one of integers",
             hint="whole numbers, or floating tensors",
         )
-    product = product if alpha == 1 else product * alpha
+    if alpha == 1:
+        product = product_of(*factors)
+    else:  # what a small factor makes of a large product, 16 bits may have
+        product = product_of(*map(in_f32, factors)) * alpha
     if beta == 0:  # NaN in x is not read then
-        return product
-    return record("add", x if beta == 1 else x * beta, product)
+        return _as_factors(product, factors)
+    if alpha == beta == 1:
+        return record("add", x, product)
+    total = record("add", in_f32(x) if beta == 1 else in_f32(x) * beta, in_f32(product))
+    return _as_factors(total, (x, *factors))
+
+
+def _as_factors(y: Handle, of: Sequence[Handle]) -> Handle:
+    """A result in the dtype of 16 bits that all operands have."""
+    kinds = {x.dtype for x in of}
+    return back(y, of[0]) if len(kinds) == 1 and is_narrow(of[0]) else y
 
 
 def linear(x: Handle, weight: Handle, bias: Handle | None = None) -> Handle:

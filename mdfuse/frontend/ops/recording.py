@@ -103,10 +103,14 @@ def as_dtype(x: Handle, dtype: torch.dtype) -> Handle:
     return record("set", x) if x.dtype == dtype else record("cast", x, dtype=dtype)
 
 
+def is_narrow(x: Handle) -> bool:
+    """Whether x has 16 bits with fractions."""
+    return x.dtype in (torch.float16, torch.bfloat16)
+
+
 def in_f32(x: Handle) -> Handle:
     """f16 and bf16 in f32, which sums and squares need; other dtypes as they are."""
-    is_narrow = x.dtype in (torch.float16, torch.bfloat16)
-    return record("cast", x, dtype=torch.float32) if is_narrow else x
+    return record("cast", x, dtype=torch.float32) if is_narrow(x) else x
 
 
 def with_fractions(x: Handle) -> Handle:

@@ -237,4 +237,16 @@ def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
         return sum(ROWS["abs"](x), over, keepdim)
     if p == 2:
         return _root(sum(squared(x), over, keepdim), ROWS["sqrt"])
-    return _root(sum(ROWS["abs"](x) ** p, over, keepdim), lambda total: total ** (1.0 / p))
+    if p < 0:  # of nothing but infinities it is one
+        return sum(_powers(x, p), over, keepdim) ** (1.0 / p)
+    return _root(sum(_powers(x, p), over, keepdim), lambda total: total ** (1.0 / p))
+
+
+def _powers(x: Handle, p: float) -> Handle:
+    """abs(x) ** p; below 1 it is as steep as can be at 0, and flat there as torch's norms are."""
+    size = ROWS["abs"](x)
+    if p > 1:
+        return size**p
+    is_zero = ROWS["eq"](size, 0)
+    at_zero = 0.0 if p > 0 else math.inf
+    return pointwise.where(is_zero, at_zero, pointwise.where(is_zero, 1.0, size) ** p)

@@ -15,7 +15,7 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, extremes, ordering, parts, reductions, views
-from mdfuse.frontend.ops.pointwise import ROWS, cast, where
+from mdfuse.frontend.ops.pointwise import ROWS, cast, lerp, where
 from mdfuse.frontend.ops.recording import (
     Dims,
     Operation,
@@ -117,7 +117,8 @@ def _median(name: str, skips_nan: bool) -> Operation:
                 f"{name} of {shown(x)}", because="some numbers have one", hint="not of nothing"
             )
         if dim is None:
-            return _middle(views.flatten(x), 0, False, skips_nan).values
+            middle = _middle(views.flatten(x), 0, False, skips_nan).values
+            return _shared_by_equals(x, middle) if x.dtype.is_floating_point else middle
         return _middle(x, place(x, dim), keepdim, skips_nan)
 
     function.__name__ = name
@@ -126,6 +127,13 @@ def _median(name: str, skips_nan: bool) -> Operation:
         + ("; NaNs are left out." if skips_nan else "; NaN where there is one.")
     )
     return function
+
+
+def _shared_by_equals(x: Handle, value: Handle) -> Handle:
+    """A value that x has, whose gradient is divided evenly among the elements that equal it."""
+    value = record("detach", value)
+    other = where(ROWS["isnan"](value), value, -math.inf)
+    return reductions.amax(where(ROWS["eq"](x, value), x, other))
 
 
 def _middle(x: Handle, at: int, keepdim: bool, skips_nan: bool) -> ordering.Ordered:
@@ -217,7 +225,7 @@ def _between(in_order: Handle, q: float, at: int, interpolation: str) -> Handle:
         return parts.narrow(in_order, at, lower if one is None else one, 1)
     share = 0.5 if interpolation == "midpoint" else rank - lower
     first, second = (parts.narrow(in_order, at, i, 1) for i in (lower, higher))
-    return first + (second - first) * share
+    return lerp(first, second, share)
 
 
 # -- sums that leave something out ---------------------------------------------------------------

@@ -44,11 +44,7 @@ def rad2deg(x: Handle) -> Handle:
 def logit(x: Handle, eps: float | None = None) -> Handle:
     """log(x / (1 - x)); with eps of x limited to [eps, 1 - eps]."""
     real_only("logit", x)
-    x = floating(x)
-    if eps is not None:
-        low, high = ROWS["lt"](x, eps), ROWS["gt"](x, 1 - eps)
-        x = where(low, float(eps), where(high, 1.0 - eps, x))
-    return ROWS["log"](x / (1.0 - x))
+    return record("logit", floating(x), **({} if eps is None else {"eps": float(eps)}))
 
 
 def isclose(
@@ -126,12 +122,7 @@ def celu(x: Handle, alpha: float = 1.0) -> Handle:
             because="what is negative is divided by it",
             hint="relu, which celu comes close to",
         )
-    if alpha == 1.0:
-        return elu(x)
-    with again(x):
-        is_plain = ROWS["gt"](x, 0)
-        bent = ROWS["expm1"](where(is_plain, 0.0, x) / alpha) * alpha
-    return where(is_plain, x, bent)
+    return elu(x) if alpha == 1.0 else record("elu", x, alpha=alpha, input_scale=1.0 / alpha)
 
 
 def prelu(x: Handle, weight: Handle) -> Handle:
@@ -158,8 +149,8 @@ def prelu(x: Handle, weight: Handle) -> Handle:
     if weight.ndim:  # along dim 1 where there is one
         weight = reshape(weight, (*weight.shape, *ones) if x.ndim else ())
     with again(x):
-        is_plain = ROWS["gt"](x, 0)
-    return where(is_plain, x, weight * x)
+        slope = where(ROWS["gt"](x, 0), 1.0, weight)
+    return slope * x
 
 
 def threshold(x: Handle, threshold: float, value: float) -> Handle:

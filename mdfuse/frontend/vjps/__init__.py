@@ -14,6 +14,7 @@ from mdfuse.frontend.vjps import (
 from mdfuse.frontend.vjps.complex import COMPLEX as COMPLEX
 from mdfuse.frontend.vjps.table import NO_GRADIENT as NO_GRADIENT
 from mdfuse.frontend.vjps.table import RULES as RULES
+from mdfuse.frontend.vjps.table import STEPS as STEPS
 
 #: The modules that fill `RULES` when they are imported.
 FAMILIES = (

@@ -11,9 +11,9 @@ from mdfuse.frontend.vjps.table import Applied, cos, eq, rule, sin, where
 #: Ops whose rule holds for complex numbers: those that move or add them, and those that say so.
 COMPLEX = frozenset(
     ("set", "stride_order", "permute", "reshape", "unsqueeze", "squeeze", "expand", "slice",
-     "slice_grad", "cat", "flip", "index_select", "add", "sub", "neg", "mul", "div", "sum", "mean",
-     "abs", "where", "conj", "real", "imag", "angle", "sgn", "complex", "polar", "view_as_complex",
-     "view_as_real"),
+     "slice_grad", "cat", "flip", "index_select", "add", "sub", "neg", "mul", "div", "lerp",
+     "addcmul", "addcdiv", "sum", "mean", "abs", "where", "conj", "real", "imag", "angle", "sgn",
+     "complex", "polar", "view_as_complex", "view_as_real"),
 )  # fmt: skip
 
 

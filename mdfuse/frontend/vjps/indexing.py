@@ -10,7 +10,7 @@ import torch
 
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, reductions, views
-from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.ops.recording import back, in_f32, record
 from mdfuse.frontend.vjps.table import (
     ORDERS,
     Applied,
@@ -66,8 +66,9 @@ def _summed(e: Applied, x: Handle) -> Handle:
 def _through_extreme(e: Applied, ct: Handle) -> Handle:
     """Evenly among equals."""
     is_there = eq(e[1], _at(e, e.y))
-    equals = _summed(e, record("cast", is_there, dtype=ct.dtype))
-    return where(is_there, _at(e, ct / equals), 0.0)
+    wide = in_f32(ct)  # in 16 bits many equals cannot be counted
+    equals = _summed(e, record("cast", is_there, dtype=wide.dtype))
+    return where(is_there, _at(e, back(wide / equals, ct)), 0.0)
 
 
 def _through_product(e: Applied, ct: Handle) -> Handle:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations
 from mdfuse.frontend.ops.recording import record
@@ -60,11 +62,15 @@ _binary("sub", lambda e, ct: ct, lambda e, ct: -ct)
 _binary("div", lambda e, ct: ct / conj(e[1]), lambda e, ct: -ct * conj(e[0] / e[1] / e[1]))
 _binary("remainder", lambda e, ct: ct, lambda e, ct: -ct * floor_divide(e[0], e[1]))
 _binary("fmod", lambda e, ct: ct, lambda e, ct: -ct * trunc(e[0] / e[1]))
-_binary(
-    "atan2",
-    lambda e, ct: ct * (e[1] / (e[0] * e[0] + e[1] * e[1])),
-    lambda e, ct: ct * (-e[0] / (e[0] * e[0] + e[1] * e[1])),
-)
+
+
+def _turned(e: Applied, side: Any) -> Handle:
+    """A side by the square of the distance from the origin; 0 there, where there is no angle."""
+    square = e[0] * e[0] + e[1] * e[1]
+    return where(eq(square, 0), 0.0, side / square)
+
+
+_binary("atan2", lambda e, ct: ct * _turned(e, e[1]), lambda e, ct: ct * _turned(e, -e[0]))
 
 
 @rule("mul")
@@ -98,14 +104,14 @@ def _exponent_of_power(e: Applied, ct: Handle) -> Handle:
 _binary("pow", _base_of_power, _exponent_of_power)
 
 
-def _extreme_of_two(is_chosen: Callable[..., Handle]) -> Rule:
-    """Half to each where they are equal."""
+def _extreme_of_two(is_left: Callable[..., Handle]) -> Rule:
+    """Half to each where they are equal; where one is a NaN, all to both."""
 
     def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         half = ct / 2
 
         def share(mine: Any, other: Any) -> Handle:
-            return where(eq(mine, other), half, where(is_chosen(mine, other), ct, 0.0))
+            return where(eq(mine, other), half, where(is_left(mine, other), 0.0, ct))
 
         return (
             share(e[0], e[1]) if e.wants(0) else None,
@@ -128,8 +134,8 @@ def _first_or_second(is_chosen: Callable[..., Handle]) -> Rule:
     return made
 
 
-RULES["maximum"] = _extreme_of_two(gt)
-RULES["minimum"] = _extreme_of_two(lt)
+RULES["maximum"] = _extreme_of_two(lt)
+RULES["minimum"] = _extreme_of_two(gt)
 RULES["fmax"] = _first_or_second(ge)
 RULES["fmin"] = _first_or_second(le)
 
@@ -140,8 +146,8 @@ def _sided(mine: int) -> Callable[[Applied, Handle], Handle]:
 
 _binary(
     "logaddexp",
-    lambda e, ct: ct * exp(e[0] - e.y),
-    lambda e, ct: ct * exp(e[1] - e.y),
+    lambda e, ct: ct * sigmoid(e[0] - e[1]),
+    lambda e, ct: ct * sigmoid(e[1] - e[0]),
 )
 _binary("hypot", _sided(0), _sided(1))
 _binary(
@@ -165,6 +171,97 @@ def _choice(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         where(e[0], 0.0, ct) if e.wants(2) else None,
     )
 
+
+# -- pointwise: several at once ------------------------------------------------------------------
+
+
+@rule("lerp")
+@widely
+def _lerp(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (
+        ct * conj(1.0 - e[2]) if e.wants(0) else None,
+        ct * conj(e[2]) if e.wants(1) else None,
+        ct * conj(e[1] - e[0]) if e.wants(2) else None,
+    )
+
+
+@rule("addcmul")
+@widely
+def _addcmul(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    a, b, value = e[1], e[2], e[3]
+    return (
+        ct if e.wants(0) else None,
+        ct * conj(b * value) if e.wants(1) else None,
+        ct * conj(a * value) if e.wants(2) else None,
+        None,
+    )
+
+
+@rule("addcdiv")
+@widely
+def _addcdiv(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    a, b, value = e[1], e[2], e[3]
+    return (
+        ct if e.wants(0) else None,
+        ct * conj(value / b) if e.wants(1) else None,
+        -ct * conj(a * value / b / b) if e.wants(2) else None,
+        None,
+    )
+
+
+@rule("limit")
+def _limit(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """To x within the limits and on them; below the least to that, above the most to that.
+
+    Where the limits cross, the most is the result; where they meet, the least is not.
+    """
+    x, least, most = e[0], e[1], e[2]
+    inside, low, high = ct, None, None
+    if least is not None:
+        inside = where(ge(x, least), inside, 0.0)
+        low = where(lt(x, least), ct, 0.0) if e.wants(1) else None
+    if most is not None:
+        inside = where(le(x, most), inside, 0.0)
+        high = where(gt(x, most), ct, 0.0) if e.wants(2) else None
+    if least is not None and most is not None:
+        low = low if low is None else where(lt(least, most), low, 0.0)
+        high = high if high is None else where(lt(most, least), ct, high)
+    return inside if e.wants(0) else None, low, high
+
+
+_LEAST = torch.tensor(1e-12).item()
+
+
+@rule("binary_cross_entropy")
+@widely
+def _binary_cross_entropy(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """torch's slope, also at p = 0 and p = 1, where it divides by 1e-12 of 32 bits."""
+    p, target = e[0], e[1]
+    square = record("clamp", (1.0 - p) * p, min=_LEAST, max=None)
+    return (
+        ct * (p - target) / square if e.wants(0) else None,
+        ct * (record("log1p", -p) - log(p)) if e.wants(1) else None,
+    )
+
+
+def _robust(unit: str, scale: Callable[[Handle, float], Handle]) -> Rule:
+    """The distance, which is scaled and limited."""
+
+    @widely
+    def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+        slope = ct * scale(e[0] - e[1], e.attrs[unit])
+        return slope if e.wants(0) else None, -slope if e.wants(1) else None
+
+    return made
+
+
+def _within(x: Handle, most: float) -> Handle:
+    limited: Handle = record("clamp", x, min=-most, max=most)
+    return limited
+
+
+RULES["huber_loss"] = _robust("delta", _within)
+RULES["smooth_l1_loss"] = _robust("beta", lambda far, beta: _within(far / beta, 1.0))
 
 # -- pointwise: one operand ----------------------------------------------------------------------
 
@@ -204,6 +301,13 @@ def _sinc(e: Applied, ct: Handle) -> Handle:
     return ct * where(at_zero, x * (-(math.pi**2) / 3.0), slope)
 
 
+def _logit(e: Applied, ct: Handle) -> Handle:
+    """1 / (x * (1 - x)); outside of [0, 1] NaN, or 0 where x is limited."""
+    x, eps = e[0], e.attrs.get("eps")
+    low, high, rest = (0.0, 1.0, math.nan) if eps is None else (eps, 1.0 - eps, 0.0)
+    return where(logical_and(ge(x, low), le(x, high)), ct / (x * (1.0 - x)), rest)
+
+
 _LN2, _LN10 = math.log(2.0), math.log(10.0)
 _UNARY: dict[str, Callable[[Applied, Handle], Handle]] = {
     "neg": lambda e, ct: -ct,
@@ -239,6 +343,7 @@ _UNARY: dict[str, Callable[[Applied, Handle], Handle]] = {
     "i0": lambda e, ct: ct * record("i1", e[0]),
     "i1": _i1,
     "sinc": _sinc,
+    "logit": _logit,
     "clamp": _clamp,
     "cast": _cast,
     "dropout": _dropout,
@@ -297,7 +402,9 @@ def _softplus_twice(x: Handle, beta: float = 1.0, threshold: float = 20.0) -> Ha
 #: Op whose gradient is one kernel -> the derivative of its derivative, by what the kernel reads;
 #: those that are left out are made of straight lines.
 _TWICE: dict[str, Callable[..., Handle]] = {
-    "elu": lambda x, alpha=1.0: where(gt(x, 0), 0.0, exp(x) * alpha),
+    "elu": lambda x, alpha=1.0, scale=1.0, input_scale=1.0: where(
+        gt(x, 0), 0.0, exp(x * input_scale) * (alpha * scale * input_scale**2)
+    ),
     "gelu": _gelu_twice,
     "hardswish": lambda x: where(lt(record("abs", x), 3), 1.0 / 3.0, 0.0),
     "mish": _mish_twice,

@@ -9,7 +9,8 @@ from typing import Any
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import reductions, views
-from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.ops.first_places import first_place
+from mdfuse.frontend.ops.recording import back, in_f32, record
 from mdfuse.frontend.vjps.table import Applied, eq, product_of_others, rule, where, widely
 from mdfuse.ir.dims import reduced_dims
 
@@ -62,13 +63,18 @@ def _prod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("max", "min")
 def _extreme(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """Evenly among equals."""
+    """Evenly among equals, or to the first of them."""
     over = reduced_dims(e.attrs.get("dims"), len(e.shape(0)))
     if not over:
         return (ct,)
+    if e.attrs.get("first"):
+        places = first_place(e[0], _kept(e, e.y), over)
+        first = record("min", places, dims=over, keepdim=True)
+        return (where(eq(places, first), _kept(e, ct), 0.0),)
     is_there = eq(e[0], _kept(e, e.y))
-    equals = reductions.sum(record("cast", is_there, dtype=ct.dtype), over, True)
-    return (where(is_there, _kept(e, ct) / equals, 0.0),)
+    wide = in_f32(ct)  # in 16 bits many equals cannot be counted
+    equals = reductions.sum(record("cast", is_there, dtype=wide.dtype), over, True)
+    return (where(is_there, back(_kept(e, wide) / equals, ct), 0.0),)
 
 
 @rule("topk", "sort", "cummax", "cummin")

@@ -57,6 +57,9 @@ Rule = Callable[[Applied, Any], Sequence[Part | None]]
 
 RULES: dict[str, Rule] = {}
 
+#: Ops whose gradient is zero: a value that leads somewhere through them has one, as in torch.
+STEPS = ("floor", "ceil", "round", "trunc", "sign")
+
 #: Ops through which no gradient goes, with the reason.
 NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), "its result is a bool"),
@@ -66,7 +69,7 @@ NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys((f"logical_{op}" for op in ("and", "or", "xor", "not")), "on bools"),
     **dict.fromkeys((f"bitwise_{op}" for op in ("and", "or", "xor", "not")), "on integers"),
     **dict.fromkeys((f"bitwise_{side}_shift" for side in ("left", "right")), "on integers"),
-    **dict.fromkeys(("floor", "ceil", "round", "trunc", "sign"), "it is a step"),
+    **dict.fromkeys(STEPS, "it is a step"),
     **dict.fromkeys(("floor_divide", "heaviside", "nextafter"), "it is a step"),
     **dict.fromkeys(("uniform", "full", "full_like", "arange", "constant"), "it reads no tensor"),
     "detach": "it is there for that",

@@ -29,7 +29,8 @@ _reduce("sum", reductions.add_up, "sum", rounded(reductions.add_up), _WIDER)
 _reduce("prod", reductions.multiply, "prod", rounded(reductions.multiply), _WIDER)
 for _name, _pick in (("max", lowest), ("min", highest)):
     _call = reductions.extreme(f"a{_name}", _pick)
-    _reduce(_name, _call, _name, rounded(_call), _IDENTITY, localize=of_part.with_identity)
+    _own = (attr("first", "bool"), _IDENTITY)
+    _reduce(_name, _call, _name, rounded(_call), *_own, localize=of_part.with_identity)
 # A part of a mean is divided by the global count.
 _reduce("mean", reductions.average, "sum", DENSE, _COUNT, localize=of_part.global_count)
 _any, _all = reductions.truth("any"), reductions.truth("all")

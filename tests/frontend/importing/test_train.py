@@ -57,12 +57,13 @@ def joined(state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
 
 
 def descended(module: nn.Module, tiny: Tiny, loss: Callable[..., Any]) -> dict[str, Tensor]:
-    """What parameters become by a step of torch's; those without a gradient stay."""
+    """What parameters that have a gradient become by a step of torch's."""
     alone = copy.deepcopy(module)
     loss(*tensors(alone(*tiny.args, **tiny.kwargs))).backward()
     return {
-        name: (w if w.grad is None else w - RATE * w.grad).detach()
+        name: (w - RATE * w.grad).detach()
         for name, w in alone.named_parameters()
+        if w.grad is not None
     }
 
 
@@ -75,10 +76,12 @@ def test_gradients(name: str, mesh: str) -> None:
     step = model.training_step(squares, optimizer=partial(mf.optim.sgd, lr=RATE))
     (loss,), state = one_step(step, model, *tensors((tiny.args, tiny.kwargs)))
     with torch.no_grad():
-        wanted = squares(*tensors(module(*tiny.args, **tiny.kwargs)))
-    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-9)
-    for key, w in descended(module, tiny, squares).items():
+        right = squares(*tensors(module(*tiny.args, **tiny.kwargs)))
+    torch.testing.assert_close(loss, right, rtol=1e-6, atol=1e-9)
+    wanted = descended(module, tiny, squares)
+    for key, w in wanted.items():
         torch.testing.assert_close(joined(state, key, w), w, rtol=1e-5, atol=1e-7)
+    assert {key for key in state if {key, key.rpartition(".")[0]}.isdisjoint(wanted)} == set()
 
 
 def language_loss(logits: Any, labels: Any) -> Any:
@@ -148,6 +151,42 @@ def test_frozen_parameters_stay() -> None:
     wanted = descended(module, tiny, squares)
     for name in step.trained:
         torch.testing.assert_close(state[name], wanted[name], rtol=1e-5, atol=1e-7)
+
+
+class Halved(nn.Module):
+    """Two layers, of which one result comes from each, and a third that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+def test_what_does_not_lead_to_the_loss_is_left_alone() -> None:
+    """It has no state, and does not decay, as in torch."""
+    module, x = Halved(), torch.randn(4, 6)
+    model = mf.from_torch(
+        module, (x,), mesh=DeviceMesh.arange(dp=2), layouts={"*": {"dp": Shard(0)}}
+    )
+    step = model.training_step(
+        lambda first, second: first.square().mean() + second.detach().mean(),
+        optimizer=partial(mf.optim.adamw, lr=0.1, weight_decay=0.5),
+        clip=1.0,
+    )
+    assert step.trained == ("first.weight", "first.bias")
+    (loss, norm), state = one_step(step, model, x)
+    assert {key for key in state if not key.startswith("first.")} == {"count"}
+    optimizer = torch.optim.AdamW(module.parameters(), 0.1, weight_decay=0.5)
+    first, second = module(x)
+    alone = first.square().mean() + second.detach().mean()
+    alone.backward()
+    wanted = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    optimizer.step()
+    torch.testing.assert_close((loss, norm), (alone.detach(), wanted))
+    for name in step.trained:
+        torch.testing.assert_close(state[name], module.get_parameter(name).detach())
 
 
 class Adapted(nn.Module):
@@ -396,6 +435,11 @@ def small() -> ImportedModel:
         ({"loss": lambda y: y}, DefinitionError, "a loss is a floating tensor without dims"),
         ({"loss": None}, DefinitionError, "the module returns no loss|a loss is a floating"),
         ({"loss": lambda y: 3.0}, DefinitionError, "loss returns 3.0"),
+        (
+            {"loss": lambda y: y.detach().sum()},
+            DefinitionError,
+            "no parameter leads to the loss",
+        ),
         ({"extra": {"t": torch.ones(3)}}, DefinitionError, r"extra\['t'\] is Tensor"),
         ({"optimizer": lambda w, dw, m: w}, DefinitionError, "returns 1 value for weight"),
     ],
