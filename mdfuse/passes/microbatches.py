@@ -51,7 +51,7 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         dims = [d for d in range(len(value.shape)) if same[value.name, d] in roots]
         if len(dims) > 1:
             raise _pairs(fusion, value, [(d, same[value.name, d]) for d in dims], batch, same)
-        if dims and (value.name in batch or value.name in fusion.producers):
+        if dims and (value.name in batch or _has_rows(fusion, value, dims[0])):
             values[value.name] = replace(value, stream=Stream(dims[0], count))
     apart = [e for e in fusion.exprs if not _falls_together(e, values)]
     if apart:
@@ -72,6 +72,19 @@ def _dims(fusion: Fusion) -> UnionFind[tuple[str, int]]:
             for first, *others in one_dim(expr, dim_map(expr, fusion.values)):
                 same.union(first, *others)
     return same
+
+
+def _has_rows(fusion: Fusion, value: Value, dim: int) -> bool:
+    """Tell whether a value is computed whose rows along a dim follow from those of operands.
+
+    A dim that an operation makes, as `unsqueeze` does, may meet a batch of one row; what reads the
+    value whole cuts it then, as it does an input.
+    """
+    expr = fusion.producers.get(value.name)
+    if expr is None:
+        return False
+    at = expr.outputs.index(value.name)
+    return dim_map(expr, fusion.values).results[at][dim] is not None
 
 
 def _is_inner(
