@@ -110,8 +110,8 @@ def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pas
             found.append((widen_sums.name, wide))
         if name == insert_reshards.name and options.bucket_bytes:
             # Needs all sets that reduce, in the dtype in which they do.
-            most, is_cut = options.bucket_bytes, batch is not None
-            together = partial(bucket_sums.run, most=most, is_cut=is_cut)
+            dims = batch.dims if batch is not None else None
+            together = partial(bucket_sums.run, most=options.bucket_bytes, batch=dims)
             found.append((bucket_sums.name, together))
         if name == drop_unread.name and batch is not None:
             # Needs all sets; the next pass sees what is streamed.

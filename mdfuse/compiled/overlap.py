@@ -2,16 +2,20 @@
 
 The passes know the ways to do so (`mdfuse.passes.overlap`), a timeline what each takes; here the
 times are compared. What is chosen never takes longer than one after the other, by the same table.
+A candidate of which no time can be told is left out, and `explain` says why: the program is right
+without it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from mdfuse import hir_lowering
 from mdfuse.config import Options, backend_choice, options_from_environment
+from mdfuse.errors import MdfuseError
 from mdfuse.hir.passes import raise_posts
 from mdfuse.hir.passes.place_symmetric import SYMMETRIC
 from mdfuse.hir.program import HostProgram
@@ -26,6 +30,8 @@ from mdfuse.seeing.named_tables import HERE, here, named
 from mdfuse.seeing.rank_classes import rank_classes
 from mdfuse.seeing.report.numbers import size_text
 from mdfuse.seeing.timeline import on_ranks
+
+T = TypeVar("T")
 
 #: Of forms whose times are within this of the best one, that with the fewest chunks is taken.
 _ALIKE = 0.01
@@ -135,6 +141,16 @@ class _Chooser:
     known: dict[object, Choice] = field(default_factory=dict)
     saved: dict[object, float] = field(default_factory=dict)
     clocked: list[tuple[HostProgram, float]] = field(default_factory=list)
+    #: the candidates of which no time can be told, a line each
+    left_out: list[str] = field(default_factory=list)
+
+    def priced(self, what: str, price: Callable[[], T]) -> T | None:
+        """Return what a candidate takes; None, and a line for the user, where that is not known."""
+        try:
+            return price()
+        except MdfuseError as error:
+            self.left_out.append(f"{what} is left out: {str(error).splitlines()[0]}")
+            return None
 
     def lowered(self, fusion: Fusion) -> tuple[tuple[Section, ...], HostProgram]:
         return hir_lowering.lower_prepared(with_ids(fusion), self.should_merge, self.options)
@@ -164,15 +180,24 @@ class _Chooser:
         return replace(known, times=times, form=choose(known.plain, times, self.error))
 
     def _decided(self, window: Window, fusion: Fusion, forms: Mapping[Form, Fusion]) -> Choice:
-        if not forms:
+        plain = self._alone(window.text, fusion) if forms else None
+        found = {f: self._alone(f"{window.text}: {f}", x) for f, x in forms.items() if plain}
+        timed = {f: x for f, x in found.items() if x is not None}
+        if plain is None or not timed:
             return Choice(window, None, 0.0, {}, (0, 0))
-        plain, *hosts = (self.lowered(x)[1] for x in (fusion, *forms.values()))
-        seconds = _seconds(plain, self.costs)
-        times = {f: _seconds(x, self.costs) for f, x in zip(forms, hosts, strict=True)}
-        form = choose(seconds, times, self.error)
-        told = form or min(times, key=times.__getitem__)
-        in_chunks = dict(zip(forms, hosts, strict=True))[told]
-        return Choice(window, form, seconds, times, (_staging(in_chunks), _staging(plain)))
+        times = {f: seconds for f, (_, seconds) in timed.items()}
+        form = choose(plain[1], times, self.error)
+        in_chunks, _ = timed[form or min(times, key=times.__getitem__)]
+        return Choice(window, form, plain[1], times, (_staging(in_chunks), _staging(plain[0])))
+
+    def _alone(self, what: str, fusion: Fusion) -> tuple[HostProgram, float] | None:
+        """Return the program of a window, and its seconds."""
+
+        def price() -> tuple[HostProgram, float]:
+            host = self.lowered(fusion)[1]
+            return host, _seconds(host, self.costs)
+
+        return self.priced(what, price)
 
     def _in_pieces(self, window: Window, times: Mapping[Form, float]) -> dict[Form, float]:
         """Return the seconds of forms whose rings send each piece as soon as it is computed.
@@ -195,8 +220,8 @@ class _Chooser:
         key = overlap.likeness(fusion), found
         if key not in self.saved:
             pair = [overlap.apply(fusion, {window: f}) for f in (form, found)]
-            hosts = [self.lowered(x)[1] for x in pair if x is not None]
-            times = [_seconds(x, self.costs) for x in hosts]
+            told = [self._alone(f"{window.text}: {found}", x) for x in pair if x is not None]
+            times = [x[1] for x in told if x is not None]
             self.saved[key] = times[0] - times[1] if len(times) == 2 else -math.inf
         return self.saved[key]
 
@@ -242,28 +267,48 @@ def find(
     if costs is None:
         return lowered, Overlap(plain, tuple(told))
     chooser = _Chooser(fusion, costs, error, should_merge, options)
+    before = chooser.priced("overlap", lambda: Timed(lowered, chooser.clock(plain)))
+    if before is None:
+        return lowered, Overlap(plain, (*told, *chooser.left_out))
     choices = chooser.choices()
     place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
     in_order = sorted(choices, key=lambda c: place[c.window.values[0]])
     told += [str(c) for c in in_order] or _nothing(fusion)
-    before = Timed(lowered, chooser.clock(plain))
     found = _ahead(chooser, before)
     streamed = _streamed(fusion, {c.window: c.form for c in choices if c.form is not None})
     if streamed is not fusion:
-        streamed = with_ids(streamed)
-        chunks, *ahead = chooser.timed(streamed, (0, found.room) if found.room else (0,))
-        best = min([chunks, *ahead], key=lambda x: x.seconds)
-        whole = f"the whole program: {_ms(best.seconds)} predicted, {_ms(found.seconds)} one after"
-        if best.seconds > found.seconds:
-            told.append(f"left as it is after all: {whole} the other")
-        else:
-            told.append(f"{whole} the other, by {costs.name}")
-            found, before = best, chunks
+        before, found = _in_chunks(chooser, with_ids(streamed), before, found, told)
     if found.room:
         text = f"posted ahead of their place: at most {size_text(found.room)}"
         told.append(f"{text}: {_ms(found.seconds)} predicted, {_ms(before.seconds)} without")
     is_new = found.lowered is not lowered
+    told += chooser.left_out
     return found.lowered, Overlap(plain, tuple(told), is_new and options.overlap == "measure")
+
+
+def _in_chunks(
+    chooser: _Chooser, streamed: Fusion, before: Timed, found: Timed, told: list[str]
+) -> tuple[Timed, Timed]:
+    """Return the best program, without what is posted ahead of its place and with it.
+
+    Args:
+        chooser: of the fusion.
+        streamed: the fusion with all forms that were chosen.
+        before: the program one after the other.
+        found: the same, with what is posted ahead of its place.
+        told: gets a line.
+    """
+    rooms = (0, found.room) if found.room else (0,)
+    timed = chooser.priced("the whole program in chunks", lambda: chooser.timed(streamed, rooms))
+    if timed is None:
+        return before, found
+    best = min(timed, key=lambda x: x.seconds)
+    whole = f"the whole program: {_ms(best.seconds)} predicted, {_ms(found.seconds)} one after"
+    if best.seconds > found.seconds:
+        told.append(f"left as it is after all: {whole} the other")
+        return before, found
+    told.append(f"{whole} the other, by {chooser.costs.name}")
+    return timed[0], best
 
 
 def _streamed(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion:
@@ -287,7 +332,10 @@ def _ahead(chooser: _Chooser, plain: Timed) -> Timed:
     largest = raise_posts.largest(host)
     if chooser.options.prefetch_bytes or not largest:
         return plain
-    found = chooser.timed(fusion, [room * largest for room in _ROOMS])
+    rooms = [room * largest for room in _ROOMS]
+    found = chooser.priced("posting ahead", lambda: chooser.timed(fusion, rooms))
+    if found is None:
+        return plain
     least = min(x.seconds for x in found)
     enough = min(least * (1 + _ALIKE), plain.seconds * (1 - chooser.error))
     return next((x for x in found if x.seconds <= enough and x.seconds < plain.seconds), plain)

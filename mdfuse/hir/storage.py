@@ -17,12 +17,23 @@ def shared_operand(i: Instruction) -> str | None:
 
 def storage(program: HostProgram) -> dict[str, str]:
     """Return name -> the name whose memory it may share; itself where it has memory of its own."""
-    shared = {name: name for name in program.inputs}
+    return {name: of[-1] for name, of in memories(program).items()}
+
+
+def memories(program: HostProgram) -> dict[str, tuple[str, ...]]:
+    """Return name -> the names in whose memory it may lie; the last one has memory of its own.
+
+    The others are those of copies on the way to it, its own name among them: a pad, or what an
+    order is required of, is a copy only where its operand lies otherwise, which ranks may differ
+    in.
+    """
+    shared = {name: (name,) for name in program.inputs}
     for i in program.walk():
         operand = shared_operand(i)
         of = program.root(operand) if operand is not None else None
         for name in map(program.root, i.outputs if i.op != "launch" else ()):
             if name not in shared:  # later instructions write into its buffer
-                shared[name] = name if of is None else shared.get(of, of)
+                copies = (name,) if of is None or i.order is not None or i.op == "pad" else ()
+                shared[name] = (*copies, *(shared.get(of, (of,)) if of is not None else ()))
     roots = {alias: program.root(alias) for alias in program.aliases}
-    return {**shared, **{alias: shared.get(root, root) for alias, root in roots.items()}}
+    return {**shared, **{alias: shared.get(root, (root,)) for alias, root in roots.items()}}

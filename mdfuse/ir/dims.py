@@ -392,6 +392,18 @@ def reshape_groups(shape: Shape, result: Shape) -> list[tuple[list[int], list[in
     return groups
 
 
+def unit_rows(shape: Shape, result: Shape) -> dict[int, int]:
+    """Return outermost dim before -> that after, of the groups of a reshape where one has one row.
+
+    One row before is then all rows after, or the other way round: a chunk has all or nothing.
+
+    >>> unit_rows((1, 3, 4), (3, 4)), unit_rows((3, 4), (1, 3, 4)), unit_rows((2, 3), (6,))
+    ({0: 0, 2: 1}, {0: 0, 1: 2}, {})
+    """
+    pairs = {old[0]: new[0] for old, new in reshape_groups(shape, result)}
+    return {i: j for i, j in pairs.items() if shape[i] == 1 or result[j] == 1}
+
+
 def _boundaries(extent: int, inner: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return where each part of a dim begins and ends, counted in elements of its group."""
     pieces = []

@@ -20,13 +20,14 @@ has a row for each part, so that a rank's rows of it are its rows of each value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from mdfuse.errors import BACKWARD
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Shard
+from mdfuse.passes import microbatches
 
 name = "bucket_sums"
 
@@ -54,16 +55,18 @@ class _Bucket(NamedTuple):
     bytes: int = 0
 
 
-def run(fusion: Fusion, most: int, is_cut: bool = False) -> Fusion:
+def run(fusion: Fusion, most: int, batch: Mapping[str, int] | None = None) -> Fusion:
     """Return the fusion in which reductions share buckets of up to `most` bytes on each rank.
 
     Args:
         fusion: with all sets.
         most: the option.
-        is_cut: whether the batch is taken in microbatches. Then a sum that the backward waits for,
-            as for a count, goes alone: it would wait for all in its bucket.
+        batch: input -> its dim that is the batch's, where that is taken in microbatches. Then
+            what has that dim goes alone, since a bucket has no rows of it; and so does a sum that
+            the backward waits for, as for a count: it would wait for all in its bucket.
     """
-    buckets = [b for b in _buckets(fusion, most, is_cut) if len(b.sets) > 1]
+    alone = _waited_for(fusion) | microbatches.cut(fusion, batch) if batch is not None else set()
+    buckets = [b for b in _buckets(fusion, most, alone) if len(b.sets) > 1]
     if not buckets:
         return fusion
     values = dict(fusion.values)
@@ -81,14 +84,13 @@ def run(fusion: Fusion, most: int, is_cut: bool = False) -> Fusion:
     return replace(fusion, values=values, exprs=tuple(exprs))
 
 
-def _buckets(fusion: Fusion, most: int, is_cut: bool) -> Iterator[_Bucket]:
+def _buckets(fusion: Fusion, most: int, alone: Container[str]) -> Iterator[_Bucket]:
     """Yield the buckets: each is filled in order, until one of its values is read."""
     filling: dict[_Kind, _Bucket] = {}
     #: value -> what is in a bucket that is being filled
     waiting: dict[str, _Kind] = {}
     #: a sum that is widened for one set -> the place of that
     widened: dict[str, int] = {}
-    alone = _waited_for(fusion) if is_cut else set()
     for at, expr in enumerate(fusion.exprs):
         if expr.op == "widen" and len(fusion.consumers[expr.output]) == 1:
             widened[expr.output] = at

@@ -10,20 +10,21 @@ whole batch comes after it. Which dims are the batch's, the labels of the operat
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from networkx.utils import UnionFind
 
 from mdfuse.errors import RECOMPUTED, LoweringError
 from mdfuse.extents.extent import comparable
-from mdfuse.ir.dims import DimMap, always
+from mdfuse.ir.dims import DimMap, always, reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
 from mdfuse.passes import drop_unread, sum_rows
 from mdfuse.passes.strategy import dim_map
-from mdfuse.passes.streams import chunked_label, one_dim
+from mdfuse.passes.streams import chunked_label, one_dim, unit_stream
 
 name = "microbatches"
 
@@ -39,23 +40,24 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     Raises:
         LoweringError: something needs the batch as a whole.
     """
-    same = _dims(fusion)
-    roots = {same[name, dim] for name, dim in batch.items()}
+    same, roots = _dims(fusion, batch)
     inner, found = sum_rows.contracted(fusion, lambda view: _is_inner(fusion, view, same, roots))
     if found:
         fusion = drop_unread.run(replace(fusion, values=inner.values, exprs=tuple(inner.exprs)))
-        same = _dims(fusion)
-        roots = {same[name, dim] for name, dim in batch.items()}
+        same, roots = _dims(fusion, batch)
     values = dict(fusion.values)
-    for value in fusion.values.values():
-        dims = [d for d in range(len(value.shape)) if same[value.name, d] in roots]
+    for name in (*fusion.inputs, *(name for e in fusion.exprs for name in e.outputs)):
+        value = fusion.values[name]
+        dims = [d for d in range(len(value.shape)) if same[name, d] in roots]
         if len(dims) > 1:
-            raise _pairs(fusion, value, [(d, same[value.name, d]) for d in dims], batch, same)
-        if dims and (value.name in batch or value.name in fusion.producers):
-            values[value.name] = replace(value, stream=Stream(dims[0], count))
+            raise _pairs(fusion, value, [(d, same[name, d]) for d in dims], batch, same)
+        for dim in dims:
+            cut = replace(value, stream=Stream(dim, count))
+            if name in batch or _has_rows(fusion, cut, values):
+                values[name] = cut
     apart = [e for e in fusion.exprs if not _falls_together(e, values)]
     if apart:
-        (rows,) = {fusion.values[name].shape[dim] for name, dim in batch.items()}
+        rows = _rows(fusion, batch)
         values = {name: _in_lengths(value, rows) for name, value in values.items()}
         _check_lengths(fusion, values, apart, count)
     for expr in fusion.exprs:
@@ -64,14 +66,60 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     return _once(replace(fusion, values=values))
 
 
-def _dims(fusion: Fusion) -> UnionFind[tuple[str, int]]:
-    """Return which dims of values are the same: (name of a value, dim)."""
+def cut(fusion: Fusion, batch: Mapping[str, int]) -> set[str]:
+    """Return the values that have the dim of a batch; see `run`."""
+    same, roots = _dims(fusion, batch)
+    values = fusion.values.values()
+    return {v.name for v in values if any(same[v.name, d] in roots for d in range(len(v.shape)))}
+
+
+def _rows(fusion: Fusion, batch: Mapping[str, int]) -> object:
+    """Return how many rows a batch has: a number, or an extent that a run chooses."""
+    return next(fusion.values[name].shape[dim] for name, dim in batch.items())
+
+
+def _dims(
+    fusion: Fusion, batch: Mapping[str, int]
+) -> tuple[UnionFind[tuple[str, int]], set[object]]:
+    """Return which dims of values are the same, (name of a value, dim), and which the batch's."""
     same: UnionFind[tuple[str, int]] = UnionFind()
+    rows = _rows(fusion, batch)
+    is_one = isinstance(rows, int) and rows == 1
     for expr in fusion.exprs:
         if fusion.values[expr.outputs[0]].is_tensor:
-            for first, *others in one_dim(expr, dim_map(expr, fusion.values)):
+            for first, *others in _same_dims(expr, fusion.values, is_one):
                 same.union(first, *others)
-    return same
+    return same, {same[name, dim] for name, dim in batch.items()}
+
+
+def _same_dims(
+    expr: Expr, values: Mapping[str, Value], is_one: bool
+) -> Iterable[list[tuple[str, int]]]:
+    """Yield the dims of operands and results, as (value, dim), that are one dim of an operation.
+
+    A batch of one row may be merged with the rows behind it, or part from them, and no label says
+    so: the outermost dims of each group of a reshape are one then.
+    """
+    if expr.op != "reshape" or not is_one:
+        return one_dim(expr, dim_map(expr, values))
+    (x,), y = expr.reads, expr.output
+    groups = reshape_groups(values[x].shape, values[y].shape)
+    return [[(x, old[0]), (y, new[0])] for old, new in groups]
+
+
+def _has_rows(fusion: Fusion, value: Value, values: dict[str, Value]) -> bool:
+    """Tell whether a value is computed whose rows along its stream follow from those of operands.
+
+    A dim that an operation makes, as `unsqueeze` does, may meet a batch of one row; what reads the
+    value cuts it then, as it does an input.
+    """
+    expr = fusion.producers.get(value.name)
+    if expr is None or value.stream is None:
+        return False
+    if unit_stream(expr, ChainMap({value.name: value}, values)) is not None:
+        return True
+    at = expr.outputs.index(value.name)
+    return dim_map(expr, fusion.values).results[at][value.stream.dim] is not None
 
 
 def _is_inner(
@@ -157,6 +205,8 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
     results = [values[name] for name in expr.outputs]
     if not results[0].is_tensor:
         return
+    if unit_stream(expr, values) is not None:
+        return
     labels = dim_map(expr, values)
     batch = _label(expr, labels, values)
     if batch is None:
@@ -203,6 +253,10 @@ def _falls_together(expr: Expr, values: Mapping[str, Value]) -> bool:
     """Return whether the chunks of an expression's operands and results have the same borders."""
     if not values[expr.outputs[0]].is_tensor:
         return True
+    if (stream := unit_stream(expr, values)) is not None:
+        x, y = (values[name] for name in (*expr.reads, *expr.outputs))
+        assert y.stream is not None
+        return stream.count == 1 or x.shape[stream.dim] == y.shape[y.stream.dim]
     labels = dim_map(expr, values)
     label = _label(expr, labels, values) if labels.fits is not always else None
     if label is None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from networkx.utils import UnionFind
 
 from mdfuse.errors import LoweringError
-from mdfuse.ir.dims import DimMap, reshape_groups
+from mdfuse.ir.dims import DimMap, reshape_groups, unit_rows
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import form
@@ -59,6 +59,8 @@ def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | N
     """Return how each operand of a streamed result is read: in chunks, or whole (None)."""
     stream = values[expr.outputs[0]].stream
     assert stream is not None
+    if (units := unit_stream(expr, values)) is not None:
+        return (units,)
     labels, given = dim_map(expr, values), chunked_label(expr, values)
     if expr.op == "reshape" and given is None:
         dim = _kept_dim(expr, values, stream.dim)
@@ -75,6 +77,21 @@ def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | N
         replace(chunk, dim=dims.index(label)) if label is not None and label in dims else None
         for dims in labels.operands
     )
+
+
+def unit_stream(expr: Expr, values: Mapping[str, Value]) -> Stream | None:
+    """Return the stream of a reshape's operand that its result has along a dim that no label says.
+
+    One row of the one is all rows of the other; None where there is no such stream.
+    """
+    if expr.op != "reshape":
+        return None
+    (x,), y = expr.reads, values[expr.output]
+    stream, result = values[x].stream, y.stream
+    if stream is None or result is None or stream.op is not None or result.op is not None:
+        return None
+    is_one = unit_rows(values[x].shape, y.shape).get(stream.dim) == result.dim
+    return stream if is_one else None
 
 
 def chunked_label(expr: Expr, values: Mapping[str, Value]) -> int | None:

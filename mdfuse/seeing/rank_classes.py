@@ -15,9 +15,10 @@ from typing import Any
 from mdfuse.communication import Communication
 from mdfuse.extents.expressions import Calc, Term, terms
 from mdfuse.hir.instructions import TRANSFERS
-from mdfuse.hir.program import BufferType, HostProgram
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.layouts.kinds import KINDS
 from mdfuse.layouts.layout import Layout
+from mdfuse.mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def rank_classes(program: HostProgram, *, are_rings_alike: bool = False) -> Clas
 def _classes(ranks: Sequence[int], told: _Told, by: _Apart) -> Classes:
     numbers = _numbered(ranks, [told.key(r, by) for r in ranks])
     while True:
-        among = _Among(told.communications, numbers)
+        among = _Among(told, numbers)
         finer = _numbered(ranks, [(numbers[r], among.key(r)) for r in ranks])
         if len({*finer.values()}) == len({*numbers.values()}):
             break
@@ -104,6 +105,8 @@ class _Told:
         kinds = (k for k in program.types.values() if k.layout is not None)
         self.kinds: list[BufferType] = [*dict.fromkeys(kinds)]
         self.communications = [*dict.fromkeys(program.communications)]
+        #: the mesh and the axis along which ranks send and receive
+        self.ways = [*dict.fromkeys(_ways(program))]
         #: rank -> what it has of the program, wherever it stands
         self.parts: dict[int, Hashable] = {}
 
@@ -186,11 +189,30 @@ def _terms(
             yield from terms(index)
         for name, x in i.attrs:
             yield from _apart(x, ring if name in ("to", "from") else {})
+        if i.op in TRANSFERS:
+            yield from _place(i)
     pairs = [(k.layout, k.shape) for k in kinds if k.layout is not None]
     pairs += [(x, c.shape) for c in communications for x in (c.source, c.destination)]
     for layout, shape in pairs:
         if layout.stream is not None and not (turned and _is_even(layout, shape)):
             yield from terms(layout.stream.index)
+
+
+def _place(i: Instruction) -> Iterator[Term]:
+    """Yield the place by which the peer of a transfer tells ranks apart, where no term does so."""
+    axis, peer = i.kwargs.get("axis"), i.kwargs["to" if i.op == "send" else "from"]
+    if axis is None:
+        yield Term("rank")
+    elif all(t.kind != "coord" for t in terms(peer)):
+        yield Term("coord", axis)
+
+
+def _ways(program: HostProgram) -> Iterator[tuple[DeviceMesh, str]]:
+    """Yield the mesh and the axis along which each send and receive goes."""
+    for i in program.walk():
+        layout = program.types[i.reads[0]].layout if i.op in TRANSFERS else None
+        if layout is not None and (axis := i.kwargs.get("axis")) is not None:
+            yield layout.mesh, axis
 
 
 def _apart(index: Any, turned: Mapping[str, int]) -> Iterator[Term]:
@@ -227,15 +249,18 @@ def _is_even(layout: Layout, shape: Sequence[Any]) -> bool:
 class _Among:
     """The classes among which each communication takes place."""
 
-    def __init__(self, communications: Sequence[Communication], numbers: dict[int, int]) -> None:
+    def __init__(self, told: _Told, numbers: dict[int, int]) -> None:
         self.numbers = numbers
-        self.communications = communications
+        self.communications, self.ways = told.communications, told.ways
         self.whole: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         #: number of a communication, coordinates of a team -> the classes in it
         self.teams: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
+        #: ranks along an axis -> their classes
+        self.rings: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def key(self, rank: int) -> Hashable:
-        return tuple(self.team(n, c, rank) for n, c in enumerate(self.communications))
+        teams = (self.team(n, c, rank) for n, c in enumerate(self.communications))
+        return *teams, *(self.ring(mesh, axis, rank) for mesh, axis in self.ways)
 
     def team(self, n: int, c: Communication, rank: int) -> frozenset[int] | tuple[int, ...]:
         if c.is_along_axes:
@@ -254,6 +279,15 @@ class _Among:
             self.whole[n] = group, frozenset(self.numbers[r] for r in group)
         group, classes = self.whole[n]
         return classes if rank in group else frozenset()
+
+    def ring(self, mesh: DeviceMesh, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the classes of the ranks along an axis, by their place there."""
+        if rank not in mesh:
+            return ()
+        team = mesh.team(rank, axis)
+        if team not in self.rings:
+            self.rings[team] = tuple(self.numbers[r] for r in team)
+        return self.rings[team]
 
     def pair(self, c: Communication, rank: int) -> tuple[int, ...]:
         """Return the classes of those to whom a rank sends, and from whom it receives."""

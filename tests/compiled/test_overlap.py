@@ -19,7 +19,7 @@ from helpers.overlaps import CASES, Layer, prepared, program
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, ProgramError, Shard, Stream, hir_lowering
-from mdfuse.compiled.overlap import Lowered, choose, find
+from mdfuse.compiled.overlap import Lowered, _seconds, choose, find
 from mdfuse.hir.program import HostProgram
 from mdfuse.passes import overlap
 from mdfuse.passes.overlap import Form
@@ -263,6 +263,46 @@ def test_what_was_left_is_told() -> None:
     assert "left as it is: 2e+03 ms one after the other, best of 7 forms" in line
     assert line.endswith("in chunks, 1.5 KiB one after the other")
     assert str(found) == str(mf.compile(fd, PLAIN))
+
+
+@pytest.mark.parametrize("name", ["gather", "mlp"])
+@pytest.mark.parametrize("which", ["some", "chunks", "all"])
+def test_what_no_time_can_be_told_of_is_left_out(
+    name: str, which: str, pays: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some forms, all that is in chunks, or the program as it is, which is right in any case."""
+    real, calls = _seconds, iter(range(1000))
+
+    def told_of_some(host: HostProgram, costs: Costs) -> float:
+        is_in_chunks = any(i.op == "for" for i in host.walk())
+        if which == "all" or (is_in_chunks and (which == "chunks" or next(calls) in (0, 2))):
+            raise mf.CommunicationError("no rank can go on", where=["rank 0 waits"])
+        return real(host, costs)
+
+    monkeypatch.setattr("mdfuse.compiled.overlap._seconds", told_of_some)
+    fd = CASES[name].definition(LINE, 64)
+    found = mf.compile(fd, replace(AUTO, costs=pays))
+    assert any(line.endswith("is left out: no rank can go on") for line in told(found))
+    assert ("for %i in" in str(found)) == (which == "some")
+    inputs = CASES[name].inputs(found.fusion)
+    check_everywhere(found, inputs, CASES[name].expected(inputs), exact=True)
+
+
+@pytest.mark.parametrize("options", [AUTO, Options(overlap="measure"), PLAIN])
+@pytest.mark.parametrize("rows", [1, 7, 8])
+@pytest.mark.parametrize("columns", [1, 5, 7, 9])
+def test_parts_of_other_sizes_along_two_axes(options: Options, rows: int, columns: int) -> None:
+    """FSDP beside TP: ranks that have two columns hear from ranks with two, and with one."""
+    grid = DeviceMesh.arange(dp=2, tp=2)
+    with mf.FusionDefinition("fsdp") as fd:
+        x = fd.define_tensor([rows, 8], mesh=grid, layout={"dp": Shard(0)})
+        w = fd.define_tensor([columns, 8], mesh=grid, layout={"dp": Shard(0), "tp": Shard(0)})
+        fd.add_output(x @ w.transpose(0, 1))
+    found = mf.compile(fd, replace(options, costs="h100"))
+    assert not any("left out" in line for line in told(found))
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randint(-4, 5, s, generator=generator).float() for s in ((rows, 8), (columns, 8)))
+    check_everywhere(found, [x, w], [x @ w.T], exact=True)
 
 
 def test_a_machine_that_nobody_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

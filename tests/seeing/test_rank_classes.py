@@ -7,8 +7,9 @@ from helpers.example_files import example
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
+from mdfuse.hir.verify import verify
 from mdfuse.seeing.costs import H100
-from mdfuse.seeing.rank_classes import rank_classes
+from mdfuse.seeing.rank_classes import Classes, rank_classes
 from mdfuse.seeing.timeline import on_ranks, timeline
 
 
@@ -109,6 +110,51 @@ def test_ranks_of_an_even_ring_run_alike_but_for_where_they_begin() -> None:
     )
     own = hir.parse(first.replace("ROWS", "2").replace("SIZE", "4"))
     assert rank_classes(own, are_rings_alike=True) == rank_classes(own)
+
+
+@pytest.mark.parametrize("are_rings_alike", [False, True])
+@pytest.mark.parametrize("extent", [3, 5, 7, 8, 9])
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"dp": 3, "tp": 2}, {"dp": 2, "tp": 3}])
+def test_ranks_whose_neighbours_have_other_parts_run_apart(
+    sizes: dict[str, int], extent: int, are_rings_alike: bool
+) -> None:
+    """Of 7 columns over 2 x 2, ranks 0 and 1 have two each, and hear from ranks with 2 and 1."""
+    mesh = DeviceMesh.arange(**sizes)
+    with mf.FusionDefinition("rings") as fd:
+        x = fd.define_tensor([8, 8], mesh=mesh, layout={"dp": Shard(0)})
+        w = fd.define_tensor([extent, 8], mesh=mesh, layout={"dp": Shard(0), "tp": Shard(0)})
+        ring = mf.Stream(0, mesh.axis_size("dp"), rotate="dp")
+        places = {"dp": Shard(1), "tp": Shard(1)}
+        fd.add_output((x * 0.5 @ w.transpose(0, 1)).on(mesh, places, stream=ring))
+    host = mf.compile(fd, mf.Options(overlap="never")).host
+    assert any(i.op == "send" for i in host.walk())
+    found = rank_classes(host, are_rings_alike=are_rings_alike)
+    each = Classes(tuple((r,) for r in mesh.ranks), {r: r for r in mesh.ranks})
+    assert on_ranks(host, H100, found).seconds == on_ranks(host, H100, each).seconds
+
+
+def test_peers_that_are_numbers_tell_ranks_apart() -> None:
+    """Both send to rank 2, which receives twice; no term says who is who."""
+    text = """
+host @pairs on m0=mesh(z=3), m1=mesh(y=1: 2) {
+  input %x: f32[1] m0(z=varies)
+  input %z: f32[1] m1(y=R)
+  %y: f32[1] m0(z=varies) = alloc(fill=0)
+  if coord(y) {
+    %c0 = send(%x, to=2)
+    wait %c0
+  } else {
+    for %i in 0..2 {
+      %c1 = recv(%y, from=%i)
+      wait %c1
+    }
+  }
+  return %y
+}"""
+    host = hir.parse(text)
+    verify(host)
+    assert [*rank_classes(host).members] == [(0,), (1,), (2,)]
+    assert timeline(host, H100).seconds > 0
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -19,7 +19,7 @@ from mdfuse.config import Options
 from mdfuse.hir.calls import blocks_of, per_index
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
+from mdfuse.hir.storage import memories
 from mdfuse.ir.graph import fresh_name
 
 name = "insert_frees"
@@ -29,7 +29,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with frees."""
     keep = {program.root(n) for n in (*program.inputs, *program.outputs)}
     made = frozenset(program.inputs).union(*map(_binds, program.instructions))
-    shared = {name: of for name, of in storage(program).items() if of in made}
+    shared = {n: tuple(x for x in of if x in made) for n, of in memories(program).items()}
     frees = _Frees(program, frozenset(keep), shared)
     for i in program.walk():
         frees.note_posts(i)
@@ -51,8 +51,8 @@ def _binds(i: Instruction) -> set[str]:
 class _Frees:
     program: HostProgram
     keep: frozenset[str]
-    #: name -> the name whose memory it may share
-    shared: Mapping[str, str]
+    #: name -> the names in whose memory it may lie
+    shared: Mapping[str, tuple[str, ...]]
     #: handle -> the buffers that its post uses
     posted: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: block -> the buffers that it uses; those of them that are bound outside of blocks; those that
@@ -158,7 +158,7 @@ class _Frees:
 
     def note_posts(self, i: Instruction) -> None:
         if i.op in POSTS:
-            owners = (self.shared[x] for x in i.reads if x in self.shared)
+            owners = (of for x in i.reads for of in self.shared.get(x, ()))
             self.posted[i.outputs[0]] = tuple(self.buffers((*i.reads, *owners)))
 
     def binds(self, i: Instruction) -> set[str]:

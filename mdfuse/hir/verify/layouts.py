@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mdfuse.extents.expressions import Index, terms
-from mdfuse.ir.dims import DimMap, Labels, always, reshape, reshape_groups
+from mdfuse.ir.dims import DimMap, Labels, always, reshape, unit_rows
 from mdfuse.ir.dims_in_blocks import IN_BLOCKS, Taken, labels_in_blocks
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
@@ -121,8 +121,9 @@ class _Row:
     cuts: dict[int, Cut | None] = field(default_factory=dict)
     taken: Mapping[int, Cut | None] = field(default_factory=dict)
     chunks: dict[int, Stream] = field(default_factory=dict)
-    #: of a reshape: dim of one element -> what it is of the result, and a chunk of such a dim
-    units: Mapping[int, int] = field(default_factory=dict)
+    #: of a reshape: dim -> that of the result with the same rows where one of the two has one row,
+    #: the extents after and before; and a chunk of such a dim
+    units: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
     #: of a reshape: label -> the extents of that dim, after and before
     extents: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     unit_chunk: Stream | None = None
@@ -175,7 +176,7 @@ class _Row:
     def apart(self, at: int, dim: int) -> Contradiction:
         return Contradiction(f"dim {dim} of operand {at} is not split as the others' of {self.fn}")
 
-    def chunk(self) -> None:
+    def chunk(self, declared: Layout) -> None:
         """Note which label is taken in chunks; all operands that have it must be at one chunk."""
         for at, layout, dims in self.operands:
             chunk = chunk_of(layout)
@@ -184,8 +185,8 @@ class _Row:
             if chunk.op is not None:
                 raise Contradiction(f"{self.fn} of {chunk}, which is only added to what there is")
             label = dims[chunk.dim]
-            if chunk.dim in self.units:
-                self.unit_chunk = replace(chunk, dim=self.units[chunk.dim])
+            if self.is_of_units(chunk, label, declared):
+                self.unit_chunk = self.of_units(chunk)
                 continue
             op = self.labels.reduces.get(label) if label is not None else None
             if label is None or (label not in self.labels.result and op not in JOINED):
@@ -197,6 +198,20 @@ class _Row:
             if label in self.labels.reaching:
                 raise Contradiction(f"{self.fn} reads rows of several chunks of dim {chunk.dim}")
             self.check_chunks(label, chunk)
+
+    def is_of_units(self, chunk: Stream, label: int | None, declared: Layout) -> bool:
+        """Whether a chunk of a reshape's operand is one of a dim that no label says."""
+        wanted = chunk_of(declared)
+        to, *_ = self.units.get(chunk.dim, (None,))
+        return to is not None and (label is None or (wanted is not None and wanted.dim == to))
+
+    def of_units(self, chunk: Stream) -> Stream:
+        """Return the chunk of the result where it has all rows of the dim, or none."""
+        to, after, before = self.units[chunk.dim]
+        found = chunk.scaled(after, before)
+        if found is None or (after != before and isinstance(found.chunks, int) and found.count > 1):
+            raise Contradiction(f"the chunks of {self.fn} do not fall together")
+        return replace(found, dim=to)
 
     def check_chunks(self, label: int, chunk: Stream) -> None:
         for at, layout, dims in self.operands:
@@ -291,7 +306,7 @@ class _Row:
 
     def result(self, numbers: frozenset[str], declared: Layout) -> Layout:
         self.split()
-        self.chunk()
+        self.chunk(declared)
         placements = self.reduced()
         for axis in self.mesh.axes:
             passed = self.passed(axis)
@@ -407,8 +422,8 @@ def _result(
     )
     row = _Row(fn, labels, mesh, operands, is_tensor, shapes, taken=taken)
     if shapes and shapes[0] is not None and not labels.reaches:
-        groups = reshape_groups(shapes[0], shape)
-        row.units = {p: q for [p, *r], [q, *s] in groups if not r + s and shape[q] == 1}
+        pairs = unit_rows(shapes[0], shape).items()
+        row.units = {p: (q, shape[q], shapes[0][p]) for p, q in pairs}
         before = {label: shapes[0][d] for d, label in enumerate(labels.operands[0])}
         after = zip(labels.result, shape, strict=True)
         row.extents = {label: (n, before[label]) for label, n in after if label is not None}

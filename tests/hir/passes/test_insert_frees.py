@@ -11,6 +11,7 @@ from helpers.host_programs import POISON, numbers, parse, simulate
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard, hir
 from mdfuse.hir.passes import insert_frees
+from mdfuse.hir.verify import verify
 
 ROW = 4 * 4  # bytes of f32[4]
 
@@ -145,6 +146,32 @@ def test_a_communication() -> None:
     late = peak(body.format(before="", after="wait %c"), "mesh(x=2)", x=numbers(4))
     soon = peak(body.format(before="wait %c", after=""), "mesh(x=2)", x=numbers(4))
     assert (late, soon) == (5 * ROW, 4 * ROW)
+
+
+def test_what_may_be_a_copy_outlives_a_post_of_it() -> None:
+    """A rank with a full block posts %t itself, which lies in %h only where that is in order."""
+    program = parse(
+        """
+      input %x: f32[2,3] of [3,3] (tp=S0)
+      %h: f32[2,3] of [3,3] (tp=S0) = add(%x, 1.0)
+      %t: f32[2,3] of [3,3] (tp=S0) = stride_order(%h, order=[0,1]) contiguous
+      %b: f32[2,3] of [3,3] (tp=S0) pad=block(dim=0,parts=2,axis=tp) = pad(%t, dim=0)
+      %r: f32[4,3] of [3,3] (tp=R) pad=team(dim=0,parts=2) = alloc
+      %c0 = post allgather(%b) -> %r f32[3,3] (tp=S0) => (tp=R) axis=tp dim=0
+      %u: f32[2,3] of [3,3] (tp=S0) = add(%t, 1.0)
+      wait %c0
+      %w: f32[3,3] (tp=R) = narrow(%r)
+      %y: f32[3,3] (tp=R) = add(%w, 1.0)
+      return %y, %u""",
+        "mesh(tp=2)",
+    )
+    program = insert_frees.run(program, POISON)
+    code = [f"{i.op} {' '.join(i.reads)}" for i in program if i.op in ("wait", "free")]
+    assert code == ["wait c0", "free b t h", "free r", "free w"]
+    verify(program)
+    rows = [{"x": numbers(3, 3)[:2]}, {"x": numbers(3, 3)[2:]}]
+    for outputs in simulate(program, *rows).per_rank:
+        assert torch.equal(outputs[0], numbers(3, 3) + 2)
 
 
 def test_parts_of_global_inputs_count_as_much_as_they_are() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import helpers
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.oracle import check_everywhere, simulate_shares
 from torch import Tensor
 
@@ -245,6 +246,26 @@ def test_drawn(seed: int) -> None:
     program = mf.compile(fd, ahead(draw.choice([100, 300, 1000, 1 << 20])))
     for schedule in (None, 0, 1, 2):
         check_everywhere(program, given, expected, schedule=schedule)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5])
+@pytest.mark.parametrize("copied", ["contiguous", "mul"])
+def test_what_is_sent_again_later_stays(rows: int, copied: str) -> None:
+    """A copy that is gathered far behind its last reader: the post passes it, the free does not."""
+    mesh = DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("again") as fd:
+        x = fd.define_tensor([rows, rows], torch.float64, mesh=mesh, name="x")
+        t = torch.minimum(x, x).on(mesh, {"tp": Shard(0)})
+        y = F.linear(t, t.contiguous() if copied == "contiguous" else t * 1)
+        fd.add_output(y + t)
+        fd.add_output(mf.grad(y.sum(), [x])[0])
+    leaf = numbers(rows, rows).requires_grad_()
+    (leaf @ leaf.T).sum().backward()
+    assert leaf.grad is not None
+    whole = leaf.detach()
+    program = mf.compile(fd, ahead(1 << 20))
+    for schedule in (None, 0, 1):
+        check_everywhere(program, [whole], [whole @ whole.T + whole, leaf.grad], schedule=schedule)
 
 
 def updated_between(draw: random.Random) -> tuple[mf.FusionDefinition, list[Tensor], list[Tensor]]:

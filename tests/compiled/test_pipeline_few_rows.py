@@ -1,0 +1,115 @@
+"""Batches of one row and of few: rows that a reshape merges, or an operation makes, are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard
+
+POSITIONS, WIDTH = 3, 4
+DTYPE = torch.float64
+
+
+def _sum(h: Any, t: Any) -> Any:
+    return (h * t).sum()
+
+
+def _mean(h: Any, t: Any) -> Any:
+    return ((h - t) * (h - t)).mean()
+
+
+def _merged(h: Any, t: Any) -> Any:
+    """As losses over tokens are: rows and positions are one dim."""
+    return F.mse_loss(h.reshape(-1, WIDTH), t.reshape(-1, WIDTH))
+
+
+def _flat(h: Any, t: Any) -> Any:
+    return (h.reshape(-1) * t.reshape(-1)).mean()
+
+
+LOSSES = {"sum": _sum, "mean": _mean, "merged": _merged, "flat": _flat}
+
+
+def _linear(x: Any, w: Any) -> Any:
+    return F.linear(x, w).tanh()
+
+
+def _tokens(x: Any, w: Any) -> Any:
+    """Through rows of tokens, and back."""
+    return x + F.linear(x.reshape(-1, WIDTH), w).reshape(*x.shape).tanh()
+
+
+def _heads(x: Any, w: Any) -> Any:
+    rows, positions, _ = x.shape
+    h = F.linear(x, w).reshape(rows, positions, 2, WIDTH // 2).permute(0, 2, 1, 3)
+    h = F.scaled_dot_product_attention(h, h, h, is_causal=True)
+    return x + h.permute(0, 2, 1, 3).reshape(rows, positions, WIDTH)
+
+
+def _scaled(x: Any, w: Any) -> Any:
+    """By a row of factors, which is made of a weight."""
+    return x * w.sum(0).reshape(1, 1, WIDTH) + w.mean(0).unsqueeze(0)
+
+
+LAYERS: dict[str, Callable[[Any, Any], Any]] = {
+    "linear": _linear, "tokens": _tokens, "heads": _heads, "scaled": _scaled,
+}  # fmt: skip
+
+PLACES: dict[str, tuple[DeviceMesh, ...]] = {
+    "loop": (DeviceMesh([0], axes=("tp",)),),
+    "tp": (DeviceMesh.arange(tp=2),),
+    "stages": (DeviceMesh([0], axes=("tp",)), DeviceMesh([1], axes=("tp",))),
+    "stages of two": (DeviceMesh([0, 1], axes=("tp",)), DeviceMesh([2, 3], axes=("tp",))),
+}
+
+
+def build(layer: str, loss: str, places: tuple[DeviceMesh, ...], rows: int) -> mf.FusionDefinition:
+    with mf.FusionDefinition("few") as fd:
+        shape = [rows, POSITIONS, WIDTH]
+        h: Any = fd.define_tensor(shape, DTYPE, mesh=places[0], name="x")
+        t = fd.define_tensor(shape, DTYPE, mesh=places[-1], name="t")
+        weights = []
+        for n, mesh in enumerate((places[0], places[-1])):
+            layout = {"tp": Shard(0)}
+            w = fd.define_tensor([WIDTH, WIDTH], DTYPE, mesh=mesh, layout=layout, name=f"w{n}")
+            h = fd.ops.set(h).on(mesh, {}) if n and len(places) > 1 else h
+            h = LAYERS[layer](h, w)
+            weights.append(w)
+        found = LOSSES[loss](h, t)
+        fd.add_output(found)
+        for dw in mf.grad(found, weights):
+            fd.add_output(dw)
+        fd.add_output(h)
+    return fd
+
+
+def of_torch(layer: str, loss: str, x: Tensor, t: Tensor, *weights: Tensor) -> list[Tensor]:
+    leaves, h = [w.clone().requires_grad_() for w in weights], x
+    for w in leaves:
+        h = LAYERS[layer](h, w)
+    found = LOSSES[loss](h, t)
+    return [y.detach() for y in (found, *torch.autograd.grad(found, leaves), h)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(("rows", "count"), [(1, 1), (1, 2), (2, 1), (3, 2)])
+def test_few_rows(layer: str, place: str, rows: int, count: int) -> None:
+    for loss in LOSSES:
+        fd = build(layer, loss, PLACES[place], rows)
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(rows, POSITIONS, WIDTH)] * 2 + [(WIDTH, WIDTH)] * 2
+        given = [torch.randn(s, generator=generator, dtype=DTYPE) for s in shapes]
+        for options in (mf.Options(poison=True), mf.Options(poison=True, bucket_bytes=1 << 20)):
+            batch = {"x": 0, "t": 0}
+            program = mf.pipeline(fd, microbatches=count, batch=batch, options=options)
+            outputs = mf.simulate(program, given, options=options).outputs
+            for got, want in zip(outputs, of_torch(layer, loss, *given), strict=True):
+                torch.testing.assert_close(got, want)
