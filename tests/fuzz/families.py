@@ -47,6 +47,10 @@ class Program(Protocol):
     @property
     def draw(self) -> random.Random: ...
 
+    def extent(self) -> int:
+        """An extent; a program has few, so that shapes fit each other."""
+        ...
+
     def operand(self, shape: Shape, like: Known) -> Known:
         """A value of this shape and of the dtype of another one: known, or a new input."""
         ...
@@ -75,21 +79,21 @@ def matmul(p: Program, x: Known) -> Call | None:
     if not shape_of(x):
         return None
     batch = shape_of(x)[:-2] if p.draw.random() < 0.2 else ()
-    w = p.operand((*batch, shape_of(x)[-1], p.draw.choice((1, 2, 3, 4, 5, 6, 8))), x)
+    w = p.operand((*batch, shape_of(x)[-1], p.extent()), x)
     return Call("matmul", torch.matmul, (x, w))
 
 
 def of_another(p: Program, x: Known) -> Call | None:
     if len(shape_of(x)) < 2:
         return None
-    w = p.operand((p.draw.choice((1, 2, 3, 4, 7)), shape_of(x)[-2]), x)
+    w = p.operand((p.extent(), shape_of(x)[-2]), x)
     return Call("matmul", torch.matmul, (w, x))
 
 
 def linear(p: Program, x: Known) -> Call | None:
     if not shape_of(x):
         return None
-    n = p.draw.choice((1, 2, 3, 4, 5, 6, 8))
+    n = p.extent()
     w = p.operand((n, shape_of(x)[-1]), x)
     bias = (p.operand((n,), x),) if p.draw.random() < 0.3 else ()
     return Call("linear", F.linear, (x, w, *bias))
@@ -108,7 +112,7 @@ def einsum(p: Program, x: Known) -> Call | None:
     labels = "abcd"[:n]
     summed = p.draw.choice(labels)
     kept = labels.replace(summed, "") if p.draw.random() < 0.5 else labels[:1].replace(summed, "")
-    w = p.operand((shape_of(x)[labels.index(summed)], p.draw.choice((1, 2, 3, 5))), x)
+    w = p.operand((shape_of(x)[labels.index(summed)], p.extent()), x)
     text = f"{labels},{summed}z->{''.join(p.draw.sample([*kept, 'z'], len(kept) + 1))}"
     return Call(f"einsum {text}", lambda a, b: torch.einsum(text, a, b), (x, w))
 
@@ -119,7 +123,7 @@ def conv(p: Program, x: Known) -> Call | None:
         return None
     dims = len(shape) - 2
     kernel = tuple(draw.choice((1, 2, 3)) for _ in range(dims))
-    w = p.operand((draw.choice((1, 2, 3, 4)), shape[1], *kernel), x)
+    w = p.operand((p.extent(), shape[1], *kernel), x)
     how: dict[str, Any] = {"stride": draw.choice((1, 1, 2)), "padding": draw.choice((0, 1))}
     function = F.conv1d if dims == 1 else F.conv2d
     return Call(f"conv {how}", lambda a, b: function(a, b, **how), (x, w))
@@ -139,9 +143,9 @@ def attention(p: Program, x: Known) -> Call | None:
     shape = shape_of(x)
     if len(shape) < 2 or len(shape) > 4 or 0 in shape:
         return None
-    rows = shape[-2] if p.draw.random() < 0.5 else p.draw.choice((1, 2, 5))
+    rows = shape[-2] if p.draw.random() < 0.5 else p.extent()
     k = p.operand((*shape[:-2], rows, shape[-1]), x)
-    v = p.operand((*shape[:-2], rows, p.draw.choice((shape[-1], 1, 2))), x)
+    v = p.operand((*shape[:-2], rows, p.draw.choice((shape[-1], p.extent()))), x)
     causal = p.draw.random() < 0.3 and rows == shape[-2]
 
     def attend(q: Any, k: Any, v: Any) -> Any:
@@ -278,7 +282,7 @@ def ranking(p: Program, x: Known) -> Call | None:
 def view(p: Program, x: Known) -> Call | None:
     """What often is a view of its operand."""
     shape, draw = shape_of(x), p.draw
-    n, how = len(shape), draw.randrange(9)
+    n, how = len(shape), draw.randrange(10)
     if how == 0 or not n:
         dim = draw.randint(0, n)
         return _view(f"unsqueeze {dim}", lambda a: a.unsqueeze(dim), x)
@@ -290,17 +294,23 @@ def view(p: Program, x: Known) -> Call | None:
         return _reshape(p, x)
     if how == 3:
         start = draw.randint(0, shape[dim])
-        cut = (*[slice(None)] * dim, slice(start, draw.choice((9, shape[dim])), draw.choice((1, 2))))
+        cut = (
+            *[slice(None)] * dim,
+            slice(start, draw.choice((9, shape[dim])), draw.choice((1, 2))),
+        )
         return _view(f"{cut}", lambda a: a[cut], x)
     if how == 4 and shape[dim]:
         at = draw.randrange(shape[dim])
         return _view(f"select {dim} {at}", lambda a: a.select(dim, at), x)
     if how == 5:
-        front = draw.choice((1, 2, 3))
+        front = p.extent()
         return _view(f"expand {front}", lambda a: a.expand(front, *shape), x)
     if how == 6:
         squeezed = lambda a: a.squeeze(dim)  # noqa: E731
         return _view(f"squeeze {dim}", squeezed, x)
+    if how == 8:
+        copied = draw.choice((lambda a: a.contiguous(), lambda a: a.clone(), lambda a: a * 1))
+        return _view("copy", copied, x)
     if how == 7:
         parts = draw.choice((1, 2, 3))
         return _view(f"chunk {parts} {dim}", lambda a: torch.chunk(a, parts, dim), x)
@@ -329,7 +339,7 @@ def joined(p: Program, x: Known) -> Call | None:
     if p.draw.random() < 0.3:
         y = p.operand(shape, x)
         return Call(f"stack {dim}", lambda a, b: torch.stack([a, b], dim), (x, y), is_exact=True)
-    n = shape[dim] if p.draw.random() < 0.5 else p.draw.choice((0, 1, 2))
+    n = shape[dim] if p.draw.random() < 0.5 else p.extent()
     y = p.operand((*shape[:dim], n, *shape[dim + 1 :]), x)
     return Call(f"cat {dim}", lambda a, b: torch.cat([a, b], dim), (x, y), is_exact=True)
 
@@ -361,7 +371,9 @@ def indexed(p: Program, x: Known) -> Call | None:
         return None
     if how == 0:
         i = p.places((p.draw.choice((1, 2, 5)),), shape[dim])
-        return Call("index_select", lambda a, i: torch.index_select(a, dim, i), (x, i), is_exact=True)
+        return Call(
+            "index_select", lambda a, i: torch.index_select(a, dim, i), (x, i), is_exact=True
+        )
     if how == 1:
         i = p.places(tuple(n if d != dim else 2 for d, n in enumerate(shape)), shape[dim])
         return Call("gather", lambda a, i: torch.gather(a, dim, i), (x, i), is_exact=True)

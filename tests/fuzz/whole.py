@@ -27,8 +27,22 @@ from mdfuse.layouts.layout import Placement
 #: Elements of a value that the next operation still reads.
 MOST = 600
 KINDS = {"plain": 10, "meshes": 2, "streams": 2, "symbolic": 1, "pipeline": 3}
-EXTENTS = (0, 1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8)
-SIZES = ((1,), (2,), (2,), (2,), (3,), (4,), (2, 2), (2, 2), (1, 2), (2, 3), (8,), (2, 2, 2), (3, 1, 2))
+EXTENTS = (1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9)
+SIZES = (
+    (1,),
+    (2,),
+    (2,),
+    (2,),
+    (3,),
+    (4,),
+    (2, 2),
+    (2, 2),
+    (1, 2),
+    (2, 3),
+    (8,),
+    (2, 2, 2),
+    (3, 1, 2),
+)
 SCHEDULES = (None, None, "1f1b", "gpipe", "zb1p", "interleaved")
 
 
@@ -67,6 +81,7 @@ class Whole(Drawn):
         self.meshes = self.drawn_meshes()
         self.here = self.meshes[:1]
         self.length = draw.randint(1, 8)
+        self.lengths = draw.sample(EXTENTS, draw.choice((1, 2, 2, 3))) + [0] * (draw.random() < 0.1)
         self.rows = draw.choice((1, 2, 2, 3, 4, 4, 6, 8))
         #: inputs whose first dim is the batch's, by number
         self.batch: list[int] = []
@@ -95,9 +110,7 @@ class Whole(Drawn):
         if self.kind == "pipeline":
             size = draw.choice((1, 1, 2, 2, 3))
             places = draw.choice((1, 2, 2, 3)) if size < 3 else 1
-            return [
-                DeviceMesh(range(n * size, (n + 1) * size), axes=("a",)) for n in range(places)
-            ]
+            return [DeviceMesh(range(n * size, (n + 1) * size), axes=("a",)) for n in range(places)]
         sizes = draw.choice(SIZES)
         count = math.prod(sizes)
         ranks = list(range(count)) if draw.random() < 0.7 else draw.sample(range(count + 1), count)
@@ -144,18 +157,23 @@ class Whole(Drawn):
         return known
 
     def operand(self, shape: Shape, like: Known) -> Known:
-        same = [] if self.kind == "pipeline" else [
-            k for k in self.known
-            if k.whole is not None and k.whole.shape == shape and k.handle.dtype == like.handle.dtype
-        ]  # fmt: skip
+        """A value of a shape, or a new input, which is often gathered first."""
+        if self.kind == "pipeline":
+            return self.input(shape, like.handle.dtype)
+        same = [k for k in self.readable() if k.handle.dtype == like.handle.dtype]
+        same = [k for k in same if k.whole is not None and k.whole.shape == shape]
         if same and self.draw.random() < 0.6:
             return self.draw.choice(same)
-        return self.input(shape, like.handle.dtype)
+        found = self.input(shape, like.handle.dtype)
+        return found if self.draw.random() < 0.8 else self.moved(found)
 
     def places(self, shape: Shape, below: int) -> Known:
         generator = torch.Generator().manual_seed(self.draw.randrange(10**6))
         whole = torch.randint(0, below, shape, generator=generator)
         return self.input(shape, torch.int64, whole)
+
+    def extent(self) -> int:
+        return self.draw.choice(self.lengths)
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -192,7 +210,9 @@ class Whole(Drawn):
         parts = list(made) if isinstance(made, tuple | list) else [made]
         assert len(parts) == len(wholes), (call.name, len(parts), len(wholes))
         before = len(self.known)
-        self.keep_parts(call.name, list(call.operands), parts, wholes, is_rough or not call.is_exact)
+        self.keep_parts(
+            call.name, list(call.operands), parts, wholes, is_rough or not call.is_exact
+        )
         is_kinked = not call.has_slope and is_rough
         if is_kinked or any(k.handle.id in self.kinked for k in call.operands):
             self.kinked |= {k.handle.id for k in self.known[before:]}
@@ -215,6 +235,10 @@ class Whole(Drawn):
         if not found:
             return
         x = self.draw.choice(found) if not is_stage else found[-1]
+        self.moved(x)
+
+    def moved(self, x: Known) -> Known:
+        """A value in another layout."""
         layout = self.layout(x.handle.ndim, x.handle.dtype) or Layout(self.here[0], {})
         handle = self.fd.ops.set(x.handle)
         if self.kind == "streams" and x.handle.ndim and self.draw.random() < 0.6:
@@ -229,14 +253,15 @@ class Whole(Drawn):
         if x.handle.id in self.kinked:
             self.kinked.add(known.handle.id)
         self.known.append(known)
+        return known
 
     # -- gradients and what follows from them ------------------------------------------------------
 
     def gradients(self) -> None:
         """The gradients of some values of a sum."""
         draw = self.draw
-        smooth = [k for k in self.readable()
-                  if k.handle.id not in self.kinked and k.handle.dtype.is_floating_point]  # fmt: skip
+        smooth = [k for k in self.readable() if k.handle.dtype.is_floating_point]
+        smooth = [k for k in smooth if k.handle.id not in self.kinked]
         inputs = [k for k in smooth if k.handle.id in self.layouts]
         made = [k for k in smooth if k.whole is not None and k.whole.grad_fn is not None]
         if not made or not inputs:
@@ -358,7 +383,9 @@ class Whole(Drawn):
         self.follow()
 
     def first_input(self) -> None:
-        shape = [self.draw.choice(EXTENTS) for _ in range(self.draw.choice((0, 1, 2, 2, 2, 3, 3, 4)))]
+        shape = [
+            self.draw.choice(EXTENTS) for _ in range(self.draw.choice((0, 1, 2, 2, 2, 3, 3, 4)))
+        ]
         if self.known and self.draw.random() < 0.5 and self.known[0].whole is not None:
             shape = list(self.known[0].whole.shape)
         if math.prod(shape) > MOST:
@@ -385,7 +412,10 @@ class Whole(Drawn):
     def define_stages(self) -> None:
         self.begin("input 0")
         self.count = self.draw.choice((1, 2, 2, 3, 4))
-        shape = [self.rows, *(self.draw.choice((1, 2, 3, 4)) for _ in range(self.draw.choice((1, 1, 2))))]
+        shape = [
+            self.rows,
+            *(self.draw.choice((1, 2, 3, 4)) for _ in range(self.draw.choice((1, 1, 2)))),
+        ]
         self.batch.append(len(self.inputs))
         last = self.input(shape, self.dtype)
         for stage, mesh in enumerate(self.meshes):
@@ -412,4 +442,3 @@ def torch_makes(function: Callable[..., Any], operands: list[Tensor | None]) -> 
         return None
     parts = list(made) if isinstance(made, tuple | list) else [made]
     return parts if all(type(x) is Tensor for x in parts) else None
-
