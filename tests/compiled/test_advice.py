@@ -72,7 +72,8 @@ def test_a_set(before: Any, after: Any, because: str, instead: str) -> None:
 
 def test_another_order_of_axes_that_split_one_dim() -> None:
     mesh = DeviceMesh.arange(a=2, b=2)
-    before, after = (Layout(mesh, {"a": Shard(0), "b": Shard(0)}, {0: o}) for o in ("ab", "ba"))
+    split = {"a": Shard(0), "b": Shard(0)}
+    before, after = (Layout(mesh, split, {0: order}) for order in (("a", "b"), ("b", "a")))
     lines = explained(moved(before, after))
     assert "in another order" in lines[1] and "one order=" in lines[2]
 
