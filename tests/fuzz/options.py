@@ -74,7 +74,12 @@ def folder() -> Path:
 
 def drawers() -> dict[str, Callable[[random.Random], Any]]:
     """Option -> draws one of its values."""
-    tables = ["h100", "unit", *(str(folder() / f"costs{n}.json") for n in range(len(TABLES)))]
+    tables = [
+        "h100",
+        "h100",
+        "unit",
+        *(str(folder() / f"costs{n}.json") for n in range(len(TABLES))),
+    ]
     of: Callable[[Sequence[Any]], Callable[[random.Random], Any]]
     of = lambda values: lambda draw: draw.choice(values)  # noqa: E731
     words = {
@@ -121,6 +126,7 @@ def drawn_options(draw: random.Random) -> dict[str, Any]:
         names = [*values]
     else:
         names = [x for x in values if draw.random() < (0.5 if x in OFTEN else 0.1)]
+        names += ["costs"] * ("overlap" in names and "costs" not in names)
     return {name: values[name](draw) for name in names}
 
 

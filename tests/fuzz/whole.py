@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import mdfuse as mf
@@ -77,6 +78,7 @@ class Whole(Drawn):
         self.has_gradients = is_float and (self.kind == "pipeline" or draw.random() < 0.5)
         self.is_normal = self.has_gradients or draw.random() < 0.5
         self.laws = draw.choice((0.0, 0.2, 0.5, 0.9))
+        self.is_dense = self.kind in ("plain", "meshes") and draw.random() < 0.5
         self.partials = draw.random() < 0.25
         self.meshes = self.drawn_meshes()
         self.here = self.meshes[:1]
@@ -217,11 +219,25 @@ class Whole(Drawn):
         if is_kinked or any(k.handle.id in self.kinked for k in call.operands):
             self.kinked |= {k.handle.id for k in self.known[before:]}
 
+    def layer(self) -> None:
+        """A product of what is communicated, or one that is communicated."""
+        draw = self.draw
+        found = [k for k in self.readable() if k.handle.dtype == self.dtype and k.handle.ndim > 1]
+        if not found:
+            return
+        x = draw.choice(found[-3:])
+        weight = self.input((self.extent(), x.handle.shape[-1]), self.dtype)
+        x = self.moved(x) if draw.random() < 0.3 else x
+        weight = self.moved(weight) if draw.random() < 0.5 else weight
+        self.record(Call("linear", F.linear, (x, weight)))
+        if draw.random() < 0.5:
+            self.moved(self.known[-1])
+
     def any_step(self) -> None:
         """An operation that fits, any other, or a new place for a value."""
         how = self.draw.random()
         if self.kind == "pipeline" or how < 0.75:
-            self.family()
+            self.layer() if self.is_dense and self.draw.random() < 0.5 else self.family()
         elif how < 0.85:
             before = len(self.known)
             self.step()
