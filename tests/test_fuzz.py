@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 
 import pytest
+from fuzz import options
 from fuzz.__main__ import main
 from fuzz.driver import fuzz, once
 from fuzz.fuzzers import FUZZERS
+from fuzz.whole import KINDS
 
 import mdfuse as mf
 
 #: Inputs of each fuzzer, where a thousand would take more than a quarter of a minute.
 FEWER: dict[str, int] = {"command_line": 500, "definitions": 500, "runs": 500}
+#: Programs that are drawn beside options: a minute.
+PROGRAMS = 240
 SEED = 20_000
 
 
-@pytest.mark.parametrize("name", FUZZERS)
+@pytest.mark.parametrize("name", sorted({*FUZZERS} - {"options"}))
 def test_nothing_is_found(name: str) -> None:
     inputs = FEWER.get(name, 1_000)
     print(f"{name}: {inputs} inputs, seed {SEED}")
     found = fuzz(FUZZERS[name], inputs, SEED)
     assert not found, "\n\n".join(map(str, found))
+
+
+def test_programs_run_with_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the programs few may be such as the default options refuse: they say nothing."""
+    monkeypatch.setattr(options, "TALLY", Counter())
+    found = fuzz(options.fuzz, PROGRAMS, SEED)
+    told = "\n".join(options.told())
+    print(told)
+    assert not found, "\n\n".join(map(str, found))
+    assert options.TALLY["pairs"] >= 0.8 * options.SETS * PROGRAMS, told
+    assert {*KINDS} <= {*options.TALLY}, told
 
 
 def test_the_driver_finds_what_is_wrong() -> None:

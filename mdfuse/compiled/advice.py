@@ -12,6 +12,8 @@ from mdfuse.reshard import elements_received
 #: Reshards are mentioned that bring more than this share of all bytes that arrive.
 _SHARE = 0.1
 
+_ANOTHER_ORDER = "the axes split a dim in another order", "one order= for both"
+
 
 def advice(fusion: Fusion) -> Iterator[str]:
     """Yield lines about the reshards that move more than a tenth of what a fusion moves."""
@@ -52,15 +54,18 @@ def _because(
     readers = fusion.consumers[expr.output]
     if before.mesh != after.mesh:
         return f"it is read on {after.mesh}", f"compute what is read on {after.mesh} there"
-    changes = zip(before.mesh.axes, before.placements, after.placements, strict=True)
-    axis, was, goal = next(c for c in changes if c[1] != c[2])
+    both = zip(before.mesh.axes, before.placements, after.placements, strict=True)
+    changes = [c for c in both if c[1] != c[2]]
+    if not changes:
+        return _ANOTHER_ORDER
+    axis, was, goal = changes[0]
     if isinstance(was, Partial):
         return _of_partial(value, axis, was, goal, before)
     if isinstance(goal, Shard) and isinstance(was, Shard):
         reason = f"it is split on dim {was.dim} and read split on dim {goal.dim}"
         return reason, f"split it on dim {goal.dim} where it is made: {_on(axis, goal.dim)}"
     if not isinstance(was, Shard):
-        return "the axes split a dim in another order", "one order= for both"
+        return _ANOTHER_ORDER
     if fusion.values[expr.output].is_law or not readers:
         reason = f"it is asked for whole along {axis}"
         return reason, f"leave it split: {_on(axis, was.dim)}; or make it smaller before"

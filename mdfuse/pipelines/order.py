@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import networkx as nx
+
 from mdfuse.pipelines.actions import Action
 from mdfuse.pipelines.schedules import Schedule
 from mdfuse.pipelines.stages import Part, Stages
@@ -43,6 +45,16 @@ def calls(stages: Stages, schedule: Schedule) -> Iterator[Lanes]:
         unit = pairs[first]
         yield from _alone(_ahead(stages, unit, done))
         yield tuple(tuple(_work(stages, action, done)) for action in unit)
+    yield from _alone(_left(stages, schedule.microbatches, done))
+
+
+def _left(stages: Stages, microbatches: int, done: set[Call]) -> Iterator[Call]:
+    """Yield the hand-overs that no action needs: of inputs, to outputs."""
+    for k in range(microbatches):
+        for part in nx.topological_sort(stages.graph):
+            if part.phase == "T" and (part, k) not in done:
+                done.add((part, k))
+                yield part, k
 
 
 def _alone(calls: Iterator[Call]) -> Iterator[Lanes]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from mdfuse.hir.instructions import MEMORY
 from mdfuse.plan.build import Plan
 from mdfuse.plan.context import Step
+from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Slots
 from mdfuse.plan.pending import Pending
 from mdfuse.plan.signature import copy_alike
@@ -34,6 +35,7 @@ def run_shuffled(
     plans: Sequence[Plan],
     slots: Sequence[Slots],
     network: SimNetwork,
+    checks: IndexChecks,
     seed: int,
 ) -> tuple[list[Any], ...]:
     """Run all ranks in an order drawn from a seed.
@@ -48,6 +50,7 @@ def run_shuffled(
     ranks = [_Queues(plan, s) for plan, s in zip(plans, slots, strict=True)]
     for rank in ranks:
         rank.issue()
+    checks.take()  # of what binds results before their operands are there
     while True:
         heads = [(rank, stream) for rank in ranks for stream in rank.ready()]
         choices = len(heads) + len(network.ready)

@@ -175,7 +175,7 @@ def simulate(
         if schedule is None:
             results, peaks = _run_in_lockstep(plans, slots, network)
         else:
-            results, peaks = run_shuffled(plans, slots, network, schedule), ()
+            results, peaks = run_shuffled(plans, slots, network, checks, schedule), ()
         if checks.found is not None:
             raise checks.found
     prepared.give_back(key, ready)

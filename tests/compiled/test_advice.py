@@ -70,6 +70,14 @@ def test_a_set(before: Any, after: Any, because: str, instead: str) -> None:
     assert because in lines[1] and instead in lines[2]
 
 
+def test_another_order_of_axes_that_split_one_dim() -> None:
+    mesh = DeviceMesh.arange(a=2, b=2)
+    split = {"a": Shard(0), "b": Shard(0)}
+    before, after = (Layout(mesh, split, {0: order}) for order in (("a", "b"), ("b", "a")))
+    lines = explained(moved(before, after))
+    assert "in another order" in lines[1] and "one order=" in lines[2]
+
+
 def test_another_mesh() -> None:
     lines = explained(moved(Layout(TWO, {"x": Shard(0)}), Layout(OTHER, {"x": Shard(0)})))
     assert lines[0].startswith("moves 128 bytes")

@@ -167,3 +167,19 @@ def test_a_sum_that_the_backward_waits_for_is_in_no_bucket(reduction: str) -> No
     sums = [c for c in program.communications if c.kind == "Allreduce"]
     # dw, and dv and du together: with the loss, if nothing reads it before; else that and a count
     assert len(sums) == {"sum": 2, "mean": 4}[reduction]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_input_that_is_handed_over_to_an_output(goes_on: bool) -> None:
+    """No stage computes anything of it."""
+    first, second, third = meshes(3)
+    with mf.FusionDefinition("handed") as fd:
+        x = fd.define_tensor([4, 3], mesh=first, name="x")
+        h = fd.ops.set(x).on(second, {})
+        fd.add_output(h)
+        if goes_on:
+            fd.add_output(fd.ops.set(h).on(third, {}))
+    program = mf.pipeline(fd, microbatches=2, batch={"x": 0})
+    whole = torch.arange(12.0).reshape(4, 3)
+    for result in mf.simulate(program, [whole]).outputs:
+        assert torch.equal(result, whole)

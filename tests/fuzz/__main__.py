@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from fuzz.driver import Finding, fuzz
-from fuzz.fuzzers import FUZZERS
+from fuzz.fuzzers import FUZZERS, TOLD
 
 #: Inputs between two steps of the progress bar.
 BATCH = 100
@@ -53,6 +53,8 @@ def _findings(name: str, inputs: int, seed: int) -> int:
                 found[finding.place] = finding
                 print(f"{finding}\n", flush=True)
     print(f"{name}: {inputs} inputs, seed {seed}, {len(found)} findings", flush=True)
+    for line in TOLD[name]() if name in TOLD else ():
+        print(f"{name}: {line}", flush=True)
     return len(found)
 
 

@@ -101,7 +101,7 @@ SMOOTH = (EXACT - {"max", "min"}) | {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(eq=False)
 class Known:
     """A value of the definition, what torch has for it, and whether it has rounding errors.
 
@@ -124,6 +124,9 @@ ERRORS = {
 
 class Drawn:
     """One definition under construction."""
+
+    #: how many of the results are placed
+    laws = 0.2
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
@@ -151,13 +154,18 @@ class Drawn:
                 (-1, -1, 2**40, 10**9, *(() if draw.random() < 0.7 else (2**62,)))
             )
             self.is_small = False
+        self.add(whole, said, self.layout(len(said), whole.dtype, is_input=True))
+
+    def add(self, whole: Tensor, said: list[Any], layout: Layout | None) -> Known:
+        """Define an input: its value, its extents as the definition says them, and its layout."""
+        draw = self.draw
         order = draw.sample(range(len(said)), len(said)) if draw.random() < 0.1 else None
-        layout = self.layout(len(said), whole.dtype, is_input=True)
         name = draw.choice(("x", "y", "w_1", "µ", "x", None, None, None))
         handle = self.fd.define_tensor(said, whole.dtype, layout, stride_order=order, name=name)
         error = ERRORS.get(whole.dtype, 0.0)
         self.known.append(Known(handle, whole if self.is_small else None, error=error))
         self.inputs.append(whole)
+        return self.known[-1]
 
     def values(self, shape: list[int], dtype: torch.dtype) -> Tensor:
         generator = torch.Generator().manual_seed(self.draw.randrange(10**6))
@@ -221,15 +229,29 @@ class Drawn:
         wholes = plain(name, given) if is_known and (not is_rough or name in SMOOTH) else None
         if wholes is not None and len(wholes) != len(parts):
             raise AssertionError(f"{name}: {len(parts)} results, torch has {len(wholes)}")
+        self.keep_parts(name, used, parts, wholes, is_rough or name not in EXACT)
+
+    def keep_parts(
+        self,
+        name: str,
+        used: list[Known],
+        parts: list[Any],
+        wholes: list[Tensor] | None,
+        is_rough: bool,
+    ) -> None:
+        """Keep the results of an operation, of which torch has `wholes`, and place some of them."""
         for part, whole in zip(parts, wholes or [None] * len(parts), strict=True):
             assert isinstance(part, Handle), part
-            known = Known(part, whole, is_rough or name not in EXACT)
+            known = Known(part, whole, is_rough)
             known.error = max([ERRORS.get(part.dtype, 0.0), *(k.error for k in used)])
             if whole is not None:
-                assert tuple(part.shape) == tuple(whole.shape), (name, given, part.shape)
-                assert part.dtype == whole.dtype, (name, given, part.dtype, whole.dtype)
+                assert part.ndim == whole.ndim, (name, used, part.shape)
+                numbers = [n if type(n) is int else m
+                           for n, m in zip(part.shape, whole.shape, strict=True)]  # fmt: skip
+                assert numbers == [*whole.shape], (name, used, part.shape)
+                assert part.dtype == whole.dtype, (name, used, part.dtype, whole.dtype)
                 known.is_rough |= bool((whole.to(wide(whole)).abs() > 1e6).any())
-            if self.draw.random() < 0.2:
+            if self.draw.random() < self.laws:
                 layout = self.layout(part.ndim, part.dtype)
                 if layout is not None and part.is_tensor:
                     try_(lambda part=part, layout=layout: part.on(layout))
@@ -412,21 +434,21 @@ def fuzz(draw: random.Random) -> None:
         raise
     for known, result in zip(outputs, results, strict=True):
         if known.whole is not None:
-            compare(known, result, f"{fd}\n{program}")
+            compare(known, result, lambda: f"{fd}\n{program}")
 
 
 def wide(x: Tensor) -> torch.dtype:
     return torch.complex128 if x.is_complex() else torch.float64
 
 
-def compare(known: Known, result: Tensor, text: str) -> None:
+def compare(known: Known, result: Tensor, text: Callable[[], str]) -> None:
     whole = known.whole
     assert whole is not None
-    assert result.shape == whole.shape and result.dtype == whole.dtype, text
+    assert result.shape == whole.shape and result.dtype == whole.dtype, text()
     exact = whole.to(wide(whole))
     scale = float(exact[exact.isfinite()].abs().max()) if exact.isfinite().any() else 1.0
     error = known.error
     torch.testing.assert_close(
         result.to(wide(whole)), exact, rtol=error, atol=error * max(scale, 1.0), equal_nan=True,
-        msg=lambda m: f"{m}\n{result}\nexpected\n{whole}\n{text}",
+        msg=lambda m: f"{m}\n{result}\nexpected\n{whole}\n{text()}",
     )  # fmt: skip

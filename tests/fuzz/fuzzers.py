@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from fuzz import command_line, definitions, environment, runs, text
+from collections.abc import Callable, Iterator
+
+from fuzz import command_line, definitions, environment, options, runs, text
 from fuzz.driver import Fuzzer
 
 FUZZERS: dict[str, Fuzzer] = {
     "command_line": command_line.fuzz,
     "definitions": definitions.fuzz,
     "environment": environment.fuzz,
+    "options": options.fuzz,
     "runs": runs.fuzz,
     "text": text.fuzz,
 }
+
+#: Of some fuzzers: yields lines on what was drawn.
+TOLD: dict[str, Callable[[], Iterator[str]]] = {"options": options.told}
