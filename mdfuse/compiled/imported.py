@@ -49,7 +49,7 @@ def from_torch(
     blocks: Mapping[str, Any] | None = None,
     gather: Sequence[str] = (),
     adapters: Mapping[str, Any] | None = None,
-    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
+    dynamic_shapes: Any = None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> ImportedModel:
     """Import a module: the operations of its forward, for arguments of these shapes and dtypes.
@@ -72,7 +72,7 @@ def from_torch(
         adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
             (rank, alpha): then steps of training train the adapters alone.
         dynamic_shapes: name of an argument -> dim -> a name (or a `torch.export.Dim`): extents
-            that each run chooses.
+            that each run chooses; and all other forms that `torch.export.export` takes.
         buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
 
     Raises:
