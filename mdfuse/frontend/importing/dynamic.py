@@ -19,7 +19,11 @@ _TENSORS = (Tensor, TensorSpec)
 
 
 def dims_of_tensors(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], said: Any, names: Sequence[str]
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    said: Any,
+    names: Sequence[str],
 ) -> list[dict[int, Any] | None] | None:
     """Return the dims that a run chooses of each tensor among the arguments.
 
@@ -50,7 +54,11 @@ def dims_of_tensors(
 
 
 def _by_name(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], said: Any, names: Sequence[str]
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    said: Any,
+    names: Sequence[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what is said by names of arguments, and by full names of tensors."""
     if not isinstance(said, Mapping | list | tuple) and hasattr(said, "dynamic_shapes"):
