@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from mdfuse.compiled.program import Program, compile
-from mdfuse.compiled.together import T, together
+from mdfuse.compiled.together import save_together, together
 from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options
 from mdfuse.errors import ProgramError
@@ -359,7 +359,8 @@ class ImportedModel:
         if comm is None:
             return self._load(source, rank, device, rename)
         where = device or comm.device
-        return self._agreed(comm, "load", lambda: self._load(source, comm.rank, where, rename))
+        load = partial(self._load, source, comm.rank, where, rename)
+        return together(comm, f"load {self.model.captured.name}", load)
 
     def save(
         self,
@@ -383,16 +384,10 @@ class ImportedModel:
             ProgramError: the folder has a checkpoint, or cannot be written; other weights.
         """
         folder, rank = Path(folder), None if comm is None else comm.rank
-        self._agreed(comm, "save", partial(saving.check_folder, folder))
-        mine = partial(saving.write, folder, self.model, weights, rank)
-        self._agreed(comm, "save", mine)
-        size = 1 if comm is None else comm.size
-        last = partial(saving.finish, folder, self.model, None if comm is None else size)
-        self._agreed(comm, "save", last if not rank else _nothing)
+        write = partial(saving.write, folder, self.model, weights, rank)
+        finish = partial(saving.finish, folder, self.model, None if comm is None else comm.size)
+        save_together(comm, f"save {self.model.captured.name}", folder, write, finish)
         return folder
-
-    def _agreed(self, comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
-        return together(comm, f"{what} {self.model.captured.name}", act)
 
     def _load(
         self, source: Any, rank: int | None, device: Any, rename: Callable[[str], str] | None
@@ -440,7 +435,3 @@ class ImportedModel:
                 hint="load(path, rank=comm.rank) reads them from a checkpoint",
             )
         return {name: p.tensor for p in parameters for name in p.names}
-
-
-def _nothing() -> None:
-    """What ranks do that wait for another one."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from mdfuse.errors import reason
 from mdfuse.plan import inductor
 from mdfuse.plan.forms import Form
 from mdfuse.plan.inductor import Function
@@ -103,12 +104,6 @@ class Artefacts:
 
     def _about(self, name: str) -> Path:
         return self.folder / f"{name}.json"
-
-
-def reason(error: Exception) -> str:
-    """Return the kind of an error and the first line of its text."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _checksum(path: Path) -> str:
