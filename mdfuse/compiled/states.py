@@ -12,10 +12,10 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from mdfuse import files
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.together import save_together, together
 from mdfuse.errors import ProgramError
-from mdfuse.frontend.importing import files
 from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing import save as saving
 from mdfuse.ir.graph import Fusion

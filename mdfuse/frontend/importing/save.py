@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mdfuse import files
 from mdfuse.errors import ProgramError, counted
 from mdfuse.extents.extent import is_symbolic
-from mdfuse.frontend.importing import files, metadata
+from mdfuse.frontend.importing import metadata
 from mdfuse.frontend.importing.build import Model
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.boxes import Box, boxes_of, index_of

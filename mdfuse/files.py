@@ -1,8 +1,9 @@
-"""Write files that are whole, or not there: what a full disk does is told with the path."""
+"""Files that are whole or not there, and folders that nobody else writes into."""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -94,3 +95,44 @@ def _unwritable(path: Path, error: OSError) -> ProgramError:
         because=str(error),
         hint="a folder with room, which all ranks may write into",
     )
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder that this user alone can read and write; one that is there becomes so.
+
+    Raises:
+        PermissionError: it is somebody else's, or others could have written into it.
+        OSError: it cannot be made.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    check_private(folder)
+    if stat.S_IMODE(folder.stat().st_mode) != 0o700:
+        folder.chmod(0o700)
+
+
+def check_private(folder: Path) -> None:
+    """Raise PermissionError where others than this user may have put files into a folder.
+
+    Who may write into the folder around it could put another one in its place: that is this user's,
+    or root's. A group may write there, since some systems let each user's do so everywhere; what
+    somebody else put there has another owner.
+
+    Raises:
+        PermissionError: they may.
+        OSError: it is not there.
+    """
+    me, around = os.geteuid(), folder.parent
+    about = around.stat()
+    for whose in {around.lstat().st_uid, about.st_uid} - {me, 0}:  # of a link, and of its end
+        raise PermissionError(f"{around} is user {whose}'s, and this is user {me}")
+    if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"everybody may write into {around}")
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode):
+        raise PermissionError(f"{folder} is a link or a file, and no folder")
+    if about.st_uid != me:
+        raise PermissionError(f"{folder} is user {about.st_uid}'s, and this is user {me}")
+    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others may write into {folder}: remove it")
