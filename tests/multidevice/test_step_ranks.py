@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.drawn import drawn
-from helpers.full_disk import failing
+from helpers.full_disk import failing, room
 from torch import Tensor
 
 import mdfuse as mf
@@ -22,7 +22,7 @@ MESH = DeviceMesh.arange(dp=2)
 SPLIT = {"dp": Shard(0)}
 
 
-def program() -> mf.Program:
+def program(options: mf.Options | None = None) -> mf.Program:
     with mf.FusionDefinition("train") as fd:
         x = fd.define_tensor([6, 5], mesh=MESH, layout=SPLIT)
         t = fd.define_tensor([6, 3], mesh=MESH, layout=SPLIT)
@@ -37,7 +37,7 @@ def program() -> mf.Program:
         fd.add_output(loss)
         fd.add_output(velocity, reuse=v)
         fd.add_output(new, reuse=w)
-    return mf.compile(fd)
+    return mf.compile(fd, options)
 
 
 def part(x: Tensor, comm: mf.Communicator) -> Tensor:
@@ -194,3 +194,24 @@ def test_whatever_one_rank_raises_the_others_hear(comm: mf.Communicator) -> None
     with pytest.raises(kind, match="no room" if comm.rank == 1 else "rank 1 could not do it"):
         together(comm, "do it", act)
     comm.barrier()
+
+
+@pytest.mark.world(2)
+def test_a_rank_whose_trace_is_full_trains_on(
+    comm: mf.Communicator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = shared_folder(comm, tmp_path, "step.trace")
+    traced = mf.Options(trace=str(shared), overlap="never")
+    steps = [mf.Step(program(o), {n: part(drawn(5, 3, seed=1), comm) for n in ("w", "v")})
+             for o in (traced, mf.Options(overlap="never"))]  # fmt: skip
+    for step in steps:
+        train(step, comm)
+    size = (shared / f"rank{comm.rank}.jsonl").stat().st_size
+    with room(size + 50) if comm.rank == 1 else nullcontext():
+        for i in range(3):
+            for step in steps:
+                train(step, comm, i)
+    for name, x in steps[0].state.items():
+        assert torch.equal(x, steps[1].state[name])
+    said = [r.getMessage() for r in caplog.records if r.name == "mdfuse.trace"]
+    assert len(said) == (comm.rank == 1), said
