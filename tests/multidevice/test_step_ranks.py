@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.drawn import drawn
 from helpers.full_disk import failing, room
+from helpers.shown_reports import not_said, shown
 from torch import Tensor
 
 import mdfuse as mf
@@ -135,6 +136,9 @@ def test_a_rank_that_cannot_save_is_an_error_of_all(
         assert re.search(rf"{re.escape(str(folder))}.* cannot be written", str(error.value))
         if comm.rank != guilty:
             assert error.value.what == f"rank {guilty} could not save the state of @train"
+        if (moment, guilty, portable) == ("write", 1, False) and comm.rank == 0:
+            said = f"mdfuse.errors.ProgramError: {error.value}"
+            assert not not_said(shown()["test_full_disk"], said), said
         train(step, comm)
         with pytest.raises(mf.ProgramError):
             step.load(folder)
