@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import linecache
@@ -119,11 +120,11 @@ def _line_of(file: str, line: int) -> str:
 def is_own(code: CodeType) -> bool:
     """Tell whether code is mdfuse's own, or stands between mdfuse and its caller.
 
-    That is dataclasses, cached properties, and functions of torch.
+    That is dataclasses, cached properties, contexts that are functions, and functions of torch.
     """
     is_dataclass = code.co_filename == "<string>" and code.co_name == "__init__"
-    is_property = code.co_filename == functools.__file__
-    return is_dataclass or is_property or code.co_filename.startswith(OWN)
+    is_between = code.co_filename in (functools.__file__, contextlib.__file__)
+    return is_dataclass or is_between or code.co_filename.startswith(OWN)
 
 
 def user_source() -> Source | None:
@@ -213,3 +214,9 @@ def told(error: BaseException) -> str:
     """Return what other ranks read of an error: one of mdfuse's says itself what it is."""
     name = type(error).__name__
     return str(error) if isinstance(error, MdfuseError) else f"{name}: {error}".rstrip(": ")
+
+
+def reason(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its text."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"

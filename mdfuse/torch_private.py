@@ -9,7 +9,7 @@ public way, that one costs more than the call itself (the current stream), or do
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter, methodcaller
@@ -50,6 +50,7 @@ __all__ = [
     "asynchronous_type",
     "begin_group",
     "cache_folder",
+    "checkpoint_metadata",
     "current_gpu",
     "current_raw_stream",
     "default_store",
@@ -71,6 +72,7 @@ __all__ = [
     "table_grad",
     "transform_level",
     "untraced",
+    "untransformed",
     "writes",
 ]
 Function = TypeVar("Function", bound=Any)
@@ -329,6 +331,54 @@ def untraced(function: Function) -> Function:
 
 
 # -- files -----------------------------------------------------------------------------------------
+
+
+def checkpoint_metadata(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int], Sequence[tuple[Any, Any]]]],
+    places: Mapping[tuple[str, Any], tuple[str, int, int]],
+    save_id: str,
+) -> Any:
+    """Return what a folder of `torch.distributed.checkpoint` has, as its readers want it.
+
+    Args:
+        tensors: name -> dtype, shape, and (first element, extents) of each box.
+        places: name and first element of a box -> file, and start and length of its bytes there.
+        save_id: a text that tells it from others.
+    """
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint import metadata as of
+
+    size = torch.Size
+    return of.Metadata(
+        state_dict_metadata={
+            name: of.TensorStorageMetadata(
+                properties=of.TensorProperties(dtype=dtype),
+                size=size(shape),
+                chunks=[of.ChunkStorageMetadata(size(a), size(n)) for a, n in boxes],
+            )
+            for name, (dtype, shape, boxes) in tensors.items()
+        },
+        storage_data={
+            of.MetadataIndex(name, size(first)): filesystem._StorageInfo(*place)
+            for (name, first), place in places.items()
+        },
+        storage_meta=of.StorageMeta(save_id=save_id),
+        version=filesystem.CURRENT_DCP_VERSION,
+    )
+
+
+def untransformed(stream: Any, transforms: Sequence[str]) -> Any:
+    """Return a stream of a checkpoint as it was before it was compressed.
+
+    Raises:
+        ValueError: torch does not know one of the transforms, or cannot undo it here.
+    """
+    from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+
+    for extension in ExtensionRegistry().from_descriptor_list(transforms):
+        if isinstance(extension, StreamTransformExtension):
+            stream = extension.transform_from(stream)
+    return stream
 
 
 def cache_folder() -> Path:

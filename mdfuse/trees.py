@@ -43,6 +43,18 @@ def unflattened(leaves: Sequence[Any], structure: Any) -> Any:
     return pytree.tree_unflatten(list(leaves), structure)
 
 
+def children(tree: Any) -> list[tuple[str, Any]]:
+    """Return (key, entry) of the outermost level of a tree; of a leaf nothing.
+
+    >>> children({"a": [1, 2], "b": 3}), children(3)
+    ([('a', [1, 2]), ('b', 3)], [])
+    """
+    if _is_record(tree):
+        return [(f.name, getattr(tree, f.name)) for f in fields(tree) if f.init]
+    found, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return [(key_text(path), x) for path, x in found if path]
+
+
 def key_text(path: Sequence[Any]) -> str:
     """Return the keys of a path, joined by dots: of dicts their keys, of lists their places."""
     kinds = {pytree.SequenceKey: "idx", pytree.MappingKey: "key", pytree.GetAttrKey: "name"}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from mdfuse.compiled.program import Program, compile
-from mdfuse.compiled.together import T, together
+from mdfuse.compiled.together import save_together, together
 from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options
 from mdfuse.errors import ProgramError
@@ -49,8 +49,9 @@ def from_torch(
     blocks: Mapping[str, Any] | None = None,
     gather: Sequence[str] = (),
     adapters: Mapping[str, Any] | None = None,
-    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
+    dynamic_shapes: Any = None,
     buffers: Mapping[str, Tensor] | None = None,
+    skipped: Sequence[str] = (),
 ) -> ImportedModel:
     """Import a module: the operations of its forward, for arguments of these shapes and dtypes.
 
@@ -71,15 +72,15 @@ def from_torch(
             read, as FSDP does; the backward gathers them again.
         adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
             (rank, alpha): then steps of training train the adapters alone.
-        dynamic_shapes: name of an argument -> dim -> a name (or a `torch.export.Dim`): extents
-            that each run chooses.
+        dynamic_shapes: name of an argument -> dim -> a name: extents that each run chooses; and
+            all forms that `torch.export.export` takes.
         buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
+        skipped: paths of a plan that lead nowhere, of `from_plan`, which `report()` lists.
 
     Raises:
         DefinitionError: the module cannot be exported; it calls operations that cannot be imported:
             all of them, with lines of the module.
-        LayoutError: a pattern that matches nothing, or that does not fit what it matches; patterns
-            that contradict each other.
+        LayoutError: a pattern that matches nothing, or does not fit; some that contradict.
 
     >>> import torch, mdfuse as mf
     >>> from mdfuse import DeviceMesh, Shard
@@ -95,10 +96,9 @@ def from_torch(
     """
     mesh = as_mesh(mesh)
     patterns = Patterns(layouts or {}, mesh)
-    captured = capture(module, args, kwargs, dynamic_shapes, adapters)
-    model = _model(captured, patterns, buffers or {})
+    model = _model(capture(module, args, kwargs, dynamic_shapes, adapters), patterns, buffers or {})
     model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
-    return ImportedModel(model, patterns)
+    return ImportedModel(model, patterns, skipped)
 
 
 def _model(captured: Captured, patterns: Patterns, buffers: Mapping[str, Tensor]) -> Model:
@@ -173,9 +173,9 @@ class ImportedModel:
             under their names (tied ones once), constants, and the tensors of the arguments.
     """
 
-    def __init__(self, model: Model, patterns: Patterns) -> None:
+    def __init__(self, model: Model, patterns: Patterns, skipped: Sequence[str] = ()) -> None:
         self.model = model
-        self._patterns = patterns
+        self._patterns, self._skipped = patterns, tuple(skipped)
         self._unexpected: list[str] | None = None
         captured = model.captured
         with FusionDefinition(as_name(captured.name, "model")) as fd:
@@ -196,13 +196,13 @@ class ImportedModel:
         return str(self.definition)
 
     def report(self) -> str:
-        """Say what each pattern placed, what is replicated, tied, unused or left out.
+        """Say what each pattern placed, what is replicated, tied, unused, left out or skipped.
 
         And where a value that is split is brought together, which costs a communication in the
         middle of the module: with the line, and the pattern that split it.
         """
         found = warnings_of(self.model, self.fusion, self.compile().fusion)
-        return report(self.model, self._patterns, self._unexpected, found)
+        return report(self.model, self._patterns, self._skipped, self._unexpected, found)
 
     def compile(self, options: Options | None = None) -> Program:
         """Return the program of the forward, as `mf.compile` does."""
@@ -359,7 +359,8 @@ class ImportedModel:
         if comm is None:
             return self._load(source, rank, device, rename)
         where = device or comm.device
-        return self._agreed(comm, "load", lambda: self._load(source, comm.rank, where, rename))
+        load = partial(self._load, source, comm.rank, where, rename)
+        return together(comm, f"load {self.model.captured.name}", load)
 
     def save(
         self,
@@ -383,16 +384,10 @@ class ImportedModel:
             ProgramError: the folder has a checkpoint, or cannot be written; other weights.
         """
         folder, rank = Path(folder), None if comm is None else comm.rank
-        self._agreed(comm, "save", partial(saving.check_folder, folder))
-        mine = partial(saving.write, folder, self.model, weights, rank)
-        self._agreed(comm, "save", mine)
-        size = 1 if comm is None else comm.size
-        last = partial(saving.finish, folder, self.model, None if comm is None else size)
-        self._agreed(comm, "save", last if not rank else _nothing)
+        write = partial(saving.write, folder, self.model, weights, rank)
+        finish = partial(saving.finish, folder, self.model, None if comm is None else comm.size)
+        save_together(comm, f"save {self.model.captured.name}", folder, write, finish)
         return folder
-
-    def _agreed(self, comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
-        return together(comm, f"{what} {self.model.captured.name}", act)
 
     def _load(
         self, source: Any, rank: int | None, device: Any, rename: Callable[[str], str] | None
@@ -440,7 +435,3 @@ class ImportedModel:
                 hint="load(path, rank=comm.rank) reads them from a checkpoint",
             )
         return {name: p.tensor for p in parameters for name in p.names}
-
-
-def _nothing() -> None:
-    """What ranks do that wait for another one."""

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from mdfuse.compiled import states
 from mdfuse.compiled.program import Program
-from mdfuse.compiled.together import together
 from mdfuse.errors import ProgramError, counted
-from mdfuse.frontend.importing import load as loading
-from mdfuse.frontend.importing import save as saving
-from mdfuse.runtime.communicator import init
 from mdfuse.torch_private import untraced
-
-#: What a file that is missing, cut off or something else makes of reading it.
-_UNREADABLE = (
-    OSError, RuntimeError, LookupError, TypeError, EOFError, pickle.UnpicklingError,
-)  # fmt: skip
 
 
 class Step:
@@ -117,88 +106,38 @@ class Step:
     # -- files -----------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, *, portable: bool = False) -> Path:
-        """Write this rank's part of the state to a folder, which all ranks may share.
+        """Write this rank's part of the state to a folder; all ranks save together.
+
+        Files that are there already are replaced once all ranks have written theirs.
 
         Args:
-            folder: of the state.
-            portable: as `torch.distributed.checkpoint` does, for any layout and number of ranks;
-                all ranks save together, into a folder that they share. Else for the same program.
+            folder: of the state, which all ranks may share.
+            portable: as `torch.distributed.checkpoint` does, for any layout and number of ranks,
+                into a folder that all ranks share. Else for the same program.
 
         Returns:
             The file: `rank0003.pt` for rank 3; the folder, where it is portable.
 
         Raises:
-            ProgramError: portable, and the folder has a checkpoint, or cannot be written; a state
-                is Partial, or of extents that a run chooses.
+            ProgramError: the folder cannot be written, on all ranks where one cannot; portable, and
+                the folder has a checkpoint, or a state is Partial, or of extents that a run
+                chooses.
         """
-        if portable:
-            return self._save_portable(Path(folder))
-        path = self._path(folder)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        torch.save({"types": self._types(), "state": self.state}, part)
-        part.replace(path)  # so that a file that is there is whole
-        return path
+        return states.save(self.program, self.state, Path(folder), portable)
 
-    def _save_portable(self, folder: Path) -> Path:
-        comm, fusion = init(self.program.options), self.program.fusion
-        do = partial(together, comm, f"save the state of @{fusion.name}")
-        do(partial(saving.check_folder, folder))
-        do(partial(saving.write_state, folder, fusion, self.state, comm.rank))
-        last = partial(saving.finish_state, folder, fusion, self.state, comm.size)
-        do(last if comm.rank == 0 else _nothing)
-        return folder
-
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | Path, *, cast: bool = False) -> None:
         """Read what `save` wrote into the tensors of the state: a run then goes on to the bit.
+
+        All ranks load together. An error before the first number is copied leaves the state as it
+        was: that is any but of a portable folder whose files turn out to be damaged.
+
+        Args:
+            folder: that `save` was given.
+            cast: cast floats to the floating dtype that the state has here.
 
         Raises:
             ProgramError: there is no such file, or it is of a state with other names, shapes, or
-                dtypes, and where it is not portable of other layouts.
+                dtypes (but for `cast`), and where it is not portable of other layouts; files of
+                several saves. On all ranks, where one cannot.
         """
-        if (Path(folder) / ".metadata").exists():
-            comm, fusion = init(self.program.options), self.program.fusion
-            read = partial(loading.read_state, Path(folder), fusion, self.state, comm.rank)
-            together(comm, f"load the state of @{fusion.name}", read)
-            return
-        path = self._path(folder)
-        try:
-            saved = torch.load(path, weights_only=True)
-            types, state = saved["types"], saved["state"]
-        except _UNREADABLE as error:
-            raise ProgramError(
-                f"{path} cannot be read",
-                because=str(error).splitlines()[0],
-                hint="Step.save wrote it",
-            ) from error
-        wrong = [n for n, here in self._types().items() if types.get(n) != here]
-        gone = [n for n in types if n not in self.state]
-        if wrong or gone:
-            name = (wrong or gone)[0]
-            raise ProgramError(
-                f"{path} is of another state: %{name} is {types.get(name, 'not in it')}",
-                because=f"the program has {self._types().get(name, 'no such state')}",
-                hint="load what the same program saved, on as many ranks; for other layouts "
-                "save(folder, portable=True)",
-            )
-        for name, x in self.state.items():
-            if x is not None:
-                x.copy_(state[name])
-
-    def _path(self, folder: str | Path) -> Path:
-        return Path(folder) / f"rank{init(self.program.options).rank:04d}.pt"
-
-    def _types(self) -> dict[str, str]:
-        """The state as text: dtype, shape of this rank's part, layout."""
-        fusion, found = self.program.fusion, {}
-        for name, x in self.state.items():
-            shape = None if x is None else [*x.shape]
-            value = fusion.values[name]
-            found[name] = (
-                f"{value.dtype} {shape} on {value.layout and value.layout.mesh} {value.layout}"
-            )
-        return found
-
-
-def _nothing() -> None:
-    """What ranks do that wait for another one."""
+        states.load(self.program, self.state, Path(folder), cast)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import TypeVar, cast
 
-from mdfuse.errors import MdfuseError, ProgramError
+from mdfuse.errors import BackendError, ProgramError, told
+from mdfuse.frontend.importing import save as saving
 from mdfuse.runtime.communicator import Communicator
 
 T = TypeVar("T")
@@ -20,16 +23,17 @@ def together(comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
         act: does it on this rank.
 
     Raises:
-        MdfuseError: what this rank raised.
+        Exception: what this rank raised, whatever it is: the others do not wait for it.
         ProgramError: another rank could not.
     """
     if comm is None:
         return act()
+    found, problem = None, None
     try:
-        found, problem = act(), None
-    except MdfuseError as error:
-        found, problem = None, error
-    said = comm.all_ok(None if problem is None else str(problem))
+        found = act()
+    except Exception as error:
+        problem = error
+    said = comm.all_ok(None if problem is None else told(problem))
     if problem is not None:
         raise problem
     failed = [n for n, text in enumerate(said) if text]
@@ -40,3 +44,39 @@ def together(comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
             because=f"all ranks {what.split()[0]}, or none does",
         )
     return cast("T", found)
+
+
+def save_together(
+    comm: Communicator | None,
+    what: str,
+    folder: Path,
+    write: Callable[[], None],
+    finish: Callable[[], None],
+) -> None:
+    """Write a checkpoint: each rank its boxes, then the first one what there is.
+
+    Args:
+        comm: as for `together`.
+        what: likewise.
+        folder: of the checkpoint.
+        write: writes the boxes of this rank.
+        finish: says what the folder has, which is a checkpoint from then on.
+
+    Raises:
+        Exception: as `together` does; the folder is no checkpoint then, and has no files of it.
+    """
+    do = partial(together, comm, what)
+    rank = 0 if comm is None else comm.rank
+    do(partial(saving.check_folder, folder))
+    try:
+        do(write)
+        do(finish if rank == 0 else _nothing)
+    except BackendError:
+        raise  # nobody knows how far the others are: they may have all that they need
+    except Exception:
+        saving.remove_parts(folder, rank)
+        raise
+
+
+def _nothing() -> None:
+    """What ranks do that wait for another one."""

@@ -172,6 +172,6 @@ class RunningStep:
         """Write this rank's part of the state; see `Step.save`."""
         return self.step.save(folder, portable=portable)
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | Path, *, cast: bool = False) -> None:
         """Read what `save` wrote; see `Step.load`."""
-        self.step.load(folder)
+        self.step.load(folder, cast=cast)

@@ -451,7 +451,8 @@ class Recorder:
     def _add(self, name: str, source: Source | None, **fields: Any) -> Fact:
         value = Value(name=name, source=source, **fields)
         self.values[name] = value
-        if self.is_recomputing and value.is_tensor:
+        is_computed = len(self.names) in self._made_by  # an input is there already
+        if self.is_recomputing and value.is_tensor and is_computed:
             self.recomputed[len(self.names)] = self._blocks
         self.names.append(name)
         required = stride_order_of(value.order) if value.is_order_required else None

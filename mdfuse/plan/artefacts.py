@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mdfuse.errors import reason
+from mdfuse.files import check_private, private_folder
 from mdfuse.plan import inductor
 from mdfuse.plan.forms import Form
 from mdfuse.plan.inductor import Function
+
+_LOG = logging.getLogger("mdfuse.compile")
 
 #: How long a process that waits for another one sleeps between looks, seconds.
 _POLL_S = 0.02
@@ -44,6 +50,7 @@ class Artefacts:
             UnreadableError: there are, and they are of no use.
         """
         try:
+            self._guard(check_private)
             about = json.loads(self._about(name).read_bytes())
             if _checksum(self._code(name)) != about["sha256"]:
                 raise ValueError("the checksum is another one")
@@ -58,7 +65,7 @@ class Artefacts:
         """Write a function into its files; return why it cannot be."""
         part = self.folder / f".{name}.{os.getpid()}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._guard(private_folder)
             inductor.save(function, part)
             forms = [[x[0], x[1], _dtype_name(x[2]), str(x[3])] for x in results]
             about = {"sha256": _checksum(part), "results": forms}
@@ -80,11 +87,11 @@ class Artefacts:
             timeout_s: how long to wait for a process that has the lock.
 
         Raises:
-            OSError: there can be no lock in this folder.
+            OSError: there can be no lock in this folder, or others may write into it.
         """
         from filelock import FileLock, Timeout  # slow to import
 
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._guard(private_folder)
         lock = FileLock(self.folder / f"{name}.lock")
         try:
             lock.acquire(timeout=timeout_s, poll_interval=_POLL_S)
@@ -98,6 +105,14 @@ class Artefacts:
         finally:
             lock.release()
 
+    def _guard(self, act: Callable[[Path], None]) -> None:
+        """Make the folder, or check it; that others may write into it is told once."""
+        try:
+            act(self.folder)
+        except PermissionError as error:
+            _refuse(str(error))
+            raise
+
     def _code(self, name: str) -> Path:
         return self.folder / f"{name}.bin"
 
@@ -105,10 +120,10 @@ class Artefacts:
         return self.folder / f"{name}.json"
 
 
-def reason(error: Exception) -> str:
-    """Return the kind of an error and the first line of its text."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+@cache
+def _refuse(why: str) -> None:
+    """Tell once that a folder is not used."""
+    _LOG.warning("compiled functions are neither read nor kept: %s", why)
 
 
 def _checksum(path: Path) -> str:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mdfuse.caching import Cache
+from mdfuse.errors import reason
 from mdfuse.plan import inductor
-from mdfuse.plan.artefacts import Artefacts, UnreadableError, reason
+from mdfuse.plan.artefacts import Artefacts, UnreadableError
 from mdfuse.plan.forms import Form
 from mdfuse.plan.inductor import Function, Traced
 from mdfuse.plan.overwrites import is_tangled

@@ -17,7 +17,9 @@ stands for the writing itself. Times of a GPU count from the first time of the r
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,8 @@ from typing import Any
 
 from mdfuse.errors import ProgramError
 from mdfuse.seeing.events import Part
+
+_LOG = logging.getLogger("mdfuse.trace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,24 +73,45 @@ class Entry:
         return {k: v for k, v in asdict(self).items() if v != getattr(blank, k)}
 
 
+#: Errors of a system without room for more.
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
 @dataclass(slots=True)
 class TraceFile:
-    """The trace file of this rank in a folder.
+    """The trace file of this rank in a folder, which is made.
+
+    Where it cannot be written any more, as on a full disk, that is told once, and nothing is noted
+    from then on: runs go on.
 
     Args:
         path: of the file.
         rank: this rank.
+
+    Raises:
+        OSError: it cannot be opened, for another reason than that the disk is full.
     """
 
     path: Path
     rank: int
     plans: count[int] = field(default_factory=count)
-    _file: int = field(init=False)
+    _file: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-        self._file = os.open(self.path, flags, 0o666)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, flags, 0o666)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._end(error)
         self.write({"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()})
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it could not be written any more."""
+        return self._file is None
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a record as a line."""
@@ -94,7 +119,21 @@ class TraceFile:
 
     def write_text(self, text: str) -> None:
         """Write lines."""
-        os.write(self._file, text.encode())
+        if self._file is None:
+            return
+        left = text.encode()
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            file, self._file = self._file, None
+            os.close(file)
+            self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        _LOG.warning(
+            "rank %d traces no more: %s cannot be written: %s", self.rank, self.path, error
+        )
 
     def clock(self, offset_ns: int, error_ns: int) -> None:
         """Note what is to be added to this rank's clock to get unix time by the clock of rank 0."""
@@ -145,6 +184,9 @@ class Stamps:
         self._write(more)
 
     def _write(self, more: str) -> None:
+        if self._file.is_over:
+            self._times.clear()
+            return
         times = ",".join(map(str, self._times))
         head = f'{{"run":{self._run},"plan":{self._plan},"first":{self._first}'
         self._first += len(self._times)
@@ -173,15 +215,14 @@ def trace_file(folder: str, rank: int, ranks: int) -> TraceFile:
     are none of, which an earlier job left.
 
     Raises:
-        ProgramError: it cannot be written.
+        ProgramError: it cannot be written, for another reason than that the disk is full.
     """
     key = os.path.abspath(folder), rank
     if key not in _FILES or not _FILES[key].path.exists():
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            _FILES[key] = TraceFile(Path(folder) / f"rank{rank}.jsonl", rank)
             if rank == 0:
                 _remove_from(Path(folder), ranks)
-            _FILES[key] = TraceFile(Path(folder) / f"rank{rank}.jsonl", rank)
         except (OSError, ValueError) as error:
             raise ProgramError(
                 f"rank {rank} cannot write a trace into {folder!r}",

@@ -685,6 +685,46 @@ def test_a_call_that_fails_midway_leaves_no_trace(monkeypatch: pytest.MonkeyPatc
     assert len(texts[0].splitlines()) == len(texts[1].splitlines()) + 1  # the sum that was asked
 
 
+def test_what_is_defined_inside_and_not_computed() -> None:
+    """Inputs and numbers are there already; laws, outputs and seeds may stand inside as well."""
+    x, w, v, by = numbers(8, 4), numbers(4, 4, seed=1), numbers(4, 4, seed=2), numbers(8, 4, seed=3)
+    with mf.FusionDefinition("inside") as fd:
+        (first,) = given(fd, TP, ([8, 4], {"tp": Shard(0)}))
+        with mf.recompute():
+            (second,) = given(fd, TP, ([4, 4], {"tp": Shard(0)}))
+            scale = fd.define_scalar(dtype=float)
+            h = fd.ops.set((first @ second).tanh() * scale).on(TP, {"tp": Shard(1)})
+            with mf.recompute():
+                third = fd.define_tensor([4, 4], torch.float64).on(TP, {})
+                seed = fd.define_tensor([8, 4], torch.float64).on(first)
+                y = fd.ops.set((h @ third).tanh()).on(seed)
+            fd.add_output(y)
+        for g in mf.grad(y, [first, second, third], seed=seed):
+            fd.add_output(g)
+
+    def f(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return ((x @ w).tanh() * 0.5 @ v).tanh()
+
+    wanted = [f(x, w, v), *expected(lambda *xs: f(*xs) * by, x, w, v)]
+    program = mf.compile(fd)
+    assert "(recomputed)" in str(program)
+    check_everywhere(program, [x, w, 0.5, v, by], wanted)
+
+
+def test_of_what_is_defined_inside_gradients_are_differentiated_again() -> None:
+    with mf.FusionDefinition("twice") as fd:
+        (x,) = given(fd, TP, ([8, 4], {"tp": Shard(0)}))
+        with mf.recompute():
+            (w,) = given(fd, TP, ([4, 4], {}))
+            y = (x @ w).tanh()
+        (g,) = mf.grad((y * y).sum(), [w])
+        fd.add_output(mf.grad((g * g).sum(), [w])[0])
+    a, b = numbers(8, 4), numbers(4, 4, seed=1).requires_grad_()
+    (first,) = torch.autograd.grad((a @ b).tanh().square().sum(), [b], create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), [b])
+    check_everywhere(mf.compile(fd), [a, b.detach()], [second])
+
+
 def test_recompute_that_is_left_open() -> None:
     def define() -> None:
         with mf.FusionDefinition("open") as fd:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from helpers.stand_in_compiler import UNITS, StandIn, arguments, expected, stack
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options
 from mdfuse.frontend.cache import FusionCache
-from mdfuse.plan import compilation, inductor
+from mdfuse.plan import artefacts, compilation, inductor
 from mdfuse.plan.artefacts import Artefacts
 from mdfuse.plan.fusing import Fuser
 
@@ -301,3 +303,43 @@ def test_lengths_that_change_from_run_to_run(compiler: StandIn) -> None:
         torch.testing.assert_close(got, x.exp() * 2)
     assert len(compiler.began) == 8
     assert "fused0: runs eagerly, it was compiled for 8 other shapes" in program.explain()
+
+
+# -- whose folder it is ---------------------------------------------------------------------------
+
+
+def test_the_folder_is_this_users_alone(compiler: StandIn) -> None:
+    said()
+    assert stat.S_IMODE((compiler.folder / "mdfuse").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("how", ["group", "all", "link", "owner", "around"])
+def test_a_folder_of_somebody_else_is_not_used(
+    how: str,
+    compiler: StandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing of it is read, which would run it, and nothing is written; that is told once."""
+    said()  # files that would be found
+    folder = compiler.folder / "mdfuse"
+    before = sorted(path.name for path in folder.iterdir())
+    assert f"{UNITS} found in files" in said()
+    if how in ("group", "all"):
+        folder.chmod(0o770 if how == "group" else 0o707)
+    elif how == "around":
+        compiler.folder.chmod(0o777)
+    elif how == "link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    artefacts._refuse.cache_clear()
+    for _ in range(2):
+        told = said()
+        assert f"{UNITS} compiled\n" in told
+        assert f"{UNITS} not saved for later runs: PermissionError: " in told
+    assert sorted(path.name for path in folder.iterdir()) == before
+    (record,) = (r for r in caplog.records if r.name == "mdfuse.compile")
+    assert record.getMessage().startswith("compiled functions are neither read nor kept: ")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from helpers.full_disk import room
 
 import mdfuse as mf
 from mdfuse.seeing.trace_files import Entry, TraceFile, trace_file
@@ -70,3 +74,80 @@ def test_files_of_a_larger_job_before_are_removed(tmp_path: Path) -> None:
     trace_file(str(tmp_path), 0, 2)
     found = sorted(p.stem for p in tmp_path.iterdir())
     assert found == ["rank0", "rank1", "ranks", "rankx"]
+
+
+# -- full disks ----------------------------------------------------------------------------------
+
+
+def test_a_full_disk_ends_tracing_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was written until then can be read, a torn line at its end."""
+    with mf.FusionDefinition("traced") as fd:
+        x = fd.define_tensor([4], mesh=mf.DeviceMesh([0]))
+        fd.add_output(fd.ops.exp(x) * 2)
+    program = mf.compile(fd, mf.Options(trace=str(tmp_path)))
+    program.run(torch.zeros(4))
+    file = tmp_path / "rank0.jsonl"
+    with room(file.stat().st_size + 20):
+        for _ in range(3):
+            (y,) = program.run(torch.zeros(4))
+    assert torch.equal(y, torch.full((4,), 2.0))
+
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name == "mdfuse.trace"]
+
+    why = "cannot be written: [Errno 27] File too large"
+    assert said() == [f"rank 0 traces no more: {file} {why}"]
+    assert file.stat().st_size == len(file.read_bytes()) and not file.read_text().endswith("\n")
+    size = file.stat().st_size
+    program.run(torch.zeros(4))  # also once there is room again: what lacks a part is no trace
+    with mf.FusionDefinition("another") as fd:
+        x = fd.define_tensor([4], mesh=mf.DeviceMesh([0]))
+        fd.add_output(x + 1)
+    mf.compile(fd, mf.Options(trace=str(tmp_path))).run(torch.zeros(4))
+    assert file.stat().st_size == size
+    events = mf.seeing.read_trace(tmp_path)
+    assert next(e.detail for e in events if e.name == "%t = exp") == "run 0"
+    mf.init().close()
+    assert len(said()) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_a_disk_without_room_for_the_first_line(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fails)
+        file = TraceFile(tmp_path / "rank3.jsonl", 3)
+    assert file.is_over
+    stamps = file.stamps("p", [Entry(name="a")])
+    for _ in range(2):
+        stamps.begin()
+        stamps.flush()
+        stamps.end(True)
+    assert [r.getMessage()[:23] for r in caplog.records] == ["rank 3 traces no more: "]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_file_that_cannot_be_opened(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk ends tracing; what is named wrongly is refused."""
+    monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(OSError(number, "no")))
+    if number == errno.ENOSPC:
+        assert trace_file(str(tmp_path / "a"), 0, 1).is_over and len(caplog.records) == 1
+    else:
+        with pytest.raises(mf.ProgramError, match="cannot write a trace into"):
+            trace_file(str(tmp_path / "a"), 0, 1)
+
+
+def test_lines_that_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:3]))
+    file = TraceFile(tmp_path / "rank0.jsonl", 0)
+    file.clock(1, 2)
+    assert [*map(len, lines(file))] == [3, 3]

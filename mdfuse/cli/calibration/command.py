@@ -25,6 +25,7 @@ from mdfuse.cli.calibration.subjects import OPTIONS
 from mdfuse.cli.report import size_text, time_text, titled
 from mdfuse.config import BETWEEN_MESHES, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
+from mdfuse.files import private_folder
 from mdfuse.interpreter.garbage import quick_collections
 from mdfuse.plan.progress import progress
 from mdfuse.runtime.communicator import Communicator, by_itself, init
@@ -151,6 +152,8 @@ def refusal(table: CostTable) -> ProgramError | None:
 def _written(path: Path, table: CostTable) -> ProgramError | None:
     """Write the file as a whole; return why it cannot be."""
     try:
+        if path.parent == folder():  # beside compiled functions, which nobody else may write
+            private_folder(path.parent.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}")
         part.write_text(table.as_json() + "\n", encoding="utf-8")

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from mdfuse.errors import OWN, DefinitionError, Source
 from mdfuse.frontend.importing.adapters import Adapter, adapted
 from mdfuse.frontend.importing.backwards import own_backwards
+from mdfuse.frontend.importing.dynamic import dims_of_tensors
 from mdfuse.frontend.importing.inline import inline, part_detached
 from mdfuse.frontend.importing.lines import line_of
 from mdfuse.frontend.plain import brief
@@ -163,7 +164,7 @@ def capture(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
+    dynamic_shapes: Any = None,
     adapters: Mapping[str, Any] | None = None,
 ) -> Captured:
     """Export a module for arguments of these shapes and dtypes.
@@ -171,7 +172,7 @@ def capture(
     Args:
         module: to export.
         args, kwargs: of its forward.
-        dynamic_shapes: name of an argument -> dim -> a `torch.export.Dim`, or its name.
+        dynamic_shapes: which extents a run chooses; see `dims_of_tensors`.
         adapters: pattern of names of layers -> rank; see `adapted`.
 
     Raises:
@@ -186,7 +187,7 @@ def _captured(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None,
+    dynamic_shapes: Any,
     adapters: Mapping[str, Adapter],
 ) -> Captured:
     held = chain(module.parameters(), module.buffers())
@@ -196,11 +197,12 @@ def _captured(
     whole = _Whole(module, leaves, structure)
     tensors = tuple(x for x in leaves if isinstance(x, Tensor))
     names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
-    dynamic = _dynamic(dynamic_shapes or {}, names)
+    dynamic = dims_of_tensors(module, args, kwargs or {}, dynamic_shapes, names)
     try:
         with warnings.catch_warnings(), own_backwards() as own:
             warnings.simplefilter("ignore")
-            exported = torch.export.export(whole, tensors, dynamic_shapes=dynamic, strict=False)
+            dims = None if dynamic is None else (tuple(dynamic),)
+            exported = torch.export.export(whole, tensors, dynamic_shapes=dims, strict=False)
             inline(exported.graph_module)
             if any(writes(n.target) for n in exported.graph.nodes):  # writes become new values
                 part_detached(exported.graph_module)
@@ -245,33 +247,6 @@ def _check(module: Any, args: Any) -> None:
             because="they are a tuple, as for torch.export.export",
             hint="from_torch(module, (x,), ...)",
         )
-
-
-def _dynamic(
-    said: Mapping[str, Mapping[int, Any]], names: Sequence[str]
-) -> tuple[tuple[Mapping[int, Any] | None, ...]] | None:
-    """What export takes: the dims of each tensor that a run chooses."""
-    for name in said:
-        if name not in names:
-            raise DefinitionError(
-                f"dynamic_shapes[{name!r}] is no tensor among the arguments",
-                because=f"these are {', '.join(names)}",
-                hint='for example {"ids": {0: "batch"}}',
-            )
-    if not said:
-        return None
-    dims: dict[str, Any] = {}
-    found = []
-    for name in names:
-        chosen = said.get(name, {}).items()
-        found.append(
-            {
-                d: dims.setdefault(x, torch.export.Dim(x)) if isinstance(x, str) else x
-                for d, x in chosen
-            }
-            or None
-        )
-    return (tuple(found),)
 
 
 def _mutated(module: nn.Module, exported: ExportedProgram, places: _Places) -> tuple[Node, ...]:
@@ -336,10 +311,14 @@ class _Places:
 
 
 def _example(x: Any, device: torch.device) -> Any:
-    """An argument as export takes it: of a tensor only shape and dtype count."""
-    if isinstance(x, TensorSpec):
-        return torch.empty(tuple(x.shape), dtype=x.dtype, device=device)
-    if isinstance(x, Tensor) and (x.device != device or x.requires_grad):
+    """An argument as export takes it: of a tensor only shape and dtype count.
+
+    Each is an object of its own: what is passed twice, or is a buffer of the module, is an input
+    all the same.
+    """
+    if isinstance(x, Tensor) and x.device == device:
+        return x.detach()
+    if isinstance(x, _TENSORS):
         return torch.empty(tuple(x.shape), dtype=x.dtype, device=device)
     return x
 

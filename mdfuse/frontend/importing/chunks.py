@@ -16,7 +16,9 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from mdfuse.layouts.boxes import Box, box_shape
+from mdfuse.frontend.importing.metadata import Place
+from mdfuse.layouts.boxes import Box, box_shape, index_of
+from mdfuse.torch_private import untransformed
 
 #: Where rows have no more bytes, they are read whole: a system reads pages.
 _SHORT = 512
@@ -75,28 +77,35 @@ def opened(path: Path) -> BinaryIO:
     return path.open("rb", buffering=0)
 
 
-def read_box(path: Path, start: int, length: int, box: Box, into: Tensor) -> None:
+def read_box(path: Path, place: Place, sizes: Sequence[int], box: Box, into: Tensor) -> None:
     """Read a box of the tensor in a part of a file.
 
     Args:
         path: the file.
-        start, length: the part.
+        place: the part; where it is compressed, all of it is read.
+        sizes: the shape of the tensor.
         box: of the tensor.
         into: of the shape of the box, where it is put.
 
     Raises:
-        OSError, ValueError, RuntimeError, zipfile.BadZipFile: there is no such tensor.
+        Exception: there is no such tensor; torch, and what it calls, raise errors of all kinds.
     """
     with opened(path) as file:
-        part = PartOfFile(file, start, length)
+        part = PartOfFile(file, place.start, place.length)
+        if place.transforms:
+            whole = io.BytesIO(untransformed(part, place.transforms).read(-1))
+            x = torch.load(whole, map_location="cpu", weights_only=True)
+            _check(x, sizes, into.dtype)
+            into.copy_(x[index_of(box)])
+            return
         like = torch.load(cast("IO[bytes]", part), map_location="meta", weights_only=True)
-        if like.dtype != into.dtype:
-            raise ValueError(f"{like.dtype} is not {into.dtype}")
+        _check(like, sizes, into.dtype)
         order = sorted(range(like.ndim), key=lambda d: (-like.stride(d), d))
         lies = like.permute(order)
         if not lies.is_contiguous():
             raise ValueError(f"strides {like.stride()} of shape {tuple(like.shape)}")
-        at = start + _begin(part) + like.storage_offset() * like.itemsize
+        before = like.storage_offset() * like.itemsize
+        at = place.start + _begin(part, before + like.nbytes) + before
         ordered = tuple(box[d] for d in order)
         target = into.permute(order)
         made = target if target.is_contiguous() else target.new_empty(box_shape(ordered))
@@ -105,12 +114,18 @@ def read_box(path: Path, start: int, length: int, box: Box, into: Tensor) -> Non
             target.copy_(made)
 
 
-def _begin(part: PartOfFile) -> int:
-    """Return where the numbers of the only tensor of an archive begin."""
+def _check(x: Any, sizes: Sequence[int], dtype: torch.dtype) -> None:
+    if not isinstance(x, Tensor) or x.dtype != dtype or tuple(x.shape) != tuple(sizes):
+        found = f"{x.dtype} of {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"there is {found} where {dtype} of {tuple(sizes)} should be")
+
+
+def _begin(part: PartOfFile, nbytes: int) -> int:
+    """Return where the numbers of the only tensor of an archive begin, which has some bytes."""
     with zipfile.ZipFile(cast("IO[bytes]", part)) as archive:
         (data,) = (i for i in archive.infolist() if "/data/" in i.filename)
-    if data.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{data.filename} is compressed")
+    if data.compress_type != zipfile.ZIP_STORED or data.file_size < nbytes:
+        raise ValueError(f"{data.filename} is compressed, or has fewer bytes than its tensor")
     part.seek(data.header_offset + _LENGTHS)
     lengths = part.read(4)
     assert lengths is not None

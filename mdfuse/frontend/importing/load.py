@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
-import pickle
-import warnings
-import zipfile
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mdfuse.errors import ProgramError
-from mdfuse.frontend.importing import chunks
+from mdfuse.errors import ProgramError, reason
+from mdfuse.frontend.importing import chunks, metadata
 from mdfuse.frontend.importing.place import nearest
-from mdfuse.ir.graph import Fusion
-from mdfuse.layouts.boxes import Box, Boxes, box_shape, boxes_of, index_of, intersect, relative
+from mdfuse.ir.graph import Fusion, dtype_name
+from mdfuse.layouts.boxes import (
+    Box,
+    Boxes,
+    box_shape,
+    box_size,
+    boxes_of,
+    index_of,
+    intersect,
+    relative,
+)
 
 _INDEX = "model.safetensors.index.json"
 
@@ -109,71 +116,44 @@ class Distributed:
     """A folder that `torch.distributed.checkpoint` wrote, whatever the layout it was saved in.
 
     Of the chunks in its files the boxes that are asked for are read; compressed ones whole.
+
+    Raises:
+        ProgramError: it cannot be read, or is something else.
     """
 
     def __init__(self, folder: Path) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
         self._folder = folder
-        try:
-            found = FileSystemReader(folder).read_metadata()
-        except _UNREADABLE as error:
-            raise _no_folder(folder, error) from error
-        kept = found.state_dict_metadata.items()
-        self._kept = {n: x for n, x in kept if isinstance(x, TensorStorageMetadata)}
-        #: (name, where a chunk begins) -> its place in a file
-        self._places = {(k.fqn, k.offset): x for k, x in (found.storage_data or {}).items()}
-        self.names = [*self._kept]
+        found = metadata.read(folder)
+        self._tensors, self.id = found.tensors, found.id
+        self.names = [*self._tensors]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
-        return tuple(self._kept[name].size)
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+        return self._tensors[name].dtype
 
     def part(self, name: str, box: Box) -> Tensor:
         """A box of a tensor."""
-        kept = self._kept[name]
-        part = torch.empty(box_shape(box), dtype=kept.properties.dtype)
-        for chunk in kept.chunks:
-            sizes = zip(chunk.offsets, chunk.sizes, strict=True)
-            there = tuple((first, first + n) for first, n in sizes)
+        stored = self._tensors[name]
+        part, count = torch.empty(box_shape(box), dtype=stored.dtype), 0
+        for first, chunk in stored.chunks.items():
+            there = tuple((a, a + n) for a, n in zip(first, chunk.sizes, strict=True))
             both = intersect(box, there)
             if both is None:
                 continue
-            place = self._places[name, chunk.offsets]
-            if getattr(place, "transform_descriptors", None):
-                return part_of(self._whole(name), box)
+            count += box_size(both)
+            file, into = self._folder / chunk.place.file, part[index_of(relative(both, box))]
             try:
-                file, into = self._folder / place.relative_path, part[index_of(relative(both, box))]
-                chunks.read_box(file, place.offset, place.length, relative(both, there), into)
-            except _UNREADABLE as error:
-                raise _no_folder(self._folder, error) from error
+                chunks.read_box(file, chunk.place, chunk.sizes, relative(both, there), into)
+            except Exception as error:
+                raise metadata.unreadable(self._folder, f"{file.name}: {reason(error)}") from error
+        if count != part.numel():
+            why = f"its chunks have {count} of {part.numel()} elements of a box of {name}"
+            raise metadata.unreadable(self._folder, why)
         return part
-
-    def _whole(self, name: str) -> Tensor:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        whole = torch.empty(self.shape(name), dtype=self._kept[name].properties.dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this process reads for itself
-            load({name: whole}, storage_reader=FileSystemReader(self._folder), no_dist=True)
-        return whole
-
-
-#: What files that are missing, cut off or something else make of reading them.
-_UNREADABLE = (
-    OSError, EOFError, pickle.UnpicklingError, AttributeError, RuntimeError, ValueError,
-    zipfile.BadZipFile,
-)  # fmt: skip
-
-
-def _no_folder(folder: Path, error: Exception) -> ProgramError:
-    return ProgramError(
-        f"{folder} cannot be read",
-        because=f"{type(error).__name__}: {error}".splitlines()[0],
-        hint="a folder that torch.distributed.checkpoint.save wrote",
-    )
 
 
 @contextmanager
@@ -186,14 +166,24 @@ def _opened(path: Path) -> Iterator[Any]:
             hint='pip install "mdfuse[demo]", or pass tensors by name: model.load(state_dict)',
         ) from error
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError("it is no file")
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise ProgramError(
-            f"{path} cannot be read",
-            because=str(error).splitlines()[0],
-            hint="a file of safetensors; every rank reads the same files",
-        ) from error
+        raise _no_file(path, error) from error
+
+
+def _no_file(path: Path, error: Exception) -> ProgramError:
+    """Return the error for a file that is none of safetensors, or cannot be read at all."""
+    is_torch = path.suffix in (".bin", ".pt", ".pth")
+    return ProgramError(
+        f"{path} cannot be read",
+        because=(str(error).splitlines() or [type(error).__name__])[0],
+        hint="load(torch.load(path, weights_only=True, mmap=True)) reads what torch.save wrote"
+        if is_torch
+        else "a file of safetensors; every rank reads the same files",
+    )
 
 
 def opened(source: Any) -> Checkpoint:
@@ -209,39 +199,57 @@ def opened(source: Any) -> Checkpoint:
     if isinstance(source, Mapping):
         return InMemory(source)
     path = Path(source)
-    if path.is_dir() and (path / ".metadata").exists():
-        return Distributed(path)
-    if path.is_dir():
-        index = path / _INDEX
+    if not os.path.isdir(path):
+        return _of_index(path) if path.suffix == ".json" else _of_files([path])
+    try:
         files = sorted(path.glob("*.safetensors"))
-        if not index.exists() and not files:
-            raise ProgramError(
-                f"{path} has no file of safetensors",
-                because="a folder has model.safetensors, or several files and their index",
-                hint="pass the file itself",
-            )
-        return _of_index(index) if index.exists() else _of_files(files)
-    return _of_index(path) if path.suffix == ".json" else _of_files([path])
+    except OSError as error:
+        raise _no_file(path, error) from error
+    if os.path.exists(path / _INDEX):
+        return _of_index(path / _INDEX)
+    if files:
+        return _of_files(files)
+    if is_portable(path):
+        return Distributed(path)
+    raise ProgramError(
+        f"{path} has no file of safetensors",
+        because="a folder has model.safetensors, or several files and their index",
+        hint="pass the file itself",
+    )
+
+
+def is_portable(folder: Path) -> bool:
+    """Whether a folder says that it is one of `torch.distributed.checkpoint`."""
+    return os.path.exists(folder / metadata.NAME)
 
 
 def _of_files(files: Sequence[Path]) -> InFiles:
     found: dict[str, Path] = {}
     for path in files:
         with _opened(path) as file:
-            found.update(dict.fromkeys(file.keys(), path))
+            names = [*file.keys()]
+        for name in names:
+            if name in found:
+                raise ProgramError(
+                    f"{path} has {name}, and so has {found[name].name}",
+                    because="no index says which of the two counts",
+                    hint="pass one of the files, or an index that names the file of each tensor",
+                )
+            found[name] = path
     return InFiles(found)
 
 
 def _of_index(index: Path) -> InFiles:
     try:
-        files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        files = {name: _inside(file) for name, file in said["weight_map"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ProgramError(
             f"{index} cannot be read",
-            because=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            because=reason(error),
             hint='an index says which file has a tensor: {"weight_map": {name: file}}',
         ) from error
-    missing = sorted({f for f in files.values() if not (index.parent / f).exists()})
+    missing = sorted({f for f in files.values() if not os.path.exists(index.parent / f)})
     if missing:
         raise ProgramError(
             f"{index} names {missing[0]}, which is not there",
@@ -249,6 +257,27 @@ def _of_index(index: Path) -> InFiles:
             hint="every rank reads the checkpoint: put all files where each rank finds them",
         )
     return InFiles({name: index.parent / file for name, file in files.items()})
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; ValueError where it says two things of one name."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it says two things of {twice}")
+    return found
+
+
+def _inside(file: Any) -> str:
+    """Return the path of a file beside an index; ValueError where it leads elsewhere.
+
+    A file may be a link, as in the cache of the Hub.
+    """
+    path = PurePath(file)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ValueError(f"it names {file!r}, which is not in its folder")
+    return str(file)
 
 
 def check_names(
@@ -289,6 +318,13 @@ def check_shape(checkpoint: Checkpoint, name: str, shape: Sequence[int]) -> None
         )
 
 
+def is_cast(there: torch.dtype | None, here: torch.dtype | None) -> bool:
+    """Whether numbers of a dtype are read as those of another one: floats as floats."""
+    if there is None or here is None:
+        return False
+    return there == here or (there.is_floating_point and here.is_floating_point)
+
+
 def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, box: Box) -> Tensor:
     """Read a box of a tensor, in the dtype of the program.
 
@@ -296,7 +332,7 @@ def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, box: Box) -> Ten
         ProgramError: it has integers where the program has floats, or the other way round.
     """
     part = checkpoint.part(name, box)
-    if part.dtype != dtype and not (part.is_floating_point() and dtype.is_floating_point):
+    if not is_cast(part.dtype, dtype):
         raise ProgramError(
             f"{name} is {part.dtype} in the checkpoint, and {dtype} in the module",
             because="floats are cast to floats alone",
@@ -305,22 +341,56 @@ def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, box: Box) -> Ten
     return part.to(dtype)
 
 
-def read_state(folder: Path, fusion: Fusion, state: Mapping[str, Tensor | None], rank: int) -> None:
-    """Read a rank's boxes of inputs of a fusion into tensors that it has.
+def state_of(folder: Path, fusion: Fusion, names: Sequence[str], cast: bool) -> Distributed:
+    """Return a checkpoint of inputs of a fusion.
+
+    Args:
+        folder: where it is.
+        fusion: whose inputs it has.
+        names: of these inputs.
+        cast: whether floats may have another floating dtype.
 
     Raises:
-        ProgramError: the checkpoint has others, or they have other shapes.
+        ProgramError: it cannot be read, or has others, or of other shapes or dtypes.
     """
-    checkpoint = opened(folder)
-    others = check_names(checkpoint, [(name,) for name in state])
+    checkpoint = Distributed(folder)
+    others = check_names(checkpoint, [(name,) for name in names])
     if others:
         raise ProgramError(
             f"{folder} is of another state: it has {others[0]}",
             because=f"@{fusion.name} keeps nothing of {len(others)} of its tensors",
             hint="load what a step with the same parameters and optimizer saved",
         )
-    for name in state:
+    for name in names:
         check_shape(checkpoint, name, fusion.values[name].shape)
+        there, here = checkpoint.dtype(name), fusion.values[name].dtype
+        if there != here and not (cast and is_cast(there, here)):
+            raise ProgramError(
+                f"{folder} is of another state: %{name} is {dtype_name(there)} there, "
+                f"{dtype_name(here)} here",
+                because="a state that is rounded does not go on as it was",
+                hint="load(folder, cast=True) casts floats"
+                if is_cast(there, here)
+                else "load what a step with the same parameters and optimizer saved",
+            )
+    return checkpoint
+
+
+def read_state(
+    folder: Path,
+    fusion: Fusion,
+    state: Mapping[str, Tensor | None],
+    rank: int,
+    cast: bool = False,
+) -> None:
+    """Read a rank's boxes of inputs of a fusion into tensors that it has; see `state_of`."""
+    copy_state(state_of(folder, fusion, [*state], cast), fusion, state, rank)
+
+
+def copy_state(
+    checkpoint: Distributed, fusion: Fusion, state: Mapping[str, Tensor | None], rank: int
+) -> None:
+    """Read a rank's boxes out of a checkpoint that fits; ProgramError where it is damaged."""
     for name, x in state.items():
         if x is not None:
             shape = fusion.values[name].shape

@@ -24,7 +24,7 @@ _ROWS = {
 _WHOLE = {
     "SequenceParallel", "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput",
     "sequence_parallel", "replicate", "all_reduce", "replicated_with_grad_allreduce",
-    "moe_tp_experts",
+    "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "local_params",
 }  # fmt: skip
 
 
@@ -43,10 +43,11 @@ def from_plan(
         axis: of the mesh.
 
     Returns:
-        `layouts` by names of parameters, and `blocks` where a matrix is packed of two.
+        `layouts` by names of parameters, `blocks` where a matrix is packed of two, and `skipped`,
+        paths that lead nowhere: plans name what other configurations of a model have.
 
     Raises:
-        LayoutError: no plan, a style that is not known, or a path that leads nowhere.
+        LayoutError: no plan, a style that is not known, or no path that leads anywhere.
 
     >>> import torch, mdfuse as mf
     >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -67,42 +68,55 @@ def from_plan(
         )
     layouts: dict[str, dict[str, Shard]] = {}
     blocks: dict[str, dict[int, int]] = {}
+    skipped: list[str] = []
     for path, style in plan.items():
-        name = style if isinstance(style, str) else type(style).__name__
-        if name not in _COLUMNS | _ROWS | _WHOLE:
-            raise LayoutError(
-                f"the style {name} of {path!r}",
-                because="of a style it must be known which dim of its parameters is split",
-                hint="leave it out of the plan, and say layouts= for its parameters",
-            )
-        for key, tensor, is_table in _parameters(module, path):
-            dim = _dim(name, tensor, is_table)
+        name, parameters = _style(path, style), _parameters(module, path)
+        if parameters is None:
+            skipped.append(path)
+        for key, tensor, is_table in parameters or ():
+            dim = _dim(name, tensor, is_table or name.startswith("embedding"))
             if dim is None:
                 continue
             layouts[key] = {axis: Shard(dim)}
             if name.startswith("packed"):
                 blocks[key] = {dim: 2}
-    return {"layouts": layouts, "blocks": blocks}
+    if len(skipped) == len(plan):
+        raise _nowhere(module, skipped[0])
+    return {"layouts": layouts, "blocks": blocks, "skipped": skipped}
 
 
-def _parameters(module: nn.Module, path: str) -> list[tuple[str, Tensor, bool]]:
-    """Return name, parameter, and whether it is a table, for what a path means."""
-    found = []
-    for name, inner in module.named_modules(remove_duplicate=False):
-        if name and _leads(path, name):
-            is_table = isinstance(inner, nn.Embedding)
-            own = inner.named_parameters(recurse=False)
-            found += [(f"{name}.{key}", x, is_table) for key, x in own]
-    all_ = dict(module.named_parameters(remove_duplicate=False))
-    found += [(name, x, False) for name, x in all_.items() if _leads(path, name)]
-    names = [name for name, _ in module.named_modules()]
-    if not found and not any(_leads(path, name) for name in names):
+def _style(path: str, style: Any) -> str:
+    """Return the name of a style; LayoutError where it is not known."""
+    name = style if isinstance(style, str) else type(style).__name__
+    if name not in _COLUMNS | _ROWS | _WHOLE:
         raise LayoutError(
-            f"the plan's path {path!r} leads nowhere",
-            because="it names submodules or parameters, word by word",
-            hint="near it are " + ", ".join(nearest(path, [*names[1:], *all_])),
+            f"the style {name} of {path!r}",
+            because="of a style it must be known which dim of its parameters is split",
+            hint="leave it out of the plan, and say layouts= for its parameters",
         )
-    return found
+    return name
+
+
+def _parameters(module: nn.Module, path: str) -> list[tuple[str, Tensor, bool]] | None:
+    """Return name, parameter, and whether it is a table, for what a path means; None: nothing."""
+    found = []
+    inner = [(n, m) for n, m in module.named_modules(remove_duplicate=False) if _leads(path, n)]
+    for name, part in inner:
+        is_table = isinstance(part, nn.Embedding)
+        own = part.named_parameters(recurse=False)
+        found += [(f"{name}.{key}" if name else key, x, is_table) for key, x in own]
+    all_ = module.named_parameters(remove_duplicate=False)
+    found += [(name, x, False) for name, x in all_ if _leads(path, name)]
+    return found if found or inner else None
+
+
+def _nowhere(module: nn.Module, path: str) -> LayoutError:
+    names = [name for name, _ in (*module.named_modules(), *module.named_parameters()) if name]
+    return LayoutError(
+        f"the plan's path {path!r} leads nowhere, and so do all others",
+        because="it names submodules or parameters, word by word",
+        hint="near it are " + ", ".join(nearest(path, names)),
+    )
 
 
 def _leads(path: str, name: str) -> bool:

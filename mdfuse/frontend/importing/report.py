@@ -14,7 +14,11 @@ _SHOWN = 3
 
 
 def report(
-    model: Model, patterns: Patterns, unexpected: Sequence[str] | None, warnings: Sequence[str]
+    model: Model,
+    patterns: Patterns,
+    skipped: Sequence[str],
+    unexpected: Sequence[str] | None,
+    warnings: Sequence[str],
 ) -> str:
     """Return what each pattern placed, what is replicated, and what is out of the ordinary."""
     captured = model.captured
@@ -43,6 +47,7 @@ def report(
             f"{o.path} (no tensor)" for o in captured.outputs if o.place is None and o.is_other
         ),
         "not read": _counted(unexpected or ()),
+        "skipped of the plan": ", ".join(skipped),
     }
     lines += [f"  {name}: {text}" for name, text in notes.items() if text]
     own = (f"the backward of {name} is not captured: gradients are those of its forward"

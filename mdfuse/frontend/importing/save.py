@@ -1,22 +1,27 @@
 """Write parameters, or a state, as `torch.distributed.checkpoint` does, each rank its own boxes.
 
 The files are those of torch's own writer, so that its `load` reads them in any layout; nothing is
-sent between ranks, and no process group of torch's is needed.
+sent between ranks, and no process group of torch's is needed. A rank notes in a file of JSON where
+its boxes lie in its file; one rank reads these notes, and writes `.metadata` last: a folder without
+it is no checkpoint.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mdfuse import files
 from mdfuse.errors import ProgramError, counted
 from mdfuse.extents.extent import is_symbolic
+from mdfuse.frontend.importing import metadata
 from mdfuse.frontend.importing.build import Model
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.boxes import Box, boxes_of, index_of
@@ -40,7 +45,11 @@ class Saved:
 
 def check_folder(folder: Path) -> None:
     """Raise ProgramError for a folder with a checkpoint, which would be neither old nor new."""
-    if (folder / ".metadata").exists():
+    try:
+        there = os.listdir(folder)
+    except OSError:  # it is not there yet, or whoever writes into it is told why that cannot be
+        return
+    if any(name == metadata.NAME or name.endswith(".safetensors") for name in there):
         raise ProgramError(
             f"{folder} has a checkpoint",
             because="files of two checkpoints would lie beside each other",
@@ -107,25 +116,29 @@ def of_state(fusion: Fusion, names: Iterable[str]) -> list[Saved]:
 
 def write_parts(folder: Path, parts: Parts, rank: int) -> None:
     """Write boxes of tensors into the files of a rank; as `write`."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.planner import SavePlan
+    rows: list[_Row] = []
+    with files.new_file(_data(folder, rank)) as file:
+        for saved, box, x in parts:
+            at = file.tell()
+            torch.save(_alone(x), file)
+            rows.append((saved.names[0], [first for first, _ in box], at, file.tell() - at))
+    with files.new_file(_note(folder, rank)) as note:
+        note.write(json.dumps(rows).encode())
 
-    planner, items = _planner(), []
-    for saved, box, x in parts:
-        items.append(_item(saved, box))
-        planner.tensors[items[-1].index] = x
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writer = FileSystemWriter(folder, sync_files=False)
-        plans = [SavePlan([])] * rank + [SavePlan(items)]
-        results = writer.write_data(writer.prepare_global_plan(plans)[-1], planner).wait()
-        _note(folder, rank).write_bytes(pickle.dumps(results))
-    except OSError as error:
-        raise ProgramError(
-            f"{folder} cannot be written",
-            because=str(error),
-            hint="a folder that all ranks share",
-        ) from error
+
+def remove_parts(folder: Path, rank: int) -> None:
+    """Remove what a rank wrote of a checkpoint that came to nothing."""
+    files.remove(_data(folder, rank), _note(folder, rank), _part(folder))
+
+
+#: What a note says of a box: of which tensor, where it begins there, and its bytes in the file.
+_Row = tuple[str, list[int], int, int]
+
+
+def _alone(x: Tensor) -> Tensor:
+    """A tensor on the CPU whose memory has its numbers alone, in their order."""
+    x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 def _parts(
@@ -193,84 +206,67 @@ def finish_state(folder: Path, fusion: Fusion, names: Iterable[str], ranks: int)
 
 def finish_parts(folder: Path, tensors: Sequence[Saved], ranks: int) -> None:
     """Write what a checkpoint has; as `finish`."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    places: dict[tuple[str, metadata.Extents], metadata.Place] = {}
+    for rank in range(ranks):
+        places |= _noted(folder, rank, tensors)
+    stored: dict[str, metadata.Stored] = {}
+    for x in tensors:
+        chunks = {}
+        for box in x.boxes:
+            first, sizes = tuple(a for a, _ in box), tuple(b - a for a, b in box)
+            chunks[first] = metadata.Chunk(sizes=sizes, place=places[x.names[0], first])
+        stored |= dict.fromkeys(x.names, metadata.Stored(x.dtype, x.shape, chunks))
+    part = _part(folder)
+    with files.new_file(part) as file:
+        file.write(pickle.dumps(metadata.as_torch(stored)))
+    files.remove(*(_note(folder, rank) for rank in range(ranks)))
+    files.put(part, folder / metadata.NAME)
 
-    notes = [_note(folder, rank) for rank in range(ranks)]
-    missing = [note for note in notes if not note.exists()]
-    if missing:
+
+def _noted(
+    folder: Path, rank: int, tensors: Sequence[Saved]
+) -> dict[tuple[str, tuple[int, ...]], metadata.Place]:
+    """Return where the boxes of a rank lie, by tensor and first element.
+
+    Raises:
+        ProgramError: there is no note of it, or one that is not of these tensors.
+    """
+    note, wanted = _note(folder, rank), set[tuple[str, tuple[int, ...]]]()
+    for x in tensors:
+        wanted |= {
+            (x.names[0], tuple(a for a, _ in box)) for box, own in x.boxes.items() if own == rank
+        }
+    try:
+        rows: list[_Row] = json.loads(note.read_bytes())
+        name = _data(folder, rank).name
+        found = {(of, tuple(first)): metadata.Place.of(name, *where) for of, first, *where in rows}
+    except FileNotFoundError as error:
         raise ProgramError(
-            f"{missing[0]} is not there",
+            f"{note} is not there",
             because="each rank writes its boxes into the folder, and one rank says what is in it",
             hint="a folder that all ranks share",
-        )
-    results = [r for note in notes for r in pickle.loads(note.read_bytes())]
-    other = {x.names[0]: x.names[1:] for x in tensors}
-    results += [_renamed(r, name) for r in results for name in other[r.index.fqn]]
-    known: dict[str, Any] = {}
-    for x in tensors:
-        chunks = [ChunkStorageMetadata(*_extent(box)) for box in x.boxes]
-        of = TensorProperties(dtype=x.dtype)
-        kept = TensorStorageMetadata(properties=of, size=torch.Size(x.shape), chunks=chunks)
-        known |= dict.fromkeys(x.names, kept)
-    writer = FileSystemWriter(folder, sync_files=False)
-    writer.set_up_storage_writer(True)
-    writer.finish(Metadata(state_dict_metadata=known), [results])
-    for note in notes:
-        note.unlink()
+        ) from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise _no_note(note, str(error)) from error
+    if {*found} != wanted:
+        raise _no_note(note, "it is of other boxes than those that this rank writes")
+    return found
+
+
+def _no_note(note: Path, why: str) -> ProgramError:
+    return ProgramError(
+        f"{note} cannot be read", because=why, hint="nobody else writes into the folder meanwhile"
+    )
+
+
+def _data(folder: Path, rank: int) -> Path:
+    return folder / f"__{rank}_0.distcp"
 
 
 def _note(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank:04d}.written"
 
 
-def _extent(box: Box) -> tuple[torch.Size, torch.Size]:
-    """Where a box begins, and how long it is."""
-    return torch.Size(first for first, _ in box), torch.Size(last - first for first, last in box)
-
-
-def _item(saved: Saved, box: Box) -> Any:
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties,
-    )
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    offsets, sizes = _extent(box)
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets, sizes),
-        properties=TensorProperties(dtype=saved.dtype),
-        size=torch.Size(saved.shape),
-    )
-    index = MetadataIndex(saved.names[0], offsets)
-    return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
-
-
-def _renamed(result: Any, name: str) -> Any:
-    """The same part of a file, as that of a tensor of another name."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.storage import WriteResult
-
-    index = MetadataIndex(name, result.index.offset)
-    return WriteResult(index, result.size_in_bytes, result.storage_data)
-
-
-def _planner() -> Any:
-    """What the writer asks for tensors: it has the plan already."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-    class Planner(DefaultSavePlanner):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tensors: dict[Any, Tensor] = {}
-
-        def resolve_data(self, write_item: Any) -> Tensor:
-            return self.tensors[write_item.index].detach().cpu().contiguous()
-
-    return Planner()
+def _part(folder: Path) -> Path:
+    """Where what the checkpoint has is written before it has its name."""
+    return folder / f"{metadata.NAME}.part"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -157,3 +158,35 @@ def test_a_module_that_is_called_on_a_value() -> None:
         with pytest.raises(mf.DefinitionError, match=r"from_torch\(module, …\).record\(value\)"):
             nn.Linear(4, 4)(x)
         fd.add_output(x)
+
+
+@pytest.mark.parametrize("how", ["whole", "gathered", "in blocks", "adapted"])
+def test_recorded_inside_of_recompute(how: str) -> None:
+    """Its parameters are inputs; all else is computed again for the gradient."""
+    mesh, split = DeviceMesh.arange(fsdp=2), {"fsdp": Shard(0)}
+    settings: dict[str, dict[str, Any]] = {
+        "whole": {},
+        "gathered": {"layouts": {"*": split, "input:*": split}, "gather": "fsdp"},
+        "in blocks": {"layouts": {"0.*": split}, "blocks": {"0.*": 2}},
+        "adapted": {"layouts": {"*": split}, "adapters": {"0": 2}},
+    }
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    rows = torch.randn(4, 8)
+
+    def gradients(is_recomputed: bool) -> tuple[str, list[Tensor]]:
+        model = mf.from_torch(module, (rows,), mesh=mesh, **settings[how])
+        with mf.FusionDefinition("twice") as fd:
+            x = fd.define_tensor([4, 8], mesh=mesh, name="x")
+            with mf.recompute() if is_recomputed else nullcontext():
+                y, weights = model.record(x, name="first")
+                y, more = model.record(y, name="second")
+            for g in mf.grad((y * y).sum(), [x, *weights.values(), *more.values()]):
+                fd.add_output(g)
+        program = mf.compile(fd)
+        torch.manual_seed(0)
+        given = [torch.randn(fd.fusion.values[name].shape) for name in fd.fusion.inputs]
+        return str(program), mf.simulate(program, given, options=POISON).outputs
+
+    (_, wanted), (text, found) = gradients(False), gradients(True)
+    assert text.count("(recomputed)") > 7
+    torch.testing.assert_close(found, wanted)

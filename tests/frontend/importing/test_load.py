@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -234,12 +235,82 @@ def test_a_file_of_the_index_is_missing(tmp_path: Path) -> None:
         two().load(index, rank=0)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"weight_map": 3}', "not json"])
+@pytest.mark.parametrize("text", [
+    "", "{}", "3", '{"weight_map": 3}', '{"weight_map": [["a", "b"]]}', "not json",
+    '{"weight_map": {"a": 3}}', '{"weight_map": {"a": ""}}', "[" * 100_000,
+    '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}',
+])  # fmt: skip
 def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(text)
     with pytest.raises(ProgramError, match="an index says which file has a tensor"):
         two().load(index)
+
+
+@pytest.mark.parametrize("path", ["../secret.safetensors", "a/../../b.safetensors", "{}/x"])
+def test_an_index_that_leads_out_of_its_folder(path: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save(weights(), tmp_path / "secret.safetensors")
+    index = in_two_files(weights(), folder)
+    files = dict.fromkeys(weights(), path.format(tmp_path))
+    index.write_text(json.dumps({"weight_map": files}))
+    for source in (folder, index):
+        with pytest.raises(ProgramError, match="which is not in its folder"):
+            two().load(source)
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    """As in the cache of the Hub, where each file of a model is one."""
+    for name in ("blobs", "model"):
+        (tmp_path / name).mkdir()
+    in_two_files(weights(), tmp_path / "blobs")
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "model" / path.name).symlink_to(path)
+    found = two().load(tmp_path / "model")
+    assert found[0] is not None and torch.equal(found[0], weights()["first.weight"])
+
+
+def test_two_files_with_the_same_tensor(tmp_path: Path) -> None:
+    save(weights(), tmp_path / "a.safetensors")
+    save({"first.bias": torch.zeros(6)}, tmp_path / "b.safetensors")
+    with pytest.raises(ProgramError, match=r"b\.safetensors has first\.bias, and so has a\.s"):
+        two().load(tmp_path)
+    two().load(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["cut off", "header", "long header", "beyond", "folder", "pipe"])
+def test_files_that_are_damaged(kind: str, tmp_path: Path) -> None:
+    path = save(weights(), tmp_path / "model.safetensors")
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    header["first.bias"]["data_offsets"] = [0, 1 << 40]
+    text = json.dumps(header).encode()
+    changed = {
+        "cut off": whole[:-1],
+        "header": whole[:8] + b"x" * length + whole[8 + length :],
+        "long header": (1 << 62).to_bytes(8, "little") + whole[8:],
+        "beyond": len(text).to_bytes(8, "little") + text + whole[8 + length :],
+    }
+    path.unlink()
+    if kind in changed:
+        path.write_bytes(changed[kind])
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)  # nobody waits for who might write into it
+    with pytest.raises(ProgramError, match=re.escape(f"{path} cannot be read")):
+        two().load(tmp_path)
+
+
+def test_files_of_torch_save(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(weights(), path)
+    with pytest.raises(ProgramError, match=r"cannot be read(?s:.)*load\(torch\.load\(path, weight"):
+        two().load(path)
+    found = two().load(torch.load(path, weights_only=True, mmap=True), rank=1)
+    assert found[1] is not None and torch.equal(found[1], weights()["first.bias"][3:])
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:

@@ -1,0 +1,172 @@
+"""States of steps in files: each rank's part as it is, or boxes that any layout can be read of."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from mdfuse import files
+from mdfuse.compiled.program import Program
+from mdfuse.compiled.together import save_together, together
+from mdfuse.errors import ProgramError
+from mdfuse.frontend.importing import load as loading
+from mdfuse.frontend.importing import save as saving
+from mdfuse.ir.graph import Fusion
+from mdfuse.runtime.communicator import Communicator, init
+
+State = Mapping[str, Tensor | None]
+
+#: What a file that is missing, cut off or something else makes of reading it.
+_UNREADABLE = (
+    OSError, RuntimeError, LookupError, TypeError, ValueError, EOFError, AttributeError,
+    pickle.UnpicklingError,
+)  # fmt: skip
+
+
+class _Saved(NamedTuple):
+    """A state in files that fits.
+
+    Attributes:
+        id: of the call that saved it, the same on all ranks.
+        copy: reads it into the tensors of the step.
+    """
+
+    id: str
+    copy: Callable[[], None]
+
+
+def save(program: Program, state: State, folder: Path, portable: bool) -> Path:
+    """Write a state; see `Step.save`."""
+    comm, fusion = init(program.options), program.fusion
+    what = f"save the state of @{fusion.name}"
+    if portable:
+        write = partial(saving.write_state, folder, fusion, state, comm.rank)
+        finish = partial(saving.finish_state, folder, fusion, state, comm.size)
+        save_together(comm, what, folder, write, finish)
+        return folder
+    path = path_of(folder, comm.rank)
+    part = path.with_suffix(".part")
+    content = {"id": _agreed_id(comm), "types": types_of(fusion, state), "state": dict(state)}
+    try:
+        together(comm, what, partial(_write, part, content))
+        together(comm, what, partial(files.put, part, path))  # a file that is there is whole
+    except Exception:
+        files.remove(part)
+        raise
+    return path
+
+
+def load(program: Program, state: State, folder: Path, cast: bool) -> None:
+    """Read a state; see `Step.load`."""
+    comm, fusion = init(program.options), program.fusion
+    do = partial(together, comm, f"load the state of @{fusion.name}")
+    saved = do(partial(_opened, fusion, state, folder, comm.rank, cast))
+    _check_same(folder, comm.all_ok(saved.id))
+    do(saved.copy)
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """Return the file of a rank."""
+    return folder / f"rank{rank:04d}.pt"
+
+
+def types_of(fusion: Fusion, state: State) -> dict[str, str]:
+    """Return a state as text: dtype, shape of this rank's part, layout."""
+    found = {}
+    for name, x in state.items():
+        shape = None if x is None else [*x.shape]
+        value = fusion.values[name]
+        found[name] = (
+            f"{value.dtype} {shape} on {value.layout and value.layout.mesh} {value.layout}"
+        )
+    return found
+
+
+def _agreed_id(comm: Communicator) -> str:
+    """Return a text that no other save has, rank 0's on all ranks."""
+    said = comm.all_ok(uuid4().hex if comm.rank == 0 else None)
+    return said[0] or ""
+
+
+def _write(part: Path, content: Mapping[str, Any]) -> None:
+    with files.new_file(part) as file:
+        torch.save(content, file)
+
+
+def _opened(fusion: Fusion, state: State, folder: Path, rank: int, cast: bool) -> _Saved:
+    if loading.is_portable(folder):
+        checkpoint = loading.state_of(folder, fusion, [*state], cast)
+        return _Saved(checkpoint.id, partial(loading.copy_state, checkpoint, fusion, state, rank))
+    path = path_of(folder, rank)
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        types, there, id_ = dict(saved["types"]), dict(saved["state"]), str(saved["id"])
+    except _UNREADABLE as error:
+        raise _unreadable(path, str(error)) from error
+    _check_types(path, types, types_of(fusion, state), cast)
+    for name, x in state.items():
+        y = there.get(name)
+        if x is not None and not (isinstance(y, Tensor) and y.shape == x.shape):
+            raise _unreadable(path, f"%{name} is not of the type that it says")
+    return _Saved(id_, partial(_copy, state, there))
+
+
+def _copy(state: State, there: State) -> None:
+    for name, x in state.items():
+        y = there[name]
+        if x is not None and y is not None:
+            x.copy_(y)
+
+
+def _unreadable(path: Path, why: str) -> ProgramError:
+    lines = why.splitlines() or ["it is empty"]
+    return ProgramError(f"{path} cannot be read", because=lines[0], hint="Step.save wrote it")
+
+
+def _check_types(path: Path, types: Mapping[str, str], here: Mapping[str, str], cast: bool) -> None:
+    """Raise ProgramError for a state of other names, dtypes (where none is cast), or layouts."""
+    wrong = [n for n, said in here.items() if not _is_fit(types.get(n), said, cast)]
+    gone = [n for n in types if n not in here]
+    if wrong or gone:
+        name = (wrong or gone)[0]
+        others = _is_fit(types.get(name), here.get(name, ""), True)
+        raise ProgramError(
+            f"{path} is of another state: %{name} is {types.get(name, 'not in it')}",
+            because=f"the program has {here.get(name, 'no such state')}",
+            hint="load(folder, cast=True) casts floats"
+            if others
+            else "load what the same program saved, on as many ranks; for other layouts "
+            "save(folder, portable=True)",
+        )
+
+
+def _is_fit(there: str | None, here: str, cast: bool) -> bool:
+    """Whether one type is the other; where floats are cast, but for the floating dtype."""
+    if there == here or there is None or not cast:
+        return there == here
+    (a, rest), (b, other) = (x.partition(" ")[::2] for x in (there, here))
+    return rest == other and loading.is_cast(_dtype(a), _dtype(b))
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _check_same(folder: Path, ids: Sequence[str | None]) -> None:
+    """Raise ProgramError where ranks read what different calls saved: a save was broken off."""
+    others = [n for n, id_ in enumerate(ids) if id_ != ids[0]]
+    if others:
+        raise ProgramError(
+            f"{folder} has files of several saves: that of rank {others[0]} is of another one "
+            "than that of rank 0",
+            because="a save ended before all ranks had written theirs, or ranks read other folders",
+            hint="load an older one; a folder for each save keeps them apart",
+        )
