@@ -30,7 +30,7 @@ from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge
-from mdfuse.plan.runnable import Runnable
+from mdfuse.plan.kept import Plans
 from mdfuse.runs.arguments import has_dtensors
 from mdfuse.runs.extents import (
     LocalExtents,
@@ -186,12 +186,12 @@ class Program:
         return "\n".join(lines)
 
     @cached_property
-    def plans(self) -> Cache[Runnable]:
+    def plans(self) -> Plans:
         """The plans of earlier runs, for all extents, options and kinds of arguments.
 
         `plans.info()` counts hits, misses and evictions; `Options.plans` is the limit.
         """
-        return Cache(options_from_environment(self.options).plans)
+        return Plans(options_from_environment(self.options).plans, program=self.host.name)
 
     @cached_property
     def _evaluators(self) -> Cache[HostIrEvaluator]:

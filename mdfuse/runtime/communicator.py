@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from mdfuse.backends.base import Backend, Interruptible, Poster, Sharing, Tracking
+from mdfuse.backends.base import Backend, Interruptible, Poster, Sharing
 from mdfuse.backends.c10d.groups import default_group
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.work import first_line
@@ -30,7 +30,7 @@ from mdfuse.runtime.agreement.meetings import Meetings, raise_alike
 from mdfuse.runtime.agreement.refusals import Refusals, not_open
 from mdfuse.runtime.backend_rows import BACKENDS, World, auto
 from mdfuse.runtime.deadline import NEVER
-from mdfuse.runtime.fast_lane import Replays
+from mdfuse.runtime.fast_lane import Replays, track_of
 from mdfuse.runtime.joining import (
     check_same,
     last_meeting,
@@ -255,9 +255,9 @@ class Communicator:
             atexit.unregister(self.close)
             mpi_library.leave_to_parent()
 
-    def count(self, tally: RunCount) -> None:
-        """Add a program's count of runs to those that tell how far this rank is."""
-        self._watch.count(tally)
+    def count(self, tally: RunCount, owner: object) -> None:
+        """Add a program's count of runs to those that tell how far this rank is; see `Tallies`."""
+        self._watch.count(tally, owner)
 
     def hold(self, graph: Resettable) -> None:
         """Register a CUDA graph, for `close` to reset before the groups that it posts to.
@@ -279,9 +279,8 @@ class Communicator:
 
     def replays(self, name: str, stream: int) -> Replays | None:
         """Return what notes the replays of a program's graphs; None where torch's watchdog does."""
-        makers = (self._world.lanes, *self._backends.values())
-        tracks = [x.track(stream) for x in makers if isinstance(x, Tracking)]
-        track, team = next(filter(None, tracks), None), tuple(range(self.size))
+        makers, team = (self._world.lanes, *self._backends.values()), tuple(range(self.size))
+        track = track_of(self._watch, stream, makers)
         if track is None:
             return None
         return Replays(self._watch, track, name, team, self.sharing().values())
