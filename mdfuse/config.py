@@ -38,6 +38,12 @@ class BackendChoice:
     def names(self) -> tuple[str, ...]:
         return (self.usual, *self.others)
 
+    @property
+    def carriers(self) -> tuple[tuple[str, str], ...]:
+        """(axis, backend) of the axes that another backend than the usual one carries."""
+        rows = sorted(self.by_axis.items())
+        return tuple(row for row in rows if row[0] != BETWEEN_MESHES and row[1] != self.usual)
+
 
 def backend_choice(text: str) -> BackendChoice:
     """Parse the text of `Options.backend`.
