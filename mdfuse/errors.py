@@ -145,6 +145,7 @@ class MdfuseError(Exception):
             rank, an instruction.
         because: the rule that was broken.
         hint: what to do instead.
+        follows: another rank raised first, and this error came of it; launchers show that one.
     """
 
     def __init__(
@@ -154,8 +155,10 @@ class MdfuseError(Exception):
         where: str | Sequence[str] = (),
         because: str | None = None,
         hint: str | None = None,
+        follows: bool = False,
     ) -> None:
         self.what = what
+        self.follows = follows
         where = (where,) if isinstance(where, str) else tuple(where)
         self.where = where or _calling_line()
         self.because = because

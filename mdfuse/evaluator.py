@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import BackendError, IndexRangeError, MdfuseError, told
+from mdfuse.errors import BackendError, IndexRangeError, MdfuseError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.tensors import resolved
 from mdfuse.plan.build import Plan, build
@@ -460,7 +460,7 @@ class HostIrEvaluator:
         self._tally.runs += 1
         self._tally.refused += 1
         if self.communicates:
-            communicator.refuse(self._tally.occasion, told(problem))
+            communicator.refuse(self._tally.occasion, problem)
         elif self._checks is not None:  # they meet at the end
             agree(self.program.name, problem, communicator)
         raise problem

@@ -42,7 +42,7 @@ from mdfuse.runtime.joining import (
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.stores import another_connection, open_store
 from mdfuse.runtime.watch.report import ranks_text
-from mdfuse.runtime.watch.reports import tell_torchrun_at_exit
+from mdfuse.runtime.watch.reports import tell_torchrun, tell_torchrun_at_exit, untell_torchrun
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import Watch
 from mdfuse.seeing.clocks import offset
@@ -210,7 +210,7 @@ class Communicator:
         except BackendError as error:
             raise self._watch.explain(error) from error.__cause__
 
-    def refuse(self, occasion: str, reason: str) -> None:
+    def refuse(self, occasion: str, reason: BaseException) -> None:
         """Leave word why this rank does not take part in a run that the others may have begun."""
         if self._meetings.size > 1:
             self.is_ready = self.is_sound = False
@@ -308,6 +308,7 @@ class Communicator:
         for graph in list(self._graphs):
             graph.reset()
         failure = getattr(sys, "last_value", None)
+        tell_torchrun(failure or sys.exc_info()[1])  # others fail once this rank is gone
         if failure is not None:
             self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
         self._watch.close()  # while the store is there: whoever hosts it goes when all have left
@@ -404,17 +405,17 @@ def init(
     tell_torchrun_at_exit()
     options = options_from_environment(options)
     carriers = backend_choice(backend or options.backend)
-    wanted = carriers.usual
-    given = {"rank": rank, "size": size, "device": device}
+    wanted, given = carriers.usual, {"rank": rank, "size": size, "device": device}
     check_null_arguments(wanted, given)
     if _live is not None:
         _live.check_process()
         check_same(_live, wanted, given | {"device": device and null_device(device)})
         return _live
-    if wanted == NULL:
-        _live = _stand_in(rank, size, device, options.timeout_s)
-    else:
-        _live = _join(carriers, options)
+    is_null = wanted == NULL
+    _live = (
+        _stand_in(rank, size, device, options.timeout_s) if is_null else _join(carriers, options)
+    )
+    untell_torchrun()
     atexit.register(_live.close)
     return _live
 
