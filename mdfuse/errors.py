@@ -70,6 +70,23 @@ def listed(names: Iterable[str]) -> str:
     return f"{shown} and {counted(more, 'other')}" if more > 0 else shown
 
 
+#: How much of a value an error shows.
+_SHOWN = 300
+
+
+def shown(value: object, most: int = _SHOWN) -> str:
+    """Return a value as errors show it, whatever it is.
+
+    >>> shown("a"), shown(10**5000), shown([0] * 1000)[-9:]
+    ("'a'", 'a number of thousands of digits', ' 0, 0,...')
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write numbers of thousands of digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def near(name: str, names: Iterable[str]) -> str:
     """Return the five names that are most like one.
 

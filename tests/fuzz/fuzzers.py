@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from fuzz import command_line, definitions, environment, runs, text
+from fuzz import arguments, command_line, definitions, environment, files, runs, text
 from fuzz.driver import Fuzzer
 
 FUZZERS: dict[str, Fuzzer] = {
+    "arguments": arguments.fuzz,
     "command_line": command_line.fuzz,
     "definitions": definitions.fuzz,
     "environment": environment.fuzz,
     "runs": runs.fuzz,
     "text": text.fuzz,
+    **files.FUZZERS,
 }

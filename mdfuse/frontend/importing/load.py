@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import warnings
 import zipfile
@@ -15,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, shown
 from mdfuse.frontend.importing import chunks
 from mdfuse.frontend.importing.place import nearest
+from mdfuse.interpreter.json_text import from_json
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.boxes import Box, Boxes, box_shape, boxes_of, index_of, intersect, relative
 
@@ -234,7 +234,11 @@ def _of_files(files: Sequence[Path]) -> InFiles:
 
 def _of_index(index: Path) -> InFiles:
     try:
-        files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        files = dict(from_json(index.read_text(encoding="utf-8"))["weight_map"])
+        for name, file in files.items():
+            if not isinstance(file, str):
+                raise TypeError(f"{name} is in {shown(file)}")
+            f"{name}{file}".encode()  # what JSON may write, and no name can be
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ProgramError(
             f"{index} cannot be read",

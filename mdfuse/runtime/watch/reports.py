@@ -117,7 +117,7 @@ def _read(file: str) -> dict[str, Any] | None:
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))["message"]
         int(found["extraInfo"]["timestamp"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, dict) and "message" in found else None
 
