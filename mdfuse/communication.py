@@ -20,7 +20,7 @@ from mdfuse.layouts.boxes import box_size
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.kinds import ALONG_SEVERAL, KINDS, POINT_TO_POINT, REDUCING, SPLITTING
 from mdfuse.layouts.lacks import taking_part
-from mdfuse.layouts.layout import REDUCE_OPS, Layout, replicated
+from mdfuse.layouts.layout import REDUCE_OPS, Layout, Shard, replicated
 from mdfuse.layouts.rank_part import RankPart, part_of
 from mdfuse.layouts.side import Side
 from mdfuse.mesh import DeviceMesh
@@ -130,6 +130,19 @@ class Communication:
     def axis(self) -> str | None:
         """The axis, where it is one; None where there is none, or several."""
         return self.axes[0] if len(self.axes) == 1 else None
+
+    @property
+    def along(self) -> tuple[str, ...]:
+        """The axes that it is about: its own, or all along which an exchange changes the layout.
+
+        () between meshes.
+        """
+        if self.axes or self.source.mesh != self.destination.mesh:
+            return self.axes
+        sizes = zip(self.source.mesh.axes, self.source.mesh.shape, strict=True)
+        axes = tuple(a for a, n in sizes if n > 1)
+        changed = tuple(a for a in axes if _at(self.source, a) != _at(self.destination, a))
+        return changed or axes
 
     @property
     def is_along_axes(self) -> bool:
@@ -311,6 +324,16 @@ class Communication:
         if self.dim is None:
             return ""
         return f"dim={self.dim}" + (f"->{self.to_dim}" if self.to_dim is not None else "")
+
+
+def _at(layout: Layout, axis: str) -> Hashable:
+    """Return all that a layout says of an axis: its placement, and what it cuts up."""
+    placement = layout.placement(axis)
+    if not isinstance(placement, Shard):
+        return placement
+    axes = layout.split_axes(placement.dim)
+    chunk = layout.stream if layout.stream and layout.stream.dim == placement.dim else None
+    return placement, axes[: axes.index(axis)], dict(layout.reaches).get(placement.dim), chunk
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, shown
 
 #: The version of this package.
 VERSION = "0.1.0"
@@ -38,6 +38,12 @@ class BackendChoice:
     def names(self) -> tuple[str, ...]:
         return (self.usual, *self.others)
 
+    @property
+    def carriers(self) -> tuple[tuple[str, str], ...]:
+        """(axis, backend) of the axes that another backend than the usual one carries."""
+        rows = sorted(self.by_axis.items())
+        return tuple(row for row in rows if row[0] != BETWEEN_MESHES and row[1] != self.usual)
+
 
 def backend_choice(text: str) -> BackendChoice:
     """Parse the text of `Options.backend`.
@@ -53,7 +59,7 @@ def backend_choice(text: str) -> BackendChoice:
         axis, sign, name = (part.strip() for part in entry.rpartition("="))
         if not name or bool(sign) != bool(axis) or axis in by_axis or (axis and name == "auto"):
             raise ProgramError(
-                f"backend={_shown(text)}",
+                f"backend={shown(text, _SHOWN)}",
                 because='it is a backend, or several: "gloo, dp=ucx" is ucx along mesh axes of the '
                 "name dp, and gloo elsewhere",
                 hint="name each axis once, and its backend; mdfuse doctor lists the backends",
@@ -64,7 +70,7 @@ def backend_choice(text: str) -> BackendChoice:
             usual.append(name)
     if len(usual) > 1:
         raise ProgramError(
-            f"backend={_shown(text)}",
+            f"backend={shown(text, _SHOWN)}",
             because=f"{' and '.join(usual)} cannot both be the usual one",
             hint="write axis=backend for all others",
         )
@@ -151,18 +157,20 @@ class Options:
             if not is_right(value):
                 default = type(self).__dataclass_fields__[name].default
                 raise ProgramError(
-                    f"{name}={_shown(value)}", because=rule, hint=f"the default is {default!r}"
+                    f"{name}={shown(value, _SHOWN)}",
+                    because=rule,
+                    hint=f"the default is {default!r}",
                 )
         backend_choice(self.backend)
         if self.graph == "always" and self.trace is not None:
             raise ProgramError(
-                f'trace={_shown(self.trace)} with graph="always"',
+                f'trace={shown(self.trace, _SHOWN)} with graph="always"',
                 because="the host notes the times, which no CUDA graph can hold",
                 hint='graph="auto"',
             )
         if self.graph == "always" and self.ranges != "none":
             raise ProgramError(
-                f'ranges={_shown(self.ranges)} with graph="always"',
+                f'ranges={shown(self.ranges, _SHOWN)} with graph="always"',
                 because="the host begins and ends them, which no CUDA graph can hold",
                 hint='graph="auto"',
             )
@@ -176,14 +184,6 @@ class Options:
 
 #: How many characters of a wrong value a message shows.
 _SHOWN = 80
-
-
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not write numbers of thousands of digits
-        text = "a number of thousands of digits"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _is_count(most: int) -> Callable[[Any], bool]:
@@ -340,7 +340,7 @@ def _options_from(variables: Mapping[str, str]) -> Options:
         text = variables.get(variable)
         if not text:
             continue
-        name = f"{variable}={_shown(text)}"
+        name = f"{variable}={shown(text, _SHOWN)}"
         try:
             found = replace(found, **{option: parse(text)})
         except ValueError as error:

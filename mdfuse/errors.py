@@ -71,6 +71,23 @@ def listed(names: Iterable[str]) -> str:
     return f"{shown} and {counted(more, 'other')}" if more > 0 else shown
 
 
+#: How much of a value an error shows.
+_SHOWN = 300
+
+
+def shown(value: object, most: int = _SHOWN) -> str:
+    """Return a value as errors show it, whatever it is.
+
+    >>> shown("a"), shown(10**5000), shown([0] * 1000)[-9:]
+    ("'a'", 'a number of thousands of digits', ' 0, 0,...')
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write numbers of thousands of digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def near(name: str, names: Iterable[str]) -> str:
     """Return the five names that are most like one.
 
@@ -146,6 +163,7 @@ class MdfuseError(Exception):
             rank, an instruction.
         because: the rule that was broken.
         hint: what to do instead.
+        follows: another rank raised first, and this error came of it; launchers show that one.
     """
 
     def __init__(
@@ -155,8 +173,10 @@ class MdfuseError(Exception):
         where: str | Sequence[str] = (),
         because: str | None = None,
         hint: str | None = None,
+        follows: bool = False,
     ) -> None:
         self.what = what
+        self.follows = follows
         where = (where,) if isinstance(where, str) else tuple(where)
         self.where = where or _calling_line()
         self.because = because

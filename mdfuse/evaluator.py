@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
-from mdfuse.caching import Cache
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import BackendError, IndexRangeError, MdfuseError, told
+from mdfuse.errors import BackendError, IndexRangeError, MdfuseError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.tensors import resolved
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.index_checks import IndexChecks, has_tables
+from mdfuse.plan.kept import Plans
 from mdfuse.plan.lengths import Lengths
 from mdfuse.plan.names import check_names
 from mdfuse.plan.posts import groups
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 #: The plans of a program, for whatever shapes -> what was compiled for them; see `Fuser.lengths`.
-_COMPILED: WeakKeyDictionary[Cache[Runnable], Lengths] = WeakKeyDictionary()
+_COMPILED: WeakKeyDictionary[Plans, Lengths] = WeakKeyDictionary()
 
 _numbers = itertools.count()
 
@@ -86,8 +86,8 @@ class HostIrEvaluator:
     program: HostProgram
     communicator: Communicator | None = None
     options: Options | None = None
-    cache: Cache[Runnable] | None = field(default=None, repr=False)
-    plans: Cache[Runnable] = field(init=False, repr=False)
+    cache: Plans | None = field(default=None, repr=False)
+    plans: Plans = field(init=False, repr=False)
     _number: int = field(default_factory=_numbers.__next__, init=False, repr=False)
     _last: _Last = field(default=_NO_RUN, init=False, repr=False)
     #: Runs with arguments that are surely like those of the last two runs, else returns None.
@@ -109,7 +109,8 @@ class HostIrEvaluator:
     def __post_init__(self) -> None:
         check_names(self.program)
         limit = options_from_environment(self.options).plans
-        self.plans = Cache(limit) if self.cache is None else self.cache
+        self.plans = self.cache or Plans(limit, program=self.program.name)
+        self.plans.users[self._number] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy without plans: a copy has not run, and will on the communicator of its process."""
@@ -312,7 +313,7 @@ class HostIrEvaluator:
         except BaseException as error:  # whatever it is, the others are told before it is raised
             return None, error
         if key is not None:
-            self._drop(self.plans.put(key, plan))
+            self.plans.keep(key, plan)
         return plan, None
 
     def _built(
@@ -391,7 +392,7 @@ class HostIrEvaluator:
         from mdfuse.plan.capturing import graphs_of
 
         assert self._signature is not None
-        stream, name = self._signature.stream(), f"@{self.program.name} ({self._tally.serial})"
+        stream, name = self._signature.stream(), self._tally.title
         graphs = graphs_of(
             once,
             arguments,
@@ -408,11 +409,10 @@ class HostIrEvaluator:
         communicator.hold(graphs)
         return graphs
 
-    @staticmethod
-    def _drop(plans: Sequence[Runnable]) -> None:
-        """Release plans that are no longer kept."""
-        for plan in plans:
-            plan.release()
+    def let_go(self, plan: Runnable) -> None:
+        """Hold a plan no longer that is not kept any more; see `Plans`."""
+        if self._last[1] is plan:
+            self._last, self._again = _NO_RUN, never
 
     def _communicator(self) -> Communicator:
         if self.communicator is None or self.communicator.is_closed:
@@ -428,7 +428,7 @@ class HostIrEvaluator:
         """Make the next run a first one."""
         self._local, self._signature, self._last, self._again = None, None, _NO_RUN, never
         self._arena, self._posters = None, None
-        self._drop(self.plans.clear(self._number))
+        self.plans.drop(self._number)
 
     # -- all ranks run, or none ------------------------------------------------------------------
 
@@ -448,7 +448,7 @@ class HostIrEvaluator:
         )
         self._tally = RunCount(name=self.program.name, serial=next(communicator.serials))
         self._posters = posters(communicator, self._tally.serial)
-        communicator.count(self._tally)
+        communicator.count(self._tally, owner=self._posters)
         align(self.options, communicator, self._tally.serial)
         self._local, self._device_type = local, communicator.device.type
         if self.communicates:
@@ -460,7 +460,7 @@ class HostIrEvaluator:
         self._tally.runs += 1
         self._tally.refused += 1
         if self.communicates:
-            communicator.refuse(self._tally.occasion, told(problem))
+            communicator.refuse(self._tally.occasion, problem)
         elif self._checks is not None:  # they meet at the end
             agree(self.program.name, problem, communicator)
         raise problem

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mdfuse.config import Options, options_from_environment
+from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.hir.emit.blocks import Pipeline
 from mdfuse.hir.emit.program import emit
 from mdfuse.hir.emit.sets import Orders
@@ -183,8 +183,10 @@ def host_program(
     pipeline: Pipeline | None = None,
 ) -> HostProgram:
     """Return the global host program of a prepared fusion and its sections; see `emit`."""
-    host = emit(fusion, sections, stated, pipeline)
-    return _passed(host, HOST_PASSES, options_from_environment(options))
+    options = options_from_environment(options)
+    carriers = backend_choice(options.backend).carriers
+    host = emit(fusion, sections, stated, pipeline, carriers)
+    return _passed(host, HOST_PASSES, options)
 
 
 def _passed(
@@ -205,7 +207,8 @@ def with_rooms(
     """
     sections = segment(prepared, should_merge)
     at = [name for name, _ in HOST_PASSES].index(raise_posts.name)
-    host = _passed(emit(prepared, sections), HOST_PASSES[:at], options)
+    carriers = backend_choice(options.backend).carriers
+    host = _passed(emit(prepared, sections, carriers=carriers), HOST_PASSES[:at], options)
     each = (replace(options, prefetch_bytes=room) for room in rooms)
     return sections, [_passed(host, HOST_PASSES[at:], x) for x in each]
 

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from mdfuse.bootstrap import detect
-from mdfuse.errors import MeshError, counted
+from mdfuse.errors import MeshError, counted, shown
 from mdfuse.names import RULE, is_name
 
 #: The most ranks of a mesh: more are a mistake, which would take long to go through.
@@ -201,7 +201,7 @@ class DeviceMesh:
         """The position of a named axis; MeshError where there is none."""
         if axis not in self.axes:
             raise MeshError(
-                f"{self} has no axis {axis!r}",
+                f"{self} has no axis {shown(axis)}",
                 hint="its axes are " + ", ".join(map(repr, self.axes)),
             )
         return self.axes.index(axis)
@@ -375,20 +375,20 @@ def _flatten(nested: Any, what: str = "a rank") -> tuple[tuple[int, ...], list[i
         shapes = {shape for shape, _ in parts}
         if len(shapes) != 1:
             raise MeshError(
-                f"ranks {nested!r} do not form an array",
+                f"ranks {shown(nested)} do not form an array",
                 because="a mesh has at least one rank, and its rows are equally long",
                 hint="for example [[0, 1], [2, 3]]",
             )
         return (len(parts), *shapes.pop()), [rank for _, flat in parts for rank in flat]
     if isinstance(nested, Mapping):
         raise MeshError(
-            f"{nested!r} is no mesh",
+            f"{shown(nested)} is no mesh",
             because="a mesh is an array of ranks",
             hint="where it is a layout, pass the mesh before it: (mesh, {...})",
         )
     if isinstance(nested, bool) or not hasattr(nested, "__index__"):
         raise MeshError(
-            f"{nested!r} is not {what}",
+            f"{shown(nested)} is not {what}",
             because=f"{what[2:]}s are integers",
             hint=f"pass nested lists of {what[2:]}s, or an array",
         )
@@ -425,19 +425,19 @@ def _launched_hosts(word: str, ranks: Sequence[int]) -> tuple[int, ...]:
     launch = detect(os.environ) if word == "launcher" else None
     hint = "name a host for each rank: hosts=[0, 0, 1, 1]"
     if launch is None:
-        raise MeshError(f"hosts={word!r}", hint=f'hosts="launcher", or {hint}')
+        raise MeshError(f"hosts={shown(word)}", hint=f'hosts="launcher", or {hint}')
     here, last = launch.local_size, max(ranks)
     if here is None or last >= launch.size:
         is_said = "does not tell how many ranks each host has"
         raise MeshError(
-            f"hosts={word!r} for ranks up to {last}",
+            f"hosts={shown(word)} for ranks up to {last}",
             because=f"{launch.why}: {is_said if here is None else f'{launch.size} ranks'}",
             hint=hint,
         )
     if launch.size % here or launch.local_rank != launch.rank % here:
         raise MeshError(
-            f"hosts={word!r}: rank {launch.rank} of {launch.size} is number {launch.local_rank} "
-            f"of {here} on its host",
+            f"hosts={shown(word)}: rank {launch.rank} of {launch.size} is number "
+            f"{launch.local_rank} of {here} on its host",
             because="hosts follow from this where ranks are numbered host by host, as many on each",
             hint=hint,
         )

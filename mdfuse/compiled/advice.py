@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.passes.strategy import dim_map
-from mdfuse.reshard import elements_received
+from mdfuse.reshard import Carriers, elements_received
 
 #: Reshards are mentioned that bring more than this share of all bytes that arrive.
 _SHARE = 0.1
@@ -15,10 +15,15 @@ _SHARE = 0.1
 _ANOTHER_ORDER = "the axes split a dim in another order", "one order= for both"
 
 
-def advice(fusion: Fusion) -> Iterator[str]:
-    """Yield lines about the reshards that move more than a tenth of what a fusion moves."""
+def advice(fusion: Fusion, carriers: Carriers = ()) -> Iterator[str]:
+    """Yield lines about the reshards that move more than a tenth of what a fusion moves.
+
+    Args:
+        fusion: after all passes.
+        carriers: (axis, backend) of those that have one of their own.
+    """
     sets = (e for e in fusion.exprs if e.op == "set" and fusion.values[e.output].is_tensor)
-    moved = {e.output: _bytes(fusion, e) for e in sets}
+    moved = {e.output: _bytes(fusion, e, carriers) for e in sets}
     total = sum(moved.values())
     for expr in fusion.exprs:
         size = moved.get(expr.outputs[0], 0)
@@ -26,14 +31,14 @@ def advice(fusion: Fusion) -> Iterator[str]:
             yield from _lines(fusion, expr, size, total)
 
 
-def _bytes(fusion: Fusion, expr: Expr) -> int:
+def _bytes(fusion: Fusion, expr: Expr, carriers: Carriers) -> int:
     """Return the bytes that a set brings to the rank that receives most.
 
     An expanded dim counts as one element, since it travels as one.
     """
     value = fusion.values[expr.reads[0]]
     shape, (before, after) = value.travels(fusion.layout(value.name), fusion.layout(expr.output))
-    return round(elements_received(before, after, shape) * value.dtype.itemsize)
+    return round(elements_received(before, after, shape, carriers) * value.dtype.itemsize)
 
 
 def _lines(fusion: Fusion, expr: Expr, size: int, total: int) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mdfuse.config import Options, backend_choice, options_from_environment
+from mdfuse.errors import counted
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram
@@ -30,6 +31,22 @@ def staging(host: HostProgram, options: Options | None) -> Iterator[str]:
         size = arena(project(host, first).as_run).size
         if size:
             yield f"arena: {size_text(size)} of a GPU for what the others copy from rank {first}"
+
+
+def between_carriers(host: HostProgram, options: Options | None) -> Iterator[str]:
+    """Yield a line for each set of axes of several backends along which programs exchange."""
+    choice = backend_choice(options_from_environment(options).backend)
+    found = dict[tuple[str, ...], int]()
+    for i in host.walk():
+        axes = i.comm.along if i.comm is not None and not i.comm.axes else ()
+        if choice.carriers and len({choice.by_axis.get(a, choice.usual) for a in axes}) > 1:
+            found[axes] = found.get(axes, 0) + 1
+    for axes, n in found.items():
+        of = " and ".join(f"{a} ({choice.by_axis.get(a, choice.usual)})" for a in axes)
+        yield (
+            f"backends: {counted(n, 'exchange')} along {of}, by {choice.usual}, the usual one: it"
+            " is one post along all of them"
+        )
 
 
 def _teams(host: HostProgram, backend: str | None) -> Iterator[object]:

@@ -14,12 +14,12 @@ from mdfuse.caching import Cache
 from mdfuse.communication import Communication
 from mdfuse.compiled import overlap
 from mdfuse.compiled.advice import advice
-from mdfuse.compiled.carriers import elsewhere, staging
+from mdfuse.compiled.carriers import between_carriers, elsewhere, staging
 from mdfuse.compiled.overlap import Overlap
 from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.compiled.trial import Trial
-from mdfuse.config import Options, environment, options_from_environment
+from mdfuse.config import Options, backend_choice, environment, options_from_environment
 from mdfuse.errors import DefinitionError, MdfuseError, ProgramError, counted, listed
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
@@ -30,7 +30,7 @@ from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge
-from mdfuse.plan.runnable import Runnable
+from mdfuse.plan.kept import Plans
 from mdfuse.runs.arguments import has_dtensors
 from mdfuse.runs.extents import (
     LocalExtents,
@@ -173,10 +173,12 @@ class Program:
         posts = [f"{n} × {why}" if n > 1 else why for why, n in counts.items()]
         posts = posts or ["no communication: every operand is where it is needed"]
         fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
-        lines += [f"  {line}" for line in (*posts, *advice(fusion))]
+        carriers = backend_choice(options_from_environment(self.options).backend).carriers
+        lines += [f"  {line}" for line in (*posts, *advice(fusion, carriers))]
         lines += [f"  {line}" for line in _stages(self.host, self.schedule)]
         lines += [f"  overlap: {line}" for line in self._overlap_told()]
         lines += [f"  {line}" for line in _streams(self.host)]
+        lines += [f"  {line}" for line in between_carriers(self.host, self.options)]
         lines += [f"  {line}" for line in staging(self.host, self.options)]
         lines += [f"  {line}" for line in elsewhere(self._evaluators.recent)]
         lines += [f"  {line}" for line in _graphs(self.host, self.options)]
@@ -186,12 +188,12 @@ class Program:
         return "\n".join(lines)
 
     @cached_property
-    def plans(self) -> Cache[Runnable]:
+    def plans(self) -> Plans:
         """The plans of earlier runs, for all extents, options and kinds of arguments.
 
         `plans.info()` counts hits, misses and evictions; `Options.plans` is the limit.
         """
-        return Cache(options_from_environment(self.options).plans)
+        return Plans(options_from_environment(self.options).plans, program=self.host.name)
 
     @cached_property
     def _evaluators(self) -> Cache[HostIrEvaluator]:

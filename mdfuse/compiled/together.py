@@ -42,6 +42,7 @@ def together(comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
             f"rank {failed[0]} could not {what}",
             where=(said[failed[0]] or "").splitlines(),
             because=f"all ranks {what.split()[0]}, or none does",
+            follows=True,
         )
     return cast("T", found)
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from mdfuse.extents.expressions import terms
+from mdfuse.extents.expressions import Index, terms
 from mdfuse.hir.program import BufferType, Instruction
+from mdfuse.layouts.layout import Layout
 
 
 def index_names(i: Instruction, types: Mapping[str, BufferType]) -> set[str]:
     """Return the loop indices in an instruction itself, not those that its operands depend on."""
-    found = i.indices
     layouts = [kind.layout for n in i.outputs if (kind := types.get(n)) is not None]
     if i.comm is not None:
         layouts += [i.comm.source, i.comm.destination]
+    return names_in(layouts, i.indices)
+
+
+def names_in(layouts: Iterable[Layout | None], found: tuple[Index, ...] = ()) -> set[str]:
+    """Return the loop indices in layouts, and in some index expressions."""
     for layout in layouts:
         if layout is not None and layout.stream is not None and layout.stream.index is not None:
             found = (*found, layout.stream.index)

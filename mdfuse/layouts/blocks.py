@@ -11,12 +11,16 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from mdfuse.errors import LayoutError
+from mdfuse.errors import LayoutError, shown
 from mdfuse.layouts.boxes import Interval, Rows, nth_chunk
 from mdfuse.layouts.stream import Stream
 
 #: How many equal blocks, or the sizes of blocks of which some differ.
 Blocks = int | tuple[int, ...]
+
+
+#: How many blocks a dim may have.
+MOST_BLOCKS = 1 << 16
 
 
 class Cut(NamedTuple):
@@ -111,16 +115,28 @@ def as_blocks(given: int | Sequence[int]) -> Blocks | None:
     (3, (4, 2, 2), 2, None)
     """
     if isinstance(given, int) and _is_size(given) and given:
+        if given > MOST_BLOCKS:
+            raise _too_many(given)
         return None if given == 1 else given
     sizes = tuple(given) if isinstance(given, list | tuple) else ()
     if not sizes or not all(map(_is_size, sizes)) or not any(sizes):
         raise LayoutError(
-            f"blocks={given!r}",
+            f"blocks={shown(given)}",
             because="blocks is how many equal ones there are, or a list of their sizes",
             hint="for example Shard(0, blocks=3) or Shard(0, blocks=[4096, 1024, 1024])",
         )
+    if len(sizes) > MOST_BLOCKS:
+        raise _too_many(len(sizes))
     sizes = tuple(n for n in sizes if n)
     return as_blocks(len(sizes)) if len({*sizes}) == 1 else sizes
+
+
+def _too_many(blocks: int) -> LayoutError:
+    return LayoutError(
+        f"{shown(blocks)} blocks of a dim",
+        because=f"a dim has at most {MOST_BLOCKS}: each rank has a run of rows of each",
+        hint="give the blocks a dim of their own with reshape, and split the other one",
+    )
 
 
 def _is_size(n: object) -> bool:

@@ -18,6 +18,11 @@ Boxes = tuple[tuple[Box, Box], ...]
 Rows = tuple[Interval, ...]
 
 
+def is_dim(x: object) -> bool:
+    """Whether x may be the number of a dim: an integer of 64 bits, from either end."""
+    return isinstance(x, int) and not isinstance(x, bool) and -(1 << 63) <= x < 1 << 63
+
+
 def nth_chunk(interval: Interval, parts: int, i: int) -> Interval:
     """Return the i-th chunk that `torch.chunk` makes of an interval; empty where it makes fewer.
 

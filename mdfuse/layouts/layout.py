@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from mdfuse.errors import LayoutError, MeshError
+from mdfuse.errors import LayoutError, MeshError, shown
 from mdfuse.extents.expressions import Term, resolve
 from mdfuse.layouts.blocks import Blocks, Cut, chunks_as_blocks, segments, split
 from mdfuse.layouts.boxes import Box, Interval, Rows, after_cuts, box_shape
@@ -20,6 +20,7 @@ from mdfuse.layouts.placements import (
     Replicate,
     Shard,
     Varies,
+    check_dicts,
     commute,
     wrapped,
 )
@@ -78,21 +79,20 @@ class Layout:
         mesh = as_mesh(mesh)
         if not isinstance(mesh, DeviceMesh):
             raise LayoutError(
-                f"{mesh!r} is not a mesh", hint="Layout(DeviceMesh(ranks, axes), {axis: placement})"
+                f"{shown(mesh)} is not a mesh", hint="Layout(mesh, {axis: placement})"
             )
         if not (stream is None or isinstance(stream, Stream)):
-            raise LayoutError(f"stream={stream!r}", hint="stream=Stream(dim, chunks), or none")
+            raise LayoutError(f"stream={shown(stream)}", hint="stream=Stream(dim, chunks), or none")
+        check_dicts(placements, order, reaches)
         placements = dict(placements or {})
         for axis, placement in placements.items():
             mesh.axis_index(axis)
             if isinstance(placement, Stream):
-                raise LayoutError(
-                    f"axis {axis}: {placement} is not a placement of a mesh axis",
-                    hint="pass stream=Stream(dim, chunks)",
-                )
+                what = f"axis {axis}: {placement} is not a placement of a mesh axis"
+                raise LayoutError(what, hint="pass stream=Stream(dim, chunks)")
             if not isinstance(placement, Placement):
                 raise LayoutError(
-                    f"axis {axis}: {placement!r} is not a placement",
+                    f"axis {axis}: {shown(placement)} is not a placement",
                     hint="mdfuse's own: mdfuse.Shard(dim), mdfuse.Replicate(), mdfuse.Partial(op)",
                 )
         self.mesh = mesh
@@ -433,7 +433,7 @@ class Layout:
                     hint="only buffers of host programs may vary; say Shard, Replicate or Partial",
                 )
             if isinstance(placement, Shard):
-                dim = wrapped(placement.dim, ndim, f"axis {axis}: {placement!r}")
+                dim = wrapped(placement.dim, ndim, f"axis {axis}: {shown(placement)}")
                 placement = replace(placement, dim=dim)
             if self.mesh.axis_size(axis) == 1:
                 placement = Replicate()

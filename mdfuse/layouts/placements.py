@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mdfuse.errors import LayoutError, counted
+from mdfuse.errors import LayoutError, counted, shown
 from mdfuse.layouts.blocks import Blocks, as_blocks, blocks_text
+from mdfuse.layouts.boxes import is_dim
 
 REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
 #: The ops that may stand along several axes of one layout: an op with itself, and these together.
@@ -39,9 +40,11 @@ class Shard:
     blocks: Blocks | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+        if not is_dim(self.dim):
             raise LayoutError(
-                f"Shard({self.dim!r})", because="a dim is an integer", hint="for example Shard(0)"
+                f"Shard({shown(self.dim)})",
+                because="a dim is an integer of 64 bits",
+                hint="for example Shard(0)",
             )
         if self.blocks is not None:
             object.__setattr__(self, "blocks", as_blocks(self.blocks))
@@ -69,7 +72,7 @@ class Partial:
 
     def __post_init__(self) -> None:
         if self.op not in REDUCE_OPS:
-            raise LayoutError(f"Partial({self.op!r})", hint="one of " + ", ".join(REDUCE_OPS))
+            raise LayoutError(f"Partial({shown(self.op)})", hint="one of " + ", ".join(REDUCE_OPS))
 
     def __str__(self) -> str:
         return f"P({self.op})"
@@ -107,3 +110,22 @@ def wrapped(dim: int, ndim: int, what: str) -> int:
             hint=f"dims go from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be split",
         )
     return dim % ndim
+
+
+def check_dicts(placements: object, order: object, reaches: object) -> None:
+    """Raise LayoutError where what a layout is made of is no dict, or an order names no axes."""
+    for name, given in (("placements", placements), ("order", order), ("reaches", reaches)):
+        if not isinstance(given, Mapping | None):
+            raise LayoutError(
+                f"{name}={shown(given)}",
+                because="a layout tells of each axis, or of each dim, by a dict",
+                hint="Layout(mesh, {axis: placement}, {dim: axes})",
+            )
+    for dim, axes in order.items() if isinstance(order, Mapping) else ():
+        is_list = isinstance(axes, str | list | tuple)
+        if not is_dim(dim) or not is_list or not all(isinstance(a, str) for a in axes):
+            raise LayoutError(
+                f"order {shown({dim: axes})}",
+                because="it has the names of the axes that split a dim, the outermost first",
+                hint='order={0: ("tp", "dp")}',
+            )

@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from mdfuse.errors import CommunicationError
+from mdfuse.errors import CommunicationError, shown
 
 #: What each op becomes on bool, which travels as uint8 holding 0 or 1.
 BOOL_OPS = {
@@ -67,7 +67,7 @@ def check_reduction(op: str | None, dtype: torch.dtype) -> None:
     """
     if op not in _COMBINE:
         raise CommunicationError(
-            f"reduce op {op!r} is unknown", because=f"reduce ops are {', '.join(_COMBINE)}"
+            f"reduce op {shown(op)} is unknown", because=f"reduce ops are {', '.join(_COMBINE)}"
         )
     if op not in _allowed(dtype):
         raise CommunicationError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mdfuse.errors import LayoutError
+from mdfuse.errors import LayoutError, shown
 from mdfuse.extents.expressions import Index
-from mdfuse.layouts.boxes import Interval, Rows, nth_chunk
+from mdfuse.layouts.boxes import Interval, Rows, is_dim, nth_chunk
 
 #: The ops by which the parts of chunks join.
 JOINED = ("max", "min", "prod", "sum")
@@ -55,21 +55,21 @@ class Stream:
     def __post_init__(self) -> None:
         if self.op is not None and (self.op not in JOINED or self.dim != -1):
             raise LayoutError(
-                f"Stream.over({self.op!r}, {self.chunks!r})",
+                f"Stream.over({shown(self.op)}, {shown(self.chunks)})",
                 because="the parts of chunks are joined by " + ", ".join(JOINED),
                 hint='for example Stream.over("sum", 4)',
             )
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+        if not is_dim(self.dim):
             raise LayoutError(
-                f"Stream({self.dim!r}, {self.chunks!r})",
-                because="a dim is an integer",
+                f"Stream({shown(self.dim)}, {shown(self.chunks)})",
+                because="a dim is an integer of 64 bits",
                 hint="for example Stream(0, 4)",
             )
         lengths = self.chunks if isinstance(self.chunks, tuple) else (self.chunks,)
-        good = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in lengths)
+        good = all(is_dim(n) and n >= 0 for n in lengths)
         if not good or not lengths or self.chunks == 0:
             raise LayoutError(
-                f"Stream({self.dim}, {self.chunks!r})",
+                f"Stream({self.dim}, {shown(self.chunks)})",
                 because="chunks is how many there are, or a tuple of their lengths",
                 hint="for example Stream(0, 4) or Stream(0, (3, 1))",
             )

@@ -33,7 +33,7 @@ from mdfuse.layouts.lacks import (
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.side import Side
 from mdfuse.reshard.clock import is_timed, nanoseconds, through_teams
-from mdfuse.reshard.nodes import Move, Node, tables_of
+from mdfuse.reshard.nodes import Carriers, Move, Node, tables_of
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Costs:
     goal: Layout
     shape: tuple[int, ...]
     itemsize: int
+    carriers: Carriers = ()
     #: whether what arrives at others than the worst rank is no matter
     is_worst_alone: bool = False
     layouts: dict[Node, Layout] = field(default_factory=dict)

@@ -10,6 +10,9 @@ from mdfuse.layouts.aligned import Splits
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
+#: (axis, backend) of the axes whose communications have a backend of their own
+Carriers = tuple[tuple[str, str], ...]
+
 
 class Node(NamedTuple):
     """A layout on the mesh: axes are numbers, outermost first where several split one dim."""

@@ -154,7 +154,7 @@ class Search(Costs):
         """Yield all-reduces, reduce-scatters and all-gathers along several axes at once."""
         for n in range(2, len(here.partial) + 1):
             for axes in combinations(here.partial, n):
-                if len({self.ops[a] for a in axes}) > 1:
+                if len({self.ops[a] for a in axes}) > 1 or not self.is_one_carrier(axes):
                     continue
                 rest = here._replace(partial=tuple(p for p in here.partial if p not in axes))
                 yield Move("Allreduce", rest, axes)
@@ -168,7 +168,13 @@ class Search(Costs):
         for d, axes in ((d, here.splits[d]) for d in self.dims):
             if len(axes) > 1 and self.is_even(d, axes):
                 for n in range(2, len(axes) + 1):
-                    yield Move("Allgather", _joined(here, d, n), axes[-n:], d)
+                    if self.is_one_carrier(axes[-n:]):
+                        yield Move("Allgather", _joined(here, d, n), axes[-n:], d)
+
+    def is_one_carrier(self, axes: tuple[int, ...]) -> bool:
+        """Whether one backend carries what goes along some axes, so that it may go at once."""
+        names, by_axis = self.source.mesh.axes, dict(self.carriers)
+        return not by_axis or len({by_axis.get(names[a]) for a in axes}) == 1
 
     def is_even(self, dim: int, axes: tuple[int, ...]) -> bool:
         return self.shape[dim] % self.count(axes) == 0

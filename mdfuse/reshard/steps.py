@@ -6,9 +6,9 @@ of rows, or one `Exchange`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -22,13 +22,17 @@ from mdfuse.reshard.across import across
 from mdfuse.reshard.blocks import moved, through_blocks
 from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.coarse import cheapest
-from mdfuse.reshard.nodes import Move, Node
+from mdfuse.reshard.nodes import Carriers, Move, Node
 from mdfuse.reshard.search import Search
 from mdfuse.reshard.step import Local, Step, elements, step_time
 
 
 def steps(
-    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int = 4
+    source: Layout,
+    destination: Layout,
+    shape: tuple[int, ...],
+    itemsize: int = 4,
+    carriers: Carriers = (),
 ) -> tuple[Step, ...]:
     """Find the steps that turn one layout into another.
 
@@ -37,6 +41,8 @@ def steps(
         destination: the layout after.
         shape: global extents; they decide which of several ways sends the fewest bytes.
         itemsize: bytes of an element; where hosts are known, it decides which way is fastest.
+        carriers: (axis, backend) of those that have one of their own; no collective goes along axes
+            of several.
 
     Returns:
         Local steps and communications (without dtype) in order; none where nothing changes.
@@ -51,14 +57,18 @@ def steps(
     ['ReduceScatter[sum] axis=tp dim=0']
     """
     if is_symbolic(shape):  # what it assumes counts for its caller alone
-        return _steps(source, destination, shape, itemsize)
+        return _steps(source, destination, shape, itemsize, carriers)
     if source.mesh.hosts is None or destination.mesh.hosts is None:
         itemsize = 4  # it decides nothing
-    return _known_steps(source, destination, shape, itemsize)
+    return _known_steps(source, destination, shape, itemsize, carriers)
 
 
 def _steps(
-    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int = 4
+    source: Layout,
+    destination: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    carriers: Carriers,
 ) -> tuple[Step, ...]:
     if source == destination:
         return ()
@@ -67,18 +77,19 @@ def _steps(
     if 0 in shape:
         return (Local(kind="empty", source=source, destination=destination),)
     held = _single_terms_reduced(source, destination)
+    find = partial(steps, carriers=carriers)
     if held != source:
         alone = Local(kind="slice", source=source, destination=held)
-        return (alone, *steps(held, destination, shape, itemsize))
+        return (alone, *find(held, destination, shape, itemsize))
     if destination.reaches:
-        return _reached(source, destination, shape, itemsize)
+        return _reached(source, destination, shape, itemsize, find)
     if source.mesh == destination.mesh and moved(source, destination):
         return through_blocks(
-            source, destination, shape, itemsize, lambda a, b: steps(a, b, shape, itemsize)
+            source, destination, shape, itemsize, lambda a, b: find(a, b, shape, itemsize)
         )
     if source.mesh == destination.mesh:
-        return _same_mesh(source, destination, shape, itemsize)
-    return across(source, destination, shape, itemsize, steps)
+        return _same_mesh(source, destination, shape, itemsize, carriers)
+    return across(source, destination, shape, itemsize, find)
 
 
 _known_steps = lru_cache(maxsize=4096)(_steps)
@@ -95,19 +106,26 @@ def _single_terms_reduced(source: Layout, destination: Layout) -> Layout:
 
 
 def _reached(
-    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int
+    source: Layout,
+    destination: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    find: Callable[..., tuple[Step, ...]],
 ) -> tuple[Step, ...]:
     """Return the steps to parts with rows of others: at the end each rank gets what it lacks."""
     is_direct = source.mesh == destination.mesh and source.reduce_ops == destination.reduce_ops
-    before = () if is_direct else steps(source, destination.without_reaches, shape, itemsize)
+    before = () if is_direct else find(source, destination.without_reaches, shape, itemsize)
     held = before[-1].destination if before else source
     last = Communication(kind="Exchange", source=held, destination=destination)
     return (*before, _without_idle_posts(last, shape))
 
 
-def cost(source: Layout, destination: Layout, shape: tuple[int, ...]) -> int:
+def cost(
+    source: Layout, destination: Layout, shape: tuple[int, ...], carriers: Carriers = ()
+) -> int:
     """Return how many elements arrive at a rank for a change of layout, times `UNIT`."""
-    return sum(elements(step, shape) for step in steps(source, destination, shape))
+    path = steps(source, destination, shape, carriers=carriers)
+    return sum(elements(step, shape) for step in path)
 
 
 def time(source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int) -> int:
@@ -131,9 +149,11 @@ def costs(
     return [cost(source, destination, shape) for source in sources]
 
 
-def elements_received(source: Layout, destination: Layout, shape: tuple[int, ...]) -> float:
-    """Return how many elements arrive at the rank that receives most."""
-    return cost(source, destination, shape) / UNIT
+def elements_received(
+    source: Layout, destination: Layout, shape: tuple[int, ...], carriers: Carriers = ()
+) -> float:
+    """Return how many elements arrive at the rank that receives most; see `steps`."""
+    return cost(source, destination, shape, carriers) / UNIT
 
 
 def _check_into_partial(source: Layout, destination: Layout) -> None:
@@ -149,27 +169,37 @@ def _check_into_partial(source: Layout, destination: Layout) -> None:
 
 
 def _same_mesh(
-    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int
+    source: Layout,
+    destination: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    carriers: Carriers,
 ) -> tuple[Step, ...]:
     """Take one row of the table where none is cheaper, else the cheapest sequence."""
     if source.stream != destination.stream:
         step = Communication(kind="Exchange", source=source, destination=destination)
         return (_without_idle_posts(step, shape),)
-    search = _search(source, destination, shape, itemsize)
+    search = _search(source, destination, shape, itemsize, carriers)
     direct = search.direct
     path = [direct] if direct is not None else cheapest(search)
     return tuple([_step(search, here, move) for here, move in path])
 
 
-def _search(source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int) -> Search:
+def _search(
+    source: Layout,
+    destination: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    carriers: Carriers,
+) -> Search:
     """Return a search; those to one layout share what is known of nodes, where nothing is Partial.
 
     Of ways between meshes many end in one layout.
     """
-    search = Search(source, destination, shape, itemsize)
+    search = Search(source, destination, shape, itemsize, carriers)
     is_plain = not (source.partial_axes or destination.partial_axes or search.has_idle_axes)
     if is_plain and search.is_timed and source.stream is None:
-        first = _first_search(destination, shape, itemsize)
+        first = _first_search(destination, shape, itemsize, carriers)
         for name in _SHARED:
             setattr(search, name, getattr(first, name))
     return search
@@ -180,8 +210,10 @@ _SHARED = ("known_dims", "known_moves", "left", "leasts", "crossings")
 
 
 @lru_cache(maxsize=64)
-def _first_search(destination: Layout, shape: tuple[int, ...], itemsize: int) -> Search:
-    return Search(destination, destination, shape, itemsize)
+def _first_search(
+    destination: Layout, shape: tuple[int, ...], itemsize: int, carriers: Carriers
+) -> Search:
+    return Search(destination, destination, shape, itemsize, carriers)
 
 
 def _step(search: Search, here: Node, move: Move) -> Step:

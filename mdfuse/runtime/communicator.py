@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from mdfuse.backends.base import Backend, Interruptible, Poster, Sharing, Tracking
+from mdfuse.backends.base import Backend, Interruptible, Poster, Sharing
 from mdfuse.backends.c10d.groups import default_group
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.work import first_line
@@ -30,7 +30,7 @@ from mdfuse.runtime.agreement.meetings import Meetings, raise_alike
 from mdfuse.runtime.agreement.refusals import Refusals, not_open
 from mdfuse.runtime.backend_rows import BACKENDS, World, auto
 from mdfuse.runtime.deadline import NEVER
-from mdfuse.runtime.fast_lane import Replays
+from mdfuse.runtime.fast_lane import Replays, track_of
 from mdfuse.runtime.joining import (
     check_same,
     last_meeting,
@@ -42,7 +42,7 @@ from mdfuse.runtime.joining import (
 from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
 from mdfuse.runtime.stores import another_connection, open_store
 from mdfuse.runtime.watch.report import ranks_text
-from mdfuse.runtime.watch.reports import tell_torchrun_at_exit
+from mdfuse.runtime.watch.reports import tell_torchrun, tell_torchrun_at_exit, untell_torchrun
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import Watch
 from mdfuse.seeing.clocks import offset
@@ -210,7 +210,7 @@ class Communicator:
         except BackendError as error:
             raise self._watch.explain(error) from error.__cause__
 
-    def refuse(self, occasion: str, reason: str) -> None:
+    def refuse(self, occasion: str, reason: BaseException) -> None:
         """Leave word why this rank does not take part in a run that the others may have begun."""
         if self._meetings.size > 1:
             self.is_ready = self.is_sound = False
@@ -255,9 +255,9 @@ class Communicator:
             atexit.unregister(self.close)
             mpi_library.leave_to_parent()
 
-    def count(self, tally: RunCount) -> None:
-        """Add a program's count of runs to those that tell how far this rank is."""
-        self._watch.count(tally)
+    def count(self, tally: RunCount, owner: object) -> None:
+        """Add a program's count of runs to those that tell how far this rank is; see `Tallies`."""
+        self._watch.count(tally, owner)
 
     def hold(self, graph: Resettable) -> None:
         """Register a CUDA graph, for `close` to reset before the groups that it posts to.
@@ -279,9 +279,8 @@ class Communicator:
 
     def replays(self, name: str, stream: int) -> Replays | None:
         """Return what notes the replays of a program's graphs; None where torch's watchdog does."""
-        makers = (self._world.lanes, *self._backends.values())
-        tracks = [x.track(stream) for x in makers if isinstance(x, Tracking)]
-        track, team = next(filter(None, tracks), None), tuple(range(self.size))
+        makers, team = (self._world.lanes, *self._backends.values()), tuple(range(self.size))
+        track = track_of(self._watch, stream, makers)
         if track is None:
             return None
         return Replays(self._watch, track, name, team, self.sharing().values())
@@ -309,6 +308,7 @@ class Communicator:
         for graph in list(self._graphs):
             graph.reset()
         failure = getattr(sys, "last_value", None)
+        tell_torchrun(failure or sys.exc_info()[1])  # others fail once this rank is gone
         if failure is not None:
             self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
         self._watch.close()  # while the store is there: whoever hosts it goes when all have left
@@ -405,17 +405,17 @@ def init(
     tell_torchrun_at_exit()
     options = options_from_environment(options)
     carriers = backend_choice(backend or options.backend)
-    wanted = carriers.usual
-    given = {"rank": rank, "size": size, "device": device}
+    wanted, given = carriers.usual, {"rank": rank, "size": size, "device": device}
     check_null_arguments(wanted, given)
     if _live is not None:
         _live.check_process()
         check_same(_live, wanted, given | {"device": device and null_device(device)})
         return _live
-    if wanted == NULL:
-        _live = _stand_in(rank, size, device, options.timeout_s)
-    else:
-        _live = _join(carriers, options)
+    is_null = wanted == NULL
+    _live = (
+        _stand_in(rank, size, device, options.timeout_s) if is_null else _join(carriers, options)
+    )
+    untell_torchrun()
     atexit.register(_live.close)
     return _live
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mdfuse.backends.base import Around, Sharing
+from mdfuse.backends.base import Around, Sharing, Tracking
 from mdfuse.backends.nccl import lane as nccl_lane
 from mdfuse.backends.nccl import library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice, Device
@@ -60,6 +60,24 @@ class Lanes:
         self.watch.close()
 
 
+def track_of(watch: Watch, stream: int, makers: Iterable[object]) -> Track | None:
+    """Return the track of all replays on a stream, since its memory is never given back.
+
+    One serves all programs: those that communicate run one after the other.
+
+    Args:
+        watch: keeps it.
+        stream: on which graphs are replayed.
+        makers: of tracks, the preferred one first.
+    """
+    if stream not in watch.tracks:
+        found = [x.track(stream) for x in makers if isinstance(x, Tracking)]
+        if (track := next(filter(None, found), None)) is None:
+            return None
+        watch.tracks[stream] = track
+    return watch.tracks[stream]
+
+
 class Replays:
     """The notes of a program's captured graphs, and of each replay.
 
@@ -68,8 +86,7 @@ class Replays:
 
     Args:
         watch: takes the notes.
-        track: of the stream on which graphs are replayed; one for all captures, since its memory is
-            never given back.
+        track: of the stream on which graphs are replayed; see `track_of`.
         name: of a program, the same on all ranks that replay it, and used for it alone.
         team: the ranks that replay it, the same on all of them.
         sharing: backends that may have something called around each replay, too.

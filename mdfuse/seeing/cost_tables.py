@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from mdfuse.errors import ProgramError
+from mdfuse.interpreter.json_text import from_json
 from mdfuse.seeing.caches import Caches
 from mdfuse.seeing.costs import Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
@@ -169,7 +170,7 @@ def parsed(text: str) -> CostTable:
         ProgramError: it is no such text.
     """
     try:
-        found = json.loads(text)
+        found = from_json(text)
         if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
             raise ValueError(f'it does not say "format": "{FORMAT}"')
         machine = Machine(**found.pop("machine"))

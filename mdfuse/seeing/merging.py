@@ -139,6 +139,14 @@ class _Chrome:
         return found.pop() if len(found) == 1 else None
 
 
+#: What a record has under a key, and in words.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "ts": ((int, float), "number"),
+    "pid": ((int, float, str), "number or name"),
+    "args": ((dict,), "object"),
+}
+
+
 def _loaded(path: Path) -> _Chrome:
     """Return a Chrome trace."""
     try:
@@ -148,16 +156,20 @@ def _loaded(path: Path) -> _Chrome:
         rows = found["traceEvents"] if isinstance(found, dict) else found
         if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
             raise ValueError("its traceEvents are no list of records")
-        if any("ts" in r and not isinstance(r["ts"], int | float) for r in rows):
-            raise ValueError("a record's ts is no number")
-    except (OSError, EOFError, ValueError, KeyError) as error:
+        for key, (kinds, what) in _KINDS.items():
+            if any(key in r and not isinstance(r[key], kinds) for r in rows):
+                raise ValueError(f"a record's {key} is no {what}")
+        about = found if isinstance(found, dict) else {}
+        begin = about.get("baseTimeNanoseconds")
+        if not isinstance(begin, int | None):
+            raise ValueError("its baseTimeNanoseconds is no integer")
+    except (OSError, EOFError, ValueError, KeyError, RecursionError) as error:
         raise ProgramError(
             f"{path} is no trace",
             because=f"no key {error}" if isinstance(error, KeyError) else str(error),
             hint="pass folders of traced runs, or Chrome trace JSON",
         ) from error
-    about = found if isinstance(found, dict) else {}
-    return _Chrome(path, rows, about.get("baseTimeNanoseconds"), about.get("host_name"))
+    return _Chrome(path, rows, begin, about.get("host_name"))
 
 
 def _titles(paths: Sequence[Path]) -> list[str]:

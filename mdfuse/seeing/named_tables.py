@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from mdfuse.errors import ProgramError
+from mdfuse.interpreter.json_text import from_json
 from mdfuse.seeing.cost_tables import FORMAT, CostTable, costs_of, found, machine_of, parsed
 from mdfuse.seeing.costs import H100, UNIT, Costs
 
@@ -38,7 +39,7 @@ def named(text: str, backend: str = "auto") -> tuple[Costs, float]:
     if text in NAMED:
         return NAMED[text], 0.0
     try:
-        fields = json.loads(Path(text).read_text(encoding="utf-8"))
+        fields = from_json(Path(text).read_text(encoding="utf-8"))
         if isinstance(fields, dict) and "format" in fields:
             table = parsed(json.dumps(fields))
             return table.by(backend).costs, table.mean_error

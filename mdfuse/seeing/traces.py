@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -10,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, shown
+from mdfuse.interpreter.json_text import from_json
 from mdfuse.seeing.events import Event
 from mdfuse.seeing.trace_files import Entry
 
@@ -54,7 +54,8 @@ def writer_of(path: Path) -> tuple[int, tuple[str, int] | None]:
     """
     empty: dict[str, Any] = {"rank": 0}
     head = next(_Reader(path, _Flows()).lines(), empty)
-    where = (head["host"], head["pid"]) if "host" in head and "pid" in head else None
+    host, pid = head.get("host"), head.get("pid")
+    where = (host, pid) if isinstance(host, str) and isinstance(pid, int) else None
     return head["rank"], where
 
 
@@ -126,6 +127,13 @@ class _Reader:
 
     def events(self) -> Iterator[_Row]:
         """Yield the program, the run of its plan, and the event."""
+        try:
+            yield from self._events()
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            what = f"no key {error}" if isinstance(error, KeyError) else str(error)
+            raise _no_trace(self.path, f"a line does not fit: {what}") from error
+
+    def _events(self) -> Iterator[_Row]:
         lines = [*self.lines()]
         self.clocks = [(x.get("at", 0), x["clock"]) for x in lines if "clock" in x]
         for line in lines:
@@ -166,12 +174,12 @@ class _Reader:
             raise _no_trace(self.path, str(error)) from error
         for n, text in enumerate(lines):
             try:
-                line = json.loads(text)
+                line = from_json(text)
             except ValueError as error:
                 if n == len(lines) - 1 and n:
                     return
                 raise _no_trace(self.path, f"line {n + 1} is no JSON: {error}") from error
-            if not isinstance(line, dict) or (n == 0 and "rank" not in line):
+            if not isinstance(line, dict) or (n == 0 and type(line.get("rank")) is not int):
                 raise _no_trace(self.path, "its first line does not name a rank")
             yield line
 
@@ -212,6 +220,8 @@ class _Reader:
             self.counts[is_pair, key] += 1
             flow = self.flows.number((is_pair, key, number))
             flows.update(dict.fromkeys(entry.handles, flow))
+        if not type(start) is type(stop) is int:
+            raise TypeError(f"the times {shown(start)} and {shown(stop)}")
         return Event(
             rank=self.rank,
             lane=entry.lane,
@@ -229,4 +239,7 @@ class _Reader:
 
 def _entry(fields: dict[str, Any]) -> Entry:
     lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
-    return Entry(**{**fields, **lists})
+    entry = Entry(**{**fields, **lists})
+    if not all(isinstance(x, str) for x in (entry.lane, entry.name, entry.detail, entry.part)):
+        raise TypeError(f"the entry {shown(fields)}")
+    return entry

@@ -387,7 +387,8 @@ def test_what_plans_count_is_not_what_the_lane_counts() -> None:
     """Some collectives of a team go through the lane, others by its process group."""
     world = World((0, 1))
     lane, watch = world.lanes[0], world.watches[0]
-    watch.count(RunCount(name="f", serial=0, runs=5, posted={("Allgather", (0, 1)): 2}))
+    tally = RunCount(name="f", serial=0, runs=5, posted={("Allgather", (0, 1)): 2})
+    watch.count(tally, owner=lane)
     call = Call(kind="Allgather", team=(0, 1), rank=0)
     posting = lane.prepare(call, [x4], [x8], PostSite(stream=COMPUTE, at_once=True, where="a.py:1"))
     for _ in range(3):

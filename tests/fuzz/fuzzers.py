@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from fuzz import command_line, definitions, environment, options, runs, text
+from fuzz import arguments, command_line, definitions, environment, files, options, runs, text
 from fuzz.driver import Fuzzer
 
 FUZZERS: dict[str, Fuzzer] = {
+    "arguments": arguments.fuzz,
     "command_line": command_line.fuzz,
     "definitions": definitions.fuzz,
     "environment": environment.fuzz,
     "options": options.fuzz,
     "runs": runs.fuzz,
     "text": text.fuzz,
+    **files.FUZZERS,
 }
 
 #: Of some fuzzers: yields lines on what was drawn.

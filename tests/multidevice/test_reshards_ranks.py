@@ -162,3 +162,24 @@ def test_reduce_ops(seed: int, comm: mf.Communicator) -> None:
     if comm.rank in goal.mesh:
         want = local_part(value, goal, comm.rank)
         assert torch.allclose(got.cpu(), want), f"{source} -> {between} -> {goal} of {shape}"
+
+
+@pytest.mark.world(4)
+def test_backends_of_axes(comm: mf.Communicator) -> None:
+    """What goes along one axis goes by symmetric memory, the rest by the usual backend."""
+    mesh, x = DeviceMesh.arange(dp=2, tp=2), torch.arange(64.0).reshape(8, 8)
+    both = Layout(mesh, {"dp": Shard(0), "tp": Shard(0)})
+    ends = [
+        (both, Layout(mesh)),
+        (Layout(mesh, {"dp": Partial(), "tp": Partial()}), both),
+        (Layout(mesh, {"dp": Partial(), "tp": Partial()}), Layout(mesh)),
+        (Layout(mesh, {"dp": Shard(0), "tp": Shard(1)}), Layout(mesh, {"dp": Shard(1)})),
+        (Layout(mesh, {"tp": Shard(0)}), Layout(mesh, {"tp": Shard(0, blocks=2)})),
+    ]
+    for n, (before, after) in enumerate(ends):
+        with mf.FusionDefinition(f"set{n}") as fd:
+            fd.add_output(fd.ops.set(fd.define_tensor([8, 8], layout=before)).on(after))
+        program = mf.compile(fd, mf.Options(backend=f"{comm.backend}, tp=symmetric"))
+        given = shares(x, before)[comm.rank].to(comm.device)
+        (got,) = program.run(given)
+        torch.testing.assert_close(got.cpu(), local_part(x, after, comm.rank))

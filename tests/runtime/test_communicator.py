@@ -107,3 +107,5 @@ def test_replays_are_noted_where_a_backend_says_how(monkeypatch: pytest.MonkeyPa
     before()
     behind()
     assert queue.marked == [1]
+    again = comm.replays("other", 7)  # of another program: the same track
+    assert again is not None and again._track is queue and len(comm._watch.tracks) == 1

@@ -33,6 +33,7 @@ from mdfuse.runtime.watch.bulletin import Bulletin
 from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
 from mdfuse.runtime.watch.report import Alarm, Table, blame, explained, report
 from mdfuse.runtime.watch.running import RunCount
+from mdfuse.runtime.watch.tallies import Tallies
 from mdfuse.runtime.watch.watch import EXIT_STATUS, Watch
 from mdfuse.torch_private import HashStore, PrefixStore
 
@@ -59,6 +60,10 @@ class Spy:
     tally: RunCount
     fails: bool = False
     seen: list[OwnPosition] = field(default_factory=list)
+    tallies: Tallies = field(default_factory=Tallies)
+
+    def __post_init__(self) -> None:
+        self.tallies.add(self.tally, owner=self.tally)
 
     def bind(self, call: Call) -> Spy:
         return self
@@ -76,7 +81,7 @@ class Spy:
             raise BackendError("Allgather failed on rank 0")
 
     def look(self) -> None:
-        self.seen.append(standing([self.tally], running.running()))
+        self.seen.append(standing(self.tallies, running.running()))
 
     def plan(self) -> Plan:
         local = mf.compile(definition()).host.project(0)
@@ -97,7 +102,7 @@ def test_where_a_plan_is() -> None:
     assert counts == [(n, n - 1) for n in (1, 1, 2, 2, 3, 3, 4, 4)]
     assert len({now.key for now in spy.seen}) == 8
     assert re.match(r"in run 2 of @two, at Allgather #4 \(test_deadline", spy.seen[-1].doing)
-    after = standing([spy.tally], running.running())
+    after = standing(spy.tallies, running.running())
     assert after.progress == (Progress("collectives", (0, 1), 4, 4, ""),)
     assert not after.is_waiting and after.doing == ""
 
@@ -114,7 +119,7 @@ def test_where_an_error_comes_from() -> None:
     with pytest.raises(BackendError) as caught:
         plan.run([torch.ones(2)])
     place = running.raised(caught.value)
-    assert standing([spy.tally], place) == spy.seen[-1]
+    assert standing(spy.tallies, place) == spy.seen[-1]
     assert running.raised(ValueError()) is None
 
 
@@ -234,7 +239,7 @@ def test_a_meeting_that_never_ends() -> None:
 
 def test_a_wait_in_a_plan_that_never_ends() -> None:
     rank, tally = Watched(), RunCount(name="two", serial=0, runs=1)
-    rank.watch.count(tally)
+    rank.watch.count(tally, owner=rank)
     spy = Spy(tally)
     plan, look = spy.plan(), spy.look
 

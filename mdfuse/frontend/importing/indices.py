@@ -198,11 +198,14 @@ def _spread(x: Handle, at: Sequence[int], known: Sequence[Any]) -> Any:
 
 def _rows(x: Handle, at: Sequence[int], known: Sequence[Tensor]) -> Any:
     """Look up rows: the indexed dims as one in front, and what they gave back in its place."""
-    shape = torch.broadcast_shapes(*(i.shape for i in known))
-    linear = torch.zeros(shape, dtype=torch.int64)
-    for i, d in zip(known, at, strict=True):
-        linear = linear * x.shape[d] + i
-    return _of_table(x, at, as_value(linear))
+    first, *rest = torch.broadcast_tensors(*(i.to(torch.int64) for i in known))
+    linear: Any = first
+    for i, d in zip(rest, at[1:], strict=True):
+        n: Any = x.shape[d]
+        if type(n) is not int and isinstance(linear, Tensor):  # a run chooses it
+            linear = as_value(linear)
+        linear = linear * n + (i if isinstance(linear, Tensor) else as_value(i))
+    return _of_table(x, at, as_value(linear) if isinstance(linear, Tensor) else linear)
 
 
 def _looked_up(x: Handle, dim: int, index: Handle) -> Any:

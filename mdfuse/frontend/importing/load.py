@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor
 from mdfuse.errors import ProgramError, reason
 from mdfuse.frontend.importing import chunks, metadata
 from mdfuse.frontend.importing.place import nearest
+from mdfuse.interpreter.json_text import from_json
 from mdfuse.ir.graph import Fusion, dtype_name
 from mdfuse.layouts.boxes import (
     Box,
@@ -241,9 +241,11 @@ def _of_files(files: Sequence[Path]) -> InFiles:
 
 def _of_index(index: Path) -> InFiles:
     try:
-        said = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        said = from_json(index.read_text(encoding="utf-8"), pairs=_once)
         files = {name: _inside(file) for name, file in said["weight_map"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        for name, file in files.items():
+            f"{name}{file}".encode()  # what JSON may write, and no name can be
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ProgramError(
             f"{index} cannot be read",
             because=reason(error),

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from mdfuse.frontend import methods
 from mdfuse.frontend.hints import hint_for
-from mdfuse.frontend.kinds import taking_kinds
+from mdfuse.frontend.kinds import taking_kinds as _taking_kinds
 from mdfuse.frontend.methods import UnknownOperation as UnknownOperation
 from mdfuse.frontend.ops import (
     cells,
@@ -40,7 +40,8 @@ from mdfuse.frontend.ops import (
     special,
     views,
 )
-from mdfuse.frontend.ops.recording import Operation, as_dtype
+from mdfuse.frontend.ops.recording import Operation
+from mdfuse.frontend.ops.recording import as_dtype as _as_dtype
 from mdfuse.frontend.ops.recording import current as current
 from mdfuse.frontend.ops.tensor_indices import index as index
 from mdfuse.frontend.ops.views import stride_order as stride_order
@@ -73,7 +74,7 @@ def defined_in(family: ModuleType) -> dict[str, Operation]:
 def _by_name() -> dict[str, Operation]:
     found = {name: f for family in FAMILIES for name, f in defined_in(family).items()}
     rows = pointwise.ROWS
-    made = {name: taking_kinds(f, f is rows.get(name)) for name, f in (rows | found).items()}
+    made = {name: _taking_kinds(f, f is rows.get(name)) for name, f in (rows | found).items()}
     return made | {alias: made[name] for alias, name in ALIASES.items()}
 
 
@@ -81,7 +82,15 @@ def _by_name() -> dict[str, Operation]:
 BY_NAME: dict[str, Operation] = _by_name()
 globals().update(BY_NAME)
 methods.provide(BY_NAME)
-methods.OPERATIONS.update(index=index, as_dtype=as_dtype)
+methods.OPERATIONS.update(index=index, as_dtype=_as_dtype)
+
+
+#: What `dir` shows, and an import of everything brings.
+__all__ = sorted(BY_NAME)
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Operation:

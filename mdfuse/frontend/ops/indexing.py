@@ -147,14 +147,21 @@ def _window(x: Handle, item: Any, dim: int) -> Window:
         return start, larger(start, end), step
     if not _is_integer(item):
         raise _no_index(x, item)
-    if not -extent <= item < extent:
-        raise DefinitionError(
-            f"index {item} is out of range for dim {dim} of %{x.name}: {x.value.type_text()}",
-            because=f"its indices go from {-extent} to {extent - 1}",
-            hint="slices, unlike indices, may reach beyond the end",
-        )
+    check_in_range(x, item, dim)
     item = item if item >= 0 else item + extent
     return item, item + 1, 1
+
+
+def check_in_range(x: Handle, item: Any, dim: int) -> None:
+    """Raise DefinitionError where an index is none of a dim."""
+    extent = x.shape[dim]
+    if not -extent <= item < extent:
+        of = f"%{x.name}: {x.value.type_text()}"
+        raise DefinitionError(
+            f"index {brief(item)} is out of range for dim {dim} of {of}",
+            because=f"its indices go from {-extent} to {extent - 1}" if extent else "it has none",
+            hint="slices, unlike indices, may reach beyond the end",
+        )
 
 
 def _is_integer(x: Any) -> bool:

@@ -19,8 +19,9 @@ def index(x: Handle, where: Any) -> Handle:
     items = [where] if not isinstance(where, tuple) else [*where]
     if not any(isinstance(item, Handle | list) for item in items):
         return indexing.index(x, where)
-    items = [_as_tensor(item) for item in items]
     items = _without_dots(x, items)
+    _check_numbers(x, items)
+    items = [_as_tensor(item) for item in items]
     y = indexing.index(
         x, tuple(builtins.slice(None) if isinstance(i, Handle) else i for i in items)
     )
@@ -35,9 +36,20 @@ def index(x: Handle, where: Any) -> Handle:
     return at_indices(y, places[0], found)
 
 
+def _check_numbers(x: Handle, items: list[Any]) -> None:
+    """Check the integers of lists, which are known here; those of tensors are known in a run."""
+    dims = [item for item in items if item is not None]
+    for dim, item in enumerate(dims[: x.ndim]):
+        for i in item if _is_list(item) else ():
+            indexing.check_in_range(x, i, dim)
+
+
+def _is_list(item: Any) -> bool:
+    return isinstance(item, list) and bool(item) and all(type(i) is int for i in item)
+
+
 def _as_tensor(item: Any) -> Any:
-    is_list = isinstance(item, list) and item and all(type(i) is int for i in item)
-    return creations.tensor(item) if is_list else item
+    return creations.tensor(item) if _is_list(item) else item
 
 
 def _without_dots(x: Handle, items: list[Any]) -> list[Any]:

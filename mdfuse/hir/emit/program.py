@@ -14,6 +14,7 @@ from mdfuse.hir.orders import seen_through
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import Section
+from mdfuse.reshard import Carriers
 
 
 def emit(
@@ -21,6 +22,7 @@ def emit(
     segments: tuple[Section, ...],
     stated: Orders | None = None,
     pipeline: Pipeline | None = None,
+    carriers: Carriers = (),
 ) -> HostProgram:
     """Return the global host program of a fusion whose only changes of layout are sets.
 
@@ -30,8 +32,9 @@ def emit(
         stated: name -> the memory order that the instruction which computes it is to state (None:
             none), whatever else would be asked of it.
         pipeline: what runs once per microbatch, and when.
+        carriers: (axis, backend) of those that have one of their own.
     """
-    out = Emitter(fusion, stated=stated or {})
+    out = Emitter(fusion, stated=stated or {}, carriers=carriers)
     for name in fusion.inputs:
         out.types[name] = value_type(fusion.values[name])
     if pipeline is None:

@@ -14,7 +14,7 @@ from mdfuse.ir.ops import TABLE
 from mdfuse.ir.writes import has_orders
 from mdfuse.layouts.kinds import SPLITTING
 from mdfuse.layouts.layout import Layout
-from mdfuse.reshard import Local, Step, steps, with_type
+from mdfuse.reshard import Carriers, Local, Step, steps, with_type
 
 #: Name -> the memory order to state; None: none is stated.
 Orders = Mapping[str, tuple[int, ...] | None]
@@ -35,6 +35,7 @@ class Emitter:
     stated: Orders = field(default_factory=dict)
     #: buffers that may lie in any order, since one set alone reads them
     movable: set[str] = field(default_factory=set)
+    carriers: Carriers = ()
     posts: int = 0
 
     def handle(self) -> str:
@@ -193,7 +194,7 @@ def _path(
 ) -> tuple[Step, ...]:
     """Return the `steps` of a reshard, with the user's line in its errors."""
     try:
-        return steps(source, target, shape, itemsize)
+        return steps(source, target, shape, itemsize, out.carriers)
     except LayoutError as error:
         what = f"%{expr.output} = set(%{expr.reads[0]}) from {source} to {target}: {error.what}"
         where = out.fusion.where(*expr.reads, expr.output)

@@ -4,7 +4,8 @@ With `Options(backend="gloo, dp=ucx")`:
 
     %c = post allreduce[sum](%x) -> %y ... axis=dp      ->      ... axis=dp backend=ucx
 
-Sends and receives of rings along the axis name it, too.
+Sends and receives of rings along the axis name it, too. A post along several axes, as an exchange
+may be, names the backend that all of them have.
 
 Posts of the usual backend name none, so that the program runs on any.
 """
@@ -45,4 +46,4 @@ def _named(i: Instruction, by_axis: Mapping[str, str]) -> Instruction:
 def _axes(comm: Communication) -> tuple[str, ...]:
     """Return the axes of a post, BETWEEN_MESHES, or "" for ranks of one mesh on no axis."""
     is_within = comm.source.mesh == comm.destination.mesh
-    return (comm.axes or ("",)) if is_within else (BETWEEN_MESHES,)
+    return (comm.along or ("",)) if is_within else (BETWEEN_MESHES,)

@@ -74,17 +74,17 @@ def tokens(tree: Node) -> list[Token]:
     return [t for t in tree.children if isinstance(t, Token)]
 
 
-def int_of(token: Token | str) -> int:
+def int_of(token: Token | str, is_negative: bool = False) -> int:
     """Return the integer of a token; raise ProgramError where it needs more than 64 bits."""
-    number = int(token) if len(token) <= _DIGITS else LARGEST + 1
-    if number > LARGEST:
+    number = int(token) if len(token) <= _DIGITS else LARGEST + 2
+    if number > LARGEST + is_negative:
         shown = token if len(token) <= 2 * _DIGITS else f"{token[:_DIGITS]}…"
         raise ProgramError(
             f"the number {shown}",
             because="numbers have 64 bits",
-            hint=f"write one from {-LARGEST} to {LARGEST}",
+            hint=f"write one from {-LARGEST - 1} to {LARGEST}",
         )
-    return number
+    return -number if is_negative else number
 
 
 def name_of(token: Token) -> str:
@@ -214,7 +214,7 @@ def value_of(tree: Any) -> Any:
             left, op, right = tree.children
             return Calc(str(op), value_of(left), value_of(right))
         case "negative":
-            return -int_of(tree.children[1])
+            return int_of(tree.children[1], is_negative=True)
         case "extent":
             name, dim = tree.children
             return Term("extent", name_of(name), int_of(dim))

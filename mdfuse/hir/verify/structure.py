@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
-from mdfuse.hir.indices import index_names
+from mdfuse.hir.indices import index_names, names_in
 from mdfuse.hir.instructions import POSTS, is_local
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.calls import check_calls
@@ -36,9 +36,19 @@ def check_defined(program: HostProgram) -> None:
     Programs with loops are written out before their flow is checked, which needs the types of what
     is read.
     """
+    root = program.root
+    ends = [program.types[n].layout for n in (*program.inputs, *program.outputs)]
+    for name in sorted(names_in(ends)):
+        raise _no_index(program, program.instructions[-1], name)
+    _check_block(
+        program, program.instructions, {root(n) for n in (*program.inputs, *program.outputs)}
+    )
+
+
+def _check_block(program: HostProgram, block: tuple[Instruction, ...], known: set[str]) -> None:
+    """Check the names that a block reads; an index is known within its loop alone."""
     root, types = program.root, program.types
-    known = {root(n) for n in (*program.inputs, *program.outputs)}
-    for i in program.walk():
+    for i in block:
         for name in i.inputs:
             if type(name) is str and name not in known and root(name) not in known:
                 if i.op in ("wait", "return"):
@@ -48,7 +58,12 @@ def check_defined(program: HostProgram) -> None:
             kind = types.get(name)
             if name not in known or (kind is not None and kind.layout is not None):
                 raise _no_index(program, i, name)
-        known.update(map(root, i.outputs) if program.aliases else i.outputs)
+        made = {*(map(root, i.outputs) if program.aliases else i.outputs)} - known
+        known |= made
+        for inner in (i.body, i.orelse):
+            _check_block(program, inner, known)
+        if i.op in ("for", "block"):
+            known -= made
 
 
 def _undefined(program: HostProgram, i: Instruction, name: str) -> ProgramError:

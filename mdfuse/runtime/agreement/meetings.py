@@ -37,7 +37,9 @@ def raise_alike(
         raise problem
     for rank, text in enumerate(said):
         if text is not None:
-            raise elsewhere(rank, text)
+            error = elsewhere(rank, text)
+            error.follows = True
+            raise error
 
 
 class Meetings:

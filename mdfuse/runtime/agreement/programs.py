@@ -117,7 +117,9 @@ def agree(
         speaks = reports.index(own) == communicator.rank or found
         told_here = "\n".join((found, printable(costs()), what or "")) if speaks else None
         texts = communicator.all_ok(told_here)
-        raise _other_programs(reports, [_Said(*(x or "\n\n").split("\n", 2)) for x in texts])
+        error = _other_programs(reports, [_Said(*(x or "\n\n").split("\n", 2)) for x in texts])
+        error.follows = own == Counter(reports).most_common(1)[0][0]
+        raise error
 
 
 def _elsewhere(name: str, rank: int, report: str) -> ProgramError:

@@ -11,6 +11,7 @@ from mdfuse.backends.work import first_line
 from mdfuse.errors import BackendError, ProgramError, told
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.agreement.meetings import ANSWER_S
+from mdfuse.runtime.watch.reports import tell_torchrun, untell_torchrun
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.torch_private import Store
 
@@ -43,12 +44,13 @@ class Refusals:
     #: why ranks may be at different communications
     broken: str | None = None
 
-    def refuse(self, occasion: str, reason: str) -> None:
+    def refuse(self, occasion: str, problem: BaseException) -> None:
         """Leave word why this rank does not take part in a run."""
         self.refused = occasion
+        tell_torchrun(problem)  # before others fail for it, whatever becomes of it here
 
         def leave_word() -> None:
-            self.store.set(f"refused/{occasion}", self._word("refused it", reason))
+            self.store.set(f"refused/{occasion}", self._word("refused it", told(problem)))
             if self.store.add(f"refusals/{occasion}", 1) == self.size:
                 self.store.set(f"settled/{occasion}", _ALL_REFUSED)
 
@@ -60,6 +62,7 @@ class Refusals:
         Others may have what they need for that run, and wait in the next one.
         """
         self.broken = self.broken or f"{type(error).__name__} ended a run of @{tally.name} here"
+        tell_torchrun(error)
 
         def leave_word() -> None:
             next_one = f"{tally.serial}/{tally.runs + 1}"
@@ -95,6 +98,7 @@ class Refusals:
             f"@{tally.name} broke off on rank {self.rank}: {why}",
             where=words,
             because="all ranks run, or none does",
+            follows=True,
         )
 
     def settle(self) -> None:
@@ -114,6 +118,7 @@ class Refusals:
                 because=f"{self.broken}: ranks may be at different communications",
                 hint="close() the communicator and call mdfuse.init() again, on all ranks",
             )
+        untell_torchrun()
 
     def _verdict(self, key: str) -> str:
         try:

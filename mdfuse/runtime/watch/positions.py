@@ -8,10 +8,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from mdfuse.layouts.kinds import KINDS
-from mdfuse.runtime.watch.running import RunCount, RunningStep
-
-_Key = tuple[str, tuple[int, ...]]
+from mdfuse.runtime.watch.running import RunningStep
+from mdfuse.runtime.watch.tallies import Key, Tallies, key_of
 
 
 class Progress(NamedTuple):
@@ -107,7 +105,7 @@ class _Post(NamedTuple):
 
     step: int
     number: int
-    key: _Key
+    key: Key
     name: str
     where: str
 
@@ -117,12 +115,12 @@ def is_shared(family: str) -> bool:
     return not family.endswith("transfers")
 
 
-def standing(tallies: Sequence[RunCount], place: RunningStep | None) -> OwnPosition:
+def standing(tallies: Tallies, place: RunningStep | None) -> OwnPosition:
     """Return where a process is in its plans; `place` None: outside of all of them."""
     tally = place.plan.tally if place is not None else None
     if place is None or tally is None:
-        return OwnPosition(progress=_progress(_posted_before(tallies, None), []))
-    before = _posted_before(tallies, tally)
+        return OwnPosition(progress=_progress(tallies.posted_before(None), []))
+    before = tallies.posted_before(tally)
     posts, current = _posts(place, before), place.current
     found = next((post for post in posts if post.step == current), None)
     what = f"{found.name} ({found.where})" if found else place.step.label
@@ -141,35 +139,21 @@ def standing(tallies: Sequence[RunCount], place: RunningStep | None) -> OwnPosit
     )
 
 
-def _key(kind: str, team: tuple[int, ...]) -> _Key:
-    return ("collectives" if KINDS[kind].by_all else "transfers"), team
-
-
-def _posted_before(tallies: Sequence[RunCount], now: RunCount | None) -> Counter[_Key]:
-    """Return how many posts of each family and team were made in runs that are over."""
-    counts: Counter[_Key] = Counter()
-    for tally in tallies:
-        runs = tally.runs - tally.refused - (tally is now)
-        for (kind, team), count in tally.posted.items():
-            counts[_key(kind, team)] += runs * count
-    return counts
-
-
-def _posts(place: RunningStep, before: Counter[_Key]) -> list[_Post]:
+def _posts(place: RunningStep, before: Counter[Key]) -> list[_Post]:
     """Return what the current run posted so far, in order."""
     counts, found = before.copy(), []
     for n, step in enumerate(place.plan.steps[: place.number + 1]):
         for call in step.calls:
-            key = _key(call.kind, call.team)
+            key = key_of(call.kind, call.team)
             counts[key] += 1
             found.append(_Post(n, counts[key], key, f"{call.kind} #{counts[key]}", step.label))
     return found
 
 
 def _progress(
-    before: Counter[_Key], posts: Sequence[_Post], still: Sequence[int] = ()
+    before: Counter[Key], posts: Sequence[_Post], still: Sequence[int] = ()
 ) -> tuple[Progress, ...]:
-    counts, last, first_open = before.copy(), dict[_Key, str](), dict[_Key, int]()
+    counts, last, first_open = before.copy(), dict[Key, str](), dict[Key, int]()
     for post in posts:
         counts[post.key], last[post.key] = post.number, f"{post.name} ({post.where})"
         if post.step in still:

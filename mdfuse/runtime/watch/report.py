@@ -121,6 +121,7 @@ def report(alarm: Alarm, table: Table) -> BackendError:
         where=[alarm.details, *_rows(alarm, table)],
         because=f"{_IN_ORDER if alarm.name else _TOGETHER}; this process ends now",
         hint=_hint(alarm, table),
+        follows=_follows(alarm, table),
     )
 
 
@@ -131,6 +132,7 @@ def explained(error: BackendError, alarm: Alarm, table: Table) -> BackendError:
         where=[*error.where, alarm.details, *_rows(alarm, table)],
         because=error.because,
         hint=_hint(alarm, table),
+        follows=_follows(alarm, table),
     )
     for note in getattr(error, "__notes__", ()):
         new.add_note(note)
@@ -141,6 +143,15 @@ def blame(alarm: Alarm, table: Table) -> str:
     """Return, in one line, which ranks went wrong first, and how."""
     ranks, why, _ = _suspects(alarm, table)
     return f"{ranks_text(ranks)}: {why}" if ranks else "nobody knows why"
+
+
+def _follows(alarm: Alarm, table: Table) -> bool:
+    """Whether those that went wrong first said how they ended, so that their launcher shows them.
+
+    Of a rank that lives, or is silent, the report is all that there is.
+    """
+    ranks, *_ = _suspects(alarm, table)
+    return bool(ranks) and all(r in table.others and table.others[r].ended for r in ranks)
 
 
 def _rows(alarm: Alarm, table: Table) -> list[str]:

@@ -1,20 +1,23 @@
 """Keep reports of waits that broke in files, since stderr may be redirected.
 
 A report goes to a file of its own, and to torchrun's, whose summary shows what the first rank to
-fail wrote there.
+fail wrote there. So does each error that ends a process.
 """
 
 from __future__ import annotations
 
-import atexit
+import json
 import logging
 import os
 import sys
 import tempfile
-from functools import cache
+import time
+import traceback
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
-
-from mdfuse.errors import MdfuseError
+from types import TracebackType
+from typing import Any
 
 _log = logging.getLogger("mdfuse.comm")
 
@@ -58,31 +61,89 @@ def folder_of(setting: str | None) -> Path:
     return Path(setting or Path(tempfile.gettempdir(), f"mdfuse-{os.getuid()}"))
 
 
-def tell_torchrun(error: BaseException) -> None:
+#: Where torchrun looks for the error of a process that failed.
+_FILE = "TORCHELASTIC_ERROR_FILE"
+
+#: torchrun calls the rank the first whose error is dated first, in seconds. An error that came of
+#: another rank's is dated so much later; of a rank that ends without a word, as by `sys.exit(1)`,
+#: the date is the moment in which torchrun sees it.
+_BEHIND_S = 3
+
+#: The error that was told last.
+_told: list[BaseException] = []
+
+
+def tell_torchrun(error: BaseException | None) -> None:
     """Write an error to the file that torchrun reads when this process ends.
 
-    Does nothing under other launchers. torchrun's summary prints the traceback, so the error is
-    raised here to have one.
+    Does nothing under other launchers, or without an error. What stands there already, of torch's
+    `record` or of what went wrong before, keeps its date.
     """
-    # imported here: it takes 24 ms, and only processes that fail need it
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
+    file = os.environ.get(_FILE)
+    if not file or not isinstance(error, Exception) or error in _told:
+        return
+    _told[:] = [error]
+    before = _read(file)
+    stamp = int(time.time()) if before is None else int(before["extraInfo"]["timestamp"])
+    what = f"{type(error).__name__}: {error}"
+    if before is None or before["message"] != what:
+        before = {"message": what, "extraInfo": {"py_callstack": _traceback(error)}}
+    before["extraInfo"]["timestamp"] = str(stamp + (_BEHIND_S if _follows(error) else 0))
     try:
-        raise error
-    except type(error):
-        try:
-            get_error_handler().record_exception(error)
-        except OSError as problem:
-            _log.warning("the launcher's file cannot be written: %s", problem)
+        # at once: torchrun fails where it finds a part of it
+        Path(f"{file}.new").write_text(json.dumps({"message": before}), encoding="utf-8")
+        os.replace(f"{file}.new", file)
+    except OSError as problem:
+        _log.warning("the launcher's file cannot be written: %s", problem)
+
+
+def _follows(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised for, came of another rank's."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        if getattr(error, "follows", False):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _read(file: str) -> dict[str, Any] | None:
+    """Return what stands in torchrun's file, as torch writes it of an exception; None: nothing."""
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))["message"]
+        int(found["extraInfo"]["timestamp"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and "message" in found else None
+
+
+def untell_torchrun() -> None:
+    """Take back what was told: this process goes on, and may end by something else."""
+    if _told and (file := os.environ.get(_FILE)):
+        _told.clear()
+        Path(file).unlink(missing_ok=True)
 
 
 @cache
 def tell_torchrun_at_exit() -> None:
-    """Arrange to tell torchrun of an error of mdfuse that ends this process unhandled."""
-    atexit.register(_tell_the_last)
+    """Arrange to tell torchrun of an error that ends this process unhandled, when it is raised.
+
+    At the end of the process would be late: ranks that wait for this one fail meanwhile.
+    """
+    if os.environ.get(_FILE):
+        sys.excepthook = partial(_tell_first, sys.excepthook)
 
 
-def _tell_the_last() -> None:
-    failure = getattr(sys, "last_value", None)
-    if isinstance(failure, MdfuseError):
-        tell_torchrun(failure)
+def _tell_first(
+    then: Callable[[type[BaseException], BaseException, TracebackType | None], Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    tell_torchrun(error)
+    then(kind, error, trace)

@@ -77,6 +77,11 @@ class Ring:
 
         return write
 
+    def forget(self, name: str) -> None:
+        """Count no longer what a program posted that is gone; families of its own have its name."""
+        for key in [key for key in list(self._tallies) if name in key[0]]:
+            self._tallies.pop(key, None)
+
     def posts(self, after: int = -1) -> list[Post]:
         """Return the last posts whose place is above `after`, oldest first."""
         entries = list(self._entries)

@@ -52,7 +52,7 @@ class Plan(Protocol):
 _plans: WeakValueDictionary[str, Plan] = WeakValueDictionary()
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
 class RunCount:
     """The number of runs of one program on this rank, by which ranks compare how far they are.
 
@@ -69,6 +69,11 @@ class RunCount:
     runs: int = 0
     refused: int = 0
     posted: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The program's name and number, the same on all ranks."""
+        return f"@{self.name} ({self.serial})"
 
     @property
     def occasion(self) -> str:

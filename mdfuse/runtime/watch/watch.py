@@ -37,6 +37,7 @@ from mdfuse.runtime.watch.report import NEVER_TOLD, Alarm, Table, blame, explain
 from mdfuse.runtime.watch.reports import Page, tell_torchrun
 from mdfuse.runtime.watch.ring import Post, Ring
 from mdfuse.runtime.watch.running import RunCount
+from mdfuse.runtime.watch.tallies import Tallies
 
 if TYPE_CHECKING:
     from mdfuse.torch_private import Store
@@ -96,6 +97,8 @@ class Watch:
         neighbours: Neighbours | None = None,
     ) -> None:
         self.ring = Ring(size, clock)
+        #: the handle of a stream -> the track of replays on it
+        self.tracks: dict[int, Track] = {}
         #: the subjects of posts that were captured, in order; cleared before each capture
         self.captured: list[PostInfo] = []
         self._rank = rank
@@ -121,7 +124,7 @@ class Watch:
         self._moved_at = clock()
         #: breaks off the waits of this process; returns whether it could
         self.abort: Callable[[], bool] = lambda: False
-        self._tallies: list[RunCount] = []
+        self._tallies = Tallies(gone=lambda tally: self.ring.forget(tally.title))
         self._waits: list[tuple[str, float]] = []
         self._stood: tuple[object, float] = (None, clock())
         self._refused: str | None = None
@@ -200,9 +203,12 @@ class Watch:
         if self._bulletin is not None and self._threads:
             within(self.ending.left(2 * self._beat), self.tell)
 
-    def count(self, tally: RunCount) -> None:
-        """Add a program's count of runs to those that tell how far this rank is."""
-        self._tallies.append(tally)
+    def count(self, tally: RunCount, owner: object) -> None:
+        """Add a program's count of runs to those that tell how far this rank is.
+
+        It is kept as long as its owner; what was posted in its runs stays in the sums.
+        """
+        self._tallies.add(tally, owner)
 
     @contextmanager
     def waiting(self, what: str, place: str = "") -> Iterator[None]:
