@@ -105,8 +105,8 @@ class Options:
             Else the result is undefined: an error of torch, zeros, or on GPUs the end of the
             process.
         reduce_dtype: torch.float32 or torch.float64: sums of narrower floats that ranks hold parts
-            of are cast to it before they are reduced, along every axis, and back after; None: they
-            are reduced as they are.
+            of are cast to it before they are reduced, along every axis, and back after; not where
+            ranks hold parts of the result, too. None: they are reduced as they are.
         bucket_bytes: values that are reduced alike, and of which none is read before the last is
             there, are reduced together, in buckets of up to so many bytes on each rank: fewer
             posts, and a copy of each value. 0: each by itself.

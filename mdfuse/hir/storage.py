@@ -33,7 +33,8 @@ def memories(program: HostProgram) -> dict[str, tuple[str, ...]]:
         of = program.root(operand) if operand is not None else None
         for name in map(program.root, i.outputs if i.op != "launch" else ()):
             if name not in shared:  # later instructions write into its buffer
-                copies = (name,) if of is None or i.order is not None or i.op == "pad" else ()
-                shared[name] = (*copies, *(shared.get(of, (of,)) if of is not None else ()))
+                held = shared.get(of, (of,)) if of is not None else ()
+                may_be_own = of is None or i.order is not None or i.op == "pad"
+                shared[name] = (name, *held) if may_be_own else held
     roots = {alias: program.root(alias) for alias in program.aliases}
     return {**shared, **{alias: shared.get(root, (root,)) for alias, root in roots.items()}}

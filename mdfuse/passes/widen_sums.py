@@ -6,7 +6,9 @@
     %z.wide: f32[8,16] (tp=S0) = set(%y.wide)
     %z: bf16[8,16] (tp=S0) = cast(%z.wide, dtype=bf16)
 
-Every set that reduces is such a one, whoever asked for it and along whichever axis.
+Every set that reduces is such a one, whoever asked for it and along whichever axis; but for those
+of which ranks keep terms afterwards, as of an output that is declared Partial: these terms have the
+narrow dtype, and what is rounded term by term is not what is rounded as a whole.
 """
 
 from __future__ import annotations
@@ -49,8 +51,7 @@ def _is_rounded(before: Value, after: Value, dtype: torch.dtype) -> bool:
 
 
 def _adds(before: Layout, after: Layout) -> bool:
-    kept = after.partial_axes if after.mesh == before.mesh else ()
-    return {*before.reduce_ops.values()} == {"sum"} and {*before.partial_axes} > {*kept}
+    return {*before.reduce_ops.values()} == {"sum"} and not after.partial_axes
 
 
 def _added(values: dict[str, Value], like: Value, dtype: torch.dtype) -> str:

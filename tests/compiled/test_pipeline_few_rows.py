@@ -55,11 +55,16 @@ def _heads(x: Any, w: Any) -> Any:
 
 def _scaled(x: Any, w: Any) -> Any:
     """By a row of factors, which is made of a weight."""
-    return x * w.sum(0).reshape(1, 1, WIDTH) + w.mean(0).unsqueeze(0)
+    return x * w.sum(0).reshape(1, 1, WIDTH)
+
+
+def _shifted(x: Any, w: Any) -> Any:
+    return x + w.mean(0).unsqueeze(0)
 
 
 LAYERS: dict[str, Callable[[Any, Any], Any]] = {
     "linear": _linear, "tokens": _tokens, "heads": _heads, "scaled": _scaled,
+    "shifted": _shifted,
 }  # fmt: skip
 
 PLACES: dict[str, tuple[DeviceMesh, ...]] = {
@@ -102,14 +107,14 @@ def of_torch(layer: str, loss: str, x: Tensor, t: Tensor, *weights: Tensor) -> l
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize(("rows", "count"), [(1, 1), (1, 2), (2, 1), (3, 2)])
 def test_few_rows(layer: str, place: str, rows: int, count: int) -> None:
-    for loss in LOSSES:
+    for loss in LOSSES if (rows, count) == (1, 1) else ("merged",):
         fd = build(layer, loss, PLACES[place], rows)
         generator = torch.Generator().manual_seed(0)
         shapes = [(rows, POSITIONS, WIDTH)] * 2 + [(WIDTH, WIDTH)] * 2
         given = [torch.randn(s, generator=generator, dtype=DTYPE) for s in shapes]
-        for options in (mf.Options(poison=True), mf.Options(poison=True, bucket_bytes=1 << 20)):
-            batch = {"x": 0, "t": 0}
-            program = mf.pipeline(fd, microbatches=count, batch=batch, options=options)
-            outputs = mf.simulate(program, given, options=options).outputs
-            for got, want in zip(outputs, of_torch(layer, loss, *given), strict=True):
-                torch.testing.assert_close(got, want)
+        options = mf.Options(poison=True, bucket_bytes=1 << 20 if place == "tp" else 0)
+        batch = {"x": 0, "t": 0}
+        program = mf.pipeline(fd, microbatches=count, batch=batch, options=options)
+        outputs = mf.simulate(program, given, options=options).outputs
+        for got, want in zip(outputs, of_torch(layer, loss, *given), strict=True):
+            torch.testing.assert_close(got, want)
