@@ -12,14 +12,14 @@ one to use it; where that is another one for another index, in a block of its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
 from mdfuse.hir.calls import blocks_of, per_index
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
+from mdfuse.hir.storage import owners
 from mdfuse.ir.graph import fresh_name
 
 name = "insert_frees"
@@ -29,8 +29,8 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with frees."""
     keep = {program.root(n) for n in (*program.inputs, *program.outputs)}
     made = frozenset(program.inputs).union(*map(_binds, program.instructions))
-    shared = {name: of for name, of in storage(program).items() if of in made}
-    frees = _Frees(program, frozenset(keep), shared)
+    owned = {name: made.intersection(of) for name, of in owners(program).items()}
+    frees = _Frees(program, frozenset(keep), owned)
     for i in program.walk():
         frees.note_posts(i)
     frees.note_calls()
@@ -51,8 +51,8 @@ def _binds(i: Instruction) -> set[str]:
 class _Frees:
     program: HostProgram
     keep: frozenset[str]
-    #: name -> the name whose memory it may share
-    shared: Mapping[str, str]
+    #: name -> the names whose memory it may share
+    owned: Mapping[str, Collection[str]]
     #: handle -> the buffers that its post uses
     posted: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: block -> the buffers that it uses; those of them that are bound outside of blocks; those that
@@ -158,8 +158,8 @@ class _Frees:
 
     def note_posts(self, i: Instruction) -> None:
         if i.op in POSTS:
-            owners = (self.shared[x] for x in i.reads if x in self.shared)
-            self.posted[i.outputs[0]] = tuple(self.buffers((*i.reads, *owners)))
+            of = (name for x in i.reads for name in sorted(self.owned.get(x, ())))
+            self.posted[i.outputs[0]] = tuple(self.buffers((*i.reads, *of)))
 
     def binds(self, i: Instruction) -> set[str]:
         """Return the buffers that an instruction, or one inside it, may bind."""
