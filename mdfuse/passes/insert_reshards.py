@@ -35,6 +35,8 @@ class _Rewriter:
     exprs: list[Expr] = field(default_factory=list)
     #: value -> its copies in other layouts, itself included.
     copies: dict[str, list[str]] = field(default_factory=dict)
+    #: value -> what its expression yields, where a set makes it of that
+    made: dict[str, str] = field(default_factory=dict)
 
     def layout(self, value: str) -> Layout:
         layout = self.values[value].layout
@@ -62,13 +64,19 @@ class _Rewriter:
         found = costs([self.layout(c) for c in copies], layout, like.shape, like.dtype.itemsize)
         return copies[found.index(min(found))]
 
+    def with_made(self, copies: list[str]) -> list[str]:
+        """Return copies of a value, and what it was made of where ranks have more of it there."""
+        local = self.made.get(copies[0])
+        is_copy = local is not None and not self.layout(local).partial_axes
+        return [*copies, local] if local is not None and is_copy else copies
+
     def reshard(self, value: str, layout: Layout, expr: Expr, stream: Stream | None = None) -> str:
         """Return the name of a value's copy in a layout, made by a new set where there is none."""
         copies = self.copies.setdefault(value, [value])
         for copy in copies:
             if self.layout(copy) == layout:
                 return copy
-        source = self.cheapest(copies, layout)
+        source = self.cheapest(self.with_made(copies) if layout.reaches else copies, layout)
         if stream is not None and self.form(source, layout, stream) is None:
             stream = None
         output = self.new_value(self.values[value], f"{value}.{suffix(layout)}", layout, stream)
@@ -131,6 +139,7 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
         if local != name:
             moved = Expr(op="set", inputs=(local,), outputs=(name,), source=expr.source)
             rewriter.exprs.append(moved)
+            rewriter.made[name] = local
 
 
 def _copy_streams(expr: Expr, values: Mapping[str, Value]) -> dict[str, Stream | None]:

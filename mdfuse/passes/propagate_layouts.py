@@ -130,8 +130,9 @@ def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
         strategy = choose_here(expr, values)
         if strategy is None:
             continue
-        for operand in unknown:
-            values[operand] = replace(values[operand], layout=strategy.wanted[operand])
+        for operand in unknown:  # rows of other parts, as windows read, are in a copy of its own
+            layout = strategy.wanted[operand].without_reaches
+            values[operand] = replace(values[operand], layout=layout)
             changed = True
     return replace(fusion, values=values), changed
 

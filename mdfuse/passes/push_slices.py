@@ -25,8 +25,8 @@ def run(fusion: Fusion) -> Fusion:
     # What the user wants to lie as another value would no longer do so.
     fixed = {v.like.of for v in values.values() if v.like is not None and v.like.past is None}
     fixed.update(fusion.outputs)
-    made = [(expr.op, name) for expr in reversed(fusion.exprs) for name in expr.outputs]
-    for op, name in made:
+    made = [(expr, name) for expr in reversed(fusion.exprs) for name in expr.outputs]
+    for expr, name in made:
         out = values[name]
         if not out.is_tensor or out.is_law or name in fixed:
             continue
@@ -37,8 +37,7 @@ def run(fusion: Fusion) -> Fusion:
         assert out.layout is not None
         if len(wanted) != 1 or not _is_slice(out.layout, goal := wanted.pop()):
             continue
-        if op != "set" or not goal.reaches:  # windows that overlap are made where they are read
-            values[name] = replace(out, layout=goal)
+        values[name] = replace(out, layout=_pushed(expr, out, goal, values))
     return replace(fusion, values=values)
 
 
@@ -52,6 +51,23 @@ def _strategy(expr: Expr, values: Mapping[str, Value]) -> Strategy:
     strategy = choose_here(expr, values)
     assert strategy is not None
     return strategy
+
+
+def _pushed(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -> Layout:
+    """Return the layout of a result that all read as the goal says.
+
+    Windows that overlap are cut, or received, where they are read: of the parts that are made.
+    """
+    if not goal.reaches:
+        return goal
+    assert out.layout is not None
+    if expr.op == "set":
+        return out.layout
+    goal = goal.without_reaches
+    strategy = choose_here(expr, {**values, out.name: replace(out, layout=goal)})
+    assert strategy is not None
+    made = strategy.results[expr.outputs.index(out.name)]
+    return goal if made.partial_axes or made.mesh != goal.mesh else made
 
 
 def _is_slice(layout: Layout, goal: Layout) -> bool:

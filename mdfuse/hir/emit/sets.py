@@ -8,6 +8,7 @@ from typing import Any
 
 from mdfuse.communication import Communication
 from mdfuse.errors import LayoutError, Source
+from mdfuse.hir.emit.expanded import Squeezed, without_expanded
 from mdfuse.hir.program import BufferType, Instruction, Padding
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE
@@ -111,7 +112,7 @@ def emit_set(out: Emitter, expr: Expr) -> None:
     (operand,) = expr.reads
     source, target = out.fusion.values[operand], out.fusion.values[expr.output]
     assert source.layout is not None and target.layout is not None
-    squeezed = _without_expanded(source, source.layout, target.layout)
+    squeezed = without_expanded(out.fusion, expr)
     if squeezed is not None:
         _emit_expanded(out, expr, operand, squeezed)
         return
@@ -393,39 +394,7 @@ def _may_ask(out: Emitter, i: Instruction, order: tuple[int, ...]) -> bool:
     return order == tuple(range(len(order))) or has_orders(row, order, ndims)
 
 
-# -- expanded dims do not travel -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Squeezed:
-    """A reshard with the expanded dims reduced to extent 1."""
-
-    dims: tuple[int, ...]
-    shape: tuple[int, ...]
-    source: Layout
-    target: Layout
-
-
-def _without_expanded(value: Value, source: Layout, target: Layout) -> _Squeezed | None:
-    dims = tuple(sorted(value.expanded))
-    if value.stream is not None:  # its chunks were written where each element has a place
-        return None
-    if source.reaches or target.reaches:  # `expand` reads and makes no rows of others
-        return None
-    if not dims or source == target or any(_some_rank_is_empty(value, source, d) for d in dims):
-        return None
-    kept = {d: d for d in range(len(value.shape)) if d not in dims}
-    shape = tuple(1 if d in dims else n for d, n in enumerate(value.shape))
-    return _Squeezed(dims, shape, source.with_dims(kept), target.with_dims(kept))
-
-
-def _some_rank_is_empty(value: Value, layout: Layout, dim: int) -> bool:
-    last = tuple(n - 1 for n in layout.mesh.shape)
-    start, stop = layout.box_at(value.shape, last)[dim]
-    return start == stop
-
-
-def _emit_expanded(out: Emitter, expr: Expr, operand: str, squeezed: _Squeezed) -> None:
+def _emit_expanded(out: Emitter, expr: Expr, operand: str, squeezed: Squeezed) -> None:
     """Take one element of the expanded dims, reshard that, expand again."""
     target = out.fusion.values[expr.output]
     dtype = target.dtype

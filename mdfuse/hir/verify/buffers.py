@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from mdfuse.hir.program import BufferType, Instruction
-from mdfuse.hir.verify.expanded import expanded_dims
 from mdfuse.hir.verify.layouts import (
     axes_of,
     chunk_of,
@@ -217,7 +216,7 @@ def _unexpand(types: Types, i: Instruction) -> None:
     want = tuple(1 if d in dims else n for d, n in enumerate(before.shape))
     if want != after.shape:
         raise types.mismatch(i, f"unexpand makes {list(want)}")
-    alike = expanded_dims(types.program, i.reads[0])
+    alike = types.expanded.dims(i.reads[0], i)
     single = [d for d in dims if d not in alike and before.shape[d] != 1]
     if single:
         raise types.mismatch(i, f"no expand made dim {single[0]} of %{i.reads[0]}")

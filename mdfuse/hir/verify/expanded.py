@@ -1,43 +1,101 @@
-"""The dims of a buffer along which one element repeats, as `expand` makes them."""
+"""The dims of a buffer along which all elements are equal, as `expand` makes them."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cached_property
+
 from mdfuse.errors import MdfuseError
+from mdfuse.hir.instructions import received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.storage import shared_operand
 from mdfuse.ir.graph import Value
 from mdfuse.ir.infer import expanded_dims as stretched
 from mdfuse.ir.infer import infer
 from mdfuse.ir.ops import TABLE
 
 
-def expanded_dims(program: HostProgram, name: str) -> frozenset[int]:
-    """Return the dims of a buffer along which one element in memory repeats.
+class Expanded:
+    """What `expand` makes in a program.
 
-    Only a buffer that a single view op makes has any.
+    It counts what elements are, not where they lie: a result with a memory order has a place for
+    each of them, but the elements are equal until something else is written there.
     """
-    root = program.root(name)
-    leaves = (i for i in program.walk() if i.op != "launch")
-    made = [i for i in leaves if any(program.root(n) == root for n in i.outputs)]
-    if len(made) != 1 or made[0].fn not in TABLE or not TABLE[made[0].fn].is_view:
-        return frozenset()
-    return _through(program, made[0])
 
+    def __init__(self, program: HostProgram) -> None:
+        self.program = program
 
-def _through(program: HostProgram, i: Instruction) -> frozenset[int]:
-    """Return the expanded dims of a view's result, as the strides of torch's result show them."""
-    source, kind = i.inputs[0], program.types[i.outputs[0]]
-    before = program.types.get(source) if isinstance(source, str) else None
-    if before is None or not isinstance(source, str) or i.order is not None:
-        return frozenset()
-    value = _value(source, before, expanded_dims(program, source))
-    attrs = {**i.kwargs}
-    if i.fn in ("reshape", "expand"):
-        attrs["shape"] = kind.shape
-    try:
-        made = infer(TABLE[i.fn], [source], attrs, {source: value}, None)
-    except MdfuseError:
-        return frozenset()
-    return stretched(made)  # type: ignore[arg-type]
+    def dims(self, name: str, reader: Instruction) -> frozenset[int]:
+        """Return the dims of what an instruction reads that `expand` made and nothing has changed.
+
+        Only a buffer that a single view op makes, or writes, has any.
+        """
+        root = self.program.root(name)
+        writers = self.writers.get(root, ())
+        if len(writers) != 1 or self._is_changed(root):
+            return frozenset()
+        (writer,) = writers
+        is_view = writer.fn in TABLE and TABLE[writer.fn].is_view
+        is_old = root in self.program.inputs and not self._is_ahead(writer, reader)
+        return self._through(writer) if is_view and not is_old else frozenset()
+
+    def _is_ahead(self, writer: Instruction, reader: Instruction) -> bool:
+        """Whether a write stands ahead of a read, and not in a loop or a branch."""
+        for i in self.program.instructions:
+            for j in i.body if i.op == "launch" else (i,):
+                if any(k is reader for k in j.walk()):
+                    return False
+                if j is writer:
+                    return True
+        return False
+
+    @cached_property
+    def writers(self) -> Mapping[str, list[Instruction]]:
+        """Buffer -> the instructions that make it, write into it or receive into it."""
+        found = defaultdict[str, list[Instruction]](list)
+        for i in self.program.walk():
+            if i.op != "launch":
+                for root in {self.program.root(n) for n in (*i.outputs, *received(i))}:
+                    found[root].append(i)
+        return found
+
+    @cached_property
+    def views(self) -> Mapping[str, list[str]]:
+        """Buffer -> those that are views of it, but for views of views."""
+        found = defaultdict[str, list[str]](list)
+        for root, (maker, *_) in self.writers.items():
+            of = shared_operand(maker)
+            if of is not None:
+                found[self.program.root(of)].append(root)
+        return found
+
+    def _is_changed(self, root: str) -> bool:
+        """Whether something is written into a buffer through views of it, or of these."""
+        seen, waiting = {root}, [root]
+        while waiting:
+            views = {*self.views.get(waiting.pop(), ())} - seen
+            if any(len(self.writers[v]) > 1 for v in views):
+                return True
+            seen |= views  # an input that is updated may be a view of its own views
+            waiting += views
+        return False
+
+    def _through(self, i: Instruction) -> frozenset[int]:
+        """Return the expanded dims of a view's result, as the strides of torch's result show."""
+        source, kind = i.inputs[0], self.program.types[i.outputs[0]]
+        before = self.program.types.get(source) if isinstance(source, str) else None
+        if before is None or not isinstance(source, str):
+            return frozenset()
+        value = _value(source, before, self.dims(source, i))
+        attrs = {**i.kwargs}
+        if i.fn in ("reshape", "expand"):
+            attrs["shape"] = kind.shape
+        try:
+            made = infer(TABLE[i.fn], [source], attrs, {source: value}, None)
+        except MdfuseError:
+            return frozenset()
+        return stretched(made)  # type: ignore[arg-type]
 
 
 def _value(name: str, kind: BufferType, expanded: frozenset[int]) -> Value:

@@ -10,6 +10,7 @@ from mdfuse.extents.expressions import UNKNOWN, Calc, Index, Term, terms
 from mdfuse.hir.instructions import BUFFER_OPS, NAMED
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffers import RULES
+from mdfuse.hir.verify.expanded import Expanded
 from mdfuse.hir.verify.layouts import axes_of, chunk_of
 from mdfuse.hir.verify.op_types import lacks, row_problem
 from mdfuse.hir.verify.report import wrong
@@ -55,6 +56,11 @@ class Types:
     accumulated: dict[str, str] = field(default_factory=dict)
     #: names with a buffer of their own
     allocated: set[str] = field(default_factory=set)
+    #: which dims of buffers `expand` made
+    expanded: Expanded = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expanded = Expanded(self.program)
 
     def block(self, block: Iterable[Instruction]) -> None:
         rules = RULES

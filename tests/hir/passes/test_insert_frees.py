@@ -270,3 +270,23 @@ def test_a_block_frees_what_another_one_uses_last_for_another_index() -> None:
     assert "block @drop0(%i) {\n    free %h\n  }" in found
     assert "call right(0)\n  call drop0(0)" in found
     assert "call left(1)\n  call drop0(1)" in found
+
+
+def test_what_may_be_a_copy_is_freed_after_the_post_of_its_view() -> None:
+    """A view that is to lie in an order owns its memory where it had to be copied."""
+    program = parse(
+        """
+      input %x: f32[1,2] (x=R)
+      %e: f32[1,2] (x=R) = permute(%x, dims=[0,1]) order=[1,0]
+      %p: f32[1,2] (x=R) = detach(%e)
+      %r: f32[1,2] (x=R) = alloc
+      %c = post allreduce[sum](%p) -> %r f32[1,2] (x=P(sum)) => (x=R) axis=x
+      %y: f32[1,2] (x=R) = neg(%e)
+      wait %c
+      return %y, %r
+    """,
+        "mesh(x=2)",
+    )
+    code = insert_frees.run(program, POISON).instructions
+    (wait,) = (n for n, i in enumerate(code) if i.op == "wait")
+    assert {x for i in code[wait:] if i.op == "free" for x in i.reads} == {"e", "p"}
