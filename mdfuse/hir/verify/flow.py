@@ -306,8 +306,11 @@ class Flow:
                 raise refusals.not_to_free(self.program, name, i)
             if self.busy[name]:
                 self.check_idle(name, i)
-            if self.bound.pop(name, None) is None and name not in self.numbers:
+            view = self.bound.pop(name, None)
+            if view is None and name not in self.numbers:
                 raise self.unbound(name, i)
+            if view is not None and view.storage.parts is not None and view.storage.name == name:
+                raise refusals.incomplete(self.program, name, i, view.storage.parts)
             self.numbers.discard(name)
             self.freed[name] = i
 
