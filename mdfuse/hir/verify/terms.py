@@ -78,9 +78,9 @@ class Ledger(Held):
 
     def send(self, i: Instruction, view: View) -> None:
         (name,) = i.reads
-        self.sent[self.channel(i)].append(
-            Sent(name, self.layout(name), self.held(name, view, i), i)
-        )
+        layout, terms = self.layout(name), self.held(name, view, i)
+        terms = None if self.is_usual(layout, terms) else terms
+        self.sent[self.channel(i)].append(Sent(name, layout, terms, i))
 
     def recv(self, i: Instruction) -> None:
         channel = self.channel(i)

@@ -193,6 +193,24 @@ def test_many_ranks(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
             verify(short)
 
 
+@pytest.mark.parametrize("n", [8, 512])
+def test_rings_one_behind_the_other(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a ring scatters, the next one gathers, in several layers."""
+    mesh, turn = DeviceMesh.arange(tp=n), Stream(0, n, rotate="tp")
+    with mf.FusionDefinition("layers") as fd:
+        x = fd.define_tensor([2 * n, 4], torch.float32, mesh, {"tp": Shard(0)})
+        for _ in range(4):
+            w1 = fd.define_tensor([4, n], torch.float32, mesh, {"tp": Shard(1)})
+            w2 = fd.define_tensor([n, 4], torch.float32, mesh, {"tp": Shard(0)})
+            h = fd.ops.matmul(fd.ops.set(x).on(mesh, stream=turn), w1)
+            h = fd.ops.relu(h.on(mesh, {"tp": Shard(1)}, stream=turn))
+            x = fd.ops.matmul(h, w2).on(mesh, {"tp": Shard(0)}, stream=turn)
+        fd.add_output(x)
+    program = mf.compile(fd, mf.Options(verify=False)).host
+    monkeypatch.setattr(hir.verify.check, "unrolled", None)
+    verify(program)
+
+
 @pytest.mark.parametrize("step", [3, 5])
 def test_steps_of_several_ranks(step: int) -> None:
     """Every rank is met where the step has no divisor in common with their number."""
