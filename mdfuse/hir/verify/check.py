@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.expressions import terms
@@ -26,14 +26,16 @@ from mdfuse.hir.unroll import is_numbered
 from mdfuse.hir.verify.apart import Memory
 from mdfuse.hir.verify.elsewhere import Ends, key_near, key_of
 from mdfuse.hir.verify.flow import Flow
-from mdfuse.hir.verify.folded import folded
-from mdfuse.hir.verify.layers import without_repeated
-from mdfuse.hir.verify.rotations import rotates
+from mdfuse.hir.verify.folded import FoldedProgram, folded
+from mdfuse.hir.verify.layers import Shortened, without_repeated
+from mdfuse.hir.verify.rotations import rotates, turns
 from mdfuse.hir.verify.shifted import even
 from mdfuse.hir.verify.sizes import check_sizes
 from mdfuse.hir.verify.stand_ins import does_the_same, holds_for_numbers, projected
 from mdfuse.hir.verify.structure import check_defined, check_structure
 from mdfuse.hir.verify.teams import check_teams
+from mdfuse.hir.verify.terms import Ledger, has_terms
+from mdfuse.hir.verify.terms_of_ranks import check_terms
 from mdfuse.hir.verify.types import check_types
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.mesh import DeviceMesh
@@ -65,6 +67,32 @@ def verify(program: HostProgram | Mapping[int, HostProgram], in_full: bool = Fal
 # -- one program for all ranks -------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How a program for all ranks is verified.
+
+    Attributes:
+        in_full: every iteration is written out, and the transfers of every rank.
+        is_turning: all transfers are sure to meet, for all ranks at once.
+        follows: the terms that ranks send each other are followed in one rank, for all.
+        joins: they are followed in all ranks together.
+    """
+
+    in_full: bool
+    is_turning: bool
+    follows: bool
+    joins: bool
+
+
+def _how(program: HostProgram, in_full: bool) -> _How:
+    has_transfers = any(map(_is_transfer, _paths(program)))
+    is_turning = has_transfers and rotates(program)
+    if not has_transfers or not has_terms(program):
+        return _How(in_full, is_turning, False, False)
+    is_alike = is_turning or turns(program)
+    return _How(in_full, is_turning, is_alike, not is_alike)
+
+
 def _verify_global(program: HostProgram, in_full: bool) -> None:
     short = without_repeated(program) if not in_full else None
     if short is not None and not _is_of_ranks(short):
@@ -93,13 +121,14 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
         ranks = sorted({r for mesh in program.meshes for r in mesh})
         _verify_ranks({rank: program.project(rank) for rank in ranks})
         return
+    how = _how(program, in_full)
     ends = _by_mesh(program, program.inputs), _by_mesh(program, program.outputs)
     written = program.written_inputs
     known: dict[Hashable, bool] = {}  # what some rank runs -> whether its flow was checked
     nears: dict[tuple[DeviceMesh, ...], Hashable] = {}
     for first, last in _classes(program):
         if not is_straight:
-            _verify_looped_ranks(program, first, last, in_full)
+            _verify_looped_ranks(program, first, last, how)
             continue
         for rank in dict.fromkeys((first, last)):
             has_flow = rank == first or bool(special)
@@ -110,11 +139,14 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
             mine = _held(executed(program, rank), program, ends)
             key = None if is_alone else key_of(mine, written)
             if key is None or known.get(key, -1) < has_flow:
-                _verify_straight(mine, program, has_flow)
+                _verify_straight(mine, program, has_flow, how)
                 known[key] = has_flow
             known[near] = has_flow
-    if any(map(_is_transfer, _paths(program))) and (in_full or not rotates(program)):
+    if any(map(_is_transfer, _paths(program))) and (in_full or not how.is_turning):
         _check_transfers(program)
+    if how.joins:
+        ranks = sorted({r for mesh in program.meshes for r in mesh})
+        check_terms({rank: program.project(rank).written_out for rank in ranks})
 
 
 def _near(
@@ -131,10 +163,10 @@ def _near(
     return None if key is None else (key, rank - meshes[0].first)
 
 
-def _verify_straight(mine: HostProgram, program: HostProgram, has_flow: bool) -> None:
+def _verify_straight(mine: HostProgram, program: HostProgram, has_flow: bool, how: _How) -> None:
     local = unrolled(mine)
     if has_flow:
-        _check_flow(local, program)
+        _check_flow(local, program, how.follows)
     _check_sizes(local)
 
 
@@ -157,14 +189,14 @@ def _held(mine: HostProgram, program: HostProgram, ends: Ends) -> HostProgram:
     return replace(mine, inputs=inputs, outputs=outputs, instructions=kept)
 
 
-def _verify_looped_ranks(program: HostProgram, first: int, last: int, in_full: bool) -> None:
+def _verify_looped_ranks(program: HostProgram, first: int, last: int, how: _How) -> None:
     """Verify the projections of the first and the last rank of a class, or one for both."""
-    if not in_full and _is_right_everywhere(program):
+    if _may_fold(how) and _is_right_everywhere(program, how):
         return
     mine = program.project(first)
     if not runs_all(program, first):
         check_defined(mine)
-    local = _verify_looped(program, mine, in_full)
+    local = _verify_looped(program, mine, how)
     if last == first:
         return
     other = projected(program, mine, last)
@@ -172,10 +204,15 @@ def _verify_looped_ranks(program: HostProgram, first: int, last: int, in_full: b
         _check_sizes(replace(local, rank=last))
     else:
         check_defined(other)
-        _verify_looped(program, other, in_full)
+        _verify_looped(program, other, how)
 
 
-def _is_right_everywhere(program: HostProgram) -> bool:
+def _may_fold(how: _How) -> bool:
+    """Return whether iterations may be folded: terms that travel are then sure to meet in each."""
+    return not how.in_full and (how.is_turning or not how.follows)
+
+
+def _is_right_everywhere(program: HostProgram, how: _How) -> bool:
     """Return whether one rank is sure to stand for all, and all is well there."""
     memory = Memory(program)
     alike = even(program, memory)
@@ -183,33 +220,33 @@ def _is_right_everywhere(program: HostProgram) -> bool:
         local = folded(alike, memory) if alike is not None else None
         if alike is None or local is None:
             return False
-        _check_flow(local, alike)
+        _check_flow(local, alike, how.follows)
     except (MdfuseError, KeyError):
         return False  # it may be right all the same: that of the ranks themselves counts
     return True
 
 
-def _verify_looped(program: HostProgram, mine: HostProgram, in_full: bool) -> HostProgram | None:
+def _verify_looped(program: HostProgram, mine: HostProgram, how: _How) -> HostProgram | None:
     """Verify a projection with indices: with iterations folded, and written out if that fails.
 
     Returns:
         The projection with iterations folded; None where it was written out.
     """
-    if not in_full:
+    if _may_fold(how):
         try:
             local = folded(mine)
             if local is not None:
-                _check_flow(local, program)
+                _check_flow(local, program, how.follows)
                 if not holds_for_numbers(mine):
                     check_types(local)
                 _check_sizes(local)
                 return local
         except (MdfuseError, KeyError):
             pass  # it may be right all the same: what is written out has the last word
-    local = unrolled(mine)
-    _check_flow(local, program)
-    check_types(local)
-    _check_sizes(local)
+    whole = unrolled(mine)
+    _check_flow(whole, program, how.follows)
+    check_types(whole)
+    _check_sizes(whole)
     return None
 
 
@@ -352,10 +389,15 @@ def _verify_written_out(local: HostProgram, program: HostProgram) -> None:
     _check_sizes(local)
 
 
-def _check_flow(local: HostProgram, program: HostProgram) -> None:
+def _check_flow(local: HostProgram, program: HostProgram, follows: bool = False) -> None:
     """Check the flow of a straight-line program; `program` is what it was written out from."""
     updated = program.written_inputs.intersection(local.inputs)
-    Flow(local, updated, program.has_frees).run()
+    flow = Flow(local, updated, program.has_frees)
+    if follows:
+        layers = program.layer_of if isinstance(program, Shortened) else {}
+        repeated = local.repeated if isinstance(local, FoldedProgram) else frozenset()
+        flow.terms = Ledger(local, layers, repeated)
+    flow.run()
 
 
 def _check_sizes(local: HostProgram) -> None:
@@ -386,3 +428,5 @@ def _verify_ranks(programs: Mapping[int, HostProgram]) -> None:
         for rank in dict.fromkeys((ranks[0], ranks[-1])):
             _verify_written_out(written[rank], projected[rank])
     check_teams(written)
+    if any(map(has_terms, written.values())):
+        check_terms(written)

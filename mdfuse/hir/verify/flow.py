@@ -27,7 +27,16 @@ from mdfuse.hir.verify.memory import (
     record,
 )
 from mdfuse.hir.verify.sizes import uses
-from mdfuse.hir.verify.views import is_slice, is_view, may_copy, pieces_of, shape_of, whole
+from mdfuse.hir.verify.terms import Ledger
+from mdfuse.hir.verify.views import (
+    is_author_s,
+    is_slice,
+    is_view,
+    may_copy,
+    pieces_of,
+    shape_of,
+    whole,
+)
 from mdfuse.ir.graph import Operand
 from mdfuse.layouts.boxes import Box
 
@@ -59,6 +68,8 @@ class Flow:
     #: values of get_stream -> the stream
     streams: dict[str, int] = field(default_factory=dict)
     clocks: Clocks = field(default_factory=Clocks)
+    #: which terms of sums buffers hold; None where ranks send none, or it is not known
+    terms: Ledger | None = None
 
     @property
     def steps(self) -> Steps:
@@ -196,19 +207,34 @@ class Flow:
         if output not in self.bound and is_view(self.program, i):
             self.bind_view(output, i)
             return
+        if self.terms is not None:
+            self.compute_terms(i, self.terms)
+            return
         for x in i.inputs:
             if type(x) is str:
                 self.read(x, i)
         for output in i.outputs:
             self.write(output, i)
 
+    def compute_terms(self, i: Instruction, terms: Ledger) -> None:
+        """Follow a local op, and which terms of a sum its results hold."""
+        views = {x: view for x in i.reads if (view := self.read(x, i)) is not None}
+        made = terms.made(i, views)
+        for output in i.outputs:
+            self.write(output, i)
+            if output in self.bound:
+                terms.note(output, self.bound[output], made)
+
     def accumulate(self, i: Instruction) -> None:
         """Follow what adds the part of a chunk to those that are there; each comes once."""
         (part,), (output,) = i.reads, i.outputs
-        self.read(part, i)
+        source = self.read(part, i)
+        held = self.terms.held(part, source, i) if self.terms and source is not None else None
         layout = self.program.types[part].layout
         chunk = layout.stream if layout is not None else None
         view = self.bound.get(output)
+        if view is None and output in self.freed:
+            raise refusals.added_to_freed(self.program, output, i, self.freed[output])
         done = (view.storage.parts if view is not None else None) or set()
         if view is not None:
             view.storage.parts = None
@@ -219,6 +245,8 @@ class Flow:
         count = i.kwargs.get("of", chunk.count)
         if not done.isdisjoint(parts) or self.bound[output].region is not None:
             raise refusals.added_twice(self.program, output, i, chunk.index)
+        if self.terms is not None:
+            self.terms.add_part(output, self.bound[output], i, held, not done)
         done.update(parts)
         self.bound[output].storage.parts = done if len(done) < count else None
 
@@ -238,7 +266,8 @@ class Flow:
                 self.check_callers(output, i)
                 born = self.clocks.current, self.clocks.now[self.clocks.current]
         region, dims = shape_of(self.program, view, i)
-        self.bound[output] = View(storage, region, dims, i, born)
+        is_said = view.is_said or is_author_s(self.program, i)
+        self.bound[output] = View(storage, region, dims, i, born, is_said)
 
     def launch(self, i: Instruction) -> None:
         """Follow the instructions inside a host unit, and forget its own values at the end."""
@@ -259,6 +288,8 @@ class Flow:
             self.bind_new(name, i)
         if i.kwargs.get("fill") is not None:
             self.write(name, i)
+            if self.terms is not None:
+                self.terms.note(name, self.bound[name], None)
 
     def bind_new(self, name: str, i: Instruction) -> None:
         """Bind a name to new memory without contents."""
@@ -275,8 +306,11 @@ class Flow:
                 raise refusals.not_to_free(self.program, name, i)
             if self.busy[name]:
                 self.check_idle(name, i)
-            if self.bound.pop(name, None) is None and name not in self.numbers:
+            view = self.bound.pop(name, None)
+            if view is None and name not in self.numbers:
                 raise self.unbound(name, i)
+            if view is not None and view.storage.parts is not None and view.storage.name == name:
+                raise refusals.incomplete(self.program, name, i, view.storage.parts)
             self.numbers.discard(name)
             self.freed[name] = i
 
@@ -323,6 +357,8 @@ class Flow:
             for name, is_write in buffers
             if isinstance(name, str) and (view := self.access(name, is_write, i)) is not None
         ]
+        if self.terms is not None:
+            self.terms.begin(i, [(name, view) for name, view, is_write in used if not is_write])
         clock = self.clocks.snapshot(self.clocks.current) if self.is_streamed else {}
         self.posted[handle] = OpenPost(i, clock, pieces_of(self.program, i, used, count), names)
 
@@ -363,6 +399,8 @@ class Flow:
             view.storage.accesses.remove(access)
         if access.is_write:
             note_written(view.storage, view.region, self.box(view.storage))
+            if self.terms is not None and access.by is not None:
+                self.terms.finish(access.by, view)
 
     # -- streams ---------------------------------------------------------------------------------
 
@@ -405,6 +443,8 @@ class Flow:
     def hand_over(self, name: str, i: Instruction) -> None:
         """Check that an output can be the caller's from now on."""
         view = self.read(name, i)
+        if view is not None and self.terms is not None:
+            self.terms.claim(name, view, i)
         if view is not None and self.is_streamed:
             self.check_joined(name, view, i)
 

@@ -24,7 +24,7 @@ Where one of these is not sure, there is no such program, and all iterations hav
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
 from mdfuse.communication import Communication
@@ -48,7 +48,7 @@ class _Unfit(Exception):
     """A loop cannot be folded; all its iterations are written out."""
 
 
-def folded(program: HostProgram, memory: Memory | None = None) -> HostProgram | None:
+def folded(program: HostProgram, memory: Memory | None = None) -> FoldedProgram | None:
     """Return a projection written out with iterations folded; None where it may be too long.
 
     Args:
@@ -64,7 +64,21 @@ def folded(program: HostProgram, memory: Memory | None = None) -> HostProgram | 
         found = early_waits.run(late_waits.run(writer.write()))
     except _Unfit:
         return None
-    return found if len(writer.code) + writer.saved < LIMIT else None
+    if len(writer.code) + writer.saved >= LIMIT:
+        return None
+    said = {row.name: getattr(found, row.name) for row in fields(HostProgram)}
+    return FoldedProgram(**said, repeated=frozenset(map(id, writer.repeated)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldedProgram(HostProgram):
+    """A projection written out with iterations folded.
+
+    Attributes:
+        repeated: ids of the instructions that stand for several iterations.
+    """
+
+    repeated: frozenset[int]
 
 
 @dataclass
@@ -72,6 +86,8 @@ class _Folded(Unrolled):
     memory: Memory = field(kw_only=True)
     #: how many instructions were left out
     saved: int = 0
+    #: those that stand for several iterations
+    repeated: list[Instruction] = field(default_factory=list)
     #: in an iteration that stands for several: the loop's index, and its number in the last of them
     last: tuple[str, int] | None = None
     #: all iterations of the loop are written as one, whose names are those of the program
@@ -131,7 +147,7 @@ class _Folded(Unrolled):
     def append(self, i: Instruction) -> None:
         """Write an instruction; as it is where all iterations are one, which has these names."""
         op = op_of(i) if self.is_alone else None
-        is_other = not self.is_alone or i.comm is not None or i.op == "accumulate"
+        is_other = not self.is_alone or i.comm is not None or i.op in ("accumulate", *TRANSFERS)
         if is_other or i.indices or (op is not None and op.localize is not None):
             super().append(i)
             return
@@ -161,6 +177,9 @@ class _Folded(Unrolled):
         if len(turn.numbers) > 1:
             self.last = loop.outputs[0], turn.numbers[-1]
         super().part(loop, part, turn)
+        if self.last is not None:
+            self.code[before:] = [replace(i) for i in self.code[before:]]  # told by identity
+            self.repeated += self.code[before:]
         self.last = None
         self.saved += (len(turn.numbers) - 1) * (len(self.code) - before)
 
@@ -227,6 +246,8 @@ class _Folded(Unrolled):
 
     def renamed(self, i: Instruction) -> Instruction:
         found = super().renamed(i)
+        if i.op in TRANSFERS and self.last is not None:
+            return found.changed(attrs=(*found.attrs, ("turns", self.turned(i))))
         if i.op != "accumulate" or self.last is None:
             return found
         layout = self.program.types[self.program.root(i.reads[0])].layout
@@ -234,6 +255,24 @@ class _Folded(Unrolled):
         index, last = self.last
         parts, count = range(self.env[index], last + 1), layout.stream.count
         return found.changed(attrs=(("parts", parts), ("of", count)))
+
+    def turned(self, i: Instruction) -> tuple[int, int] | None:
+        """Return how much farther a peer is in each iteration, and how many these are.
+
+        None where this is not known.
+        """
+        assert self.last is not None
+        index, last = self.last
+        layout = self.program.types[self.program.root(i.reads[0])].layout
+        axis, peer = i.kwargs.get("axis"), i.kwargs["to" if i.op == "send" else "from"]
+        count, term = last - self.env[index] + 1, Term("index", index)
+        if term not in terms(peer):
+            return 0, count
+        if axis is None or layout is None:
+            return None
+        found = linear(resolve(peer, self.before(term)), layout.mesh.axis_size(axis))
+        is_known = found is not None and all(t == term for t, _ in found.factors)
+        return (found.factor(term), count) if is_known and found is not None else None
 
     def is_of_part(self, i: Instruction) -> bool:
         return i.op not in TRANSFERS and super().is_of_part(i)

@@ -18,8 +18,8 @@ first one did to it, and before what comes behind the last one, since layers use
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mdfuse.communication import Communication
@@ -47,11 +47,22 @@ _NEVER = ("block", "call", "get_stream", "accumulate", "return", "barrier")
 _WRITING = ("post", "recv")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shortened(HostProgram):
+    """A program with two of all layers that are alike.
+
+    Attributes:
+        layer_of: name -> the layer that makes it, 0 or 1.
+    """
+
+    layer_of: Mapping[str, int]
+
+
 class _Unlike(Exception):
     """Names stand for different things in two layers."""
 
 
-def without_repeated(program: HostProgram) -> HostProgram | None:
+def without_repeated(program: HostProgram) -> Shortened | None:
     """Return a program with two of all layers that are alike; None where there are none.
 
     Whatever is wrong with the one is wrong with the other, but for the names in it.
@@ -71,7 +82,7 @@ def without_repeated(program: HostProgram) -> HostProgram | None:
         return None  # what has a wrong form is refused elsewhere
 
 
-def _shortened(program: HostProgram, start: int, period: int, count: int) -> HostProgram:
+def _shortened(program: HostProgram, start: int, period: int, count: int) -> Shortened:
     """Return a program with two of some layers; raise _Unlike where they are not alike."""
     uses = _uses_of(program)
     _Layers(program, (), uses, start, period, count).check_behind()
@@ -389,7 +400,7 @@ class _Layers:
         types = self.program.types
         return (self.reader(x), self.reader(y)) == (one, other) and types[x] == types[y]
 
-    def shortened(self) -> HostProgram:
+    def shortened(self) -> Shortened:
         """Return the program with the first two layers, the second one as the last."""
         program, new, left_out = self.program, self.last_as_second(), range(2, self.count)
         of = {n: self.owner(n) for n in program.types}
@@ -398,12 +409,14 @@ class _Layers:
         end = self.start + self.count * self.period
         code = list(program.instructions[: self.start + 2 * self.period])
         code += [_with_names(i, new) for i in program.instructions[end:]]
-        return replace(
-            program,
+        return Shortened(
+            name=program.name,
             types={n: kind for n, kind in program.types.items() if n not in dropped},
             inputs=tuple(n for n in program.inputs if n not in dropped),
             outputs=tuple(new.get(n, n) for n in program.outputs),
             instructions=tuple(code),
+            aliases=program.aliases,
+            layer_of={n: layer for n in self.uses.made if (layer := self.owner(n)) in (0, 1)},
         )
 
     def last_as_second(self) -> dict[str, str]:

@@ -41,6 +41,21 @@ class Access:
     by: Instruction | None
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Terms that a buffer holds, where they are others than its layout says.
+
+    Attributes:
+        op: the reduce op that joins them.
+        held: the places of the ranks that they come from, as bits (`spaces.py`).
+        is_spread: an iteration that stands for several has some of them, each of these others.
+    """
+
+    op: str
+    held: int
+    is_spread: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Storage:
     """Memory that one or several names stand for.
@@ -51,6 +66,7 @@ class Storage:
             it is.
         accesses: those that a later access may have to wait for.
         parts: the chunks whose parts are added up in it, while some are missing.
+        terms: box (None: all of it) -> terms, where they are others than its layout says.
         is_input: it is the caller's.
         frozen_by: what made an output a view of it; after that it must not change.
     """
@@ -59,6 +75,7 @@ class Storage:
     written: dict[Box, int] | None = None
     accesses: list[Access] = field(default_factory=list)
     parts: set[int] | None = None
+    terms: dict[Box | None, Terms] = field(default_factory=dict)
     is_input: bool = False
     frozen_by: Instruction | None = None
 
@@ -73,6 +90,7 @@ class View:
         dims: for each dim of the view the storage's; None where they are the same.
         made_by: the instruction that made it a view of another name.
         born: the stream and its tick, where making it may have copied (a reshape).
+        is_said: it has its layout, or that of what it shows, on the author's word.
     """
 
     storage: Storage
@@ -80,6 +98,7 @@ class View:
     dims: tuple[int, ...] | None = None
     made_by: Instruction | None = None
     born: tuple[int, int] | None = None
+    is_said: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +128,7 @@ def note_written(storage: Storage, region: Box | None, box: Box) -> None:
     if region is not None and region not in storage.written:
         fresh = [region]
         for known in storage.written:
-            fresh = [part for new in fresh for part in _outside(new, known)]
+            fresh = [part for new in fresh for part in outside(new, known)]
         storage.written.update((part, box_size(part)) for part in fresh)
     if region is None or sum(storage.written.values()) >= box_size(box):
         storage.written = None
@@ -122,7 +141,7 @@ def missing(storage: Storage, region: Box) -> int:
     return max(math.prod(box_shape(region)) - found, 0)
 
 
-def _outside(box: Box, other: Box) -> list[Box]:
+def outside(box: Box, other: Box) -> list[Box]:
     """Return disjoint boxes that have what is in a box and not in another one."""
     if intersect(box, other) is None:
         return [box]
@@ -209,13 +228,13 @@ def record(view: View, access: Access) -> None:
         for a in storage.accesses
         if a.who == PENDING
         or not (is_write or (a.who == who and not a.is_write))
-        or not (region is None or _covers(region, a.region))
+        or not (region is None or covers(region, a.region))
     ]
     kept.append(access)
     storage.accesses = kept
 
 
-def _covers(a: Box | None, b: Box | None) -> bool:
+def covers(a: Box | None, b: Box | None) -> bool:
     """Return whether region `a` contains region `b`; None is all of the storage."""
     return a is None or (
         b is not None and all(p <= r and s <= q for (p, q), (r, s) in zip(a, b, strict=True))

@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from mdfuse.errors import CommunicationError
-from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.instructions import POSTS, TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.events import Event, Programs
 from mdfuse.hir.verify.report import disagreement
@@ -23,8 +23,9 @@ def check_progress(programs: Programs, meetings: list[Meeting]) -> None:
     """Raise CommunicationError where communications wait for each other in a cycle.
 
     A communication is done once all its ranks have posted it, and a rank posts only after the waits
-    before that post. Both relations make a graph over communications and points of programs, which
-    must have no cycle.
+    before that post. A send or receive outside of groups goes on alone: those before it are over,
+    and those behind it begin once it is. These relations make a graph over communications and
+    points of programs, which must have no cycle.
 
     Args:
         programs: straight-line, by rank.
@@ -37,10 +38,31 @@ def check_progress(programs: Programs, meetings: list[Meeting]) -> None:
     before: dict[_Node, set[_Node]] = defaultdict(set)
     for rank, program in programs.items():
         _order_rank(before, program, rank, posted)
+    _check_order(programs, meetings, before)
+    if any(map(_has_ungrouped, programs.values())):
+        for rank, program in programs.items():
+            _order_transfers(before, program, rank, posted)
+        _check_order(programs, meetings, before)
+
+
+def _check_order(
+    programs: Programs, meetings: list[Meeting], before: Mapping[_Node, set[_Node]]
+) -> None:
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:
         raise _deadlock(programs, meetings, error.args[1]) from None
+
+
+def _has_ungrouped(program: HostProgram) -> bool:
+    """Return whether a rank sends or receives outside of groups."""
+    is_grouped = False
+    for i in program.instructions:
+        if i.op in ("group_start", "group_end"):
+            is_grouped = i.op == "group_start"
+        elif i.op in TRANSFERS and not is_grouped:
+            return True
+    return False
 
 
 def _order_rank(
@@ -66,6 +88,25 @@ def _order_rank(
             before[point].update(awaited, [last] if last is not None else [])
 
 
+def _order_transfers(
+    before: dict[_Node, set[_Node]],
+    program: HostProgram,
+    rank: int,
+    posted: Mapping[tuple[int, int], list[int]],
+) -> None:
+    """Add the edges of a rank's sends and receives with others, of which some are in no group."""
+    is_grouped = False
+    alone: list[int] = []  # the last one outside of groups
+    grouped: list[int] = []  # those in groups behind it
+    for at, i in enumerate(program.instructions):
+        if i.op in ("group_start", "group_end"):
+            is_grouped = i.op == "group_start"
+        elif i.op in TRANSFERS and rank not in (i.kwargs.get("to"), i.kwargs.get("from")):
+            for n in posted.get((rank, at), []):
+                before[n].update(alone if is_grouped else (*alone, *grouped))
+                alone, grouped = (alone, [*grouped, n]) if is_grouped else ([n], [])
+
+
 def _deadlock(
     programs: Programs, meetings: list[Meeting], cycle: list[_Node]
 ) -> CommunicationError:
@@ -73,17 +114,40 @@ def _deadlock(
     start = next(at for at, node in enumerate(cycle) if isinstance(node, int))
     cycle = [*cycle[start:-1], *cycle[: start + 1]]
     places: list[tuple[HostProgram, Instruction | None]] = []
+    ranks: dict[int, None] = {}
+    is_ungrouped = False
     for here, following in pairwise(cycle):
         if isinstance(here, int) and isinstance(following, tuple):
             rank, at = following
             places.append((programs[rank], programs[rank].instructions[at]))
-        elif isinstance(here, tuple) and isinstance(following, int):
-            places.append(next(e for e in meetings[following] if e.rank == here[0]).place)
-    ranks = dict.fromkeys(node[0] for node in cycle if isinstance(node, tuple))
+        elif isinstance(following, int):
+            is_ungrouped = is_ungrouped or isinstance(here, int)
+            event = _of_both(meetings, here, following)
+            rank = event.rank
+            places.append(event.place)
+        ranks[rank] = None
     shown = ", ".join(map(str, ranks))
+    reason, hint = _UNGROUPED if is_ungrouped else _WAITING
     return disagreement(
         places,
         f"ranks {shown} wait for each other" if len(ranks) > 1 else f"rank {shown} waits forever",
-        because="each waits for a communication that another posts only after its own wait",
-        hint="post before waiting on every rank, or wait in one order on all of them",
+        because=reason,
+        hint=hint,
     )
+
+
+#: Why ranks wait for each other, and what to do.
+_WAITING = (
+    "each waits for a communication that another posts only after its own wait",
+    "post before waiting on every rank, or wait in one order on all of them",
+)
+_UNGROUPED = (
+    "a send or receive outside of groups is over before the rank's next one begins",
+    "put those that need each other between group_start and group_end",
+)
+
+
+def _of_both(meetings: list[Meeting], here: _Node, following: int) -> Event:
+    """Return the post of a communication by the rank that comes from another node."""
+    ranks = {e.rank for e in meetings[here]} if isinstance(here, int) else {here[0]}
+    return next(e for e in meetings[following] if e.rank in ranks)

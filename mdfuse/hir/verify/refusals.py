@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
@@ -103,6 +103,80 @@ def added_twice(program: HostProgram, name: str, i: Instruction, chunk: int) -> 
         f"{i} adds the part of chunk {chunk} to %{name}, which has it, or is no whole buffer",
         because="each chunk counts once",
         hint="let the loop run once over the chunks",
+    )
+
+
+def wanting(
+    program: HostProgram, name: str, i: Instruction, lacking: Sequence[int], more: Sequence[int]
+) -> ProgramError:
+    layout = program.types[name].layout
+    told = f"has no terms of {_ranks(lacking)}" if lacking else "has more than its own term of it"
+    told += f", but {_ranks(more)}" if lacking and more else ""
+    return wrong(
+        program,
+        i,
+        f"{i} uses %{name}, which {told.replace(', but', ', but of')}",
+        because="ranks send terms of a sum, one each; a buffer holds the sum once it has all of "
+        f"them, each once: %{name} is {layout}",
+        hint="receive and add up what the others have, or let the buffer vary",
+    )
+
+
+def doubled(program: HostProgram, name: str, i: Instruction, ranks: Sequence[int]) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i} adds the term of {_ranks(ranks)} to %{name}, which has it",
+        because="each term of a sum counts once",
+        hint="receive the terms of other ranks, or begin another sum in another buffer",
+    )
+
+
+def other_terms(program: HostProgram, i: Instruction, sent: str, received: str) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i} receives a term of {sent} where one of {received} belongs",
+        because="terms are joined by the op that the layout names",
+        hint="let both buffers have one layout",
+    )
+
+
+def other_mesh(program: HostProgram, i: Instruction, sent: str, received: str) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i} receives a term of {sent} where {received} belongs",
+        because="it is a part of a sum on another mesh",
+        hint="let the buffer vary, or reduce the value before",
+    )
+
+
+def not_moved(program: HostProgram, name: str, i: Instruction) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i} receives into %{name} a term that two ranks have then, and no rank that of another",
+        because="a Partial value has the term of each rank once",
+        hint="let each rank that sends its term receive another one",
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
+def added_to_freed(
+    program: HostProgram, name: str, i: Instruction, freed: Instruction
+) -> ProgramError:
+    return wrong(
+        program,
+        i,
+        f"{i} adds a part to %{name}, which was freed before",
+        because="the parts of all chunks are added up in one buffer",
+        hint=f"move `free %{name}` behind the last use of the sum",
+        also=[freed],
     )
 
 

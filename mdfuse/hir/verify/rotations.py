@@ -15,10 +15,11 @@ not proven so may be right all the same: it is written out for each rank (`point
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mdfuse.extents.expressions import Calc, Index, Term
+from mdfuse.extents.expressions import Calc, Index, Term, terms
 from mdfuse.extents.linear import Linear, linear, made
 from mdfuse.hir.instructions import BLOCKS, POSTS, TRANSFERS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
@@ -70,6 +71,51 @@ def rotates(program: HostProgram) -> bool:
     order = {id(s): n for n, s in enumerate(sites)}
     pairs = zip(sends, recvs, strict=True)
     return all(_meet(s, r, order[id(s)] < order[id(r)]) for s, r in pairs)
+
+
+def turns(program: HostProgram) -> bool:
+    """Return whether all sends and receives go as far along an axis on every rank.
+
+    No two ranks meet on several meshes. Whether they fit is not looked at.
+    """
+    every = [i for i in program.walk() if i.op in TRANSFERS]
+    layouts = [program.types[program.root(i.reads[0])].layout for i in every]
+    meshes = {k.mesh for k in layouts if k is not None}
+    pairs: Counter[tuple[DeviceMesh, DeviceMesh]] = Counter()
+    if len(meshes) > 1:
+        here: dict[int, list[DeviceMesh]] = defaultdict(list)
+        for mesh in meshes:
+            for rank in mesh.ranks:
+                pairs.update((mesh, other) for other in here[rank])
+                here[rank].append(mesh)
+    is_far = all(k is not None and _is_far(i, k) for i, k in zip(every, layouts, strict=True))
+    return is_far and all(n < 2 for n in pairs.values())
+
+
+def _is_far(i: Instruction, layout: Layout) -> bool:
+    """Return whether the peer of a transfer is as far from each rank along its axis."""
+    axis, peer = i.kwargs.get("axis"), i.kwargs["to" if i.op == "send" else "from"]
+    if axis is None:
+        return False
+    size, coordinate = layout.mesh.axis_size(axis), Term("coord", axis)
+    is_there = isinstance(peer, Calc) and peer.op == "mod" and peer.right == size
+    return size == 1 or peer == coordinate or (is_there and _factor(peer, coordinate, size) == 1)
+
+
+def _factor(index: Index, term: Term, n: int) -> int | None:
+    """Return by how much a term counts in an index, modulo n; None where this is not known."""
+    if term not in terms(index):
+        return 0
+    if index == term:
+        return 1
+    if not isinstance(index, Calc):
+        return None
+    left, right = (_factor(x, term, n) for x in (index.left, index.right))
+    if left is None or right is None:
+        return None
+    if index.op in ("+", "-"):
+        return (left + right if index.op == "+" else left - right) % n
+    return left if index.op == "mod" and index.right == n and right == 0 else None
 
 
 def _sites(program: HostProgram) -> Iterator[_Site]:
@@ -125,9 +171,9 @@ def _meet(send: _Site, recv: _Site, is_sent_first: bool) -> bool:
     if to is None or come is None or to != made({}, 0, size).plus(come, -1):
         return False
     is_one_group = send.group is not None and send.group == recv.group
-    may_be_own = bool(to.factors) or to.constant == 0
-    if may_be_own and not (is_sent_first or is_one_group):
-        return False  # a rank may receive from itself before it sends
+    is_own = not to.factors and to.constant == 0
+    if not is_one_group and not (is_own and is_sent_first):
+        return False  # each would wait for the other, or a rank receive from itself first
     is_together = send.block == recv.block and send.waits == recv.waits
     return is_together and _fits(send, recv, to) and not _differs_elsewhere(send, recv)
 

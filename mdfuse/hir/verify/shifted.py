@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from mdfuse.extents.expressions import Calc, Index, calc, terms
 from mdfuse.extents.linear import Linear, linear, made
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
-from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.program import BufferType, HostProgram, Instruction, Known, resolved
 from mdfuse.hir.verify.apart import Memory
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.ir.dims import pointwise
@@ -66,17 +66,19 @@ def even(program: HostProgram, memory: Memory | None = None) -> HostProgram | No
     (mesh,) = program.meshes
     extent = 2 * count * math.prod(mesh.shape)  # each chunk of each part has rows
     types = _Distances(program, memory or Memory(program), turns, extent).types()
-    code = tuple(map(_without_peers, program.instructions))
+    known = program.knows(mesh.first)
+    code = tuple(_with_peers(i, known) for i in program.instructions)
     return replace(program, types=types, instructions=code, rank=mesh.first)
 
 
-def _without_peers(i: Instruction) -> Instruction:
-    """Return an instruction in which sends and receives name no rank: all ranks have the same."""
+def _with_peers(i: Instruction, known: Known) -> Instruction:
+    """Return an instruction in which sends and receives name the peers of one rank."""
     is_transfer = i.op in TRANSFERS
     if not is_transfer and not i.body and not i.orelse:
         return i
-    body, orelse = (tuple(map(_without_peers, block)) for block in (i.body, i.orelse))
-    return i.made(i.inputs, i.outputs, () if is_transfer else i.attrs, i.comm, body, orelse)
+    body, orelse = (tuple(_with_peers(j, known) for j in block) for block in (i.body, i.orelse))
+    attrs = resolved(i.attrs, known) if is_transfer else i.attrs
+    return i.made(i.inputs, i.outputs, attrs, i.comm, body, orelse)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,16 @@ def is_view(program: HostProgram, i: Instruction) -> bool:
     return before.local_shape(program.rank) == after.local_shape(program.rank)
 
 
+def is_author_s(program: HostProgram, i: Instruction) -> bool:
+    """Return whether a `set` gives its operand another layout, on the author's word."""
+    if i.fn != "set" or not i.reads:
+        return False
+    before, after = (program.types[x].layout for x in (i.reads[0], i.outputs[0]))
+    if before is None or after is None or before is after:
+        return False
+    return before.varying_axes != after.varying_axes
+
+
 def is_slice(i: Instruction) -> bool:
     """Return whether an instruction makes a view that may be written."""
     row = row_of(i)

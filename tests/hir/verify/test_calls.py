@@ -95,3 +95,41 @@ def test_what_belongs_to_an_index_is_not_read_outside() -> None:
         "  return", "  %z: f32[2] of [5] m0(a=R, chunk(0,3,0)) = exp(%h)\n  return"
     )
     assert "reads %h, which nothing computed" in refused(text)
+
+
+PRODUCTS = """
+host @products on mesh(x=1) {
+  input %x: f32[3,4] (x=R)
+  input %w: f32[4,3] (x=R)
+  %z: f32[3,3] (x=R) = alloc
+  block @take(%i) {
+    %x.i: f32[3,2] of [3,4] (x=R, chunk(1,2,%i)) = chunk(%x)
+    %w.i: f32[2,3] of [4,3] (x=R, chunk(0,2,%i)) = chunk(%w)
+  }
+  block @add(%i) {
+    %z.i: f32[3,3] (x=R, chunk(P(sum),2,%i)) = matmul(%x.i, %w.i)
+    %z = accumulate(%z.i)
+    free %z.i, %x.i, %w.i
+  }
+  call take(0)
+  call take(1)
+  call add(0)
+  call add(1)
+  %y: f32[3,3] (x=R) = neg(%z)
+  free %z
+  return %y
+}"""
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+@pytest.mark.parametrize("call", ["take(0)", "take(1)", "add(0)", "add(1)"])
+def test_an_accumulator_is_not_freed_between_calls(call: str, is_verified: bool) -> None:
+    """Nor before the first part comes: a product would have no buffer to be computed in."""
+    x, w = torch.arange(12.0).view(3, 4), torch.arange(12.0).view(4, 3)
+    (y,) = mf.simulate(hir.parse(PRODUCTS), [x, w]).outputs
+    assert torch.equal(y, -(x @ w))
+    broken = hir.parse(PRODUCTS.replace(f"  call {call}", f"  free %z\n  call {call}"))
+    with pytest.raises(
+        mf.ProgramError, match="%z, (which was freed before|to which only the parts of)"
+    ):
+        mf.simulate(broken, [x, w], options=mf.Options(verify=is_verified))

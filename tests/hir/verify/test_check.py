@@ -995,10 +995,11 @@ def test_parts_of_an_all_to_all() -> None:
 # -- sends and receives --------------------------------------------------------------------------
 
 RING = (
-    "input %x: f32[2] of [8] (x=S0); %b: f32[2] of [8] (x=S0) = alloc; "
+    "input %x: f32[2] of [8] (x=S0); %b: f32[2] of [8] (x=S0) = alloc; group_start; "
     "%s = send(%x, to=(coord(x) + 1) mod 4, axis=x); "
-    "%r = recv(%b, from=(coord(x) - 1) mod 4, axis=x); wait %s; wait %r; return %b"
+    "%r = recv(%b, from=(coord(x) - 1) mod 4, axis=x); group_end; wait %s; wait %r; return %b"
 )
+UNGROUPED = RING.replace("group_start; ", "").replace("group_end; ", "")
 
 
 def test_a_ring() -> None:
@@ -1019,7 +1020,7 @@ def test_a_ring() -> None:
 
 def test_a_ring_that_waits_before_it_sends() -> None:
     """Nobody begins to send: the error shows the wait and the send of each rank."""
-    stuck = swapped(swapped(swapped(parse(RING, "mesh(x=4)"), 1), 3), 2)
+    stuck = swapped(swapped(swapped(parse(UNGROUPED, "mesh(x=4)"), 1), 3), 2)
     assert [i.op for i in stuck] == ["alloc", "recv", "wait", "send", "wait", "return"]
     message = refused(stuck, "wait for each other", "wait %r", "= send(%x, to=", "its own wait")
     for rank in range(4):
@@ -1049,17 +1050,17 @@ def test_a_send_and_its_receive() -> None:
 
 def test_a_send_meets_the_same_receive_everywhere() -> None:
     text = (
-        "input %x: T; %a: T = alloc; %b: T = alloc; "
+        "input %x: T; %a: T = alloc; %b: T = alloc; group_start; "
         "%s0 = send(%x, to=(coord(x) + 1) mod 3, axis=x); "
         "%s1 = send(%x, to=(coord(x) + 1) mod 3, axis=x); "
         "%r0 = recv(%a, from=(coord(x) - 1) mod 3, axis=x); "
-        "%r1 = recv(%b, from=(coord(x) - 1) mod 3, axis=x); "
+        "%r1 = recv(%b, from=(coord(x) - 1) mod 3, axis=x); group_end; "
         "wait %s0; wait %s1; wait %r0; wait %r1; return %a, %b"
     )
     program = parse(text, "mesh(x=3)")
     accepted(program)
     programs = everywhere(program)
-    refused({**programs, 2: swapped(programs[2], 4)}, "%s0 meets %r1 here, but %r0 on rank")
+    refused({**programs, 2: swapped(programs[2], 5)}, "%s0 meets %r1 here, but %r0 on rank")
 
 
 def test_to_oneself() -> None:
