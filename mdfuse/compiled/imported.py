@@ -254,6 +254,8 @@ class ImportedModel:
     ) -> TrainingStep:
         """Define a step of training: forward, loss, backward and update are one program.
 
+        Parameters from which nothing leads to the loss are left alone, and have no state.
+
         Args:
             loss: a function of the module's tensors, in their order, and of the extra inputs by
                 name; it returns the loss, or a tuple of the loss and other values to return. By
@@ -268,7 +270,8 @@ class ImportedModel:
             master: keeps parameters of 16 bits in f32 besides.
 
         Raises:
-            DefinitionError: a loss that is none, nothing to train, an op without a gradient.
+            DefinitionError: a loss that is none, nothing to train, nothing that leads to the loss,
+                an op without a gradient.
             LayoutError: a pattern that matches nothing.
 
         >>> import functools, torch, mdfuse as mf

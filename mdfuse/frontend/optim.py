@@ -3,7 +3,8 @@
 They are made of elementwise operations, so where parameter, gradient and state lie alike nothing is
 posted. Hyperparameters are numbers, or tensors without dims, which each run may choose; a number
 that a run chooses as a scalar would keep the update out of CUDA graphs. Groups of parameters with
-hyperparameters of their own are calls with other arguments.
+hyperparameters of their own are calls with other arguments. A gradient that does not exist, of
+which `mf.grad` makes zeros, leaves parameter and state as they are.
 
 A parameter is computed in f32 and rounded once where it has 16 bits. One that small steps shall not
 be lost of is kept in f32 besides, the *master*, which is what the step takes:

@@ -177,6 +177,23 @@ def test_a_masked_infinity_leaves_gradients_alone(loss: Callable[..., Any]) -> N
     check_everywhere(mf.compile(fd), [x, t, mask], [expected])
 
 
+def test_angles_at_the_origin() -> None:
+    """Also of complex numbers; and the second derivative is no NaN."""
+    pairs = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, -2.0]], dtype=torch.float64)
+    leaf = pairs.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.view_as_complex(leaf).angle().sum(), leaf)
+    with mf.FusionDefinition("angles") as fd:
+        x = fd.define_tensor([3, 2], torch.float64)
+        for angle in (torch.view_as_complex(x).angle(), torch.atan2(x[:, 1], x[:, 0])):
+            (dx,) = mf.grad(angle.sum(), [x])
+            fd.add_output(dx)
+            fd.add_output(mf.grad((dx * dx).sum(), [x])[0])
+    of_angle, _, of_atan2, second = mf.reference(fd, [pairs])
+    torch.testing.assert_close(of_angle, expected)
+    torch.testing.assert_close(of_atan2, expected)
+    assert second.isfinite().all() and torch.equal(second[0], torch.zeros(2, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_more_equals_than_sixteen_bits_count(dtype: torch.dtype) -> None:
     x = torch.zeros(1000, 67, dtype=dtype)

@@ -155,7 +155,8 @@ def _existing(model: Model, loss: Handle, of: Mapping[str, Handle]) -> dict[str,
     raise DefinitionError(
         f"training_step of {model.captured.name}: no parameter leads to the loss",
         because=f"there is no gradient of {listed([*of])}",
-        hint="a loss that is computed of what the module returns, and not of .detach()",
+        hint="a loss of what the module returns, without detach; report() of the model warns of "
+        "backwards that are not captured",
     )
 
 

@@ -96,10 +96,8 @@ def _added(
             because="a product of integers is one of integers",
             hint="whole numbers, or floating tensors",
         )
-    if alpha == 1:
-        product = product_of(*factors)
-    else:  # what a small factor makes of a large product, 16 bits may have
-        product = product_of(*map(in_f32, factors)) * alpha
+    # What a small factor makes of a large product, 16 bits may have.
+    product = product_of(*factors) if alpha == 1 else product_of(*map(in_f32, factors)) * alpha
     if beta == 0:  # NaN in x is not read then
         return _as_factors(product, factors)
     if alpha == beta == 1:

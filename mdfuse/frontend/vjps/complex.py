@@ -60,11 +60,12 @@ def _polar(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("angle")
 def _angle(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """atan2(b, a)."""
+    """atan2(b, a), which has no slope at 0."""
     if not e[0].dtype.is_complex:
         return (ct * 0.0,)
     a, b = _real(e[0]), _imag(e[0])
-    share = ct / (a * a + b * b)
+    square = a * a + b * b
+    share = where(eq(square, 0), 0.0, ct / where(eq(square, 0), 1.0, square))
     return (_pair(-b * share, a * share),)
 
 

@@ -67,7 +67,8 @@ _binary("fmod", lambda e, ct: ct, lambda e, ct: -ct * trunc(e[0] / e[1]))
 def _turned(e: Applied, side: Any) -> Handle:
     """A side by the square of the distance from the origin; 0 there, where there is no angle."""
     square = e[0] * e[0] + e[1] * e[1]
-    return where(eq(square, 0), 0.0, side / square)
+    is_zero = eq(square, 0)
+    return where(is_zero, 0.0, side / where(is_zero, 1.0, square))
 
 
 _binary("atan2", lambda e, ct: ct * _turned(e, e[1]), lambda e, ct: ct * _turned(e, -e[0]))
