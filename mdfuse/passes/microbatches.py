@@ -17,11 +17,11 @@ from networkx.utils import UnionFind
 
 from mdfuse.errors import RECOMPUTED, LoweringError
 from mdfuse.extents.extent import comparable
-from mdfuse.ir.dims import DimMap, always
+from mdfuse.ir.dims import DimMap, always, reduced_dims
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
-from mdfuse.passes import drop_unread, sum_rows
+from mdfuse.passes import decompose, drop_unread, sum_rows
 from mdfuse.passes.strategy import dim_map
 from mdfuse.passes.streams import chunked_label, one_dim
 
@@ -41,6 +41,11 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     """
     same = _dims(fusion)
     roots = {same[name, dim] for name, dim in batch.items()}
+    ends, found = decompose.apart(fusion, lambda _, expr: _adds_up(fusion, expr, same, roots))
+    if found:
+        fusion = replace(fusion, values=ends.values, exprs=tuple(ends.exprs))
+        same = _dims(fusion)
+        roots = {same[name, dim] for name, dim in batch.items()}
     inner, found = sum_rows.contracted(fusion, lambda view: _is_inner(fusion, view, same, roots))
     if found:
         fusion = drop_unread.run(replace(fusion, values=inner.values, exprs=tuple(inner.exprs)))
@@ -72,6 +77,15 @@ def _dims(fusion: Fusion) -> UnionFind[tuple[str, int]]:
             for first, *others in one_dim(expr, dim_map(expr, fusion.values)):
                 same.union(first, *others)
     return same
+
+
+def _adds_up(
+    fusion: Fusion, expr: Expr, same: UnionFind[tuple[str, int]], roots: Container[object]
+) -> bool:
+    """Tell whether a reduction gives up the batch's dim."""
+    (x,) = expr.reads
+    dims = reduced_dims(expr.kwargs.get("dims"), len(fusion.values[x].shape))
+    return any(same[x, d] in roots for d in dims)
 
 
 def _is_inner(
