@@ -93,12 +93,16 @@ def _end(maker: Maker, by: Expr, out: Value) -> None:
     if wide is not None or op == "prod":
         how["dtype"] = wide or out.dtype
     total = maker.op(by, op, x, **how)
-    strategy = choose(maker.exprs[-1], maker.values)
+    law = out.layout if out.is_law else None
+    strategy = choose(maker.exprs[-1], maker.values, law)
     if strategy is not None:
         is_here = out.layout is not None and out.layout.mesh == strategy.result.mesh
         stream = out.stream if is_here else None
         made = replace(maker.values[total], layout=strategy.result, stream=stream)
         maker.values[total] = made
+    if law is not None and strategy is not None and strategy.result != law:
+        total = maker.op(by, "set", total)
+        maker.values[total] = replace(maker.values[total], layout=law, stream=out.stream)
     if by.op == "mean":
         total = maker.op(by, "div", total, _count(maker, by), last=wide is None)
     if by.op == "mean" and wide is not None and (out.is_law or not _is_term(out)):
