@@ -63,12 +63,12 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (keep_splits.name, keep_splits.run),
     # As the pass before; it may have found that nobody needs the operand whole.
     (split_scans.name, split_scans.run),
+    # Needs to know what is split, of what the passes before make, too; makes Partials.
+    (decompose.name, decompose.run),
     # Needs to know who passes a Partial on; infers anew what is computed from those it reduces.
     (settle_partials.name, settle_partials.run),
     # Needs the layout of what a tensor of numbers lies like; the next passes see who reads what.
     ("creations.alone", creations.alone),
-    # Needs to know which contractions are split; makes Partials that the next pass can use.
-    (decompose.name, decompose.run),
     # Before sets exist, since it decides which sets reduce-scatter instead of all-reduce.
     (push_slices.name, push_slices.run),
     # Needs the layouts in which values are read in the end; before sets exist, which would send.

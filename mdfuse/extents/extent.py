@@ -244,6 +244,23 @@ def are_same(a: int, b: int) -> bool:
     return a == b if type(a) is type(b) is int else poly_from(a) == poly_from(b)
 
 
+def repeated(a: int, b: int) -> int:
+    """Return the extent to which two aligned dims are repeated; ValueError where they do not fit.
+
+    Of an extent beside a 1, or beside itself, nothing is decided; of one beside a number, the
+    number is returned.
+    """
+    if type(a) is int and a == 1:
+        return b
+    if (type(b) is int and b == 1) or are_same(a, b):
+        return a
+    if a == 1:
+        return b
+    if b != 1 and a != b:
+        raise ValueError(f"{a} is not {b}")
+    return a if b == 1 or type(a) is int else b
+
+
 def example(n: int) -> int:
     """Return the number that an extent is for the examples, for uses that decide nothing."""
     return n.number if isinstance(n, Extent) else n

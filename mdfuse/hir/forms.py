@@ -106,7 +106,29 @@ def program_problem(program: HostProgram) -> Problem | None:
             found = _of_index(stream.index, program.types)
             if found is not None:
                 return found
-    return _of_aliases(program) if program.rank is None else None
+    found = _of_alias_orders(program)
+    return found or (_of_aliases(program) if program.rank is None else None)
+
+
+def _of_alias_orders(program: HostProgram) -> Problem | None:
+    """Return what is wrong with a memory order that an alias asks for; None: nothing."""
+    for name, order in program.alias_orders.items():
+        what = f"alias %{name} with order={attr_text(order)}"
+        kind = program.types.get(name)
+        if kind is None and program.rank is not None:
+            continue  # another rank's
+        if kind is None or program.aliases.get(name) is None or not _is_of_input(program, name):
+            because = "it asks for the memory order of what a caller passes"
+            return Problem(what, because, f"leave it out, or make %{name} an alias of an input")
+        n = 1 if kind.flat else len(kind.shape)
+        if not is_permutation(order, n):
+            because = f"it names the {n} dims from outermost to innermost"
+            return Problem(what, because, f"for example order={list(range(n))}")
+    return None
+
+
+def _is_of_input(program: HostProgram, name: str) -> bool:
+    return program.root(name) in program.inputs
 
 
 def _of_aliases(program: HostProgram) -> Problem | None:

@@ -226,6 +226,7 @@ class HostProgram:
         outputs: names of the outputs, in definition order.
         instructions: one flat list; `body` and `orelse` nest.
         aliases: name -> the name whose buffer it shares.
+        alias_orders: alias of an input -> the memory order in which the caller's buffer must lie.
         rank: None for the global program, else the rank it was projected onto.
     """
 
@@ -235,6 +236,7 @@ class HostProgram:
     outputs: tuple[str, ...]
     instructions: tuple[Instruction, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    alias_orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rank: int | None = None
 
     def __iter__(self) -> Iterator[Instruction]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.extents.extent import repeated
 from mdfuse.ir.dims import DimMap, Shape, Shapes
 
 Attrs = Mapping[str, Any]
@@ -46,9 +47,7 @@ def _extents(shapes: Shapes, attrs: Attrs) -> dict[int, int]:
         if shape is None or len({*labels}) < len(labels):
             raise ValueError(f"the labels {labels} are those of {shape}, each once")
         for x, n in zip(labels, shape, strict=True):
-            if x in found and found[x] != n and 1 not in (found[x], n):
-                raise ValueError(f"{found[x]} is not {n}")
-            found[x] = n if found.get(x, 1) == 1 else found[x]
+            found[x] = repeated(found.get(x, 1), n)
     return found
 
 

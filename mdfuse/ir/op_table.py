@@ -33,8 +33,10 @@ class Op:
         globalize: turns the attributes of one rank's part into those of the whole; None: those
             that only a part has are left out.
         partial: which operands may stay Partial. "view": any; "all": all of them, by one reduce op;
-            "sum": all of them, by sum; "scale": the first alone, by sum; "reduce": an operand that
-            is Partial by the op's own reduce op.
+            "sum": all of them, by sum; "scale": the first alone, by sum, as nothing is rounded;
+            "factor": likewise, but each term would be rounded, or overflow, so only where that
+            moves fewer bytes; "quotient": likewise, but what divides may be 0, so only where the
+            result is to be Partial; "reduce": an operand that is Partial by the op's own reduce op.
         is_view: the result may share storage with the first operand.
         is_plain: the results are said to lie in the order of their dims, whatever order the kernels
             of a device give.
@@ -66,7 +68,7 @@ class Op:
     host: str
     localize: Localize | None = None
     globalize: Localize | None = None
-    partial: Literal["", "view", "all", "sum", "scale", "reduce"] = ""
+    partial: Literal["", "view", "all", "sum", "scale", "factor", "quotient", "reduce"] = ""
     is_view: bool = False
     is_plain: bool = False
     is_single: bool = True
@@ -124,6 +126,9 @@ _WHEREVER = (
     of_part.with_identity,
 )
 
+#: The rules that let the first operand alone stay Partial, by sum.
+OF_FIRST = ("scale", "factor", "quotient")
+
 #: field of a row -> what must hold of it.
 _MUST: dict[str, Callable[[Op], bool]] = {
     "call": lambda op: callable(op.call),
@@ -135,7 +140,7 @@ _MUST: dict[str, Callable[[Op], bool]] = {
     "globalize": lambda op: (
         op.globalize is None or (callable(op.globalize) and op.localize is not None)
     ),
-    "partial": lambda op: op.partial in ("", "view", "all", "sum", "scale", "reduce"),
+    "partial": lambda op: op.partial in ("", "view", "all", "sum", *OF_FIRST, "reduce"),
     "attrs": lambda op: len({a.name for a in op.attrs}) == len(op.attrs),
     "may_copy": lambda op: op.is_view or not op.may_copy,
     "results": lambda op: (

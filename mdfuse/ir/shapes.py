@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mdfuse.extents.extent import example, larger, pinned, smaller
+from mdfuse.extents.extent import are_same, example, larger, pinned, repeated, smaller
 from mdfuse.ir.dims import reduced_dims, with_heads
 from mdfuse.layouts.boxes import box_shape
 
@@ -35,11 +35,6 @@ def _equal(a: int, b: int) -> int:
     return a if type(a) is int else b
 
 
-def _joined(a: int, b: int) -> int:
-    """Return the extent to which two aligned dims broadcast."""
-    return b if a == 1 else a if b == 1 else _equal(a, b)
-
-
 def _check_expands(shape: Shape, to: Shape) -> None:
     """Raise ValueError unless `shape` can be repeated to become `to`."""
     if _broadcast(shape, to) != to:
@@ -51,7 +46,7 @@ def _broadcast(*shapes: Shape) -> Shape:
     for shape in shapes[1:]:
         longer, shorter = (result, shape) if len(result) >= len(shape) else (shape, result)
         skip = len(longer) - len(shorter)
-        joined = map(_joined, longer[skip:], shorter)
+        joined = map(repeated, longer[skip:], shorter)
         result = (*longer[:skip], *joined)
     return result
 
@@ -139,7 +134,8 @@ def expand(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the new shape, to which the operand's dims of extent 1 are repeated."""
     (shape,), to = _present(shapes), tuple(attrs["shape"])
     new = len(to) - len(shape)
-    kept = (b if a == 1 else _equal(a, b) for a, b in zip(shape, to[new:], strict=True))
+    kept = (b if are_same(a, 1) else a if are_same(a, b) else b if a == 1 else _equal(a, b)
+            for a, b in zip(shape, to[new:], strict=True))  # fmt: skip
     return (*to[:new], *kept)
 
 

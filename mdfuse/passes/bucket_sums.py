@@ -11,8 +11,9 @@
     %b: f32[4,2] (dp=R) = reshape(slice of %bucket)
 
 A bucket is reduced where the last of its values is there, so nothing may read one of them before;
-casts of one, which `Options.reduce_dtype` puts around each set, go with it. So a bucket is in the
-wide dtype, and what microbatches added up in that is not rounded on the way into it.
+what ends a sum goes with it: a cast, as `Options.reduce_dtype` puts around each set, or a count. So
+a bucket is in the wide dtype, and what microbatches added up in that is not rounded on the way into
+it.
 
 Values that are split, before or after, are so by their first dim, evenly: that dim of the bucket
 has a row for each part, so that a rank's rows of it are its rows of each value.
@@ -94,7 +95,7 @@ def _buckets(fusion: Fusion, most: int, alone: Container[str]) -> Iterator[_Buck
     for at, expr in enumerate(fusion.exprs):
         if expr.op == "widen" and len(fusion.consumers[expr.output]) == 1:
             widened[expr.output] = at
-        if expr.op == "cast" and (kind := waiting.get(expr.reads[0])) is not None:
+        if _ends_sum(expr, fusion) and (kind := waiting.get(expr.reads[0])) is not None:
             filling[kind] = filling[kind]._replace(after=(*filling[kind].after, at))
             waiting[expr.output] = kind
             continue
@@ -120,6 +121,16 @@ def _buckets(fusion: Fusion, most: int, alone: Container[str]) -> Iterator[_Buck
         )
         waiting[expr.output] = kind
     yield from filling.values()
+
+
+def _ends_sum(expr: Expr, fusion: Fusion) -> bool:
+    """Whether an expression rounds a value, takes it times or by a number, or copies it.
+
+    It may come later then, with the value.
+    """
+    if expr.op == "set":
+        return fusion.layout(expr.reads[0]) == fusion.layout(expr.output)
+    return expr.op in ("cast", "mul", "div") and len(expr.reads) == 1
 
 
 def _waited_for(fusion: Fusion) -> set[str]:

@@ -1,23 +1,131 @@
-"""Take the bias out of a `linear` over a split dim: it is added once, after the reduction.
+"""Take out of an op over a split dim what is done once, after the reduction.
 
     %y: f32[8,16] (tp=R) = linear(%h, %w, %b)       # k split by tp
+    %m: bf16[8,1] (tp=R) = mean(%y, dims=[1], keepdim=True)         # of a split dim
 ->
     %y.partial: f32[8,16] (tp=P(sum)) = linear(%h, %w)
     %y: f32[8,16] (tp=R) = add(%y.partial, %b)
+    %m.sum: f32[8,1] (tp=P(sum)) = sum(%y, dims=[1], keepdim=True, dtype=f32)
+    %m.div: f32[8,1] (tp=R) = div(%m.sum, 16)
+    %m: bf16[8,1] (tp=R) = cast(%m.div, dtype=bf16)
+
+A bias is added to the sum. A mean is the sum by the number of elements: a quotient of each term
+would be rounded once per rank. Sums, products and means of 16 bits are made and reduced in f32, and
+rounded once, as torch does on one device: a term may overflow where the sum does not.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import torch
+
+from mdfuse.ir.dims import reduced_dims
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout
+from mdfuse.passes.keep_splits import Maker, forgotten
+from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.strategy import choose
 
 name = "decompose"
 
+#: dtype -> the one in which torch adds up numbers of it, which it rounds once.
+_WIDE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+
 
 def run(fusion: Fusion) -> Fusion:
+    """Return the fusion with biases, counts and roundings behind the reductions."""
+    fusion = _biases(fusion)
+    made, ended = apart(fusion, _is_reduced)
+    return anew(forgotten(fusion, made, ended), ended) if ended else fusion
+
+
+# -- reductions ----------------------------------------------------------------------------------
+
+
+def apart(fusion: Fusion, is_asked: Callable[[Fusion, Expr], bool]) -> tuple[Maker, list[str]]:
+    """Return the fusion's expressions, some reductions without what ends them, and their results.
+
+    Args:
+        fusion: with layouts.
+        is_asked: whether the terms of a reduction are joined later, by ranks or by microbatches.
+    """
+    maker, ended = Maker(dict(fusion.values)), list[str]()
+    for expr in fusion.exprs:
+        if _has_end(fusion, expr) and is_asked(fusion, expr):
+            _end(maker, expr, fusion.values[expr.output])
+            ended.append(expr.output)
+        else:
+            maker.exprs.append(expr)
+    return maker, ended
+
+
+def _has_end(fusion: Fusion, expr: Expr) -> bool:
+    is_narrow = expr.op in ("sum", "prod") and fusion.values[expr.output].dtype in _WIDE
+    return expr.op == "mean" or is_narrow
+
+
+def _is_reduced(fusion: Fusion, expr: Expr) -> bool:
+    """Whether ranks hold terms of a reduction that is to be whole."""
+    out = fusion.values[expr.output]
+    law = out.layout if out.is_law else None
+    strategy = choose(expr, fusion.values, law)
+    if strategy is None:
+        return False
+    kept = law.partial_axes if law is not None and law.mesh == strategy.result.mesh else ()
+    return not {*strategy.result.partial_axes} <= {*kept}
+
+
+def _end(maker: Maker, by: Expr, out: Value) -> None:
+    """Append a reduction in a dtype that is wide enough, and what ends it."""
+    x, wide = by.reads[0], _WIDE.get(out.dtype)
+    op = "sum" if by.op == "mean" else by.op
+    how: dict[str, Any] = {k: v for k, v in by.attrs if k in ("dims", "keepdim")}
+    if maker.values[x].dtype != out.dtype:
+        x = maker.op(by, "cast", x, dtype=out.dtype)
+    if wide is not None or op == "prod":
+        how["dtype"] = wide or out.dtype
+    total = maker.op(by, op, x, **how)
+    law = out.layout if out.is_law else None
+    strategy = choose(maker.exprs[-1], maker.values, law)
+    if strategy is not None:
+        is_here = out.layout is not None and out.layout.mesh == strategy.result.mesh
+        stream = out.stream if is_here else None
+        made = replace(maker.values[total], layout=strategy.result, stream=stream)
+        maker.values[total] = made
+    if law is not None and strategy is not None and strategy.result != law:
+        total = maker.op(by, "set", total)
+        maker.values[total] = replace(maker.values[total], layout=law, stream=out.stream)
+    if by.op == "mean":
+        total = maker.op(by, "div", total, _count(maker, by), last=wide is None)
+    if by.op == "mean" and wide is not None and (out.is_law or not _is_term(out)):
+        maker.values[total] = replace(maker.values[total], layout=out.layout, stream=out.stream)
+    if wide is not None:
+        rounds = "round_terms" if out.is_law and _is_term(out) else "cast"
+        maker.op(by, rounds, total, last=True, dtype=out.dtype)
+
+
+def _is_term(value: Value) -> bool:
+    return value.layout is not None and bool(value.layout.partial_axes)
+
+
+def _count(maker: Maker, mean: Expr) -> int:
+    """Return how many elements make one of a mean."""
+    shape = maker.values[mean.reads[0]].shape
+    return math.prod(shape[d] for d in reduced_dims(mean.kwargs.get("dims"), len(shape)))
+
+
+# -- biases --------------------------------------------------------------------------------------
+
+
+def _biases(fusion: Fusion) -> Fusion:
     """Return the fusion with the bias of each linear that yields Partial added by itself."""
     values = dict(fusion.values)
     exprs: list[Expr] = []

@@ -18,11 +18,11 @@ from networkx.utils import UnionFind
 
 from mdfuse.errors import RECOMPUTED, LoweringError
 from mdfuse.extents.extent import comparable
-from mdfuse.ir.dims import DimMap, always, reshape_groups
+from mdfuse.ir.dims import DimMap, always, reduced_dims, reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
-from mdfuse.passes import drop_unread, sum_rows
+from mdfuse.passes import decompose, drop_unread, sum_rows
 from mdfuse.passes.strategy import dim_map
 from mdfuse.passes.streams import chunked_label, one_dim, unit_stream
 
@@ -41,6 +41,10 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         LoweringError: something needs the batch as a whole.
     """
     same, roots = _dims(fusion, batch)
+    ends, found = decompose.apart(fusion, lambda _, expr: _adds_up(fusion, expr, same, roots))
+    if found:
+        fusion = replace(fusion, values=ends.values, exprs=tuple(ends.exprs))
+        same, roots = _dims(fusion, batch)
     inner, found = sum_rows.contracted(fusion, lambda view: _is_inner(fusion, view, same, roots))
     if found:
         fusion = drop_unread.run(replace(fusion, values=inner.values, exprs=tuple(inner.exprs)))
@@ -120,6 +124,15 @@ def _has_rows(fusion: Fusion, value: Value, values: dict[str, Value]) -> bool:
         return True
     at = expr.outputs.index(value.name)
     return dim_map(expr, fusion.values).results[at][value.stream.dim] is not None
+
+
+def _adds_up(
+    fusion: Fusion, expr: Expr, same: UnionFind[tuple[str, int]], roots: Container[object]
+) -> bool:
+    """Tell whether a reduction gives up the batch's dim."""
+    (x,) = expr.reads
+    dims = reduced_dims(expr.kwargs.get("dims"), len(fusion.values[x].shape))
+    return any(same[x, d] in roots for d in dims)
 
 
 def _is_inner(

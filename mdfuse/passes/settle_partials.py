@@ -11,6 +11,14 @@
 An expression that may take a Partial as it is passes it on, which costs nothing where it is the
 only reader. Where there are several, what each passes on is reduced by itself. So for each value,
 from the last to the first, the bytes of reducing it at once are compared with those of later.
+
+A factor is multiplied into the sum, not into its terms, which it might round, or make overflow:
+
+    %y: f32[8,16] (tp=P(sum)) = mul(%p, %r)         # the only reader
+->
+    %y: f32[8,16] (tp=R) = mul(%p, %r)              # of %p, reduced
+
+unless the terms take fewer bytes behind it, as where they are added up further.
 """
 
 from __future__ import annotations
@@ -19,8 +27,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Placement, Replicate
 from mdfuse.mesh import DeviceMesh
+from mdfuse.passes import push_slices
 from mdfuse.passes.insert_reshards import suffix
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.strategy import choose_here
@@ -49,8 +59,12 @@ class _Sweep:
     """What a pass over the Partials of a fusion has found and decided so far."""
 
     fusion: Fusion
+    #: the fusion as `push_slices` would have it, which says what readers want in the end.
+    pushed: Fusion
     #: (value, axis) -> what becomes of it.
     flows: dict[tuple[str, str], _Flow] = field(default_factory=dict)
+    #: (value, axis) -> the placement in which what becomes of it would have it; None: any.
+    goals: dict[tuple[str, str], Placement | None] = field(default_factory=dict)
     #: value -> the layout that it should have instead.
     settled: dict[str, Layout] = field(default_factory=dict)
 
@@ -59,7 +73,7 @@ def run(fusion: Fusion) -> Fusion:
     """Return the fusion in which inferred values are Partial only where that pays."""
     done: set[str] = set()
     while True:
-        sweep = _Sweep(fusion)
+        sweep = _Sweep(fusion, push_slices.run(fusion))
         for value in reversed((*fusion.inputs, *(n for e in fusion.exprs for n in e.outputs))):
             layout = fusion.values[value].layout
             if layout is not None and value not in done:
@@ -75,23 +89,68 @@ def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:
     if not layout.partial_axes:
         return
     readers = {
-        r.outputs[0]: _wanted(sweep.fusion, r, value) for r in _free_readers(sweep.fusion, value)
+        r.outputs[0]: _wanted(sweep.pushed, r, value) for r in _free_readers(sweep.fusion, value)
     }
     for axis in layout.partial_axes:
         goals = {g for g in readers.values() if axis not in g.partial_axes}
-        flow = _flow(sweep, value, [r for r in readers if readers[r] not in goals], axis)
-        to = _common(goals, layout.mesh, axis)
+        passing = [r for r in readers if readers[r] not in goals]
+        flow = _flow(sweep, value, passing, axis)
+        sweep.goals[value, axis] = _goal(sweep, value, axis, goals, passing)
+        is_factor = any(_is_factor(sweep.fusion, r) for r in passing)
+        to = sweep.goals[value, axis] if is_factor else None
+        to = to or _common(goals, layout.mesh, axis)
         here = _price(sweep.fusion, value, axis, to)
         read = [_price(sweep.fusion, value, axis, _common({g}, layout.mesh, axis)) for g in goals]
         beside = [_price(sweep.fusion, u, axis, Replicate()) for u in flow.beside]
         later = [*flow.ends.values(), *read]
-        if len(readers) > 1 and (here + sum(beside), 1 + len(beside)) < (sum(later), len(later)):
+        price = here + sum(beside), 1 + len(beside)
+        is_less = len(readers) > 1 and price < (sum(later), len(later))
+        if is_less or (is_factor and price <= (sum(later), len(later))):
             settled = sweep.settled.get(value, layout)
             sweep.settled[value] = settled.with_placement(axis, to)
-            flow = _Flow()
-        if goals or not flow.ends:
+            flow = _Flow({value: here})
+        elif goals or _ends_here(sweep.fusion, value, axis):
             flow = replace(flow, ends={**flow.ends, value: here})
         sweep.flows[value, axis] = flow
+
+
+def _is_factor(fusion: Fusion, result: str) -> bool:
+    """Whether a result is a product that is rounded: integers are not."""
+    dtype = fusion.values[result].dtype
+    is_rounded = dtype.is_floating_point or dtype.is_complex
+    return is_rounded and TABLE[fusion.producers[result].op].partial == "factor"
+
+
+def _goal(
+    sweep: _Sweep, value: str, axis: str, goals: set[Layout], passing: Sequence[str]
+) -> Placement | None:
+    """Return the placement in which all readers would have a value along an axis; None: any.
+
+    Sums take it however it is split. Where readers differ, it is whole.
+    """
+    producers, mesh = sweep.fusion.producers, sweep.fusion.layout(value).mesh
+    others = (r for r in passing if TABLE[producers[r].op].partial != "reduce")
+    asked = {_behind(sweep, value, r, axis) for r in others} - {None}
+    asked |= {_common({g}, mesh, axis) for g in goals}
+    return asked.pop() if len(asked) == 1 else Replicate() if asked else None
+
+
+def _behind(sweep: _Sweep, value: str, result: str, axis: str) -> Placement | None:
+    """Return the placement of a value, if it is reduced, that fits what becomes of a result."""
+    fusion, expr = sweep.pushed, sweep.pushed.producers[result]
+    before, after = fusion.values[value], fusion.values[result]
+    assert before.layout is not None and after.layout is not None
+    to = sweep.goals.get((result, axis), after.layout.placement(axis))
+    if to is None:
+        return None
+    values = {
+        **{x: fusion.values[x] for x in expr.reads},
+        value: replace(before, layout=before.layout.with_placement(axis, Replicate())),
+        result: replace(after, layout=after.layout.with_placement(axis, to)),
+    }
+    strategy = choose_here(expr, values)
+    assert strategy is not None
+    return _common({strategy.wanted[value]}, before.layout.mesh, axis)
 
 
 def _flow(sweep: _Sweep, value: str, readers: Sequence[str], axis: str) -> _Flow:
@@ -117,6 +176,14 @@ def _free_readers(fusion: Fusion, value: str) -> Iterator[Expr]:
     """Yield the readers, except for those whose result the user wants Partial."""
     readers = fusion.consumers[value]
     return (r for r in readers if not any(_is_wanted(fusion, name) for name in r.outputs))
+
+
+def _ends_here(fusion: Fusion, value: str, axis: str) -> bool:
+    """Whether nobody passes a value on, or who does so for the user reduces it along an axis."""
+    readers = fusion.consumers[value]
+    made = [name for r in readers for name in r.outputs if _is_wanted(fusion, name)]
+    is_last = not readers and not _is_wanted(fusion, value)
+    return is_last or any(axis not in fusion.layout(name).partial_axes for name in made)
 
 
 def _is_wanted(fusion: Fusion, value: str) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from mdfuse.ir.dims import DimMap, Labels
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
@@ -54,7 +56,7 @@ def vote(
     results: Sequence[Result],
 ) -> int | str | None:
     """Choose what an axis does: split a label, leave a reduce op Partial, or neither (None)."""
-    passed = _passes_partial(expr, axis, operands, labels, results[0].value)
+    passed = _passes_partial(expr, axis, operands, labels, results[0])
     if passed is not None:
         return passed
     candidates: list[int | None] = []
@@ -158,24 +160,25 @@ def _change(before: Placement, after: Placement, n: int) -> int:
 
 
 def _passes_partial(
-    expr: Expr, axis: str, operands: Sequence[Operand], labels: DimMap, out: Value
+    expr: Expr, axis: str, operands: Sequence[Operand], labels: DimMap, result: Result
 ) -> str | None:
     """Return the reduce op where the op takes operands along the axis Partial as they are.
 
     None: it may not, or more would have to be reduced later.
     """
-    rule = TABLE[expr.op].partial
+    rule, out = TABLE[expr.op].partial, result.value
     placements = [o.layout.placement(axis) if o.layout else None for o in operands]
     partials = [p for p in placements if isinstance(p, Partial)]
     if not rule or not partials or any(o.layout is None for o in operands):
         return None
     op = partials[0].op
-    first = operands[0]
-    pairs = zip(operands, placements, strict=True)
-    if out.bytes > sum(o.value.bytes for o, p in pairs if isinstance(p, Partial)):
+    terms = [o.value for o, p in zip(operands, placements, strict=True) if isinstance(p, Partial)]
+    if out.bytes > sum(x.bytes for x in terms):
         return None
     if rule == "view":
         return op
+    if op in ("sum", "prod") and not all(_keeps(x.dtype, out.dtype, expr.op) for x in terms):
+        return None
     alike = len(partials) == len(operands) and partials.count(partials[0]) == len(partials)
     if rule == "all":
         return op if alike else None
@@ -187,8 +190,20 @@ def _passes_partial(
         tensors = {o.value.name for o in operands}
         every = alike and tensors.issuperset(x for x in expr.inputs if x is not None)
         return op if every else None
-    # "scale": the first operand alone is Partial, and it is read once.
-    alone = expr.inputs[0] == first.value.name and isinstance(placements[0], Partial)
+    # The first operand alone is Partial, and it is read once.
+    alone = expr.inputs[0] == operands[0].value.name and isinstance(placements[0], Partial)
     others = all(isinstance(p, Replicate) for p in placements[1:])
-    once = expr.inputs.count(first.value.name) == 1
-    return op if alone and others and once else None
+    once = expr.inputs.count(operands[0].value.name) == 1
+    asked = rule != "quotient" or isinstance(result.wanted(axis), Partial)
+    return op if alone and others and once and asked else None
+
+
+def _keeps(term: torch.dtype, result: torch.dtype, op: str) -> bool:
+    """Whether terms have the sum of which a result is made: integers in another dtype wrap apart.
+
+    Floats in a wider dtype are the same numbers.
+    """
+    if term == result or op == "round_terms":
+        return True
+    is_floating = term.is_floating_point and result.is_floating_point
+    return is_floating and term.itemsize < result.itemsize

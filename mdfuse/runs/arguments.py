@@ -71,6 +71,25 @@ def _check_written(program: HostProgram, rank: int, given: dict[str, Any]) -> No
                 because=f"%{name} is written, while %{other} may still be read",
                 hint="pass a clone of one of them",
             )
+    for alias, order in program.alias_orders.items():
+        if (x := tensors.get(program.root(alias))) is not None:
+            _check_order(program, rank, alias, x, order)
+
+
+def _check_order(
+    program: HostProgram, rank: int, alias: str, x: Tensor, order: tuple[int, ...]
+) -> None:
+    """Raise ProgramError unless an input lies in the order required of what is written there."""
+    if _lies_in(x, order):
+        return
+    name, strides = program.root(alias), dense_strides(x.shape, order)
+    raise ProgramError(
+        f"%{name} has strides {x.stride()} on rank {rank}, expected {strides}",
+        where=f"rank {rank}, input %{name} of @{program.name}",
+        because=f"%{alias} is written there, and its memory order is required",
+        hint=f"pass torch.empty_strided({tuple(x.shape)}, {strides}).copy_(x), or leave out the "
+        f"stride_order of %{alias}",
+    )
 
 
 def _overlapping(name: str, buffer: Tensor, others: Mapping[str, Tensor]) -> Iterator[str]:

@@ -35,7 +35,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[str], int]] = {
         lambda y, g: (y * g * 2.0).exp() + (-y * 4.0).permute(1, 0).permute(1, 0),
         ["Allreduce"], ONCE,
     ),
-    "small ones": (lambda y, g: y.sum(0) * 2.0 + y.mean(0) * g, ["Allreduce"], 96),
+    "small ones": (lambda y, g: y.sum(0) * 2.0 + (y * g).sum(0), ["Allreduce"], 96),
+    "a count behind": (lambda y, g: y.mean(0) * g, ["Allreduce"], 96),
 }  # fmt: skip
 
 

@@ -114,7 +114,8 @@ def arange(
     if end is None:
         start, end = 0, start
     span = end - start
-    if not _is_finite(start, end, step) or step == 0 or ((span > 0) != (step > 0) and span != 0):
+    is_away = span < 0 if step > 0 else span > 0
+    if not _is_finite(start, end, step) or step == 0 or is_away:
         raise DefinitionError(
             f"arange({brief(start)}, {brief(end)}, {brief(step)})",
             because="the steps lead from start to end",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mdfuse.errors import DefinitionError, counted
-from mdfuse.extents.extent import example
+from mdfuse.extents.extent import example, repeated
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import masks, reductions, views
 from mdfuse.frontend.ops.products import matmul
@@ -83,9 +83,10 @@ def _contracted(equation: str, terms: list[str], result: str, values: list[Handl
         terms[i], values[i] = _once(terms[i], x)
         for letter, n in zip(terms[i], values[i].shape, strict=True):
             known = sizes.setdefault(letter, n)
-            if known != n and 1 not in (known, n):
-                raise _refused(equation, values, f"{letter} is {known}, and {n}")
-            sizes[letter] = n if known == 1 else known
+            try:
+                sizes[letter] = repeated(known, n)
+            except ValueError:
+                raise _refused(equation, values, f"{letter} is {known}, and {n}") from None
     for pair in _path(terms, result, sizes):
         taken = sorted(pair, reverse=True)
         (second, b), (first, a) = ((terms.pop(i), values.pop(i)) for i in taken)

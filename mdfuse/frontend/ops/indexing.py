@@ -10,7 +10,7 @@ from typing import Any
 from mdfuse.errors import DefinitionError, counted
 from mdfuse.extents.extent import Extent, are_same, is_symbolic, larger, smaller
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.ops.recording import place, record
 from mdfuse.frontend.plain import brief, is_in_range, plain_number
 
 Window = tuple[int, int, int]
@@ -57,6 +57,11 @@ def index(x: Handle, where: Any) -> Handle:
     return record("set", x) if result is x else result
 
 
+def along(x: Handle, dim: int, item: Any) -> Handle:
+    """`x[..., item, ...]`: what an index or a slice takes of one dim."""
+    return index(x, (*[_WHOLE] * place(x, dim), item))
+
+
 def _key(shape: tuple[int, ...], where: Any) -> Hashable | None:
     """A shape and an index of numbers; None where there is something else in them."""
     items: list[Any] = []
@@ -80,7 +85,7 @@ def _plan(x: Handle, where: Any) -> Indexing:
         if item is None:
             new.append(dim - len(gone) + len(new))
             continue
-        windows.append(_window(x, item, dim))
+        windows.append(window_of(x, item, dim))
         if not isinstance(item, builtins.slice):
             gone.append(dim)
     starts, ends, steps = zip(*windows, strict=True) if windows else ((), (), ())
@@ -129,7 +134,7 @@ def _plain(x: Handle, item: Any) -> Any:
 
 
 def _is_whole(x: Handle, windows: list[Window]) -> bool:
-    if not is_symbolic(windows):
+    if not is_symbolic(windows) and not is_symbolic(x.shape):
         return windows == [(0, n, 1) for n in x.shape]
     return builtins.all(
         are_same(start, 0) and are_same(end, n) and are_same(step, 1)
@@ -137,7 +142,7 @@ def _is_whole(x: Handle, windows: list[Window]) -> bool:
     )
 
 
-def _window(x: Handle, item: Any, dim: int) -> Window:
+def window_of(x: Handle, item: Any, dim: int) -> Window:
     """Start, end and step along a dim."""
     extent = x.shape[dim]
     if item is _WHOLE:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 from mdfuse.errors import DefinitionError
-from mdfuse.extents.extent import Extent
+from mdfuse.extents.extent import Extent, is_symbolic, repeated
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import parts, views
 from mdfuse.frontend.ops.indexing import index
@@ -86,8 +87,11 @@ def tensor_split(
             raise DefinitionError(
                 f"{said} parts of {shown(x)}", because="there is at least one", hint="1 or more"
             )
-        size, longer = divmod(n, said)
-        return parts.split(x, [size + (i < longer) for i in range(said)], at)
+        if not is_symbolic((n, said)):
+            size, longer = divmod(n, said)
+            return parts.split(x, [size + (i < longer) for i in range(said)], at)
+        sizes = [(n + said - 1 - i) // said for i in range(said)]  # the first ones are the longer
+        said = [builtins.sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
     window = [builtins.slice(None)] * at
     ends = [*said, None]
     starts = [None, *said]
@@ -126,8 +130,7 @@ def broadcast_tensors(*tensors: Any) -> tuple[Handle, ...]:
     ndim = builtins.max((x.ndim for x in given), default=0)
     shape = []
     for d in range(-ndim, 0):
-        extents = [x.shape[d] for x in given if x.ndim >= -d]
-        shape.append(next((n for n in extents if n != 1), 1))
+        shape.append(reduce(repeated, (x.shape[d] for x in given if x.ndim >= -d)))
     return tuple(views.expand(x, tuple(shape)) for x in given)
 
 

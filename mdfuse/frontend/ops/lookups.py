@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mdfuse.errors import DefinitionError
-from mdfuse.extents.extent import are_same
+from mdfuse.extents.extent import are_same, is_symbolic, larger, repeated
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, indexing, moves, views
 from mdfuse.frontend.ops.lookup_parts import added_up, at_indices, check_index, from_the_end
@@ -98,13 +98,9 @@ def take_along_dim(x: Handle, indices: Handle, dim: int | None = None) -> Handle
         )
     at = own_place(x, dim)
     pairs = zip(x.shape, indices.shape, strict=True)
-    both = [(n, m) if d == at else (_joined(n, m),) * 2 for d, (n, m) in enumerate(pairs)]
+    both = [(n, m) if d == at else (repeated(n, m),) * 2 for d, (n, m) in enumerate(pairs)]
     wide = views.expand(x, [n for n, _ in both])
     return gather(wide, at, views.expand(indices, [m for _, m in both]))
-
-
-def _joined(n: int, m: int) -> int:
-    return m if n == 1 else n
 
 
 def take(x: Handle, index: Handle) -> Handle:
@@ -368,7 +364,7 @@ def masked_scatter(x: Handle, mask: Handle, source: Handle) -> Handle:
     wide = views.flatten(views.expand(mask, x.shape))
     place = record("cumsum", cast(wide, torch.int64), dim=0) - 1
     source = views.flatten(source)
-    place = ROWS["minimum"](ROWS["maximum"](place, 0), builtins.max(source.shape[0] - 1, 0))
+    place = ROWS["minimum"](ROWS["maximum"](place, 0), larger(source.shape[0] - 1, 0))
     found = record("index_select", place, source, along=0)
     return where(mask, views.reshape(found, x.shape), x)
 
@@ -390,8 +386,9 @@ def slice_scatter(
     """
     at = own_place(x, dim)
     n = x.shape[at]
-    first, last, step = builtins.slice(start, end, step).indices(n) if step > 0 else (0, 0, 1)
-    count = builtins.max(-(-(last - first) // step), 0)
+    part = builtins.slice(start, end, step) if step > 0 else builtins.slice(0)
+    first, last, step = indexing.window_of(x, part, at)
+    count = larger(-(-(last - first) // step), 0)
     wanted = (*x.shape[:at], count, *x.shape[at + 1 :])
     if src.shape != wanted:
         raise DefinitionError(
@@ -399,7 +396,7 @@ def slice_scatter(
             because=f"that slice is {list(wanted)}",
             hint="a source of that shape",
         )
-    if not count:
+    if not is_symbolic((count,)) and not count:
         return record("set", x)
     starts = tuple(first if d == at else 0 for d in range(x.ndim))
     steps = tuple(step if d == at else 1 for d in range(x.ndim))

@@ -10,6 +10,7 @@ import builtins
 import torch
 
 from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import larger, smaller
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, indexing, reductions, views
 from mdfuse.frontend.ops.pointwise import ROWS, cast, where
@@ -83,8 +84,8 @@ def diagonal(x: Handle, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Handle
         if x.dtype == torch.bool
         else reductions.sum(kept, -1, dtype=x.dtype)
     )
-    start = builtins.max(-offset, 0)
-    end = builtins.max(start, builtins.min(n, m - offset))
+    start = larger(-offset, 0)
+    end = larger(start, smaller(n, m - offset))
     return indexing.index(found, (..., builtins.slice(start, end)))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import is_symbolic, larger
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, indexing, parts, views
 from mdfuse.frontend.ops.pointwise import ROWS, where
@@ -70,11 +71,11 @@ def _no_roll(x: Handle, shifts: Sequence[int], dims: Dims) -> DefinitionError:
 
 def _rolled(x: Handle, shift: int, dim: int) -> Handle:
     n = x.shape[dim]
-    first = -shift % n if n else 0
-    if not first:
+    first = -shift % larger(n, 1)
+    if not is_symbolic((n, shift)) and not first:
         return x
-    ahead, behind = parts.split(x, (first, n - first), dim)
-    return parts.cat([behind, ahead], dim)
+    ahead, behind = (builtins.slice(first), builtins.slice(first, None))
+    return parts.cat([indexing.along(x, dim, behind), indexing.along(x, dim, ahead)], dim)
 
 
 def rot90(x: Handle, k: int = 1, dims: Sequence[int] = (0, 1)) -> Handle:
@@ -250,10 +251,10 @@ def diff(
             f"diff of {shown(x)}, {n} times", because="a number of times", hint="n from 0 on"
         )
     x = parts.cat(given, at) if len(given) > 1 else x
-    for _ in range(builtins.min(n, x.shape[at])):
-        extent = x.shape[at]
-        behind = parts.narrow(x, at, 1, extent - 1)
-        ahead = parts.narrow(x, at, 0, extent - 1)
+    extent = x.shape[at]
+    for _ in range(n if is_symbolic((extent,)) else builtins.min(n, extent)):
+        behind = indexing.along(x, at, builtins.slice(1, None))
+        ahead = indexing.along(x, at, builtins.slice(-1))
         x = ROWS["logical_xor" if x.dtype == torch.bool else "sub"](behind, ahead)
     return record("set", x)
 

@@ -294,14 +294,22 @@ def cross_entropy(
     with again(x, is_more=True):
         is_it = ROWS["eq"](classes, record("unsqueeze", target, dims=(at,)))
     score = sum(where(is_it, wide, 0.0), at)
-    if label_smoothing:  # both are sums over the classes, which ranks join together
-        score = score * (1 - label_smoothing) + mean(wide, at) * label_smoothing
+    if label_smoothing:
+        score = score * (1 - label_smoothing) + _share(wide, at, label_smoothing)
     counts = ROWS["ne"](target, ignore_index)
     top, above = (record("squeeze", x, dims=(at,)) for x in (top, above))
     found = where(counts, above + (top - score), 0.0)  # what is large goes first
     if reduction != "mean":
         return back(reduced(found, reduction), x)
     return back(sum(found) / sum(as_dtype(counts, found.dtype)), x)
+
+
+def _share(x: Handle, at: int, smoothing: float) -> Handle:
+    """A share of the mean over the classes; as a product, ranks join it with another sum."""
+    n = x.shape[at]
+    if isinstance(n, Extent):
+        return mean(x, at) * smoothing
+    return sum(x, at) * (smoothing / max(n, 1))
 
 
 def _of_classes(x: Handle, target: Handle, smoothing: float) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Sequence
-from typing import Any
 
 from mdfuse.errors import DefinitionError, counted
 from mdfuse.extents.extent import is_symbolic
@@ -32,7 +31,7 @@ def slice(
 
 def select(x: Handle, dim: int, index: int) -> Handle:
     """`x[..., index, ...]`: one place of a dim, which goes."""
-    return _along(x, dim, index)
+    return indexing.along(x, dim, index)
 
 
 def narrow(x: Handle, dim: int, start: int, length: int) -> Handle:
@@ -46,11 +45,7 @@ def narrow(x: Handle, dim: int, start: int, length: int) -> Handle:
             because=f"dim {dim} goes from 0 to {extent}",
             hint="a slice, x[start:end], may reach beyond the end",
         )
-    return _along(x, dim, builtins.slice(start, start + length))
-
-
-def _along(x: Handle, dim: int, item: Any) -> Handle:
-    return indexing.index(x, (*[builtins.slice(None)] * place(x, dim), item))
+    return indexing.along(x, dim, builtins.slice(start, start + length))
 
 
 # -- splitting -----------------------------------------------------------------------------------
@@ -71,7 +66,7 @@ def split(x: Handle, split_size: int | Sequence[int], dim: int = 0) -> tuple[Han
             hint="one size for all parts, or sizes whose sum is the extent",
         )
     spans = zip([0, *ends[:-1]], ends, strict=True)
-    return tuple(_along(x, dim, builtins.slice(start, end)) for start, end in spans)
+    return tuple(indexing.along(x, dim, builtins.slice(start, end)) for start, end in spans)
 
 
 def _equal_parts(x: Handle, size: int, extent: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from mdfuse.errors import DefinitionError
-from mdfuse.extents.extent import Extent
+from mdfuse.extents.extent import Extent, larger
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
 from mdfuse.frontend.ops.exponents import log_of_sum
@@ -129,9 +129,8 @@ def _moments(
         distance = wide - centre
     count = math.prod(x.shape[d] for d in (range(x.ndim) if over is None else over))
     squares = sum(squared(distance), over, keepdim)
-    if isinstance(count, Extent) and correction in (0, 1):  # without a look at how many there are
-        share = squares / count
-        return (share * count / (count - 1) if correction else share), centre
+    if isinstance(count, Extent) and isinstance(correction, int) and correction >= 0:
+        return squares / larger(count - correction, 0), centre  # without a look at how many
     rest = count - correction if count else 0  # of no elements it is NaN, whatever is subtracted
     return squares / (rest if rest > 0 else 0), centre
 

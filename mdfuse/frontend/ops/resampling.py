@@ -92,7 +92,7 @@ def _extents(x: Handle, size: Any, scale: Any) -> tuple[list[int], list[float | 
 
 def _nearest(n: int, m: int, scale: float | None, is_exact: bool) -> list[int]:
     """Which element is nearest to each place: torch's own answer, on a row of numbers."""
-    row = torch.arange(n, dtype=torch.float64)[None, None]
+    row = torch.arange(int(n), dtype=torch.float64)[None, None]
     mode = "nearest-exact" if is_exact else "nearest"
     how: dict[str, Any] = {"size": m} if scale is None else {"scale_factor": scale}
     found = torch.nn.functional.interpolate(row, mode=mode, **how)

@@ -53,7 +53,8 @@ def emit(
         outputs=fusion.outputs,
         instructions=tuple(out.code),
     )
-    return reuse_inputs.run(program, fusion.reuse)
+    required = {n: fusion.values[n] for n in fusion.reuse if fusion.values[n].is_order_required}
+    return reuse_inputs.run(program, fusion.reuse, {n: v.order for n, v in required.items()})
 
 
 def _emit_sections(out: Emitter, segments: Sequence[Section]) -> None:

@@ -45,8 +45,16 @@ _BLOCKS = ("launch", *BLOCKS)
 Instead = tuple[Instruction, ...]
 
 
-def run(program: HostProgram, reuse: Mapping[str, str]) -> HostProgram:
-    """Return the program with an alias and a write for each output that reuses an input."""
+def run(
+    program: HostProgram, reuse: Mapping[str, str], orders: Mapping[str, tuple[int, ...]]
+) -> HostProgram:
+    """Return the program with an alias and a write for each output that reuses an input.
+
+    Args:
+        program: in which each output is a buffer of its own.
+        reuse: output -> the input into whose buffer it is written.
+        orders: output -> the memory order that is required of it, and so of that buffer.
+    """
     if not reuse:
         return program
     types, code = dict(program.types), _Code(program.instructions[:-1])
@@ -70,6 +78,7 @@ def run(program: HostProgram, reuse: Mapping[str, str]) -> HostProgram:
         types=types,
         instructions=(*code.instructions, program.instructions[-1]),
         aliases={**program.aliases, **reuse},
+        alias_orders={n: order for n, order in orders.items() if n in reuse},
     )
 
 

@@ -27,6 +27,7 @@ from mdfuse.hir.instructions import CALLS, INSTRUCTIONS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.text.values import (
     Node,
+    alias_orders,
     before_of,
     check_depth,
     dtype_of,
@@ -114,15 +115,13 @@ class _Reader:
 
     def program(self, tree: Node) -> HostProgram:
         self.header(tree)
-        inputs: list[str] = []
-        aliases: dict[str, str] = {}
+        inputs, aliases = list[str](), dict[str, str]()
         for item in trees(tree):
             if item.data in ("input", "alias"):
                 with self.at(item):
                     self.declare(item, inputs, aliases)
         self.type_aliases(aliases)
-        (block,) = trees(tree, "block")
-        instructions = self.block(block)
+        instructions = self.block(*trees(tree, "block"))
         outputs = next((i.reads for i in instructions if i.op == "return"), ())
         program = HostProgram(
             name=str(tokens(tree)[0]),
@@ -131,6 +130,7 @@ class _Reader:
             outputs=outputs,
             instructions=instructions,
             aliases=aliases,
+            alias_orders=alias_orders(trees(tree, "alias"), self.types),
             rank=self.rank,
         )
         self.check(program)
@@ -156,7 +156,7 @@ class _Reader:
         name, *of = map(name_of, tokens(item))
         if name in (aliases if of else inputs):
             raise ProgramError(f"%{name} is declared twice", hint="leave one out")
-        for kind in trees(item):
+        for kind in (tree for tree in trees(item) if tree.data != "order"):
             self.bind(name, kind)
         if of:
             aliases[name] = of[0]

@@ -155,6 +155,11 @@ class _Printer:
         settings = _settings({"axis": comm.axis, "backend": comm.backend})
         return " ".join(("barrier", self.layout(comm.source), *settings, *self.team(comm)))
 
+    def alias(self, name: str) -> str:
+        order = self.program.alias_orders.get(name)
+        text = f"alias {self.bound(name)} = %{self.program.aliases[name]}"
+        return text if order is None else f"{text} {_order_text(order)}"
+
     def team(self, comm: Communication) -> list[str]:
         """Return this rank's team and root, which only projections show."""
         rank = self.program.rank
@@ -169,7 +174,7 @@ def program_text(program: HostProgram) -> str:
     """Return the text of a program; source lines stand behind the instructions as comments."""
     printer = _Printer(program)
     rows = [(f"input {printer.bound(n)}", "") for n in program.inputs]
-    rows += [(f"alias {printer.bound(name)} = %{of}", "") for name, of in program.aliases.items()]
+    rows += [(printer.alias(name), "") for name in program.aliases]
     rows += printer.block(program.instructions, "")
     width = min(max((len(text) for text, _ in rows), default=0), _WIDEST)
     lines = [f"  {text:<{width}}  # {note}" if note else f"  {text}" for text, note in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -185,6 +186,14 @@ def order_of(tree: Node, kind: BufferType) -> tuple[int, ...]:
     for listed in trees(tree):
         return cast("tuple[int, ...]", value_of(listed))
     return tuple(range(1 if kind.flat else len(kind.shape)))
+
+
+def alias_orders(
+    aliases: Sequence[Node], types: Mapping[str, BufferType]
+) -> dict[str, tuple[int, ...]]:
+    """Return the memory orders that aliases ask for, by their names."""
+    named = ((name_of(tokens(alias)[0]), trees(alias, "order")) for alias in aliases)
+    return {n: order_of(found[0], types[n]) for n, found in named if found and n in types}
 
 
 def settings_of(tree: Node) -> tuple[tuple[str, Any], ...]:

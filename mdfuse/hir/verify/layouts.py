@@ -16,6 +16,7 @@ from typing import Any
 from mdfuse.extents.expressions import Index, terms
 from mdfuse.ir.dims import DimMap, Labels, always, reshape, unit_rows
 from mdfuse.ir.dims_in_blocks import IN_BLOCKS, Taken, labels_in_blocks
+from mdfuse.ir.op_table import OF_FIRST
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.boxes import Box, Rows
@@ -274,7 +275,7 @@ class _Row:
             "all": alike and all(present),
             "reduce": alike and placement.op in self.labels.reduces.values(),
             "sum": alike and placement.op == "sum" and all(present),
-            "scale": placement.op == "sum" and first == 0 and others,
+            **dict.fromkeys(OF_FIRST, placement.op == "sum" and first == 0 and others),
         }
         if not may.get(rule, False):
             raise Contradiction(f"{self.fn} of {placement} along {axis} is no {placement}")

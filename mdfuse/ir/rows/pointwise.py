@@ -22,8 +22,8 @@ def _binary(name: str, call: Callable[..., Any], writes: Writes, **more: Any) ->
 
 _binary("add", operator.add, exact(torch.add), partial="sum")
 _binary("sub", operator.sub, exact(torch.sub), partial="sum")
-_binary("mul", operator.mul, exact(torch.mul), partial="scale")
-_binary("div", operator.truediv, exact(torch.div), partial="scale")
+_binary("mul", operator.mul, exact(torch.mul), partial="factor")
+_binary("div", operator.truediv, exact(torch.div), partial="quotient")
 _binary("floor_divide", operator.floordiv, rounded(torch.floor_divide))
 _binary("remainder", operator.mod, rounded(torch.remainder))
 _binary("pow", operator.pow, rounded(torch.pow))
@@ -89,8 +89,8 @@ for _name in slopes.NAMES:  # linear in the cotangent, which comes first
     _call, _write = slopes.slope(_name)
     _is_exact = _name in ("relu", "leaky_relu", "hardtanh")
     _writes = DENSE if _write is None else exact(_write) if _is_exact else rounded(_write)
-    _how: dict[str, Any] = {"host": "binary", "operands": (2, 2), "partial": "scale"}
-    _how |= {"attrs": TABLE[_name].attrs}
+    _how: dict[str, Any] = {"host": "binary", "operands": (2, 2), "attrs": TABLE[_name].attrs}
+    _how["partial"] = "scale" if _name in ("relu", "hardtanh") else "factor"
     row(f"{_name}_grad", _call, dims.pointwise, shapes.alike, _writes, **_how)
 _binary("binary_cross_entropy", on_tensors(compound.binary_cross_entropy), DENSE)
 for _name, _unit in (("huber_loss", "delta"), ("smooth_l1_loss", "beta")):

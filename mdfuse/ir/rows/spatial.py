@@ -81,7 +81,7 @@ row(
         attr("transposed", "bool"), _AROUND,
     ),
     localize=pooling.local_mean,
-    partial="sum",
+    partial="factor",
     **_LIBRARY,
 )  # fmt: skip
 row(
