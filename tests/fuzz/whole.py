@@ -309,7 +309,7 @@ class Whole(Drawn):
             known = Known(handle, slope.detach(), True, max(k.error, y.error))
             self.known.append(known)
             self.kinked.add(known.handle.id)
-            if k in inputs:
+            if k in inputs and whole is not None:  # what leads nowhere has no step
                 self.slopes.append((k, known))
 
     def optimizer(self) -> None:
