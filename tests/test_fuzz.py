@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 from fuzz import options
@@ -39,6 +40,20 @@ def test_programs_run_with_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found, "\n\n".join(map(str, found))
     assert options.TALLY["pairs"] >= 0.8 * options.SETS * PROGRAMS, told
     assert {*KINDS} <= {*options.TALLY}, told
+
+
+def test_a_program_and_options_are_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of both is what the fault needs."""
+
+    def check(case: options.Case, said: dict[str, Any], _: random.Random) -> None:
+        assert "bucket_bytes" not in said or not case.host.communications
+
+    monkeypatch.setattr(options, "check_pair", check)
+    texts = [f.text for n in range(SEED, SEED + 6) if (f := once(options.fuzz, n))]
+    assert texts
+    for text in texts:
+        assert re.search(r"^options {'bucket_bytes': \d+}$", text, re.M), text
+        assert "without ['" in text, text
 
 
 def test_the_driver_finds_what_is_wrong() -> None:

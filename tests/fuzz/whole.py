@@ -226,7 +226,14 @@ class Whole(Drawn):
         if not found:
             return
         x = draw.choice(found[-3:])
-        weight = self.input((self.extent(), x.handle.shape[-1]), self.dtype)
+        width = x.handle.shape[-1:]
+        fitting = [k for k in found if k.handle.ndim == 2 and k.handle.shape[-1:] == width]
+        if fitting and draw.random() < 0.4:
+            weight = draw.choice(fitting)
+            self.record(Call("copy", lambda a: a.contiguous(), (weight,), is_exact=True))
+            weight = self.known[-1]
+        else:
+            weight = self.input((self.extent(), x.handle.shape[-1]), self.dtype)
         x = self.moved(x) if draw.random() < 0.3 else x
         weight = self.moved(weight) if draw.random() < 0.5 else weight
         self.record(Call("linear", F.linear, (x, weight)))
@@ -302,7 +309,7 @@ class Whole(Drawn):
             known = Known(handle, slope.detach(), True, max(k.error, y.error))
             self.known.append(known)
             self.kinked.add(known.handle.id)
-            if k in inputs:
+            if k in inputs and whole is not None:  # what leads nowhere has no step
                 self.slopes.append((k, known))
 
     def optimizer(self) -> None:
