@@ -16,7 +16,7 @@ from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.together import T, together
 from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options
-from mdfuse.errors import ProgramError
+from mdfuse.errors import DefinitionError, ProgramError, shown
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import load as loading
@@ -94,6 +94,11 @@ def from_torch(
     >>> torch.testing.assert_close(y, module(x).detach())
     """
     mesh = as_mesh(mesh)
+    given = {"kwargs": kwargs, "layouts": layouts, "blocks": blocks, "adapters": adapters,
+             "dynamic_shapes": dynamic_shapes, "buffers": buffers}  # fmt: skip
+    for name, value in given.items():
+        if not isinstance(value, Mapping | None):
+            raise DefinitionError(f"from_torch with {name}={shown(value)}", hint="a dict, or none")
     patterns = Patterns(layouts or {}, mesh)
     captured = capture(module, args, kwargs, dynamic_shapes, adapters)
     model = _model(captured, patterns, buffers or {})
