@@ -55,6 +55,8 @@ def backend_choice(text: str) -> BackendChoice:
     BackendChoice(usual='gloo', by_axis={'dp': 'ucx'})
     """
     usual, by_axis = [], dict[str, str]()
+    if not isinstance(text, str):
+        raise ProgramError(f"backend={shown(text, _SHOWN)}", hint='the name of one: "gloo"')
     for entry in text.split(","):
         axis, sign, name = (part.strip() for part in entry.rpartition("="))
         if not name or bool(sign) != bool(axis) or axis in by_axis or (axis and name == "auto"):
@@ -320,11 +322,21 @@ def options_from_environment(
         variables: by default those of this process; an empty one counts as not set.
 
     Raises:
-        ProgramError: a variable cannot be read, or has a value that its option cannot have.
+        ProgramError: a variable cannot be read, or has a value that its option cannot have; `base`
+            is something else.
     """
-    if base is not None:
+    if isinstance(base, Options):
         return base
+    if (problem := not_options(base)) is not None:
+        raise problem
     return _options(environment()) if variables is None else _options_from(variables)
+
+
+def not_options(given: object) -> ProgramError | None:
+    """Return an error where something else is given for options; none is well."""
+    if isinstance(given, Options | None):
+        return None
+    return ProgramError(f"options={shown(given, _SHOWN)}", hint="mdfuse.Options(...), or none")
 
 
 @lru_cache(maxsize=64)

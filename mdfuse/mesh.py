@@ -56,15 +56,7 @@ class DeviceMesh:
         if is_torch_mesh(ranks):
             _check_whole(ranks)
             axes, ranks = axes or ranks.mesh_dim_names, ranks.mesh
-        try:
-            listed = ranks.tolist() if hasattr(ranks, "tolist") else ranks
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            raise MeshError(
-                f"a mesh of a {type(ranks).__name__}",
-                because=f"its ranks cannot be listed: {str(error).splitlines()[0]}",
-                hint="a dense array of integers, or nested lists",
-            ) from error
-        shape, flat = _flatten(listed)
+        shape, flat = _flatten(_as_lists(ranks, "ranks"))
         self._set(shape, _canonical(flat), axes, hosts)
 
     def _set(
@@ -82,7 +74,11 @@ class DeviceMesh:
                     hint="pass axes=(...), one name per axis",
                 )
             axes = _DEFAULT_AXES[len(shape)]
+        if not isinstance(axes, str | list | tuple):
+            raise MeshError(f"axes={shown(axes)}", hint='a tuple of names: axes=("dp", "tp")')
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        if not all(isinstance(axis, str) for axis in axes):
+            raise MeshError(f"axes {shown(axes)}", because="an axis has a name, which is a string")
         if len(axes) != len(shape) or len(set(axes)) != len(axes):
             raise MeshError(
                 f"axes {axes} do not name the {counted(len(shape), 'axis')} of a mesh of shape "
@@ -368,6 +364,18 @@ def _check_whole(mesh: Any) -> None:
         )
 
 
+def _as_lists(array: Any, what: str) -> Any:
+    """Return an array of numpy or torch as lists; anything else as it is."""
+    try:
+        return array.tolist() if hasattr(array, "tolist") else array
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise MeshError(
+            f"a mesh of a {type(array).__name__}",
+            because=f"its {what} cannot be listed: {str(error).splitlines()[0]}",
+            hint="a dense array of integers, or nested lists",
+        ) from error
+
+
 def _flatten(nested: Any, what: str = "a rank") -> tuple[tuple[int, ...], list[int]]:
     """Return the shape and the elements of nested sequences."""
     if isinstance(nested, Sequence) and not isinstance(nested, str):
@@ -386,7 +394,7 @@ def _flatten(nested: Any, what: str = "a rank") -> tuple[tuple[int, ...], list[i
             because="a mesh is an array of ranks",
             hint="where it is a layout, pass the mesh before it: (mesh, {...})",
         )
-    if isinstance(nested, bool) or not hasattr(nested, "__index__"):
+    if isinstance(nested, bool | type) or not hasattr(nested, "__index__"):
         raise MeshError(
             f"{shown(nested)} is not {what}",
             because=f"{what[2:]}s are integers",
@@ -410,7 +418,7 @@ def _hosts(hosts: Any, ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the number of each rank's host."""
     if isinstance(hosts, str):
         return _launched_hosts(hosts, ranks)
-    _, flat = _flatten(hosts.tolist() if hasattr(hosts, "tolist") else hosts, "a host")
+    _, flat = _flatten(_as_lists(hosts, "hosts"), "a host")
     if len(flat) != len(ranks) or min(flat) < 0:
         raise MeshError(
             f"{counted(len(flat), 'host')}, from {min(flat)}, for {counted(len(ranks), 'rank')}",

@@ -16,7 +16,7 @@ from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.together import save_together, together
 from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options
-from mdfuse.errors import ProgramError
+from mdfuse.errors import DefinitionError, ProgramError, shown
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import load as loading
@@ -95,6 +95,11 @@ def from_torch(
     >>> torch.testing.assert_close(y, module(x).detach())
     """
     mesh = as_mesh(mesh)
+    given = {"kwargs": kwargs, "layouts": layouts, "blocks": blocks, "adapters": adapters,
+             "dynamic_shapes": dynamic_shapes, "buffers": buffers}  # fmt: skip
+    for name, value in given.items():
+        if not isinstance(value, Mapping | None):
+            raise DefinitionError(f"from_torch with {name}={shown(value)}", hint="a dict, or none")
     patterns = Patterns(layouts or {}, mesh)
     model = _model(capture(module, args, kwargs, dynamic_shapes, adapters), patterns, buffers or {})
     model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))

@@ -19,8 +19,14 @@ from mdfuse.compiled.overlap import Overlap
 from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.compiled.trial import Trial
-from mdfuse.config import Options, backend_choice, environment, options_from_environment
-from mdfuse.errors import DefinitionError, MdfuseError, ProgramError, counted, listed
+from mdfuse.config import (
+    Options,
+    backend_choice,
+    environment,
+    not_options,
+    options_from_environment,
+)
+from mdfuse.errors import DefinitionError, MdfuseError, ProgramError, counted, listed, shown
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
 from mdfuse.frontend.cache import NamedDefinition, program_of
@@ -159,7 +165,7 @@ class Program:
 
         if not isinstance(costs, Costs):
             raise ProgramError(
-                f"a timeline by {costs!r}",
+                f"a timeline by {shown(costs)}",
                 because="times are predicted by a table of costs, an object",
                 hint="mdfuse.seeing.H100, or cost_table(mdfuse.init()).costs of mdfuse.seeing",
             )
@@ -256,7 +262,9 @@ class Program:
         """
         if extents is None and options is None and self.symbolic is None:
             return self._usual.call(inputs, out)
-        given = extents or {}
+        if (problem := not_options(options)) is not None:
+            self.refuse(problem)
+        given = {} if extents is None else extents
         if not isinstance(given, Mapping) or any(type(n) is not int for n in given.values()):
             return self._run_other(None, inputs, out, extents, options)
         try:
@@ -467,7 +475,7 @@ def compile(
         )
     if not isinstance(options, Options | None):
         raise ProgramError(
-            f"options={options!r} of compile", hint='mf.compile(fd, mf.Options(overlap="auto"))'
+            f"options={shown(options)} of compile", hint="mf.compile(fd, mf.Options())"
         )
     named = definition.named
     key = should_merge, options, None if options else environment()

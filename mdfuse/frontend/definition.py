@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from mdfuse.errors import DefinitionError, user_source
+from mdfuse.errors import DefinitionError, shown, user_source
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
@@ -242,13 +242,13 @@ class FusionDefinition:
         self._check_open()
         if not isinstance(t, Handle) or t.definition is not self:
             raise DefinitionError(
-                f"{t!r} is not a value of @{self.name}",
+                f"{shown(t)} is not a value of @{self.name}",
                 where=self.fusion_where(),
                 hint="pass what an operation of this definition returned",
             )
         if reuse is not None and not (isinstance(reuse, Handle) and reuse.definition is self):
             raise DefinitionError(
-                f"reuse={reuse!r} is not an input tensor of @{self.name}",
+                f"reuse={shown(reuse)} is not an input tensor of @{self.name}",
                 where=self.fusion_where(),
                 hint="pass what define_tensor returned",
             )

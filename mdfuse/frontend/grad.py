@@ -42,15 +42,15 @@ def grad(
     >>> mf.reference(fd, [torch.tensor([1.0, 2.0, 3.0])])
     [tensor([2., 4., 6.])]
     """
-    wrt = (wrt,) if isinstance(wrt, Handle) else tuple(wrt)
-    for x in (y, *wrt, *(() if seed is None else (seed,))):
+    every: Sequence[object] = wrt if isinstance(wrt, list | tuple) else (wrt,)
+    for x in (y, *every, *(() if seed is None else (seed,))):
         if not isinstance(x, Handle):
             raise DefinitionError(
                 f"grad with {brief(x)}",
                 because="gradients are those of values of a definition",
                 hint="what define_tensor or an operation returned",
             )
-    return y.definition.grad(y, wrt, seed)
+    return y.definition.grad(y, (wrt,) if isinstance(wrt, Handle) else tuple(wrt), seed)
 
 
 class recompute:

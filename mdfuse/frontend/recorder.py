@@ -129,7 +129,7 @@ class Recorder:
     def scalar(self, site: Site, value: float | int | bool | None, dtype: Any) -> Fact:
         """Record a number; see `FusionDefinition.define_scalar`."""
         value = pinned(value) if isinstance(value, Extent) else plain_number(value)
-        said: Any = dtype or (type(value) if value is not None else float)
+        said: Any = (float if value is None else type(value)) if dtype is None else dtype
         kind: Any = next((k for t, k in _SCALAR_DTYPES.items() if t is said), said)
         is_kind = isinstance(kind, torch.dtype) and kind in DTYPE_NAMES and is_in_range(value)
         if not is_kind or (value is not None and as_number(value, kind) is None):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, shown
 
 
 def dims_of(stride_order: Sequence[int], ndim: int) -> tuple[int, ...] | None:
@@ -31,7 +31,7 @@ def no_permutation(
 ) -> DefinitionError:
     """Return the error for a stride order that is no permutation."""
     return DefinitionError(
-        f"stride_order={_places(stride_order)} of {of}",
+        f"stride_order={shown(_places(stride_order))} of {of}",
         where=where,
         because=f"it is a permutation of 0..{ndim - 1}" if ndim else "there are no dims",
         hint="the place of each dim in memory, 0 the fastest",

@@ -293,9 +293,8 @@ class Layout:
     def _coordinate(self, rank: int) -> tuple[int, ...]:
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
-            raise MeshError(
-                f"rank {rank} is not in {self.mesh}", hint="a rank outside holds no part of it"
-            )
+            hint = "a rank outside holds no part of it"
+            raise MeshError(f"rank {shown(rank)} is not in {self.mesh}", hint=hint)
         return coordinate
 
     def local_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:

@@ -71,7 +71,7 @@ class Partial:
     op: str = "sum"
 
     def __post_init__(self) -> None:
-        if self.op not in REDUCE_OPS:
+        if not isinstance(self.op, str) or self.op not in REDUCE_OPS:
             raise LayoutError(f"Partial({shown(self.op)})", hint="one of " + ", ".join(REDUCE_OPS))
 
     def __str__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mdfuse.errors import LayoutError, counted
+from mdfuse.errors import LayoutError, counted, shown
 from mdfuse.layouts.boxes import Rows, boxes_of, index_of
 from mdfuse.layouts.layout import Layout, Partial, Placement
 from mdfuse.mesh import DeviceMesh
@@ -52,6 +52,9 @@ def shard_tensor(
     >>> shard_tensor(torch.arange(5), DeviceMesh.arange(tp=2), {"tp": Shard(0)}, rank=1)
     tensor([3, 4])
     """
+    _check_tensor(tensor, "a global tensor")
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise LayoutError(f"rank={shown(rank)}", because="a rank is an integer that counts from 0")
     layout = as_layout(mesh, placements, order).normalized(tensor.ndim)
     part = cut_out(tensor, layout.rows(tuple(tensor.shape), rank))
     coordinate = layout.mesh.coordinate(rank)
@@ -66,6 +69,13 @@ def shard_tensor(
         elif placement.op == "prod":
             part = part.new_ones(part.shape)
     return part
+
+
+def _check_tensor(x: object, what: str) -> None:
+    from torch import Tensor, strided
+
+    if not isinstance(x, Tensor) or x.is_nested or x.layout != strided:
+        raise LayoutError(f"{shown(x)} is not {what}", hint="pass a dense tensor")
 
 
 def cut_out(tensor: Tensor, rows: Sequence[Rows]) -> Tensor:
@@ -99,8 +109,11 @@ def unshard_tensor(
     >>> unshard_tensor(parts, DeviceMesh.arange(tp=2), {"tp": Shard(0)})
     tensor([0, 1, 2, 3, 4])
     """
-    if not parts:
-        raise LayoutError("no parts", hint="pass the part of every rank of the mesh")
+    if not isinstance(parts, list | tuple) or not parts:
+        what = f"parts={shown(parts)}" if parts is not None else "no parts"
+        raise LayoutError(what, hint="pass a list: the part of every rank of the mesh")
+    for part in parts:
+        _check_tensor(part, "a part")
     layout = as_layout(mesh, placements, order).normalized(parts[0].ndim)
     if len(parts) != layout.mesh.size:
         raise LayoutError(

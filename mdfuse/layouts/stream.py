@@ -65,6 +65,8 @@ class Stream:
                 because="a dim is an integer of 64 bits",
                 hint="for example Stream(0, 4)",
             )
+        if not isinstance(self.rotate, str | None):
+            raise LayoutError(f"rotate={shown(self.rotate)}", because="a ring goes along an axis")
         lengths = self.chunks if isinstance(self.chunks, tuple) else (self.chunks,)
         good = all(is_dim(n) and n >= 0 for n in lengths)
         if not good or not lengths or self.chunks == 0:

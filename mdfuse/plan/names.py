@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, shown
 from mdfuse.extents.expressions import terms
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.refusals import unbound
@@ -17,6 +17,11 @@ def check_names(program: HostProgram) -> None:
     Such are inputs that are aliases, aliases in a cycle or of another type, outputs that are chunks
     or share a buffer, and names that nothing computes.
     """
+    if not isinstance(program, HostProgram):
+        raise ProgramError(
+            f"{shown(program)} is no host program",
+            hint="program.host of what mf.compile returned, or mdfuse.hir.parse(text)",
+        )
     check_aliases(program)
     for name in program.outputs:
         _check_output(program, name)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from mdfuse.errors import LayoutError, MeshError
+from mdfuse.errors import LayoutError, MeshError, shown
 from mdfuse.ir.infer import dense_strides, memory_order
 from mdfuse.layouts.layout import REDUCE_OPS, Layout, Partial, Placement, Replicate, Shard, Varies
 from mdfuse.mesh import DeviceMesh
@@ -63,6 +63,7 @@ def layout_of(
     (tp=S0)
     >>> dist.destroy_process_group()
     """
+    _check(x)
     mesh = DeviceMesh(x.device_mesh, axes, hosts)
     placements = dict(zip(mesh.axes, (_own(x, p) for p in x.placements), strict=True))
     order = {dim: [mesh.axes[i] for i in mesh_dims] for dim, mesh_dims in shard_order(x)}
@@ -148,6 +149,13 @@ def _plain(placement: TorchPlacement) -> str:
     return "Replicate()" if dim is None else f"Shard({dim})"
 
 
+def _check(x: object) -> None:
+    if not isinstance(x, DTensor):
+        raise LayoutError(
+            f"{shown(x)} is no DTensor", hint="distribute_tensor(x, mesh, placements)"
+        )
+
+
 def spec_of(x: DTensor, axes: Sequence[str] | None = None) -> TensorSpec:
     """Return the `TensorSpec` of a DTensor: global shape, dtype, layout, memory order.
 
@@ -160,6 +168,7 @@ def spec_of(x: DTensor, axes: Sequence[str] | None = None) -> TensorSpec:
     """
     from mdfuse.frontend.spec import TensorSpec
 
+    _check(x)
     order = memory_order(x.stride())
     places = tuple(len(order) - 1 - order.index(dim) for dim in range(x.ndim))
     is_usual = order == tuple(range(x.ndim))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mdfuse.errors import ProgramError, listed
+from mdfuse.errors import ProgramError, listed, shown
 from mdfuse.extents.extent import Extent
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion
@@ -30,7 +30,7 @@ def check_extents(program: str, symbols: Iterable[str], given: Extents | None) -
         return {}
     if not isinstance(given, Mapping):
         raise ProgramError(
-            f"@{program}: extents={given!r}",
+            f"@{program}: extents={shown(given)}",
             because="extents are given by name",
             hint='for example extents={"x.0": 7}',
         )

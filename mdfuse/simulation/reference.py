@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mdfuse.errors import ProgramError, counted, listed
+from mdfuse.errors import ProgramError, counted, listed, shown
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.ir.calls import in_order
@@ -35,6 +35,13 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
         ProgramError: the inputs do not fit.
     """
     fusion = definition.fusion if isinstance(definition, FusionDefinition) else definition
+    if not isinstance(fusion, Fusion):
+        raise ProgramError(
+            f"reference takes a FusionDefinition, not {type(definition).__name__}",
+            hint="the definition of a program is what mf.compile was given",
+        )
+    if not isinstance(inputs, list | tuple):
+        raise ProgramError(f"@{fusion.name}: inputs={shown(inputs)}", hint="pass a list of them")
     if len(inputs) != len(fusion.inputs):
         raise ProgramError(
             f"@{fusion.name}: {counted(len(inputs), 'argument')} for "
