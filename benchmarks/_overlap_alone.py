@@ -16,7 +16,7 @@ from _graphs import HandGraph
 from _measure import Contender, Row, device_time, eagerly, host_time, interleave
 from _overlap_by_hand import ByHand, Cut, cuts
 from _overlap_copies import SYMMETRIC, Copies, lane, pinned, stand_in
-from _overlap_shapes import FORMS, READY, Parts, Shape, compare, definition, figures, run_of
+from _overlap_shapes import FORMS, Parts, Shape, compare, definition, figures, run_of
 from torch import Tensor
 
 import mdfuse as mf
@@ -98,7 +98,7 @@ class Alone:
         right, mine = shape.right(parts), parts[0]
         most = shape.moved(self.size, mine.x.itemsize)
         calls: dict[str, _Call] = {}
-        for name, pieces in {**FORMS, **(READY if shape.kind == "AG+MM" else {})}.items():
+        for name, pieces in FORMS.items():
             self.copies.expect(incoming, 1.0, most)
             check = run_of(self._program(shape, pieces, f"{name}, checked"), mine)
             for _ in range(3):  # eager, captured, replayed

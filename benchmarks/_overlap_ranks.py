@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed._symmetric_memory as symmetric_memory
 from _graphs import HandGraph
 from _measure import Contender, Row, device_time, eagerly, host_time, interleave
-from _overlap_shapes import FORMS, READY, Parts, Shape, compare, definition, figures, run_of
+from _overlap_shapes import FORMS, Parts, Shape, compare, definition, figures, run_of
 from _ranks import Ranks
 from torch import Tensor
 
@@ -75,9 +75,7 @@ class Together:
         right, mine = shape.right(parts, rank), parts[rank]
         whole = torch.cat([shape.ready(p.x) for p in parts]) if shape.kind == "AG+MM" else mine.x
         del parts
-        is_read = shape.kind == "AG+MM" and self.ranks.comm.backend == "symmetric"
-        forms = {**FORMS, **READY} if is_read else FORMS
-        programs = {name: self._program(shape, k, name, mine) for name, k in forms.items()}
+        programs = {name: self._program(shape, k, name, mine) for name, k in FORMS.items()}
         calls: dict[str, Callable[[], object]] = {
             name: run_of(program, mine) for name, program in programs.items()
         }

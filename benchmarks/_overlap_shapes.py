@@ -120,13 +120,6 @@ FORMS: dict[str, int | tuple[int, ...]] = {
     "uneven pieces": UNEVEN,
 }
 
-#: The same, for what is gathered where others read it: each piece goes as soon as it is computed.
-READY: dict[str, int | tuple[int, ...]] = {
-    "two pieces, each when ready": 2,
-    "four pieces, each when ready": 4,
-    "uneven pieces, each when ready": UNEVEN,
-}
-
 #: dtype -> the largest error, relative to the norm of the result.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
@@ -150,7 +143,7 @@ def figures(
         moved: the contender that only communicates, beside `product`.
         has_limit: whether the ideal sets a limit.
     """
-    pieces = [name for name, n in {**FORMS, **READY}.items() if n and name in times]
+    pieces = [name for name, n in FORMS.items() if n and name in times]
     best = min(pieces, key=lambda name: statistics.median(times[name]))
     ideal = [max(pair) for pair in zip(times["product"], times[moved], strict=True)]
     for name, others in {"ideal": ideal, **times}.items():
@@ -171,8 +164,7 @@ def definition(
 ) -> mf.FusionDefinition:
     """A program: one after the other, or in so many pieces for each rank, in a ring.
 
-    Pieces may have lengths, in sixteenths of a shard. By its name, which begins with one in
-    `READY`, what is gathered is computed in pieces, too.
+    Pieces may have lengths, in sixteenths of a shard.
     """
     n = mesh.axis_size("tp")
     if isinstance(pieces, tuple):
@@ -183,8 +175,6 @@ def definition(
             x = _tensor(fd, shape.rows, shape.inner, mesh, 0, dtype)
             w = _tensor(fd, shape.inner, shape.columns * n, mesh, 1, dtype)
             x = x * 0.5
-            if name.startswith(tuple(READY)):
-                x = x.on(mesh, {"tp": Shard(0)}, stream=Stream(0, pieces))
             x = fd.ops.set(x).on(mesh, {}, stream=stream)
             fd.add_output((x @ w).on(mesh, {"tp": Shard(1)}, stream=stream))
         else:

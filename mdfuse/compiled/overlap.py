@@ -8,7 +8,6 @@ without it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -17,7 +16,6 @@ from mdfuse import hir_lowering
 from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.errors import MdfuseError
 from mdfuse.hir.passes import raise_posts
-from mdfuse.hir.passes.place_symmetric import SYMMETRIC
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes import overlap
@@ -107,13 +105,13 @@ def choose(plain: float, times: Mapping[Form, float], error: float = 0.0) -> For
 
     >>> two, eight = Form((0,), 2), Form((0,), 8)
     >>> choose(10.0, {two: 7.0, eight: 6.0}), choose(10.0, {two: 6.02, eight: 6.0}).chunks
-    (Form(dims=(0,), chunks=8, rotate=None, before=1), 2)
+    (Form(dims=(0,), chunks=8, rotate=None), 2)
     >>> choose(10.0, {two: 9.0}, error=0.15), choose(10.0, {two: 10.0})
     (None, None)
     """
     best = min(times.values(), default=plain)
     near = [f for f, t in times.items() if t <= best * (1 + _ALIKE) and t < plain * (1 - error)]
-    return min(near, key=lambda f: (f.chunks, f.before, f.rotate is None, f.dims), default=None)
+    return min(near, key=lambda f: (f.chunks, f.rotate is None, f.dims), default=None)
 
 
 #: A fusion, its sections, its host program.
@@ -139,7 +137,6 @@ class _Chooser:
     should_merge: ShouldMerge | None
     options: Options
     known: dict[object, Choice] = field(default_factory=dict)
-    saved: dict[object, float] = field(default_factory=dict)
     clocked: list[tuple[HostProgram, float]] = field(default_factory=list)
     #: the candidates of which no time can be told, a line each
     left_out: list[str] = field(default_factory=list)
@@ -175,9 +172,7 @@ class _Chooser:
         key = overlap.likeness(fusion)
         if key not in self.known:
             self.known[key] = self._decided(window, fusion, overlap.forms(fusion, window))
-        known = replace(self.known[key], window=window)
-        times = {**known.times, **self._in_pieces(window, known.times)}
-        return replace(known, times=times, form=choose(known.plain, times, self.error))
+        return replace(self.known[key], window=window)
 
     def _decided(self, window: Window, fusion: Fusion, forms: Mapping[Form, Fusion]) -> Choice:
         plain = self._alone(window.text, fusion) if forms else None
@@ -198,32 +193,6 @@ class _Chooser:
             return host, _seconds(host, self.costs)
 
         return self.priced(what, price)
-
-    def _in_pieces(self, window: Window, times: Mapping[Form, float]) -> dict[Form, float]:
-        """Return the seconds of forms whose rings send each piece as soon as it is computed.
-
-        Only out of symmetric memory: elsewhere the first post would wait for those of the rank
-        itself. They take what the ring takes without, less what both save with the work before.
-        """
-        found: dict[Form, float] = {}
-        if SYMMETRIC not in backend_choice(self.options.backend).names:
-            return found
-        for form, seconds in times.items():
-            made = overlap.in_pieces(self.fusion, window, form)
-            if made is not None:
-                found[made[0]] = seconds - self._saved(window, form, *made)
-        return found
-
-    def _saved(self, window: Window, form: Form, found: Form, whole: Window) -> float:
-        """Return the seconds by which a form is quicker in which the work before is cut."""
-        fusion = overlap.alone(self.fusion, whole)
-        key = overlap.likeness(fusion), found
-        if key not in self.saved:
-            pair = [overlap.apply(fusion, {window: f}) for f in (form, found)]
-            told = [self._alone(f"{window.text}: {found}", x) for x in pair if x is not None]
-            times = [x[1] for x in told if x is not None]
-            self.saved[key] = times[0] - times[1] if len(times) == 2 else -math.inf
-        return self.saved[key]
 
     def choices(self) -> list[Choice]:
         """Return what is decided of each window; of those that share work, the best go first."""

@@ -308,11 +308,10 @@ class HostProgram:
     @cached_property
     def written_out(self) -> HostProgram:
         """A projection without loops, branches and aliases; see `mdfuse.hir.unroll`."""
-        from mdfuse.hir.passes import early_posts, early_waits, land_receives, late_waits
+        from mdfuse.hir.passes import early_waits, land_receives, late_waits
         from mdfuse.hir.unroll import write
 
-        waits = early_waits.run(late_waits.run(write(self)))
-        return early_posts.run(land_receives.run(waits))
+        return land_receives.run(early_waits.run(late_waits.run(write(self))))
 
     @cached_property
     def as_run(self) -> HostProgram:

@@ -24,10 +24,8 @@ from networkx.utils import UnionFind
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts import streamed_sets
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.stream import Stream
-from mdfuse.passes import computed_in_pieces
 from mdfuse.passes.segmentation import HostLoops, set_form, streams_read
 from mdfuse.passes.strategy import dim_map
 from mdfuse.passes.streams import one_dim
@@ -44,18 +42,15 @@ class Form:
         dims: of each value of the window, in order, the dim that is cut.
         chunks: how many.
         rotate: the axis along which ranks form a ring; None: all start with the first chunk.
-        before: in how many pieces what a ring sends is computed; 1: as a whole.
     """
 
     dims: tuple[int, ...]
     chunks: int
     rotate: str | None = None
-    before: int = 1
 
     def __str__(self) -> str:
         ring = f", a ring along {self.rotate}" if self.rotate else ""
-        pieces = f", what is sent computed in {self.before} pieces" if self.before > 1 else ""
-        return f"{self.chunks} chunks{ring}{pieces}"
+        return f"{self.chunks} chunks{ring}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +268,6 @@ def apply(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion | None:
     for window, form in chosen.items():
         for name, dim in zip(window.values, form.dims, strict=True):
             values[name] = replace(values[name], stream=Stream(dim, form.chunks, form.rotate))
-    for window, form in chosen.items():
-        sent = _sent(replace(fusion, values=values), window, form)
-        values.update((x, replace(values[x], stream=stream)) for x, stream in sent.items())
     streamed = _together(replace(fusion, values=values), [*chosen])
     if streamed is None:
         return None
@@ -285,31 +277,6 @@ def apply(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion | None:
     loops = HostLoops(streamed)
     is_right = all(loops.may_share(w.exprs[:-1], w.exprs[-1:]) for w in chosen)
     return streamed if is_right else None
-
-
-def _sent(fusion: Fusion, window: Window, form: Form) -> Mapping[str, Stream]:
-    """Return the streams of what computes what a ring sends, in the pieces that the form says."""
-    if form.before == 1:
-        return {}
-    return computed_in_pieces.streams(fusion, window.exprs[0], Stream(form.dims[0], form.before))
-
-
-def in_pieces(fusion: Fusion, window: Window, form: Form) -> tuple[Form, Window] | None:
-    """Return a form in which what a ring sends is computed in pieces, and the window with that.
-
-    None where there is no such form: nothing that can be cut computes it.
-    """
-    ring = window.exprs[0]
-    if ring.op != "set" or form.rotate is None:
-        return None
-    before, after = fusion.layout(ring.reads[0]), fusion.layout(ring.output)
-    stream = Stream(form.dims[0], form.chunks, form.rotate)
-    how = streamed_sets.form(before, after, stream, fusion.values[ring.output].shape[stream.dim])
-    found = replace(form, before=form.chunks // after.mesh.axis_size(form.rotate))
-    sent = _sent(fusion, window, found) if how == "ring" else {}
-    if not sent:
-        return None
-    return found, Window((*(fusion.producers[x] for x in reversed([*sent])), *window.exprs))
 
 
 def _may_cut(fusion: Fusion, expr: Expr) -> bool:

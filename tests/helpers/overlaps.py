@@ -222,9 +222,6 @@ def in_forms(fusion: Fusion) -> Iterator[tuple[Window, Form, Fusion]]:
     for window in overlap.windows(fusion):
         for form, streamed in overlap.forms(fusion, window).items():
             yield window, form, streamed
-            made = overlap.in_pieces(fusion, window, form)
-            if made is not None and (cut := overlap.apply(fusion, {window: made[0]})) is not None:
-                yield window, made[0], cut
 
 
 def program(fusion: Fusion, options: Options | None = None) -> mf.Program:

@@ -191,24 +191,6 @@ def test_symmetric_every_form(
 
 
 @pytest.mark.world(4)
-@pytest.mark.backend("symmetric")
-def test_symmetric_pieces_go_when_they_are_computed(comm: mf.Communicator) -> None:
-    """Of each shard the first piece is sent before the others are computed."""
-    case, found = CASES["computed"], 0
-    for mesh in (LINE, GRID):
-        for _, form, streamed in in_forms(prepared(case, mesh, 32)):
-            if form.before == 1:
-                continue
-            program = in_chunks(streamed, captured(comm, compile="never"))  # sums are seen
-            code = program.for_rank(comm.rank).written_out.instructions
-            ops = [i.fn or i.op for i in code]
-            found += ops.index("send") < len(ops) - 1 - ops[::-1].index("add")
-            for seed in range(runs(comm)):
-                run_and_check(program, case, seed, comm)
-    assert found == 4
-
-
-@pytest.mark.world(4)
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_with_random_delays(name: str, comm: mf.Communicator) -> None:
     check_delays(name, comm)

@@ -15,7 +15,6 @@
                                                 }
 
 The streams wait for the caller's stream before their first work; it waits for them at the end.
-A loop that computes what is sent in pieces stays where it is: `hir/passes/early_posts.py`.
 Where `next` divides a loop, each part says on which streams it runs, and waits on the stream that
 reads what arrives: a stream that waited for all that is queued on the transfers' would wait for the
 next chunk, too.
@@ -32,7 +31,6 @@ from mdfuse.config import Options
 from mdfuse.extents.expressions import Index, calc, loop
 from mdfuse.hir.instructions import POSTS, op_of, row_of
 from mdfuse.hir.passes.cut_loops import grouped
-from mdfuse.hir.passes.place_symmetric import SYMMETRIC
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, joined
 from mdfuse.ir.graph import fresh_name
 
@@ -49,9 +47,7 @@ _CONTRACTIONS = ("matmul", "linear", "attention")
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with its loops on streams."""
-    spread = [i for i in program.instructions if _is_spread(i)]
-    in_order = _sent_in_pieces(program) if any(i.op == "for" for i in spread) else frozenset()
-    places = {id(i) for i in spread if in_order.isdisjoint(_filled(i))}
+    places = {id(i) for i in program.instructions if _is_spread(i)}
     if options.streams == 1 or not places:
         return program
     types = dict(program.types)
@@ -62,26 +58,6 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     if any(s in i.outputs for i in code):
         types[s] = BufferType(dtype=torch.int64)
     return replace(program, types=types, instructions=tuple(code))
-
-
-def _sent_in_pieces(program: HostProgram) -> frozenset[str]:
-    """Return what lies in symmetric memory and is sent in pieces.
-
-    Iterations that compute such pieces take turns on one stream: side by side, all of them would
-    be there at the end, and none early.
-    """
-    code = [*program.walk()]
-    placed = {x for i in code if i.kwargs.get("memory") == SYMMETRIC for x in i.outputs}
-    pieces = {i.outputs[0]: i.reads[0] for i in code if i.op == "chunk"}
-    sent = {pieces.get(i.reads[0]) for i in code if i.op == "send"}
-    return frozenset(placed & sent)
-
-
-def _filled(i: Instruction) -> frozenset[str]:
-    """Return what a loop without communication has chunks of."""
-    every = [*i.walk()]
-    is_local = not any(j.op in POSTS for j in every)
-    return frozenset(j.reads[0] for j in every if j.op == "chunk" and is_local)
 
 
 def _on_streams(i: Instruction, options: Options, caller: str, s: str) -> list[Instruction]:
