@@ -130,6 +130,6 @@ def test_an_accumulator_is_not_freed_between_calls(call: str, is_verified: bool)
     assert torch.equal(y, -(x @ w))
     broken = hir.parse(PRODUCTS.replace(f"  call {call}", f"  free %z\n  call {call}"))
     with pytest.raises(
-        mf.ProgramError, match="%z, (which was freed before|to which only the parts of)"
+        mf.ProgramError, match=r"%z, (which was freed before|to which only the parts of)"
     ):
         mf.simulate(broken, [x, w], options=mf.Options(verify=is_verified))
