@@ -436,3 +436,94 @@ def test_norms_of_integers_are_refused(norm: Callable[[Any], Any], dtype: torch.
         fd.add_output(x.norm(dtype=torch.float32))
     (found,) = mf.simulate(mf.compile(fd), [torch.ones(3, 3, dtype=dtype)]).outputs
     torch.testing.assert_close(found, torch.tensor(3.0))
+
+
+@pytest.mark.parametrize("number", [-(2**63), 1 - 2**63, 2**63 - 1, -1, -0.0, 1e300, 5e-324])
+def test_a_constant_reads_back(number: float) -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([2], torch.float64, MESH, {})
+        i = fd.define_tensor([2], torch.int64, MESH, {})
+        fd.add_output(x * number)
+        fd.add_output((i if isinstance(number, int) else x) + number)
+    program = mf.compile(fd)
+    assert hir.parse(str(program)) == program.host
+    given = torch.tensor([1.0, -3.0], dtype=torch.float64), torch.tensor([0, 1])
+    found = mf.simulate(program, list(given)).outputs
+    assert torch.equal(found[0], given[0] * number)
+    assert torch.equal(found[1], given[isinstance(number, int)] + number)
+
+
+@pytest.mark.parametrize("number", ["9223372036854775808", "-9223372036854775809", "9" * 5000])
+def test_a_number_that_64_bits_do_not_hold(number: str) -> None:
+    head = "host @f on mesh(t=2) {\n  input %x: f32[2] (t=R)\n"
+    text = f"{head}  %y: f32[2] (t=R) = add(%x, {number})\n"
+    with pytest.raises(mf.ProgramError, match=r"write one from -9223372036854775808 to 9223372036"):
+        hir.parse(text + "  return %y\n}\n")
+
+
+@pytest.mark.parametrize(
+    "index",
+    [[4], [0, -5], (slice(None), [3]), ([0, 1], [0, 9]), (None, [4]), (..., [-4]), [2**70]],
+    ids=str,
+)
+def test_integers_of_a_list_that_are_out_of_range(index: Any) -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([4, 3], torch.float32, MESH, {"t": Shard(0)})
+        with pytest.raises(mf.DefinitionError, match="is out of range for dim"):
+            x[index]
+        fd.add_output(x[[3, -4], [2, -3]])
+    whole = torch.arange(12.0).reshape(4, 3)
+    (found,) = mf.simulate(mf.compile(fd), [whole]).outputs
+    assert torch.equal(found, whole[[3, -4], [2, -3]])
+
+
+def test_integers_of_a_list_where_a_run_chooses_the_extent() -> None:
+    with FusionDefinition("f") as fd:
+        x = fd.define_tensor([-1, 3], torch.float32, MESH, {})
+        fd.add_output(x[[5, -1]])
+    program, whole = mf.compile(fd), torch.arange(18.0).reshape(6, 3)
+    assert torch.equal(mf.simulate(program, [whole]).outputs[0], whole[[5, -1]])
+    with pytest.raises(mf.MdfuseError, match=r"x\.0 > 5"):
+        mf.simulate(program, [whole[:5]])
+
+
+@pytest.mark.parametrize("blocks", [2**16 + 1, 10**12, 2**63, 2**70, (1,) * (2**16 + 1)])
+def test_more_blocks_than_anything_has(blocks: Any) -> None:
+    with pytest.raises(mf.LayoutError, match="a dim has at most 65536"):
+        Shard(0, blocks=blocks)
+    assert str(Shard(0, blocks=2**16)) == "S0/65536"
+
+
+LOOP = "  for %i in 0..2 {\n    %y.i: f32[2] of [4] (t=R, chunk(0,2,%i)) = chunk(%x)\n  }\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "output"),
+    [
+        (LOOP + "  %y: f32[2] of [4] (t=R, chunk(0,2,%i)) = chunk(%x)\n", "%x"),
+        (LOOP + "  %y: f32[2] of [4] (t=R, chunk(0,2,%i)) = neg(%y.i)\n", "%y"),
+        (LOOP, "%y.i"),
+        (LOOP + "  set_stream %i\n", "%x"),
+        ("  input %y: f32[2] of [4] (t=R, chunk(0,2,%i))\n" + LOOP, "%x"),
+        ("  if rank == 0 {\n" + LOOP + "    sync %i\n  }\n", "%x"),
+    ],
+)
+def test_an_index_outside_of_its_loop(body: str, output: str) -> None:
+    head = "host @f on mesh(t=2) {\n  input %x: f32[4] (t=R)\n"
+    program = hir.parse(f"{head}{body}  return {output}\n}}\n")
+    with pytest.raises(mf.ProgramError, match="%i is no index"):
+        verify(program)
+    verify(hir.parse(f"{head}{LOOP}{LOOP.replace('%y', '%z')}  return %x\n}}\n"))
+
+
+def test_only_operations_are_shown_as_such() -> None:
+    shown = dir(mf.ops)
+    assert shown == sorted(mf.ops.__all__) and {"relu", "softmax", "clip", "index_select"} <= {
+        *shown
+    }
+    assert not {"taking_kinds", "as_dtype", "FAMILIES", "Operation", "views"} & {*shown}
+    for name in shown:
+        assert callable(getattr(mf.ops, name))
+    for name in ("taking_kinds", "as_dtype"):
+        with pytest.raises(AttributeError, match="there is no operation"):
+            getattr(mf.ops, name)

@@ -86,3 +86,14 @@ def test_a_table_of_one_rank_says_that_communications_take_no_time(
     path = str(tmp_path / "two.json")
     assert named(path, "symmetric")[0].link("Send", "tp").latency_s == 2e-6
     assert named(path)[0].link("Send", "tp").latency_s == 1e-6
+
+
+DEEP = ("[" * 100_000, '{"a":' * 70 + "1" + "}" * 70, '{"launch_s": [[[1]]]}')
+
+
+@pytest.mark.parametrize("text", DEEP)
+def test_brackets_in_brackets(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(text)
+    with pytest.raises(mf.ProgramError, match=r"costs\.json"):
+        named(str(file))
