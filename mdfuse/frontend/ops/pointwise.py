@@ -91,10 +91,15 @@ def _combined(op: str, x: Any, other: Any, alpha: Any) -> Handle:
     if not isinstance(alpha, Handle) and alpha == 1:
         return record(op, x, other)
     tensors = [y for y in (x, other) if isinstance(y, Handle) and y.is_tensor]
-    if any(is_narrow(y) for y in tensors) and all(y.dtype.is_floating_point for y in tensors):
+    if _are_rounded(tensors):
         x, other = (in_f32(y) if isinstance(y, Handle) else y for y in (x, other))
         return _as_promoted(record(op, x, mul(other, alpha)), tensors)
     return record(op, x, mul(_raised(other, x), alpha))
+
+
+def _are_rounded(tensors: Sequence[Handle]) -> bool:
+    """Whether all are floats, and some of 16 bits."""
+    return any(map(is_narrow, tensors)) and all(x.dtype.is_floating_point for x in tensors)
 
 
 def _as_promoted(y: Handle, tensors: Sequence[Handle]) -> Handle:
@@ -158,7 +163,9 @@ def _with_value(name: str, x: Handle, tensor1: Handle, tensor2: Handle, value: A
     if not isinstance(value, Handle) or not value.is_tensor:
         return record(name, x, tensor1, tensor2, value)
     of = (x, tensor1, tensor2)
-    x, tensor1, tensor2 = (in_f32(y) for y in of)
+    if not _are_rounded(of):
+        return record(name, x, tensor1 * value, tensor2, 1)
+    x, tensor1, tensor2 = map(in_f32, of)
     return _as_promoted(record(name, x, tensor1 * value, tensor2, 1), of)
 
 
