@@ -12,6 +12,7 @@ from helpers.pipelines import meshes
 from torch import Tensor
 
 import mdfuse as mf
+from mdfuse import DeviceMesh, Shard
 
 D = torch.float64
 POISON = mf.Options(poison=True)
@@ -183,3 +184,17 @@ def test_an_input_that_is_handed_over_to_an_output(goes_on: bool) -> None:
     whole = torch.arange(12.0).reshape(4, 3)
     for result in mf.simulate(program, [whole]).outputs:
         assert torch.equal(result, whole)
+
+
+def test_a_sum_of_nothing_that_nobody_sends() -> None:
+    """All microbatches add to it, though nothing reads it behind the calls."""
+    mesh = DeviceMesh.arange(x=3)
+    with mf.FusionDefinition("nothing") as fd:
+        x = fd.define_tensor([4, 3], D, mesh, {"x": Shard(1)}, name="x")
+        w = fd.define_tensor([0, 3], D, mesh, name="w")
+        for slope in mf.grad(F.linear(x.unsqueeze(1), w).sum(), [x, w]):
+            fd.add_output(slope)
+    program = mf.pipeline(fd, microbatches=2, batch={"x": 0}, schedule="gpipe")
+    whole = torch.randn(4, 3, dtype=D)
+    dx, dw = mf.simulate(program, [whole, whole[:0]], options=POISON).outputs
+    assert torch.equal(dx, torch.zeros(4, 3, dtype=D)) and dw.shape == (0, 3)

@@ -153,6 +153,8 @@ def _is(name: str, *values: Any) -> Callable[[dict[str, Any]], bool]:
 RULES: tuple[Rule, ...] = (
     # A CUDA graph holds nothing that the host does by itself: docs of `Options`.
     Rule('with graph="always"', _is("graph", "always")),
+    # It is an error where some work cannot be compiled: docs of `Options`.
+    Rule("cannot be compiled", _is("compile", "always")),
     # It comes with CUDA.
     Rule('ranges="nvtx"', _is("ranges", "nvtx")),
 )

@@ -66,7 +66,8 @@ class _Frees:
     def note_calls(self) -> None:
         """Note which block frees what belongs to the index of a call."""
         blocks, own = blocks_of(self.program), per_index(self.program)
-        made = {n: self.binds(block) for n, block in blocks.items()}
+        outside = {x for i in self.program.instructions if i.op != "block" for x in self.binds(i)}
+        made = {n: self.binds(block) - outside for n, block in blocks.items()}
         for name, block in blocks.items():
             self.used[name] = {x for i in block.body for x in self.uses(i)}
             self.outer[name] = self.used[name] - own.union(*made.values())
