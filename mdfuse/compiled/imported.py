@@ -94,16 +94,22 @@ def from_torch(
     >>> (y,) = mf.simulate(program, [*model.load(), x]).outputs
     >>> torch.testing.assert_close(y, module(x).detach())
     """
-    mesh = as_mesh(mesh)
-    given = {"kwargs": kwargs, "layouts": layouts, "blocks": blocks, "adapters": adapters,
-             "dynamic_shapes": dynamic_shapes, "buffers": buffers}  # fmt: skip
-    for name, value in given.items():
-        if not isinstance(value, Mapping | None):
-            raise DefinitionError(f"from_torch with {name}={shown(value)}", hint="a dict, or none")
-    patterns = Patterns(layouts or {}, mesh)
-    model = _model(capture(module, args, kwargs, dynamic_shapes, adapters), patterns, buffers or {})
+    _check_dicts(kwargs, layouts, blocks, adapters, buffers)
+    patterns = Patterns(layouts or {}, mesh := as_mesh(mesh))
+    captured = capture(module, args, kwargs, dynamic_shapes, adapters)
+    model = _model(captured, patterns, buffers or {})
     model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
     return ImportedModel(model, patterns, skipped)
+
+
+def _check_dicts(*given: object) -> None:
+    for value, name in zip(given, _DICTS, strict=True):
+        if not isinstance(value, Mapping | None):
+            raise DefinitionError(f"from_torch with {name}={shown(value)}", hint="a dict, or none")
+
+
+#: What is by name, in the order of `from_torch`'s arguments.
+_DICTS = ("kwargs", "layouts", "blocks", "adapters", "buffers")
 
 
 def _model(captured: Captured, patterns: Patterns, buffers: Mapping[str, Tensor]) -> Model:

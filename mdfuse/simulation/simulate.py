@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import ProgramError, counted, listed, shown
+from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.tensors import resolved, why_not
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
@@ -151,11 +151,9 @@ def simulate(
         IndexRangeError: with `check_indices`, an index is out of range.
         CommunicationError: posts of different ranks do not fit, or ranks wait for each other.
     """
-    if not isinstance(extents, Mapping | None):
-        raise ProgramError(f"extents={shown(extents)}", hint='extents={"x.0": 4}, or none')
     if isinstance(program, Program):
         program = _with_extents(program, inputs, extents)
-    elif extents:
+    elif extents is not None:
         check_extents(_host(program).name, (), extents)
     host = _host(program)
     prepared = _prepared(program)
