@@ -72,8 +72,8 @@ def from_torch(
             read, as FSDP does; the backward gathers them again.
         adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
             (rank, alpha): then steps of training train the adapters alone.
-        dynamic_shapes: name of an argument -> dim -> a name: extents that each run chooses; and
-            all forms that `torch.export.export` takes.
+        dynamic_shapes: name of an argument -> dim -> a name: extents that each run chooses; or as
+            `torch.export.export` takes them.
         buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
         skipped: paths of a plan that lead nowhere, of `from_plan`, which `report()` lists.
 
@@ -96,8 +96,7 @@ def from_torch(
     """
     _check_dicts(kwargs, layouts, blocks, adapters, buffers)
     patterns = Patterns(layouts or {}, mesh := as_mesh(mesh))
-    captured = capture(module, args, kwargs, dynamic_shapes, adapters)
-    model = _model(captured, patterns, buffers or {})
+    model = _model(capture(module, args, kwargs, dynamic_shapes, adapters), patterns, buffers or {})
     model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
     return ImportedModel(model, patterns, skipped)
 

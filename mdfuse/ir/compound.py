@@ -50,11 +50,11 @@ def binary_cross_entropy(p: Tensor, target: Tensor) -> Tensor:
 
 def robust_loss(name: str) -> Callable[..., Tensor]:
     """Return the Huber loss or the smooth l1 loss of each element, whose unit is an attribute."""
-    function = getattr(_ATEN, name)
 
     def call(x: Tensor, target: Tensor, *, out: Tensor | None = None, **unit: float) -> Tensor:
         into = {} if out is None else {"out": out}
-        result: Tensor = function(x, target, 0, *unit.values(), **into)
+        # by its name, which is the same in all processes: compiled functions are kept by it
+        result: Tensor = getattr(_ATEN, name)(x, target, 0, *unit.values(), **into)
         return result
 
     call.__name__ = name

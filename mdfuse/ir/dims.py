@@ -398,7 +398,7 @@ def unit_rows(shape: Shape, result: Shape) -> dict[int, int]:
     One row before is then all rows after, or the other way round: a chunk has all or nothing.
 
     >>> unit_rows((1, 3, 4), (3, 4)), unit_rows((3, 4), (1, 3, 4)), unit_rows((2, 3), (6,))
-    ({0: 0, 2: 1}, {0: 0, 1: 2}, {})
+    ({0: 0}, {0: 0}, {})
     """
     pairs = {old[0]: new[0] for old, new in reshape_groups(shape, result)}
     return {i: j for i, j in pairs.items() if shape[i] == 1 or result[j] == 1}

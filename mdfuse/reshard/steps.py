@@ -67,8 +67,8 @@ def _steps(
     source: Layout,
     destination: Layout,
     shape: tuple[int, ...],
-    itemsize: int,
-    carriers: Carriers,
+    itemsize: int = 4,
+    carriers: Carriers = (),
 ) -> tuple[Step, ...]:
     if source == destination:
         return ()

@@ -233,21 +233,20 @@ def test_what_the_program_expands_afterwards_a_segment_reduces_in_its_own_order(
 
 
 def test_a_segment_simulates_from_global_tensors() -> None:
-    """A reduce-scatter of uneven rows; Partial goes in."""
+    """A reduce-scatter of uneven rows; Partial goes in, and the factor comes behind the sum."""
     with FusionDefinition("alone") as fd:
         x = fd.define_tensor([5, 3], mesh=TWO, layout={"tp": Partial()})
         y = fd.ops.set(x * 2).on(TWO, ROWS)
         fd.add_output(y + 1)
-    scale, reduce, add = mf.compile(fd).segments
+    segments = reduce, scale, settle, add = mf.compile(fd).segments
     whole = drawn(5, 3)
-    for segment, expected in ((scale, whole * 2), (reduce, whole), (add, whole + 1)):
+    wanted = (reduce, whole), (scale, whole * 2), (settle, whole), (add, whole + 1)
+    for segment, expected in wanted:
         result = mf.simulate(segment.program, [whole])
         assert torch.equal(result.outputs[0], expected)
     for rank, (part,) in enumerate(mf.simulate(reduce.program, [whole]).per_rank):
-        assert torch.equal(part, local_part(whole, reduce.fusion.layout("y"), rank))
-    assert [c.kind for s in (scale, reduce, add) for c in s.program.communications] == [
-        "ReduceScatter"
-    ]
+        assert torch.equal(part, local_part(whole, reduce.fusion.layout("x.tp_S0"), rank))
+    assert [c.kind for s in segments for c in s.program.communications] == ["ReduceScatter"]
 
 
 def test_a_function_in_the_place_of_a_segment() -> None:

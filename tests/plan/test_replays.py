@@ -96,8 +96,14 @@ def nested(x: Tensor) -> Tensor:
     return view
 
 
+#: Memory that no later tensor gets: the stand-in of a graph holds tensors, a graph addresses.
+HELD: list[Tensor] = []
+
+
 def swapped_for_nested(x: Tensor) -> Tensor:
-    torch.utils.swap_tensors(x, nested(x.clone()))
+    other = nested(x.clone())
+    torch.utils.swap_tensors(x, other)
+    HELD.append(other)
     return x
 
 

@@ -232,7 +232,7 @@ LayoutError: Stream(1, (3, -1))
             """\
 LayoutError: Stream('rows', 4)
   here   return Stream("rows", 4)
-  because     a dim is an integer
+  because     a dim is an integer of 64 bits
   try         for example Stream(0, 4)""",
         )
 
