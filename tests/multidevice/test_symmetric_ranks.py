@@ -126,13 +126,13 @@ def test_what_a_program_computes_is_read_where_it_lies(
         p = fd.define_tensor([1024, 1024], mesh=mesh, layout={"tp": Partial("sum")})
         fd.add_output(fd.ops.set(-x).on(mesh))
         fd.add_output(fd.ops.set(x + 1.0).on(mesh, {"tp": Shard(1)}))
-        fd.add_output(fd.ops.set(p * 2.0).on(mesh, {"tp": Shard(0)}))
+        fd.add_output(fd.ops.set(-p).on(mesh, {"tp": Shard(0)}))
         fd.add_output(fd.ops.set(fd.ops.abs(x)).on(mesh, stream=around))
     program, draw = mf.compile(fd), torch.Generator().manual_seed(5)
     whole = torch.randint(-99, 99, (1023, 1024), generator=draw).float()
     parts = torch.randint(-99, 99, (4, 1024, 1024), generator=draw).float()
     mine = [whole.chunk(4)[comm.rank], parts[comm.rank]]
-    want = [-whole, (whole + 1).chunk(4, 1)[comm.rank], 2 * parts.sum(0).chunk(4)[comm.rank]]
+    want = [-whole, (whole + 1).chunk(4, 1)[comm.rank], -parts.sum(0).chunk(4)[comm.rank]]
     for _ in range(3):
         got = program.run(*(part.contiguous().to(comm.device) for part in mine))
         for found, expected in zip(got, [*want, whole.abs()], strict=True):
