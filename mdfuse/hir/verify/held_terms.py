@@ -21,6 +21,7 @@ from mdfuse.hir.verify import refusals
 from mdfuse.hir.verify.memory import Storage, Terms, View, covers, outside, overlap
 from mdfuse.hir.verify.spaces import Space, spaces_of
 from mdfuse.hir.verify.views import whole
+from mdfuse.ir.op_table import OF_FIRST
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.boxes import Box, box_size, intersect
 from mdfuse.layouts.layout import IDEMPOTENT, Layout
@@ -257,7 +258,7 @@ class Held:
                 return len({*odd.values()}) == 1 and {*odd} == {*tensors}
             case "reduce":
                 return is_only and self.reduces(i) == terms.op
-            case "scale":
+            case rule if rule in OF_FIRST:  # rounded or not, it is the term of the product
                 return is_only and terms.op == "sum" and (is_first or i.fn == "mul")
             case "sum":
                 return is_only and terms.op == "sum" and is_first
