@@ -152,6 +152,20 @@ host @neighbour on mesh(tp={n}) {{
   return %y
 }}"""
 
+#: The same, with sums in the chunks of one buffer.
+IN_PLACE_STEP = """\
+  %r{k}: {chunk} = alloc
+  group_start
+  %s{k} = send(%a{before}, to=(coord(tp) + 1) mod {n}, axis=tp)
+  %t{k} = recv(%r{k}, from=(coord(tp) - 1) mod {n}, axis=tp)
+  group_end
+  wait %s{k}
+  wait %t{k}
+  %a{k}: {chunk} = chunk(%h)
+  %a{k} = add(%a{k}, %r{k})
+  free %a{before}, %r{k}
+"""
+
 #: Along one axis, then along the other one.
 TWO_AXES = """
 host @two_axes on mesh(dp=2, tp={n}) {{
@@ -210,16 +224,26 @@ def texts(n: int, rows: int) -> Iterator[tuple[str, str, str]]:
     yield "side by side", SIDE_BY_SIDE.format(**names), "sum"
     yield "sent on", SENT_ON.format(**names), "sum"
     yield "neighbour", neighbour(**names), "sum"
+    yield "in place", in_place(**names), "sum"
     yield "two axes", TWO_AXES.format(**names), "sum"
 
 
-def neighbour(n: int, rows: int, part: int) -> str:
+def in_place(n: int, rows: int, part: int) -> str:
+    """Sums go round that lie in one buffer."""
+    text = neighbour(n, rows, part, IN_PLACE_STEP)
+    head, tail = text.split("  %a1:")
+    copied = f"  %h: f32[{rows},3] (tp=P(sum)) = mul(%x, 1.0)\n"
+    tail = tail.replace("= chunk(%x)", "= chunk(%h)").replace("  return", "  free %h\n  return")
+    return f"{head}{copied}  %a1:{tail}"
+
+
+def neighbour(n: int, rows: int, part: int, step: str = NEIGHBOUR_STEP) -> str:
     """Sums go round, to which each rank adds its own term."""
 
     def chunk(k: int) -> str:
         return CHUNK.format(n=n, rows=rows, part=part, k=k)
 
-    steps = [NEIGHBOUR_STEP.format(k=k, before=k - 1, n=n, chunk=chunk(k)) for k in range(2, n)]
+    steps = [step.format(k=k, before=k - 1, n=n, chunk=chunk(k)) for k in range(2, n)]
     own = {"n": n, "rows": rows, "part": part, "first": chunk(1), "last": max(n - 1, 1)}
     return NEIGHBOUR.format(**own, steps="".join(steps))
 

@@ -21,6 +21,7 @@ from mdfuse.hir.verify import refusals
 from mdfuse.hir.verify.memory import Storage, Terms, View, covers, outside, overlap
 from mdfuse.hir.verify.spaces import Space, spaces_of
 from mdfuse.hir.verify.views import whole
+from mdfuse.ir.op_table import OF_FIRST
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.boxes import Box, box_size, intersect
 from mdfuse.layouts.layout import IDEMPOTENT, Layout
@@ -80,15 +81,32 @@ class Held:
 
     # -- what is read ----------------------------------------------------------------------------
 
-    def entries(self, view: View) -> list[tuple[Box | None, Terms]]:
-        return [(b, t) for b, t in view.storage.terms.items() if overlap(b, view.region)]
+    def entries(self, name: str, view: View) -> list[tuple[Box | None, Terms]]:
+        storage, part = view.storage, self.empty_part(name, view)
+        if part in storage.of_empty:
+            return [(view.region, storage.of_empty[part])]
+        return [(b, t) for b, t in storage.terms.items() if overlap(b, view.region)]
+
+    def empty_part(self, name: str, view: View) -> object:
+        """Return which part without elements a view is; None: it has some, or is a whole buffer.
+
+        Such a part stands for those of other ranks, so that it is followed too. Its box does not
+        tell it from others; its chunk does, even where it is read by a name of another layout.
+        """
+        region, i = view.region, view.made_by
+        if region is None or all(start < stop for start, stop in region):
+            return None
+        if i is not None and (i.fn or i.op) in ("own", "set") and i.reads[0] != view.storage.name:
+            (name,) = i.reads
+        layout = self.program.types[name].layout
+        return region, layout.stream if layout is not None else None
 
     def held(self, name: str, view: View, i: Instruction) -> Terms | None:
         """Return the terms that a buffer holds; None where they are as its layout says."""
         layout = self.program.types[name].layout
         if layout is None or view.is_said or layout.mesh not in self.spaces:
             return None
-        found = self.entries(view)
+        found = self.entries(name, view)
         if not found:
             return self.unlike(view.storage, layout)
         kinds = {terms for _, terms in found}
@@ -257,7 +275,7 @@ class Held:
                 return len({*odd.values()}) == 1 and {*odd} == {*tensors}
             case "reduce":
                 return is_only and self.reduces(i) == terms.op
-            case "scale":
+            case rule if rule in OF_FIRST:  # rounded or not, it is the term of the product
                 return is_only and terms.op == "sum" and (is_first or i.fn == "mul")
             case "sum":
                 return is_only and terms.op == "sum" and is_first
@@ -275,7 +293,7 @@ class Held:
         if i.op != "reduce" or len(views) != 1:
             return None
         ((name, view),) = views.items()
-        found = self.entries(view)
+        found = self.entries(name, view)
         layout = self.layout(name)
         odd = [t for _, t in found if not self.is_usual(layout, t)]
         if len({*odd}) < 2 or view.dims is not None or view.is_said:
@@ -330,6 +348,14 @@ class Held:
                 usual = self.usual(layout)
                 is_other = usual != self.usual(kind)
                 terms = Terms(self.op_of(layout), usual) if is_other else None
+        part = self.empty_part(name, view)
+        if part is not None:
+            storage.of_empty.pop(part, None)
+            if terms is not None:
+                storage.of_empty[part] = terms
+            return
+        if view.region is None:
+            storage.of_empty.clear()
         if storage.terms:
             _cut_out(storage.terms, view.region, whole(self.program.types[storage.name], self.rank))
         if terms is not None:

@@ -67,6 +67,7 @@ class Storage:
         accesses: those that a later access may have to wait for.
         parts: the chunks whose parts are added up in it, while some are missing.
         terms: box (None: all of it) -> terms, where they are others than its layout says.
+        of_empty: part without elements -> terms, likewise: such parts may lie in one place.
         is_input: it is the caller's.
         frozen_by: what made an output a view of it; after that it must not change.
     """
@@ -76,6 +77,7 @@ class Storage:
     accesses: list[Access] = field(default_factory=list)
     parts: set[int] | None = None
     terms: dict[Box | None, Terms] = field(default_factory=dict)
+    of_empty: dict[object, Terms] = field(default_factory=dict)
     is_input: bool = False
     frozen_by: Instruction | None = None
 

@@ -50,6 +50,17 @@ def test_a_ring_is_right(name: str, n: int) -> None:
         assert wrong(ring.program, ring.op) is None
 
 
+@pytest.mark.parametrize("rows", [3, 1])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "two axes"])
+def test_more_ranks_than_rows(name: str, rows: int) -> None:
+    """Chunks without rows lie in one place of a buffer; those of other ranks have some."""
+    ring = rings(4, rows)[name]
+    assert told(ring.program) == told(ring.program, in_full=True) == by_rank(ring.program) == ""
+    assert wrong(ring.program, ring.op) is None
+    short = hir.parse(ring.text.replace("in 0..4 {", "in 0..3 {"))
+    assert (short == ring.program) == (told(short) == "") == (by_rank(short) == "")
+
+
 #: what is wrong -> (the ring, what is written, what stands there instead)
 FAULTS = {
     "a term is missing": ("scatter", "in 0..4 {", "in 0..3 {"),
@@ -87,6 +98,8 @@ FAULTS = {
     ),
     "a step without a term": ("neighbour", "= add(%r2, %x2)", "= set(%r2)"),
     "a term twice in a step": ("neighbour", "= add(%r2, %x2)", "= add(%x2, %x2)"),
+    "a step in place without a term": ("in place", "= add(%a2, %r2)", "= set(%r2)"),
+    "a step in place with a term twice": ("in place", "= add(%a2, %r2)", "= add(%r2, %r2)"),
     "one's own term alone": ("neighbour", "  %y = add(%y, %r)\n", ""),
     "the sum of all others alone": ("neighbour", "%y = add(%y, %r)", "%y = set(%r)"),
     "along one axis alone": ("two axes", "in 0..2 {", "in 0..1 {"),
@@ -280,8 +293,10 @@ def _without_last_sum(program: HostProgram) -> HostProgram:
 
 @pytest.mark.parametrize("name", [n for n in CASES if "ring" in n or "scatter" in n])
 def test_streamed_programs(name: str) -> None:
-    program = CASES[name].compile().host
-    assert told(program) == told(program, True) == ""
+    case = CASES[name]
+    for rows in (8,) if case.fixed else (8, 7, 3, 0):
+        program = case.compile(n=4, rows=rows).host
+        assert told(program) == told(program, True) == "", f"{rows} rows"
 
 
 # -- whatever is changed -------------------------------------------------------------------------
