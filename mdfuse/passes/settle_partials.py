@@ -140,6 +140,8 @@ def _behind(sweep: _Sweep, value: str, result: str, axis: str) -> Placement | No
     fusion, expr = sweep.pushed, sweep.pushed.producers[result]
     before, after = fusion.values[value], fusion.values[result]
     assert before.layout is not None and after.layout is not None
+    if after.layout.mesh != before.layout.mesh:  # it is added up before it leaves the mesh
+        return Replicate()
     to = sweep.goals.get((result, axis), after.layout.placement(axis))
     if to is None:
         return None
@@ -159,7 +161,9 @@ def _flow(sweep: _Sweep, value: str, readers: Sequence[str], axis: str) -> _Flow
     for name in readers:
         expr = fusion.producers[name]
         others = {x for x in expr.reads if _is_partial(fusion, x, axis) and x != value}
-        after = sweep.flows.get((name, axis)) or _Flow({name: _price_of_result(fusion, expr, axis)})
+        stays = fusion.layout(name).mesh == fusion.layout(value).mesh
+        after = sweep.flows.get((name, axis)) if stays else None
+        after = after or _Flow({name: _price_of_result(fusion, expr, axis)})
         found = _Flow(
             ends={**found.ends, **after.ends},
             passed=found.passed | after.passed | {name},

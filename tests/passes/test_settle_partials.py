@@ -139,3 +139,30 @@ def test_what_the_user_wants_partial_stays_so() -> None:
     tensor = drawn(8, 16)
     check_everywhere(program, [tensor], [tensor * 2, tensor, tensor * tensor])
     assert program.bytes_received(0) == ONCE
+
+
+@pytest.mark.parametrize("size", [0, 5])
+@pytest.mark.parametrize("where", [({"x": 1}, {}), ({"x": 2}, {"x": Shard(0)}), ({"tp": 3}, {})])
+def test_a_view_of_a_partial_moves_to_another_mesh(
+    size: int, where: tuple[dict[str, int], dict[str, Any]]
+) -> None:
+    """The other mesh may lack the axis, or have one of that name."""
+    axes, layout = where
+    with mf.FusionDefinition("moved") as fd:
+        x = fd.define_tensor([size, 2], mesh=DeviceMesh.arange(tp=2), layout={"tp": Partial()})
+        fd.add_output(fd.ops.permute(x, (1, 0)).on(DeviceMesh.arange(**axes), layout))
+    program = mf.compile(fd)
+    tensor = drawn(size, 2)
+    check_everywhere(program, [tensor], [tensor.T])
+
+
+def test_a_product_that_leaves_the_mesh_is_one_of_the_sum() -> None:
+    """It is reduced as itself, not as its terms, and before it leaves."""
+    with mf.FusionDefinition("moved") as fd:
+        x = fd.define_tensor([8, 3], mesh=DeviceMesh.arange(tp=2), layout={"tp": Partial()})
+        fd.add_output((x * 3.0).on(DeviceMesh.arange(x=1), {}))
+        fd.add_output(x.sum(0).on(DeviceMesh.arange(tp=1), {}))
+    program = mf.compile(fd)
+    tensor = drawn(8, 3)
+    check_everywhere(program, [tensor], [tensor * 3.0, tensor.sum(0)])
+    assert [c.kind for c in program.communications] == ["Allreduce"], program

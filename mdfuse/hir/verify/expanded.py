@@ -87,7 +87,10 @@ class Expanded:
         before = self.program.types.get(source) if isinstance(source, str) else None
         if before is None or not isinstance(source, str):
             return frozenset()
-        value = _value(source, before, self.dims(source, i))
+        dims = self.dims(source, i)
+        if i.fn == "slice":  # a rank's own names places in its part, which may be a single row
+            return frozenset(d for d in dims if kind.shape[d] > 1)
+        value = _value(source, before, dims)
         attrs = {**i.kwargs}
         if i.fn in ("reshape", "expand"):
             attrs["shape"] = kind.shape

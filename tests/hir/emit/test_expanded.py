@@ -14,6 +14,8 @@ from helpers.oracle import check_everywhere
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Replicate, Shard
+from mdfuse.hir.verify.check import verify
+from mdfuse.hir.verify.types import check_types
 
 SHAPES = [(4, 6), (1, 1), (4, 1), (1, 2), (2, 3), (5, 3)]
 
@@ -120,6 +122,24 @@ def test_rows_of_an_input_are_alike_once_they_are_written() -> None:
     refused(f"{head}; {looped}; return %e", "no expand made dim 0 of %e")
     itself = "input %b: M; alias %e = %b; %e = expand(%b, shape=[4,4])"
     refused(f"{itself}; {ONE}; return %e, %y", "no expand made dim 0 of %e")
+
+
+@pytest.mark.parametrize("rows", [5, 4, 7])
+def test_a_cut_of_alike_rows_is_alike_where_a_rank_has_one_of_them(rows: int) -> None:
+    """What a projection says of a cut is about its part: here a single row on some ranks."""
+    mesh = DeviceMesh.arange(a=2, b=2, c=2)
+    x = torch.randn(1, 1, 1)
+    with FusionDefinition("cut") as fd:
+        e = fd.define_tensor(x.shape, mesh=mesh).expand(3, rows, 6)[:, :, :4]
+        law = {"a": Shard(1), "c": Shard(1)}
+        part = fd.ops.set(e).on(mesh, law, order={1: ("c", "a")})
+        fd.add_output(fd.ops.set(part).on(mesh, {}))
+    program = mf.compile(fd)
+    check_everywhere(program, [x], [x.expand(3, rows, 4)])
+    projections = {rank: program.host.project(rank) for rank in range(8)}
+    verify(projections)
+    for local in projections.values():
+        check_types(local)
 
 
 def _drawn(draw: random.Random, x: Any, t: torch.Tensor, mesh: DeviceMesh) -> tuple[Any, Any]:

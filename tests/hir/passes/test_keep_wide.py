@@ -1,4 +1,8 @@
-"""What was added up in f32 is reduced as it is, where `reduce_dtype` asks for f32."""
+"""What was added up in f32 is reduced as it is, where `reduce_dtype` asks for f32.
+
+Terms of a product have 16 bits, and are added up in f32 from one microbatch to the next; those of a
+sum are f32 to begin with.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ MESH = DeviceMesh.arange(dp=2)
 
 
 def names(both: bool, dtype: torch.dtype | None) -> list[str]:
-    """The functions behind the loop of a sum in microbatches; one that is read by itself, too."""
+    """The functions behind the loop of a product in microbatches; `both` returns its terms, too."""
     with mf.FusionDefinition("step") as fd:
         x = fd.define_tensor([8, 4], torch.bfloat16, MESH, {"dp": Shard(0)}, name="x")
-        y: Any = x.sum(0)
+        y: Any = fd.ops.matmul(x.permute(1, 0), x)
         y = y.on(MESH, {"dp": mf.Partial()}) if both else y
         fd.add_output(fd.ops.set(y).on(MESH, {}))
         if both:
@@ -27,7 +31,7 @@ def names(both: bool, dtype: torch.dtype | None) -> list[str]:
     return [i.fn for i in program.host.instructions if i.fn]
 
 
-def test_the_sum_is_rounded_behind_its_reduction() -> None:
+def test_the_product_is_rounded_behind_its_reduction() -> None:
     assert names(False, None) == ["round_terms"]
     assert names(False, torch.float32) == ["cast"]
 
