@@ -130,6 +130,7 @@ AMONG_EQUALS: dict[str, Callable[..., Any]] = {
     "amax": lambda x: x.nan_to_num().amax(1), "all of them": lambda x: x[2:].max(),
     "topk": lambda x: x[1:].topk(2, 1)[0], "median": lambda x: x[1:].median(1)[0],
     "max_pool1d": lambda x: F.max_pool1d(x, 2, 1), "cummax": lambda x: x.cummax(1)[0],
+    "mode": lambda x: x[2:].mode(1)[0], "mode of rows": lambda x: x[2:].mode(2, True).values,
     "median of all": lambda x: x[2:].median(), "nanmedian of all": lambda x: x.nanmedian(),
     "adaptive_max_pool1d": lambda x: F.adaptive_max_pool1d(x[1:], 2),
     "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x[1:], (2, 3)),
@@ -146,6 +147,21 @@ def test_among_equals(name: str, split: int, ranks: int) -> None:
     ct, *expected = by_torch(f, [x])
     for ours, theirs in zip(by_mdfuse(f, [x], ct, ranks, split), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@pytest.mark.parametrize("name", ["xlogy", "power", "xlogy of a number", "xlogy of zero"])
+def test_logarithms_have_the_precision_of_the_result(name: str, dtype: torch.dtype) -> None:
+    f: Callable[..., Any] = {
+        "xlogy": torch.xlogy, "power": lambda x, y: torch.pow(y, x),
+        "xlogy of a number": lambda x, y: torch.xlogy(x, 3) + y,
+        "xlogy of zero": lambda x, y: torch.xlogy(x, 0) + y,
+    }[name]  # fmt: skip
+    x = torch.tensor([1.0, -1.0, 0.0, 0.3, 2.0], dtype=torch.float64)
+    ct, *expected = by_torch(lambda x: f(x, torch.arange(2, 7).to(dtype)), [x])
+    found = by_mdfuse(lambda x: f(x, mf.ops.arange(2, 7).to(dtype)), [x], ct, 2)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0, equal_nan=True)
 
 
 def test_one_number_beside_a_limit_that_is_a_tensor() -> None:

@@ -164,13 +164,14 @@ def mode(x: Handle, dim: int = -1, keepdim: bool = False) -> ordering.Ordered:
     n = x.shape[at]
     if not n:
         raise DefinitionError(f"mode of {shown(x)}", because="nothing has none", hint="not of it")
-    in_order = ordering.sort(x, at, stable=True).values
-    alike = ROWS["eq"](views.unsqueeze(in_order, at + 1), views.unsqueeze(in_order, at))
-    often = extremes.argmax(reductions.sum(alike, at + 1), at, True)
-    value = record("gather", often, in_order, along=at)
-    places = views.reshape(creations.arange(n), (n, *(1,) * (x.ndim - 1 - at)))
-    where_last = reductions.amax(where(ROWS["eq"](x, value), places, -1), at, keepdim)
-    return ordering.Ordered(value if keepdim else record("squeeze", value, dims=(at,)), where_last)
+    in_order = ordering.sort(x, at, stable=True)
+    values = in_order.values
+    alike = ROWS["eq"](views.unsqueeze(values, at + 1), views.unsqueeze(values, at))
+    counts = reductions.sum(alike, at + 1)
+    first, count = extremes.argmax(counts, at, True), reductions.amax(counts, at, True)
+    last = first + ROWS["maximum"](count - 1, 0)  # a NaN equals nothing, not even itself
+    cut = (record("gather", last, y, along=at) for y in in_order)
+    return ordering.Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in cut))
 
 
 _WAYS = ("linear", "lower", "higher", "nearest", "midpoint")

@@ -91,6 +91,12 @@ def _base_of_power(e: Applied, ct: Handle) -> Handle:
     return where(eq(n, 0), 0.0, slope) if n.is_tensor else slope
 
 
+def _log(x: Handle, ct: Handle) -> Handle:
+    """log(x) in the precision of the cotangent, where x has another dtype, as integers have."""
+    is_other = x.is_tensor and x.dtype != ct.dtype and ct.dtype.is_floating_point
+    return log(record("cast", x, dtype=ct.dtype) if is_other else x)
+
+
 def _exponent_of_power(e: Applied, ct: Handle) -> Handle:
     """y * log(x), but 0 where 0 to a power is 0 or 1."""
     x, n = e[0], e[1]
@@ -98,7 +104,7 @@ def _exponent_of_power(e: Applied, ct: Handle) -> Handle:
         if x == 0:
             return where(ge(n, 0), 0.0, ct * (e.y * -math.inf))
         return ct * (e.y * (math.log(x) if x > 0 else math.nan))
-    slope = ct * (e.y * log(x))
+    slope = ct * (e.y * _log(x, ct))
     return where(logical_and(eq(x, 0), ge(n, 0)), 0.0, slope) if x.is_tensor else slope
 
 
@@ -151,11 +157,19 @@ _binary(
     lambda e, ct: ct * sigmoid(e[1] - e[0]),
 )
 _binary("hypot", _sided(0), _sided(1))
-_binary(
-    "xlogy",
-    lambda e, ct: where(logical_and(eq(e[0], 0), le(e[1], 0)), 0.0, ct * log(e[1])),
-    lambda e, ct: ct * e[0] / e[1],
-)
+
+
+def _factor_of_log(e: Applied, ct: Handle) -> Handle:
+    """log(y), but 0 where 0 * log(y) is 0."""
+    x, y = e[0], e[1]
+    if isinstance(y, Handle):
+        return where(logical_and(eq(x, 0), le(y, 0)), 0.0, ct * _log(y, ct))
+    if y > 0:
+        return ct * math.log(y)
+    return where(eq(x, 0), 0.0, ct * (-math.inf if y == 0 else math.nan))
+
+
+_binary("xlogy", _factor_of_log, lambda e, ct: ct * e[0] / e[1])
 _binary(
     "copysign",
     lambda e, ct: where(eq(e[0], 0), 0.0, ct * (e.y / e[0])),
