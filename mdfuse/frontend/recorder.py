@@ -389,8 +389,7 @@ class Recorder:
         for at, expr in enumerate(self._exprs):
             if expr.op != "scaled_dot_product_attention" or expr.output not in of:
                 continue
-            row = TABLE["attention"]
-            _, sums = inferred(row, expr.inputs, expr.kwargs, self.values, expr.source)
+            _, sums = self._inferred("attention", expr.inputs, expr.kwargs, expr.source)
             name = self._fresh.fresh(self.values, f"{expr.output}.sums")
             self._made_by[len(self.names)] = at
             self._add(name, expr.source, **sums)

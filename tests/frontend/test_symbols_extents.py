@@ -87,3 +87,18 @@ def test_each_extent_that_torch_takes(name: str, split: bool) -> None:
             continue
         got = mf.simulate(program, given).outputs
         torch.testing.assert_close(got, [*expected], equal_nan=True)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("split", [True, False])
+def test_gradients_of_attention_of_few_rows(n: int, split: bool) -> None:
+    """Attention that gives its sums, which the gradient reads, is one operation as others are."""
+    with mf.FusionDefinition("attention") as fd:
+        x = fd.define_tensor([-1, 4], mesh=MESH, layout={"x": Shard(0)} if split else {})
+        y = F.scaled_dot_product_attention(x[None], x[None], x[None])
+        fd.add_output(mf.grad(y.square().sum(), [x])[0])
+    given = torch.linspace(-1.0, 1.0, n * 4).reshape(n, 4)
+    leaf = given.clone().requires_grad_()
+    z = F.scaled_dot_product_attention(leaf[None], leaf[None], leaf[None])
+    (expected,) = torch.autograd.grad(z.square().sum(), leaf)
+    torch.testing.assert_close(mf.simulate(mf.compile(fd), [given]).outputs[0], expected)
