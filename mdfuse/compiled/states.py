@@ -18,6 +18,7 @@ from mdfuse.compiled.together import save_together, together
 from mdfuse.errors import ProgramError
 from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing import save as saving
+from mdfuse.frontend.importing.metadata import check_file
 from mdfuse.ir.graph import Fusion
 from mdfuse.runtime.communicator import Communicator, init
 
@@ -106,8 +107,10 @@ def _opened(fusion: Fusion, state: State, folder: Path, rank: int, cast: bool) -
         return _Saved(checkpoint.id, partial(loading.copy_state, checkpoint, fusion, state, rank))
     path = path_of(folder, rank)
     try:
+        check_file(path)
         saved = torch.load(path, weights_only=True, map_location="cpu")
-        types, there, id_ = dict(saved["types"]), dict(saved["state"]), str(saved["id"])
+        types = {name: str(x) for name, x in dict(saved["types"]).items()}
+        there, id_ = dict(saved["state"]), str(saved["id"])
     except _UNREADABLE as error:
         raise _unreadable(path, str(error)) from error
     _check_types(path, types, types_of(fusion, state), cast)

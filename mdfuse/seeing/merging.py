@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -139,6 +140,9 @@ class _Chrome:
         return found.pop() if len(found) == 1 else None
 
 
+#: No record is of a later time: some thirty thousand years.
+_LATEST_US = 1e18
+
 #: What a record has under a key, and in words.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "ts": ((int, float), "number"),
@@ -159,11 +163,13 @@ def _loaded(path: Path) -> _Chrome:
         for key, (kinds, what) in _KINDS.items():
             if any(key in r and not isinstance(r[key], kinds) for r in rows):
                 raise ValueError(f"a record's {key} is no {what}")
+        if not all(abs(r["ts"]) < _LATEST_US for r in rows if "ts" in r):
+            raise ValueError("a record's ts is no time")
         about = found if isinstance(found, dict) else {}
         begin = about.get("baseTimeNanoseconds")
-        if not isinstance(begin, int | None):
-            raise ValueError("its baseTimeNanoseconds is no integer")
-    except (OSError, EOFError, ValueError, KeyError, RecursionError) as error:
+        if not isinstance(begin, int | None) or abs(begin or 0) >= 1 << 63:
+            raise ValueError("its baseTimeNanoseconds is no integer of 64 bits")
+    except (OSError, EOFError, ValueError, KeyError, RecursionError, zlib.error) as error:
         raise ProgramError(
             f"{path} is no trace",
             because=f"no key {error}" if isinstance(error, KeyError) else str(error),

@@ -335,6 +335,10 @@ def test_the_command(tmp_path: Path) -> None:
         ("x.jsonl", "oops\n", 1),
         ("x.json", '[{"ph": "X", "ts": "now"}]', 1),
         ("x.json.gz", "\x1f", 1),
+        ("x.json", '{"baseTimeNanoseconds": 5, "traceEvents": [{"ts": Infinity}]}', 1),
+        ("x.json", '{"baseTimeNanoseconds": 5, "traceEvents": [{"ts": NaN}]}', 1),
+        ("x.json", f'[{{"ts": 1{"0" * 400}}}]', 1),
+        ("x.json", f'{{"baseTimeNanoseconds": 1{"0" * 400}, "traceEvents": []}}', 1),
     ],
 )
 def test_the_command_refuses_what_is_none(
@@ -345,6 +349,14 @@ def test_the_command_refuses_what_is_none(
     result = CliRunner().invoke(app, command)
     assert result.exit_code == status and "is no trace" in result.output
     assert not (tmp_path / "out.json").exists()
+
+
+def test_a_packed_trace_that_is_damaged(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(json.dumps([{"ts": n} for n in range(500)]).encode()))
+    packed[30:60] = b"\xff" * 30
+    (tmp_path / "x.json.gz").write_bytes(packed)
+    with pytest.raises(mf.ProgramError, match="is no trace"):
+        merge([tmp_path / "x.json.gz"], tmp_path / "out.json")
 
 
 def test_the_command_says_where_it_cannot_write(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from mdfuse.frontend.importing.metadata import Place
+from mdfuse.frontend.importing.metadata import Place, check_file
 from mdfuse.layouts.boxes import Box, box_shape, index_of
 from mdfuse.torch_private import untransformed
 
@@ -74,6 +74,7 @@ def _fill(file: BinaryIO, into: memoryview) -> int:
 
 def opened(path: Path) -> BinaryIO:
     """Open a file that is read as it is asked for, without a buffer."""
+    check_file(path)
     return path.open("rb", buffering=0)
 
 

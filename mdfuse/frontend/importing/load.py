@@ -139,21 +139,39 @@ class Distributed:
         """A box of a tensor."""
         stored = self._tensors[name]
         part, count = torch.empty(box_shape(box), dtype=stored.dtype), 0
+        filled: list[Box] = []
         for first, chunk in stored.chunks.items():
             there = tuple((a, a + n) for a, n in zip(first, chunk.sizes, strict=True))
             both = intersect(box, there)
             if both is None:
                 continue
+            filled.append(both)
             count += box_size(both)
             file, into = self._folder / chunk.place.file, part[index_of(relative(both, box))]
             try:
                 chunks.read_box(file, chunk.place, chunk.sizes, relative(both, there), into)
             except Exception as error:
                 raise metadata.unreadable(self._folder, f"{file.name}: {reason(error)}") from error
+        if _overlap(filled):
+            raise metadata.unreadable(self._folder, f"two chunks have the same elements of {name}")
         if count != part.numel():
             why = f"its chunks have {count} of {part.numel()} elements of a box of {name}"
             raise metadata.unreadable(self._folder, why)
         return part
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether two boxes of a tensor meet, compared along the dim that splits them most."""
+    if len(boxes) < 2:
+        return False
+    d = max(range(len(boxes[0])), key=lambda d: len({box[d] for box in boxes}))
+    near: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[d]):
+        near = [other for other in near if other[d][1] > box[d][0]]
+        if any(intersect(box, other) is not None for other in near):
+            return True
+        near.append(box)
+    return False
 
 
 @contextmanager
@@ -166,8 +184,7 @@ def _opened(path: Path) -> Iterator[Any]:
             hint='pip install "mdfuse[demo]", or pass tensors by name: model.load(state_dict)',
         ) from error
     try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise OSError("it is no file")
+        metadata.check_file(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
@@ -241,6 +258,7 @@ def _of_files(files: Sequence[Path]) -> InFiles:
 
 def _of_index(index: Path) -> InFiles:
     try:
+        metadata.check_file(index)
         said = from_json(index.read_text(encoding="utf-8"), pairs=_once)
         files = {name: _inside(file) for name, file in said["weight_map"].items()}
         for name, file in files.items():

@@ -8,6 +8,7 @@ runs code, and none changes a class of torch's.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -90,11 +91,18 @@ def read(folder: Path) -> Contents:
         ProgramError: it cannot be read, or is something else.
     """
     try:
+        check_file(folder / NAME)
         found = _Reader(io.BytesIO((folder / NAME).read_bytes())).load()
         return _contents(found)
     except Exception as error:  # half a pickle raises whatever its last words lead to
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise unreadable(folder, why) from error
+
+
+def check_file(path: Path) -> None:
+    """Raise OSError for what is there and no file: a pipe that nobody writes into never ends."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError("it is no file")
 
 
 def unreadable(folder: Path, why: str) -> ProgramError:

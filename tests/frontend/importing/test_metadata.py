@@ -222,6 +222,37 @@ def test_chunks_that_leave_holes_or_are_of_other_shapes(tmp_path: Path) -> None:
     assert "of (3, 4) where" in (error.value.because or "")
 
 
+def test_chunks_that_overlap_leave_holes(tmp_path: Path) -> None:
+    """As many elements as the tensor has, of which some are there twice and others never."""
+    there = saved(tmp_path)
+    weight = there.state_dict_metadata["weight"]
+    weight.size = torch.Size([4, 4])
+    (index,) = (i for i in there.storage_data if i.fqn == "weight")
+    there.storage_data.pop(index)
+    weight.chunks.clear()
+    for first in (0, 1):
+        torch.save(torch.ones(2, 4), tmp_path / f"{first}")
+        offsets = torch.Size([first, 0])
+        weight.chunks.append(of.ChunkStorageMetadata(offsets=offsets, sizes=torch.Size([2, 4])))
+        size = (tmp_path / f"{first}").stat().st_size
+        place = filesystem._StorageInfo(f"{first}", 0, size)
+        there.storage_data[of.MetadataIndex("weight", offsets)] = place
+    write(tmp_path, there)
+    with pytest.raises(ProgramError, match="cannot be read") as error:
+        load.opened(tmp_path).part("weight", ((0, 4), (0, 4)))
+    assert "two chunks have the same elements of weight" in (error.value.because or "")
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "model.safetensors.index.json"])
+def test_a_pipe_that_nobody_writes_into(name: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ProgramError, match="cannot be read") as error:
+        load.opened(tmp_path).part("weight", ((0, 3), (0, 4)))
+    assert "it is no file" in (error.value.because or "")
+
+
 def test_chunks_that_were_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are read whole; torch knows how they were."""
     there, x = saved(tmp_path), torch.arange(12.0).view(3, 4)
