@@ -96,7 +96,8 @@ def joined_blocks(
         return labels, {}
     ((_, axes, cut, stream),) = places
     blocks = as_blocks(extents) if any(extents) else None
-    if not axes or cut is not None or stream is not None or blocks is None:
+    is_streamed = stream is not None and stream.dim == dim
+    if not axes or cut is not None or is_streamed or blocks is None:
         return labels, {}
     dims = tuple(dim if d == dim else label for d, label in enumerate(labels.result))
 

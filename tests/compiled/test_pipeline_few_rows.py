@@ -118,3 +118,16 @@ def test_few_rows(layer: str, place: str, rows: int, count: int) -> None:
         outputs = mf.simulate(program, given, options=options).outputs
         for got, want in zip(outputs, of_torch(layer, loss, *given), strict=True):
             torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_parts_that_are_joined_along_a_split_dim(count: int) -> None:
+    """Each is a block of what they become; the batch is cut along another dim."""
+    mesh = DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("joined") as fd:
+        x = fd.define_tensor([6, 3], torch.float64, mesh, {"tp": Shard(1)}, name="x")
+        fd.add_output(torch.cat([x, x * 2], 1) + 1.0)
+    program = mf.pipeline(fd, microbatches=count, batch={"x": 0})
+    x = torch.randn(6, 3, dtype=torch.float64)
+    (got,) = mf.simulate(program, [x]).outputs
+    assert torch.equal(got, torch.cat([x, x * 2], 1) + 1.0)

@@ -23,6 +23,7 @@ import mdfuse as mf
 from fuzz.definitions import Drawn, Known, try_
 from fuzz.families import FAMILIES, ROWS, Call, Shape
 from mdfuse import DeviceMesh, Layout, MdfuseError, Partial, Replicate, Shard, Stream
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.layout import Placement
 
 #: Elements of a value that the next operation still reads.
@@ -171,7 +172,9 @@ class Whole(Drawn):
 
     def places(self, shape: Shape, below: int) -> Known:
         generator = torch.Generator().manual_seed(self.draw.randrange(10**6))
-        whole = torch.randint(0, below, shape, generator=generator)
+        whole = torch.randint(
+            0, max(below, 1), shape, generator=generator
+        )  # of no row torch has none
         return self.input(shape, torch.int64, whole)
 
     def extent(self) -> int:
@@ -210,6 +213,8 @@ class Whole(Drawn):
         with block:
             made = call.function(*(k.handle for k in call.operands))
         parts = list(made) if isinstance(made, tuple | list) else [made]
+        if len(parts) != len(wholes) and any(is_symbolic(k.handle.shape) for k in call.operands):
+            return  # how many there are was taken from the example: runs of others are refused
         assert len(parts) == len(wholes), (call.name, len(parts), len(wholes))
         before = len(self.known)
         self.keep_parts(
