@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fuzz import options
-from fuzz.__main__ import main
 from fuzz.driver import fuzz, once
 from fuzz.fuzzers import FUZZERS
 from fuzz.whole import KINDS
@@ -72,13 +75,18 @@ def test_the_driver_finds_what_is_wrong() -> None:
     assert [f.place for f in again if f] == [f.place for f in fuzz(draw, 50, 0)]
 
 
-def test_programs_with_launches(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ["launch/fuzz", "runs", "--inputs", "12", "--seed", "1", "--launches"]
-    monkeypatch.setattr("sys.argv", asked)
-    assert main() == 0
-    said = capsys.readouterr().out.splitlines()
+def test_programs_with_launches() -> None:
+    """In a process of its own, where no other test has prepared the same programs."""
+    tests = Path(__file__).parent
+    paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-m", "fuzz", "runs", "--inputs", "12", "--seed", "1", "--launches"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
     assert said[0] == "runs: 12 inputs, seed 1, 0 findings"
     launches, functions = (int(x) for x in re.findall(r"\d+", said[1]))
     assert launches >= functions > 0
