@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, shown
 
 
 class NewFile:
@@ -136,3 +136,18 @@ def check_private(folder: Path) -> None:
         raise PermissionError(f"{folder} is user {about.st_uid}'s, and this is user {me}")
     if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"others may write into {folder}: remove it")
+
+
+def as_path(place: object) -> Path:
+    """Return the path that a caller names.
+
+    Raises:
+        ProgramError: it is no path, or one that no system has.
+    """
+    if not isinstance(place, str | Path) or "\0" in str(place):
+        raise ProgramError(
+            f"the path {shown(place)}",
+            because="a path is text, or a pathlib.Path, without a zero character",
+            hint='for example "checkpoints/step-1"',
+        )
+    return Path(place)

@@ -135,3 +135,10 @@ def test_folders_of_somebody_else(
     for act in (files.check_private, files.private_folder):
         with pytest.raises(PermissionError, match=rf"{whose} is user \d+'s, and this is user"):
             act(folder)
+
+
+@pytest.mark.parametrize("place", [5, None, b"x", "a\0b", [], {"a": 1}])
+def test_what_is_no_path(place: object) -> None:
+    with pytest.raises(ProgramError, match="the path"):
+        files.as_path(place)
+    assert files.as_path("a/b") == files.as_path(Path("a/b")) == Path("a/b")

@@ -17,6 +17,7 @@ from mdfuse.compiled.together import save_together, together
 from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options
 from mdfuse.errors import DefinitionError, ProgramError, shown
+from mdfuse.files import as_path
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import load as loading
@@ -396,10 +397,12 @@ class ImportedModel:
         Raises:
             ProgramError: the folder has a checkpoint, or cannot be written; other weights.
         """
-        folder, rank = Path(folder), None if comm is None else comm.rank
+        what = f"save {self.model.captured.name}"
+        folder = together(comm, what, partial(as_path, folder))
+        rank = None if comm is None else comm.rank
         write = partial(saving.write, folder, self.model, weights, rank)
         finish = partial(saving.finish, folder, self.model, None if comm is None else comm.size)
-        save_together(comm, f"save {self.model.captured.name}", folder, write, finish)
+        save_together(comm, what, folder, write, finish)
         return folder
 
     def _load(

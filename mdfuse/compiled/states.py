@@ -43,10 +43,11 @@ class _Saved(NamedTuple):
     copy: Callable[[], None]
 
 
-def save(program: Program, state: State, folder: Path, portable: bool) -> Path:
+def save(program: Program, state: State, place: str | Path, portable: bool) -> Path:
     """Write a state; see `Step.save`."""
     comm, fusion = init(program.options), program.fusion
     what = f"save the state of @{fusion.name}"
+    folder = together(comm, what, partial(files.as_path, place))
     if portable:
         write = partial(saving.write_state, folder, fusion, state, comm.rank)
         finish = partial(saving.finish_state, folder, fusion, state, comm.size)
@@ -64,10 +65,11 @@ def save(program: Program, state: State, folder: Path, portable: bool) -> Path:
     return path
 
 
-def load(program: Program, state: State, folder: Path, cast: bool) -> None:
+def load(program: Program, state: State, place: str | Path, cast: bool) -> None:
     """Read a state; see `Step.load`."""
     comm, fusion = init(program.options), program.fusion
     do = partial(together, comm, f"load the state of @{fusion.name}")
+    folder = do(partial(files.as_path, place))
     saved = do(partial(_opened, fusion, state, folder, comm.rank, cast))
     _check_same(folder, comm.all_ok(saved.id))
     do(saved.copy)

@@ -123,7 +123,7 @@ class Step:
                 the folder has a checkpoint, or a state is Partial, or of extents that a run
                 chooses.
         """
-        return states.save(self.program, self.state, Path(folder), portable)
+        return states.save(self.program, self.state, folder, portable)
 
     def load(self, folder: str | Path, *, cast: bool = False) -> None:
         """Read what `save` wrote into the tensors of the state: a run then goes on to the bit.
@@ -140,4 +140,4 @@ class Step:
                 dtypes (but for `cast`), and where it is not portable of other layouts; files of
                 several saves. On all ranks, where one cannot.
         """
-        states.load(self.program, self.state, Path(folder), cast)
+        states.load(self.program, self.state, folder, cast)
