@@ -187,6 +187,18 @@ def test_a_rank_that_cannot_load_is_an_error_of_all(
 
 
 @pytest.mark.world(2)
+@pytest.mark.parametrize("portable", [True, False])
+def test_what_is_no_path_on_one_rank_is_an_error_of_all(
+    portable: bool, comm: mf.Communicator, tmp_path: Path
+) -> None:
+    step, folder = running(comm), 5 if comm.rank else tmp_path / "state"
+    for do in (lambda: step.save(folder, portable=portable), lambda: step.load(folder)):
+        with pytest.raises(mf.ProgramError, match=r"the path 5|rank 1 could not"):
+            do()
+    train(step, comm)
+
+
+@pytest.mark.world(2)
 def test_whatever_one_rank_raises_the_others_hear(comm: mf.Communicator) -> None:
     """Also what is no error of mdfuse's: nobody waits for that rank."""
 
