@@ -40,13 +40,23 @@ def write(program: HostProgram) -> HostProgram:
     `program.written_out` is the same, done once.
 
     Raises:
-        ProgramError: aliases in a cycle; a step of 0; more than a million instructions.
+        ProgramError: aliases in a cycle; a step of 0; more than a million instructions; a name is
+            read that no branch which the rank takes makes.
     """
     if program.rank is None:
         raise ProgramError("only one rank's program is written out", hint="project it first")
     if program.is_straight and not program.aliases:
         return program
     return Unrolled(program).write()
+
+
+def _never_made(program: HostProgram, name: str) -> ProgramError:
+    return ProgramError(
+        f"@{program.name} reads %{name} on rank {program.rank}, where nothing made it",
+        where=f"host @{program.name}",
+        because="each run starts with an empty table of values",
+        hint="compute it in both branches",
+    )
 
 
 @dataclass(slots=True)
@@ -139,7 +149,10 @@ class Unrolled:
         for name in (*program.inputs, *program.outputs):
             self.types[program.root(name)] = program.types[program.root(name)]
         self.bound.update(program.inputs)
-        self.block(program.instructions)
+        try:
+            self.block(program.instructions)
+        except KeyError as error:  # the type of a name that was made in a branch not taken
+            raise _never_made(program, error.args[0]) from None
         return replace(
             program,
             types=self.types,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.verify.check import unrolled
 from mdfuse.hir.verify.flow import Flow, Steps
 from mdfuse.hir.verify.memory import Storage, View
 from mdfuse.hir.verify.structure import check_structure
@@ -23,7 +22,7 @@ def check_bindings(program: HostProgram) -> None:
         program: the projection of one rank; its loops are written out here.
     """
     check_structure(program, allocates_once=False)
-    Bindings(unrolled(program)).run()
+    Bindings(program.written_out).run()
 
 
 @dataclass

@@ -14,8 +14,9 @@ on the rank, are also compared with each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.expressions import terms
@@ -23,15 +24,12 @@ from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.projection import executed, runs_all
 from mdfuse.hir.unroll import is_numbered
-from mdfuse.hir.verify.apart import Memory
 from mdfuse.hir.verify.elsewhere import Ends, key_near, key_of
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.folded import FoldedProgram, folded
 from mdfuse.hir.verify.layers import Shortened, without_repeated
 from mdfuse.hir.verify.rotations import rotates, turns
-from mdfuse.hir.verify.shifted import even
 from mdfuse.hir.verify.sizes import check_sizes
-from mdfuse.hir.verify.stand_ins import does_the_same, holds_for_numbers, projected
 from mdfuse.hir.verify.structure import check_defined, check_structure
 from mdfuse.hir.verify.teams import check_teams
 from mdfuse.hir.verify.terms import Ledger, has_terms
@@ -95,13 +93,28 @@ def _how(program: HostProgram, in_full: bool) -> _How:
 
 def _verify_global(program: HostProgram, in_full: bool) -> None:
     short = without_repeated(program) if not in_full else None
-    if short is not None and not _is_of_ranks(short):
-        try:
-            _verify_whole(short, in_full)
-            return
-        except MdfuseError:
-            pass  # what is wrong is told of the program itself
-    _verify_whole(program, in_full)
+    if short is not None and _is_of_ranks(short):
+        short = None
+    if not _accepts(short, lambda p: _verify_whole(p, in_full)):
+        _verify_whole(program, in_full)
+
+
+P = TypeVar("P", bound=HostProgram)
+
+
+def _accepts(short: P | None, check: Callable[[P], None]) -> bool:
+    """Return whether a shorter program, which stands for a longer one, is right.
+
+    It can only accept: the longer program decides where the shorter one is refused, and words the
+    error.
+    """
+    if short is None:
+        return False
+    try:
+        check(short)
+    except MdfuseError:
+        return False
+    return True
 
 
 def _is_of_ranks(program: HostProgram) -> bool:
@@ -164,7 +177,7 @@ def _near(
 
 
 def _verify_straight(mine: HostProgram, program: HostProgram, has_flow: bool, how: _How) -> None:
-    local = unrolled(mine)
+    local = mine.written_out
     if has_flow:
         _check_flow(local, program, how.follows)
     _check_sizes(local)
@@ -190,64 +203,26 @@ def _held(mine: HostProgram, program: HostProgram, ends: Ends) -> HostProgram:
 
 
 def _verify_looped_ranks(program: HostProgram, first: int, last: int, how: _How) -> None:
-    """Verify the projections of the first and the last rank of a class, or one for both."""
-    if _may_fold(how) and _is_right_everywhere(program, how):
-        return
-    mine = program.project(first)
-    if not runs_all(program, first):
-        check_defined(mine)
-    local = _verify_looped(program, mine, how)
-    if last == first:
-        return
-    other = projected(program, mine, last)
-    if local is not None and does_the_same(mine, other):
-        _check_sizes(replace(local, rank=last))
-    else:
-        check_defined(other)
-        _verify_looped(program, other, how)
+    """Verify the projections of the first and the last rank of a class."""
+    for rank in dict.fromkeys((first, last)):
+        mine = program.project(rank)
+        if rank != first or not runs_all(program, rank):
+            check_defined(mine)
+        _verify_looped(program, mine, how)
 
 
-def _may_fold(how: _How) -> bool:
-    """Return whether iterations may be folded: terms that travel are then sure to meet in each."""
-    return not how.in_full and (how.is_turning or not how.follows)
+def _verify_looped(program: HostProgram, mine: HostProgram, how: _How) -> None:
+    """Verify a projection with indices: with iterations folded, else written out."""
 
+    def check(local: HostProgram) -> None:
+        _check_flow(local, program, how.follows)
+        check_types(local)
+        _check_sizes(local)
 
-def _is_right_everywhere(program: HostProgram, how: _How) -> bool:
-    """Return whether one rank is sure to stand for all, and all is well there."""
-    memory = Memory(program)
-    alike = even(program, memory)
-    try:
-        local = folded(alike, memory) if alike is not None else None
-        if alike is None or local is None:
-            return False
-        _check_flow(local, alike, how.follows)
-    except (MdfuseError, KeyError):
-        return False  # it may be right all the same: that of the ranks themselves counts
-    return True
-
-
-def _verify_looped(program: HostProgram, mine: HostProgram, how: _How) -> HostProgram | None:
-    """Verify a projection with indices: with iterations folded, and written out if that fails.
-
-    Returns:
-        The projection with iterations folded; None where it was written out.
-    """
-    if _may_fold(how):
-        try:
-            local = folded(mine)
-            if local is not None:
-                _check_flow(local, program, how.follows)
-                if not holds_for_numbers(mine):
-                    check_types(local)
-                _check_sizes(local)
-                return local
-        except (MdfuseError, KeyError):
-            pass  # it may be right all the same: what is written out has the last word
-    whole = unrolled(mine)
-    _check_flow(whole, program, how.follows)
-    check_types(whole)
-    _check_sizes(whole)
-    return None
+    # terms that travel are sure to meet in each iteration only where all transfers are
+    may_fold = not how.in_full and (how.is_turning or not how.follows)
+    if not (may_fold and _accepts(folded(mine), check)):
+        check(mine.written_out)
 
 
 #: Instructions that may have an index expression, or take part of a buffer.
@@ -312,25 +287,6 @@ def _borders(mesh: DeviceMesh) -> set[int]:
     return {r + d for r in (ends if mesh.is_consecutive else mesh.ranks) for d in (-1, 0, 1)}
 
 
-def _unrolled(program: HostProgram) -> HostProgram:
-    """Write out a projection, after a check that each name is made before it is read."""
-    check_defined(program)
-    return unrolled(program)
-
-
-def unrolled(program: HostProgram) -> HostProgram:
-    """Return a projection written out; raise ProgramError for a name that no branch taken makes."""
-    try:
-        return program.written_out
-    except KeyError as error:  # made in a branch that this rank does not take
-        raise ProgramError(
-            f"@{program.name} reads %{error.args[0]} on rank {program.rank}, where nothing made it",
-            where=f"host @{program.name}",
-            because="each run starts with an empty table of values",
-            hint="compute it in both branches",
-        ) from None
-
-
 def _check_transfers(program: HostProgram) -> None:
     """Check sends and receives along an axis on two teams of it: the first and the last."""
     teams: dict[tuple[int, ...], set[str]] = defaultdict(set)
@@ -379,7 +335,8 @@ def _checked(program: HostProgram) -> HostProgram:
     check_structure(program)
     if any(i.op in BLOCKS for i in program.instructions):
         check_types(program)
-    return _unrolled(program)
+    check_defined(program)
+    return program.written_out
 
 
 def _verify_written_out(local: HostProgram, program: HostProgram) -> None:

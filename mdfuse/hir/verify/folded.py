@@ -23,18 +23,20 @@ Where one of these is not sure, there is no such program, and all iterations hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import pairwise
 
 from mdfuse.communication import Communication
+from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import Calc, Term, resolve, terms
 from mdfuse.extents.linear import Linear, linear
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
 from mdfuse.hir.passes import early_waits, late_waits
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.hir.unroll import LIMIT, Turn, Unrolled
-from mdfuse.hir.verify.apart import Memory, are_apart
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.layout import Layout
@@ -48,21 +50,15 @@ class _Unfit(Exception):
     """A loop cannot be folded; all its iterations are written out."""
 
 
-def folded(program: HostProgram, memory: Memory | None = None) -> FoldedProgram | None:
-    """Return a projection written out with iterations folded; None where it may be too long.
+def folded(program: HostProgram) -> FoldedProgram | None:
+    """Return a projection written out with iterations folded; None where this is not sure.
 
-    Args:
-        program: the projection.
-        memory: what is known of it.
-
-    Raises:
-        ProgramError: as where it is written out.
-        KeyError: it reads a name in a branch that this rank does not take.
+    It is None, too, where writing it out is an error, which then is raised without folding.
     """
-    writer = _Folded(program, memory=memory or Memory(program))
+    writer = _Folded(program, memory=Memory(program))
     try:
         found = early_waits.run(late_waits.run(writer.write()))
-    except _Unfit:
+    except (_Unfit, ProgramError):
         return None
     if len(writer.code) + writer.saved >= LIMIT:
         return None
@@ -82,6 +78,62 @@ class FoldedProgram(HostProgram):
 
 
 @dataclass
+class Memory:
+    """Which names of a program stand for the same memory, found when it is asked for.
+
+    Attributes:
+        program: whose instructions and aliases are looked at.
+    """
+
+    program: HostProgram
+
+    @cached_property
+    def shared(self) -> dict[str, str]:
+        """Name -> the name whose memory it may share."""
+        return storage(self.program)
+
+    @cached_property
+    def ambiguous(self) -> frozenset[str]:
+        """Names that may stand for other memory than `shared` says."""
+        return _ambiguous(self.program, self.shared)
+
+
+def _ambiguous(program: HostProgram, shared: Mapping[str, str]) -> frozenset[str]:
+    """Return the names that may stand for other memory than they are said to share.
+
+    An instruction may bind them to that; or they are views of such.
+    """
+    views = [*_views(program)]
+    found = {n for n, of in views if shared.get(n, n) != shared.get(of, of)}
+    more = found
+    while more:
+        more = {n for n, of in views if of in more} - found
+        found |= more
+    return frozenset(found)
+
+
+def _views(program: HostProgram) -> Iterator[tuple[str, str]]:
+    """Yield (name, operand) where a name may be bound to an operand's memory.
+
+    Not where it surely has a buffer, since outside of all blocks it was bound: that is written.
+    What stands in a named block runs where it is called.
+    """
+    root, inside = program.root, (j for i in program.instructions for j in (*i.body, *i.orelse))
+    freed = {root(n) for top in inside for i in top.walk() if i.op == "free" for n in i.reads}
+    bound = {*map(root, program.inputs)}
+    for top in program.instructions:
+        for i in top.walk():
+            operand = shared_operand(i)
+            if operand is not None:
+                is_here, made = top.op != "block", map(root, i.outputs)
+                yield from ((n, root(operand)) for n in made if not (is_here and n in bound))
+        if top.op == "free":
+            bound.difference_update(map(root, top.reads))
+        elif not top.body:
+            bound.update(n for n in map(root, top.outputs) if n not in freed)
+
+
+@dataclass
 class _Folded(Unrolled):
     memory: Memory = field(kw_only=True)
     #: how many instructions were left out
@@ -90,10 +142,6 @@ class _Folded(Unrolled):
     repeated: list[Instruction] = field(default_factory=list)
     #: in an iteration that stands for several: the loop's index, and its number in the last of them
     last: tuple[str, int] | None = None
-    #: all iterations of the loop are written as one, whose names are those of the program
-    is_alone: bool = False
-    #: streams and names are the same before the loop that is looked at as before later iterations
-    is_anew: bool = False
     #: a loop that only switches streams -> what it does
     switches: dict[Hashable, list[Instruction]] = field(default_factory=dict)
     #: layout -> which chunk it is of in an iteration of the loop that is looked at
@@ -126,51 +174,11 @@ class _Folded(Unrolled):
     def turns(self, loop: Instruction, numbers: range) -> list[range]:
         if len(numbers) < FEWEST:
             return [*super().turns(loop, numbers)]
-        runs, found = self.runs(loop, numbers), list[range]()
-        is_folded = len(runs) < len(numbers)
-        is_apart = is_folded and self.is_apart(loop, numbers)
-        self.is_alone = is_apart and len(runs) == 1
-        first = 0 if is_apart else len(loop.parts)
-        for run in runs:
+        found, first = list[range](), len(loop.parts)
+        for run in self.runs(loop, numbers):
             found += super().turns(loop, run[:first])
             found += [run[first:]] if len(run) > first else []
         return found
-
-    def iterate(self, loop: Instruction, turns: Sequence[range], dropped: list[str]) -> None:
-        self.is_alone = self.is_alone and self.types.keys().isdisjoint(dropped)
-        super().iterate(loop, turns, dropped)
-        self.is_alone = False
-
-    def fresh(self, dropped: list[str]) -> dict[str, str]:
-        return {n: n for n in dropped} if self.is_alone else super().fresh(dropped)
-
-    def append(self, i: Instruction) -> None:
-        """Write an instruction; as it is where all iterations are one, which has these names."""
-        op = op_of(i) if self.is_alone else None
-        is_other = not self.is_alone or i.comm is not None or i.op in ("accumulate", *TRANSFERS)
-        if is_other or i.indices or (op is not None and op.localize is not None):
-            super().append(i)
-            return
-        for name in i.outputs:
-            kind = self.program.types.get(name)
-            if kind is not None:
-                is_whole = kind.layout is None or kind.layout.stream is None
-                self.types[name] = kind if is_whole else self.at(name, kind, i)
-        self.code.append(i)
-
-    def is_apart(self, loop: Instruction, numbers: range) -> bool:
-        """Return whether iterations have nothing to do with each other: then one is enough.
-
-        All chunks are then the same one: others are compared by their numbers in an iteration.
-        """
-        which = {found for found in self._which.values() if found is not None}
-        is_own = len(which) < 2 and all(len(numbers) <= found.modulus for found in which)
-        if not is_own or not self.is_anew:
-            return False
-        own = {*self.dependent(loop)} - (self.bound - self.left)
-        return self.memory.ambiguous.isdisjoint(
-            n for i in loop.body for n in (*i.outputs, *i.reads)
-        ) and are_apart(self.program, loop, own, self.memory.shared)
 
     def part(self, loop: Instruction, part: tuple[Instruction, ...], turn: Turn) -> None:
         before = len(self.code)
@@ -288,7 +296,6 @@ class _Folded(Unrolled):
             if numbers.step != 1 or any(i.op == "for" for i in inside):
                 raise _Unfit
             starts, is_anew = {numbers.start}, self.begins_anew(loop)
-            self.is_anew = is_anew
             if not is_anew:
                 starts.add(numbers.start + 1)
             done: set[tuple[BufferType, Linear]] = set()

@@ -15,7 +15,7 @@ from helpers.term_rings import rings, wrong
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream, hir
-from mdfuse.hir import HostProgram
+from mdfuse.hir import HostProgram, unroll
 from mdfuse.hir.verify import verify
 from mdfuse.hir.verify.terms_of_ranks import check_terms
 
@@ -198,7 +198,7 @@ def test_many_ranks(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written out: not the iterations, nor the ranks."""
     text = rings(n, 2 * n)[name].text
     program = hir.parse(text)
-    monkeypatch.setattr(hir.verify.check, "unrolled", None)
+    monkeypatch.setattr(unroll, "write", None)
     verify(program)
     for stop in (n - 1, n + 1) if name != "max" else (n - 1,):  # twice is no more than once
         short = hir.parse(text.replace(f"in 0..{n} {{", f"in 0..{stop} {{"))
@@ -220,7 +220,7 @@ def test_rings_one_behind_the_other(n: int, monkeypatch: pytest.MonkeyPatch) -> 
             x = fd.ops.matmul(h, w2).on(mesh, {"tp": Shard(0)}, stream=turn)
         fd.add_output(x)
     program = mf.compile(fd, mf.Options(verify=False)).host
-    monkeypatch.setattr(hir.verify.check, "unrolled", None)
+    monkeypatch.setattr(unroll, "write", None)
     verify(program)
 
 
