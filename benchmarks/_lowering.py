@@ -14,7 +14,7 @@ from mdfuse import DeviceMesh, Shard, Stream
 from mdfuse.caching import Cache
 from mdfuse.frontend.handle import Handle
 from mdfuse.hir import HostProgram
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 #: The rooms that lowering goes through, and whose functions keep answers.
 _ROOMS = tuple(f"mdfuse.{x}." for x in ("extents", "hir", "ir", "layouts", "passes", "reshard"))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.seeing import Costs
 from mdfuse.seeing.memory import memory_of
 
@@ -346,7 +347,7 @@ class Layers:
         ours()
         torch.cuda.synchronize(device)
         took = torch.cuda.max_memory_allocated(device) - before + given
-        predicted = memory_of(ours.program.host.project(rank)).peak
+        predicted = memory_of(project(ours.program.host, rank)).peak
         return self._row(f"{name}: peak", [took], [predicted], "predicted", _PEAK, "MiB")
 
     def _row(

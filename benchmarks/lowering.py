@@ -27,7 +27,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Shard
 from mdfuse.cli import screen
 from mdfuse.frontend.handle import Handle
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 _RESULTS = Path(__file__).parent / "results"
 _MESH = DeviceMesh.arange(dp=2, tp=4)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Partial, Replicate, Shard, hir
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 MESH = DeviceMesh.arange(t=2)
 

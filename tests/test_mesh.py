@@ -11,7 +11,7 @@ import pytest
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 
 @pytest.mark.parametrize("shape", [(1,), (6,), (2, 3), (3, 1, 4), (2, 3, 4)])

@@ -9,7 +9,7 @@ from mdfuse.errors import counted
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.projection import project
+from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.plan.arena import arena
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.sharing import carried
@@ -28,7 +28,7 @@ def staging(host: HostProgram, options: Options | None) -> Iterator[str]:
             yield f"staging: {name} takes {sizes} memory of a rank for each team, at most {teams}"
     if any(i.kwargs.get("memory") == "symmetric" for i in host.walk()):
         first = host.meshes[0].ranks[0]
-        size = arena(project(host, first).as_run).size
+        size = arena(as_run(project(host, first))).size
         if size:
             yield f"arena: {size_text(size)} of a GPU for what the others copy from rank {first}"
 

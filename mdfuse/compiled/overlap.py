@@ -17,6 +17,7 @@ from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.errors import MdfuseError
 from mdfuse.hir.passes import raise_posts
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes import overlap
 from mdfuse.passes.overlap import Form, Window
@@ -317,7 +318,7 @@ def _seconds(host: HostProgram, costs: Costs) -> float:
 
 def _staging(host: HostProgram) -> int:
     """Return the bytes that the first rank holds beside inputs and outputs, at most."""
-    return memory_of(host.project(host.meshes[0].ranks[0])).staging
+    return memory_of(project(host, host.meshes[0].ranks[0])).staging
 
 
 def _ms(seconds: float) -> str:

@@ -33,6 +33,7 @@ from mdfuse.frontend.cache import NamedDefinition, program_of
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.capture import eager
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge
@@ -136,7 +137,7 @@ class Program:
 
     def for_rank(self, rank: int, extents: Mapping[str, int] | None = None) -> HostProgram:
         """What one rank runs: prints, and iterating yields its instructions."""
-        return self.host_for(extents).project(rank)
+        return project(self.host_for(extents), rank)
 
     @property
     def communications(self) -> tuple[Communication, ...]:

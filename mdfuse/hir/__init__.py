@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.rank.pipelines import as_run, project
+from mdfuse.hir.rank.unrolled import written_out
+from mdfuse.hir.verify.check import verify
 
 
 def parse(text: str) -> HostProgram:
@@ -12,4 +15,13 @@ def parse(text: str) -> HostProgram:
     return read(text)
 
 
-__all__ = ["BufferType", "HostProgram", "Instruction", "parse"]
+__all__ = [
+    "BufferType",
+    "HostProgram",
+    "Instruction",
+    "as_run",
+    "parse",
+    "project",
+    "verify",
+    "written_out",
+]

@@ -18,23 +18,12 @@ from collections.abc import Mapping
 
 from mdfuse.hir.indices import index_names
 from mdfuse.hir.instructions import POSTS
-from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.mesh import DeviceMesh
+from mdfuse.hir.program import HostProgram, Instruction
 
 
 def blocks_of(program: HostProgram) -> Mapping[str, Instruction]:
     """Return the blocks of a program by name."""
     return program.blocks
-
-
-def mesh_of_block(types: Mapping[str, BufferType], block: Instruction) -> DeviceMesh | None:
-    """Return the mesh that a block computes on; None where it has several, or none."""
-    kinds = (types.get(n) for i in block.body for j in i.walk() for n in j.outputs)
-    meshes = {k.layout.mesh for k in kinds if k is not None and k.layout is not None}
-    for i in block.body:
-        if i.comm is not None:
-            meshes |= {i.comm.source.mesh, i.comm.destination.mesh}
-    return meshes.pop() if len(meshes) == 1 else None
 
 
 def per_index(program: HostProgram) -> frozenset[str]:

@@ -251,36 +251,6 @@ class HostProgram:
         check_nesting(self)
         return program_text(self)
 
-    def check(self) -> None:
-        """Verify the program, unless that was done before.
-
-        Raises:
-            MdfuseError: it is wrong; see `mdfuse.hir.verify`.
-        """
-        assert self._is_right
-
-    def check_alone(self) -> None:
-        """Check that one rank can run its projection, unless that was done before.
-
-        Raises:
-            MdfuseError: it cannot; see `mdfuse.hir.verify.bindings`.
-        """
-        assert self._is_bound
-
-    @cached_property
-    def _is_bound(self) -> bool:
-        from mdfuse.hir.verify.bindings import check_bindings
-
-        check_bindings(self)
-        return True
-
-    @cached_property
-    def _is_right(self) -> bool:
-        from mdfuse.hir.verify import verify
-
-        verify(self)
-        return True
-
     def walk(self) -> Iterator[Instruction]:
         """Yield all instructions, those inside loops, branches and host units included."""
         return iter(self._every)
@@ -304,21 +274,6 @@ class HostProgram:
         """
         check_forms(self)
         return self
-
-    @cached_property
-    def written_out(self) -> HostProgram:
-        """A projection without loops, branches and aliases; see `mdfuse.hir.unroll`."""
-        from mdfuse.hir.passes import early_waits, land_receives, late_waits
-        from mdfuse.hir.unroll import write
-
-        return land_receives.run(early_waits.run(late_waits.run(write(self))))
-
-    @cached_property
-    def as_run(self) -> HostProgram:
-        """What plans are made of: `written_out`, with products computed where sums of them are."""
-        from mdfuse.hir.passes import add_products, own_products
-
-        return add_products.run(own_products.run(self.written_out))
 
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
@@ -422,23 +377,10 @@ class HostProgram:
         """Whether all is known before: there is no loop, no branch and no index expression."""
         return not any(i.op in BLOCKS or bool(i.indices) for i in self.walk())
 
-    def project(self, rank: int) -> HostProgram:
-        """Return the projection for one rank; a projection is returned as it is."""
-        from mdfuse.hir.projection import project
-
-        return project(self, rank)
-
     @cached_property
     def blocks(self) -> Mapping[str, Instruction]:
         """Its blocks by name; see `mdfuse.hir.calls`."""
         return {i.fn: i for i in self.instructions if i.op == "block"}
-
-    @cached_property
-    def near(self) -> Mapping[DeviceMesh | None, list[int]]:
-        """Mesh -> positions of the instructions that its ranks may execute; None: all ranks."""
-        from mdfuse.hir.projection import near
-
-        return near(self)
 
     def knows(self, rank: int, mesh: DeviceMesh | None = None) -> Known:
         """Return a lookup of index terms on a rank: the number of a term, None for a loop index.
@@ -473,12 +415,15 @@ class HostProgram:
             )
         return -1
 
-    def relocalized(self, i: Instruction) -> Instruction:
-        """Localize an instruction of a projection again, after its types became more exact."""
-        from mdfuse.hir.projection import localized
 
-        assert self.rank is not None
-        return localized(self, i, self.rank, self.knows(self.rank))
+def mesh_of_block(types: Mapping[str, BufferType], block: Instruction) -> DeviceMesh | None:
+    """Return the mesh that a block computes on; None where it has several, or none."""
+    kinds = (types.get(n) for i in block.body for j in i.walk() for n in j.outputs)
+    meshes = {k.layout.mesh for k in kinds if k is not None and k.layout is not None}
+    for i in block.body:
+        if i.comm is not None:
+            meshes |= {i.comm.source.mesh, i.comm.destination.mesh}
+    return meshes.pop() if len(meshes) == 1 else None
 
 
 def joined(parts: Iterable[Iterable[Instruction]]) -> tuple[Instruction, ...]:

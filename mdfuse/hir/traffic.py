@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from mdfuse.communication import Communication
 from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
 
 
 def received(program: HostProgram, rank: int) -> Iterator[tuple[Instruction, int]]:
@@ -21,7 +23,7 @@ def received(program: HostProgram, rank: int) -> Iterator[tuple[Instruction, int
         (instruction, bytes that arrive from other ranks by the ring model, padding included).
     """
     if program.rank is None and not _is_straight(program):
-        program = program.project(rank).written_out
+        program = written_out(project(program, rank))
     for i in program.walk():
         if i.comm is not None:
             if i.op == "post" and program.runs_on(i, rank):

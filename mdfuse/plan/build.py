@@ -19,6 +19,7 @@ from torch import Tensor
 from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.rank.pipelines import as_run
 from mdfuse.hir.updates import updated_names
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.call import Call
@@ -265,7 +266,7 @@ def build(
     """
     if program.rank is None:
         raise ProgramError("a plan is for one rank", hint="project the program first")
-    written, arguments, out = program.as_run, arguments or (), out or ()
+    written, arguments, out = as_run(program), arguments or (), out or ()
     has_streams = device.type == "cuda" and not is_simulated
     context = Context(
         written, program.rank, {}, bind, device, poison, has_streams,

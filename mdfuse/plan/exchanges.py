@@ -18,7 +18,7 @@ from mdfuse.backends.base import Poster, Work
 from mdfuse.errors import ProgramError
 from mdfuse.hir.own_parts import OwnParts
 from mdfuse.hir.program import Instruction
-from mdfuse.hir.projection import transfer_team
+from mdfuse.hir.rank.localize import transfer_team
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.call import Call
 from mdfuse.plan.context import Context, Step, base_name, label

@@ -14,7 +14,7 @@ from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.projection import transfer_team
+from mdfuse.hir.rank.localize import transfer_team
 from mdfuse.layouts.boxes import Box, nth_chunk
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import Group, Traffic, by_kind
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.memory import memory_of
@@ -61,7 +62,7 @@ def account(label: str, host: HostProgram, costs: Costs | None = None) -> Accoun
         host=host,
         ranks=ranks,
         traffic=by_kind(host, ranks),
-        peaks=tuple(memory_of(host.project(r)).peak for r in ranks),
+        peaks=tuple(memory_of(project(host, r)).peak for r in ranks),
         seconds=timeline(host, costs).seconds if costs is not None else None,
     )
 

@@ -14,6 +14,7 @@ from itertools import accumulate
 
 from mdfuse.hir.orders import Dims, seen_through
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.rank.pipelines import as_run
 from mdfuse.hir.storage import shared_operand
 from mdfuse.hir.updates import updated_names
 from mdfuse.seeing.amounts import buffer_bytes
@@ -74,7 +75,7 @@ def memory_of(local: HostProgram) -> Memory:
         ProgramError: its loops cannot be written out.
     """
     assert local.rank is not None
-    flat = local.as_run
+    flat = as_run(local)
     walk = _Walk(flat)
     for name in flat.inputs:
         walk.bind(name, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.pipelines.schedules import Schedule
 from mdfuse.seeing.memory import memory_of
 from mdfuse.seeing.rank_classes import Classes
@@ -44,7 +45,7 @@ def rank_groups(host: HostProgram, schedule: Schedule, classes: Classes) -> tupl
     for group, name in enumerate(schedule.meshes):
         ranks = tuple(meshes[name].ranks)
         stages = tuple(s for s, g in sorted(schedule.owners.items()) if g == group)
-        peaks = [memory_of(host.project(r)).peak for r in {classes.of[r] for r in ranks}]
+        peaks = [memory_of(project(host, r)).peak for r in {classes.of[r] for r in ranks}]
         found.append(
             RankGroup(
                 name=name,

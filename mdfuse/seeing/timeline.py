@@ -27,6 +27,7 @@ from mdfuse.errors import CommunicationError, counted
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.own_parts import uncopied
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.ir.graph import dtype_name
 from mdfuse.seeing.amounts import buffer_bytes, nbytes
 from mdfuse.seeing.beside import slowed
@@ -112,7 +113,7 @@ def timeline(program: HostProgram, costs: Costs) -> Timeline:
 
 def on_ranks(program: HostProgram, costs: Costs, classes: Classes) -> Timeline:
     """Return a timeline of the first rank of each class."""
-    programs = [program.project(r).as_run for r in classes.firsts]
+    programs = [as_run(project(program, r)) for r in classes.firsts]
     clock = _Clock(costs=costs, classes=classes)
     clock.run([_Rank(p, clock) for p in programs])
     if more := slowed(clock.events, clock.slows):

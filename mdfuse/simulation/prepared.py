@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mdfuse.config import Options
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify, verify_once
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.runs.arguments import check_arguments, check_outputs
@@ -52,7 +52,7 @@ class Prepared:
             MdfuseError: it is wrong; see `mdfuse.hir.verify`.
         """
         if isinstance(self.program, HostProgram):
-            self.program.check()
+            verify_once(self.program)
         else:
             assert self._fit_together
 

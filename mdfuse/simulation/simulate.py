@@ -13,6 +13,8 @@ from mdfuse.compiled.program import Program
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.verify.bindings import check_bindings
 from mdfuse.ir.tensors import resolved, why_not
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
 from mdfuse.plan.build import Plan
@@ -212,7 +214,7 @@ def _verify(prepared: Prepared, options: Options | None) -> None:
         prepared.check()
         return
     for local in prepared.locals_:
-        local.check_alone()
+        check_bindings(local)
 
 
 def _with_extents(
@@ -257,7 +259,7 @@ def _projections(host: HostProgram | tuple[HostProgram, ...]) -> Sequence[HostPr
             f"@{host.name} is the projection onto rank {host.rank} alone",
             hint="pass the global program, or the projections of all ranks",
         )
-    return [host.project(rank) for rank in range(host.last_rank + 1)]
+    return [project(host, rank) for rank in range(host.last_rank + 1)]
 
 
 def _check_projections(programs: Sequence[HostProgram]) -> None:

@@ -14,6 +14,9 @@ from helpers.pipelines import HIDDEN, WIDTH, Net, batch_of, meshes, network, sin
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
+from mdfuse.hir.verify.check import verify
 from mdfuse.seeing.memory import memory_of
 
 NAMES = ["forward", "gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
@@ -427,7 +430,7 @@ def peaks(schedule: str, count: int) -> list[int]:
     """Bytes on each of four ranks, with microbatches of one size."""
     net = network(meshes(4), batch=4 * count)
     program = pipeline(net, count, schedule)
-    return [memory_of(program.host.project(rank)).peak for rank in range(4)]
+    return [memory_of(project(program.host, rank)).peak for rank in range(4)]
 
 
 def test_memory_grows_with_live_microbatches() -> None:
@@ -442,7 +445,7 @@ def test_memory_grows_with_live_microbatches() -> None:
 def test_the_next_microbatch_is_received_while_this_one_is_computed() -> None:
     """Before the wait for microbatch k the receiver has posted for k + 1."""
     program = pipeline(network(meshes(2), trains=False), 3)
-    local = program.host.project(1).written_out
+    local = written_out(project(program.host, 1))
     at = {(i.op, *i.outputs, *i.reads[:1]): n for n, i in enumerate(local) if i.op == "wait"}
     posts = {i.outputs[0]: n for n, i in enumerate(local) if i.op == "post"}
     assert [posts[f"c0@{k + 1}"] < at["wait", f"c0@{k}"] for k in range(2)] == [True, True]
@@ -450,7 +453,7 @@ def test_the_next_microbatch_is_received_while_this_one_is_computed() -> None:
 
 def test_a_sender_waits_when_it_has_computed_the_next_microbatch() -> None:
     program = pipeline(network(meshes(2), trains=False), 3)
-    local = list(program.host.project(0).written_out)
+    local = list(written_out(project(program.host, 0)))
     waits = {i.reads[0]: n for n, i in enumerate(local) if i.op == "wait"}
     made = {n: at for at, i in enumerate(local) for n in i.outputs}
     sent = next(i.reads[0] for i in local if i.op == "post").partition("@")[0]
@@ -488,7 +491,7 @@ def test_other_orders_are_refused_with_the_call_or_give_the_same() -> None:
         program = hir.parse("\n".join(changed(lines, rng)))
         refusal = None
         try:
-            program.check()
+            verify(program)
         except mf.ProgramError as error:
             refusal = str(error)
         if refusal is not None:

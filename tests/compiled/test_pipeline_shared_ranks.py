@@ -12,7 +12,9 @@ from helpers.pipelines import batch_of, check_orders, network, sines, torch_make
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, hir
-from mdfuse.hir.verify import verify
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
+from mdfuse.hir.verify.check import verify
 
 #: Meshes of stages, as (ranks, axis); a mesh that comes twice has two stages.
 PLACES = {
@@ -81,7 +83,7 @@ def two_stages(schedule: str = "1f1b") -> mf.Program:
 
 def test_a_stage_waits_for_what_it_reads_alone() -> None:
     """A later stage is queued first, so its stream does not wait for the next microbatch."""
-    local = two_stages().host.project(0).written_out
+    local = written_out(project(two_stages().host, 0))
     found, stream = [], ""
     for i in local.instructions:
         if i.op == "set_stream":

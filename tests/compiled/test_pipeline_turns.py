@@ -10,6 +10,7 @@ from helpers.pipelines import Net, batch_of, check_orders, check_results, meshes
 
 import mdfuse as mf
 from mdfuse import hir
+from mdfuse.hir.verify.check import verify
 from mdfuse.seeing import Costs, Link, by_action
 
 
@@ -77,7 +78,7 @@ def test_other_orders_of_pieces_are_refused_with_the_call_or_give_the_same() -> 
         program = hir.parse("\n".join(text))
         refusal = None
         try:
-            program.check()
+            verify(program)
         except mf.ProgramError as error:
             refusal = str(error)
         if refusal is not None:

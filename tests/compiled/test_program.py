@@ -14,6 +14,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Partial, Shard, hir
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.ir.numbers import as_number
 
 ONE = DeviceMesh.arange(x=1)
@@ -250,7 +251,7 @@ def test_what_is_simulated_is_verified() -> None:
       return %z
     }"""
     program, x = hir.parse(text), torch.tensor([1.0, 2.0])
-    locals_ = [program.project(rank) for rank in range(2)]
+    locals_ = [project(program, rank) for rank in range(2)]
     rows = [{"x": part} for part in x.chunk(2)]
     for _ in range(2):
         with pytest.raises(mf.ProgramError, match="%y"):

@@ -13,6 +13,7 @@ from helpers.drawn import numbers
 from torch import Tensor
 
 import mdfuse as mf
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.ir.ops import TABLE
 from mdfuse.seeing.memory import memory_of
 
@@ -124,7 +125,7 @@ def test_no_more_than_torch_keeps(name: str) -> None:
 
 def held(program: mf.Program) -> int:
     """The most bytes that its rank holds at once, inputs included."""
-    return memory_of(program.host.project(0)).peak
+    return memory_of(project(program.host, 0)).peak
 
 
 #: Of one kernel each: beside what is kept there are the cotangent and what becomes of it.

@@ -20,7 +20,7 @@ import mdfuse as mf
 from mdfuse import hir
 from mdfuse.hir import HostProgram
 from mdfuse.hir.instructions import INSTRUCTIONS
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 from mdfuse.ir.ops import TABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "host_ir.md"

@@ -9,7 +9,8 @@ import pytest
 from mdfuse import hir
 from mdfuse.errors import MdfuseError
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.verify import verify
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.verify.check import verify
 
 #: Abbreviations in the texts below.
 WORDS = {
@@ -38,7 +39,7 @@ def parse(text: str, on: str = "mesh(x=2)", rank: int | None = None) -> HostProg
 
 def everywhere(program: HostProgram) -> dict[int, HostProgram]:
     """The projection of every rank."""
-    return {rank: program.project(rank) for rank in range(program.last_rank + 1)}
+    return {rank: project(program, rank) for rank in range(program.last_rank + 1)}
 
 
 def per_rank(*texts: str, on: str | None = None) -> dict[int, HostProgram]:

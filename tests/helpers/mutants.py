@@ -13,7 +13,7 @@ from mdfuse import DeviceMesh, MdfuseError
 from mdfuse.communication import Communication
 from mdfuse.extents.expressions import Calc, calc
 from mdfuse.hir import BufferType, HostProgram, Instruction
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 Block = tuple[Instruction, ...]
 POSTS = ("post", "send", "recv")

@@ -242,7 +242,7 @@ def _other_type(program: HostProgram, draw: random.Random) -> HostProgram:
 
 def verdict(program: HostProgram, in_full: bool) -> str:
     """What the verifier says: nothing, or the kind of its error."""
-    from mdfuse.hir.verify import verify
+    from mdfuse.hir.verify.check import verify
 
     try:
         verify(program, in_full)

@@ -9,14 +9,17 @@ from helpers.calls import CALLS, TWO_MESHES, ordered
 
 import mdfuse as mf
 from mdfuse import hir
-from mdfuse.hir.calls import chunks_of, mesh_of_block, per_index
+from mdfuse.hir.calls import chunks_of, per_index
+from mdfuse.hir.program import mesh_of_block
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
 
 
 def test_what_prints_reads_back() -> None:
     program = hir.parse(TWO_MESHES)
     assert str(program) == TWO_MESHES
     for rank in (0, 1):
-        local = program.project(rank)
+        local = project(program, rank)
         assert hir.parse(str(local)) == local
 
 
@@ -41,7 +44,7 @@ def test_each_order_that_keeps_to_the_reads_computes_the_same(order: str, seed: 
 
 def test_a_rank_has_the_calls_of_blocks_that_it_has_a_part_in() -> None:
     assert_expected_inline(
-        str(hir.parse(TWO_MESHES).project(0)),
+        str(project(hir.parse(TWO_MESHES), 0)),
         """\
 host @squares on m0=mesh(a=1), m1=mesh(b=1: 1) rank 0 {
   input %x: f32[5] m0(a=R)
@@ -72,7 +75,7 @@ host @squares on m0=mesh(a=1), m1=mesh(b=1: 1) rank 0 {
 
 
 def test_written_out_names_carry_the_index() -> None:
-    local = hir.parse(ordered(*ORDERS["backwards"])).project(0).written_out
+    local = written_out(project(hir.parse(ordered(*ORDERS["backwards"])), 0))
     made = [n for i in local for n in i.outputs if n.startswith("h")]
     assert made == ["h@2", "h@1", "h@0"]
     assert local.types["h@1"].layout == local.types["x.i@1"].layout

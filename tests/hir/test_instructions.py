@@ -17,7 +17,9 @@ from mdfuse import DeviceMesh, Layout, Shard, hir
 from mdfuse.extents.expressions import Calc, Index, Term, loop
 from mdfuse.hir import BufferType, HostProgram, Instruction
 from mdfuse.hir.instructions import BLOCKS, BUFFER_OPS, INSTRUCTIONS, POSTS
-from mdfuse.hir.verify import verify
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.verify.bindings import check_bindings
+from mdfuse.hir.verify.check import verify
 from mdfuse.ir.ops import TABLE
 
 SEEDS = range(5)
@@ -58,7 +60,7 @@ def test_its_text_reads_back(case: Case) -> None:
 def test_its_projections_run(case: Case) -> None:
     """Each rank's own program, read back from its text."""
     program = case.program()
-    check(case, [hir.parse(str(program.project(rank))) for rank in range(case.ranks)])
+    check(case, [hir.parse(str(project(program, rank))) for rank in range(case.ranks)])
 
 
 def test_every_instruction_is_in_a_case() -> None:
@@ -175,16 +177,16 @@ def test_a_projection_of_another_rank() -> None:
     program = parse(DOUBLE, "mesh(x=2)")
     rows = [{"x": numbers(2)}] * 2
     with pytest.raises(mf.ProgramError, match="onto rank 1 in place 0"):
-        simulate([program.project(1), program.project(0)], *rows)
+        simulate([project(program, 1), project(program, 0)], *rows)
     with pytest.raises(mf.ProgramError, match="onto rank 1 alone"):
-        simulate(program.project(1), *rows)
+        simulate(project(program, 1), *rows)
 
 
 def test_projections_of_different_programs() -> None:
     program = parse(DOUBLE, "mesh(x=2)")
     other = parse(DOUBLE.replace("%y", "%z"), "mesh(x=2)")
     with pytest.raises(mf.ProgramError, match="other inputs or outputs than on rank 0"):
-        simulate([program.project(0), other.project(1)], *[{"x": numbers(2)}] * 2)
+        simulate([project(program, 0), project(other, 1)], *[{"x": numbers(2)}] * 2)
 
 
 def test_too_few_rows_of_arguments() -> None:
@@ -355,9 +357,9 @@ def test_a_rank_checks_its_own_program_whatever_the_options(code: str, words: st
     """What a plan takes for granted; the same words as with all of the verification."""
     body = f"input %x: f32[2] (x=P(sum)) %t: f32[2] (x=R) = alloc(fill=1) {code} return %x"
     for rank in range(2):
-        local = parse(body, "mesh(x=2)").project(rank)
+        local = project(parse(body, "mesh(x=2)"), rank)
         with pytest.raises(mf.ProgramError, match=words):
-            local.check_alone()
+            check_bindings(local)
         with pytest.raises(mf.ProgramError, match=words):
             verify(local)
         with pytest.raises(mf.ProgramError, match=words):
@@ -376,6 +378,6 @@ def test_the_order_of_accesses_is_not_asked_for_without_verification() -> None:
         "mesh(x=2)",
     )
     for rank in range(2):
-        program.project(rank).check_alone()
+        check_bindings(project(program, rank))
     with pytest.raises(mf.ProgramError, match="is still using"):
         verify(program)

@@ -7,6 +7,7 @@ from helpers.host_programs import POISON, alone, numbers, parse, simulate
 
 import mdfuse as mf
 from mdfuse import hir
+from mdfuse.hir.rank.pipelines import project
 
 CHAIN = """
   input %x: f32[3] (x=R)
@@ -40,7 +41,7 @@ def test_a_name_of_a_chain_that_no_instruction_mentions(used: str) -> None:
       alias %a: f32[3] (x=R) = %x
       %{used} = add(%{used}, 1.0)
       return %x""")
-    for one in (program, [program.project(0)], [hir.parse(str(program.project(0)))]):
+    for one in (program, [project(program, 0)], [hir.parse(str(project(program, 0)))]):
         simulate(one, {"x": x})
     assert x.tolist() == [3, 4, 5]
 
@@ -82,7 +83,7 @@ def test_an_input_cannot_be_an_alias() -> None:
     with pytest.raises(mf.ProgramError, match="inputs cannot be aliased"):
         simulate(program, {"x": numbers(2)})
     with pytest.raises(mf.ProgramError, match="inputs cannot be aliased"):
-        simulate([program.project(0)], {"x": numbers(2)})
+        simulate([project(program, 0)], {"x": numbers(2)})
 
 
 def test_an_alias_of_another_size() -> None:

@@ -11,6 +11,7 @@ from helpers.host_programs import alone, parse
 
 import mdfuse as mf
 from mdfuse import hir
+from mdfuse.hir.rank.pipelines import project
 
 
 def check(seed: int) -> bool:
@@ -44,5 +45,5 @@ def test_their_text_reads_back() -> None:
         block, aliases = Drawer(draw).block(), draw.choice(ALIASES)
         if expected(block, aliases, torch.ones(2, 2)) is not None:
             program = parse(program_text(block, aliases))
-            for printed in (program, program.project(0)):
+            for printed in (program, project(program, 0)):
                 assert hir.parse(str(printed)) == printed

@@ -8,7 +8,7 @@ from helpers.host_programs import alone, numbers, parse, simulate
 
 import mdfuse as mf
 from mdfuse import hir
-from mdfuse.hir import unroll
+from mdfuse.hir.rank import unroll
 
 SEEDS = [None, 0, 1]
 

@@ -10,6 +10,7 @@ from helpers.host_programs import numbers, parse, simulate
 
 import mdfuse as mf
 from mdfuse import hir
+from mdfuse.hir.rank.pipelines import project
 
 SEEDS = [None, *range(5)]
 
@@ -65,7 +66,7 @@ def test_a_ring_along_an_axis(axis: str) -> None:
     for rank in range(6):
         team = mesh.team(rank, axis)
         assert torch.equal(result.per_rank[rank][0], rows[team[team.index(rank) - 1]]["x"])
-        local = program.project(rank)
+        local = project(program, rank)
         assert hir.parse(str(local)) == local
         peers = [i.kwargs for i in local if i.op in ("send", "recv")]
         assert all("axis" not in p and p.keys() <= {"to", "from"} for p in peers)
@@ -273,7 +274,7 @@ def test_a_barrier(axis: str, seed: int | None) -> None:
       %y: f32[2] (dp=R, tp=R) = add(%x, 1.0)
       return %y"""
     program = parse(body, "mesh(dp=2, tp=2)")
-    for printed in (program, program.project(3)):
+    for printed in (program, project(program, 3)):
         assert hir.parse(str(printed)) == printed
     result = simulate(program, *[{"x": numbers(2)}] * 4, schedule=seed)
     assert all(y.tolist() == [1, 2] for (y,) in result.per_rank)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mdfuse import hir
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unroll import write
 from mdfuse.hir.regions import Regions
-from mdfuse.hir.unroll import write
 
 PROGRAM = """host @views on mesh(tp=2) {
   input %x: f32[4,6] of [8,6] (tp=S0)
@@ -26,7 +27,7 @@ PROGRAM = """host @views on mesh(tp=2) {
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_which_views_share_elements(rank: int) -> None:
-    regions = Regions(write(hir.parse(PROGRAM).project(rank)))
+    regions = Regions(write(project(hir.parse(PROGRAM), rank)))
     assert regions.memory("low") == regions.memory("y") == "y"
     assert regions.region("low") == ((1, 2), (4 * rank + 2, 4 * rank + 4), (0, 6))
     assert regions.region("part") == ((4 * rank + 2, 4 * rank + 4), (0, 6))
@@ -45,5 +46,5 @@ def test_a_row_of_a_split_dim_is_counted_by_the_rank() -> None:
   return %x
 }
 """
-    regions = Regions(write(hir.parse(text).project(1)))
+    regions = Regions(write(project(hir.parse(text), 1)))
     assert regions.region("row") == ((5, 6), (0, 6))

@@ -22,6 +22,7 @@ from mdfuse import (
     Stream,
     hir,
 )
+from mdfuse.hir.verify.check import verify
 from mdfuse.ir.graph import Expr, check_fusion, has_same_code
 
 LINE = DeviceMesh.arange(tp=4)
@@ -354,7 +355,7 @@ WRONG = {
 @pytest.mark.parametrize("says", WRONG)
 def test_a_wrong_host_program_is_refused(says: str) -> None:
     with pytest.raises(ProgramError) as caught:
-        hir.parse(HOST.format(WRONG[says])).check()
+        verify(hir.parse(HOST.format(WRONG[says])))
     assert says in str(caught.value), caught.value
 
 
@@ -362,7 +363,7 @@ def test_results_live_on_one_mesh() -> None:
     text = HOST.format(GOOD).replace("mesh(x=2)", "m0=mesh(x=2), m1=mesh(y=1)")
     text = text.replace("(x=R)", "m0(x=R)").replace("%i: i64[4,3] m0(x=R)", "%i: i64[4,3] m1(y=R)")
     with pytest.raises(ProgramError, match="computes all its results on one mesh"):
-        hir.parse(text).check()
+        verify(hir.parse(text))
 
 
 def test_a_race_on_the_second_result_is_found() -> None:
@@ -372,4 +373,4 @@ def test_a_race_on_the_second_result_is_found() -> None:
         "set_stream 2\n%v: f32[4,3] (x=R) = add(%i, 1.0)\nset_stream 0\nsync 2"
     )
     with pytest.raises(ProgramError, match="%i"):
-        hir.parse(text).check()
+        verify(hir.parse(text))

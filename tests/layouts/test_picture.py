@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard, Stream
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.layouts.layout import Placement, Varies
 from mdfuse.layouts.picture import Picture
 
@@ -112,7 +114,7 @@ def test_a_rotating_stream_says_where_each_rank_begins() -> None:
         if p is not None
     }
     for rank in range(2):
-        flat = host.project(rank).written_out
+        flat = written_out(project(host, rank))
         made = [i for i in flat.instructions if i.fn == "mul"]
         boxes = [flat.types[i.outputs[0]].box(rank)[0] for i in made]
         assert boxes == [shown[rank, n] for n in range(2)]

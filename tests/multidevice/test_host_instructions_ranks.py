@@ -15,6 +15,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import hir
 from mdfuse.hir import HostProgram
+from mdfuse.hir.rank.pipelines import project
 
 
 def here(x: Any, comm: mf.Communicator) -> Any:
@@ -53,7 +54,7 @@ def test_four_ranks(case: Case, comm: mf.Communicator) -> None:
 @pytest.mark.world(4)
 @pytest.mark.parametrize("case", [c for c in CASES if c.ranks == 4], ids=str)
 def test_each_rank_runs_its_own_projection(case: Case, comm: mf.Communicator) -> None:
-    check(case, comm, hir.parse(str(case.program().project(comm.rank))))
+    check(case, comm, hir.parse(str(project(case.program(), comm.rank))))
 
 
 # -- buffers -------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ def test_what_means_nothing_on_one_rank(code: str, words: str, comm: mf.Communic
 
 @pytest.mark.world(4)
 def test_a_projection_of_another_rank(comm: mf.Communicator) -> None:
-    program = parse(GATHER, "mesh(x=2)").project((comm.rank + 1) % 2)
+    program = project(parse(GATHER, "mesh(x=2)"), (comm.rank + 1) % 2)
     with pytest.raises(mf.ProgramError, match="onto rank"):
         mf.HostIrEvaluator(program, comm, POISON).run({"x": torch.ones(2, device=comm.device)})
 

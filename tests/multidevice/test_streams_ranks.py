@@ -15,6 +15,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.plan import streams
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.lines import Line
@@ -115,7 +116,7 @@ class Delays:
 
 def plan_of(host: HostProgram, arguments: list[Any], out: list[Any], comm: mf.Communicator) -> Plan:
     """The plan of this rank, whatever verification would say of the program."""
-    local = host.project(comm.rank)
+    local = project(host, comm.rank)
     comm.prepare(groups(local, comm.rank))
     caller = torch.cuda.current_stream().cuda_stream if comm.device.type == "cuda" else 0
     return build(local, comm.poster, comm.device, True, arguments, out, caller=caller)

@@ -13,6 +13,7 @@ from helpers.microbatches import LAYOUTS, Net, network
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard, hir
+from mdfuse.hir.verify.check import verify
 
 DP = DeviceMesh.arange(dp=2)
 POISON = mf.Options(poison=True)
@@ -466,7 +467,7 @@ host @sums on mesh(dp=1) {
 
 def test_sums_by_hand() -> None:
     program = hir.parse(SUMS)
-    program.check()
+    verify(program)
     x = torch.randn(8, 3)
     (found,) = mf.simulate(program, [x], options=POISON).outputs
     torch.testing.assert_close(found, x.sum(0) * 2)
@@ -494,7 +495,7 @@ def test_sums_by_hand() -> None:
 def test_wrong_sums_are_refused(old: str, new: str, says: str) -> None:
     assert old in SUMS
     with pytest.raises(mf.MdfuseError, match=says):
-        hir.parse(SUMS.replace(old, new)).check()
+        verify(hir.parse(SUMS.replace(old, new)))
 
 
 def test_parts_of_two_values_are_not_one_sum() -> None:
@@ -502,7 +503,7 @@ def test_parts_of_two_values_are_not_one_sum() -> None:
     other = "    if %i < 2 {\n      %z = accumulate(%v.i)\n    }\n"
     text = SUMS.replace("    %z = acc", more + other + "    %z = acc")
     with pytest.raises(mf.MdfuseError):
-        hir.parse(text).check()
+        verify(hir.parse(text))
 
 
 def test_steps_on_a_rank(unjoined: None) -> None:

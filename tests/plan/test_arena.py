@@ -14,7 +14,8 @@ import torch
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream, hir
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.projection import project
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.layouts.call import Call
 from mdfuse.plan.arena import Arena, arena
 from mdfuse.plan.build import build
@@ -93,7 +94,7 @@ def users(program: HostProgram) -> dict[int, set[int]]:
 @pytest.mark.parametrize("chunks", [2, 8])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_places_are_used_again_in_order(streamed: bool, chunks: int, rank: int) -> None:
-    program = project(layers(3, chunks, streamed), rank).written_out
+    program = written_out(project(layers(3, chunks, streamed), rank))
     found, behind, used = arena(program), orders(program), users(program)
     assert len(found.offsets) == len(used) == len(sizes(program)) > 3
     spans = [(a, a + b) for a, b in zip(found.offsets, sizes(program), strict=True)]  # type: ignore
@@ -107,7 +108,7 @@ def test_places_are_used_again_in_order(streamed: bool, chunks: int, rank: int) 
 
 
 def test_memory_does_not_grow_with_layers() -> None:
-    few, many = (arena(project(layers(n, 8, True), 0).written_out).size for n in (2, 8))
+    few, many = (arena(written_out(project(layers(n, 8, True), 0))).size for n in (2, 8))
     assert many == few
 
 
@@ -126,7 +127,7 @@ def test_outputs_and_empty_buffers_have_no_place() -> None:
         }
         """
     )
-    assert arena(project(program, 1).written_out) == Arena((None, 0, None), 512)
+    assert arena(written_out(project(program, 1))) == Arena((None, 0, None), 512)
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])

@@ -26,6 +26,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import Partial
 from mdfuse.backends.base import PostSite
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan, build
 from mdfuse.simulation.network import SimNetwork, SimWork
@@ -82,7 +83,7 @@ class Ranks:
     def __init__(self, program: mf.Program, inputs: Sequence[Tensor]) -> None:
         self.program, self.room = program, Room()
         self.plans: list[Plan] = [
-            build(program.host.project(rank), self.room.bind, CPU, False, arguments)
+            build(project(program.host, rank), self.room.bind, CPU, False, arguments)
             for rank, arguments in enumerate(self.arguments(inputs))
         ]
 
@@ -153,7 +154,7 @@ def test_programs_by_hand(start: int) -> None:
         x = torch.tensor([draw.randint(-3, 3) for _ in range(4)]).float().view(2, 2)
         if expected(block, aliases, x) is None:
             continue
-        host = parse(program_text(block, aliases)).project(0)
+        host = project(parse(program_text(block, aliases)), 0)
         plan = build(host, Room().bind, CPU, True, [x.clone()])
         for given_x in (x + 1, x):
             want, given_now = expected(block, aliases, given_x), given_x.clone()
@@ -175,7 +176,7 @@ def test_parts_of_16_bits_are_added_in_one_call() -> None:
         x = fd.define_tensor([16, 8], torch.bfloat16, mesh=mesh, layout={"tp": mf.Shard(1)})
         w = fd.define_tensor([8, 6], torch.bfloat16, mesh=mesh, layout={"tp": mf.Shard(0)})
         fd.add_output(fd.ops.set(x @ w).on(mesh, {"tp": mf.Shard(0)}, stream=around))
-    local = mf.compile(fd).host.project(1)
+    local = project(mf.compile(fd).host, 1)
     plan = build(local, lambda call: lambda srcs, dsts: None, torch.device("cpu"), poison=False)  # type: ignore[arg-type,return-value]
     added = [line for step in plan.steps if step.op == "binary" for line in step.lines]
     assert [line.run for line in added] == [torch.add]

@@ -21,6 +21,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared
 from mdfuse.backends.work import DONE
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.text.parser import parse
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.graphs import GraphPlan, regions
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def program(body: str) -> Any:
-    return parse(f"host @small on mesh(x=1) {{ {body} }}").project(0)
+    return project(parse(f"host @small on mesh(x=1) {{ {body} }}"), 0)
 
 
 def refuse(call: Any) -> Any:
@@ -229,7 +230,7 @@ def test_no_border_between_a_post_and_its_wait(null: Communicator) -> None:
       wait %c
       %y: f32[8] (x=R) = add(%g, 1.0)
       return %y, %a"""
-    local = parse(f"host @small on mesh(x=4) {{ {body} }}").project(0)
+    local = project(parse(f"host @small on mesh(x=4) {{ {body} }}"), 0)
     null.prepare([(0, 1, 2, 3)])
     plan = build(local, null.poster, CPU, False, [draw(2), 1.0])
     found = [(r.eager is None, r.stop - r.start) for r in regions(plan)]
@@ -486,7 +487,7 @@ def test_what_is_under_way_keeps_its_memory(between: str) -> None:
       wait %c
       %y: f32[8] (x=R) = add(%d, {"%b" if between else "%x"})
       return %y"""
-    local = parse(f"host @small on mesh(x=4) {{ {body} }}").project(0)
+    local = project(parse(f"host @small on mesh(x=4) {{ {body} }}"), 0)
     plan = build(local, lambda call: Lane(not between), CPU, False, [draw(8)])
     lies = {plan.names[n]: x.data_ptr() for n, x in plan.owned.buffers.items()}
     assert lies.keys() == ({"%s", "%d", "%b"} if between else {"%s", "%d"})

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.text.parser import parse
 from mdfuse.ir.ops import itself
 from mdfuse.plan.build import Plan, build
@@ -72,7 +73,7 @@ def refuse(call: Any) -> Any:
 
 
 def plan_of(body: str, *arguments: Any) -> Plan:
-    local = parse(f"host @small on mesh(x=1) {{ {body} }}").project(0)
+    local = project(parse(f"host @small on mesh(x=1) {{ {body} }}"), 0)
     return build(local, refuse, CPU, False, arguments)
 
 
@@ -224,7 +225,7 @@ def test_poisoned_buffers_are_poisoned_in_each_run() -> None:
       %c: f32[4] (x=R) = add(%a, %b)
       %y: f32[4] (x=R) = add(%c, 1.0)
       return %y"""
-    local = parse(f"host @small on mesh(x=1) {{ {body} }}").project(0)
+    local = project(parse(f"host @small on mesh(x=1) {{ {body} }}"), 0)
     plan = build(local, refuse, CPU, True, [torch.randn(4)])
     for _ in range(3):
         assert plan.run([torch.randn(4)])[0].isnan().all()
@@ -244,7 +245,7 @@ def test_memory_that_packs_badly_is_owned_in_part() -> None:
             y = y @ h
         fd.add_output(y)
     program, x = mf.compile(fd), torch.randn(64, 64) / 8
-    plan = build(program.host.project(0), refuse, CPU, False, [x])
+    plan = build(project(program.host, 0), refuse, CPU, False, [x])
     at_once = plan.owned.nbytes + peak(lives(plan.owned.lines, plan.outputs))
     assert at_once <= WORTH * peak(lives(plan.lines, plan.outputs)) + ALIGNMENT["cpu"]
     assert plan.owned.nbytes < 8 * 64 * 64 * 4
@@ -260,7 +261,7 @@ def test_a_part_is_owned_where_what_torch_allocates_comes_at_another_time() -> N
         c = fd.ops.relu(a @ b)
         fd.add_output(c @ c)
     program, x = mf.compile(fd), torch.randn(64, 64) / 8
-    plan = build(program.host.project(0), refuse, CPU, False, [x])
+    plan = build(project(program.host, 0), refuse, CPU, False, [x])
     assert plan.owned.nbytes == 2 * 64 * 64 * 4
     h, g = x.tanh(), x.sin()
     want = (h @ g).relu() @ (h @ g).relu()
@@ -278,7 +279,7 @@ def test_what_torch_allocates_counts(op: str) -> None:
             h = fd.ops.tanh(h @ x)
         fd.add_output(h * 2.0)
     program = mf.compile(fd)
-    plan = build(program.host.project(0), refuse, CPU, False, [torch.randn(16, 16)])
+    plan = build(project(program.host, 0), refuse, CPU, False, [torch.randn(16, 16)])
     assert plan.owned.nbytes == 16 * 16 * 4
 
 
@@ -290,7 +291,7 @@ def test_what_a_reshape_has_to_copy_is_in_use_no_longer() -> None:
         product = turned.reshape(64, 64) @ x
         fd.add_output(product * 2.0)
     program, x = mf.compile(fd), torch.randn(64, 64) / 8
-    plan = build(program.host.project(0), refuse, CPU, False, [x])
+    plan = build(project(program.host, 0), refuse, CPU, False, [x])
     assert peak(lives(plan.lines, plan.outputs)) == plan.owned.nbytes == 2 * 64 * 64 * 4
     want = (x.tanh().T.reshape(64, 64) @ x) * 2
     for _ in range(2):

@@ -10,7 +10,9 @@ import torch
 import mdfuse as mf
 from mdfuse import hir
 from mdfuse.config import backend_choice
-from mdfuse.hir.verify import verify
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
+from mdfuse.hir.verify.check import verify
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import build
 from mdfuse.plan.posts import groups
@@ -106,9 +108,11 @@ host @meet on mesh(tp=2) {
         bound.append(call.backend)
         return lambda srcs, dsts: None
 
-    build(program.project(0), bind, torch.device("cpu"), poison=False)
+    build(project(program, 0), bind, torch.device("cpu"), poison=False)
     assert bound == ["ucx"]
-    assert groups(program.project(0), 0, "ucx") == [(0, 1)] and groups(program.project(0), 0) == []
+    assert (
+        groups(project(program, 0), 0, "ucx") == [(0, 1)] and groups(project(program, 0), 0) == []
+    )
 
 
 def ring(*backends: str) -> hir.HostProgram:
@@ -142,15 +146,15 @@ def test_rings_name_the_backend_of_their_axis() -> None:
     assert program.host.backends == ("symmetric",)
     assert hir.parse(str(program)) == program.host
     for rank, team in enumerate([(0, 1), (0, 1), (2, 3), (2, 3)]):
-        local = program.host.project(rank)
-        assert groups(local, rank, "symmetric") == groups(local.written_out, rank, "symmetric")
+        local = project(program.host, rank)
+        assert groups(local, rank, "symmetric") == groups(written_out(local), rank, "symmetric")
         assert groups(local, rank, "symmetric") == [team] and groups(local, rank) == []
         assert hir.parse(str(local)) == local
         assert {call.backend for call in calls_of(local)} == {"symmetric"}
         assert {call.team for call in calls_of(local)} == {team}
     assert "symmetric takes" in program.explain() and "at most 1" in program.explain()
     plain = mf.compile(fd, mf.Options(backend="gloo, dp=symmetric")).host
-    assert plain.backends == () and groups(plain.project(1), 1) == [(0, 1, 2, 3)]
+    assert plain.backends == () and groups(project(plain, 1), 1) == [(0, 1, 2, 3)]
 
 
 def calls_of(program: hir.HostProgram) -> list[Call]:
@@ -173,7 +177,7 @@ def test_a_send_and_its_receive_name_one_backend() -> None:
 
 
 def test_a_peer_that_the_backend_of_an_axis_need_not_reach() -> None:
-    text = str(ring("ucx", "ucx").project(0)).replace("to=1", "to=2")
+    text = str(project(ring("ucx", "ucx"), 0)).replace("to=1", "to=2")
     assert "to=2, backend=ucx, along=tp" in text
     with pytest.raises(mf.ProgramError, match=r"to rank 2") as caught:
         build(hir.parse(text), lambda call: None, torch.device("cpu"), poison=False)  # type: ignore[arg-type,return-value]

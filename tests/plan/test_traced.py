@@ -18,6 +18,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Shard, Stream
 from mdfuse.backends.base import Posting, Prepared
 from mdfuse.evaluator import HostIrEvaluator
+from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.plan.build import build
 from mdfuse.plan.device_clock import DeviceClock
 from mdfuse.plan.traced import TracedPlan, described, traced
@@ -95,7 +96,7 @@ def test_a_run_is_in_the_file(tmp_path: Path) -> None:
         torch.testing.assert_close(y, (x.relu() * 2).sum(0))
     found = read(tmp_path)
     assert [e.name for e in found] == NAMES * 3
-    flat = program.for_rank(0).written_out.instructions
+    flat = written_out(program.for_rank(0)).instructions
     assert [flat[e.instruction].fn for e in found[:3]] == ["relu", "mul", "sum"]
     assert all(re.fullmatch(r"test_traced\.py:\d+", e.source) for e in found)
     assert [e.detail for e in found[::4]] == ["run 0", "run 1", "run 2"]

@@ -21,7 +21,7 @@ from mdfuse import (
     hir,
 )
 from mdfuse.communication import Communication
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 from mdfuse.hir.verify.posts import transition_problem
 from mdfuse.reshard import Step, steps, with_type
 from mdfuse.reshard.refined import on_common_mesh

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
+from mdfuse.hir.verify.check import verify
 
 MESH = DeviceMesh.arange(tp=2)
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tp": Shard(0)}, {"tp": Shard(-1)})
@@ -126,9 +127,11 @@ def test_an_iteration_that_writes_into_the_input() -> None:
 )
 def test_orders_that_mean_nothing(alias: str, wrong: str) -> None:
     with pytest.raises(mf.ProgramError, match=re.escape(wrong)):
-        hir.parse(f"""host @f on mesh(x=1) {{
+        verify(
+            hir.parse(f"""host @f on mesh(x=1) {{
           input %x: f32[2,3] (x=R)
           {alias}
           %y = add(%y, 1.0)
           return %y
-        }}""").check()
+        }}""")
+        )

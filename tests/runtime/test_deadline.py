@@ -21,6 +21,7 @@ from mdfuse.backends.base import PostSite
 from mdfuse.backends.c10d.backend import C10dBackend
 from mdfuse.backends.c10d.sockets import opened, shut_down
 from mdfuse.errors import BackendError, ProgramError
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.interpreter.threads import within
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan, build
@@ -84,7 +85,7 @@ class Spy:
         self.seen.append(standing(self.tallies, running.running()))
 
     def plan(self) -> Plan:
-        local = mf.compile(definition()).host.project(0)
+        local = project(mf.compile(definition()).host, 0)
         return build(local, self.bind, CPU, False, [torch.ones(2)], tally=self.tally)
 
 

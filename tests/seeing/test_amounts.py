@@ -7,13 +7,14 @@ import torch.nn.functional as F
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.seeing.amounts import is_work, nbytes, operations, product
 
 MESH = DeviceMesh.arange(tp=2)
 
 
 def first(fd: mf.FusionDefinition) -> tuple[HostProgram, Instruction]:
-    program = mf.compile(fd, mf.Options(compile="never")).host.project(0)
+    program = project(mf.compile(fd, mf.Options(compile="never")).host, 0)
     return program, next(i for i in program.instructions if is_work(i))
 
 
@@ -49,7 +50,7 @@ def test_a_contraction_is_a_batch_of_products() -> None:
         a = fd.define_tensor([2, 3, 4, 5], mesh=MESH)
         b = fd.define_tensor([2, 5, 4, 7], mesh=MESH)
         fd.add_output(fd.ops.einsum("bihd,bdhj->bhij", a, b))
-    program = mf.compile(fd, mf.Options(compile="never")).host.project(0)
+    program = project(mf.compile(fd, mf.Options(compile="never")).host, 0)
     found = [s for i in program.instructions if (s := product(program, i)) is not None]
     assert found == [(8, 3, 7, 5)]
 

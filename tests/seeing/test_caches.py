@@ -9,6 +9,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.seeing.caches import Caches, Cold
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.curves import Curve
@@ -32,7 +33,7 @@ def chain(*names: str, size: int = 100) -> HostProgram:
 
 def more(host: HostProgram, caches: Caches | None) -> list[float]:
     """Return what each op takes more."""
-    mine = host.project(0).as_run
+    mine = as_run(project(host, 0))
     cold = Cold(mine, caches)
     return [cold.seconds(i) for i in mine.instructions if i.fn]
 
@@ -65,7 +66,7 @@ def test_inputs_of_a_program_with_many_come_from_memory() -> None:
         fd.add_output(fd.ops.neg(z))
     host = mf.compile(fd, mf.Options(compile="never")).host
     found = Caches(core=1 << 20, shared=255, stale=Curve(((4.0, 1e-3), (32.0, 5e-4))))
-    mine = host.project(0).as_run
+    mine = as_run(project(host, 0))
     cold = Cold(mine, found)
     rows = [(i.fn, cold.seconds(i)) for i in mine.instructions if i.fn in ("exp", "add", "neg")]
     assert dict(rows) == pytest.approx({"exp": 0.128, "add": 0.128, "neg": 0.0})

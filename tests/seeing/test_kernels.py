@@ -7,6 +7,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
+from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.seeing import Costs
 from mdfuse.seeing.across import is_across
 from mdfuse.seeing.amounts import is_work
@@ -24,7 +25,7 @@ def program() -> mf.hir.HostProgram:
         y = fd.ops.exp(x * 2)
         h = fd.ops.relu(fd.ops.linear(y, up) + 1)
         fd.add_output(y + fd.ops.linear(h, down))
-    return mf.compile(fd, mf.Options(compile="always")).host.project(0)
+    return project(mf.compile(fd, mf.Options(compile="always")).host, 0)
 
 
 def test_work_between_products_is_a_kernel() -> None:
@@ -44,7 +45,7 @@ def test_kernels_that_add_rows_up_or_read_across_are_told_apart() -> None:
         y = fd.ops.linear(fd.ops.exp(y), w)
         y = fd.ops.linear(y - fd.ops.amax(y, [-1], keepdim=True), w)
         fd.add_output(y + fd.ops.permute(z, [1, 0]))
-    host = mf.compile(fd, mf.Options(compile="always")).host.project(0)
+    host = project(mf.compile(fd, mf.Options(compile="always")).host, 0)
     (launch,) = (i for i in host.instructions if i.op == "launch")
     assert [k.like for k in kernels(host, launch)] == ["sum", "*", "sum", "across"]
     byte = {"*": 1.0, "sum": 10.0, "across": 100.0}
@@ -87,7 +88,7 @@ def attending(length: int, features: int, *, is_causal: bool, grad: bool = False
         mixed = fd.ops.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
         for x in mf.grad(mixed, [q], mixed) if grad else [mixed]:
             fd.add_output(x)
-    host = mf.compile(fd, mf.Options(compile="never")).host.project(0)
+    host = project(mf.compile(fd, mf.Options(compile="never")).host, 0)
     linear = {name: Curve(((1.0, s), (1e9, 1e9 * s))) for name, s in SPEEDS.items()}
     costs = Costs(works=linear | {"* f32": Curve(((1.0, 1e-3), (1e9, 1e6)))})
     every = [j for i in host.instructions for j in (*i.body, i)]
@@ -113,7 +114,7 @@ def test_a_processor_computes_attention_query_by_query() -> None:
         q = fd.define_tensor([3, 2, 5, 64], mesh=DeviceMesh([0]))
         k, v = (fd.define_tensor([3, 2, 40, 64], mesh=DeviceMesh([0])) for _ in range(2))
         fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v))
-    host = mf.compile(fd, mf.Options(compile="never")).host.project(0)
+    host = project(mf.compile(fd, mf.Options(compile="never")).host, 0)
     (i,) = (i for i in host.instructions if i.fn == "scaled_dot_product_attention")
     byte = Curve(((1.0, 1e-9), (1e12, 1.0)))
     works = {"attention f32 64": byte, "* f32": byte}
@@ -138,7 +139,7 @@ def attention_of(
         q = fd.define_tensor([1, heads, queries, features], mesh=DeviceMesh([0]))
         k, v = (fd.define_tensor(shape, mesh=DeviceMesh([0])) for _ in range(2))
         fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v, is_causal=is_causal))
-    host = mf.compile(fd, mf.Options(compile="never")).host.project(0)
+    host = project(mf.compile(fd, mf.Options(compile="never")).host, 0)
     (i,) = (i for i in host.instructions if i.fn == "scaled_dot_product_attention")
     axes = (1.0, 4.0, 6.0, 8.0), (100.0, 200.0), (64.0, 128.0)
     of_64 = 1.0, 2.0, 1.0, 2.0, 2.0, 4.0, 2.0, 4.0  # a second for 4 blocks and 100 keys
@@ -194,7 +195,7 @@ def test_a_compiled_kernel_takes_what_was_measured_compiled() -> None:
     with mf.FusionDefinition("gated") as fd:
         x, z = (fd.define_tensor([64, 32], mesh=DeviceMesh([0])) for _ in range(2))
         fd.add_output(fd.ops.silu(x) * z)
-    host = mf.compile(fd, mf.Options(compile="always")).host.project(0)
+    host = project(mf.compile(fd, mf.Options(compile="always")).host, 0)
     (launch,) = (i for i in host.instructions if i.op == "launch")
     size = 3 * 4 * 64 * 32
     for key, more in (("compiled f32", 2.0), ("compiled bf16", 2.0), ("compiled across f32", 1.0)):
@@ -207,7 +208,7 @@ def test_a_kernel_across_memory_takes_what_was_measured_compiled() -> None:
         x = fd.define_tensor([64, 32], mesh=DeviceMesh([0]))
         z = fd.define_tensor([32, 64], mesh=DeviceMesh([0]))
         fd.add_output(-(x + fd.ops.permute(z, [1, 0])))
-    host = mf.compile(fd, mf.Options(compile="always")).host.project(0)
+    host = project(mf.compile(fd, mf.Options(compile="always")).host, 0)
     (launch,) = (i for i in host.instructions if i.op == "launch")
     size = 3 * 4 * 64 * 32
 
@@ -231,7 +232,7 @@ def test_a_kernel_across_memory_that_goes_through_rows_takes_what_was_measured()
         x = fd.define_tensor([64, 32], mesh=DeviceMesh([0]))
         z = fd.define_tensor([32, 64], mesh=DeviceMesh([0]))
         fd.add_output(fd.ops.softmax(x + fd.ops.permute(z, [1, 0]), -1))
-    host = mf.compile(fd, mf.Options(compile="always")).host.project(0)
+    host = project(mf.compile(fd, mf.Options(compile="always")).host, 0)
     (launch,) = (i for i in host.instructions if i.op == "launch")
     size = 3 * 4 * 64 * 32
     assert kernels(host, launch) == [Kernel(size, "f32", "rows across")]
@@ -256,7 +257,7 @@ def test_attention_takes_at_least_what_its_bytes_take() -> None:
         q = fd.define_tensor([1, 1, 1, 64], mesh=DeviceMesh([0]))
         k, v = (fd.define_tensor([1, 1, 1000, 64], mesh=DeviceMesh([0])) for _ in range(2))
         fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v))
-    host = mf.compile(fd, mf.Options(compile="never")).host.project(0)
+    host = project(mf.compile(fd, mf.Options(compile="never")).host, 0)
     (i,) = (i for i in host.instructions if i.fn == "scaled_dot_product_attention")
     byte = Curve(((1.0, 1.0), (1e9, 1e9)))  # a second for each
     costs = Costs(works={"attention f32 64": Curve(((1.0, 1e-9),)), "* f32": byte})
@@ -268,11 +269,11 @@ def test_a_part_that_is_added_up_where_it_is_made_is_neither_written_nor_read() 
         x = fd.define_tensor([8, WIDTH], mesh=DeviceMesh([0]), name="x")
         fd.add_output(fd.ops.sum(fd.ops.exp(x * 2), dims=[0]))
     options = mf.Options(compile="always")
-    local = mf.pipeline(fd, microbatches=2, batch={"x": 0}, options=options).host.project(0)
-    units = [i for i in local.as_run.instructions if i.op == "launch"]
+    local = project(mf.pipeline(fd, microbatches=2, batch={"x": 0}, options=options).host, 0)
+    units = [i for i in as_run(local).instructions if i.op == "launch"]
     chunk, total = 4 * 4 * WIDTH, 4 * WIDTH
     wanted = Kernel(chunk + 2 * total, "f32", "sum")
-    assert [kernels(local.as_run, i) for i in units] == [[wanted]] * 2
+    assert [kernels(as_run(local), i) for i in units] == [[wanted]] * 2
 
 
 def test_work_by_itself_is_priced_as_across_where_its_operands_lie_in_different_orders() -> None:
@@ -285,7 +286,7 @@ def test_work_by_itself_is_priced_as_across_where_its_operands_lie_in_different_
         fd.add_output(
             x * fd.ops.permute(fd.define_tensor([WIDTH, 1], mesh=DeviceMesh([0])), [1, 0])
         )
-    host = mf.compile(fd, mf.Options(compile="never")).host.project(0)
+    host = project(mf.compile(fd, mf.Options(compile="never")).host, 0)
     work = [i for i in host.instructions if is_work(i)]
     assert [is_across(host, i) for i in work] == [False, True, False, False, False]
     byte = {"*": 1.0, "across": 100.0}

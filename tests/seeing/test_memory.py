@@ -10,6 +10,7 @@ from helpers.stream_cases import CASES as STREAMED
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, hir
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.seeing.memory import memory_of
 
 #: Programs for which the simulator makes copies that the program does not name: of a result that is
@@ -22,7 +23,7 @@ SPARED = {"ring_in_a_grid"}
 
 
 def check(name: str, host: hir.HostProgram, peaks: tuple[int, ...]) -> None:
-    found = [memory_of(host.project(r)).peak for r in range(len(peaks))]
+    found = [memory_of(project(host, r)).peak for r in range(len(peaks))]
     if name in COPIED:
         assert all(0.5 * b < a <= b for a, b in zip(found, peaks, strict=True))
     elif name in SPARED:
@@ -61,7 +62,8 @@ def test_a_step_of_training() -> None:
 
 
 def test_lives_add_up_to_what_is_held() -> None:
-    local = hir.parse("""
+    local = project(
+        hir.parse("""
 host @lives on mesh(x=1) {
   input %x: f32[4] (x=R)
   %a: f32[4] (x=R) = exp(%x)
@@ -71,7 +73,9 @@ host @lives on mesh(x=1) {
   %y: f32[2] (x=R) = sum(%v, dims=[0])
   free %v
   return %y
-}""").project(0)
+}"""),
+        0,
+    )
     found = memory_of(local)
     assert [(x.name, x.nbytes, x.first, x.last) for x in found.lives] == [
         ("x", 16, -1, 7), ("a", 16, 0, 3), ("b", 32, 1, 5), ("y", 8, 4, 7),

@@ -7,7 +7,8 @@ from helpers.example_files import example
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
-from mdfuse.hir.verify import verify
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.verify.check import verify
 from mdfuse.seeing.costs import H100
 from mdfuse.seeing.rank_classes import Classes, rank_classes
 from mdfuse.seeing.timeline import on_ranks, timeline
@@ -78,7 +79,7 @@ def test_a_thousand_ranks_are_one_class() -> None:
 
 
 def test_one_ranks_program_is_its_own() -> None:
-    local = split(4, DeviceMesh.arange(tp=2)).project(1)
+    local = project(split(4, DeviceMesh.arange(tp=2)), 1)
     assert rank_classes(local).members == ((1,),)
 
 

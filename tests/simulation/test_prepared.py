@@ -7,6 +7,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import hir
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.simulation import prepared
 
 RING = """
@@ -25,7 +26,7 @@ host @ring on mesh(tp=2) {
 
 def projections() -> list[hir.HostProgram]:
     program = hir.parse(RING)
-    return [program.project(rank) for rank in range(2)]
+    return [project(program, rank) for rank in range(2)]
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_other_projections_are_verified_anew(counted: list[str]) -> None:
     mf.simulate(ranks, per_rank=given)
     mf.simulate(projections(), per_rank=given)
     assert counted.count("verify") == 2
-    alone = hir.parse(RING.replace("  wait %c1\n", "")).project(1)
+    alone = project(hir.parse(RING.replace("  wait %c1\n", "")), 1)
     for _ in range(2):  # what was wrong is wrong again
         with pytest.raises(mf.MdfuseError):
             mf.simulate([ranks[0], alone], per_rank=given)

@@ -35,6 +35,7 @@ from mdfuse.config import Options
 from mdfuse.errors import BackendError
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.interpreter.garbage import collected
 from mdfuse.ir.graph import dtype_name
 from mdfuse.mesh import DeviceMesh
@@ -191,7 +192,7 @@ class Measurements:
     def _note(self, subject: Subject, seconds: float) -> None:
         """Keep the seconds of a subject, less those of what else its program does."""
         if subject.local:
-            mine, costs = subject.program.project(0), self.costs
+            mine, costs = project(subject.program, 0), self.costs
             seconds -= sum(costs.seconds(mine, i) for i in subject.local)
         self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
 

@@ -23,6 +23,7 @@ from mdfuse.config import Options
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.layouts.layout import Layout, Partial, Shard
 from mdfuse.mesh import DeviceMesh
 from mdfuse.seeing.amounts import is_work
@@ -184,7 +185,7 @@ def _sent(scale: Scale, way: Way, host: HostProgram) -> Subject:
     moved = received(host)
     once = max(4 * moved / scale.bandwidth, 10 * ONCE_S)  # slower than memory
     loops = how_often(scale, once)
-    mine = host.project(host.communications[0].source.mesh.ranks[0])
+    mine = project(host, host.communications[0].source.mesh.ranks[0])
     local = tuple(i for i in mine.instructions if is_work(i))
     return Subject(
         table="links",

@@ -15,6 +15,7 @@ from mdfuse.compiled.program import Program, compile
 from mdfuse.config import Options
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.ir.graph import dtype_name
 from mdfuse.mesh import DeviceMesh
 from mdfuse.seeing.amounts import QUERIES, is_work, nbytes, operations, product
@@ -181,7 +182,7 @@ def _sum_across(fd: FusionDefinition, mesh: DeviceMesh, dtype: torch.dtype, rows
 
 def _local(scale: Scale, table: Literal["works", "products"], host: HostProgram) -> Subject:
     """Return the subject of a program of equal instructions."""
-    mine = host.project(host.meshes[0].ranks[0])
+    mine = project(host, host.meshes[0].ranks[0])
     (first, *more) = [i for i in mine.instructions if is_work(i)]
     sizes, count, moved = product(mine, first), operations(mine, first), nbytes(mine, first)
     works = 1 + len(more)
@@ -296,7 +297,7 @@ def _one_query(scale: Scale, mesh: DeviceMesh, length: int) -> Subject:
             attend: Any = torch.nn.functional.scaled_dot_product_attention
             fd.add_output(attend(q, k, v, enable_gqa=True))
     host = compile(fd, OPTIONS).host
-    mine = host.project(mesh.ranks[0])
+    mine = project(host, mesh.ranks[0])
     moved = nbytes(mine, next(i for i in mine.instructions if is_work(i)))
     found = _local(scale, "works", host)
     return replace(found, key=f"{ONE_QUERY} {dtype_name(dtype)}", at=float(moved))

@@ -14,7 +14,6 @@ from lark.exceptions import UnexpectedInput
 from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError, ProgramError, near
 from mdfuse.extents.expressions import Term
-from mdfuse.hir.calls import mesh_of_block
 from mdfuse.hir.forms import (
     attributes_problem,
     check_nesting,
@@ -24,7 +23,7 @@ from mdfuse.hir.forms import (
     refuse,
 )
 from mdfuse.hir.instructions import CALLS, INSTRUCTIONS
-from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.program import BufferType, HostProgram, Instruction, mesh_of_block
 from mdfuse.hir.text.values import (
     Node,
     alias_orders,

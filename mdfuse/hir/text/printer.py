@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mdfuse.communication import Communication
-from mdfuse.hir.calls import mesh_of_block
 from mdfuse.hir.instructions import BLOCKS
-from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.program import BufferType, HostProgram, Instruction, mesh_of_block
 from mdfuse.ir.graph import Operand, attr_text, attrs_text, dtype_name, operand_text
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh

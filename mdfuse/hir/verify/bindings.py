@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mdfuse.hir.once import once
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.hir.verify.flow import Flow, Steps
 from mdfuse.hir.verify.memory import Storage, View
 from mdfuse.hir.verify.structure import check_structure
 from mdfuse.ir.graph import Operand
 
 
+@once
 def check_bindings(program: HostProgram) -> None:
     """Raise ProgramError where a projection cannot be run on its rank.
 
@@ -22,7 +25,7 @@ def check_bindings(program: HostProgram) -> None:
         program: the projection of one rank; its loops are written out here.
     """
     check_structure(program, allocates_once=False)
-    Bindings(program.written_out).run()
+    Bindings(written_out(program)).run()
 
 
 @dataclass

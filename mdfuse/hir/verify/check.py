@@ -21,9 +21,12 @@ from typing import TypeVar
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.expressions import terms
 from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
+from mdfuse.hir.once import once
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.projection import executed, runs_all
-from mdfuse.hir.unroll import is_numbered
+from mdfuse.hir.rank.execute import executed, runs_all
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unroll import is_numbered
+from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.hir.verify.elsewhere import Ends, key_near, key_of
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.folded import FoldedProgram, folded
@@ -60,6 +63,12 @@ def verify(program: HostProgram | Mapping[int, HostProgram], in_full: bool = Fal
         _verify_rank(program)
     else:
         _verify_global(program, in_full)
+
+
+@once
+def verify_once(program: HostProgram) -> None:
+    """Verify a program, unless that was done before; see `verify`."""
+    verify(program)
 
 
 # -- one program for all ranks -------------------------------------------------------------------
@@ -132,7 +141,7 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
         check_defined(program)
     if _is_of_ranks(program):
         ranks = sorted({r for mesh in program.meshes for r in mesh})
-        _verify_ranks({rank: program.project(rank) for rank in ranks})
+        _verify_ranks({rank: project(program, rank) for rank in ranks})
         return
     how = _how(program, in_full)
     ends = _by_mesh(program, program.inputs), _by_mesh(program, program.outputs)
@@ -159,7 +168,7 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
         _check_transfers(program)
     if how.joins:
         ranks = sorted({r for mesh in program.meshes for r in mesh})
-        check_terms({rank: program.project(rank).written_out for rank in ranks})
+        check_terms({rank: written_out(project(program, rank)) for rank in ranks})
 
 
 def _near(
@@ -177,7 +186,7 @@ def _near(
 
 
 def _verify_straight(mine: HostProgram, program: HostProgram, has_flow: bool, how: _How) -> None:
-    local = mine.written_out
+    local = written_out(mine)
     if has_flow:
         _check_flow(local, program, how.follows)
     _check_sizes(local)
@@ -205,7 +214,7 @@ def _held(mine: HostProgram, program: HostProgram, ends: Ends) -> HostProgram:
 def _verify_looped_ranks(program: HostProgram, first: int, last: int, how: _How) -> None:
     """Verify the projections of the first and the last rank of a class."""
     for rank in dict.fromkeys((first, last)):
-        mine = program.project(rank)
+        mine = project(program, rank)
         if rank != first or not runs_all(program, rank):
             check_defined(mine)
         _verify_looped(program, mine, how)
@@ -222,7 +231,7 @@ def _verify_looped(program: HostProgram, mine: HostProgram, how: _How) -> None:
     # terms that travel are sure to meet in each iteration only where all transfers are
     may_fold = not how.in_full and (how.is_turning or not how.follows)
     if not (may_fold and _accepts(folded(mine), check)):
-        check(mine.written_out)
+        check(written_out(mine))
 
 
 #: Instructions that may have an index expression, or take part of a buffer.
@@ -298,7 +307,7 @@ def _check_transfers(program: HostProgram) -> None:
                 teams[mesh.team(mesh.rank_at(coordinate), axis)].update(i.outputs)
     bare = replace(program, instructions=_communications(program)) if teams else program
     for team, handles in teams.items():
-        check_teams({rank: bare.project(rank).written_out for rank in team}, handles)
+        check_teams({rank: written_out(project(bare, rank)) for rank in team}, handles)
 
 
 def _communications(program: HostProgram) -> tuple[Instruction, ...]:
@@ -336,7 +345,7 @@ def _checked(program: HostProgram) -> HostProgram:
     if any(i.op in BLOCKS for i in program.instructions):
         check_types(program)
     check_defined(program)
-    return program.written_out
+    return written_out(program)
 
 
 def _verify_written_out(local: HostProgram, program: HostProgram) -> None:
@@ -369,7 +378,7 @@ def _check_sizes(local: HostProgram) -> None:
 
 def _verify_ranks(programs: Mapping[int, HostProgram]) -> None:
     """Verify each class of equal programs by itself, then all programs together."""
-    projected = {rank: program.project(rank) for rank, program in programs.items()}
+    projected = {rank: project(program, rank) for rank, program in programs.items()}
     written: dict[int, HostProgram] = {}
     classes: dict[object, list[int]] = defaultdict(list)
     for rank, program in projected.items():

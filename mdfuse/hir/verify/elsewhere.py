@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from mdfuse.communication import Communication
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.rank.execute import near
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
@@ -56,7 +57,7 @@ def key_near(program: HostProgram, meshes: Sequence[DeviceMesh], ends: Ends) -> 
     """
     writer = _Key(program, program.written_inputs, meshes[0].first)
     every = (None, *meshes)
-    here = sorted({n for m in every for n in program.near.get(m, ())})
+    here = sorted({n for m in every for n in near(program).get(m, ())})
     code = [program.instructions[n] for n in here]
     try:
         said = tuple([writer.instruction(i) for i in code if i.op != "return"])

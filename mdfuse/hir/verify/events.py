@@ -12,7 +12,7 @@ import torch
 from mdfuse.communication import Communication
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.projection import transfer_team
+from mdfuse.hir.rank.localize import transfer_team
 from mdfuse.hir.verify.report import wrong
 from mdfuse.hir.verify.sizes import elements, part_on
 from mdfuse.ir.graph import dtype_name

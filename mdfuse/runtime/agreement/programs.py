@@ -15,6 +15,9 @@ import torch
 from mdfuse.config import VERSION, Options, backend_choice
 from mdfuse.errors import IndexRangeError, ProgramError, printable, told
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.verify.bindings import check_bindings
+from mdfuse.hir.verify.check import verify_once
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.runtime.agreement.crowds import BECAUSE, HINT, crowd
 from mdfuse.runtime.agreement.meetings import raise_alike
@@ -68,10 +71,10 @@ def first_run(
 def _checked(program: HostProgram, options: Options, rank: int) -> HostProgram:
     """Return the projection of a program onto a rank, verified as the options say."""
     if options.verify:
-        program.check()
-    local = program.project(rank)
+        verify_once(program)
+    local = project(program, rank)
     if not options.verify:
-        local.check_alone()
+        check_bindings(local)
     return local
 
 

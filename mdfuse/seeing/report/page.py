@@ -12,6 +12,7 @@ from mdfuse.communication import Communication
 from mdfuse.config import VERSION
 from mdfuse.errors import counted
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import group_of, received
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Layout
@@ -107,7 +108,7 @@ def html(subject: Subject) -> str:
     found = on_ranks(host, subject.costs, classes)
     shown = classes.firsts[:_RANKS]
     names = {m[0]: _named(m) for m in classes.members}
-    memories = [memory_of(host.project(r)) for r in shown]
+    memories = [memory_of(project(host, r)) for r in shown]
     traffic = communications(host, classes)
     lines, drawn = listing.rows(host), by_layout(subject.values)
     environment = Environment(

@@ -10,6 +10,8 @@ from mdfuse.cli.calibration.cold import KINDS
 from mdfuse.cli.calibration.scales import CPU
 from mdfuse.cli.calibration.subjects import TURNS
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.seeing.amounts import buffer_bytes, is_work
 
 MESH = DeviceMesh([0])
@@ -19,7 +21,7 @@ SMALL = replace(CPU, cache=1 << 16, core=1 << 12, features=(16, 64))
 
 
 def work(host: HostProgram) -> list[str]:
-    return [i.fn for i in host.project(0).written_out.instructions if is_work(i)]
+    return [i.fn for i in written_out(project(host, 0)).instructions if is_work(i)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,7 +32,7 @@ def test_work_comes_behind_products_that_fill_a_cache(kind: str) -> None:
     (name,) = set(work(hot))
     assert work(hot) == [name] * TURNS and work(fills) == ["matmul"] * TURNS
     assert work(both) == ["matmul", name] * TURNS
-    mine = fills.project(0).written_out
+    mine = written_out(project(fills, 0))
     read = {x for i in mine.instructions for x in i.reads if i.fn == "matmul"}
     weights = [buffer_bytes(mine, x) for x in read]
     assert sum(size >= SMALL.core for size in weights) == TURNS, "each product has its own"
@@ -39,7 +41,7 @@ def test_work_comes_behind_products_that_fill_a_cache(kind: str) -> None:
 def test_weights_of_more_bytes_than_a_cache() -> None:
     made = cold.streamed(SMALL, MESH, 4)
     for (size, host), total in zip(made, (1 << 16, 1 << 19), strict=True):
-        mine = host.project(0).written_out
+        mine = written_out(project(host, 0))
         read = {x for i in mine.instructions if i.fn == "linear" for x in i.inputs[1:]}
         assert sum(buffer_bytes(mine, str(x)) for x in read) == size == total
 
@@ -50,7 +52,7 @@ def test_what_is_left_is_what_caches_do_not_hold() -> None:
     few rows, and 0.625 by 32."""
 
     def seconds(host: HostProgram) -> float:
-        mine = host.project(0).written_out
+        mine = written_out(project(host, 0))
         done = [i for i in mine.instructions if is_work(i)]
         fills = sum(i.fn == "matmul" for i in done)
         gelus = sum(i.fn == "gelu" for i in done)

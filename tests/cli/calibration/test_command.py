@@ -18,6 +18,8 @@ from mdfuse.cli.calibration.sending import beside, links, received, ways
 from mdfuse.cli.calibration.subjects import TURNS, Subject
 from mdfuse.cli.main import app
 from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.runtime.communicator import by_itself
 from mdfuse.seeing.amounts import is_work
 from mdfuse.seeing.cost_tables import machine_of, parsed
@@ -124,7 +126,7 @@ def test_a_communication_behind_work_takes_what_the_rest_leaves(
     """On a clock where a communication takes 0.5, a product 3 and other work 0.25."""
 
     def seconds(comm: mf.Communicator, host: mf.hir.HostProgram, runs: int, watch: object) -> float:
-        found = [i for i in host.project(0).written_out.instructions if is_work(i)]
+        found = [i for i in written_out(project(host, 0)).instructions if is_work(i)]
         products = sum(i.fn == "linear" for i in found)
         return 0.5 * posts(host) + 3.0 * products + 0.25 * (len(found) - products)
 
@@ -136,7 +138,7 @@ def test_a_communication_behind_work_takes_what_the_rest_leaves(
 
 
 def posts(host: mf.hir.HostProgram) -> int:
-    return sum(i.op in POSTS for i in host.project(0).written_out.instructions)
+    return sum(i.op in POSTS for i in written_out(project(host, 0)).instructions)
 
 
 @pytest.mark.usefixtures("unjoined")
@@ -160,7 +162,7 @@ def test_as_many_samples_as_it_takes(
 
 
 def works(host: mf.hir.HostProgram) -> int:
-    return sum(map(is_work, host.project(0).written_out.instructions))
+    return sum(map(is_work, written_out(project(host, 0)).instructions))
 
 
 @pytest.mark.usefixtures("unjoined")

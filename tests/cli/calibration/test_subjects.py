@@ -14,6 +14,8 @@ from mdfuse.cli.calibration.scales import CPU, GPU, Scale, blocks_of
 from mdfuse.cli.calibration.sending import Backends, Way, beside, ways
 from mdfuse.cli.calibration.subjects import BETWEEN, OPTIONS, TURNS, _sum_across, switches
 from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.seeing.amounts import attention, is_work, nbytes, operations, product
 from mdfuse.seeing.costs import ONE_QUERY
 from mdfuse.seeing.kernels import kernels
@@ -41,7 +43,7 @@ def test_each_subject_does_what_it_says(scale: Scale, ranks: int, step: int) -> 
             if count % step:
                 continue
             ranks_of = [r for mesh in subject.program.meshes for r in mesh.ranks]
-            mine = subject.program.project(ranks_of[-1]).written_out
+            mine = written_out(project(subject.program, ranks_of[-1]))
             if subject.is_sent:
                 posts = [i for i in mine.instructions if i.op in POSTS]
                 assert len(posts) == subject.times
@@ -50,7 +52,7 @@ def test_each_subject_does_what_it_says(scale: Scale, ranks: int, step: int) -> 
                     ops = [i.op for i in mine.instructions if i.fn == "linear" or i.op in POSTS]
                     assert ops == [ops[0], posts[0].op] * subject.times
                     assert subject.without is not None
-                    rest = subject.without.project(ranks_of[-1]).written_out
+                    rest = written_out(project(subject.without, ranks_of[-1]))
                     sent = (*POSTS, "wait")
                     assert [i.fn or i.op for i in rest.instructions if i.op not in sent] == [
                         i.fn or i.op for i in mine.instructions if i.op not in sent
@@ -99,7 +101,7 @@ def test_what_is_compiled_is_a_kernel_across_memory() -> None:
     options = replace(OPTIONS, compile="always")
     with mf.FusionDefinition("across") as fd:
         fd.add_output(-_sum_across(fd, DeviceMesh([0]), torch.bfloat16, 64))
-    host = mf.compile(fd, options).host.project(0)
+    host = project(mf.compile(fd, options).host, 0)
     (launch,) = (i for i in host.instructions if i.op == "launch")
     (kernel,) = kernels(host, launch)
     assert kernel.like == "across" and kernel.nbytes == nbytes(host, launch) == 3 * 2 * 64 * 512
@@ -113,7 +115,7 @@ def test_the_usual_type_has_most() -> None:
 def test_a_product_stands_between_a_post_and_its_wait(way: Way) -> None:
     """What would be sent is written in both programs, before the product."""
     programs = (beside(CPU, way, 1 << 12, sends=x) for x in (False, True))
-    alone, both = (p.project(1).written_out for p in programs)
+    alone, both = (written_out(project(p, 1)) for p in programs)
     ops = [
         [
             i.fn or i.op
@@ -131,7 +133,7 @@ def test_a_product_stands_between_a_post_and_its_wait(way: Way) -> None:
 @pytest.mark.parametrize("between", BETWEEN)
 def test_products_and_other_work_take_turns(between: str) -> None:
     mesh = DeviceMesh.arange(x=1)
-    programs = [p.project(0).written_out for p in switches(CPU, mesh, between)]
+    programs = [written_out(project(p, 0)) for p in switches(CPU, mesh, between)]
     alone, other, both = ([i.fn for i in p.instructions if is_work(i)] for p in programs)
     assert alone == ["linear"] * TURNS and other == [other[0]] * TURNS != alone
     assert both == ["linear", other[0]] * TURNS

@@ -14,6 +14,7 @@ from helpers.oracle import check_everywhere
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Replicate, Shard
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.verify.check import verify
 from mdfuse.hir.verify.types import check_types
 
@@ -136,7 +137,7 @@ def test_a_cut_of_alike_rows_is_alike_where_a_rank_has_one_of_them(rows: int) ->
         fd.add_output(fd.ops.set(part).on(mesh, {}))
     program = mf.compile(fd)
     check_everywhere(program, [x], [x.expand(3, rows, 4)])
-    projections = {rank: program.host.project(rank) for rank in range(8)}
+    projections = {rank: project(program.host, rank) for rank in range(8)}
     verify(projections)
     for local in projections.values():
         check_types(local)

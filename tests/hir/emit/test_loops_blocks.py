@@ -10,7 +10,7 @@ from helpers.oracle import check_everywhere
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Shard, Stream, hir
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 GRID = DeviceMesh.arange(a=2, b=3)
 BOTH = {"a": Shard(0), "b": Shard(0)}

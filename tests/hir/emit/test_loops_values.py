@@ -17,6 +17,7 @@ from helpers.stream_cases import CASES, Case, line
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Shard, Stream, hir
+from mdfuse.hir.rank.unrolled import written_out
 
 ALL = list(CASES.values())
 OF_ANY_SIZE = [case for case in ALL if not case.fixed]
@@ -276,7 +277,7 @@ def test_every_rank_posts_for_every_chunk() -> None:
     """Also for empty ones: two rows, four chunks."""
     program = CASES["gather_by_broadcasts"].compile(rows=2)
     for rank in range(4):
-        written = program.for_rank(rank).written_out
+        written = written_out(program.for_rank(rank))
         posts = [i.comm.root(rank) for i in written if i.op == "post"]
         assert posts == [0, 1, 2, 3]
 

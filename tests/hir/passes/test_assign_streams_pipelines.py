@@ -11,7 +11,9 @@ from helpers.stream_case import text
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Stream, hir
-from mdfuse.hir.verify import verify
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
+from mdfuse.hir.verify.check import verify
 
 FIRST, SECOND = DeviceMesh([0]), DeviceMesh([1])
 SEEDS = [None, *range(4)]
@@ -72,7 +74,7 @@ def test_a_receiver_does_not_wait_for_what_it_computes() -> None:
 
 def test_a_sender_computes_the_next_chunk_meanwhile() -> None:
     """Of the program as it runs: two chunks are alive at most."""
-    found = ops(chunked(3).for_rank(0).written_out)
+    found = ops(written_out(chunked(3).for_rank(0)))
     calls = re.findall(r"matmul|post c0@\d|wait c0@\d|free h.i@\d", "\n".join(found))
     assert calls[:8] == [
         "matmul", "post c0@1", "matmul", "post c0@2",
@@ -82,7 +84,7 @@ def test_a_sender_computes_the_next_chunk_meanwhile() -> None:
 
 
 def test_a_receiver_posts_the_next_chunk_before_it_works() -> None:
-    found = ops(chunked(3).for_rank(1).written_out)
+    found = ops(written_out(chunked(3).for_rank(1)))
     calls = re.findall(r"matmul|post c0@\d|wait c0@\d", "\n".join(found))
     assert calls == [
         "post c0@1", "post c0@2", "wait c0@1", "matmul",
@@ -137,7 +139,7 @@ def test_what_is_sent_is_not_overwritten_before() -> None:
     """The wait passes what reads the buffer, not what writes it."""
     program = hir.parse(OVERWRITTEN)
     verify(program)
-    assert ops(program.project(0))[:4] == ["post c0", "mul", "wait c0", "add"]
+    assert ops(project(program, 0))[:4] == ["post c0", "mul", "wait c0", "add"]
     for seed in range(10):
         given = [{"x": numbers(2)}, {}]
         result = mf.simulate(program, per_rank=given, options=POISON, schedule=seed)
@@ -177,8 +179,8 @@ def test_a_sync_that_a_rank_needs_stays() -> None:
     """One buffer for all chunks: it is written again only when it is sent."""
     program = hir.parse(NEEDED)
     verify(program)
-    assert re.findall(r"sync \d", body(program.project(0))) == ["sync 1", "sync 0"]
-    assert re.findall(r"sync \d|set_stream \d", body(program.project(1))) == ["set_stream 1"]
+    assert re.findall(r"sync \d", body(project(program, 0))) == ["sync 1", "sync 0"]
+    assert re.findall(r"sync \d|set_stream \d", body(project(program, 1))) == ["set_stream 1"]
     for seed in range(10):
         result = mf.simulate(program, [numbers(2)], options=POISON, schedule=seed)
         assert torch.equal(result.outputs[0], numbers(2) + 2)

@@ -10,7 +10,8 @@ from helpers.host_programs import POISON, numbers
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, ProgramError, Shard, Stream, hir
-from mdfuse.hir.verify import verify
+from mdfuse.hir.rank.unrolled import written_out
+from mdfuse.hir.verify.check import verify
 
 MESH = DeviceMesh.arange(tp=2)
 
@@ -30,7 +31,7 @@ def perceptron(chunks: int) -> mf.Program:
 def order(program: mf.Program, rank: int) -> list[str]:
     """The posts, waits and products of a rank, as they run."""
     found = []
-    for i in program.for_rank(rank).written_out.instructions:
+    for i in written_out(program.for_rank(rank)).instructions:
         if i.op in ("post", "wait"):
             found.append(f"{i.op} {(i.outputs or i.reads)[0]}")
         elif any(j.op == "matmul" for j in i.walk()):

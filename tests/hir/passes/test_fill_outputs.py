@@ -14,7 +14,7 @@ from helpers import compiled_suite
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Options, Shard, hir
 from mdfuse.hir.passes import fill_outputs
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 #: A line of a plan that calls something, and what.
 CALL = r" *(?:[\w, ]+ = )?(\w+)\("

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Shard, hir
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 
 def attention(mesh: DeviceMesh, heads: int, shared: int, split: bool) -> FusionDefinition:

@@ -11,7 +11,7 @@ from helpers.reuse_cases import CASES, Build, Expect, define, inputs
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Options, Shard, hir
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 ALWAYS = Options(compile="always")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

@@ -11,7 +11,7 @@ from helpers.host_programs import POISON, numbers, parse, simulate
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard, hir
 from mdfuse.hir.passes import insert_frees
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 ROW = 4 * 4  # bytes of f32[4]
 
@@ -248,7 +248,7 @@ host @by_turns on mesh(x=1) {
 def freed(*calls: str) -> str:
     text = BY_TURNS.replace("CALLS", "\n  ".join(f"call {c}" for c in calls))
     program = insert_frees.run(hir.parse(text), mf.Options())
-    program.check()
+    verify(program)
     x = torch.arange(4.0)
     y, z = mf.simulate(program, [x], options=mf.Options(poison=True)).outputs
     assert torch.equal(y, (x + 1).exp())

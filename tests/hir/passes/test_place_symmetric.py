@@ -11,7 +11,7 @@ from helpers.oracle import POISON, local_part
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard, hir, simulate
 from mdfuse.hir.passes import place_symmetric
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 LINE, GRID = DeviceMesh.arange(tp=4), DeviceMesh.arange(dp=2, tp=2)
 SYMMETRIC = mf.Options(backend="symmetric")

@@ -17,6 +17,8 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.hir.passes import raise_posts
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.verify.check import verify
 from mdfuse.seeing.memory import memory_of
 
 MESH = DeviceMesh.arange(dp=4)
@@ -164,9 +166,9 @@ TAIL = "  %u: f32[2] of [4] (dp=S0) = exp(%t)\n  return %u, %whole\n}"
 
 def raised(text: str, size: int = 1 << 20) -> list[str]:
     program = mf.hir.parse(text)
-    program.check()
+    verify(program)
     found = raise_posts.run(program, ahead(size))
-    found.check()
+    verify(found)
     assert sorted(map(str, found)) == sorted(map(str, program))
     return [i.fn or i.op for i in found]
 
@@ -321,7 +323,7 @@ def test_parameters_that_are_updated_between_gathers(seed: int, launches: Any, p
 
 def staging(program: mf.Program) -> list[int]:
     """The bytes that each rank holds at most, beside inputs and outputs."""
-    return [memory_of(program.host.project(r)).staging for r in program.host.meshes[0].ranks]
+    return [memory_of(project(program.host, r)).staging for r in program.host.meshes[0].ranks]
 
 
 @pytest.mark.parametrize("value", [-1, 1.0, True, None])

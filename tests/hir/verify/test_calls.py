@@ -10,11 +10,12 @@ from helpers.calls import CALLS, TWO_MESHES, ordered
 
 import mdfuse as mf
 from mdfuse import hir
+from mdfuse.hir.verify.check import verify
 
 
 def refused(text: str) -> str:
     with pytest.raises(mf.ProgramError) as error:
-        hir.parse(text).check()
+        verify(hir.parse(text))
     return str(error.value)
 
 

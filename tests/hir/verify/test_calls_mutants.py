@@ -14,6 +14,8 @@ from helpers.pipelines import Net, batch_of, meshes, sines
 import mdfuse as mf
 from mdfuse import hir
 from mdfuse.hir.program import Instruction
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.verify.check import verify
 
 Calls = tuple[Instruction, ...]
 POISON = mf.Options(poison=True)
@@ -58,7 +60,7 @@ def with_calls(program: hir.HostProgram, calls: Calls) -> hir.HostProgram:
 
 def refusal(program: hir.HostProgram) -> str | None:
     try:
-        program.check()
+        verify(program)
     except mf.MdfuseError as error:
         return str(error)
     return None
@@ -85,7 +87,7 @@ def test_every_other_list_of_calls(name: str, places: list[int], count: int) -> 
         net.definition, microbatches=count, batch=batch_of(net), schedule=name
     ).host
     calls = tuple(i for i in program if i.op == "call")
-    ranks = [{i.fn for i in program.project(r) if i.op == "call"} for r in range(len(every))]
+    ranks = [{i.fn for i in project(program, r) if i.op == "call"} for r in range(len(every))]
     seen = set()
     for mutant in mutants(calls):
         rows = tuple(tuple((i.fn, i.attrs) for i in mutant if i.fn in mine) for mine in ranks)

@@ -17,7 +17,8 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard
 from mdfuse.errors import Source
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.verify import verify, views
+from mdfuse.hir.verify import views
+from mdfuse.hir.verify.check import verify
 
 
 def without(program: HostProgram, at: int) -> HostProgram:

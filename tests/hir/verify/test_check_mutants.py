@@ -25,7 +25,8 @@ from helpers.typed_programs import BY_RANK, TYPED
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
-from mdfuse.hir.verify import verify
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.verify.check import verify
 
 SCHEDULES = (None, *range(20))
 POISON = mf.Options(poison=True)
@@ -108,7 +109,7 @@ def by_hand(text: str) -> tuple[Programs, Given]:
         for name in program.inputs:
             shape = program.types[name].local_shape(rank)
             given[rank][name] = torch.randn(shape, generator=generator)
-    return [program.project(rank) for rank in ranks], given
+    return [project(program, rank) for rank in ranks], given
 
 
 def compiled(program: mf.Program, seed: int = 0) -> tuple[Programs, Given]:
@@ -123,7 +124,7 @@ def compiled(program: mf.Program, seed: int = 0) -> tuple[Programs, Given]:
         whole = torch.randn(kind.shape, generator=generator).to(kind.dtype)
         for rank in kind.layout.mesh.ranks:
             given[rank][name] = mf.shard_tensor(whole, kind.layout, rank=rank)
-    return [host.project(rank) for rank in ranks], given
+    return [project(host, rank) for rank in ranks], given
 
 
 def programs() -> dict[str, tuple[Programs, Given]]:

@@ -11,8 +11,9 @@ from helpers.ring_programs import verdict
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Replicate, Shard, hir
-from mdfuse.hir.projection import executed
-from mdfuse.hir.verify import check, verify
+from mdfuse.hir.rank.execute import executed
+from mdfuse.hir.verify import check
+from mdfuse.hir.verify.check import verify
 from mdfuse.hir.verify.elsewhere import key_of
 
 

@@ -8,7 +8,7 @@ from helpers.mutants import check_verdicts, loops
 
 import mdfuse as mf
 from mdfuse import hir
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 APART = """
 host @apart on mesh(dp=2) {

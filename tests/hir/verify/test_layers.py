@@ -14,7 +14,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, MdfuseError, Options, Shard, Stream
 from mdfuse.hir import HostProgram
 from mdfuse.hir.text.parser import parse
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 from mdfuse.hir.verify.layers import without_repeated
 
 MESH = DeviceMesh.arange(tp=2)

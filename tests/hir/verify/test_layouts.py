@@ -21,8 +21,9 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard, hir
 from mdfuse.communication import KINDS
 from mdfuse.hir.instructions import BUFFER_OPS
-from mdfuse.hir.verify import posts, verify
+from mdfuse.hir.verify import posts
 from mdfuse.hir.verify.buffers import RULES
+from mdfuse.hir.verify.check import verify
 from mdfuse.hir.verify.layouts import is_alike, result_layout
 from mdfuse.hir.verify.posts import transition_problem
 from mdfuse.ir.ops import TABLE

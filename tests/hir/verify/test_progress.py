@@ -7,7 +7,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import hir
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 RING = """
 host @ring on mesh(tp={n}) {{

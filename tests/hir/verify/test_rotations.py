@@ -10,7 +10,9 @@ from helpers.stream_cases import CASES
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream, hir
-from mdfuse.hir.verify import verify
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
+from mdfuse.hir.verify.check import verify
 from mdfuse.hir.verify.folded import folded
 from mdfuse.hir.verify.rotations import rotates
 
@@ -189,10 +191,10 @@ def test_the_number_of_ranks_does_not_count(rows: int) -> None:
     verify(program)
     assert rotates(program)
     for rank in (0, 300, 511):
-        mine = program.project(rank)
+        mine = project(program, rank)
         found = folded(mine)
         assert found is not None and len(found.instructions) < 200
-        assert len(mine.written_out.instructions) > 5000
+        assert len(written_out(mine).instructions) > 5000
 
 
 def test_8192_ranks() -> None:
@@ -201,10 +203,10 @@ def test_8192_ranks() -> None:
 
 def test_a_loop_whose_iterations_differ_is_written_out() -> None:
     text = RING.replace("    group_start\n", "    set_stream %i\n    group_start\n")
-    mine = hir.parse(text).project(0)
+    mine = project(hir.parse(text), 0)
     found = folded(mine)
     assert found is not None
-    assert len(found.instructions) == len(mine.written_out.instructions)
+    assert len(found.instructions) == len(written_out(mine).instructions)
 
 
 @pytest.mark.parametrize("name", ["gather_matmul_in_a_ring", "matmul_scatter_in_a_ring"])

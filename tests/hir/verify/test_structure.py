@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mdfuse import ProgramError, hir
-from mdfuse.hir.verify import verify
+from mdfuse.hir.verify.check import verify
 
 LOOP = """host @by_turns on mesh(x=1) {
   input %x: f32[4] (x=R)

@@ -15,8 +15,10 @@ from helpers.term_rings import rings, wrong
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream, hir
-from mdfuse.hir import HostProgram, unroll
-from mdfuse.hir.verify import verify
+from mdfuse.hir import HostProgram
+from mdfuse.hir.rank import unrolled
+from mdfuse.hir.rank.pipelines import as_run, project
+from mdfuse.hir.verify.check import verify
 from mdfuse.hir.verify.terms_of_ranks import check_terms
 
 NAMES = [*rings(3, 6)]
@@ -34,7 +36,7 @@ def told(program: HostProgram, in_full: bool = False) -> str:
 def by_rank(program: HostProgram) -> str:
     """What it says of the programs of all ranks."""
     try:
-        verify({rank: program.project(rank) for rank in program.meshes[0].ranks})
+        verify({rank: project(program, rank) for rank in program.meshes[0].ranks})
     except mf.MdfuseError as error:
         return str(error)
     return ""
@@ -198,7 +200,7 @@ def test_many_ranks(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written out: not the iterations, nor the ranks."""
     text = rings(n, 2 * n)[name].text
     program = hir.parse(text)
-    monkeypatch.setattr(unroll, "write", None)
+    monkeypatch.setattr(unrolled, "WRITTEN_OUT", None)
     verify(program)
     for stop in (n - 1, n + 1) if name != "max" else (n - 1,):  # twice is no more than once
         short = hir.parse(text.replace(f"in 0..{n} {{", f"in 0..{stop} {{"))
@@ -220,7 +222,7 @@ def test_rings_one_behind_the_other(n: int, monkeypatch: pytest.MonkeyPatch) -> 
             x = fd.ops.matmul(h, w2).on(mesh, {"tp": Shard(0)}, stream=turn)
         fd.add_output(x)
     program = mf.compile(fd, mf.Options(verify=False)).host
-    monkeypatch.setattr(unroll, "write", None)
+    monkeypatch.setattr(unrolled, "WRITTEN_OUT", None)
     verify(program)
 
 
@@ -274,7 +276,7 @@ def test_scattered_products(n: int, pieces: int, dtype: torch.dtype) -> None:
         fd.add_output(y)
     program = mf.compile(fd, mf.Options(verify=False)).host
     assert told(program) == told(program, True) == by_rank(program) == ""
-    runs = {rank: program.project(rank).as_run for rank in range(n)}
+    runs = {rank: as_run(project(program, rank)) for rank in range(n)}
     check_terms(runs)
     dropped = {rank: _without_last_sum(p) for rank, p in runs.items()}
     with pytest.raises(mf.ProgramError):

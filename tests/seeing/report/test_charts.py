@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from mdfuse import hir
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.seeing import Event
 from mdfuse.seeing.memory import memory_of
 from mdfuse.seeing.report.charts import lanes_chart, memory_chart
@@ -69,7 +70,7 @@ host @lives on mesh(x=1) {
 
 
 def test_the_areas_of_memory_add_up_to_what_is_held() -> None:
-    memory = memory_of(hir.parse(PROGRAM).project(0))
+    memory = memory_of(project(hir.parse(PROGRAM), 0))
     svg = memory_chart(memory)
     areas: dict[str, dict[str, list[float]]] = {}
     for polygon in ET.fromstring(svg).iter("polygon"):
@@ -98,6 +99,6 @@ def test_long_programs_have_a_curve_of_some_hundred_points() -> None:
     body = "".join(f"  %a{n + 1}: f32[4] (x=R) = exp(%a{n})\n  free %a{n}\n" for n in range(900))
     head = "host @long on mesh(x=1) {\n  input %x: f32[4] (x=R)\n  %a0: f32[4] (x=R) = exp(%x)\n"
     text = f"{head}{body}  return %a900\n}}"
-    svg = memory_chart(memory_of(hir.parse(text).project(0)))
+    svg = memory_chart(memory_of(project(hir.parse(text), 0)))
     assert len(svg) < 200_000
     assert "instruction 1802" in svg

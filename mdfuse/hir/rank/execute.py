@@ -1,20 +1,17 @@
-"""One rank's part of a host program: what it executes, with the attributes of its own parts."""
+"""The instructions of a program that one rank executes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
-from mdfuse.errors import ProgramError
-from mdfuse.extents.expressions import UNKNOWN, resolve
 from mdfuse.hir.calls import blocks_of
-from mdfuse.hir.instructions import BLOCKS, POSTS, op_of
-from mdfuse.hir.passes import late_waits, local_streams
+from mdfuse.hir.instructions import BLOCKS, POSTS
+from mdfuse.hir.once import once
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, Known, joined, resolved
+from mdfuse.hir.rank.localize import localized
 from mdfuse.ir.graph import Operand
-from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.mesh import DeviceMesh
 
 
@@ -29,7 +26,7 @@ def executed(program: HostProgram, rank: int) -> HostProgram:
         found = replace(program, rank=rank)
         vars(found)["is_straight"] = program.is_straight
         return found
-    here = (n for m in (None, *program.meshes_of(rank)) for n in program.near.get(m, ()))
+    here = (n for m in (None, *program.meshes_of(rank)) for n in near(program).get(m, ()))
     block = [program.instructions[n] for n in sorted(set(here))]
     blocks = blocks_of(program)
     lost = {_block_key(i) for i in block if i.op == "call" and i.fn not in blocks}  # is an error
@@ -51,6 +48,7 @@ def _may_be_left_out(i: Instruction) -> bool:
     return i.op in BLOCKS and (i.op != "for" or not any(j.op != "next" for j in i.body))
 
 
+@once
 def near(program: HostProgram) -> Mapping[DeviceMesh | None, list[int]]:
     """Mesh -> positions of the instructions that its ranks may execute; None: all ranks."""
     found: dict[DeviceMesh | None, list[int]] = defaultdict(list)
@@ -90,18 +88,15 @@ def _block_key(i: Instruction) -> str:
     return f"@{i.fn}"
 
 
-def project(program: HostProgram, rank: int) -> HostProgram:
-    """Return the projection for one rank; a projection is returned as it is."""
-    if program.rank is not None:
-        return program
+def projected(program: HostProgram, rank: int) -> HostProgram:
+    """Return the instructions that a rank executes, with its attributes, numbers and types."""
     known = program.knows(rank)
     kept = [localized(program, i, rank, known) for i in executed(program.checked, rank)]
     made = (n for i in kept for j in i.walk() for n in j.outputs)
     shared = (n for pair in program.aliases.items() for n in pair)
     named = dict.fromkeys((*program.inputs, *program.outputs, *made, *shared))
     types = _types_at(program, named, known)
-    found = replace(program, types=types, instructions=tuple(kept), rank=rank)
-    return late_waits.run(local_streams.run(found, program))
+    return replace(program, types=types, instructions=tuple(kept), rank=rank)
 
 
 def _types_at(program: HostProgram, names: Iterable[str], known: Known) -> dict[str, BufferType]:
@@ -177,78 +172,3 @@ def _branch(
     body = tuple(_block(program, i.body, rank, handles))
     orelse = tuple(_block(program, i.orelse, rank, handles))
     return [replace(i, attrs=attrs, body=body, orelse=orelse)] if body or orelse else []
-
-
-def localized(program: HostProgram, i: Instruction, rank: int, known: Known) -> Instruction:
-    """Return an instruction that a rank executes with this rank's attributes and numbers."""
-    attrs, comm, op = i.attrs, i.comm, op_of(i)
-    if op is not None and op.localize is None and not i.indices and not i.body:
-        return i
-    if i.op in POSTS and comm is None:
-        layout = program.types[i.reads[0]].layout
-        known = program.knows(rank, layout.mesh if layout is not None else None)
-        attrs = _peer(program, i, dict(resolved(attrs, known)), rank)
-    elif any(type(v) in UNKNOWN for _, v in attrs):
-        attrs = resolved(attrs, known)
-    localize = op.localize if op is not None else None
-    if localize is not None and program.types[i.outputs[0]].layout is not None:
-        attrs = tuple(localize(dict(attrs), _part(program, i, rank)).items())
-    if comm is not None:
-        comm = comm.at(known)
-    inputs = i.inputs
-    if any(type(x) in UNKNOWN for x in inputs):
-        inputs = tuple([resolve(x, known) if type(x) in UNKNOWN else x for x in inputs])
-    body, orelse = i.body, i.orelse
-    if body or orelse:
-        body = tuple([localized(program, inner, rank, known) for inner in body])
-        orelse = tuple([localized(program, inner, rank, known) for inner in orelse])
-    return i.made(inputs, i.outputs, attrs, comm, body, orelse)
-
-
-def _peer(
-    program: HostProgram, i: Instruction, attrs: dict[str, Any], rank: int
-) -> tuple[tuple[str, Any], ...]:
-    """Return a transfer's attributes, with a rank in place of a position along an axis."""
-    side = "to" if i.op == "send" else "from"
-    axis, peer = attrs.get("axis"), attrs[side]
-    if axis is None or not isinstance(peer, int):
-        return tuple(attrs.items())
-    layout = program.types[i.reads[0]].layout
-    assert layout is not None
-    team = layout.mesh.team(rank, axis)
-    if not 0 <= peer < len(team):
-        raise ProgramError(
-            f"@{program.name}: {i.op} %{i.reads[0]} has {side}={peer} along {axis}",
-            where=[i.source.quote()] if i.source else (),
-            because=f"the positions along {axis} are 0 to {len(team) - 1}",
-            hint="take it modulo the size of the axis",
-        )
-    del attrs["axis"]
-    along = {"along": axis} if "backend" in attrs else {}  # it need not reach the whole mesh
-    return tuple({**attrs, **along, side: team[peer]}.items())
-
-
-def transfer_team(program: HostProgram, i: Instruction, rank: int) -> tuple[int, ...]:
-    """Return the ranks among which a send or receive of a rank takes place.
-
-    The ranks of the buffer; of these, those along its axis where it names a backend, which need not
-    reach the others.
-    """
-    layout = program.types[i.reads[0]].layout
-    assert layout is not None
-    along = i.kwargs.get("along", i.kwargs.get("axis") if "backend" in i.kwargs else None)
-    return layout.mesh.ranks if along is None else layout.mesh.team(rank, along)
-
-
-def _part(program: HostProgram, i: Instruction, rank: int) -> ExprPart:
-    """Return what a rank holds of the operands and the result of an op of the table."""
-    kinds = [program.types.get(x) if isinstance(x, str) else None for x in i.inputs]
-    tensors = [k if k is not None and k.layout is not None else None for k in kinds]
-    output = program.types[i.outputs[0]]
-    return ExprPart(
-        shapes=tuple(k.shape if k is not None else None for k in tensors),
-        boxes=tuple(k.box(rank) if k is not None else None for k in tensors),
-        shape=output.shape,
-        box=output.box(rank),
-        blocks=tensors[0].blocks(rank) if tensors and tensors[0] is not None else {},
-    )

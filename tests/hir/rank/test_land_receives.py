@@ -8,9 +8,9 @@ from helpers.oracle import POISON
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream, hir, simulate
-from mdfuse.hir.passes import land_receives
-from mdfuse.hir.projection import project
-from mdfuse.hir.unroll import write
+from mdfuse.hir.rank import land_receives
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unroll import write
 
 HEAD = """host @landing on mesh(x=2) {
   input %a: f32[4] of [8] (x=S0)

@@ -27,6 +27,7 @@ from mdfuse.hir.calls import blocks_of, per_index
 from mdfuse.hir.indices import index_names
 from mdfuse.hir.instructions import POSTS, TRANSFERS, op_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, resolved
+from mdfuse.hir.rank.localize import localized
 from mdfuse.ir.graph import Operand
 from mdfuse.layouts.layout import Layout
 
@@ -36,8 +37,6 @@ LIMIT = 1_000_000
 
 def write(program: HostProgram) -> HostProgram:
     """Write out a projection; the names of iterations are `name@1`, `name@2`, …
-
-    `program.written_out` is the same, done once.
 
     Raises:
         ProgramError: aliases in a cycle; a step of 0; more than a million instructions; a name is
@@ -388,7 +387,11 @@ class Unrolled:
         comm = self.posted(i.comm) if i.comm is not None else None
         attrs = resolved(i.attrs, self.known) if site.has_indices else i.attrs
         i = i.made(inputs, outputs, attrs, comm, body, i.orelse)
-        return self.local.relocalized(i) if site.is_of_part and self.env else i
+        if not (site.is_of_part and self.env):
+            return i
+        rank = self.local.rank
+        assert rank is not None
+        return localized(self.local, i, rank, self.local.knows(rank))
 
     def is_of_part(self, i: Instruction) -> bool:
         """Return whether an instruction depends on the part that the rank has in this iteration."""

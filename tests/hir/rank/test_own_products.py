@@ -12,6 +12,7 @@ from helpers.overlaps import CASES, in_forms, prepared, program
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream, hir, simulate
+from mdfuse.hir.rank.pipelines import as_run
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.types import check_types
 
@@ -42,14 +43,14 @@ def ring(
 
 def sums(program: mf.Program, rank: int) -> list[str]:
     """What is added, and how, in what a rank runs."""
-    code = program.for_rank(rank).as_run.instructions
+    code = as_run(program.for_rank(rank)).instructions
     return [i.fn or i.op for i in code if "add" in (i.fn, i.op[:3])]
 
 
 def check_runs(program: mf.Program) -> None:
     """What ranks run is right by the verifier's own rules: types, contents, streams and frees."""
     for rank in program.host.meshes[0].ranks:
-        run = program.for_rank(rank).as_run
+        run = as_run(program.for_rank(rank))
         check_types(run)
         Flow(run, has_frees=True).run()
 
@@ -65,7 +66,7 @@ def test_every_form_is_right(name: str, mesh: DeviceMesh, compiled: str) -> None
         run = program(fusion, options)
         check_runs(run)
         if form.rotate is not None and window.exprs[-1].op == "set":
-            found.update(i.op for i in run.for_rank(0).as_run.instructions)
+            found.update(i.op for i in as_run(run.for_rank(0)).instructions)
     assert bool(found["own"]) == (name in ("mlp", "fused"))
     assert bool(found["addmm"]) == (name in ("scatter", "mlp", "fused"))
 
@@ -101,7 +102,7 @@ def test_terms_of_16_bits_are_added_up_at_once(pieces: int) -> None:
     """A rank's own product is computed among them, and is sent to nobody."""
     program = ring(4, pieces, torch.bfloat16, "matmul", (48, 24, 10))
     for rank in range(4):
-        code = program.for_rank(rank).as_run.instructions
+        code = as_run(program.for_rank(rank)).instructions
         counts = Counter(i.op for i in code)
         assert (counts["own"], counts["send"], counts["reduce"]) == (pieces, 3 * pieces, 1)
         (added,) = (i for i in code if i.fn == "sum")
@@ -112,7 +113,7 @@ def test_terms_of_16_bits_are_added_up_at_once(pieces: int) -> None:
 @pytest.mark.parametrize(("ranks", "first"), [(2, "wait"), (3, "sync")])
 def test_a_product_waits_for_what_it_adds_to(ranks: int, first: str) -> None:
     """Of two ranks for the part that arrives, and for no later one; else for the sums before."""
-    code = ring(ranks, 4, torch.float32, "matmul", (48, 6, 4)).for_rank(0).as_run.instructions
+    code = as_run(ring(ranks, 4, torch.float32, "matmul", (48, 6, 4)).for_rank(0)).instructions
     moved = [i for i in code if i.op not in ("alloc", "chunk", "free")]
     at = [n for n, i in enumerate(moved) if i.op == "addmm"]
     assert [moved[n - 1].op for n in at] == [first] * 4
@@ -123,7 +124,7 @@ def test_a_product_waits_for_what_it_adds_to(ranks: int, first: str) -> None:
 
 def test_it_prints_and_parses() -> None:
     """What a rank runs is a program as any other: it may be read, and run as it stands."""
-    run = ring(2, 2, torch.float32, "linear", (8, 6, 4)).for_rank(0).as_run
+    run = as_run(ring(2, 2, torch.float32, "linear", (8, 6, 4)).for_rank(0))
     lines = [line.partition("  # ")[0].rstrip() for line in str(run).splitlines()]
     text = re.sub(r"(?<=\w)@", "_", "\n".join(lines))  # iterations have names that no one gives
     assert text.count("addmm(") == 2

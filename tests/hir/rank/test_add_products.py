@@ -15,6 +15,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Shard, hir, simulate
+from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.plan import products
 from mdfuse.seeing.amounts import nbytes, operations
 from mdfuse.seeing.memory import memory_of
@@ -24,7 +25,7 @@ COMPILES = ["never", "always"]
 
 
 def ops_of(program: mf.Program, rank: int) -> Counter[str]:
-    return Counter(i.op for i in program.host.project(rank).as_run.walk())
+    return Counter(i.op for i in as_run(project(program.host, rank)).walk())
 
 
 @pytest.mark.parametrize("compile", COMPILES)
@@ -45,7 +46,7 @@ def test_the_first_is_written_and_empty_ones_add_nothing() -> None:
     """Of 11 rows in 8 microbatches the last two are empty."""
     net = sines(meshes(2), batch=11)
     program = mf.pipeline(net.definition, microbatches=8, batch=batch_of(net), schedule="1f1b")
-    added = [i for i in program.host.project(1).as_run.walk() if i.op == "addmm"]
+    added = [i for i in as_run(project(program.host, 1)).walk() if i.op == "addmm"]
     assert [len(i.inputs) for i in added] == [2, *[3] * 7]
     check_orders(program, net, seeds=3)
 
@@ -77,7 +78,7 @@ def test_a_part_takes_no_memory() -> None:
         fd.add_output(fd.ops.permute(x * 2.0, [1, 0]) @ t)
     program = mf.pipeline(fd, microbatches=4, batch={"x": 0, "t": 0})
     given = 4 * (2 * 4 * rows * width + width * width)
-    assert memory_of(program.host.project(0)).peak == given + 4 * rows * width
+    assert memory_of(project(program.host, 0)).peak == given + 4 * rows * width
     x, t = (torch.randn(4 * rows, width) for _ in "xt")
     found = simulate(program, [x, t], options=POISON)
     torch.testing.assert_close(found.outputs[0], 2 * x.T @ t)
@@ -106,23 +107,23 @@ def run_text(text: str) -> tuple[list[str], Tensor]:
     x, y = torch.randn(3, 4), torch.randn(4, 2)
     (z,) = simulate(program, [x, y], options=POISON).outputs
     torch.testing.assert_close(z, x @ y)
-    return [i.op for i in program.project(0).as_run if i.op in ("addmm", "accumulate")], z
+    return [i.op for i in as_run(project(program, 0)) if i.op in ("addmm", "accumulate")], z
 
 
-def as_run() -> str:
+def text_of_run() -> str:
     """What a rank runs, as a program for all: iterations have names that no one gives."""
-    text = str(hir.parse(TEXT).project(0).as_run)
+    text = str(as_run(project(hir.parse(TEXT), 0)))
     return re.sub(r"(?<=\w)@", "_", text).replace(" rank 0", "")
 
 
 def test_it_prints_and_parses() -> None:
-    assert re.findall(r"%z.*= addmm\(.*\)", as_run()) == [
+    assert re.findall(r"%z.*= addmm\(.*\)", text_of_run()) == [
         "%z = addmm(%x.i_1, %y.i_1)",
         "%z = addmm(%z, %x.i_2, %y.i_2)",
     ]
-    assert str(hir.parse(as_run())) == as_run()
+    assert str(hir.parse(text_of_run())) == text_of_run()
     x, y = torch.randn(3, 4), torch.randn(4, 2)
-    (z,) = simulate(hir.parse(as_run()), [x, y], options=POISON).outputs
+    (z,) = simulate(hir.parse(text_of_run()), [x, y], options=POISON).outputs
     torch.testing.assert_close(z, x @ y)
 
 
@@ -165,9 +166,11 @@ def test_maxima_are_no_sums() -> None:
     ],
 )
 def test_wrong_products(old: str, new: str, words: str) -> None:
-    assert old in as_run()
+    assert old in text_of_run()
     with pytest.raises(mf.ProgramError, match=words):
-        simulate(hir.parse(as_run().replace(old, new, 1)), [torch.ones(3, 4), torch.ones(4, 2)])
+        simulate(
+            hir.parse(text_of_run().replace(old, new, 1)), [torch.ones(3, 4), torch.ones(4, 2)]
+        )
 
 
 # -- 16 bits ---------------------------------------------------------------------------------------
@@ -225,7 +228,7 @@ def test_torch_does_not_on_cpu() -> None:
 
 
 def test_what_a_product_that_adds_takes() -> None:
-    local = hir.parse(TEXT).project(0).as_run
+    local = as_run(project(hir.parse(TEXT), 0))
     first, second = (i for i in local.instructions if i.op == "addmm")
     factors, sums = 4 * (3 * 2 + 2 * 2), 4 * 3 * 2
     amounts = partial(nbytes, local)
@@ -244,4 +247,6 @@ def test_what_products_behind_a_launch_read_is_held_till_then() -> None:
     program = mf.pipeline(fd, microbatches=4, batch={"x": 0, "t": 0}, options=options)
     given = 4 * (2 * 8 * width + 2 * width * width)
     factor = 4 * 2 * width
-    assert memory_of(program.host.project(0)).peak == given + 3 * factor  # one of them before `sin`
+    assert (
+        memory_of(project(program.host, 0)).peak == given + 3 * factor
+    )  # one of them before `sin`

@@ -6,11 +6,13 @@ from helpers.calls import ordered
 from helpers.stream_cases import CASES
 
 from mdfuse import hir
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.rank.unrolled import written_out
 
 
 def rank_that_sends(*calls: str) -> list[str]:
     """What the sender does, without its chunks: `mul` makes what the next post sends."""
-    local = hir.parse(ordered(*calls)).project(0).written_out
+    local = written_out(project(hir.parse(ordered(*calls)), 0))
     return [f"{i.op} {i.reads[0]}" if i.op in ("wait", "free") else i.fn or i.op for i in local]
 
 
@@ -37,7 +39,7 @@ def test_sends_one_right_behind_the_other_do_not_wait() -> None:
 
 def test_what_is_sent_is_freed_behind_the_wait_for_it() -> None:
     """Also the last of chunks that share memory, whose wait stays where it is."""
-    local = CASES["gather_from_a_mesh"].compile(2).host.project(0).written_out
+    local = written_out(project(CASES["gather_from_a_mesh"].compile(2).host, 0))
     done = set()
     sent = {i.outputs[0]: i.reads[0] for i in local.instructions if i.op == "post"}
     for i in local.instructions:

@@ -24,7 +24,9 @@ from dataclasses import replace
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.hir.storage import shared_operand
+from mdfuse.hir.verify.needed import MARK, Needed
 
 #: Instructions that do no work on a stream; views do none either.
 _IDLE = ("free", "get_stream", "set_stream", "sync", "group_start", "group_end")
@@ -65,8 +67,6 @@ def _marked(
     block: tuple[Instruction, ...], numbers: Iterator[int], is_loop: bool = False
 ) -> Iterator[Instruction]:
     """Yield the block, with a number at each sync of two numbered streams inside a loop."""
-    from mdfuse.hir.verify.needed import MARK
-
     is_numbered = False
     for i in block:
         if i.op == "set_stream":
@@ -85,13 +85,11 @@ def _needed(marked: HostProgram) -> frozenset[int] | None:
 
     A wrong program stays as it is, and the verifier says what is wrong with it.
     """
-    from mdfuse.hir.verify.needed import Needed
-
     updated = frozenset(map(marked.root, marked.aliases)).intersection(marked.inputs)
     try:
-        flow = Needed(marked.written_out, updated)
+        flow = Needed(written_out(marked), updated)
         flow.run()
-    except (ProgramError, KeyError):
+    except ProgramError:
         return None
     return flow.marks
 
@@ -106,8 +104,6 @@ def _dropped(
         needed: the marks that are.
         is_over: what follows the block switches before it does any work.
     """
-    from mdfuse.hir.verify.needed import MARK
-
     kept: list[Instruction] = []
     for n, i in enumerate(block):
         mark = i.kwargs.get(MARK) if i.op == "sync" else None

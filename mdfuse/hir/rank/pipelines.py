@@ -1,0 +1,54 @@
+"""What one rank runs of a program: its projection, and the program that plans are made of.
+
+project(program, rank)     the instructions of one rank, loops and branches included
+written_out(projection)    the same one by one, in the order in which they run (`unrolled.py`)
+as_run(projection)         written out, with products computed where their sums are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mdfuse.hir.once import once
+from mdfuse.hir.program import HostProgram
+from mdfuse.hir.rank import add_products, late_waits, local_streams, own_products
+from mdfuse.hir.rank.execute import projected
+from mdfuse.hir.rank.unrolled import RankPass, written_out
+
+#: A pass over a projection, beside the program for all ranks.
+Projected = Callable[[HostProgram, HostProgram], HostProgram]
+
+#: The passes over a projection, in order, with the reason why each stands there.
+PROJECTION: tuple[tuple[str, Projected], ...] = (
+    # Needs the program for all ranks: syncs that only others need guard nothing here.
+    ("local_streams", local_streams.run),
+    # Needs the syncs that are left: behind them a wait may stand later.
+    ("late_waits", lambda mine, _: late_waits.run(mine)),
+)
+
+#: The passes over a projection that is written out, likewise.
+AS_RUN: tuple[tuple[str, RankPass], ...] = (
+    # Before sums are added in products: what is computed in place has no product to add.
+    ("own_products", own_products.run),
+    # Needs all buffers of sums where they stay.
+    ("add_products", add_products.run),
+)
+
+
+def project(program: HostProgram, rank: int) -> HostProgram:
+    """Return the projection for one rank; a projection is returned as it is."""
+    if program.rank is not None:
+        return program
+    mine = projected(program, rank)
+    for _, run in PROJECTION:
+        mine = run(mine, program)
+    return mine
+
+
+@once
+def as_run(program: HostProgram) -> HostProgram:
+    """Return the program that plans are made of: a projection written out, products in place."""
+    program = written_out(program)
+    for _, run in AS_RUN:
+        program = run(program)
+    return program
