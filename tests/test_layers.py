@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +20,14 @@ APART = {"fuzz", "helpers", "image", "multidevice", "multirank", "namespaces"}
 
 #: Lines of a function, its docstring and signature included, and of a module.
 FUNCTION, MODULE = 60, 500
+
+#: Modules that need each other: an object prints or draws itself, a program runs its parts.
+CIRCLES = {
+    frozenset({"hir.program", "hir.text.printer"}),
+    frozenset({"layouts.layout", "layouts.picture", "layouts.picture_svg", "layouts.picture_text"}),
+    frozenset({"pipelines.picture", "pipelines.timing"}),
+    frozenset({"compiled.program", "compiled.segments", "compiled.specialisations"}),
+}
 
 #: Modules beside the packages, `__init__` and `__main__` left out.
 TOP = 12
@@ -56,6 +65,37 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         else:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         yield from ((node.lineno, room_of(n)) for n in names if n.split(".")[0] == "mdfuse")
+
+
+def dotted(path: Path) -> str:
+    """The name of a module below mdfuse; a package has the name of its folder."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def needed(path: Path, known: set[str]) -> Iterator[str]:
+    """The modules that one imports when it runs, in functions, too; not those for types alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node not in for_types:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}".removeprefix("mdfuse.")
+                yield name if name in known else node.module.removeprefix("mdfuse.")
+
+
+def test_modules_of_a_room_form_no_circles() -> None:
+    """Each module can be read before those that import it, but for a few that are named."""
+    known = {dotted(path) for path in MODULES}
+    graph = networkx.DiGraph()
+    for path in MODULES:
+        graph.add_edges_from((dotted(path), name) for name in needed(path, known) if name in known)
+    circles = {frozenset(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1}
+    assert circles == CIRCLES
 
 
 def test_every_room_has_its_layer() -> None:

@@ -15,6 +15,7 @@ from mdfuse.errors import DefinitionError, shown, user_source
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, is_symbolic, with_examples
 from mdfuse.frontend import ops as operations
+from mdfuse.frontend import torch_functions as torch_functions
 from mdfuse.frontend.cache import FusionCache, Leaf, NamedDefinition, Node, Recorded, Wording
 from mdfuse.frontend.handle import Handle, ValueId
 from mdfuse.frontend.placing import placed

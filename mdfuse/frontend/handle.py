@@ -9,7 +9,7 @@ import torch
 
 from mdfuse.errors import LayoutError
 from mdfuse.frontend.methods import Methods
-from mdfuse.ir.graph import Value
+from mdfuse.ir.graph import Value, value_text
 from mdfuse.layouts.layout import Layout, Placement
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
@@ -115,8 +115,6 @@ class Handle(Methods):
         return self
 
     def __repr__(self) -> str:
-        from mdfuse.ir.graph import value_text
-
         return value_text(self.value)
 
     @classmethod
@@ -124,6 +122,4 @@ class Handle(Methods):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Record what a function of torch does to handles: `torch.softmax(x, -1)`."""
-        from mdfuse.frontend import torch_functions
-
-        return torch_functions.call(func, args, kwargs or {})
+        return cls.torch_call(func, args, kwargs or {})

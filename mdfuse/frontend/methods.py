@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 #: Every operation by name.
 OPERATIONS: dict[str, Callable[..., Any]] = {}
+
+#: Record a call of a function of torch: (function, arguments, keyword arguments) -> the result.
+TorchCall = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
 Dims = int | Sequence[int] | None
 
@@ -66,6 +69,9 @@ class Methods:
     """Operators and methods of handles; `Handle` adds the value that they stand for."""
 
     __slots__ = ()
+
+    #: `mdfuse.frontend.torch_functions` provides it.
+    torch_call: ClassVar[TorchCall]
 
     if TYPE_CHECKING:  # of Handle
         definition: FusionDefinition

@@ -18,6 +18,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend import ops
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.hints import hint_for, reason_for
+from mdfuse.frontend.methods import Methods
 from mdfuse.frontend.torch_adapters import ADAPTED
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -172,3 +173,6 @@ def _unknown(func: Callable[..., Any]) -> DefinitionError:
     return DefinitionError(
         f"{_name(func)} of a value of a fusion", because=reason_for(name), hint=hint_for(name)
     )
+
+
+Methods.torch_call = staticmethod(call)
