@@ -272,7 +272,7 @@ def test_a_pad_of_what_nobody_bound() -> None:
 }
 """
     with pytest.raises(mf.ProgramError, match="%i"):
-        mf.hir.verify.verify(mf.hir.parse(text))
+        mf.hir.verify.check.verify(mf.hir.parse(text))
 
 
 def test_a_mesh_of_more_ranks_than_there_are_integers() -> None:
@@ -301,7 +301,7 @@ def test_more_pieces_than_anybody_posts() -> None:
 }
 """
     with pytest.raises(mf.ProgramError, match="in 9223372036854775807 pieces"):
-        mf.hir.verify.verify(mf.hir.parse(text))
+        mf.hir.verify.check.verify(mf.hir.parse(text))
 
 
 @pytest.mark.parametrize("shape", [(), (2, 2)])

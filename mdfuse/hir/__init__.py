@@ -5,7 +5,6 @@ from __future__ import annotations
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.hir.rank.unrolled import written_out
-from mdfuse.hir.verify.check import verify
 
 
 def parse(text: str) -> HostProgram:
@@ -22,6 +21,5 @@ __all__ = [
     "as_run",
     "parse",
     "project",
-    "verify",
     "written_out",
 ]

@@ -20,6 +20,7 @@ import mdfuse as mf
 from mdfuse import hir
 from mdfuse.hir import HostProgram
 from mdfuse.hir.instructions import INSTRUCTIONS
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.verify.check import verify
 from mdfuse.ir.ops import TABLE
 
@@ -274,7 +275,7 @@ def use(text: str) -> None:
     verify(program)
     if program.rank is None:
         ranks = range(program.last_rank + 1)
-        for local in map(program.project, ranks):
+        for local in (project(program, r) for r in ranks):
             assert hir.parse(str(local)) == local, f"reads back as another projection:\n{local}"
         mf.simulate(program, per_rank=[arguments(program, rank) for rank in ranks], options=OPTIONS)
 

@@ -51,7 +51,7 @@ def test_it_runs_in_any_order(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_its_text_reads_back(case: Case) -> None:
     program = case.program()
-    for printed in (program, *map(program.project, range(case.ranks))):
+    for printed in (program, *(project(program, r) for r in range(case.ranks))):
         assert hir.parse(str(printed)) == printed
         assert str(hir.parse(str(printed))) == str(printed)
 

@@ -144,7 +144,7 @@ def test_a_written_gather_of_blocks_is_refused() -> None:
       return %y
     }"""
     with pytest.raises(mf.ProgramError, match="dim 0 is in blocks"):
-        mf.hir.verify.verify(mf.hir.parse(text))
+        mf.hir.verify.check.verify(mf.hir.parse(text))
     narrow = """
     host @cut on mesh(tp=2) {
       input %x: f32[12] (tp=R)
@@ -152,4 +152,4 @@ def test_a_written_gather_of_blocks_is_refused() -> None:
       return %y
     }"""
     with pytest.raises(mf.ProgramError, match="0:2 4:6 8:10"):
-        mf.hir.verify.verify(mf.hir.parse(narrow))
+        mf.hir.verify.check.verify(mf.hir.parse(narrow))

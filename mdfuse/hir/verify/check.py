@@ -385,7 +385,7 @@ def _verify_ranks(programs: Mapping[int, HostProgram]) -> None:
         if program.rank != rank:
             raise ProgramError(
                 f"@{program.name}: the program for rank {rank} is the projection of {program.rank}",
-                hint="pass {rank: program.project(rank)} for every rank",
+                hint="pass {rank: hir.project(program, rank)} for every rank",
             )
         local = written[rank] = _checked(program)
         types = tuple(local.types.items())

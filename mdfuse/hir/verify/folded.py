@@ -29,7 +29,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from mdfuse.communication import Communication
-from mdfuse.errors import ProgramError
+from mdfuse.errors import MdfuseError
 from mdfuse.extents.expressions import Calc, Term, resolve, terms
 from mdfuse.extents.linear import Linear, linear
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
@@ -58,7 +58,7 @@ def folded(program: HostProgram) -> FoldedProgram | None:
     writer = _Folded(program, memory=Memory(program))
     try:
         found = early_waits.run(late_waits.run(writer.write()))
-    except (_Unfit, ProgramError):
+    except (_Unfit, MdfuseError):
         return None
     if len(writer.code) + writer.saved >= LIMIT:
         return None
