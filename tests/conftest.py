@@ -110,12 +110,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="whole sweeps, also of cases that repeat each other, of which a sample runs otherwise",
     )
+    parser.addoption(
+        "--draw",
+        type=int,
+        metavar="SEED",
+        help="draw the samples of sweeps by this seed; by default by one of the commit",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     from helpers import sampling
 
     sampling.take_all(config.getoption("whole"))
+    if config.option.draw is None:  # processes of pytest -n get it from this one
+        config.option.draw = sampling.seed_of_commit()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if _takes_all(config):
+        return "swept tests: all cases"
+    return f"swept tests: a sample of their cases, --draw {config.option.draw}; --whole runs all"
+
+
+def _takes_all(config: pytest.Config) -> bool:
+    """Whether all cases run: they are asked for, or some tests are named."""
+    named = bool(config.option.keyword) or any("::" in x for x in config.args)
+    return bool(config.getoption("whole")) or named
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -128,16 +148,23 @@ def default_options(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --launches, leave out what is about a program's form, in which launches show.
+    """Leave out cases of swept tests; with --launches tests of a program's form.
 
-    That is what compares printed text or counts instructions, and what passes before the one that
-    makes launches do.
+    These compare printed text or count instructions, in which launches show, or are about passes
+    before the one that makes launches.
     """
-    if not config.getoption("launches"):
-        return
-    pairs = [(x, _is_about_form(x)) for x in items]
-    config.hook.pytest_deselected(items=[x for x, printed in pairs if printed])
-    items[:] = [x for x, printed in pairs if not printed]
+    from helpers import sampling
+
+    gone: set[str] = set()
+    if not _takes_all(config):
+        ids = [x.nodeid for x in items]
+        gone = sampling.left_out(ids, sampling.times(), config.option.draw)
+    has_launches = config.getoption("launches")
+    dropped = [x for x in items if x.nodeid in gone or (has_launches and _is_about_form(x))]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        without = {*map(id, dropped)}
+        items[:] = [x for x in items if id(x) not in without]
 
 
 #: Where the tests of passes over host programs lie.
