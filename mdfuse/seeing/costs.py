@@ -15,10 +15,10 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
-from mdfuse.seeing.across import is_across
 from mdfuse.seeing.amounts import (
     Attention,
     attention,
+    is_across,
     is_work,
     nbytes,
     operations,

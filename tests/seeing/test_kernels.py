@@ -8,8 +8,7 @@ import torch
 import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.seeing import Costs
-from mdfuse.seeing.across import is_across
-from mdfuse.seeing.amounts import is_work
+from mdfuse.seeing.amounts import is_across, is_work
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.seeing.kernels import Kernel, kernels
 
