@@ -179,7 +179,6 @@ def interleave(
     settle: Callable[[], object],
     stopwatch: Stopwatch = host_time,
     warm: int = 3,
-    told: Callable[[str], object] | None = None,
 ) -> dict[str, list[float]]:
     """Nanoseconds per call of each contender in each round.
 
@@ -190,7 +189,6 @@ def interleave(
         settle: waits until nothing is under way on any rank; called before and after each turn.
         stopwatch: what is timed.
         warm: calls before; none where the contenders have run already.
-        told: is called with the name of each that has had its turn.
     """
     draw, samples = random.Random(0), {name: list[float]() for name in contenders}
     for contender in contenders.values():  # warm: plans, caches, connections
@@ -200,8 +198,6 @@ def interleave(
         for _ in range(rounds):
             for name in draw.sample(list(contenders), len(contenders)):
                 samples[name].append(_turn(contenders[name], batch, settle, stopwatch) / batch)
-                if told is not None:
-                    told(name)
     return samples
 
 

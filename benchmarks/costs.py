@@ -12,10 +12,7 @@ The figure is the predicted time over the measured one; docs/measured.md says mo
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +26,6 @@ from _measure import (
     Contender,
     Report,
     Row,
-    Stopwatch,
     device_time,
     eagerly,
     host_time,
@@ -42,7 +38,6 @@ from rich.table import Table
 import mdfuse as mf
 from mdfuse.cli import screen
 from mdfuse.cli.calibration.command import calibrated
-from mdfuse.cli.calibration.pace import FAR, Pace
 from mdfuse.cli.report import time_text, titled
 from mdfuse.seeing.cost_tables import CostTable, found, machine_of, parsed
 from mdfuse.seeing.traces import last_run
@@ -54,14 +49,6 @@ _AHEAD = 8_000_000
 
 #: Runs of a turn, behind each other, as those are that a calibration is judged by.
 _ROW = 8
-
-#: Turns near the speed of the table that are enough; and of a processor's time, what share others
-#: may have had of one.
-_ENOUGH, _OTHERS = 5, 0.1
-
-#: Speed, at which times are to be multiplied; seconds that all processors worked, that this process
-#: did, and that went by.
-_Turn = tuple[float, float, float, float]
 
 #: Traced runs, of which the last one counts.
 _TRACED = 5
@@ -139,14 +126,12 @@ def rows(
         seconds = program.timeline(table.costs).seconds
         predicted[name] = seconds * 1e9, f"{layers} layers" if layers > 1 else "1 layer"
         contenders[name] = Contender(call=_call(program, _inputs(program, ranks)))
-    watch = _Watch(partial(device_time, ahead=_AHEAD) if is_gpu else host_time, table.pace_s)
     times = interleave(
         contenders,
         rounds=arguments.rounds,
         batch=_ROW,
         settle=ranks.settle,
-        stopwatch=watch.time,
-        told=watch.keep,
+        stopwatch=partial(device_time, ahead=_AHEAD) if is_gpu else host_time,
     )
     eager += [f"{name}: {line}" for name, p in programs.items() for line in eagerly(p)]
     for name, (ns, layers) in predicted.items():
@@ -159,59 +144,6 @@ def rows(
             alternative="measured",
             limit=None,
         )
-        if table.pace_s:
-            against = watch.at_usual(ranks.comm, name, times[name])
-            yield Row(
-                name=f"{name}, at the table's speed",
-                sizes=layers,
-                unit="us",
-                ours=[ns] * len(against),
-                against=against,
-                alternative="measured",
-                limit=None,
-            )
-
-
-class _Watch:
-    """Times turns; on a processor also its speed beside the table's, and who else runs there."""
-
-    def __init__(self, stopwatch: Stopwatch, usual: float) -> None:
-        self.stopwatch, self.pace = stopwatch, Pace(usual) if usual else None
-        self.last, self.turns = (1.0, 0.0, 0.0, 1.0), defaultdict[str, list[_Turn]](list)
-
-    def time(self, calls: Callable[[], None]) -> float:
-        if self.pace is None:
-            return self.stopwatch(calls)
-        busy, mine, start = _busy_s(), time.process_time(), time.perf_counter()
-        taken, usual = self.pace.timed(lambda: self.stopwatch(calls))
-        mine, wall = time.process_time() - mine, time.perf_counter() - start
-        self.last = usual / taken, _busy_s() - busy, mine, wall
-        return taken
-
-    def keep(self, name: str) -> None:
-        self.turns[name].append(self.last)
-
-    def at_usual(self, comm: mf.Communicator, name: str, times: list[float]) -> list[float]:
-        """Return times at the table's speed: of turns near it in which nothing else ran on the
-        machine, if there are some, else of all; all ranks call it."""
-        told = comm.all_ok(json.dumps([mine for _, _, mine, _ in self.turns[name]]))
-        ours = map(sum, zip(*(json.loads(x) for x in told if x is not None), strict=True))
-        all_turns, calm = list[float](), list[float]()
-        for ns, (speed, busy, _, wall), mine in zip(times, self.turns[name], ours, strict=True):
-            all_turns.append(ns * speed)
-            if abs(1 / speed - 1) <= FAR and busy - mine <= _OTHERS * wall:
-                calm.append(ns * speed)
-        return calm if len(calm) >= _ENOUGH else all_turns
-
-
-def _busy_s() -> float:
-    """Return the seconds that all processors have worked since they started; 0: nobody tells."""
-    try:
-        line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
-    except FileNotFoundError:  # another system than Linux
-        return 0.0
-    user, nice, system, _, _, irq, soft, *_ = map(int, line.split()[1:])
-    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
 def kinds(
@@ -303,7 +235,6 @@ def main() -> None:
             "table": table.text,
             "held_out": dict(table.held_out),
             "spread": table.spread,
-            "pace_s": table.pace_s,
             "eager": eager,
             "kinds": by_kind,
         }

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
-from operator import truediv
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -581,7 +580,6 @@ def test_what_seeing_costs_is_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "header"),
     [
-        ("costs-gloo-2", "predicted program"),
         ("costs-h200", "predicted on a GPU"),
         ("costs-nccl-2", "predicted on two GPUs"),
         ("costs-nccl-2-h200", "predicted on two H200s"),
@@ -606,7 +604,7 @@ def test_predicted_times_stand_beside_measured_ones(tmp_path: Path) -> None:
 
     table = CostTable(
         costs=UNIT, machine=machine_of(torch.device("cpu"), "gloo"), ranks=1, date="2026-11-23",
-        mean_error=0.5, p95_error=0.5, held_out={"mlp": (1.0, 2.0)}, pace_s=1e-3,
+        mean_error=0.5, p95_error=0.5, held_out={"mlp": (1.0, 2.0)},
     )  # fmt: skip
     (tmp_path / "table.json").write_text(table.as_json())
     script, given = str(ROOT / "benchmarks" / "costs.py"), ("--costs", "table.json")
@@ -616,13 +614,10 @@ def test_predicted_times_stand_beside_measured_ones(tmp_path: Path) -> None:
     file = json.loads((tmp_path / "a.json").read_text())
     assert file["world"]["held_out"] == {"mlp": [1.0, 2.0]}
     assert "off by 50% on average" in file["world"]["table"] and file["world"]["eager"] == []
-    row, usual = file["rows"]
+    (row,) = file["rows"]
     works = 6 * 12  # of a layer: six linear layers, attention, GELU, two sums, two norms
-    assert set(row["rounds"]["ours"]) == set(usual["rounds"]["ours"]) == {works * 1e9}
+    assert set(row["rounds"]["ours"]) == {works * 1e9}
     assert min(row["rounds"]["against"]) > 0 and row["alternative"] == "measured"
-    assert usual["name"] == f"{row['name']}, at the table's speed"
-    speeds = map(truediv, usual["rounds"]["against"], row["rounds"]["against"])
-    assert min(speeds) > 1, "no core takes 1 ms for a product of 128 x 128"
     (kinds,) = file["world"]["kinds"].values()
     predicted = {kind: seconds for kind, (seconds, _) in kinds.items() if seconds}
     once = {"scaled_dot_product_attention": 6.0, "gelu": 6.0, "add": 12.0, "layer_norm": 12.0}

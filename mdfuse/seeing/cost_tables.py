@@ -20,7 +20,6 @@ import torch
 
 from mdfuse.errors import ProgramError
 from mdfuse.interpreter.json_text import from_json
-from mdfuse.seeing.caches import Caches
 from mdfuse.seeing.costs import Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.torch_private import cache_folder
@@ -29,6 +28,10 @@ _LOG = logging.getLogger("mdfuse.costs")
 
 #: What files say that they are.
 FORMAT = "mdfuse costs 1"
+
+#: Keys of earlier files, of a table and of its costs, which are left out: timelines no longer model
+#: the caches and the clock of a processor.
+_RETIRED = frozenset(("pace_s", "caches"))
 
 #: Where tables are that ship with the package, in it.
 _SHIPPED = "seeing/tables"
@@ -117,8 +120,6 @@ class CostTable:
         p95_error: that 95 of 100 of them do not exceed.
         held_out: of each: name -> predicted and measured seconds.
         spread: how far apart the times of the same work were while it was measured: the quartiles.
-        pace_s: of a processor: what a small product in its cache takes at the speed at which times
-            are given (`mdfuse.cli.calibration.pace`); 0: they are as they were.
         is_default: whether it ships with the package.
     """
 
@@ -130,7 +131,6 @@ class CostTable:
     p95_error: float
     held_out: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     spread: float = 0.0
-    pace_s: float = 0.0
     is_default: bool = False
 
     def by(self, backend: str) -> CostTable:
@@ -171,8 +171,10 @@ def parsed(text: str) -> CostTable:
     """
     try:
         found = from_json(text)
-        if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise ValueError(f'it does not say "format": "{FORMAT}"')
+        found = _current(found)
+        del found["format"]
         machine = Machine(**found.pop("machine"))
         pairs = {name: (float(a), float(b)) for name, (a, b) in found.pop("held_out").items()}
         costs = costs_of(found.pop("costs"))
@@ -196,16 +198,19 @@ def costs_of(fields: Mapping[str, Any]) -> Costs:
     Raises:
         ProgramError, TypeError, ValueError, AttributeError: it has none, or wrong ones.
     """
-    given = dict(fields)
+    given = _current(fields)
     links = {key: _link(**link) for key, link in dict(given.pop("links", {})).items()}
     works = {key: _curve(points) for key, points in dict(given.pop("works", {})).items()}
     grids = {
         name: {key: _grid(**grid) for key, grid in dict(given.pop(name, {})).items()}
         for name in ("products", "attentions")
     }
-    caches = given.pop("caches", None)
-    given["caches"] = _caches(**caches) if caches is not None else None
     return Costs(**{**given, "links": links, "works": works, **grids})
+
+
+def _current(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are still in use."""
+    return {key: x for key, x in fields.items() if key not in _RETIRED}
 
 
 def _link(
@@ -215,10 +220,6 @@ def _link(
 ) -> Link:
     curves = {name: x and _curve(x) for name, x in (("curve", curve), ("cold", cold))}
     return Link(**numbers, **curves)  # type: ignore[arg-type]
-
-
-def _caches(stale: Sequence[Sequence[float]] | None = None, **others: Any) -> Caches:
-    return Caches(**others, stale=stale and _curve(stale))  # type: ignore[arg-type]
 
 
 def _curve(points: Sequence[Sequence[float]]) -> Curve:
@@ -248,7 +249,6 @@ def _costs_out(costs: Costs) -> dict[str, Any]:
         "flops": costs.flops,
         "bandwidth": costs.bandwidth,
         "is_fused": costs.is_fused,
-        "caches": _caches_out(costs.caches) if costs.caches is not None else None,
         "links": links,
         "works": {key: curve.points for key, curve in costs.works.items()},
         "products": _grids_out(costs.products),
@@ -256,11 +256,6 @@ def _costs_out(costs: Costs) -> dict[str, Any]:
         "multiprocessors": costs.multiprocessors,
         "cache": costs.cache,
     }
-
-
-def _caches_out(caches: Caches) -> dict[str, Any]:
-    stale = caches.stale and caches.stale.points
-    return asdict(replace(caches, stale=None)) | {"stale": stale}
 
 
 def _grids_out(grids: Mapping[str, Grid]) -> dict[str, Any]:

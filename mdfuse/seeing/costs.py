@@ -15,16 +15,15 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
-from mdfuse.seeing.across import is_across
 from mdfuse.seeing.amounts import (
     Attention,
     attention,
+    is_across,
     is_work,
     nbytes,
     operations,
     product,
 )
-from mdfuse.seeing.caches import Caches
 from mdfuse.seeing.curves import Curve, Grid, as_measured
 from mdfuse.seeing.kernels import Kernel, kernels
 
@@ -129,7 +128,6 @@ class Costs:
             communication; 0: of which nothing is known.
         products: "linear f32", or "matmul f32" for all other products -> seconds by m, n and k.
         is_fused: whether the work of a launch is compiled into few kernels, or done one by one.
-        caches: of a processor: what timelines add where they do not hold what work reads.
 
     Raises:
         ProgramError: a number is negative, or a speed 0; a link of no kind; multiprocessors or a
@@ -154,7 +152,6 @@ class Costs:
     multiprocessors: int = 0
     cache: int = 0
     is_fused: bool = True
-    caches: Caches | None = None
 
     def __post_init__(self) -> None:
         times = {"run_s": self.run_s, "posting_s": self.posting_s, "switch_s": self.switch_s}

@@ -14,8 +14,7 @@ import networkx as nx
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import dtype_name
-from mdfuse.seeing.across import are_across
-from mdfuse.seeing.amounts import added_to, buffer_bytes, is_work
+from mdfuse.seeing.amounts import added_to, are_across, buffer_bytes, is_work
 
 #: Work that goes through a row more than once.
 _ROWS = frozenset(("softmax", "log_softmax", "layer_norm", "rms_norm"))

@@ -31,7 +31,6 @@ from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.ir.graph import dtype_name
 from mdfuse.seeing.amounts import buffer_bytes, nbytes
 from mdfuse.seeing.beside import slowed
-from mdfuse.seeing.caches import Cold
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event, Part, makespan, name_of
 from mdfuse.seeing.rank_classes import Classes, rank_classes
@@ -269,10 +268,6 @@ class _Rank:
     passed: int = 0
     #: axes -> the teams of this rank along them, in the order of their first posts
     links: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
-    cold: Cold = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.cold = Cold(self.program, self.clock.costs.caches)
 
     @cached_property
     def uncopied(self) -> frozenset[str]:
@@ -335,7 +330,7 @@ class _Rank:
         seconds = self.clock.costs.seconds(self.program, i)
         if seconds:
             self.passed += nbytes(self.program, i) if self.clock.costs.cache else 0
-            seconds += self.clock.more.get((self.rank, self.at), 0.0) + self.cold.seconds(i)
+            seconds += self.clock.more.get((self.rank, self.at), 0.0)
             if (kind := self._kind(i)) != self.kinds.get(self.stream):
                 seconds += self.clock.costs.switch_s if self.stream in self.kinds else 0.0
                 self.kinds[self.stream] = kind

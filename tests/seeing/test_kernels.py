@@ -9,8 +9,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.seeing import Costs
-from mdfuse.seeing.across import is_across
-from mdfuse.seeing.amounts import is_work
+from mdfuse.seeing.amounts import is_across, is_work
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.seeing.kernels import Kernel, kernels
 

@@ -18,7 +18,6 @@ from mdfuse.cli.calibration.held_out import COUNT, programs
 from mdfuse.cli.calibration.judged import Pair, errors, pair
 from mdfuse.cli.calibration.listing import points
 from mdfuse.cli.calibration.measuring import Measurements
-from mdfuse.cli.calibration.pace import Pace
 from mdfuse.cli.calibration.scales import CPU, GPU, Scale
 from mdfuse.cli.calibration.sending import Backends, ways
 from mdfuse.cli.calibration.subjects import OPTIONS
@@ -79,8 +78,7 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
     console = screen.output()
     backends = carriers(comm, console.print)
     alone = by_itself(comm) if comm.size > 1 else None
-    pace = Pace() if comm.device.type == "cpu" else None
-    measured = Measurements(comm, scale, console.print, backends, alone=alone, pace=pace)
+    measured = Measurements(comm, scale, console.print, backends, alone=alone)
     total = points(scale, comm.size, backends) + COUNT + len(ways(comm.size, backends))
     shown = progress("calibrating", total, shows=comm.rank == 0)
     measured.begin()
@@ -89,7 +87,7 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
         start = time.perf_counter()
         costs, pairs = measured.costs, list[Pair]()
         for program in programs(scale, comm.size, backends[None]):
-            pairs.append(pair(comm, program, costs, measured.wall))
+            pairs.append(pair(comm, program, costs))
             advance()
     if alone is not None:
         alone.close()
@@ -105,7 +103,6 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
         p95_error=p95,
         held_out={p.name: (p.predicted_s, p.measured_s) for p in pairs},
         spread=measured.spread,
-        pace_s=pace.usual if pace is not None else 0.0,
     )
 
 

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 
 from mdfuse.cli.calibration.measuring import call_of
-from mdfuse.cli.calibration.sampling import QUEUED, WALL, Watch, seconds_of
+from mdfuse.cli.calibration.sampling import QUEUED, seconds_of
 from mdfuse.compiled.program import Program
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.seeing.costs import Costs
@@ -33,9 +33,9 @@ class Pair:
         return abs(self.predicted_s - self.measured_s) / self.measured_s
 
 
-def pair(comm: Communicator, program: Program, costs: Costs, watch: Watch = WALL) -> Pair:
+def pair(comm: Communicator, program: Program, costs: Costs) -> Pair:
     """Predict and measure a program; all ranks call it, and get the median over ranks."""
-    mine = seconds_of(comm, call_of(comm, program), QUEUED, watch)
+    mine = seconds_of(comm, call_of(comm, program), QUEUED)
     told = comm.all_ok(json.dumps(mine))
     measured = statistics.median(json.loads(text) for text in told if text is not None)
     predicted = program.timeline(costs).seconds

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.cli.calibration import cold
 from mdfuse.cli.calibration.listing import subjects
-from mdfuse.cli.calibration.pace import Pace, own_clock
-from mdfuse.cli.calibration.sampling import QUEUED, Call, Watch, samples_of, seconds_of
+from mdfuse.cli.calibration.sampling import QUEUED, WALL, Call, own_clock, samples_of, seconds_of
 from mdfuse.cli.calibration.scales import Scale
 from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, received, ways
 from mdfuse.cli.calibration.subjects import (
@@ -40,7 +38,6 @@ from mdfuse.interpreter.garbage import collected
 from mdfuse.ir.graph import dtype_name
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
-from mdfuse.seeing.caches import Caches
 from mdfuse.seeing.costs import MOST_SLOWED, Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
 
@@ -52,9 +49,6 @@ _SHORTER = 0.8
 
 #: Subjects that are prepared together.
 _KEPT = 4
-
-#: Looks at the pace before anything is measured.
-_LOOKS = 99
 
 
 def arguments(host: HostProgram, comm: Communicator) -> dict[str, Any]:
@@ -92,7 +86,6 @@ class Measurements:
         told: is called with a line for each kind of subjects: how long it took.
         alone: this rank by itself, where ranks share local work out among them; None: each does
             all of it.
-        pace: of this rank's processor; None: of a GPU, whose time is given as it is.
     """
 
     comm: Communicator
@@ -102,27 +95,12 @@ class Measurements:
     times: dict[tuple[str, str], dict[Any, float]] = field(default_factory=dict)
     calm: list[float] = field(default_factory=list)
     alone: Communicator | None = None
-    pace: Pace | None = None
-
-    @property
-    def own(self) -> Watch:
-        """How work is timed that waits for nobody."""
-        return Watch(own_clock(), self.pace)
-
-    @property
-    def wall(self) -> Watch:
-        """How work is timed that may wait for others."""
-        return Watch(pace=self.pace)
 
     def begin(self) -> None:
         """Measure what a run takes; what this imports is there for all others, too.
 
         Where communications are measured behind other work, they have all that a run takes more.
         """
-        if self.pace is not None:
-            for _ in range(_LOOKS):
-                self.pace.look()
-            self.pace.usual = self._usual(self.pace)
         self.times["run", "run"] = {1: self._run()}
         is_more = self.comm.size > 1 and not self.scale.between_s
         self.times["run", "posting"] = {1: self._posting() if is_more else 0.0}
@@ -133,27 +111,10 @@ class Measurements:
         for n, some in enumerate(self._subjects(advance)):
             self._measure(some)
             if n * _KEPT % _EVERY == 0:
-                self.calm += samples_of(self.alone or self.comm, probe, 1, self.wall)
+                self.calm += samples_of(self.alone or self.comm, probe, 1)
         self._take_slows(advance)
         self.times["run", "switch"] = {1: self._switch()}
-        if self.scale.core:
-            self._take_caches()
         self._share()
-        if self.pace is not None:
-            self._settle(self.pace)
-
-    def _usual(self, pace: Pace) -> float:
-        """Return the median of all looks, of the ranks the median; all ranks call it."""
-        told = self.comm.all_ok(json.dumps(statistics.median(pace.looks)))
-        return float(statistics.median(json.loads(x) for x in told if x is not None))
-
-    def _settle(self, pace: Pace) -> None:
-        """Give all times at the speed that was usual while they were measured."""
-        before, pace.usual = pace.usual, self._usual(pace)
-        for (table, key), points in self.times.items():
-            if table != "slows":  # a share
-                scaled = {at: seconds * pace.usual / before for at, seconds in points.items()}
-                self.times[table, key] = scaled
 
     def _subjects(self, advance: Callable[[], object]) -> Iterator[list[Subject]]:
         """Yield what this rank measures, some at once; of each kind all ranks then know all."""
@@ -199,11 +160,11 @@ class Measurements:
     def _once(self, subject: Subject, call: Call) -> float:
         """Return the seconds of one of the times that a subject is done in a run."""
         comm = self._ranks(subject)
-        watch = self.wall if subject.is_sent else self.own
-        seconds = seconds_of(comm, call, subject.runs, watch)
+        clock = WALL if subject.is_sent else own_clock()
+        seconds = seconds_of(comm, call, subject.runs, clock)
         if subject.without is not None:
             rest = self._run_of(subject.without, subject.options)
-            seconds -= seconds_of(comm, rest, subject.runs, watch)
+            seconds -= seconds_of(comm, rest, subject.runs, clock)
         else:
             seconds -= self.times["run", "run"][1]
             seconds -= self.times["run", "posting"][1] if subject.is_sent else 0.0
@@ -225,7 +186,7 @@ class Measurements:
 
     def _beside(self, way: Way, size: int, *, sends: bool) -> float:
         program = beside(self.scale, way, size, sends=sends)
-        return seconds_of(self.comm, self._run_of(program, way.options), 1, self.wall)
+        return seconds_of(self.comm, self._run_of(program, way.options), 1)
 
     def _longest(self, way: Way, link: Link, most: float) -> tuple[int, float]:
         """Return the size of the longest communication below some seconds, and its own."""
@@ -235,29 +196,13 @@ class Measurements:
                 break
         return size, sent
 
-    def _take_caches(self) -> None:
-        """Measure what work takes more where caches do not hold what it reads."""
-        start = time.perf_counter()
-        run_s, switch_s = (self.times["run", name][1] for name in ("run", "switch"))
-
-        def prepared(host: HostProgram) -> Callable[[], float]:
-            call = self._run_of(host, OPTIONS)
-            return lambda: seconds_of(self.comm, call, 2, self.own)
-
-        found = cold.caches(self.scale, self.comm.size, prepared, run_s, switch_s)
-        for kind, more in found.returns.items():
-            self.times["returns", kind] = {1: more}
-        assert found.stale is not None
-        self.times["stale", "stale"] = dict(found.stale.points)
-        self.told(f"what caches do not hold: {time.perf_counter() - start:.1f} s")
-
     def _run(self) -> float:
         """Return what a run takes besides its work: what is left when it does nothing.
 
         Of two programs one does twice as much as the other.
         """
         few, many = (
-            seconds_of(self.comm, call_of(self.comm, program), QUEUED, self.own)
+            seconds_of(self.comm, call_of(self.comm, program), QUEUED, own_clock())
             for program in chains(self.scale, self.comm.size)
         )
         return max(0.0, 2 * few - many)
@@ -279,7 +224,7 @@ class Measurements:
         found = []
         for between in BETWEEN:
             product, other, both = (
-                seconds_of(self.comm, self._run_of(host, OPTIONS), QUEUED, self.own)
+                seconds_of(self.comm, self._run_of(host, OPTIONS), QUEUED, own_clock())
                 for host in switches(self.scale, mesh, between)
             )
             run_s = self.times["run", "run"][1]
@@ -324,18 +269,15 @@ class Measurements:
     @property
     def costs(self) -> Costs:
         """The table of what was measured so far."""
-        by: dict[str, dict[str, dict[Any, float]]] = {}
-        tables = (
-            "works", "products", "attentions", "links", "colds", "run", "slows", "returns", "stale",
-        )  # fmt: skip
-        by |= {table: {} for table in tables}
+        by = defaultdict[str, dict[str, dict[Any, float]]](dict)
         for (table, key), points in self.times.items():
             by[table][key] = {at: max(seconds, _LEAST_S) for at, seconds in points.items()}
         works = {key: Curve.of(points) for key, points in by["works"].items()}
-        colds = defaultdict(dict, by["colds"])
         links = {
             key: Link(
-                curve=Curve.of(points), slows=self._slows(key), cold=_more(points, colds[key])
+                curve=Curve.of(points),
+                slows=self._slows(key),
+                cold=_more(points, by["colds"].get(key, {})),
             )
             for key, points in by["links"].items()
         }
@@ -355,19 +297,7 @@ class Measurements:
             cache=self.scale.l2,
             bandwidth=_bandwidth(works),
             is_fused=self.comm.device.type == "cuda",
-            caches=self._caches,
         )
-
-    @property
-    def _caches(self) -> Caches | None:
-        stale = self.times.get(("stale", "stale"))
-        if stale is None:
-            return None
-        rows = self.times.items()
-        returns = {key: points[1] for (table, key), points in rows if table == "returns"}
-        core, shared = self.scale.core, self.scale.cache
-        by_rows = Curve(tuple(sorted(stale.items())))
-        return Caches(core=core, returns=returns, shared=shared, stale=by_rows)
 
     def _slows(self, key: str) -> float:
         return self.times.get(("slows", key), {}).get(1, 0.0)

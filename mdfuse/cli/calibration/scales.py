@@ -24,8 +24,6 @@ class Scale:
         cache: bytes of weights beyond which products find none of them in the cache of a core.
         stale: bytes of operands and results that pointwise work goes through before it comes back
             to the first, so that none is in the cache of a core: in programs others were there.
-        core: bytes that work goes through until the cache of a core has lost its code; 0: of GPUs,
-            whose host is ahead of them.
         tensors: how many operands or weights a run goes through at most: to define and plan them
             takes time, too.
         sizes: bytes of pointwise work.
@@ -55,7 +53,6 @@ class Scale:
     most: int
     cache: int
     stale: int
-    core: int
     tensors: int
     sizes: tuple[int, ...]
     rows: tuple[int, ...]
@@ -81,7 +78,6 @@ CPU = Scale(
     most=64,
     cache=1 << 25,
     stale=1 << 22,
-    core=1 << 20,
     tensors=48,
     sizes=tuple(1 << n for n in (12, 15, 18, 20, 22, 24, 26)),
     rows=(1, 2, 4, 8, 32, 128, 512),
@@ -106,7 +102,6 @@ GPU = Scale(
     most=8,
     cache=1 << 28,
     stale=0,
-    core=0,
     tensors=16,
     sizes=tuple(1 << n for n in (14, 18, 20, 22, 24, 26, 28)),
     rows=(1, 16, 128, 256, 512, 1024, 2048, 4096),

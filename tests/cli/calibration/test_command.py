@@ -1,5 +1,6 @@
 """`mdfuse calibrate` keeps a table with its errors, and none of a noisy machine."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,6 @@ import mdfuse as mf
 from mdfuse.cli.calibration import command, judged, measuring, sampling
 from mdfuse.cli.calibration.command import calibrated
 from mdfuse.cli.calibration.listing import subjects
-from mdfuse.cli.calibration.pace import Pace
 from mdfuse.cli.calibration.scales import CPU, Scale
 from mdfuse.cli.calibration.sending import beside, links, received, ways
 from mdfuse.cli.calibration.subjects import TURNS, Subject
@@ -27,7 +27,7 @@ from mdfuse.seeing.cost_tables import machine_of, parsed
 #: So little that it takes seconds.
 TINY = replace(
     CPU, run_s=1e-5, sizes=(1 << 12, 1 << 14), rows=(4, 8), features=(16, 32),
-    beside=(8, 16), lengths=(8,), messages=(1 << 10,), core=1 << 12, cache=1 << 14,
+    beside=(8, 16), lengths=(8,), messages=(1 << 10,), cache=1 << 14,
 )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def tiny(comm: mf.Communicator, scale: Scale | None = None) -> command.CostTable
 
 def like_a_gpu(comm: mf.Communicator, scale: Scale | None = None) -> command.CostTable:
     """With attention by blocks, of which a sequence of 8 has one, and what a GPU has compiled."""
-    return calibrated(comm, replace(TINY, multiprocessors=2, core=0, compiled=(1 << 12, 1 << 14)))
+    return calibrated(comm, replace(TINY, multiprocessors=2, compiled=(1 << 12, 1 << 14)))
 
 
 @pytest.mark.usefixtures("unjoined")
@@ -58,7 +58,6 @@ def test_attention_by_blocks_and_what_is_compiled(
     others = (8.0,), (32.0, 64.0, 128.0)
     assert {grid.axes[1:] for grid in costs.attentions.values()} == {others}
     assert not any(key.startswith("attention") for key in costs.works)
-    assert costs.caches is None, "of a processor"
     for key in ("compiled f32", "compiled across f32", "compiled rows across f32"):
         assert [size for size, _ in costs.works[key].points] == [6144, 24576]
 
@@ -84,11 +83,9 @@ def test_a_table_has_everything_that_was_measured(
     assert "one query f32" in costs.works
     assert costs.products.keys() == {"linear f32", "matmul f32"}
     assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
-    assert costs.caches is not None and costs.caches.core == 1 << 12
-    assert costs.caches.returns.keys() >= {"gelu", "linear", "scaled_dot_product_attention", "*"}
     assert costs.run_s >= 0 and costs.posting_s <= 1e-9, "one rank communicates with nobody"
     assert table.ranks == 1 and len(table.held_out) == 11 and not costs.is_fused
-    assert table.machine == machine_of(mf.init().device, "gloo") and table.pace_s > 0
+    assert table.machine == machine_of(mf.init().device, "gloo")
 
 
 @pytest.mark.usefixtures("unjoined")
@@ -96,11 +93,11 @@ def test_a_run_takes_what_no_work_in_it_takes(monkeypatch: pytest.MonkeyPatch) -
     """On a clock where each run takes 7 and each of its instructions of work 0.5."""
     monkeypatch.setattr(measuring, "call_of", lambda comm, program: program)
     monkeypatch.setattr(
-        measuring, "seconds_of", lambda comm, program, runs, watch: 7.0 + 0.5 * works(program.host)
+        measuring, "seconds_of", lambda comm, program, runs, clock: 7.0 + 0.5 * works(program.host)
     )
     found = measuring.Measurements(mf.init(), TINY)._run()
     assert found == pytest.approx(7.0)
-    monkeypatch.setattr(measuring, "seconds_of", lambda comm, program, runs, watch: 0.5)
+    monkeypatch.setattr(measuring, "seconds_of", lambda comm, program, runs, clock: 0.5)
     assert measuring.Measurements(mf.init(), TINY)._run() == pytest.approx(0.5)
 
 
@@ -125,7 +122,7 @@ def test_a_communication_behind_work_takes_what_the_rest_leaves(
 ) -> None:
     """On a clock where a communication takes 0.5, a product 3 and other work 0.25."""
 
-    def seconds(comm: mf.Communicator, host: mf.hir.HostProgram, runs: int, watch: object) -> float:
+    def seconds(comm: mf.Communicator, host: mf.hir.HostProgram, runs: int, clock: object) -> float:
         found = [i for i in written_out(project(host, 0)).instructions if is_work(i)]
         products = sum(i.fn == "linear" for i in found)
         return 0.5 * posts(host) + 3.0 * products + 0.25 * (len(found) - products)
@@ -161,6 +158,26 @@ def test_as_many_samples_as_it_takes(
     assert len(samples) == count and next(taken, None) is None
 
 
+@pytest.mark.usefixtures("unjoined")
+@pytest.mark.parametrize(("threads", "own"), [(1, time.thread_time), (2, time.perf_counter)])
+def test_local_work_of_one_thread_has_its_processor_time(
+    threads: int, own: sampling.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent has the time on the wall, since it waits for others."""
+    clocks = list[sampling.Clock]()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
+    monkeypatch.setattr(
+        measuring, "seconds_of", lambda comm, call, runs, clock: clocks.append(clock) or 1.0
+    )
+    found = measuring.Measurements(mf.init(), TINY)
+    found.times |= {("run", name): {1: 0.0} for name in ("run", "posting")}
+    local, sent = next(subjects(TINY, 2)["work"]()), next(links(TINY, ways(2)))
+    for subject in (local, sent):
+        found._once(subject, lambda: None)
+    assert clocks == [own, *[time.perf_counter] * 2]
+
+
 def works(host: mf.hir.HostProgram) -> int:
     return sum(map(is_work, written_out(project(host, 0)).instructions))
 
@@ -174,8 +191,7 @@ def test_ranks_share_local_work_out(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = dict[int, list[str]]()
     monkeypatch.setattr(measuring, "samples_of", lambda *args: [1.0])
     monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
-    for name in ("_take_slows", "_take_caches"):
-        monkeypatch.setattr(measuring.Measurements, name, lambda *args: None)
+    monkeypatch.setattr(measuring.Measurements, "_take_slows", lambda *args: None)
     monkeypatch.setattr(measuring.Measurements, "_switch", lambda self: 0.0)
     for rank in (0, 1, 0):  # the first one once more, with what the other one says
         monkeypatch.setattr(comm, "rank", rank)
@@ -224,7 +240,7 @@ def test_products_beside_communications(monkeypatch: pytest.MonkeyPatch) -> None
     found.times["run", "posting"] = {1: 1.0}
     taken = iter([8.0, 9.5] * len(keys))
     monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
-    monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs, watch: next(taken))
+    monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs, *clock: next(taken))
     found._take_slows(lambda: None)
     assert {key: found.costs.links[key].slows for key in keys} == dict.fromkeys(keys, 0.25)
     assert found.costs.links["*"].slows == 0.25 and next(taken, None) is None
@@ -272,7 +288,7 @@ def test_what_a_change_of_work_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     times = [x for more in (5.0, 60.0, 6.0, 7.0) for x in (3.0 + 16, 3.0 + 8, 3.0 + 24 + more)]
     taken = iter(times)
     monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
-    monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs, watch: next(taken))
+    monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs, *clock: next(taken))
     assert found._switch() == pytest.approx(6.5 / (2 * TURNS))
     taken = iter([19.0, 11.0, 20.0] * 4)
     assert found._switch() == 0.0
@@ -319,40 +335,3 @@ def test_errors_are_those_of_all_pairs() -> None:
     pairs = [judged.Pair(name="", predicted_s=100.0 + n, measured_s=100.0) for n in range(1, 21)]
     mean, p95 = judged.errors(pairs)
     assert mean == pytest.approx(0.105) and p95 == pytest.approx(0.1905)
-
-
-@pytest.mark.usefixtures("unjoined")
-def test_at_the_usual_speed_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of looks that take 1, or 2 where the processor is half as fast, and so does the work."""
-    pace = Pace(usual=1.0)
-    looks = iter([1.0, 1.0, 2.0, 2.0, 1.0, 1.0])
-    taken = iter([2 * 5.0, 2 * 10.4, 2 * 5.1])
-    monkeypatch.setattr(pace, "look", lambda: next(looks))
-    monkeypatch.setattr(sampling, "timed", lambda calls, comm, clock: next(taken))
-    monkeypatch.setattr(sampling, "_AGAIN", 0)
-    found = sampling.seconds_of(mf.init(), lambda: None, 2, sampling.Watch(pace=pace))
-    assert found == pytest.approx(5.1) and next(taken, None) is None, "they are close"
-
-
-@pytest.mark.usefixtures("unjoined")
-def test_what_was_taken_far_from_the_usual_speed_is_taken_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pace = Pace(usual=1.0)
-    looks = iter([1.0, 1.0, 2.0, 2.0, 1.25, 1.25, 0.7, 0.7, 3.0, 3.0, 4.0, 4.0])
-    monkeypatch.setattr(pace, "look", lambda: next(looks))
-    taken = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    found = [pace.timed(lambda: next(taken), 2)[1] for _ in range(3)]
-    assert found == pytest.approx([1.0, 3.0 / 1.25, 6.0 / 4.0]), "twice at most"
-
-
-@pytest.mark.usefixtures("unjoined")
-def test_times_are_given_at_the_speed_that_was_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks, whose looks took 3 and 5 meanwhile, beside 2 before."""
-    pace = Pace(usual=2.0, looks=[1.0, 3.0, 9.0])
-    found = measuring.Measurements(mf.init(), TINY, pace=pace)
-    monkeypatch.setattr(found.comm, "all_ok", lambda text: (text, "5.0"))
-    found.times |= {("works", "add f32"): {64: 3.0}, ("slows", "Allreduce 2"): {1: 0.5}}
-    found._settle(pace)
-    assert found.times["works", "add f32"] == {64: 6.0} and pace.usual == 4.0
-    assert found.times["slows", "Allreduce 2"] == {1: 0.5}, "a share stays"
