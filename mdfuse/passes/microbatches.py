@@ -18,13 +18,13 @@ from networkx.utils import UnionFind
 
 from mdfuse.errors import RECOMPUTED, LoweringError
 from mdfuse.extents.extent import comparable, example
-from mdfuse.ir.dims import DimMap, always, reduced_dims, reshape_groups
+from mdfuse.ir.dims import reduced_dims, reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
 from mdfuse.passes import decompose, drop_unread, one_row, sum_rows
 from mdfuse.passes.strategy import dim_map
-from mdfuse.passes.streams import chunked_label, one_dim, unit_stream
+from mdfuse.passes.streams import falls_together, one_dim, streamed_label, unit_stream
 
 name = "microbatches"
 
@@ -53,7 +53,7 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     if has_one_row(fusion, batch) and (added := one_row.added_up(fusion, values)) is not None:
         fusion = added
         values = _in_chunks(fusion, batch, count, *_dims(fusion, batch))
-    apart = [e for e in fusion.exprs if not _falls_together(e, values)]
+    apart = [e for e in fusion.exprs if not falls_together(e, values)]
     if apart:
         rows = _rows(fusion, batch)
         values = {name: _in_lengths(value, rows) for name, value in values.items()}
@@ -198,6 +198,9 @@ def _check_lengths(
     for expr in apart:
         (*_, result) = names = (*expr.reads, *expr.outputs)
         stream = values[result].stream
+        if dim_map(expr, values).reaches:
+            because = f"{expr.op} reaches over rows of the batch: a microbatch lacks some"
+            raise _refused(fusion, values[expr.outputs[0]], because)
         if expr.op != "reshape" or stream is None or isinstance(stream.chunks, int):
             shapes = " and ".join(str(list(values[x].shape)) for x in names)
             raise _refused(
@@ -245,7 +248,7 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
     if unit_stream(expr, values) is not None:
         return
     labels = dim_map(expr, values)
-    batch = _label(expr, labels, values)
+    batch = streamed_label(expr, labels, values)
     if batch is None:
         if any(_is_read(x, values) for x in expr.inputs):
             raise _needs_whole(fusion, results[0], expr, values)
@@ -268,41 +271,9 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
         yield replace(value, stream=Stream.over(op, chunks))
 
 
-def _label(expr: Expr, labels: DimMap, values: Mapping[str, Value]) -> int | None:
-    """Return the label that the batch's dim has in an expression; None where none has it."""
-    label = chunked_label(expr, values)
-    for name, dims in zip(expr.outputs, labels.results, strict=True):
-        stream = values[name].stream
-        if label is None and stream is not None and stream.op is None:
-            label = dims[stream.dim]
-    return label
-
-
 def _is_read(x: object, values: Mapping[str, Value]) -> bool:
     stream = values[x].stream if isinstance(x, str) else None
     return stream is not None and stream.op is None
-
-
-def _falls_together(expr: Expr, values: Mapping[str, Value]) -> bool:
-    """Return whether the chunks of an expression's operands and results have the same borders."""
-    if not values[expr.outputs[0]].is_tensor:
-        return True
-    if (stream := unit_stream(expr, values)) is not None:
-        x, y = (values[name] for name in (*expr.reads, *expr.outputs))
-        assert y.stream is not None
-        return stream.count == 1 or x.shape[stream.dim] == y.shape[y.stream.dim]
-    labels = dim_map(expr, values)
-    label = _label(expr, labels, values) if labels.fits is not always else None
-    if label is None:
-        return True
-    layout = values[expr.outputs[0]].layout
-    assert layout is not None
-    axes: Sequence[str] = ()
-    for name, dims in zip(expr.outputs, labels.results, strict=True):
-        if label in dims and (at := values[name].layout) is not None:
-            axes = at.split_axes(dims.index(label))
-    counts = {s.count for x in (*expr.reads, *expr.outputs) if (s := values[x].stream) is not None}
-    return labels.fits(label, (*map(layout.mesh.axis_size, axes), *counts))
 
 
 def _is_cut(fusion: Fusion, expr: Expr, value: Value) -> bool:
