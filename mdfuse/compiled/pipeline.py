@@ -17,6 +17,7 @@ from mdfuse.hir.emit.blocks import Pipeline
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir_lowering import Batch
 from mdfuse.ir.graph import Fusion
+from mdfuse.passes.microbatches import has_one_row
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import ShouldMerge
 from mdfuse.pipelines.choose import choose
@@ -42,9 +43,11 @@ def pipeline(
     loss, the gradients of weights) is added up, f16 and bf16 in f32. Then comes what is computed of
     the sums, as an optimizer does. So results are those of `mf.compile`, up to the order of sums.
 
-    On one mesh a loop does so, in the memory of one microbatch: gradient accumulation. On several,
-    each is a stage, or several, and a schedule says in which order the stages go forwards and
-    backwards: docs/pipelines.md. Where meshes share ranks, each has a stream on them.
+    On one mesh a loop does so, in the memory of one microbatch: gradient accumulation. Microbatches
+    that are empty on all ranks are left out; of a single one the program is that of `mf.compile`,
+    and nothing is refused. On several meshes each is a stage, or several, and a schedule says in
+    which order the stages go forwards and backwards: docs/pipelines.md. Where meshes share ranks,
+    each has a stream on them.
 
     Args:
         definition: what is computed.
@@ -105,7 +108,7 @@ class _Lower:
         if len(meshes) > 1 or self.wanted is not None:
             return self.in_stages(fusion)
         made, parts, host = hir_lowering.lower(
-            fusion, self.should_merge, options=self.options, batch=self.batch
+            fusion, self.should_merge, options=self.options, batch=_with_rows(fusion, self.batch)
         )
         return made, segments_of(made, parts, host, self.options), host
 
@@ -145,6 +148,26 @@ class _Lower:
         meshes = tuple(names[m] for m in dict.fromkeys(stages.meshes))
         self.schedule = replace(schedule, meshes=meshes)
         return made, segments_of(made, parts, host, self.options), host
+
+
+def _with_rows(fusion: Fusion, batch: Batch) -> Batch | None:
+    """Return the batch in as many microbatches as have rows on some rank; None for one: no loop.
+
+    Chunks have the same rows then as before, since `torch.chunk` puts the empty ones last.
+    """
+    if has_one_row(fusion, batch.dims):
+        return None
+    count = 1
+    for name, dim in batch.dims.items():
+        value = fusion.values[name]
+        extent = value.shape[dim]
+        if value.layout is None or not isinstance(extent, int):
+            count = batch.count
+            continue
+        rows = max(b - a for _, (a, b) in value.layout.chunks_of(dim, extent))
+        each = max(1, -(-rows // batch.count))
+        count = max(count, -(-rows // each))
+    return replace(batch, count=count) if count > 1 else None
 
 
 def _left(host: HostProgram, options: Options | None) -> Overlap | None:

@@ -17,14 +17,14 @@ from dataclasses import replace
 from networkx.utils import UnionFind
 
 from mdfuse.errors import RECOMPUTED, LoweringError
-from mdfuse.extents.extent import comparable
-from mdfuse.ir.dims import DimMap, always, reduced_dims, reshape_groups
+from mdfuse.extents.extent import comparable, example
+from mdfuse.ir.dims import reduced_dims, reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
-from mdfuse.passes import decompose, drop_unread, sum_rows
+from mdfuse.passes import decompose, drop_unread, one_row, sum_rows
 from mdfuse.passes.strategy import dim_map
-from mdfuse.passes.streams import chunked_label, one_dim, unit_stream
+from mdfuse.passes.streams import falls_together, one_dim, streamed_label, unit_stream
 
 name = "microbatches"
 
@@ -49,17 +49,11 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     if found:
         fusion = drop_unread.run(replace(fusion, values=inner.values, exprs=tuple(inner.exprs)))
         same, roots = _dims(fusion, batch)
-    values = dict(fusion.values)
-    for name in (*fusion.inputs, *(name for e in fusion.exprs for name in e.outputs)):
-        value = fusion.values[name]
-        dims = [d for d in range(len(value.shape)) if same[name, d] in roots]
-        if len(dims) > 1:
-            raise _pairs(fusion, value, [(d, same[name, d]) for d in dims], batch, same)
-        for dim in dims:
-            cut = replace(value, stream=Stream(dim, count))
-            if name in batch or _has_rows(fusion, cut, values):
-                values[name] = cut
-    apart = [e for e in fusion.exprs if not _falls_together(e, values)]
+    values = _in_chunks(fusion, batch, count, same, roots)
+    if has_one_row(fusion, batch) and (added := one_row.added_up(fusion, values)) is not None:
+        fusion = added
+        values = _in_chunks(fusion, batch, count, *_dims(fusion, batch))
+    apart = [e for e in fusion.exprs if not falls_together(e, values)]
     if apart:
         rows = _rows(fusion, batch)
         values = {name: _in_lengths(value, rows) for name, value in values.items()}
@@ -77,9 +71,40 @@ def cut(fusion: Fusion, batch: Mapping[str, int]) -> set[str]:
     return {v.name for v in values if any(same[v.name, d] in roots for d in range(len(v.shape)))}
 
 
-def _rows(fusion: Fusion, batch: Mapping[str, int]) -> object:
+def _in_chunks(
+    fusion: Fusion,
+    batch: Mapping[str, int],
+    count: int,
+    same: UnionFind[tuple[str, int]],
+    roots: Container[object],
+) -> dict[str, Value]:
+    """Return the values, those that have the dim of the batch with its stream.
+
+    Raises:
+        LoweringError: some value has it twice.
+    """
+    values = dict(fusion.values)
+    for name in (*fusion.inputs, *(name for e in fusion.exprs for name in e.outputs)):
+        value = fusion.values[name]
+        dims = [d for d in range(len(value.shape)) if same[name, d] in roots]
+        if len(dims) > 1:
+            raise _pairs(fusion, value, [(d, same[name, d]) for d in dims], batch, same)
+        for dim in dims:
+            cut = replace(value, stream=Stream(dim, count))
+            if name in batch or _has_rows(fusion, cut, values):
+                values[name] = cut
+    return values
+
+
+def _rows(fusion: Fusion, batch: Mapping[str, int]) -> int:
     """Return how many rows a batch has: a number, or an extent that a run chooses."""
     return next(fusion.values[name].shape[dim] for name, dim in batch.items())
+
+
+def has_one_row(fusion: Fusion, batch: Mapping[str, int]) -> bool:
+    """Tell whether a batch has one row; of an extent that a run chooses, it is a guard then."""
+    rows = _rows(fusion, batch)
+    return example(rows) == 1 and rows == 1
 
 
 def _dims(
@@ -87,8 +112,7 @@ def _dims(
 ) -> tuple[UnionFind[tuple[str, int]], set[object]]:
     """Return which dims of values are the same, (name of a value, dim), and which the batch's."""
     same: UnionFind[tuple[str, int]] = UnionFind()
-    rows = _rows(fusion, batch)
-    is_one = isinstance(rows, int) and rows == 1
+    is_one = has_one_row(fusion, batch)
     for expr in fusion.exprs:
         if fusion.values[expr.outputs[0]].is_tensor:
             for first, *others in _same_dims(expr, fusion.values, is_one):
@@ -174,6 +198,9 @@ def _check_lengths(
     for expr in apart:
         (*_, result) = names = (*expr.reads, *expr.outputs)
         stream = values[result].stream
+        if dim_map(expr, values).reaches:
+            because = f"{expr.op} reaches over rows of the batch: a microbatch lacks some"
+            raise _refused(fusion, values[expr.outputs[0]], because)
         if expr.op != "reshape" or stream is None or isinstance(stream.chunks, int):
             shapes = " and ".join(str(list(values[x].shape)) for x in names)
             raise _refused(
@@ -221,7 +248,7 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
     if unit_stream(expr, values) is not None:
         return
     labels = dim_map(expr, values)
-    batch = _label(expr, labels, values)
+    batch = streamed_label(expr, labels, values)
     if batch is None:
         if any(_is_read(x, values) for x in expr.inputs):
             raise _needs_whole(fusion, results[0], expr, values)
@@ -239,22 +266,9 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
         op = labels.reduces.get(batch)
         if op not in JOINED:
             raise _needs_whole(fusion, value, expr, values)
-        if op in ("max", "min") and (found := [x for x in expr.reads if _is_empty(values[x])]):
-            because = f"a microbatch of %{found[0]} is empty, and has no {op}"
-            raise _refused(fusion, value, because, _fewer(values[found[0]]))
         cut = (values[x].stream for x in (*expr.reads, *expr.outputs) if _is_read(x, values))
         (chunks,) = {stream.chunks for stream in cut if stream is not None}
         yield replace(value, stream=Stream.over(op, chunks))
-
-
-def _label(expr: Expr, labels: DimMap, values: Mapping[str, Value]) -> int | None:
-    """Return the label that the batch's dim has in an expression; None where none has it."""
-    label = chunked_label(expr, values)
-    for name, dims in zip(expr.outputs, labels.results, strict=True):
-        stream = values[name].stream
-        if label is None and stream is not None and stream.op is None:
-            label = dims[stream.dim]
-    return label
 
 
 def _is_read(x: object, values: Mapping[str, Value]) -> bool:
@@ -262,61 +276,11 @@ def _is_read(x: object, values: Mapping[str, Value]) -> bool:
     return stream is not None and stream.op is None
 
 
-def _falls_together(expr: Expr, values: Mapping[str, Value]) -> bool:
-    """Return whether the chunks of an expression's operands and results have the same borders."""
-    if not values[expr.outputs[0]].is_tensor:
-        return True
-    if (stream := unit_stream(expr, values)) is not None:
-        x, y = (values[name] for name in (*expr.reads, *expr.outputs))
-        assert y.stream is not None
-        return stream.count == 1 or x.shape[stream.dim] == y.shape[y.stream.dim]
-    labels = dim_map(expr, values)
-    label = _label(expr, labels, values) if labels.fits is not always else None
-    if label is None:
-        return True
-    layout = values[expr.outputs[0]].layout
-    assert layout is not None
-    axes: Sequence[str] = ()
-    for name, dims in zip(expr.outputs, labels.results, strict=True):
-        if label in dims and (at := values[name].layout) is not None:
-            axes = at.split_axes(dims.index(label))
-    counts = {s.count for x in (*expr.reads, *expr.outputs) if (s := values[x].stream) is not None}
-    return labels.fits(label, (*map(layout.mesh.axis_size, axes), *counts))
-
-
 def _is_cut(fusion: Fusion, expr: Expr, value: Value) -> bool:
     """Return whether a set goes chunk by chunk; else it goes whole, and what is around it."""
     assert value.layout is not None and value.stream is not None
     extent = value.shape[value.stream.dim]
     return form(fusion.layout(expr.reads[0]), value.layout, value.stream, extent) == "chunks"
-
-
-def _parts(value: Value) -> list[int]:
-    """Return how many rows of the batch each rank has; none where that is not cut."""
-    stream, layout = value.stream, value.layout
-    if stream is None or stream.op is not None or layout is None:
-        return []
-    return [b - a for _, (a, b) in layout.chunks_of(stream.dim, value.shape[stream.dim])]
-
-
-def _is_empty(value: Value) -> bool:
-    """Return whether some rank has no row in some microbatch."""
-    return value.stream is not None and _has_empty(_parts(value), value.stream)
-
-
-def _has_empty(parts: Sequence[int], stream: Stream) -> bool:
-    cuts = (stream.interval((0, n), i) for n in parts for i in range(stream.count))
-    return any(a >= b for a, b in cuts)
-
-
-def _fewer(value: Value) -> str:
-    """Say of how many microbatches none is empty."""
-    assert value.stream is not None
-    parts, dim = _parts(value), value.stream.dim
-    for count in range(value.stream.count, 0, -1):
-        if not _has_empty(parts, Stream(dim, count)):
-            return f"microbatches={count}"
-    return "give each rank a row of the batch"
 
 
 def _needs_whole(

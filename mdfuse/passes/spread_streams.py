@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import Stream
-from mdfuse.passes.streams import operand_streams
+from mdfuse.passes.streams import falls_together, operand_streams
 
 name = "spread_streams"
 
@@ -83,5 +83,10 @@ def _reads_chunks(expr: Expr, value: Value, values: dict[str, Value]) -> bool:
 
 
 def _read(expr: Expr, value: Value, values: dict[str, Value]) -> tuple[Stream | None, ...]:
-    """Return how an expression reads its operands if its result had a stream."""
-    return operand_streams(expr, ChainMap({value.name: value}, values))
+    """Return how an expression reads its operands if its result had a stream.
+
+    All whole, where a chunk of the result is not made of chunks of the operands.
+    """
+    streamed = ChainMap({value.name: value}, values)
+    read = operand_streams(expr, streamed)
+    return read if falls_together(expr, streamed) else (None,) * len(read)

@@ -8,13 +8,13 @@ an expression is `operand_streams`: the dims with the label of the streamed dim 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from networkx.utils import UnionFind
 
 from mdfuse.errors import LoweringError
-from mdfuse.ir.dims import DimMap, reshape_groups, unit_rows
+from mdfuse.ir.dims import DimMap, always, reshape_groups, unit_rows
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import form
@@ -24,7 +24,7 @@ name = "split_streams"
 
 _RESHAPED = (
     "the reshape splits or merges that dim: a chunk of the result is none of its operand",
-    "stream a dim that the reshape keeps, or stream what comes before and after it",
+    "chunks of whole rows before and after it, or stream a dim that the reshape keeps",
 )
 
 
@@ -49,10 +49,32 @@ def run(fusion: Fusion) -> Fusion:
             values[value.name] = replace(value, layout=layout, stream=value.layout.stream)
     fusion = check_lengths(replace(fusion, values=values), has_sets=False)
     for expr in fusion.exprs:
+        if expr.op == "reshape" and (value := values[expr.output]).stream is not None:
+            values[value.name] = _in_lengths(expr, value, values)
+    fusion = replace(fusion, values=values)
+    for expr in fusion.exprs:
         for name in expr.outputs:
             if values[name].stream is not None:
                 _check(fusion, expr, name)
     return fusion
+
+
+def _in_lengths(expr: Expr, value: Value, values: Mapping[str, Value]) -> Value:
+    """Return a result of a reshape in chunks of given lengths, where counted ones do not do.
+
+    Five rows in two chunks are 3 and 2, but the 20 rows that they are made of are 10 and 10.
+    """
+    stream, layout = value.stream, value.layout
+    assert stream is not None
+    extent = value.shape[stream.dim]
+    is_counted = isinstance(stream.chunks, int) and isinstance(extent, int) and layout is not None
+    if not is_counted or layout is None or falls_together(expr, values):
+        return value
+    parts = {b - a for _, (a, b) in layout.chunks_of(stream.dim, extent)}
+    if len(parts) > 1:
+        return value
+    cuts = (stream.interval((0, max(parts)), i) for i in range(stream.count))
+    return replace(value, stream=replace(stream, chunks=tuple(b - a for a, b in cuts)))
 
 
 def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | None, ...]:
@@ -101,6 +123,42 @@ def chunked_label(expr: Expr, values: Mapping[str, Value]) -> int | None:
         if stream is not None and stream.op is None:
             return dims[stream.dim]
     return None
+
+
+def streamed_label(expr: Expr, labels: DimMap, values: Mapping[str, Value]) -> int | None:
+    """Return the label of the streamed dim of operands, or of results; None where none has it."""
+    label = chunked_label(expr, values)
+    for name, dims in zip(expr.outputs, labels.results, strict=True):
+        stream = values[name].stream
+        if label is None and stream is not None and stream.op is None:
+            label = dims[stream.dim]
+    return label
+
+
+def falls_together(expr: Expr, values: Mapping[str, Value]) -> bool:
+    """Return whether the chunks of an expression's operands and results have the same borders.
+
+    Those of windows that reach over rows have none. Values without a layout count as whole.
+    """
+    if not values[expr.outputs[0]].is_tensor:
+        return True
+    if (stream := unit_stream(expr, values)) is not None:
+        x, y = (values[name] for name in (*expr.reads, *expr.outputs))
+        assert y.stream is not None
+        return stream.count == 1 or x.shape[stream.dim] == y.shape[y.stream.dim]
+    labels = dim_map(expr, values)
+    if labels.fits is always and not labels.reaches:
+        return True
+    label = streamed_label(expr, labels, values)
+    if label is None or label in labels.reaching:
+        return label is None
+    streams = [s for x in (*expr.reads, *expr.outputs) if (s := values[x].stream) is not None]
+    counts = {s.count for s in streams if isinstance(s.chunks, int)}  # given lengths are scaled
+    axes: Sequence[int] = ()
+    for name, dims in zip(expr.outputs, labels.results, strict=True):
+        if label in dims and (at := values[name].layout) is not None:
+            axes = [at.mesh.axis_size(a) for a in at.split_axes(dims.index(label))]
+    return labels.fits(label, (*axes, *counts))
 
 
 def _kept_dim(expr: Expr, values: Mapping[str, Value], dim: int) -> int | None:
@@ -210,9 +268,14 @@ def _check(fusion: Fusion, expr: Expr, name: str) -> None:
         because = f"{expr.op} computes {len(expr.outputs)} results at once, and these whole"
         hint = f"stream a set of it: fd.ops.set({name}).on(..., stream=...)"
     elif expr.op == "reshape":
-        is_possible = _kept_dim(expr, fusion.values, dim) is not None
         what += f"{fusion.values[expr.reads[0]].shape} -> {value.shape}"
+        is_possible = all(s is not None for s in operand_streams(expr, fusion.values))
+        is_possible = is_possible and falls_together(expr, fusion.values)
         because, hint = _RESHAPED
+    elif not falls_together(expr, fusion.values):
+        is_possible = False
+        because = f"{expr.op} reaches over rows of dim {dim}: a chunk is made of more than its own"
+        hint = f"stream another dim, or a set of it: fd.ops.set({name}).on(..., stream=...)"
     else:
         is_possible = dim_map(expr, fusion.values).result[dim] is not None
         because = f"{expr.op} needs dim {dim} as a whole"

@@ -62,9 +62,24 @@ def _shifted(x: Any, w: Any) -> Any:
     return x + w.mean(0).unsqueeze(0)
 
 
+def _placed(x: Any, w: Any) -> Any:
+    """With a table of positions, of which a part is read."""
+    return x + w[:POSITIONS].unsqueeze(0)
+
+
+def _classed(x: Any, w: Any) -> Any:
+    """With a learned position in front, which is dropped again."""
+    first = w[1:2].unsqueeze(0).expand(x.shape[0], 1, WIDTH)
+    return torch.cat([first, x * w[0]], 1)[:, :-1]
+
+
+def _stacked(x: Any, w: Any) -> Any:
+    return torch.stack([x, x * w[0]]).sum(0)
+
+
 LAYERS: dict[str, Callable[[Any, Any], Any]] = {
     "linear": _linear, "tokens": _tokens, "heads": _heads, "scaled": _scaled,
-    "shifted": _shifted,
+    "shifted": _shifted, "placed": _placed, "classed": _classed, "stacked": _stacked,
 }  # fmt: skip
 
 PLACES: dict[str, tuple[DeviceMesh, ...]] = {

@@ -78,3 +78,24 @@ def test_with_extents_it_still_has_its_schedule() -> None:
     told = program.with_extents({"x.0": 8, "x.1": 2})
     assert told.schedule == program.schedule
     assert "1f1b on m0: stage 0" in told.explain()
+
+
+@pytest.mark.parametrize("last", [FIRST, SECOND], ids=["loop", "stages"])
+def test_a_run_of_one_row(last: DeviceMesh) -> None:
+    """Its row may be brought together, as rows of a batch may not."""
+    with mf.FusionDefinition("positions") as fd:
+        x = fd.define_tensor([-1, 3, 4], D, FIRST, name="x")
+        w = fd.define_tensor([5, 4], D, FIRST, name="w")
+        h = fd.ops.set(x + w[:3].unsqueeze(0)).on(last, {})
+        loss = h.square().sum()
+        for y in (loss, *mf.grad(loss, [w]), h.amax(0)):
+            fd.add_output(y)
+    program = mf.pipeline(fd, microbatches=2, batch={"x": 0})
+    for rows in (1, 4, 1):
+        given, w = torch.randn(rows, 3, 4, dtype=D), torch.randn(5, 4, dtype=D, requires_grad=True)
+        h = given + w[:3]
+        loss = h.square().sum()
+        wanted = loss, *torch.autograd.grad(loss, [w]), h.amax(0)
+        found = mf.simulate(program, [given, w.detach()]).outputs
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want.detach())

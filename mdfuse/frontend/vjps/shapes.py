@@ -23,9 +23,15 @@ def _permute(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     return (views.permute(ct, [dims.index(d) for d in range(ct.ndim)]) if dims else ct,)
 
 
-@rule("reshape", "unsqueeze", "squeeze")
+@rule("reshape", "squeeze")
 def _reshape(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     return (record("reshape", ct, shape=e.shape(0)),)
+
+
+@rule("unsqueeze")
+def _unsqueeze(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """Say which dims go: of a shape alone, one row of a batch may be merged with what is behind."""
+    return (record("squeeze", ct, dims=e.attrs["dims"]),)
 
 
 @rule("expand")

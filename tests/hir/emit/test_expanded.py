@@ -64,7 +64,8 @@ def test_an_output_that_is_gathered_into_the_place_of_an_input(shape: tuple[int,
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_over_an_output(shape: tuple[int, int]) -> None:
     mesh = DeviceMesh.arange(tp=2)
-    x, z = torch.randn(shape), torch.randn(shape[0], 6 if shape[1] == 1 else shape[1])
+    columns = 6 if shape[1] == 1 else shape[1]
+    x, z = (torch.randn(shape[0], n, dtype=torch.float64) for n in (shape[1], columns))
 
     def attended(x: Any, z: Any) -> Any:
         e = x.expand(3, *shape)
@@ -72,8 +73,8 @@ def test_attention_over_an_output(shape: tuple[int, int]) -> None:
         return e, F.scaled_dot_product_attention(y, y, y)
 
     with FusionDefinition("attended") as fd:
-        handles = [fd.define_tensor(x.shape, mesh=mesh, layout={"tp": Shard(1)}, name="x"),
-                   fd.define_tensor(z.shape, mesh=mesh, name="z")]  # fmt: skip
+        handles = [fd.define_tensor(x.shape, x.dtype, mesh, {"tp": Shard(1)}, name="x"),
+                   fd.define_tensor(z.shape, z.dtype, mesh, name="z")]  # fmt: skip
         made = attended(*handles)
         for t in (*made, *mf.grad(made[1].square().sum(), handles)):
             fd.add_output(t)

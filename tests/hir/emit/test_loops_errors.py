@@ -39,31 +39,31 @@ class TestErrors(TestCase):
     def test_a_reshape_that_splits_the_dim(self) -> None:
         def define(fd: mf.FusionDefinition) -> Any:
             x = matrix(fd)
-            y = x.reshape(4, 2, 6).on(MESH, stream=Stream(0, 2))
+            y = x.reshape(2, 4, 6).on(MESH, stream=Stream(1, 2))
             return y
 
         self.assertExpectedInline(
             message(define),
             """\
-LoweringError: %y = reshape(8, 6) -> (4, 2, 6) is streamed over dim 0
-  here   y = x.reshape(4, 2, 6).on(MESH, stream=Stream(0, 2))
+LoweringError: %y = reshape(8, 6) -> (2, 4, 6) is streamed over dim 1
+  here   y = x.reshape(2, 4, 6).on(MESH, stream=Stream(1, 2))
   because     the reshape splits or merges that dim: a chunk of the result is none of its operand
-  try         stream a dim that the reshape keeps, or stream what comes before and after it""",
+  try         chunks of whole rows before and after it, or stream a dim that the reshape keeps""",
         )
 
     def test_a_reshape_that_merges_the_dim(self) -> None:
         def define(fd: mf.FusionDefinition) -> Any:
             x = matrix(fd)
-            y = x.reshape(48).on(MESH, stream=Stream(0, 2))
+            y = x.reshape(48).on(MESH, stream=Stream(0, 3))
             return y
 
         self.assertExpectedInline(
             message(define),
             """\
 LoweringError: %y = reshape(8, 6) -> (48,) is streamed over dim 0
-  here   y = x.reshape(48).on(MESH, stream=Stream(0, 2))
+  here   y = x.reshape(48).on(MESH, stream=Stream(0, 3))
   because     the reshape splits or merges that dim: a chunk of the result is none of its operand
-  try         stream a dim that the reshape keeps, or stream what comes before and after it""",
+  try         chunks of whole rows before and after it, or stream a dim that the reshape keeps""",
         )
 
     def test_softmax_over_the_dim(self) -> None:
