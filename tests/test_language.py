@@ -1,0 +1,80 @@
+"""Names and sentences that a newcomer trips over: counted, with limits that only fall."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = sorted((ROOT / "mdfuse").rglob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+#: Words that say nothing of a value whose only name they are.
+EMPTY = {"found", "made", "told", "kept", "own", "more", "rest", "here"}
+
+#: What is counted -> the most there may be; lower it with each repair.
+LIMITS = {"empty names": 1380, "classes of one name": 60, "docstrings that ask": 400}
+
+#: A sentence that opens so puts its subject last.
+OPENS = re.compile(r"(?:^|[.!?]\s+|\n\n\s*|[-*] )(Of) (?!course\b)[a-z`]")
+
+
+def assigned(tree: ast.AST) -> Iterator[str]:
+    """The names that values are given, where they are local: by `=`, `for`, `with` and `:=`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def docstrings(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+
+
+def comments(text: str) -> str:
+    """The comments of a module, a blank line between those apart."""
+    lines = [re.search(r"(?:^|\s)#:? (.*)$", line) for line in text.splitlines()]
+    return "\n".join(x[1] if x else "\n" for x in lines)
+
+
+def counted() -> dict[str, int]:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in MODULES]
+    classes = Counter(
+        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
+    asking = re.compile(r"(What|Where|How|Whether|Which|Who)\b")
+    return {
+        "empty names": sum(name in EMPTY for tree in trees for name in assigned(tree)),
+        "classes of one name": sum(n > 1 for n in classes.values()),
+        "docstrings that ask": sum(
+            bool(asking.match(x)) for tree in trees for x in docstrings(tree)
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_there_are_no_more_than_before(kind: str) -> None:
+    assert counted()[kind] <= LIMITS[kind]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_sentences_of_pages_begin_with_their_subject(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert [m[0] for m in OPENS.finditer(text)] == []
+
+
+def test_sentences_of_modules_begin_with_their_subject() -> None:
+    wrong = []
+    for path in MODULES:
+        text = path.read_text(encoding="utf-8")
+        parts = [*docstrings(ast.parse(text)), comments(text)]
+        wrong += [(path.name, m[0]) for part in parts for m in OPENS.finditer(part)]
+    assert wrong == []
