@@ -2,18 +2,27 @@
 
 From version 3.12 on, Python starts no thread once it begins to exit. Communicators are closed only
 then, with a limit of time on each step: the threads for that have to wait from the start.
+
+Before 3.14, a thread that comes back from torch's C++ once Python is exiting is ended there, which
+C++ takes for an error: the process aborts (SIGABRT). So Python exits once no job runs, or those
+that still do have had their time: these wait for what does not answer.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 _IDLE = "mdfuse-idle"
+
+#: How long Python's exit waits for jobs that still run, seconds.
+_EXIT_S = 2.0
 
 
 @dataclass(eq=False)
@@ -36,6 +45,7 @@ class Job:
         try:
             self.function()
         finally:
+            _running.discard(self)
             self._ended.set()
 
     def join(self, seconds: float | None = None) -> bool:
@@ -63,7 +73,18 @@ class _Worker:
 
 #: Workers without a job.
 _idle: deque[_Worker] = deque()
+#: Jobs that have begun, or are about to.
+_running: set[Job] = set()
 os.register_at_fork(after_in_child=_idle.clear)  # a fork has the thread alone that forked
+os.register_at_fork(after_in_child=_running.clear)
+
+
+@atexit.register  # before communicators are made, so that it runs behind what closes them
+def _let_end() -> None:
+    """Wait shortly for the jobs that run."""
+    until = time.monotonic() + _EXIT_S
+    for job in list(_running):
+        job.join(max(until - time.monotonic(), 0.0))
 
 
 def keep_ready(count: int) -> None:
@@ -83,6 +104,7 @@ def start(function: Callable[[], object], name: str) -> Job:
     except IndexError:
         worker = _Worker()
     job = Job(function, name, worker.thread)
+    _running.add(job)
     worker.jobs.put(job)
     return job
 

@@ -12,6 +12,7 @@ from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.reshard.clock import is_timed
+from mdfuse.reshard.nodes import Carriers, spanned
 from mdfuse.reshard.splits import splits_of
 from mdfuse.reshard.step import Step, step_cost, step_time
 
@@ -39,7 +40,12 @@ def moved(source: Layout, destination: Layout) -> frozenset[int]:
 
 
 def through_blocks(
-    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, find: _Find
+    source: Layout,
+    destination: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    find: _Find,
+    carriers: Carriers = (),
 ) -> _Path:
     """Return the cheapest steps between layouts of which a moved dim is in blocks.
 
@@ -49,14 +55,32 @@ def through_blocks(
         shape: global extents.
         itemsize: bytes of an element.
         find: finds the steps of a part of the way.
+        carriers: as `steps` takes them: axes of several change alone, where they can.
     """
     timed = is_timed(source, destination, shape)
 
-    def cost(way: _Path) -> tuple[int, int]:
+    def cost(way: _Path) -> tuple[int, int, int]:
         spent = (step_time(s, shape, itemsize) if timed else step_cost(s, shape) for s in way)
-        return sum(spent), len(way)
+        posts = (s for s in way if isinstance(s, Communication))
+        return sum(spanned(s.along, carriers) for s in posts), sum(spent), len(way)
 
-    return min(_ways(source, destination, shape, find), key=cost)
+    ways = [*_ways(source, destination, shape, find)]
+    if all(cost(way)[0] for way in ways):
+        ways += _one_by_one(source, destination, find, carriers)
+    return min(ways, key=cost)
+
+
+def _one_by_one(
+    source: Layout, destination: Layout, find: _Find, carriers: Carriers
+) -> Iterator[_Path]:
+    """Yield ways on which one axis changes alone, first."""
+    for axis, goal in destination.by_axis().items():
+        between = source.with_placement(axis, goal) if source.placement(axis) != goal else source
+        if between in (source, destination):
+            continue
+        first = Communication(kind="Exchange", source=source, destination=between)
+        if not spanned(first.along, carriers):
+            yield (*find(source, between), *find(between, destination))
 
 
 def _ways(

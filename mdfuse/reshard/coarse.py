@@ -27,7 +27,7 @@ def cheapest(search: Search) -> _Way:
         return found
     ways = [found, _unpadded(search, found)]
     best = min(ways, key=lambda way: _arriving(search, way))
-    most, _ = _arriving(search, best)
+    _, most, _ = _arriving(search, best)
     if most * 64 > search.least_arriving(search.start) * 65:
         other = replace(search, left={}, leasts={}, is_worst_alone=True).path()
         ways = [best, other, _unpadded(search, other), *_scattered_first(search, most)]
@@ -79,12 +79,16 @@ def _as_exchange(move: Move) -> Move:
     return Move(kind, move.after)
 
 
-def _arriving(search: Search, way: _Way) -> tuple[int, int]:
-    """Return what arrives at the worst rank, and at all of them."""
+def _arriving(search: Search, way: _Way) -> tuple[int, int, int]:
+    """Return how many axes of several backends exchanges span, and what arrives.
+
+    At the worst rank, and at all of them.
+    """
     each: Any = np.zeros(search.sizes, int)
     for here, move in way:
         each = each + _arriving_by(search, here, move)
-    return int(each.max()), int(each.sum())
+    spans = sum(search.spanned(here, move) for here, move in way)
+    return spans, int(each.max()), int(each.sum())
 
 
 def _arriving_by(search: Search, here: Node, move: Move) -> Any:

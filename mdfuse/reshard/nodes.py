@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,6 +13,16 @@ from mdfuse.mesh import DeviceMesh
 
 #: (axis, backend) of the axes whose communications have a backend of their own
 Carriers = tuple[tuple[str, str], ...]
+
+
+def spanned(axes: Collection[str], carriers: Carriers) -> int:
+    """Return how many axes of several backends there are; 0: one backend carries all.
+
+    >>> spanned(("a", "b"), (("a", "mpi"),)), spanned(("b", "c"), (("a", "mpi"),))
+    (2, 0)
+    """
+    by_axis = dict(carriers)
+    return len(axes) if by_axis and len({by_axis.get(a) for a in axes}) > 1 else 0
 
 
 class Node(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import combinations, count, permutations, product
 from typing import NamedTuple
@@ -14,12 +14,12 @@ from mdfuse.layouts.lacks import UNIT
 from mdfuse.layouts.layout import IDEMPOTENT, Partial, Replicate, Shard, commute
 from mdfuse.reshard.clock import nanoseconds
 from mdfuse.reshard.costs import Costs
-from mdfuse.reshard.nodes import Move, Node
+from mdfuse.reshard.nodes import Move, Node, spanned
 
 #: steps without communication
 _LOCAL = ("slice", "term")
 #: more than any cost
-_FAR = (math.inf, 0)
+_FAR = (math.inf, 0, 0)
 
 
 class _Way(NamedTuple):
@@ -28,6 +28,8 @@ class _Way(NamedTuple):
     before: _Way | None = None
     last: tuple[Node, Move] | None = None
     has_posts: bool = False
+    #: how many axes of several backends its exchanges span
+    spans: int = 0
 
     def moves(self) -> list[tuple[Node, Move]]:
         """Return the nodes and moves of the way, in order."""
@@ -60,7 +62,22 @@ class Search(Costs):
             return [Move("ReduceExchange", after) for after in self.refined] if may else []
         may = here.made == () and here.splits != self.end.splits and self.may_exchange(here)
         ends = self.refined if self.is_timed else [self.end._replace(made=())]
+        if may and self.is_mixed:
+            gone = [a for a, n in enumerate(self.sizes) if n > 1 and self.is_gone(here, a)]
+            ends = [x for x in (*ends, *self.but_some(here)) if not _splits(x, gone) and x != here]
         return [Move("Exchange", after) for after in ends] if may else []
+
+    def but_some(self, here: Node) -> Iterator[Node]:
+        """Yield the end but for some axes that stay, innermost: they are to change alone."""
+        there = [(d, a) for d in self.dims for a in here.splits[d]]
+        for n in range(1, len(there)):
+            for kept in combinations(there, n):
+                stay = {a for _, a in kept}
+                goal = (tuple(a for a in axes if a not in stay) for axes in self.end.splits)
+                after = Node(tuple(goal), ())
+                for d, a in kept:
+                    after = _split(after, a, d)
+                yield after
 
     def may_exchange(self, here: Node) -> bool:
         """Whether an Exchange may come next: where time counts, not behind what it would do itself.
@@ -68,7 +85,7 @@ class Search(Costs):
         It reads what the source has, cut up along axes that were reduced, or that shared this work;
         but of parts that lie in those of the destination, which collectives gather.
         """
-        if not self.is_timed:
+        if not self.is_timed or self.is_mixed:
             return True
         if self.ops and all(
             x[: len(y)] == y for x, y in zip(here.splits, self.end.splits, strict=True)
@@ -102,6 +119,8 @@ class Search(Costs):
         if dim is None:
             if a in made or not self.is_whole(a):
                 return []
+            if self.is_mixed and self.is_gone(here, a):
+                return []
             found = [Move("slice", _split(here, a, d)) for d in dims]
             if a in self.made:
                 found += self.making(here, a, self.made[a] in IDEMPOTENT)
@@ -129,6 +148,14 @@ class Search(Costs):
             found = [to, *found] if to is not None and to in self.dims else found
             self.known_dims[a, is_free] = found
         return found
+
+    def is_gone(self, here: Node, a: int) -> bool:
+        """Whether ranks along an axis got all of what they had parts or terms of.
+
+        Where axes are to change alone they would only do so to throw parts of it away.
+        """
+        whole = isinstance(self.source.placements[a], Replicate) or a in here.made
+        return not whole and _at(here, a) is False
 
     def is_whole(self, a: int) -> bool:
         """Whether an axis is not Partial in the source, or no longer."""
@@ -171,10 +198,23 @@ class Search(Costs):
                     if self.is_one_carrier(axes[-n:]):
                         yield Move("Allgather", _joined(here, d, n), axes[-n:], d)
 
-    def is_one_carrier(self, axes: tuple[int, ...]) -> bool:
+    def is_one_carrier(self, axes: Sequence[int]) -> bool:
         """Whether one backend carries what goes along some axes, so that it may go at once."""
-        names, by_axis = self.source.mesh.axes, dict(self.carriers)
-        return not by_axis or len({by_axis.get(names[a]) for a in axes}) == 1
+        names = self.source.mesh.axes
+        return not self.carriers or not spanned([names[a] for a in axes], self.carriers)
+
+    @cached_property
+    def is_mixed(self) -> bool:
+        """Whether axes of the mesh have several backends: each is to change alone, if it can."""
+        return not self.is_one_carrier([a for a, n in enumerate(self.sizes) if n > 1])
+
+    def spanned(self, here: Node, move: Move) -> int:
+        """Return how many axes of several backends an exchange spans; 0: one backend has all."""
+        if not self.is_mixed or move.kind not in ("Exchange", "ReduceExchange"):
+            return 0
+        axes = [a for a, n in enumerate(self.sizes) if n > 1]
+        axes = [a for a in axes if _at(here, a) != _at(move.after, a)]
+        return 0 if self.is_one_carrier(axes) else len(axes)
 
     def is_even(self, dim: int, axes: tuple[int, ...]) -> bool:
         return self.shape[dim] % self.count(axes) == 0
@@ -245,26 +285,31 @@ class Search(Costs):
     # -- the search ------------------------------------------------------------------------------
 
     def path(self) -> list[tuple[Node, Move]]:
-        """Return the moves of the cheapest way; of several, of the least effort."""
+        """Return the moves of the cheapest way; of several, of the least effort.
+
+        Before that counts along how few axes of several backends its exchanges go.
+        """
         tick, end, late_is = count(), self.end, 0 if self.is_timed else 1
-        # what it costs at least, effort, -, what it takes to here, which is known how well: a late
-        # move by what is quickly known of it, by what is known of bytes, and all that is left
-        frontier: list[tuple[int, int, int, int, Node, _Way, int]] = [
-            (self.least(self.start), 0, next(tick), 0, self.start, _Way(), 1)
+        # axes of several backends, what it costs at least, effort, -, what it takes to here, which
+        # is known how well: a late move by what is quickly known of it, by what is known of bytes,
+        # and all that is left
+        frontier: list[tuple[int, int, int, int, int, Node, _Way, int]] = [
+            (0, self.least(self.start), 0, next(tick), 0, self.start, _Way(), 1)
         ]
         done: set[Node] = set()
-        best: dict[Node, tuple[float, int]] = {}  # what it takes to a node, but by a late move
-        limit: float = math.inf  # what a way that is known takes
+        best: dict[Node, tuple[float, int, int]] = {}  # what it takes to a node, but by a late move
+        limit: tuple[float, int] = _FAR[:2]  # what a way that is known takes
         while frontier:
-            total, effort, _, spent, here, way, known = heapq.heappop(frontier)
+            spans, total, effort, _, spent, here, way, known = heapq.heappop(frontier)
             if here in done:
                 continue
             if known < 2:
                 found = self.closer(total, spent, here, way, known)
                 if found is not None:
                     total, spent, known = found
-                    limit = min(limit, total) if here == end and known == 2 else limit
-                    heapq.heappush(frontier, (total, effort, next(tick), spent, here, way, known))
+                    limit = min(limit, (spans, total)) if here == end and known == 2 else limit
+                    later = (spans, total, effort, next(tick), spent, here, way, known)
+                    heapq.heappush(frontier, later)
                     continue
             if here == end:
                 return way.moves()
@@ -274,24 +319,25 @@ class Search(Costs):
                 after = move.after
                 if after in done:
                     continue
-                ahead = spent + self.least(after)
-                if ahead > limit:
+                ahead, spans = spent + self.least(after), way.spans + self.spanned(here, move)
+                if (spans, ahead) > limit:
                     continue
                 weight = effort + _effort(move, way.has_posts)
                 if self.is_late(move):
                     total, so_far, known = ahead + self.quickly(here, move), spent, late_is
-                    if total > limit:
+                    if (spans, total) > limit:
                         continue
                 else:
                     cost = self.cost(move, here) if cost < 0 else cost
                     total, so_far, known = ahead + cost, spent + cost, 1
-                    if total > limit or best.get(after, _FAR) <= (so_far, weight):
+                    if (spans, total) > limit or best.get(after, _FAR) <= (spans, so_far, weight):
                         continue
-                    best[after] = so_far, weight
+                    best[after] = spans, so_far, weight
                     if after == end:
-                        limit = total
-                on = _Way(way, (here, move), way.has_posts or move.kind not in _LOCAL)
-                heapq.heappush(frontier, (total, weight, next(tick), so_far, after, on, known))
+                        limit = spans, total
+                on = _Way(way, (here, move), way.has_posts or move.kind not in _LOCAL, spans)
+                row = (spans, total, weight, next(tick), so_far, after, on, known)
+                heapq.heappush(frontier, row)
         raise AssertionError(f"no way from {self.source} to {self.goal}")
 
     def closer(
@@ -333,6 +379,18 @@ class Search(Costs):
         if move.kind == "ReduceExchange":
             arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
         return nanoseconds(1, arrives, crosses, self.itemsize)
+
+
+def _at(node: Node, a: int) -> tuple[int, tuple[int, ...]] | bool:
+    """Return what an axis splits, and what splits it before; else whether it is Partial."""
+    for d, axes in enumerate(node.splits):
+        if a in axes:
+            return d, axes[: axes.index(a)]
+    return a in node.partial
+
+
+def _splits(node: Node, axes: Sequence[int]) -> bool:
+    return any(not isinstance(_at(node, a), bool) for a in axes)
 
 
 def _split(node: Node, a: int, dim: int) -> Node:

@@ -22,7 +22,7 @@ from mdfuse.reshard.across import across
 from mdfuse.reshard.blocks import moved, through_blocks
 from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.coarse import cheapest
-from mdfuse.reshard.nodes import Carriers, Move, Node
+from mdfuse.reshard.nodes import Carriers, Move, Node, spanned
 from mdfuse.reshard.search import Search
 from mdfuse.reshard.step import Local, Step, elements, step_time
 
@@ -82,10 +82,10 @@ def _steps(
         alone = Local(kind="slice", source=source, destination=held)
         return (alone, *find(held, destination, shape, itemsize))
     if destination.reaches:
-        return _reached(source, destination, shape, itemsize, find)
+        return _reached(source, destination, shape, carriers, partial(find, itemsize=itemsize))
     if source.mesh == destination.mesh and moved(source, destination):
         return through_blocks(
-            source, destination, shape, itemsize, lambda a, b: find(a, b, shape, itemsize)
+            source, destination, shape, itemsize, lambda a, b: find(a, b, shape, itemsize), carriers
         )
     if source.mesh == destination.mesh:
         return _same_mesh(source, destination, shape, itemsize, carriers)
@@ -109,15 +109,21 @@ def _reached(
     source: Layout,
     destination: Layout,
     shape: tuple[int, ...],
-    itemsize: int,
+    carriers: Carriers,
     find: Callable[..., tuple[Step, ...]],
 ) -> tuple[Step, ...]:
-    """Return the steps to parts with rows of others: at the end each rank gets what it lacks."""
+    """Return the steps to parts with rows of others: at the end each rank gets what it lacks.
+
+    Rows of several dims arrive at once, whatever the backends: those at corners are of ranks that
+    are neighbours along no axis.
+    """
+    last = Communication(kind="Exchange", source=source, destination=destination)
     is_direct = source.mesh == destination.mesh and source.reduce_ops == destination.reduce_ops
-    before = () if is_direct else find(source, destination.without_reaches, shape, itemsize)
+    if is_direct and not spanned(last.along, carriers):
+        return (_without_idle_posts(last, shape),)
+    before = find(source, destination.without_reaches, shape)
     held = before[-1].destination if before else source
-    last = Communication(kind="Exchange", source=held, destination=destination)
-    return (*before, _without_idle_posts(last, shape))
+    return (*before, _without_idle_posts(replace(last, source=held), shape))
 
 
 def cost(
@@ -198,7 +204,7 @@ def _search(
     """
     search = Search(source, destination, shape, itemsize, carriers)
     is_plain = not (source.partial_axes or destination.partial_axes or search.has_idle_axes)
-    if is_plain and search.is_timed and source.stream is None:
+    if is_plain and search.is_timed and source.stream is None and not search.is_mixed:
         first = _first_search(destination, shape, itemsize, carriers)
         for name in _SHARED:
             setattr(search, name, getattr(first, name))

@@ -53,6 +53,33 @@ def test_what_is_late_goes_on() -> None:
     assert ended.wait(60)
 
 
+def test_python_exits_once_no_thread_is_in_the_store() -> None:
+    """A thread that comes back from torch's C++ while Python exits would abort the process."""
+    script = """
+import time
+from datetime import timedelta
+from mdfuse.interpreter.threads import start
+from mdfuse.torch_private import TCPStore
+
+store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+
+
+def ask():
+    for _ in range(500):
+        store.check(["x"])
+        time.sleep(0.001)
+    print("asked")
+
+
+start(ask, "mdfuse-store")
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, env=bare_environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "asked\n"), done.stderr
+
+
 def test_an_error_of_the_runtime_is_not_in_time() -> None:
     def fail() -> None:
         raise RuntimeError("no store")

@@ -175,6 +175,8 @@ def test_backends_of_axes(comm: mf.Communicator) -> None:
         (Layout(mesh, {"dp": Partial(), "tp": Partial()}), Layout(mesh)),
         (Layout(mesh, {"dp": Shard(0), "tp": Shard(1)}), Layout(mesh, {"dp": Shard(1)})),
         (Layout(mesh, {"tp": Shard(0)}), Layout(mesh, {"tp": Shard(0, blocks=2)})),
+        (Layout(mesh, {"tp": Shard(0, blocks=2), "dp": Shard(1)}), Layout(mesh)),
+        (Layout(mesh, {"tp": Shard(0), "dp": Shard(1)}), Layout(mesh, {"tp": Shard(1)})),
     ]
     for n, (before, after) in enumerate(ends):
         with mf.FusionDefinition(f"set{n}") as fd:

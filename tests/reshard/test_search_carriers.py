@@ -1,4 +1,4 @@
-"""Axes whose communications have backends of their own: no collective goes along axes of several.
+"""Axes whose communications have backends of their own: each changes alone, where it can.
 
 An exchange goes by the backend of the axes along which it changes the layout, where they have one.
 """
@@ -77,6 +77,76 @@ def test_drawn_changes(first: int) -> None:
             carrier = by.pop() if len(by) == 1 else choice.usual
             assert (comm.backend or choice.usual) == carrier, f"{comm}\n{program}"
         check_everywhere(program, [x], [x], exact=True)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_drawn_axes_that_can_change_alone(first: int) -> None:
+    """To whole tensors, and from terms to parts in any order, nothing spans several backends."""
+    for seed in range(first, first + 20):
+        draw = random.Random(seed)
+        mesh, shape = draw.choice((CUBE, DeviceMesh.arange(a=2, b=3, c=2))), draw.choice(SHAPES)
+        if draw.random() < 0.3:
+            mesh = mesh.with_hosts([2 * n // mesh.size for n in range(mesh.size)])
+        sums = Layout(mesh, {a: Partial() for a in mesh.axes})
+        ends = [(drawn(draw, mesh, len(shape), "sum"), Layout(mesh)), (sums, sums)]
+        while ends[1][1].partial_axes:
+            ends[1] = sums, drawn(draw, mesh, len(shape), "sum")
+        x = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
+        for before, after in ends:
+            with mf.FusionDefinition("drawn") as fd:
+                fd.add_output(fd.ops.set(fd.define_tensor(shape, x.dtype, before)).on(after))
+            program = mf.compile(fd, Options(backend=OF_THREE))
+            assert not spanning(program, OF_THREE), f"{before} -> {after} of {shape}\n{program}"
+            check_everywhere(program, [x], [x], exact=True)
+
+
+def spanning(program: mf.Program, backend: str) -> list[str]:
+    """The posts of a program along axes of several backends."""
+    choice, found = backend_choice(backend), []
+    for comm in program.communications:
+        if len({choice.by_axis.get(a, choice.usual) for a in comm.along}) > 1:
+            found.append(f"{comm.kind} {','.join(comm.along)}")
+    return found
+
+
+CUBE, OF_THREE = DeviceMesh.arange(a=2, b=2, c=2), "gloo, c=ucx, a=mpi"
+ROWS, COLS, SUM, THIRDS = Shard(0), Shard(1), Partial(), Shard(0, blocks=3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kinds"),
+    [
+        ({"a": ROWS, "b": ROWS, "c": ROWS}, {}, "Allgather c, Allgather b, Allgather a"),
+        ({"a": ROWS, "b": ROWS, "c": ROWS}, {"a": ROWS}, "Allgather c, Allgather b"),
+        ({"a": ROWS, "c": ROWS}, {"a": ROWS, "c": COLS}, "AllToAll c"),
+        ({"b": ROWS, "c": ROWS}, {"b": COLS}, "Allgather c, AllToAll b"),
+        ({}, {"a": ROWS, "b": ROWS, "c": COLS}, ""),
+        (
+            {"a": SUM, "b": SUM, "c": SUM},
+            {"a": ROWS, "b": COLS, "c": ROWS},
+            "ReduceScatter a, ReduceScatter c, ReduceScatter b",
+        ),
+        ({"a": SUM, "c": ROWS}, {"c": ROWS}, "Allreduce a"),
+        # axes that change places span, and the third one goes alone
+        ({"a": ROWS, "c": COLS}, {"a": COLS, "c": ROWS}, "Exchange a,c"),
+        ({"a": ROWS, "b": COLS, "c": ROWS}, {"c": ROWS, "b": COLS}, "Exchange a,c"),
+        ({"a": ROWS, "b": COLS, "c": COLS}, {"a": COLS, "b": ROWS}, "Allgather c, Exchange a,b"),
+        # blocks
+        ({"a": THIRDS, "b": THIRDS, "c": THIRDS}, {}, "Exchange c, Exchange b, Exchange a"),
+        ({"a": THIRDS, "c": COLS}, {"a": ROWS}, "Exchange a, Allgather c"),
+    ],
+)
+@pytest.mark.parametrize("rows", [24, 27])
+def test_three_axes(
+    before: dict[str, Placement], after: dict[str, Placement], kinds: str, rows: int
+) -> None:
+    layouts = Layout(CUBE, before), Layout(CUBE, after)
+    program = mf.compile(define(*layouts, (rows, 8)), Options(backend=OF_THREE))
+    got = sorted(f"{c.kind} {','.join(c.along)}" for c in program.communications)
+    assert got == sorted(filter(None, kinds.split(", "))) or rows == 27, f"{program}"
+    assert spanning(program, OF_THREE) == [x for x in kinds.split(", ") if "," in x]
+    x = torch.arange(rows * 8.0).reshape(rows, 8)
+    check_everywhere(program, [x], [x], exact=True)
 
 
 def define(before: Layout, after: Layout, shape: tuple[int, ...]) -> mf.FusionDefinition:

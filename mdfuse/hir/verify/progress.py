@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
@@ -17,15 +17,19 @@ from mdfuse.hir.verify.report import disagreement
 Meeting = tuple[Event, ...]
 #: A communication, by its number, or the point after a wait: (rank, position).
 _Node = int | tuple[int, int]
+#: (rank, position) of a post -> the numbers of its communications.
+_Posted = Mapping[tuple[int, int], list[int]]
+#: Adds edges of a rank to those that come before each node.
+_Order = Callable[[dict[_Node, set[_Node]], HostProgram, int, _Posted], None]
 
 
 def check_progress(programs: Programs, meetings: list[Meeting]) -> None:
     """Raise CommunicationError where communications wait for each other in a cycle.
 
     A communication is done once all its ranks have posted it, and a rank posts only after the waits
-    before that post. A send or receive outside of groups goes on alone: those before it are over,
-    and those behind it begin once it is. These relations make a graph over communications and
-    points of programs, which must have no cycle.
+    before that post. Sends and receives of one group go on at once, one outside of groups alone:
+    those before are over, and those behind begin once these are. These relations make a graph over
+    communications and points of programs, which must have no cycle.
 
     Args:
         programs: straight-line, by rank.
@@ -35,41 +39,31 @@ def check_progress(programs: Programs, meetings: list[Meeting]) -> None:
     for n, events in enumerate(meetings):
         for e in events:
             posted[e.rank, e.at].append(n)
+    cycle = _cycle(programs, posted, _order_rank, _order_transfers)
+    if cycle:
+        cycle = _cycle(programs, posted, _order_rank) or cycle  # the reason that lies nearer
+        raise _deadlock(programs, meetings, cycle)
+
+
+def _cycle(programs: Programs, posted: _Posted, *orders: _Order) -> list[_Node]:
+    """Return nodes that come before each other, as these functions order them; else none."""
     before: dict[_Node, set[_Node]] = defaultdict(set)
     for rank, program in programs.items():
-        _order_rank(before, program, rank, posted)
-    _check_order(programs, meetings, before)
-    if any(map(_has_ungrouped, programs.values())):
-        for rank, program in programs.items():
-            _order_transfers(before, program, rank, posted)
-        _check_order(programs, meetings, before)
-
-
-def _check_order(
-    programs: Programs, meetings: list[Meeting], before: Mapping[_Node, set[_Node]]
-) -> None:
+        for order in orders:
+            order(before, program, rank, posted)
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:
-        raise _deadlock(programs, meetings, error.args[1]) from None
-
-
-def _has_ungrouped(program: HostProgram) -> bool:
-    """Return whether a rank sends or receives outside of groups."""
-    is_grouped = False
-    for i in program.instructions:
-        if i.op in ("group_start", "group_end"):
-            is_grouped = i.op == "group_start"
-        elif i.op in TRANSFERS and not is_grouped:
-            return True
-    return False
+        found: list[_Node] = error.args[1]
+        return found
+    return []
 
 
 def _order_rank(
     before: dict[_Node, set[_Node]],
     program: HostProgram,
     rank: int,
-    posted: Mapping[tuple[int, int], list[int]],
+    posted: _Posted,
 ) -> None:
     """Add a rank's edges: each post comes after the waits before it, each wait after its post."""
     point: tuple[int, int] | None = None
@@ -92,19 +86,24 @@ def _order_transfers(
     before: dict[_Node, set[_Node]],
     program: HostProgram,
     rank: int,
-    posted: Mapping[tuple[int, int], list[int]],
+    posted: _Posted,
 ) -> None:
-    """Add the edges of a rank's sends and receives with others, of which some are in no group."""
+    """Add the edges of a rank's sends and receives with others."""
     is_grouped = False
-    alone: list[int] = []  # the last one outside of groups
-    grouped: list[int] = []  # those in groups behind it
+    over: list[int] = []  # those of the last group, or the last one outside of groups
+    at_once: list[int] = []  # those of this group up to here
     for at, i in enumerate(program.instructions):
         if i.op in ("group_start", "group_end"):
             is_grouped = i.op == "group_start"
+            over, at_once = at_once or over, []
         elif i.op in TRANSFERS and rank not in (i.kwargs.get("to"), i.kwargs.get("from")):
-            for n in posted.get((rank, at), []):
-                before[n].update(alone if is_grouped else (*alone, *grouped))
-                alone, grouped = (alone, [*grouped, n]) if is_grouped else ([n], [])
+            here = posted.get((rank, at), [])
+            for n in here:
+                before[n].update(over)
+            if is_grouped:
+                at_once += here
+            else:
+                over = here or over
 
 
 def _deadlock(
@@ -115,19 +114,19 @@ def _deadlock(
     cycle = [*cycle[start:-1], *cycle[: start + 1]]
     places: list[tuple[HostProgram, Instruction | None]] = []
     ranks: dict[int, None] = {}
-    is_ungrouped = False
+    is_apart = False
     for here, following in pairwise(cycle):
         if isinstance(here, int) and isinstance(following, tuple):
             rank, at = following
             places.append((programs[rank], programs[rank].instructions[at]))
         elif isinstance(following, int):
-            is_ungrouped = is_ungrouped or isinstance(here, int)
+            is_apart = is_apart or isinstance(here, int)
             event = _of_both(meetings, here, following)
             rank = event.rank
             places.append(event.place)
         ranks[rank] = None
     shown = ", ".join(map(str, ranks))
-    reason, hint = _UNGROUPED if is_ungrouped else _WAITING
+    reason, hint = _APART if is_apart else _WAITING
     return disagreement(
         places,
         f"ranks {shown} wait for each other" if len(ranks) > 1 else f"rank {shown} waits forever",
@@ -141,9 +140,9 @@ _WAITING = (
     "each waits for a communication that another posts only after its own wait",
     "post before waiting on every rank, or wait in one order on all of them",
 )
-_UNGROUPED = (
-    "a send or receive outside of groups is over before the rank's next one begins",
-    "put those that need each other between group_start and group_end",
+_APART = (
+    "a group, or a send or receive outside of groups, is over before the rank's next one begins",
+    "put those that need each other between one group_start and its group_end",
 )
 
 

@@ -1,4 +1,4 @@
-"""Sends and receives outside of groups go on one after the other: a cycle of them is refused."""
+"""Groups, and transfers outside of them, go on one after the other: a cycle of them is refused."""
 
 from __future__ import annotations
 
@@ -32,9 +32,14 @@ def test_a_ring_needs_a_group(n: int, pair: str, in_full: bool) -> None:
     verify(ring(n, "  group_start\n" + pair + "  group_end\n" + WAITS), in_full)
     with pytest.raises(mf.CommunicationError, match="wait for each other") as error:
         verify(ring(n, pair + WAITS), in_full)
-    assert error.value.hint == "put those that need each other between group_start and group_end"
+    hint = "put those that need each other between one group_start and its group_end"
+    assert error.value.hint == hint
     with pytest.raises(mf.CommunicationError, match="wait for each other"):
         verify(ring(n, "  group_start\n" + SEND + "  group_end\n" + RECV + WAITS), in_full)
+    lines = pair.splitlines(keepends=True)
+    groups = "".join(f"  group_start\n{line}  group_end\n" for line in lines)
+    with pytest.raises(mf.CommunicationError, match="wait for each other"):
+        verify(ring(n, groups + WAITS), in_full)
 
 
 def test_one_rank_of_the_ring_begins_with_its_receive() -> None:

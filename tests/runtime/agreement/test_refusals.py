@@ -97,8 +97,10 @@ def test_one_rank_refuses_or_leaves_a_later_run(tmp_path: Path) -> None:
         port = server.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "job.py"],
+            [sys.executable, "-X", "faulthandler", "job.py"],
             cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
             env={
                 **os.environ,
                 "PYTHONPATH": str(ROOT),
@@ -113,7 +115,8 @@ def test_one_rank_refuses_or_leaves_a_later_run(tmp_path: Path) -> None:
         )
         for rank in range(3)
     ]
-    assert [p.wait(timeout=100) for p in ranks] == [0, 0, 0]
+    told = [p.communicate(timeout=100)[1] for p in ranks]
+    assert [p.returncode for p in ranks] == [0, 0, 0], "\n".join(told)
     for rank in range(3):
         said = (tmp_path / f"said.{rank}").read_text(encoding="utf-8")
         refused, run_on, joined_again, first, *left = said.split("\n====\n")
