@@ -20,7 +20,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, indexing, moves, views
 from mdfuse.frontend.ops.lookup_parts import added_up, at_indices, check_index, from_the_end
 from mdfuse.frontend.ops.pointwise import ROWS, cast, where
-from mdfuse.frontend.ops.recording import is_inexact, own_place, record, shown
+from mdfuse.frontend.ops.recording import check_factor, is_inexact, own_place, record, shown
 
 # -- lookups -------------------------------------------------------------------------------------
 
@@ -296,6 +296,7 @@ def index_fill(x: Handle, dim: int, index: Handle, value: Any) -> Handle:
     """x with a number at the places of a dim that an index names."""
     at, index = own_place(x, dim), check_index("index_fill", index)
     index = index if index.ndim else views.reshape(index, (1,))
+    check_factor("index_fill", value, x)
     n = x.shape[at]
     hits = record("index_sum", index, creations.ones_like(index), shape=(n,), along=0)
     is_hit = views.reshape(ROWS["gt"](hits, 0), (n, *(1,) * (x.ndim - 1 - at)))

@@ -9,7 +9,15 @@ import torch
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import back, in_f32, is_inexact, is_narrow, record, shown
+from mdfuse.frontend.ops.recording import (
+    back,
+    check_factor,
+    in_f32,
+    is_inexact,
+    is_narrow,
+    record,
+    shown,
+)
 
 
 def matmul(x: Handle, other: Handle) -> Handle:
@@ -96,6 +104,8 @@ def _added(
             because="a product of integers is one of integers",
             hint="whole numbers, or floating tensors",
         )
+    for key, factor in (("alpha", alpha), ("beta", beta)):
+        check_factor(key, factor, x, is_wide=True)
     # What a small factor makes of a large product, 16 bits may have.
     product = product_of(*factors) if alpha == 1 else product_of(*map(in_f32, factors)) * alpha
     if beta == 0:  # NaN in x is not read then
