@@ -9,6 +9,9 @@ import pytest
 import torch
 from helpers import sampling
 
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard
+
 from .test_vjps_special import INF, NAN, ROUGH, by_mdfuse, by_torch
 
 F = torch.nn.functional
@@ -127,3 +130,17 @@ def test_at_limits_and_at_nan(limit: float, dtype: torch.dtype) -> None:
         ct, *expected = by_torch(f, [few])
         for ours, theirs in zip(by_mdfuse(f, [few], ct, 1), expected, strict=True):
             torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("split", [0, 2])
+def test_windows_without_an_element_have_no_gradient(split: int) -> None:
+    """Torch writes beyond the end of memory there."""
+    mesh = DeviceMesh.arange(x=2)
+    for dims in (1, 2, 3):
+        pool = getattr(F, f"max_pool{dims}d")
+        with mf.FusionDefinition("none") as fd:
+            x = fd.define_tensor([2, 1, *[2] * dims], mesh=mesh, layout={"x": Shard(split)})
+            with pytest.raises(mf.DefinitionError, match="lies in the padding"):
+                mf.grad(pool(x, 2, 1, 1, dilation=3).sum(), [x])
+    for n in (3, 4, 5):  # no such window
+        compare(lambda x: F.max_pool1d(x, 3, 1, 1, 2), [torch.randn(2, 1, n + 2)], 2, split)
