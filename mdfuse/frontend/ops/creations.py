@@ -203,7 +203,10 @@ def tensor(
         "shape": tuple(whole.shape),
         "dtype": whole.dtype,
     }
-    return _placed(definition_of().record("constant", (), attrs), mesh, layout)
+    definition = definition_of()
+    made = definition.record("constant", (), attrs)
+    definition.numbers[made.id] = whole
+    return _placed(made, mesh, layout)
 
 
 def _numbers(data: Any, dtype: torch.dtype | None) -> torch.Tensor:

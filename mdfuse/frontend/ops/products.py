@@ -9,6 +9,7 @@ import torch
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops.lookup_parts import check_places
 from mdfuse.frontend.ops.recording import (
     back,
     check_factor,
@@ -147,6 +148,7 @@ def embedding(
         padding_idx: a row to which no gradient goes; negative: counted from the end.
         scale_grad_by_freq: the gradient of a row is divided by how often it is read.
     """
+    check_places("embedding", indices, weight, 0)
     said: dict[str, Any] = {"scale_grad_by_freq": True} if scale_grad_by_freq else {}
     if padding_idx is None:
         return record("embedding", indices, weight, **said)
