@@ -170,7 +170,7 @@ def product_of_others(
         without = of_n - own * without
         of_other = where(eq(count, n), of_n, of_other)
         of_zero = where(eq(count, n + 1), without, of_zero)
-    others = product(rest) * where(is_zero, of_zero, of_other / rest)
+    others = product(rest) * where(is_zero, of_zero, of_other) / rest
     strange = op("logical_not")(op("isfinite")(x))
     is_lone = logical_and(strange, eq(total(record("cast", strange, dtype=x.dtype)), 1))
     beside = gt(count, 0)
