@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import are_same
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.lookup_parts import check_places
 from mdfuse.frontend.ops.recording import (
@@ -97,7 +98,7 @@ def _added(
     beta: float,
     alpha: float,
 ) -> Handle:
-    """beta * x + alpha * the product; of 16 bits in f32, but for what torch makes of plain sums."""
+    """beta * x + alpha * the product; of 16 bits in f32, and rounded once, as torch does."""
     is_fraction = any(type(factor) is float for factor in (alpha, beta))
     if is_fraction and not all(map(is_inexact, (x, *factors))):
         raise DefinitionError(
@@ -107,14 +108,25 @@ def _added(
         )
     for key, factor in (("alpha", alpha), ("beta", beta)):
         check_factor(key, factor, x, is_wide=True)
-    # What a small factor makes of a large product, 16 bits may have.
-    product = product_of(*factors) if alpha == 1 else product_of(*map(in_f32, factors)) * alpha
     if beta == 0:  # NaN in x is not read then
+        # What a small factor makes of a large product, 16 bits may have.
+        product = product_of(*factors) if alpha == 1 else product_of(*map(in_f32, factors)) * alpha
         return _as_factors(product, factors)
-    if alpha == beta == 1:
-        return record("add", x, product)
-    total = record("add", in_f32(x) if beta == 1 else in_f32(x) * beta, in_f32(product))
+    if alpha == beta == 1 and product_of is mm and _is_bias(x, *factors):
+        return record("linear", factors[0], record("permute", factors[1], dims=(1, 0)), x)
+    product = product_of(*map(in_f32, factors))
+    total = record(
+        "add",
+        in_f32(x) if beta == 1 else in_f32(x) * beta,
+        product if alpha == 1 else product * alpha,
+    )
     return _as_factors(total, (x, *factors))
+
+
+def _is_bias(x: Handle, left: Handle, right: Handle) -> bool:
+    """Whether x has a number of 16 bits for each column: one kernel adds it, and rounds once."""
+    is_row = x.ndim == 1 and left.ndim == right.ndim == 2 and are_same(x.shape[0], right.shape[1])
+    return is_row and is_narrow(x) and x.dtype == left.dtype == right.dtype
 
 
 def _as_factors(y: Handle, of: Sequence[Handle]) -> Handle:
