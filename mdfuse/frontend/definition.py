@@ -78,6 +78,7 @@ class FusionDefinition:
         #: where a call is looked up; empty where looking it up is not all that is to be done
         self._children: Mapping[Hashable, Node] = _NONE
         self._calls: list[Site] = []
+        self.numbers: dict[int, torch.Tensor] = {}  # those of constants, by id
         self._recorder: Recorder | None = None
         self._leaf: Leaf | None = None
 

@@ -34,6 +34,12 @@ def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: Any, *, out: Tensor | None =
     return torch.addcdiv(x, a, b, value=value, out=out)
 
 
+def squared_distance(x: Tensor, centre: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return (x - centre)^2."""
+    distance = torch.sub(x, centre, out=out)
+    return torch.mul(distance, distance, out=out)
+
+
 def limit(x: Tensor, least: Any, most: Any, *, out: Tensor | None = None) -> Tensor:
     """Limit x to what stands between tensors, or numbers, or None; `most` where they cross."""
     limits = (None if limit is None else as_tensor(limit, x) for limit in (least, most))

@@ -8,6 +8,7 @@ by that where it is used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,8 @@ def as_tensor(x: Any, like: Tensor) -> Tensor:
     if isinstance(x, Tensor):
         return x
     dtype = torch.result_type(like, x)
+    if isinstance(x, float) and dtype.is_floating_point and abs(x) > torch.finfo(dtype).max:
+        x = math.copysign(math.inf, x)  # as in torch's own operations with numbers
     return torch.full((), x, dtype=dtype, device=like.device)
 
 

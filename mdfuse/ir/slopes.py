@@ -19,14 +19,17 @@ _CALLS: dict[str, Callable[..., Tensor]] = {
         ct, alpha, scale, input_scale, False, x, **to
     ),
     "gelu": lambda f, ct, x, approximate="none", **to: f(ct, x, approximate=approximate, **to),
+    "hardshrink": lambda f, ct, x, lambd=0.5, **to: f(ct, x, lambd, **to),
     "hardsigmoid": lambda f, ct, x, **to: f(ct, x, **to),
     "hardswish": lambda f, ct, x, **to: f(ct, x, **to),
     "hardtanh": lambda f, ct, x, min, max, **to: f(ct, x, min, max, **to),
     "leaky_relu": lambda f, ct, x, negative_slope=0.01, **to: f(ct, x, negative_slope, False, **to),
+    "logit": lambda f, ct, x, eps=None, **to: f(ct, x, eps, **to),
     "mish": lambda f, ct, x, **to: f(ct, x, **to),
     "relu": lambda f, ct, y, **to: f(ct, y, 0, **to),
     "sigmoid": lambda f, ct, y, **to: f(ct, y, **to),
     "silu": lambda f, ct, x, **to: f(ct, x, **to),
+    "softshrink": lambda f, ct, x, lambd=0.5, **to: f(ct, x, lambd, **to),
     "softplus": lambda f, ct, x, beta=1.0, threshold=20.0, **to: f(ct, x, beta, threshold, **to),
     "tanh": lambda f, ct, y, **to: f(ct, y, **to),
 }

@@ -64,6 +64,7 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "matmul": lambda x, y: (x @ y.T, x.T @ y),
     "joined": lambda x, y: (torch.cat([x, y]), torch.stack([x, y], 1)),
     "softmax": lambda x, y: x.softmax(0),
+    "logsumexp": lambda x, y: (x.logsumexp(0), y.logsumexp(1, keepdim=True)),
     "flattened": lambda x, y: (x.flatten(), x.reshape(-1, 2), x.unflatten(1, (2, 2))),
 }
 

@@ -14,7 +14,7 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Shape, definition_of, record, sequence
+from mdfuse.frontend.ops.recording import Shape, check_fill, definition_of, record, sequence
 from mdfuse.frontend.plain import brief, is_in_range
 from mdfuse.layouts.layout import Layout
 
@@ -26,26 +26,6 @@ def _placed(x: Handle, mesh: Any, layout: Any) -> Handle:
     if isinstance(layout, Layout):
         mesh, layout = layout, None
     return x if mesh is None and layout is None else x.on(mesh, layout)
-
-
-def _check_fill(name: str, value: Any, dtype: torch.dtype) -> None:
-    """The number is one of the dtype; one that a run chooses is looked at then."""
-    if isinstance(value, Handle):
-        if value.is_tensor:
-            raise DefinitionError(
-                f"{name} with %{value.name}: {value.value.type_text()}",
-                because="one number fills the tensor",
-                hint=f"expand(%{value.name}, shape) repeats a value",
-            )
-        return
-    try:
-        torch.full((), value.number if isinstance(value, Extent) else value, dtype=dtype)
-    except (RuntimeError, TypeError, OverflowError) as error:
-        raise DefinitionError(
-            f"{name} with {brief(value)} of {dtype}",
-            because=f"torch says: {str(error).splitlines()[0]}",
-            hint="a number that the dtype has",
-        ) from error
 
 
 def _default_dtype(value: Any) -> torch.dtype:
@@ -74,7 +54,7 @@ def full(
         layout: axis -> placement, or a `Layout`.
     """
     dtype = dtype or _default_dtype(fill_value)
-    _check_fill("full", fill_value, dtype)
+    check_fill("full", fill_value, dtype)
     definition = definition_of(fill_value)
     attrs = {"shape": sequence(shape, ()), "dtype": dtype}
     return _placed(definition.record("full", (fill_value,), attrs), mesh, layout)
@@ -223,7 +203,10 @@ def tensor(
         "shape": tuple(whole.shape),
         "dtype": whole.dtype,
     }
-    return _placed(definition_of().record("constant", (), attrs), mesh, layout)
+    definition = definition_of()
+    made = definition.record("constant", (), attrs)
+    definition.numbers[made.id] = whole
+    return _placed(made, mesh, layout)
 
 
 def _numbers(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
@@ -257,7 +240,7 @@ def _numbers(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
 def full_like(x: Handle, fill_value: Any, *, dtype: torch.dtype | None = None) -> Handle:
     """One number everywhere, in the shape and the layout of x, which is not read."""
     dtype = dtype or x.dtype
-    _check_fill("full_like", fill_value, dtype)
+    check_fill("full_like", fill_value, dtype)
     return record("full_like", x, fill_value, dtype=dtype)
 
 

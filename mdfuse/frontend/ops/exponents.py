@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.pointwise import ROWS
 from mdfuse.frontend.ops.recording import again, record
@@ -32,7 +33,15 @@ def parts_of_log(wide: Handle, over: tuple[int, ...]) -> tuple[Handle, Handle]:
 
 
 def _top(x: Handle, over: tuple[int, ...] | None) -> Handle:
-    return record("detach", record("max", x, dims=over, keepdim=True))
+    """The largest element over dims, which are kept; -inf of none."""
+    some = {"identity": True} if _may_be_none(x, over) else {}
+    return record("detach", record("max", x, dims=over, keepdim=True, **some))
+
+
+def _may_be_none(x: Handle, over: tuple[int, ...] | None) -> bool:
+    """Whether a dim of those has no element, or as many as a run chooses."""
+    extents = x.shape if over is None else [x.shape[d] for d in over]
+    return any(isinstance(n, Extent) or n == 0 for n in extents)
 
 
 def _log_below(wide: Handle, top: Handle, over: tuple[int, ...] | None) -> Handle:

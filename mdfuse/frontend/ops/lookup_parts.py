@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import views
 from mdfuse.frontend.ops.pointwise import ROWS, cast, where
@@ -16,15 +17,39 @@ from mdfuse.frontend.ops.recording import record, shown
 _INTEGERS = (torch.int64, torch.int32)
 
 
-def check_index(name: str, index: Handle) -> Handle:
-    """The index in 64 bits."""
+def check_index(name: str, index: Handle, x: Handle, dim: int, from_end: bool = False) -> Handle:
+    """The index in 64 bits; where it is a constant, its numbers are places of that dim of x.
+
+    Args:
+        name: of the operation.
+        index: the index.
+        x: what it runs over.
+        dim: along which.
+        from_end: negative numbers count from the end.
+    """
     if index.dtype not in _INTEGERS:
         raise DefinitionError(
             f"{name} with the index {shown(index)}",
             because="an index is made of integers of 64 or 32 bits",
             hint="index.long()",
         )
+    check_places(name, index, x, dim, from_end)
     return index if index.dtype == torch.int64 else cast(index, torch.int64)
+
+
+def check_places(name: str, index: Handle, x: Handle, dim: int, from_end: bool = False) -> None:
+    """Raise DefinitionError where a constant has an index that is none; see `check_index`."""
+    extent = x.shape[dim] if x.ndim else 1
+    numbers = index.definition.numbers.get(index.id)
+    if numbers is not None and numbers.numel() and not isinstance(extent, Extent):
+        least = -extent if from_end else 0
+        wrong = numbers[(numbers < least) | (numbers >= extent)]
+        if wrong.numel():
+            raise DefinitionError(
+                f"{name}: index {int(wrong[0])} is out of range for dim {dim} of {shown(x)}",
+                because=f"its indices go from {least} to {extent - 1}" if extent else "it has none",
+                hint="an index that is there",
+            )
 
 
 def added_up(x: Handle, looked_up: Callable[[Handle], Handle]) -> Handle:
@@ -44,8 +69,8 @@ def at_indices(x: Handle, first: int, indices: Sequence[Handle]) -> Handle:
         raise no_mask(x)
     extents = x.shape[first : first + count]
     flat = None
-    for n, index in zip(extents, indices, strict=True):
-        own = from_the_end(check_index("x[…]", index), n)
+    for dim, (n, index) in enumerate(zip(extents, indices, strict=True), first):
+        own = from_the_end(check_index("x[…]", index, x, dim, from_end=True), n)
         flat = own if flat is None else flat * n + own
     assert flat is not None
     if count > 1:

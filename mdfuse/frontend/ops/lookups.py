@@ -20,7 +20,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, indexing, moves, views
 from mdfuse.frontend.ops.lookup_parts import added_up, at_indices, check_index, from_the_end
 from mdfuse.frontend.ops.pointwise import ROWS, cast, where
-from mdfuse.frontend.ops.recording import is_inexact, own_place, record, shown
+from mdfuse.frontend.ops.recording import check_factor, is_inexact, own_place, record, shown
 
 # -- lookups -------------------------------------------------------------------------------------
 
@@ -39,7 +39,8 @@ def index_select(x: Handle, dim: int, index: Handle) -> Handle:
             because="the index is a vector",
             hint="x[index] takes an index of any shape",
         )
-    at, found = own_place(x, dim), check_index("index_select", index)
+    at = own_place(x, dim)
+    found = check_index("index_select", index, x, at)
     found = found if found.ndim else views.reshape(found, (1,))
     return added_up(x, lambda table: record("index_select", found, table, along=at))
 
@@ -63,7 +64,7 @@ def gather(x: Handle, dim: int, index: Handle, *, sparse_grad: bool = False) -> 
 def _alike(name: str, x: Handle, dim: int, index: Handle) -> tuple[Handle, Handle]:
     """x cut to the extents of the index but along the dim, and the index in 64 bits."""
     at = own_place(x, dim) if x.ndim else 0
-    index = check_index(name, index)
+    index = check_index(name, index, x, at)
     fits = index.ndim == x.ndim and builtins.all(
         d == at or n <= m for d, (n, m) in enumerate(zip(index.shape, x.shape, strict=True))
     )
@@ -87,9 +88,12 @@ def _first(x: Handle, shape: Sequence[int], but: int) -> Handle:
 
 
 def take_along_dim(x: Handle, indices: Handle, dim: int | None = None) -> Handle:
-    """`gather` with x and the indices repeated to one shape; without a dim of both flattened."""
+    """`gather` with x and the indices repeated to one shape; without a dim of both flattened.
+
+    As in torch, indices go round: the one behind the last is the first.
+    """
     if dim is None:
-        return gather(views.flatten(x), 0, views.flatten(indices))
+        x, indices, dim = views.flatten(x), views.flatten(indices), 0
     if x.ndim != indices.ndim or not x.ndim:
         raise DefinitionError(
             f"take_along_dim of {shown(x)} with {shown(indices)}",
@@ -99,6 +103,7 @@ def take_along_dim(x: Handle, indices: Handle, dim: int | None = None) -> Handle
     at = own_place(x, dim)
     pairs = zip(x.shape, indices.shape, strict=True)
     both = [(n, m) if d == at else (repeated(n, m),) * 2 for d, (n, m) in enumerate(pairs)]
+    indices = ROWS["remainder"](indices, larger(x.shape[at], 1))
     wide = views.expand(x, [n for n, _ in both])
     return gather(wide, at, views.expand(indices, [m for _, m in both]))
 
@@ -172,7 +177,8 @@ def _written(
     name: str, x: Handle, dim: int, index: Handle, src: Handle
 ) -> tuple[int, Handle, Handle]:
     """The dim counted from the first, the index in 64 bits, and src cut to its shape."""
-    at, index = own_place(x, dim), check_index(name, index)
+    at = own_place(x, dim)
+    index = check_index(name, index, x, at)
     fits = index.ndim == x.ndim == src.ndim and builtins.all(
         n <= k and (d == at or n <= m)
         for d, (n, m, k) in enumerate(zip(index.shape, x.shape, src.shape, strict=True))
@@ -256,7 +262,8 @@ def index_add(x: Handle, dim: int, index: Handle, source: Handle, *, alpha: floa
 def _sources(
     name: str, x: Handle, dim: int, index: Handle, source: Handle
 ) -> tuple[int, Handle, Handle]:
-    at, index = own_place(x, dim), check_index(name, index)
+    at = own_place(x, dim)
+    index = check_index(name, index, x, at)
     count = index.shape[0] if index.ndim else 1
     wanted = (*x.shape[:at], count, *x.shape[at + 1 :])
     if index.ndim > 1 or source.shape != wanted or source.dtype != x.dtype:
@@ -294,8 +301,10 @@ def _replaced(x: Handle, at: int, index: Handle, source: Handle) -> Handle:
 
 def index_fill(x: Handle, dim: int, index: Handle, value: Any) -> Handle:
     """x with a number at the places of a dim that an index names."""
-    at, index = own_place(x, dim), check_index("index_fill", index)
+    at = own_place(x, dim)
+    index = from_the_end(check_index("index_fill", index, x, at, from_end=True), x.shape[at])
     index = index if index.ndim else views.reshape(index, (1,))
+    check_factor("index_fill", value, x)
     n = x.shape[at]
     hits = record("index_sum", index, creations.ones_like(index), shape=(n,), along=0)
     is_hit = views.reshape(ROWS["gt"](hits, 0), (n, *(1,) * (x.ndim - 1 - at)))
@@ -325,8 +334,8 @@ def index_put(
     if count == 1 and indices[0].dtype == torch.bool:
         return _put_where(x, indices[0], values, accumulate)
     flat = None
-    for n, index in zip(x.shape, indices, strict=False):
-        own = from_the_end(check_index("index_put", index), n)
+    for dim, (n, index) in enumerate(zip(x.shape, indices, strict=False)):
+        own = from_the_end(check_index("index_put", index, x, dim, from_end=True), n)
         flat = own if flat is None else flat * n + own
     assert flat is not None
     rest = x.shape[count:]

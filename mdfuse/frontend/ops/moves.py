@@ -13,7 +13,16 @@ from mdfuse.extents.extent import is_symbolic, larger
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, indexing, parts, views
 from mdfuse.frontend.ops.pointwise import ROWS, where
-from mdfuse.frontend.ops.recording import Dims, checked, own_place, place, record, sequence, shown
+from mdfuse.frontend.ops.recording import (
+    Dims,
+    check_factor,
+    checked,
+    own_place,
+    place,
+    record,
+    sequence,
+    shown,
+)
 
 
 def tile(x: Handle, dims: int | Sequence[int], *more: int) -> Handle:
@@ -124,6 +133,7 @@ def pad(
     before = [0] * (x.ndim - len(pairs)) + [a for a, _ in reversed(pairs)]
     behind = [0] * (x.ndim - len(pairs)) + [b for _, b in reversed(pairs)]
     if mode == "constant":
+        check_factor("pad", value, x)
         return _with_constant(x, before, behind, value or 0)
     for d in range(x.ndim):
         x = _with_ends(x, d, before[d], behind[d], mode)

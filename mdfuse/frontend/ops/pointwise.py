@@ -15,6 +15,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import (
     Elementwise,
     as_dtype,
+    check_factor,
     in_f32,
     is_inexact,
     is_narrow,
@@ -42,12 +43,12 @@ def _binary(name: str) -> Elementwise:
 
 
 _RECORDED = {"unary": _unary, "binary": _binary}
-_OF_GRADIENTS = {f"{name}_grad" for name in slopes.NAMES}
+_PARTS = {"squared_distance", *(f"{name}_grad" for name in slopes.NAMES)}
 #: Operations with no arguments but their operands.
 ROWS: dict[str, Elementwise] = {
     name: _RECORDED[row.host](name)
     for name, row in TABLE.items()
-    if row.host in _RECORDED and not row.attrs and name not in _OF_GRADIENTS
+    if row.host in _RECORDED and not row.attrs and name not in _PARTS
 }
 _equal = ROWS["eq"]
 maximum, minimum, mul, tanh = ROWS["maximum"], ROWS["minimum"], ROWS["mul"], ROWS["tanh"]
@@ -91,6 +92,7 @@ def _combined(op: str, x: Any, other: Any, alpha: Any) -> Handle:
     if not isinstance(alpha, Handle) and alpha == 1:
         return record(op, x, other)
     tensors = [y for y in (x, other) if isinstance(y, Handle) and y.is_tensor]
+    check_factor(f"{op} with alpha", alpha, tensors[0] if tensors else None)
     if _are_rounded(tensors):
         x, other = (in_f32(y) if isinstance(y, Handle) else y for y in (x, other))
         return _as_promoted(record(op, x, mul(other, alpha)), tensors)
@@ -211,6 +213,7 @@ def masked_fill(x: Handle, mask: Handle, value: Any) -> Handle:
             because=f"{x.dtype} has no such number",
             hint="cast x first, or pass an integer",
         )
+    check_factor("masked_fill", value, x)
     filled = where(mask, value, x)
     return filled if filled.dtype == x.dtype else cast(filled, x.dtype)
 
@@ -246,9 +249,11 @@ def nan_to_num(
     limits = torch.finfo(x.dtype)
     high = limits.max if posinf is None else posinf
     low = limits.min if neginf is None else neginf
+    wide = torch.tensor([nan, high, low], dtype=torch.float64)
+    nan, high, low = wide.to(x.dtype).tolist()  # infinite where it is too large
     filled = where(ROWS["isnan"](x), nan, x)
-    filled = where(_equal(filled, math.inf), high, filled)
-    return where(_equal(filled, -math.inf), low, filled)
+    filled = where(_equal(x, math.inf), high, filled)
+    return where(_equal(x, -math.inf), low, filled)
 
 
 # -- activations ---------------------------------------------------------------------------------

@@ -8,8 +8,18 @@ from typing import Any
 import torch
 
 from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import are_same
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import back, in_f32, is_inexact, is_narrow, record, shown
+from mdfuse.frontend.ops.lookup_parts import check_places
+from mdfuse.frontend.ops.recording import (
+    back,
+    check_factor,
+    in_f32,
+    is_inexact,
+    is_narrow,
+    record,
+    shown,
+)
 
 
 def matmul(x: Handle, other: Handle) -> Handle:
@@ -88,7 +98,7 @@ def _added(
     beta: float,
     alpha: float,
 ) -> Handle:
-    """beta * x + alpha * the product; of 16 bits in f32, but for what torch makes of plain sums."""
+    """beta * x + alpha * the product; of 16 bits in f32, and rounded once, as torch does."""
     is_fraction = any(type(factor) is float for factor in (alpha, beta))
     if is_fraction and not all(map(is_inexact, (x, *factors))):
         raise DefinitionError(
@@ -96,14 +106,27 @@ def _added(
             because="a product of integers is one of integers",
             hint="whole numbers, or floating tensors",
         )
-    # What a small factor makes of a large product, 16 bits may have.
-    product = product_of(*factors) if alpha == 1 else product_of(*map(in_f32, factors)) * alpha
+    for key, factor in (("alpha", alpha), ("beta", beta)):
+        check_factor(key, factor, x, is_wide=True)
     if beta == 0:  # NaN in x is not read then
+        # What a small factor makes of a large product, 16 bits may have.
+        product = product_of(*factors) if alpha == 1 else product_of(*map(in_f32, factors)) * alpha
         return _as_factors(product, factors)
-    if alpha == beta == 1:
-        return record("add", x, product)
-    total = record("add", in_f32(x) if beta == 1 else in_f32(x) * beta, in_f32(product))
+    if alpha == beta == 1 and product_of is mm and _is_bias(x, *factors):
+        return record("linear", factors[0], record("permute", factors[1], dims=(1, 0)), x)
+    product = product_of(*map(in_f32, factors))
+    total = record(
+        "add",
+        in_f32(x) if beta == 1 else in_f32(x) * beta,
+        product if alpha == 1 else product * alpha,
+    )
     return _as_factors(total, (x, *factors))
+
+
+def _is_bias(x: Handle, left: Handle, right: Handle) -> bool:
+    """Whether x has a number of 16 bits for each column: one kernel adds it, and rounds once."""
+    is_row = x.ndim == 1 and left.ndim == right.ndim == 2 and are_same(x.shape[0], right.shape[1])
+    return is_row and is_narrow(x) and x.dtype == left.dtype == right.dtype
 
 
 def _as_factors(y: Handle, of: Sequence[Handle]) -> Handle:
@@ -137,6 +160,7 @@ def embedding(
         padding_idx: a row to which no gradient goes; negative: counted from the end.
         scale_grad_by_freq: the gradient of a row is divided by how often it is read.
     """
+    check_places("embedding", indices, weight, 0)
     said: dict[str, Any] = {"scale_grad_by_freq": True} if scale_grad_by_freq else {}
     if padding_idx is None:
         return record("embedding", indices, weight, **said)

@@ -12,6 +12,7 @@ import torch
 from mdfuse.errors import DefinitionError, counted
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.plain import brief
 
 if TYPE_CHECKING:
     from mdfuse.frontend.definition import FusionDefinition
@@ -157,6 +158,40 @@ def back(y: Handle, x: Handle, is_real: bool = False) -> Handle:
     """A result in the dtype that x had; of complex x, where it is real, in that of the parts."""
     dtype = x.dtype.to_real() if is_real else x.dtype
     return y if y.dtype == dtype else record("cast", y, dtype=dtype)
+
+
+def check_fill(name: str, value: Any, dtype: torch.dtype) -> None:
+    """Raise DefinitionError for a number that a dtype has not; one of a run is looked at then."""
+    if isinstance(value, Handle):
+        if value.is_tensor:
+            raise DefinitionError(
+                f"{name} with %{value.name}: {value.value.type_text()}",
+                because="one number fills the tensor",
+                hint=f"expand(%{value.name}, shape) repeats a value",
+            )
+        return
+    number = value.number if isinstance(value, Extent) else value
+    try:
+        torch.full((2,), number, dtype=dtype)  # torch takes more for a single element
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise DefinitionError(
+            f"{name} with {brief(value)} of {dtype}",
+            because=f"torch says: {str(error).splitlines()[0]}",
+            hint="a number that the dtype has",
+        ) from error
+
+
+def check_factor(name: str, value: Any, x: Any, is_wide: bool = False) -> None:
+    """Raise DefinitionError for a number that is too large for the floats that it goes with.
+
+    Args:
+        name: of the operation, and of the number.
+        value: a number; other things are not looked at.
+        x: the floats; other things are not looked at.
+        is_wide: torch computes with the number in f32 where these have 16 bits.
+    """
+    if isinstance(value, float) and isinstance(x, Handle) and x.dtype.is_floating_point:
+        check_fill(name, value, torch.float32 if is_wide and is_narrow(x) else x.dtype)
 
 
 # -- dims ----------------------------------------------------------------------------------------

@@ -125,14 +125,44 @@ def _moments(
     with again(x):
         wide = in_f32(x)
     centre = mean(wide, over, keepdim=True)
-    with again(x, is_more=True):
-        distance = wide - centre
     count = math.prod(x.shape[d] for d in (range(x.ndim) if over is None else over))
-    squares = sum(squared(distance), over, keepdim)
+    squares = sum(_squared_distance(wide, centre), over, keepdim)
     if isinstance(count, Extent) and isinstance(correction, int) and correction >= 0:
         return squares / larger(count - correction, 0), centre  # without a look at how many
     rest = count - correction if count else 0  # of no elements it is NaN, whatever is subtracted
-    return squares / (rest if rest > 0 else 0), centre
+    if rest > 0 or x.dtype.is_complex:
+        return squares / max(rest, 0), centre
+    return _of_too_few(squares, wide, centre, over, keepdim, rest), centre
+
+
+def _of_too_few(
+    squares: Handle,
+    wide: Handle,
+    centre: Handle,
+    over: tuple[int, ...] | None,
+    keepdim: bool,
+    rest: float,
+) -> Handle:
+    """A variance of no more elements than the correction, with the slope that torch's has.
+
+    Along dims it is as if one could divide by less than 0. Of all elements it is infinite where the
+    distance is not 0, as that of the root of 0 is, and else NaN.
+    """
+    if rest == 0 and over is not None and wide.ndim:
+        return squares / 0
+    value = record("detach", squares / 0)
+    if over is not None and wide.ndim:
+        return value + (squares - record("detach", squares)) / rest
+    root = ROWS["sqrt"](wide - record("detach", wide))
+    return value + sum(root * pointwise.where(ROWS["eq"](wide, centre), 0.0, 1.0), over, keepdim)
+
+
+def _squared_distance(x: Handle, centre: Handle) -> Handle:
+    if not x.dtype.is_complex:
+        return record("squared_distance", x, centre)
+    with again(x, is_more=True):
+        distance = x - centre
+    return squared(distance)
 
 
 def std(

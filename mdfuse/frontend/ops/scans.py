@@ -281,6 +281,8 @@ def renorm(x: Handle, p: float, dim: int, maxnorm: float) -> Handle:
             hint="normalize(x, p, dim)",
         )
     rest = tuple(d for d in range(x.ndim) if d != at)
-    size = reductions.norm(in_f32(x), p, rest, True)
-    factor = where(ROWS["gt"](size, maxnorm), maxnorm / (size + 1e-7), 1.0)
-    return back(in_f32(x) * factor, x)
+    wide = in_f32(x)
+    is_above = ROWS["gt"](reductions.norm(record("detach", wide), p, rest, True), maxnorm)
+    above = where(is_above, wide, 0.0)  # no slope of a norm reaches the others, which may be NaN
+    factor = maxnorm / (reductions.norm(above, p, rest, True) + 1e-7)
+    return back(where(is_above, above * factor, wide), x)

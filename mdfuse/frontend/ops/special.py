@@ -11,6 +11,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.pointwise import ROWS, cast, clamp, elu, tanh, where
 from mdfuse.frontend.ops.recording import (
     again,
+    check_factor,
     floating,
     is_inexact,
     real_only,
@@ -56,6 +57,12 @@ def isclose(
             f"isclose of {shown(x)} and {shown(other)}",
             because="both have one dtype",
             hint=f"cast one: other.to({x.dtype})",
+        )
+    if rtol < 0 or atol < 0:
+        raise DefinitionError(
+            f"isclose with rtol={rtol} and atol={atol}",
+            because="a distance is not negative",
+            hint="numbers from 0 on",
         )
     found = ROWS["eq"](x, other)
     if equal_nan and is_inexact(x):
@@ -161,19 +168,19 @@ def threshold(x: Handle, threshold: float, value: float) -> Handle:
             because=f"numbers that go with {x.dtype} are of that dtype",
             hint="integers, or x.to(torch.float32)",
         )
+    check_factor("threshold", threshold, x, is_wide=True)
+    check_factor("threshold", value, x)
     return where(ROWS["le"](x, threshold), value, x)
 
 
 def hardshrink(x: Handle, lambd: float = 0.5) -> Handle:
     """x, but 0 within [-lambd, lambd]."""
-    inside = ROWS["logical_and"](ROWS["ge"](x, -lambd), ROWS["le"](x, lambd))
-    return where(inside, 0.0, x)
+    return record("hardshrink", x, lambd=lambd)
 
 
 def softshrink(x: Handle, lambd: float = 0.5) -> Handle:
     """x moved towards 0 by lambd, and 0 within [-lambd, lambd]."""
-    found = where(ROWS["lt"](x, -lambd), x + lambd, x * 0.0)
-    return where(ROWS["gt"](x, lambd), x - lambd, found)
+    return record("softshrink", x, lambd=lambd)
 
 
 # -- quantisation --------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -16,6 +15,8 @@ from mdfuse.frontend.vjps.table import (
     Applied,
     eq,
     exp,
+    finite,
+    gt,
     log,
     logical_and,
     lt,
@@ -137,17 +138,22 @@ def _cumprod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     count = record("cumsum", record("cast", is_zero, dtype=ct.dtype), dim=dim)
     product = ct * record("cumprod", rest, dim=dim)
     with_n = [where(eq(count, n), product, 0.0) for n in range(ORDERS + 1)]
-    zeros: list[Any] = [1.0, *symmetric(own, lambda y: record("cumsum", y, dim=dim))]
+    zeros = [*symmetric(own, lambda y: record("cumsum", y, dim=dim))]
 
     def behind(first: int) -> Handle:
         """The products without `first` of the zeros that they have."""
-        parts = [with_n[first + n] * of_n for n, of_n in enumerate(zeros) if first + n <= ORDERS]
-        return _from_behind(sum(parts[1:], parts[0]), dim)
+        parts = [
+            finite(with_n[first + n]) * of_n
+            for n, of_n in enumerate(zeros, 1)
+            if first + n <= ORDERS
+        ]
+        return _from_behind(sum(parts, with_n[first]), dim)
 
     at = behind(ORDERS)
     for n in range(ORDERS - 1, 0, -1):
-        at = behind(n) - own * at
-    return (where(is_zero, at, behind(0) / rest),)
+        at = behind(n) - own * finite(at)
+    is_hidden = logical_and(gt(count, 0), record("isnan", x))
+    return (where(is_zero, at, behind(0) / where(is_hidden, 1.0, rest)),)
 
 
 @rule("logcumsumexp")

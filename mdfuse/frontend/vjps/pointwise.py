@@ -224,6 +224,12 @@ def _addcdiv(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     )
 
 
+@rule("squared_distance")
+def _squared_distance(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    """None to the centre: it is a mean, where the sum of what comes back is 0."""
+    return ct * ((e[0] - e[1]) * 2.0), None
+
+
 @rule("limit")
 def _limit(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     """To x within the limits and on them; below the least to that, above the most to that.
@@ -316,13 +322,6 @@ def _sinc(e: Applied, ct: Handle) -> Handle:
     return ct * where(at_zero, x * (-(math.pi**2) / 3.0), slope)
 
 
-def _logit(e: Applied, ct: Handle) -> Handle:
-    """1 / (x * (1 - x)); outside of [0, 1] NaN, or 0 where x is limited."""
-    x, eps = e[0], e.attrs.get("eps")
-    low, high, rest = (0.0, 1.0, math.nan) if eps is None else (eps, 1.0 - eps, 0.0)
-    return where(logical_and(ge(x, low), le(x, high)), ct / (x * (1.0 - x)), rest)
-
-
 _LN2, _LN10 = math.log(2.0), math.log(10.0)
 _UNARY: dict[str, Callable[[Applied, Handle], Handle]] = {
     "neg": lambda e, ct: -ct,
@@ -358,7 +357,6 @@ _UNARY: dict[str, Callable[[Applied, Handle], Handle]] = {
     "i0": lambda e, ct: ct * record("i1", e[0]),
     "i1": _i1,
     "sinc": _sinc,
-    "logit": _logit,
     "clamp": _clamp,
     "cast": _cast,
     "dropout": _dropout,
@@ -409,6 +407,13 @@ def _mish_twice(x: Handle) -> Handle:
     return (1.0 - t * t) * s * (x * (1.0 - s - t * s * 2.0) + 2.0)
 
 
+def _logit_twice(x: Handle, eps: float = 0.0) -> Handle:
+    """(2 x - 1) / (x * (1 - x))^2, and 0 where x is limited."""
+    square = x * (1.0 - x)
+    inside = logical_and(ge(x, eps), le(x, 1.0 - eps))
+    return where(inside, (x * 2.0 - 1.0) / (square * square), 0.0)
+
+
 def _softplus_twice(x: Handle, beta: float = 1.0, threshold: float = 20.0) -> Handle:
     s = sigmoid(x * beta)
     return where(gt(x * beta, threshold), 0.0, s * (1.0 - s) * beta)
@@ -422,6 +427,7 @@ _TWICE: dict[str, Callable[..., Handle]] = {
     ),
     "gelu": _gelu_twice,
     "hardswish": lambda x: where(lt(record("abs", x), 3), 1.0 / 3.0, 0.0),
+    "logit": _logit_twice,
     "mish": _mish_twice,
     "sigmoid": lambda y: 1.0 - y * 2.0,
     "silu": _silu_twice,

@@ -11,7 +11,17 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import reductions, views
 from mdfuse.frontend.ops.first_places import first_place
 from mdfuse.frontend.ops.recording import back, in_f32, record
-from mdfuse.frontend.vjps.table import Applied, eq, product_of_others, rule, where, widely
+from mdfuse.frontend.vjps.table import (
+    Applied,
+    eq,
+    gt,
+    logical_and,
+    op,
+    product_of_others,
+    rule,
+    where,
+    widely,
+)
 from mdfuse.ir.dims import reduced_dims
 
 
@@ -57,7 +67,11 @@ def _prod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         x,
         product=lambda y: reductions.prod(y, over, True),
         total=lambda y: reductions.sum(y, over, True),
+        has_zero=lambda zeros: record("any", zeros, dims=None),
     )
+    if e.attrs.get("dims") is None:  # beside two zeros torch then looks at nothing else
+        zeros = reductions.sum(record("cast", eq(x, 0), dtype=x.dtype), over, True)
+        others = where(logical_and(gt(zeros, 1), op("isnan")(others)), 0.0, others)
     return (_kept(e, ct) * others,)
 
 

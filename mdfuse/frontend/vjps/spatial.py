@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import moves, views
-from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.ops.recording import record, shown
 from mdfuse.frontend.vjps.table import Applied, rule
 
 
@@ -64,9 +66,29 @@ def _convolution_weight(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     )
 
 
+def _check_windows(e: Applied) -> None:
+    """Raise DefinitionError where a window has no element, and so none to which anything goes."""
+    n = len(e.attrs["kernel"])
+    how = (e.attrs[k] for k in ("kernel", "stride", "padding", "dilation"))
+    dims = zip(e.shape(0)[-n:], e.results[0].shape[-n:], *how, strict=True)
+    for d, (extent, made, kernel, stride, padding, dilation) in enumerate(dims, -n):
+        if dilation == 1 or is_symbolic((extent, made)):
+            continue  # a padding is half a window at most
+        for i in range(made):
+            first = i * stride - padding
+            if not any(0 <= first + j * dilation < extent for j in range(kernel)):
+                raise DefinitionError(
+                    f"the gradient of max_pool{n}d of {shown(e[0])}",
+                    because=f"window {i} along dim {d} lies in the padding: it has no element that "
+                    "is the largest",
+                    hint="another padding or dilation",
+                )
+
+
 @rule("max_pool")
 def _max_pool(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
     """To the place where the largest stood."""
+    _check_windows(e)
     return (record("max_pool_grad", e.results[1], cts[0], shape=e.shape(0), **e.attrs),)
 
 

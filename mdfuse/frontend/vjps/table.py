@@ -143,16 +143,23 @@ sign, rsqrt, sigmoid, tanh, trunc, floor_divide = map(
 
 
 def product_of_others(
-    x: Handle, product: Callable[[Handle], Handle], total: Callable[[Handle], Handle]
+    x: Handle,
+    product: Callable[[Handle], Handle],
+    total: Callable[[Handle], Handle],
+    has_zero: Callable[[Handle], Handle] | None = None,
 ) -> Handle:
     """What the product of some elements is without each of them.
 
     That of the ones that are not 0, times that of the zeros. The latter stands as a sum of zeros,
     since what it is does not count, but its derivative does: so second derivatives are right.
 
+    For the only one that is not finite it is 0 beside zeros. Beside none it is NaN, unless torch
+    multiplies the others, as its `prod` does where any element at all is 0.
+
     Args:
         x: the elements.
         product, total: of the elements that belong together, at the place of each.
+        has_zero: from the places of zeros, whether torch multiplies the others; None: beside zeros.
     """
     is_zero = eq(x, 0)
     rest, own = where(is_zero, 1.0, x), where(is_zero, x, 0.0)
@@ -163,7 +170,19 @@ def product_of_others(
         without = of_n - own * without
         of_other = where(eq(count, n), of_n, of_other)
         of_zero = where(eq(count, n + 1), without, of_zero)
-    return product(rest) * where(is_zero, of_zero, of_other / rest)
+    others = product(rest) * where(is_zero, of_zero, of_other) / rest
+    strange = op("logical_not")(op("isfinite")(x))
+    is_lone = logical_and(strange, eq(total(record("cast", strange, dtype=x.dtype)), 1))
+    beside = gt(count, 0)
+    if has_zero is None:
+        return where(logical_and(is_lone, beside), 0.0, others)
+    finite_others = where(beside, 0.0, product(where(strange, 1.0, rest)))
+    return where(logical_and(is_lone, has_zero(is_zero)), finite_others, others)
+
+
+def finite(x: Handle) -> Handle:
+    """0 in the place of what is not finite: it is then multiplied by zeros, whose product is 0."""
+    return where(op("isfinite")(x), x, 0.0)
 
 
 #: Derivatives of products are right up to this one, however many factors are 0.

@@ -81,6 +81,8 @@ _unary("leaky_relu", _F.leaky_relu, rounded(_on("leaky_relu")), _SLOPE)
 _unary("gelu", _F.gelu, rounded(_on("gelu")), _FORM)
 for _name in ("hardsigmoid", "hardswish", "mish"):
     _unary(_name, getattr(_F, _name), rounded(_on(_name)))
+_unary("hardshrink", _F.hardshrink, exact(_on("hardshrink")), attr("lambd", "number"))
+_unary("softshrink", _F.softshrink, rounded(_on("softshrink")), attr("lambd", "number"))
 for _name in ("clamp", "hardtanh"):  # whose gradients differ at the limits
     _limits = (attr("min", "number"), attr("max", "number"))
     _unary(_name, torch.clamp, exact(torch.clamp), *_limits)
@@ -90,8 +92,10 @@ for _name in slopes.NAMES:  # linear in the cotangent, which comes first
     _is_exact = _name in ("relu", "leaky_relu", "hardtanh")
     _writes = DENSE if _write is None else exact(_write) if _is_exact else rounded(_write)
     _how: dict[str, Any] = {"host": "binary", "operands": (2, 2), "attrs": TABLE[_name].attrs}
-    _how["partial"] = "scale" if _name in ("relu", "hardtanh") else "factor"
+    _is_choice = _name in ("relu", "hardtanh", "hardshrink", "softshrink")
+    _how["partial"] = "scale" if _is_choice else "factor"
     row(f"{_name}_grad", _call, dims.pointwise, shapes.alike, _writes, **_how)
+_binary("squared_distance", compound.squared_distance, exact(compound.squared_distance))
 _binary("binary_cross_entropy", on_tensors(compound.binary_cross_entropy), DENSE)
 for _name, _unit in (("huber_loss", "delta"), ("smooth_l1_loss", "beta")):
     _call = on_tensors(compound.robust_loss(_name))

@@ -23,7 +23,7 @@ def _reduce(
 
 
 _WIDER = attr("dtype", "dtype")
-_IDENTITY = attr("identity", "bool", is_local=True)
+_IDENTITY = attr("identity", "bool")
 _COUNT = attr("count", "extent", is_local=True)
 _reduce("sum", reductions.add_up, "sum", rounded(reductions.add_up), _WIDER)
 _reduce("prod", reductions.multiply, "prod", rounded(reductions.multiply), _WIDER)

@@ -170,3 +170,38 @@ def test_what_is_wrong_is_said(name: str) -> None:
             typed(fd.ops, x, i, m)
     for words in (*says, "test_lookups.py:"):
         assert words in str(caught.value), caught.value
+
+
+#: From a table [4,3] and a function that makes a tensor of indices: what looks them up.
+KNOWN: dict[str, Any] = {
+    "index_select": lambda x, i, t: torch.index_select(x, 0, t(i)),
+    "gather": lambda x, i, t: torch.gather(x, 0, t([[n] * 3 for n in i])),
+    "embedding": lambda x, i, t: torch.nn.functional.embedding(t(i), x),
+    "index": lambda x, i, t: x[t(i)], "index of columns": lambda x, i, t: x[:, t(i)],
+    "indices": lambda x, i, t: x[t([0] * len(i)), t(i)],
+    "take": lambda x, i, t: torch.take(x, t([4 * n for n in i])),
+    "take_along_dim": lambda x, i, t: torch.take_along_dim(x, t([[n] * 3 for n in i]), 0),
+    "index_add": lambda x, i, t: x.index_add(0, t(i), x[: len(i)]),
+    "index_copy": lambda x, i, t: x.index_copy(0, t(i), x[: len(i)]),
+    "index_fill": lambda x, i, t: x.index_fill(0, t(i), 7.0),
+    "index_put": lambda x, i, t: torch.index_put(x, (t(i),), x[: len(i)]),
+    "scatter": lambda x, i, t: x.scatter(0, t([[n] * 3 for n in i]), x),
+    "scatter_add": lambda x, i, t: x.scatter_add(0, t([[n] * 3 for n in i]), x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("indices", [[0, 2], [99], [1, -1], [-5], [2, 4], [-3]])
+@pytest.mark.parametrize("name", KNOWN)
+def test_indices_that_are_constants(name: str, indices: list[int]) -> None:
+    """What torch refuses of them is refused when it is defined; negative ones are as torch has."""
+    x, f = torch.arange(12.0).reshape(4, 3), KNOWN[name]
+    with mf.FusionDefinition("known") as fd:
+        h = fd.define_tensor([4, 3], mesh=DeviceMesh.arange(x=2), layout={"x": Shard(0)})
+        try:
+            expected = f(x, indices, torch.tensor)
+        except (IndexError, RuntimeError):
+            with pytest.raises(mf.DefinitionError, match="out of range"):
+                f(h, indices, fd.ops.tensor)
+            return
+        fd.add_output(f(h, indices, fd.ops.tensor))
+    assert torch.equal(mf.simulate(mf.compile(fd), [x]).outputs[0], expected)

@@ -177,3 +177,29 @@ def test_what_is_wrong_is_said() -> None:
             fd.ops.grouped_mm(x, w[0], ends)
         with pytest.raises(DefinitionError, match="without offs"):
             F.grouped_mm(x, w[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factors", [(1, 1), (0.5, 1), (1, 0.3), (0, 1)])
+@pytest.mark.parametrize("name", ["addmm", "addmm of a bias", "addmv", "baddbmm"])
+def test_sums_with_products_round_once(
+    name: str, factors: tuple[float, float], dtype: torch.dtype
+) -> None:
+    shapes = {
+        "addmm": ((7, 6), (7, 5), (5, 6)), "addmm of a bias": ((6,), (7, 5), (5, 6)),
+        "addmv": ((7,), (7, 5), (5,)), "baddbmm": ((3, 7, 6), (3, 7, 5), (3, 5, 6)),
+    }[name]  # fmt: skip
+    draws = torch.Generator().manual_seed(3)
+    xs = [torch.randn(shape, generator=draws).mul(3).to(dtype) for shape in shapes]
+    beta, alpha = factors
+    x, a, b = (x.double() for x in xs)
+    expected = ((beta * x if beta else 0) + alpha * (a @ b)).to(dtype)
+    with mf.FusionDefinition("once") as fd:
+        mesh = DeviceMesh.arange(x=2)
+        handles = [fd.define_tensor(x.shape, dtype, mesh, {"x": Shard(0)}) for x in xs]
+        f = getattr(torch, name.split()[0])
+        fd.add_output(f(*handles, beta=beta, alpha=alpha))
+    (found,) = mf.simulate(mf.compile(fd), xs).outputs
+    assert found.dtype == dtype
+    # by f32 or by f64, a number half way between two may go to either
+    assert (found != expected).sum() <= 1, (found - expected).abs().max()
