@@ -475,10 +475,10 @@ class HostProgram:
 
     def relocalized(self, i: Instruction) -> Instruction:
         """Localize an instruction of a projection again, after its types became more exact."""
-        from mdfuse.hir.projection import localized
+        from mdfuse.hir.projection import globalized, localized
 
         assert self.rank is not None
-        return localized(self, i, self.rank, self.knows(self.rank))
+        return localized(self, globalized(self, i, self.rank), self.rank, self.knows(self.rank))
 
 
 def joined(parts: Iterable[Iterable[Instruction]]) -> tuple[Instruction, ...]:
