@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mdfuse as mf
-from fuzz.definitions import Drawn, Known, try_
+from fuzz.definitions import Drawn, Known, is_of_example, try_
 from fuzz.families import FAMILIES, ROWS, Call, Shape
 from mdfuse import DeviceMesh, Layout, MdfuseError, Partial, Replicate, Shard, Stream
-from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.layout import Placement
 
 #: Elements of a value that the next operation still reads.
@@ -213,8 +212,8 @@ class Whole(Drawn):
         with block:
             made = call.function(*(k.handle for k in call.operands))
         parts = list(made) if isinstance(made, tuple | list) else [made]
-        if len(parts) != len(wholes) and any(is_symbolic(k.handle.shape) for k in call.operands):
-            return  # how many there are was taken from the example: runs of others are refused
+        if is_of_example([*call.operands], parts, wholes):
+            return
         assert len(parts) == len(wholes), (call.name, len(parts), len(wholes))
         before = len(self.known)
         self.keep_parts(
