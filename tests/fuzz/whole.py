@@ -1,9 +1,10 @@
 """Drawn whole programs, each with its outputs by plain torch: what options must leave as they are.
 
 Operations of `fuzz.families`, and any others, on one mesh or on two one behind the other; gradients
-(torch's autograd has them, too), an optimizer's step, recomputation, streams, extents that a run
-chooses, pipelines; several outputs, among them inputs, views, and one value twice. A program is
-drawn in pieces, each from a seed of its own: without one of them the others stay as they are.
+(torch's autograd has them, too), steps of one optimizer or two, recomputation, streams, extents
+that a run chooses, pipelines; several outputs, among them inputs, views, and one value twice. A
+program is drawn in pieces, each from a seed of its own: without one of them the others stay as they
+are.
 """
 
 from __future__ import annotations
@@ -431,8 +432,9 @@ class Whole(Drawn):
     def follow(self) -> None:
         if self.has_gradients and self.piece("gradients"):
             try_(self.gradients)
-        if self.slopes and self.piece("optimizer") and self.draw.random() < 0.4:
-            try_(self.optimizer)
+        for name, share in (("optimizer", 0.4), ("other optimizer", 0.3)):
+            if self.slopes and self.piece(name) and self.draw.random() < share:
+                try_(self.optimizer)
         if self.has_gradients and self.piece("after") and self.draw.random() < 0.3:
             try_(self.any_step)
 
