@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mdfuse.ir import dims
+from mdfuse.layouts.blocks import Cut, as_blocks
 from mdfuse.layouts.boxes import Box, Interval, box_shape
+
+#: Each block of a dim, and what a rank has of it.
+Pieces = tuple[tuple[Interval, Interval], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +26,15 @@ class ExprPart:
         box: this rank's part of the result.
         blocks: dim of the first operand that is in blocks -> each block, and what the rank has of
             it; its boxes count such dims from 0.
+        cuts: dim of the result that is in blocks -> these.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
     boxes: tuple[Box | None, ...]
     shape: tuple[int, ...]
     box: Box
-    blocks: Mapping[int, tuple[tuple[Interval, Interval], ...]] = field(default_factory=dict)
+    blocks: Mapping[int, Pieces] = field(default_factory=dict)
+    cuts: Mapping[int, Cut] = field(default_factory=dict)
 
 
 #: (attributes, one rank's part) -> the attributes on the other side.
@@ -69,16 +75,26 @@ def whole_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     ends = [n if end == local else end for end, local, n in held]
     starts = [*attrs["starts"]]
     for d, blocks in part.blocks.items():
-        at = 0
-        for (begin, _), (start, stop) in blocks:
-            last = begin + part.shape[d]
-            after = sum(q - p for (first, _), (p, q) in blocks if begin <= first < last)
-            is_taken = (at, at + after) == (attrs["starts"][d], attrs["ends"][d])
-            if is_taken and any(last == e for (_, e), _ in blocks):
-                starts[d], ends[d] = begin, last
-                break
-            at += stop - start
+        runs = _runs(blocks, (attrs["starts"][d], attrs["ends"][d]), part.shape[d])
+        cut = part.cuts.get(d)
+        # a rank may have as much of others, or nothing of any: then the result says which they are
+        runs.sort(key=lambda run: as_blocks(run[1]) != (cut.blocks if cut is not None else None))
+        for begin, sizes in runs[:1]:
+            starts[d], ends[d] = begin, begin + sum(sizes)
     return {**attrs, "starts": tuple(starts), "ends": tuple(ends)}
+
+
+def _runs(blocks: Pieces, taken: Interval, extent: int) -> list[tuple[int, list[int]]]:
+    """Return where runs of blocks begin, and their sizes, whose pieces are those that are taken."""
+    found, at = list[tuple[int, list[int]]](), 0
+    for n, ((begin, _), (start, stop)) in enumerate(blocks):
+        ends = [end for (_, end), _ in blocks[n:]]
+        if begin + extent in ends:
+            run = blocks[n : n + 1 + ends.index(begin + extent)]
+            if (at, at + sum(b - a for _, (a, b) in run)) == taken:
+                found.append((begin, [b - a for (a, b), _ in run]))
+        at += stop - start
+    return found
 
 
 def local_squeeze(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:

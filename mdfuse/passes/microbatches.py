@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from networkx.utils import UnionFind
 
-from mdfuse.errors import RECOMPUTED, LoweringError
+from mdfuse.errors import BACKWARD, RECOMPUTED, LoweringError
 from mdfuse.extents.extent import comparable, example
 from mdfuse.ir.dims import reduced_dims, reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
@@ -61,6 +61,8 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     for expr in fusion.exprs:
         for made in _streamed(fusion, expr, values):
             values[made.name] = made
+    for late in _behind(fusion, values):
+        values[late] = replace(values[late], stream=None)
     return _once(replace(fusion, values=values))
 
 
@@ -269,6 +271,44 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
         cut = (values[x].stream for x in (*expr.reads, *expr.outputs) if _is_read(x, values))
         (chunks,) = {stream.chunks for stream in cut if stream is not None}
         yield replace(value, stream=Stream.over(op, chunks))
+
+
+def behind_gradients(fusion: Fusion) -> set[str]:
+    """Return what depends on a gradient, or is computed again for one."""
+    found = set[str]()
+    for expr in fusion.exprs:
+        note = expr.source.note if expr.source is not None else ""
+        if note in (BACKWARD, RECOMPUTED) or not found.isdisjoint(expr.reads):
+            found.update(expr.outputs)
+    return found
+
+
+def _behind(fusion: Fusion, values: Mapping[str, Value]) -> set[str]:
+    """Return what follows from whole gradients, and leads to nothing that is computed in chunks.
+
+    It is computed at once, as the cast of a gradient is that a set brings together in a wide dtype:
+    in the loop it would wait for all microbatches.
+    """
+    back, late, found = behind_gradients(fusion), set[str](), dict[str, Expr]()
+    for expr in fusion.exprs:
+        is_late = not late.isdisjoint(expr.reads)
+        is_whole = all(values[x].stream is None for x in expr.outputs)
+        if is_late or (is_whole and any(x in back and _is_read(x, values) for x in expr.reads)):
+            late.update(expr.outputs)
+        if is_late and not is_whole:
+            found.update(dict.fromkeys(expr.outputs, expr))
+    chunks = {name for name in values if values[name].stream is not None}
+    while wrong := [x for x, e in found.items() if _meets(fusion, e, chunks - found.keys())]:
+        for x in wrong:
+            del found[x]
+    return {*found}
+
+
+def _meets(fusion: Fusion, expr: Expr, names: Container[str]) -> bool:
+    """Return whether an expression reads some of these values, or leads to one in one step."""
+    readers = (r for x in expr.outputs for r in fusion.consumers[x])
+    near = (*expr.reads, *(x for e in (expr, *readers) for x in e.outputs))
+    return any(x in names for x in near)
 
 
 def _is_read(x: object, values: Mapping[str, Value]) -> bool:

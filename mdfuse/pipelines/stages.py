@@ -26,6 +26,7 @@ import networkx as nx
 from mdfuse.errors import BACKWARD, RECOMPUTED, LoweringError
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.mesh import DeviceMesh
+from mdfuse.passes.microbatches import behind_gradients
 from mdfuse.passes.segmentation import Group, ShouldMerge
 from mdfuse.pipelines.timing import Reads
 
@@ -165,7 +166,7 @@ class _Finder:
             is_in = expr.outputs[0] in self.made
             if _changes_mesh(fusion, expr) and _is_of_batch(fusion, expr) and not is_in:
                 raise _whole(fusion, expr)
-        self.back = self.backward()
+        self.back = behind_gradients(fusion)
         #: the results of hand-overs
         self.over = {e.output for e in self.exprs if self.is_border(e)}
 
@@ -186,15 +187,6 @@ class _Finder:
     def operands(self, expr: Expr) -> list[Expr]:
         """Return the expressions of the pipeline that an expression reads."""
         return [self.made[x] for x in expr.reads if x in self.made]
-
-    def backward(self) -> set[str]:
-        """Return what depends on a gradient, or is computed again for one."""
-        found = set[str]()
-        for expr in self.fusion.exprs:
-            note = expr.source.note if expr.source is not None else ""
-            if note in (BACKWARD, RECOMPUTED) or not found.isdisjoint(expr.reads):
-                found.update(expr.outputs)
-        return found
 
     def run(self) -> Stages:
         forward = [e for e in self.exprs if e.outputs[0] not in self.back]
@@ -408,6 +400,10 @@ def _against(fusion: Fusion, name: str) -> LoweringError:
     """Say why a value of the backward cannot be on its mesh."""
     if (late := _of_a_sum(fusion)) is not None:
         return late
+    read = (fusion.producers.get(x) for x in fusion.producers[name].reads)
+    whole = next((e for e in read if e is not None and _brings_together(fusion, e)), None)
+    if whole is not None:
+        return _refused(fusion, name, f"it follows from {_joined(whole)}", _EVEN)
     because = "what is computed for gradients goes from later stages to earlier ones"
     if any(e.source is not None and e.source.note == RECOMPUTED for e in fusion.exprs):
         return _refused(fusion, name, because, "leave hand-overs out of recompute()")
@@ -436,6 +432,11 @@ def _of_a_sum(fusion: Fusion) -> LoweringError | None:
     return None
 
 
+def _joined(expr: Expr) -> str:
+    return f"%{expr.output}, for which ranks bring the whole batch together"
+
+
+_EVEN = "split the batch into even parts, or not at all"
 _AT_ONCE = "take the batch at once: mf.compile(definition)"
 
 
@@ -444,8 +445,7 @@ def _whole(fusion: Fusion, expr: Expr) -> LoweringError:
     value = fusion.values[expr.output]
     whole = next((e for e in fusion.exprs if _brings_together(fusion, e)), None)
     if value.stream is not None and whole is not None:
-        because = f"it leads to %{whole.output}, for which ranks bring the whole batch together"
-        hint = "split the batch into even parts, or not at all"
+        because, hint = f"it leads to {_joined(whole)}", _EVEN
     elif value.stream is None:
         before, after = fusion.layout(x), fusion.layout(expr.output)
         places = f"{before} on {before.mesh} to {after} on {after.mesh}"

@@ -280,11 +280,12 @@ def _cut(
             filling.append(line)
             needed.update(line.refs)
     ahead = _ahead(lines)
-    later = [*ahead, *filling, *(line for line in behind if not line.is_view)]
-    inside = [line for line in lines if line.run is not None and line not in later]
+    inside = _inside([x for x in lines if x.run and x not in ahead and x not in filling], behind)
     made = {slot for line in inside for slot in line.targets}
     takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
-    makes = [slot for line in inside if not line.is_view for slot in line.targets if slot in needed]
+    is_later = set(map(id, behind))
+    works = (line for line in inside if id(line) not in is_later)
+    makes = [slot for line in works for slot in line.targets if slot in needed]
     bases = _bases(inside, takes)
     written = {slot for slot in takes if any(_reads(_target(line), slot) for line in inside)}
     behind_it = {base for line in filling for x in line.refs for base in bases.get(x, {x})}
@@ -296,6 +297,20 @@ def _cut(
         raise Refusal("a result may share memory with an operand, or with another result")
     last_of_all = (*behind[::-1], *filling[::-1])
     return _Cut(ahead, tuple(inside), last_of_all, tuple(takes), tuple(makes))
+
+
+def _inside(lines: Iterable[Line], behind: Sequence[Line]) -> list[Line]:
+    """Return the calls to compile: those behind only where another of them reads the result.
+
+    Both then make it, and nothing of the compiled function goes by what comes behind it.
+    """
+    found, read, is_later = list[Line](), set[int](), set(map(id, behind))
+    for line in reversed([*lines]):
+        if id(line) in is_later and read.isdisjoint(line.targets):
+            continue
+        found.append(line)
+        read.update(line.refs)
+    return found[::-1]
 
 
 def _ahead(lines: Sequence[Line]) -> tuple[Line, ...]:
@@ -373,7 +388,7 @@ def _found(
     cut: _Cut, results: Sequence[Form], outside: Mapping[int, str], context: Context
 ) -> dict[int, Tensor]:
     """Return meta tensors like what the unit takes and makes, and like views of these, by slot."""
-    facts = ((slot, context.fact(outside[slot])) for slot in cut.takes)
+    facts = ((slot, context.fact(name)) for slot, name in outside.items())
     slots: dict[int, Any] = {slot: fact for slot, fact in facts if fact is not None}
     for slot, (shape, strides, dtype, _) in zip(cut.makes, results, strict=True):
         slots[slot] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")

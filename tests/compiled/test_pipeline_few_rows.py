@@ -146,3 +146,26 @@ def test_parts_that_are_joined_along_a_split_dim(count: int) -> None:
     x = torch.randn(6, 3, dtype=torch.float64)
     (got,) = mf.simulate(program, [x]).outputs
     assert torch.equal(got, torch.cat([x, x * 2], 1) + 1.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("widths", [(3, 3), (5, 2, 2), (1, 1), (2, 1, 1, 4)], ids=str)
+def test_blocks_that_are_taken_out_of_what_was_joined(widths: tuple[int, ...], ranks: int) -> None:
+    """Gradients of joined parts, of which ranks have unequal pieces, or none."""
+    mesh, total = DeviceMesh.arange(tp=ranks), sum(widths)
+    with mf.FusionDefinition("taken") as fd:
+        parts = [
+            fd.define_tensor([8, n], torch.float64, mesh, {"tp": Shard(1)}, name=f"x{at}")
+            for at, n in enumerate(widths)
+        ]
+        y = torch.cat(parts, 1)
+        for slope in mf.grad((y * y * y).sum(), parts):
+            fd.add_output(slope)
+        fd.add_output(y.sum(0) + total)
+    batch = {f"x{at}": 0 for at in range(len(widths))}
+    program = mf.pipeline(fd, microbatches=4, batch=batch)
+    xs = [torch.randn(8, n, dtype=torch.float64) for n in widths]
+    found = mf.simulate(program, xs, options=mf.Options(poison=True)).outputs
+    for got, x in zip(found, xs, strict=False):
+        torch.testing.assert_close(got, 3 * x * x)
+    torch.testing.assert_close(found[-1], torch.cat(xs, 1).sum(0) + total)

@@ -123,6 +123,16 @@ ERRORS = {
 }  # fmt: skip
 
 
+def is_of_example(used: list[Known], parts: list[Any], wholes: list[Tensor]) -> bool:
+    """Whether results are of another form than torch's, as extents of a run decide it.
+
+    The definition has what follows from the example; for one row, `squeeze` and what is behind it
+    are lowered again, or refused.
+    """
+    is_other = [p.ndim for p in parts] != [x.ndim for x in wholes]
+    return is_other and any(is_symbolic(k.handle.shape) for k in used)
+
+
 class Drawn:
     """One definition under construction."""
 
@@ -228,9 +238,9 @@ class Drawn:
             part.is_tensor and math.prod(part.shape) <= LARGE for part in parts
         )
         wholes = plain(name, given) if is_known and (not is_rough or name in SMOOTH) else None
+        if wholes is not None and is_of_example(used, parts, wholes):
+            return
         if wholes is not None and len(wholes) != len(parts):
-            if any(is_symbolic(k.handle.shape) for k in used):
-                return  # how many there are was taken from the example: runs of others are refused
             raise AssertionError(f"{name}: {len(parts)} results, torch has {len(wholes)}")
         self.keep_parts(name, used, parts, wholes, is_rough or name not in EXACT)
 

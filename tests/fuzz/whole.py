@@ -1,9 +1,10 @@
 """Drawn whole programs, each with its outputs by plain torch: what options must leave as they are.
 
 Operations of `fuzz.families`, and any others, on one mesh or on two one behind the other; gradients
-(torch's autograd has them, too), an optimizer's step, recomputation, streams, extents that a run
-chooses, pipelines; several outputs, among them inputs, views, and one value twice. A program is
-drawn in pieces, each from a seed of its own: without one of them the others stay as they are.
+(torch's autograd has them, too), steps of one optimizer or two, recomputation, streams, extents
+that a run chooses, pipelines; several outputs, among them inputs, views, and one value twice. A
+program is drawn in pieces, each from a seed of its own: without one of them the others stay as they
+are.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mdfuse as mf
-from fuzz.definitions import Drawn, Known, try_
+from fuzz.definitions import Drawn, Known, is_of_example, try_
 from fuzz.families import FAMILIES, ROWS, Call, Shape
 from mdfuse import DeviceMesh, Layout, MdfuseError, Partial, Replicate, Shard, Stream
-from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.layout import Placement
 
 #: Elements of a value that the next operation still reads.
@@ -213,8 +213,8 @@ class Whole(Drawn):
         with block:
             made = call.function(*(k.handle for k in call.operands))
         parts = list(made) if isinstance(made, tuple | list) else [made]
-        if len(parts) != len(wholes) and any(is_symbolic(k.handle.shape) for k in call.operands):
-            return  # how many there are was taken from the example: runs of others are refused
+        if is_of_example([*call.operands], parts, wholes):
+            return
         assert len(parts) == len(wholes), (call.name, len(parts), len(wholes))
         before = len(self.known)
         self.keep_parts(
@@ -432,8 +432,9 @@ class Whole(Drawn):
     def follow(self) -> None:
         if self.has_gradients and self.piece("gradients"):
             try_(self.gradients)
-        if self.slopes and self.piece("optimizer") and self.draw.random() < 0.4:
-            try_(self.optimizer)
+        for name, share in (("optimizer", 0.4), ("other optimizer", 0.3)):
+            if self.slopes and self.piece(name) and self.draw.random() < share:
+                try_(self.optimizer)
         if self.has_gradients and self.piece("after") and self.draw.random() < 0.3:
             try_(self.any_step)
 

@@ -129,6 +129,51 @@ def test_options(name: str, how: dict[str, Any]) -> None:
     check(net, program)
 
 
+#: What follows from the gradient of a batch whose rows come together over all microbatches.
+BEHIND: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda g: g,
+    "a factor": lambda g: (g * 0.5).tanh(),
+    "a branch": lambda g: g.exp() + (g * 2.0).sin(),
+    "a sum": lambda g: (g * g).sum(),
+    "both": lambda g: g.sum() * g.exp(),
+}
+
+
+@pytest.mark.parametrize("how", [{}, {"reduce_dtype": torch.float64}], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p"])
+@pytest.mark.parametrize("name", BEHIND)
+def test_gradients_that_come_together_behind_all_microbatches(
+    name: str, schedule: Any, how: Any
+) -> None:
+    """Three rows over two ranks, and their gradients a Partial: they come together as a whole."""
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor([3, 2, 4], mesh=DP, layout={"dp": Shard(0)}, name="x")
+        w = fd.define_tensor([2, 4], mesh=DP, layout={"dp": Shard(0)}, name="w")
+        b = fd.define_tensor([2], mesh=DP, layout={"dp": Shard(0)}, name="b")
+        y = mf.ops.linear(x, w, b).on(DP, {"dp": Shard(2)})
+        dx, db = mf.grad((y * y).sum(), [x, b])
+        fd.add_output(db)
+        fd.add_output(BEHIND[name](dx))
+    options = mf.Options(poison=True, **how)
+    program = mf.pipeline(fd, microbatches=3, batch={"x": 0}, schedule=schedule, options=options)
+    given = [torch.randn(n).requires_grad_() for n in ((3, 2, 4), (2, 4), (2,))]
+    dx, _, db = torch.autograd.grad((F.linear(*given) ** 2).sum(), given)
+    found = mf.simulate(program, [x.detach() for x in given], options=options).outputs
+    for got, want in zip(found, [db, BEHIND[name](dx)], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_with_rows_that_come_together_is_refused() -> None:
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor([3, 2, 4], mesh=DP, layout={"dp": Shard(0)}, name="x")
+        w = fd.define_tensor([2, 4], mesh=DP, layout={"dp": Shard(0)}, name="w")
+        y = mf.ops.linear(x, w).on(DP, {"dp": Shard(2)})
+        fd.add_output(mf.grad((y * y).sum(), [w])[0])
+    with pytest.raises(mf.MdfuseError, match="ranks bring the whole batch together") as error:
+        mf.pipeline(fd, microbatches=3, batch={"x": 0}, schedule="1f1b")
+    assert "it follows from %" in str(error.value) and "even parts" in str(error.value)
+
+
 def test_parts_of_16_bits_are_added_up_in_f32() -> None:
     """400 parts, of which each is lost in a sum of 8 bits of mantissa."""
     with mf.FusionDefinition("sums") as fd:

@@ -235,6 +235,32 @@ def test_outputs_and_views_of_them(compiler: Compiler) -> None:
     assert all(map(torch.equal, got, kept))  # later runs write elsewhere
 
 
+SHARED: dict[str, Callable[[Any], Any]] = {
+    "a view": lambda y: y.permute(1, 0, 2),
+    "a view of another shape": lambda y: y.reshape(3, 8),
+    "a view of a view": lambda y: y.permute(1, 0, 2)[1:],
+    "a sum": lambda y: y.sum(0) * 2.0,
+    "a product with a view": lambda y: y @ y.permute(0, 2, 1),
+}
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_what_reads_one_of_two_equal_outputs(what: str, compiler: Compiler) -> None:
+    """Both outputs come behind the compiled function, which reads one of them, or not."""
+
+    def build(fd: FusionDefinition, x: Any, w: Any) -> list[Any]:
+        y = x.exp() @ w
+        first, second = fd.ops.set(y), fd.ops.set(y)
+        return [first, second, SHARED[what](second)]
+
+    x, w = torch.randn(2, 3, 4), torch.randn(4, 4)
+    y = x.exp() @ w
+    got = run(defined(build, [2, 3, 4], [4, 4]), x, w)
+    for mine, theirs in zip(got, (y, y, SHARED[what](y)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert compiler.bodies
+
+
 def test_strided_and_expanded_arguments(compiler: Compiler) -> None:
     fd = defined(lambda fd, x: [(x.exp() * x).sum(0)], [4, 3])
     for x in (torch.randn(3, 4).T, torch.randn(1, 3).expand(4, 3), torch.randn(8, 6)[::2, ::2]):

@@ -101,8 +101,15 @@ def take_along_dim(x: Handle, indices: Handle, dim: int | None = None) -> Handle
             hint="unsqueeze one of them",
         )
     at = own_place(x, dim)
-    pairs = zip(x.shape, indices.shape, strict=True)
-    both = [(n, m) if d == at else (repeated(n, m),) * 2 for d, (n, m) in enumerate(pairs)]
+    pairs = [*zip(x.shape, indices.shape, strict=True)]
+    try:
+        both = [(n, m) if d == at else (repeated(n, m),) * 2 for d, (n, m) in enumerate(pairs)]
+    except ValueError as error:
+        raise DefinitionError(
+            f"take_along_dim of {shown(x)} along dim {dim} with {shown(indices)}",
+            because=f"the other dims are as long, or 1, and {error}",
+            hint="expand one of them",
+        ) from None
     indices = ROWS["remainder"](indices, larger(x.shape[at], 1))
     wide = views.expand(x, [n for n, _ in both])
     return gather(wide, at, views.expand(indices, [m for _, m in both]))

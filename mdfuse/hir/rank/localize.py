@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mdfuse.errors import ProgramError
@@ -35,6 +36,18 @@ def localized(program: HostProgram, i: Instruction, rank: int, known: Known) -> 
         body = tuple([localized(program, inner, rank, known) for inner in body])
         orelse = tuple([localized(program, inner, rank, known) for inner in orelse])
     return i.made(inputs, i.outputs, attrs, comm, body, orelse)
+
+
+def globalized(program: HostProgram, i: Instruction, rank: int) -> Instruction:
+    """Return an instruction of a rank that says of dims in blocks what it takes of the whole.
+
+    Elsewhere attributes are made local again as they are: they end where the part ends.
+    """
+    op, first = op_of(i), i.inputs[0] if i.inputs else None
+    layout = program.types[first].layout if isinstance(first, str) else None
+    if op is None or op.globalize is None or layout is None or not layout.cuts:
+        return i
+    return replace(i, attrs=tuple(op.globalize(dict(i.attrs), _part(program, i, rank)).items()))
 
 
 def _peer(
@@ -83,4 +96,5 @@ def _part(program: HostProgram, i: Instruction, rank: int) -> ExprPart:
         shape=output.shape,
         box=output.box(rank),
         blocks=tensors[0].blocks(rank) if tensors and tensors[0] is not None else {},
+        cuts=output.layout.cuts if output.layout is not None else {},
     )

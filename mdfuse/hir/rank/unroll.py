@@ -27,7 +27,7 @@ from mdfuse.hir.calls import blocks_of, per_index
 from mdfuse.hir.indices import index_names
 from mdfuse.hir.instructions import POSTS, TRANSFERS, op_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, resolved
-from mdfuse.hir.rank.localize import localized
+from mdfuse.hir.rank.localize import globalized, localized
 from mdfuse.ir.graph import Operand
 from mdfuse.layouts.layout import Layout
 
@@ -391,6 +391,7 @@ class Unrolled:
             return i
         rank = self.local.rank
         assert rank is not None
+        i = globalized(self.local, i, rank)
         return localized(self.local, i, rank, self.local.knows(rank))
 
     def is_of_part(self, i: Instruction) -> bool:

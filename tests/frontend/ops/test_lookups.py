@@ -129,6 +129,9 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "gather of more": (
         lambda ops, x, i, m: x[:2].gather(1, i[:, None]), ("no more places", "take_along_dim")),
     "take_along_dim": (lambda ops, x, i, m: x.take_along_dim(i, 0), ("same number of dims",)),
+    "take_along_dim of rows that do not fit": (
+        lambda ops, x, i, m: x[:2].take_along_dim(i[:, None], 1),
+        ("dim 1", "2 is not 5", "expand one")),
     "other dtype": (
         lambda ops, x, i, m: x.scatter(0, i[:, None], i[:, None]), ("both have one dtype",)),
     "more indices than places": (
