@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from fuzz import arguments, command_line, definitions, environment, files, options, runs, text
+from fuzz import (
+    arguments,
+    command_line,
+    definitions,
+    environment,
+    files,
+    imports,
+    options,
+    runs,
+    text,
+)
 from fuzz.driver import Fuzzer
 
 FUZZERS: dict[str, Fuzzer] = {
@@ -12,6 +22,7 @@ FUZZERS: dict[str, Fuzzer] = {
     "command_line": command_line.fuzz,
     "definitions": definitions.fuzz,
     "environment": environment.fuzz,
+    "imports": imports.fuzz,
     "options": options.fuzz,
     "runs": runs.fuzz,
     "text": text.fuzz,
