@@ -13,6 +13,7 @@ from fuzz import (
     imports,
     options,
     runs,
+    stored,
     text,
 )
 from fuzz.driver import Fuzzer
@@ -27,6 +28,7 @@ FUZZERS: dict[str, Fuzzer] = {
     "runs": runs.fuzz,
     "text": text.fuzz,
     **files.FUZZERS,
+    **stored.FUZZERS,
 }
 
 #: Of some fuzzers: yields lines on what was drawn.
