@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
@@ -104,7 +104,7 @@ class Schedule:
         ((Action(stage=0, phase='F', microbatch=0), Action(stage=0, phase='I', microbatch=0), \
 Action(stage=0, phase='W', microbatch=0)),)
         """
-        if not isinstance(rows, Iterable) or isinstance(rows, str | bytes):
+        if not isinstance(rows, Sequence | Iterator) or isinstance(rows, str | bytes):
             raise _no_rows(rows)
         return cls(tuple(_row(row, f"row {n}") for n, row in enumerate(rows)))
 
@@ -261,7 +261,7 @@ Action(stage=0, phase='W', microbatch=0)),)
 
 
 def _row(cells: Iterable[str | Cell], where: str) -> tuple[Cell, ...]:
-    if not isinstance(cells, Iterable) or isinstance(cells, str | bytes):
+    if not isinstance(cells, Sequence | Iterator) or isinstance(cells, str | bytes):
         raise _no_rows(cells)
     found: list[Cell] = []
     for cell in cells:

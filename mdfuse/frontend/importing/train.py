@@ -291,7 +291,7 @@ def _loss(
     else:
         found = loss(*results, **extra)
     given = found if isinstance(found, tuple) else (found,)
-    value = given[0]
+    value = given[0] if given else None
     is_loss = isinstance(value, Handle) and value.is_tensor and value.ndim == 0
     if not is_loss or not all(isinstance(x, Handle) for x in given):
         said = "the module returns no loss" if loss is None else f"loss returns {brief(value)}"
