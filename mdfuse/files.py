@@ -144,10 +144,11 @@ def as_path(place: object) -> Path:
     Raises:
         ProgramError: it is no path, or one that no system has.
     """
-    if not isinstance(place, str | Path) or "\0" in str(place):
+    path = os.fspath(place) if isinstance(place, str | os.PathLike) else None
+    if not isinstance(path, str) or "\0" in path:
         raise ProgramError(
             f"the path {shown(place)}",
             because="a path is text, or a pathlib.Path, without a zero character",
             hint='for example "checkpoints/step-1"',
         )
-    return Path(place)
+    return Path(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -394,13 +395,21 @@ def _flatten(nested: Any, what: str = "a rank") -> tuple[tuple[int, ...], list[i
             because="a mesh is an array of ranks",
             hint="where it is a layout, pass the mesh before it: (mesh, {...})",
         )
-    if isinstance(nested, bool | type) or not hasattr(nested, "__index__"):
+    if isinstance(nested, bool | type) or (number := _index(nested)) is None:
         raise MeshError(
             f"{shown(nested)} is not {what}",
             because=f"{what[2:]}s are integers",
             hint=f"pass nested lists of {what[2:]}s, or an array",
         )
-    return (), [_short(nested.__index__(), what)]
+    return (), [_short(number, what)]
+
+
+def _index(x: Any) -> int | None:
+    """Return an integer of any sort; None: it is none, as a tensor of floats is."""
+    try:
+        return operator.index(x)
+    except TypeError:
+        return None
 
 
 def _short(number: int, what: str) -> int:

@@ -20,7 +20,7 @@ from fuzz.whole import KINDS
 import mdfuse as mf
 
 #: Inputs of each fuzzer, where a thousand would take more than a quarter of a minute.
-FEWER: dict[str, int] = {"command_line": 500, "definitions": 500, "runs": 500}
+FEWER: dict[str, int] = {"command_line": 500, "definitions": 500, "notes": 200, "runs": 500}
 #: Programs that are drawn beside options: a minute.
 PROGRAMS = 240
 SEED = 20_000

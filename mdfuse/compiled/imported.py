@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from mdfuse.compiled.program import Program, compile
-from mdfuse.compiled.together import save_together, together
+from mdfuse.compiled.together import check_communicator, save_together, together
 from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options
-from mdfuse.errors import DefinitionError, ProgramError, shown
+from mdfuse.errors import DefinitionError, LayoutError, ProgramError, counted
 from mdfuse.files import as_path
+from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing import save as saving
 from mdfuse.frontend.importing.blocks import blocks_of
+from mdfuse.frontend.importing.buffers import numbers_of
 from mdfuse.frontend.importing.build import Model, check_known, constants_of, record
 from mdfuse.frontend.importing.called import called
 from mdfuse.frontend.importing.capture import Captured, capture
@@ -95,27 +97,29 @@ def from_torch(
     >>> (y,) = mf.simulate(program, [*model.load(), x]).outputs
     >>> torch.testing.assert_close(y, module(x).detach())
     """
-    _check_dicts(kwargs, layouts, blocks, adapters, buffers)
+    _check_dicts(layouts, kwargs, blocks, adapters, buffers)
     patterns = Patterns(layouts or {}, mesh := as_mesh(mesh))
     model = _model(capture(module, args, kwargs, dynamic_shapes, adapters), patterns, buffers or {})
     model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
-    return ImportedModel(model, patterns, skipped)
+    return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
 
 
-def _check_dicts(*given: object) -> None:
-    for value, name in zip(given, _DICTS, strict=True):
-        if not isinstance(value, Mapping | None):
-            raise DefinitionError(f"from_torch with {name}={shown(value)}", hint="a dict, or none")
+#: What is by name, with the errors that say so.
+_DICTS = {
+    "layouts": LayoutError, "kwargs": DefinitionError, "blocks": DefinitionError,
+    "adapters": DefinitionError, "buffers": DefinitionError,
+}  # fmt: skip
 
 
-#: What is by name, in the order of `from_torch`'s arguments.
-_DICTS = ("kwargs", "layouts", "blocks", "adapters", "buffers")
+def _check_dicts(*values: object) -> None:
+    for value, (name, kind) in zip(values, _DICTS.items(), strict=True):
+        given.by_name("from_torch", name, value, kind)
 
 
 def _model(captured: Captured, patterns: Patterns, buffers: Mapping[str, Tensor]) -> Model:
     live = live_nodes(captured)
     check_known(captured, live)
-    folded = Folded(captured, live, buffers)
+    folded = Folded(captured, live, numbers_of(captured, buffers))
     placed, outputs = _places(captured, patterns)
     constants = constants_of(live, folded)
     first = dict.fromkeys(constants.values())
@@ -132,7 +136,7 @@ def _model(captured: Captured, patterns: Patterns, buffers: Mapping[str, Tensor]
 
 
 def _axes(gather: Sequence[str], mesh: DeviceMesh) -> tuple[str, ...]:
-    axes = (gather,) if isinstance(gather, str) else tuple(gather)
+    axes = given.names("from_torch", "gather", gather)
     for axis in axes:
         mesh.axis_index(axis)
     return axes
@@ -297,11 +301,15 @@ class ImportedModel:
         >>> step.inputs
         ('input', 'target', 'lr')
         """
+        call = f"training_step of {self.model.captured.name}"
+        given.flag(call, "master", master, DefinitionError)
+        if loss is not None:
+            given.function(call, "loss", loss, "of the module's tensors, in their order")
         weights = self.model.weight_names()
         step = define_step(
             self.model,
             loss,
-            extra or {},
+            given.by_name(call, "extra", extra),
             Optimizer.of(optimizer),
             frozen=frozen,
             clip=clip,
@@ -335,8 +343,18 @@ class ImportedModel:
             results: of `program.run`, or `.outputs` of `mf.simulate`.
         """
         written = len(self.model.captured.mutated)
-        given = dict(zip(self._places, results[written:], strict=True))
-        tensors = [given[x.id] if isinstance(x, Handle) else x for x in self._results]
+        count = written + len(self._places)
+        if not isinstance(results, list | tuple) or len(results) != count:
+            raise given.refused(
+                f"outputs of {self.model.captured.name}",
+                "results",
+                results,
+                because=f"a run returns a list of {counted(count, 'result')}",
+                hint="pass what program.run(...) returned, or mf.simulate(...).outputs",
+                kind=ProgramError,
+            )
+        there = dict(zip(self._places, results[written:], strict=True))
+        tensors = [there[x.id] if isinstance(x, Handle) else x for x in self._results]
         captured = self.model.captured
         leaves = [o.constant if o.place is None else tensors[o.place] for o in captured.outputs]
         return unflattened(leaves, captured.structure[1])
@@ -370,10 +388,11 @@ class ImportedModel:
             ProgramError: tensors that are missing, all at once, or have other shapes; a file that
                 cannot be read.
         """
-        if comm is None:
-            return self._load(source, rank, device, rename)
-        where = device or comm.device
-        load = partial(self._load, source, comm.rank, where, rename)
+        call = f"load of {self.model.captured.name}"
+        check_communicator(call, comm)
+        if comm is not None:
+            rank, device = comm.rank, comm.device if device is None else device
+        load = partial(self._load, call, source, rank, device, rename)
         return together(comm, f"load {self.model.captured.name}", load)
 
     def save(
@@ -398,6 +417,7 @@ class ImportedModel:
             ProgramError: the folder has a checkpoint, or cannot be written; other weights.
         """
         what = f"save {self.model.captured.name}"
+        check_communicator(f"save of {self.model.captured.name}", comm)
         folder = together(comm, what, partial(as_path, folder))
         rank = None if comm is None else comm.rank
         write = partial(saving.write, folder, self.model, weights, rank)
@@ -406,11 +426,18 @@ class ImportedModel:
         return folder
 
     def _load(
-        self, source: Any, rank: int | None, device: Any, rename: Callable[[str], str] | None
+        self,
+        call: str,
+        source: Any,
+        rank: int | None,
+        device: Any,
+        rename: Callable[[str], str] | None,
     ) -> list[Tensor | None]:
         captured, folded = self.model.captured, self.model.folded
+        rank = None if rank is None else given.rank_of(call, rank)
+        device = None if device is None else given.device_of(call, device)
+        called = loading.names_of(call, rename)
         checkpoint = loading.opened(self._own if source is None else source)
-        called = rename or str
         wanted = [tuple(map(called, captured.parameters[n].names)) for n in self.model.parameters]
         checkpoint = loading.with_starts(checkpoint, self._starts(called))
         others = [called(name) for p in captured.unused for name in p.names]

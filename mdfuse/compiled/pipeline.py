@@ -11,8 +11,9 @@ from mdfuse.compiled.program import Program
 from mdfuse.compiled.segments import Segment, segments_of
 from mdfuse.compiled.specialisations import Lowerings
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import DefinitionError, counted, listed
+from mdfuse.errors import DefinitionError, counted, listed, shown
 from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.frontend.given import check_definition
 from mdfuse.hir.emit.blocks import Pipeline
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir_lowering import Batch
@@ -77,6 +78,7 @@ def pipeline(
     >>> (x @ w.T).square().mean().backward()
     >>> torch.testing.assert_close(new, (w - 0.1 * w.grad).detach())
     """
+    check_definition("pipeline", definition)
     fusion = definition.fusion
     lower = _Lower(_checked(fusion, microbatches, batch), schedule, options, should_merge)
     symbolic = None
@@ -133,8 +135,9 @@ class _Lower:
         """Lower a fusion whose stages follow a schedule."""
         made = with_ids(hir_lowering.prepare(fusion, options=self.options, batch=self.batch))
         stages = _stages(made, self.wanted)
+        usual = "1f1b" if stages.has_backward else "forward"
         schedule = choose(
-            self.wanted or ("1f1b" if stages.has_backward else "forward"),
+            usual if self.wanted is None else self.wanted,
             microbatches=self.batch.count,
             groups=stages.groups,
             gradients=stages.has_backward,
@@ -188,20 +191,20 @@ def _stages(made: Fusion, wanted: str | Schedule | None) -> Stages:
 def _checked(fusion: Fusion, count: int, batch: Mapping[str, int]) -> Batch:
     """Return the batch, its dims counted from 0, or raise DefinitionError."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise _wrong(fusion, f"microbatches={count!r}", "it counts them", "a number from 1 on")
+        raise _wrong(fusion, f"microbatches={shown(count)}", "it counts them", "a number from 1 on")
     if not isinstance(batch, Mapping) or not batch:
         because = "it says which dim of which inputs is the batch's"
-        raise _wrong(fusion, f"batch={batch!r}", because, 'for example batch={"x": 0}')
+        raise _wrong(fusion, f"batch={shown(batch)}", because, 'for example batch={"x": 0}')
     dims: dict[str, int] = {}
     for name, dim in batch.items():
         tensors = [n for n in fusion.inputs if fusion.values[n].is_tensor]
         if name not in tensors:
             because = f"@{fusion.name} has no tensor of that name among its inputs"
-            raise _wrong(fusion, f"batch[{name!r}]", because, "one of " + listed(tensors))
+            raise _wrong(fusion, f"batch[{shown(name)}]", because, "one of " + listed(tensors))
         n = len(fusion.values[name].shape)
         if not isinstance(dim, int) or isinstance(dim, bool) or not -n <= dim < n:
             because = f"%{name} has {counted(n, 'dim')}"
-            raise _wrong(fusion, f"batch[{name!r}]={dim!r}", because, f"from 0 to {n - 1}")
+            raise _wrong(fusion, f"batch[{name!r}]={shown(dim)}", because, f"from 0 to {n - 1}")
         dims[name] = dim % n
     extents = {name: fusion.values[name].shape[dim] for name, dim in dims.items()}
     if len({*map(str, extents.values())}) > 1:

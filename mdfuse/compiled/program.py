@@ -26,17 +26,18 @@ from mdfuse.config import (
     not_options,
     options_from_environment,
 )
-from mdfuse.errors import DefinitionError, MdfuseError, ProgramError, counted, listed, shown
+from mdfuse.errors import MdfuseError, ProgramError, counted, listed, shown
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
 from mdfuse.frontend.cache import NamedDefinition, program_of
 from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.frontend.given import check_definition
 from mdfuse.hir.capture import eager
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
-from mdfuse.passes.segmentation import ShouldMerge
+from mdfuse.passes.segmentation import ShouldMerge, check_merge
 from mdfuse.plan.kept import Plans
 from mdfuse.runs.arguments import has_dtensors
 from mdfuse.runs.extents import (
@@ -469,15 +470,13 @@ def compile(
     Raises:
         MdfuseError: what does not fit, with the user's line.
     """
-    if not isinstance(definition, FusionDefinition):
-        raise DefinitionError(
-            f"compile takes a FusionDefinition, not {type(definition).__name__}",
-            hint="for a traced function: mf.compile(f.define(...))",
-        )
+    check_definition("compile", definition)
     if not isinstance(options, Options | None):
         raise ProgramError(
             f"options={shown(options)} of compile", hint="mf.compile(fd, mf.Options())"
         )
+    if should_merge is not None:
+        check_merge(should_merge)
     named = definition.named
     key = should_merge, options, None if options else environment()
     return program_of(named, key, lambda s: lowered(s, options, should_merge))

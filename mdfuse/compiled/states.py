@@ -16,6 +16,7 @@ from mdfuse import files
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.together import save_together, together
 from mdfuse.errors import ProgramError
+from mdfuse.frontend.given import flag
 from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing import save as saving
 from mdfuse.frontend.importing.metadata import check_file
@@ -47,7 +48,7 @@ def save(program: Program, state: State, place: str | Path, portable: bool) -> P
     """Write a state; see `Step.save`."""
     comm, fusion = init(program.options), program.fusion
     what = f"save the state of @{fusion.name}"
-    folder = together(comm, what, partial(files.as_path, place))
+    folder, portable = together(comm, what, partial(_said, what, place, "portable", portable))
     if portable:
         write = partial(saving.write_state, folder, fusion, state, comm.rank)
         finish = partial(saving.finish_state, folder, fusion, state, comm.size)
@@ -68,11 +69,17 @@ def save(program: Program, state: State, place: str | Path, portable: bool) -> P
 def load(program: Program, state: State, place: str | Path, cast: bool) -> None:
     """Read a state; see `Step.load`."""
     comm, fusion = init(program.options), program.fusion
-    do = partial(together, comm, f"load the state of @{fusion.name}")
-    folder = do(partial(files.as_path, place))
+    what = f"load the state of @{fusion.name}"
+    do = partial(together, comm, what)
+    folder, cast = do(partial(_said, what, place, "cast", cast))
     saved = do(partial(_opened, fusion, state, folder, comm.rank, cast))
     _check_same(folder, comm.all_ok(saved.id))
     do(saved.copy)
+
+
+def _said(call: str, place: object, name: str, value: object) -> tuple[Path, bool]:
+    """Return the folder that a caller names, and True or False."""
+    return files.as_path(place), flag(call, name, value)
 
 
 def path_of(folder: Path, rank: int) -> Path:

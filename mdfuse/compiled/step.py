@@ -12,6 +12,7 @@ from torch import Tensor
 from mdfuse.compiled import states
 from mdfuse.compiled.program import Program
 from mdfuse.errors import ProgramError, counted
+from mdfuse.frontend.given import by_name
 from mdfuse.torch_private import untraced
 
 
@@ -49,6 +50,7 @@ class Step:
                 f"Step of {type(program).__name__}", hint="Step(mf.compile(definition), {...})"
             )
         fusion = program.fusion
+        state = by_name(f"Step of @{fusion.name}", "state", state, ProgramError)
         written = {*fusion.reuse.values()}
         names = [name for name in fusion.inputs if name in written]
         if {*state} != {*names} or not names:

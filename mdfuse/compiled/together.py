@@ -8,10 +8,24 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from mdfuse.errors import BackendError, ProgramError, told
+from mdfuse.frontend.given import refused
 from mdfuse.frontend.importing import save as saving
 from mdfuse.runtime.communicator import Communicator
 
 T = TypeVar("T")
+
+
+def check_communicator(call: str, comm: object) -> None:
+    """Raise ProgramError for what is no communicator, nor None."""
+    if not isinstance(comm, Communicator | None):
+        raise refused(
+            call,
+            "comm",
+            comm,
+            because="it is the communicator of the ranks that do so together",
+            hint="comm=mf.init()",
+            kind=ProgramError,
+        )
 
 
 def together(comm: Communicator | None, what: str, act: Callable[[], T]) -> T:

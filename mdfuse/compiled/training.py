@@ -13,6 +13,7 @@ from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.step import Step
 from mdfuse.config import Options
 from mdfuse.errors import ProgramError, counted, listed
+from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.importing.train import COUNT, StepDefinition
 from mdfuse.ir.graph import Fusion
@@ -100,12 +101,29 @@ class TrainingStep:
                 because=f"besides weights and state it has {len(self.inputs)}",
                 hint=f"pass, in this order: {listed(self.inputs)}",
             )
-        given = self._named(weights) | dict(zip(self.inputs, inputs, strict=True)) | {**state}
-        return [given[name] for name in self.fusion.inputs]
+        call = f"arguments of @{self.fusion.name}"
+        known = given.by_name(call, "state", state, ProgramError)
+        if {*known} != {*self._state_names}:
+            raise ProgramError(
+                f"{call} with the state {listed(known) or '(none)'}",
+                because=f"its state is {listed(self._state_names)}",
+                hint="pass what state(weights) returned, or updated(outputs)",
+            )
+        all_ = self._named(weights) | dict(zip(self.inputs, inputs, strict=True)) | {**known}
+        return [all_[name] for name in self.fusion.inputs]
 
     def updated(self, outputs: Sequence[Any]) -> dict[str, Any]:
         """Return the state among the outputs of a run, by name."""
-        reuse = self.fusion.reuse
+        reuse, count = self.fusion.reuse, len(self.fusion.outputs)
+        if not isinstance(outputs, list | tuple) or len(outputs) != count:
+            raise given.refused(
+                f"updated of @{self.fusion.name}",
+                "outputs",
+                outputs,
+                because=f"a run returns a list of {counted(count, 'output')}",
+                hint="pass what program.run(...) returned, or mf.simulate(...).outputs",
+                kind=ProgramError,
+            )
         pairs = zip(self.fusion.outputs, outputs, strict=True)
         return {reuse[name]: x for name, x in pairs if name in reuse}
 
@@ -123,11 +141,13 @@ class TrainingStep:
         return RunningStep(Step(self.compile(options), self.state(weights)), fixed, self._weights)
 
     def _named(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+        hint = "pass what model.load() returned"
+        weights = given.parts(f"@{self.fusion.name}", "weights", weights, hint)
         if len(weights) != len(self._weights):
             raise ProgramError(
                 f"@{self.fusion.name} with {counted(len(weights), 'weight')}",
                 because=f"the model has {len(self._weights)} parameters and constants",
-                hint="pass what model.load() returned",
+                hint=hint,
             )
         return dict(zip(self._weights, weights, strict=True))
 

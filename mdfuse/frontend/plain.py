@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numbers
+import sys
 from typing import Any
 
 import torch
+
+from mdfuse.errors import shown
 
 #: Integers lie in 64 bits.
 LEAST, END = -(1 << 63), 1 << 63
@@ -28,6 +31,12 @@ def is_in_range(x: Any) -> bool:
     return not isinstance(x, int) or LEAST <= x < END
 
 
+def is_finite(x: Any) -> bool:
+    """Whether x is a number that a float can be."""
+    is_number = isinstance(x, int | float) and not isinstance(x, bool)
+    return is_number and abs(x) <= sys.float_info.max
+
+
 def brief(x: Any) -> str:
     """Return a short text of a value for messages, however long its own text is."""
     if isinstance(x, int) and not is_in_range(x):
@@ -40,5 +49,6 @@ def brief(x: Any) -> str:
         if x.is_nested:
             return "a nested Tensor"
         return f"a {type(x).__name__} of shape {list(x.shape)}"
-    text = repr(x)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    if type(x).__name__ == "ndarray":
+        return f"an ndarray of shape {[*x.shape]}"
+    return " ".join(shown(x, 80).split("\n"))

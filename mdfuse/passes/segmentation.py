@@ -8,7 +8,7 @@ from typing import Any
 
 import networkx as nx
 
-from mdfuse.errors import LoweringError, Source
+from mdfuse.errors import LoweringError, Source, shown
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.stream import Stream
@@ -88,6 +88,16 @@ class Section:
         return self.fusion.outputs
 
 
+def check_merge(should_merge: object) -> None:
+    """Raise LoweringError for what is no function, and is to say which groups become one."""
+    if not callable(should_merge):
+        raise LoweringError(
+            f"should_merge={shown(should_merge)}",
+            because="it says of two groups whether they may become one",
+            hint="a function of two groups, for example mf.segmentation.merge_local",
+        )
+
+
 def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Section, ...]:
     """Cut a fusion into sections, topologically ordered.
 
@@ -101,12 +111,7 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Se
         LoweringError: the predicate is no function, raises, or answers neither True nor False.
     """
     merge = merge_composite if should_merge is None else should_merge
-    if not callable(merge):
-        raise LoweringError(
-            f"should_merge={merge!r}",
-            because="it says of two groups whether they may become one",
-            hint="a function of two groups, for example mf.segmentation.merge_local",
-        )
+    check_merge(merge)
     groups, graph = _merged(fusion, merge)
     check(fusion, [[n for e in group for n in e.outputs] for group in groups.values()])
     ordered = nx.lexicographical_topological_sort(graph)

@@ -11,14 +11,14 @@ import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, shown
 
 Phase = Literal["F", "B", "I", "W"]
 
-_ACTION = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
+_ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 #: What torch's tables say besides: when parameters are gathered, gradients reduced, data sent.
 _IMPLIED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*")
-_OVERLAP = re.compile(r"\(([0-9]+)(F)([0-9]+);([0-9]+)([BI])([0-9]+)\)OVERLAP_F_B")
+_OVERLAP = re.compile(r"\(([0-9]{1,9})(F)([0-9]{1,9});([0-9]{1,9})([BI])([0-9]{1,9})\)OVERLAP_F_B")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,7 +98,7 @@ def read(text: str, where: str) -> tuple[Cell, ...]:
     if found := _OVERLAP.fullmatch(text):
         return (Overlap(_action(found, 1), _action(found, 4)),)
     raise DefinitionError(
-        f"{text!r} is no action of a pipeline",
+        f"{shown(text)} is no action of a pipeline",
         where=where,
         because="an action is a stage, one of F, B, I and W, and a microbatch",
         hint="for example 1F0: the forward of stage 1 for microbatch 0",

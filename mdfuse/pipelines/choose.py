@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, shown
 from mdfuse.pipelines.schedules import Schedule
 from mdfuse.pipelines.tables import NAMED
 from mdfuse.pipelines.timing import Reads
@@ -41,7 +41,7 @@ def choose(
             found = wanted
         case _:
             raise DefinitionError(
-                f"schedule={wanted!r}",
+                f"schedule={shown(wanted)}",
                 because="a schedule is a name, or a table: an mf.Schedule",
                 hint="one of " + ", ".join(NAMED),
             )

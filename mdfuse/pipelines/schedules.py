@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from mdfuse.errors import DefinitionError
+from mdfuse.errors import DefinitionError, reason, shown
 from mdfuse.pipelines import timing
 from mdfuse.pipelines.actions import Action, Cell, Overlap, Phase, of, read
 from mdfuse.pipelines.checks import check
@@ -66,11 +66,13 @@ class Schedule:
         >>> print(Schedule.named("zbv", stages=2, microbatches=1))
         rank group 0  0F0 1F0 1I0 1W0 0I0 0W0
         """
-        named = NAMED.get(name)
+        named = NAMED.get(name) if isinstance(name, str) else None
         if named is None:
             because = "schedules have the names " + ", ".join(NAMED)
             hint = "one of them, or a table: mf.Schedule.from_csv(path), .from_rows(rows)"
-            raise DefinitionError(f"no schedule is called {name!r}", because=because, hint=hint)
+            what = f"no schedule is called {shown(name)}"
+            raise DefinitionError(what, because=because, hint=hint)
+        _check_counts(stages, microbatches, groups)
         if groups is None:
             groups = max(1, stages // 2) if named.turns else stages
         where = placed(stages, groups, named.turns) if isinstance(groups, int) else tuple(groups)
@@ -96,12 +98,14 @@ class Schedule:
             rows: one for each rank group; "" and None are idle slots.
 
         Raises:
-            DefinitionError: a text is no action.
+            DefinitionError: a text is no action; what has no rows.
 
         >>> Schedule.from_rows([["0F0", "", "0I0", "0W0"]]).actions
         ((Action(stage=0, phase='F', microbatch=0), Action(stage=0, phase='I', microbatch=0), \
 Action(stage=0, phase='W', microbatch=0)),)
         """
+        if not isinstance(rows, Sequence | Iterator) or isinstance(rows, str | bytes):
+            raise _no_rows(rows)
         return cls(tuple(_row(row, f"row {n}") for n, row in enumerate(rows)))
 
     @classmethod
@@ -109,11 +113,18 @@ Action(stage=0, phase='W', microbatch=0)),)
         """Return the table of a file, a line for each rank group.
 
         Raises:
-            DefinitionError: a cell is no action.
+            DefinitionError: a cell is no action; the file is no table.
             OSError: the file cannot be read.
         """
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = [*csv.reader(file)]
+        try:
+            with open(path, newline="", encoding="utf-8") as file:
+                rows = [*csv.reader(file)]
+        except (TypeError, ValueError, csv.Error) as error:
+            raise DefinitionError(
+                f"{shown(path)} is no table of a schedule",
+                because=reason(error),
+                hint="the path of a file as to_csv writes it: 0F0,0B0 for the first rank group",
+            ) from error
         name = Path(path).name
         return cls(tuple(_row(row, f"{name}:{n}") for n, row in enumerate(rows, 1)), name=name)
 
@@ -250,8 +261,12 @@ Action(stage=0, phase='W', microbatch=0)),)
 
 
 def _row(cells: Iterable[str | Cell], where: str) -> tuple[Cell, ...]:
+    if not isinstance(cells, Sequence | Iterator) or isinstance(cells, str | bytes):
+        raise _no_rows(cells)
     found: list[Cell] = []
     for cell in cells:
+        if not isinstance(cell, str | Cell):
+            raise _no_rows(cell)
         found += read(cell, where) if isinstance(cell, str) else (cell,)
     return tuple(found)
 
@@ -273,9 +288,8 @@ def _impossible(
         m: how many microbatches.
         where: the rank group of each stage; None where it follows from the schedule.
     """
-    near = [
-        n for n in sorted(range(1, 4 * m + 2 * p), key=lambda n: abs(n - m)) if named.can(p, g, n)
-    ]
+    beside = (n for d in range(3 * m + 2 * p) for n in (m - d, m + d) if n > 0)
+    near = next((n for n in beside if named.can(p, g, n)), None)
     others = [
         n
         for n, other in NAMED.items()
@@ -287,8 +301,43 @@ def _impossible(
     return DefinitionError(
         f"schedule {name!r} cannot have {p} stages on {groups} with {m} microbatches",
         because=named.rule,
-        hint=f"microbatches={near[0]}" if near else "one of " + ", ".join(others),
+        hint=f"microbatches={near}" if near else "one of " + ", ".join(others),
     )
+
+
+#: Actions of a table: one of more would take minutes to make.
+_MOST = 1 << 20
+
+
+def _no_rows(given: object) -> DefinitionError:
+    return DefinitionError(
+        f"{shown(given)} where rows of a schedule belong",
+        because="a table has a list of actions for each rank group",
+        hint='Schedule.from_rows([["0F0", "0B0"], ["1F0", "1B0"]])',
+    )
+
+
+def _check_counts(stages: int, microbatches: int, groups: object) -> None:
+    """Raise DefinitionError for what counts nothing, and for tables that are too large."""
+    placed = groups if isinstance(groups, list | tuple) else () if groups is None else (groups,)
+    given: dict[str, tuple[object, Sequence[object]]] = {
+        "stages": (stages, (stages,)),
+        "microbatches": (microbatches, (microbatches,)),
+        "groups": (groups, placed),
+    }
+    for name, (value, numbers) in given.items():
+        if not all(type(n) is int and 0 <= n <= _MOST for n in numbers):
+            raise DefinitionError(
+                f"a schedule with {name}={shown(value)}",
+                because=f"it is counted, to {_MOST} at most; groups may be a list",
+                hint="stages=4, microbatches=8",
+            )
+    if stages * microbatches > _MOST:
+        raise DefinitionError(
+            f"a schedule of {stages} stages and {microbatches} microbatches",
+            because=f"its table has at most {_MOST} forwards",
+            hint="fewer microbatches; without a schedule, one mesh takes them in a loop",
+        )
 
 
 def _elsewhere(

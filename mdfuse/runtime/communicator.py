@@ -39,7 +39,7 @@ from mdfuse.runtime.joining import (
     watch_for,
     why_not_beside,
 )
-from mdfuse.runtime.null_world import NULL, check_null_arguments, null_device, null_launch
+from mdfuse.runtime.null_world import NULL, null_arguments, null_device, null_launch
 from mdfuse.runtime.stores import another_connection, open_store
 from mdfuse.runtime.watch.report import ranks_text
 from mdfuse.runtime.watch.reports import tell_torchrun, tell_torchrun_at_exit, untell_torchrun
@@ -404,12 +404,12 @@ def init(
     global _live
     tell_torchrun_at_exit()
     options = options_from_environment(options)
-    carriers = backend_choice(backend or options.backend)
+    carriers = backend_choice(options.backend if backend is None else backend)
     wanted, given = carriers.usual, {"rank": rank, "size": size, "device": device}
-    check_null_arguments(wanted, given)
+    given["device"] = null_arguments(wanted, given)
     if _live is not None:
         _live.check_process()
-        check_same(_live, wanted, given | {"device": device and null_device(device)})
+        check_same(_live, wanted, given)
         return _live
     is_null = wanted == NULL
     _live = (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from mdfuse.bootstrap import Launch, detect
-from mdfuse.errors import BackendError
+from mdfuse.errors import BackendError, shown
 
 #: The backend that contacts nobody.
 NULL = "null"
@@ -53,7 +54,14 @@ def null_device(device: torch.device | str | None) -> torch.device:
     Raises:
         BackendError: the device is of another type, or there is no GPU.
     """
-    chosen = torch.device(device or "cpu")
+    try:
+        chosen = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise BackendError(
+            f"init() got device={shown(device)}",
+            because="torch knows no such device",
+            hint='device="cpu" or device="cuda"',
+        ) from error
     if chosen.type not in ("cpu", "cuda"):
         raise BackendError(
             f"backend 'null' cannot be used on {chosen}", hint='device="cpu" or device="cuda"'
@@ -69,11 +77,15 @@ def null_device(device: torch.device | str | None) -> torch.device:
     return chosen
 
 
-def check_null_arguments(backend: str, arguments: Mapping[str, object]) -> None:
+def null_arguments(backend: str, arguments: Mapping[str, Any]) -> torch.device | None:
     """Refuse `rank`, `size` and `device` for a backend that finds them out by itself.
 
+    Returns:
+        The device, where one is given.
+
     Raises:
-        BackendError: one is given, and the backend is not "null".
+        BackendError: one is given, and the backend is not "null"; a rank that is no integer; a
+            device that cannot be used.
     """
     given = [name for name, value in arguments.items() if value is not None]
     if given and backend != NULL:
@@ -82,6 +94,16 @@ def check_null_arguments(backend: str, arguments: Mapping[str, object]) -> None:
             because="only backend 'null' stands for a rank that nobody started",
             hint=f'init(backend="null", ...), or leave {", ".join(given)} to the launcher',
         )
+    for name in ("rank", "size"):
+        value = arguments.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise BackendError(
+                f"init() got {name}={shown(value)}",
+                because="ranks are counted by integers",
+                hint='init(backend="null", rank=0, size=8) stands for the first of 8 ranks',
+            )
+    device = arguments.get("device")
+    return None if device is None else null_device(device)
 
 
 def _launched(environment: Mapping[str, str], default_group: tuple[int, int] | None) -> Launch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,18 +87,41 @@ def fuzz(drawn: random.Random) -> None:
         _index(drawn)
     else:
         call = drawn.choice([*CALLS])
-        repr(call(**_mixed(drawn, call, CALLS[call])))
+        repr(call(**mixed(drawn, call, CALLS[call])))
 
 
-def _mixed(
-    drawn: random.Random, call: Callable[..., Any], right: Mapping[str, Callable[[], Any]]
+def mixed(
+    drawn: random.Random,
+    call: Callable[..., Any],
+    right: Mapping[str, Callable[[], Any]],
+    odd: Sequence[Callable[[], Any]] = ODD,
 ) -> dict[str, Any]:
     """Right arguments but for one or two; some that need not be given are left out."""
     names, parameters = [*right], inspect.signature(call).parameters
-    odd = drawn.sample(names, min(len(names), drawn.choice((1, 1, 2))))
-    free = {n for n, p in parameters.items() if p.default is not p.empty} - {*odd}
+    wrong = drawn.sample(names, min(len(names), drawn.choice((1, 1, 2))))
+    free = {n for n, p in parameters.items() if p.default is not p.empty} - {*wrong}
     left = {n for n in sorted(free) if drawn.random() < 0.3}
-    return {n: (drawn.choice(ODD) if n in odd else right[n])() for n in names if n not in left}
+    return {
+        n: bent(drawn, right[n](), odd) if n in wrong else right[n]()
+        for n in names
+        if n not in left
+    }
+
+
+def bent(drawn: random.Random, x: Any, odd: Sequence[Callable[[], Any]]) -> Any:
+    """Something odd; or a dict, a list or a tuple with something odd among it."""
+    if not isinstance(x, dict | list | tuple) or not x or drawn.random() < 0.4:
+        return drawn.choice(odd)()
+    strange = drawn.choice(odd)()
+    if isinstance(x, dict):
+        key = drawn.choice([*x])
+        if drawn.random() < 0.6:
+            return {**x, key: bent(drawn, x[key], odd)}
+        rest = dict(x) if drawn.random() < 0.5 else {k: y for k, y in x.items() if k != key}
+        return {**rest, strange: x[key]} if isinstance(strange, Hashable) else rest
+    at = drawn.randrange(len(x))
+    item = bent(drawn, x[at], odd) if drawn.random() < 0.7 else strange
+    return type(x)([*x[:at], *([item] * drawn.randrange(3)), *x[at + 1 :]])
 
 
 def _option(drawn: random.Random) -> None:
@@ -127,7 +150,7 @@ def _definition(drawn: random.Random) -> None:
             fd.ops.set(x).on: {"mesh": lambda: MESH, "layout": lambda: {"tp": Shard(1)}},
         }
         call = drawn.choice([*calls])
-        made = call(**_mixed(drawn, call, calls[call]))
+        made = call(**mixed(drawn, call, calls[call]))
         if isinstance(made, type(x)) and made.is_tensor:
             made = made + 1
         fd.add_output(x + 1)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from fuzz import arguments, command_line, definitions, environment, files, options, runs, text
+from fuzz import (
+    arguments,
+    command_line,
+    definitions,
+    environment,
+    files,
+    imports,
+    options,
+    runs,
+    stored,
+    text,
+)
 from fuzz.driver import Fuzzer
 
 FUZZERS: dict[str, Fuzzer] = {
@@ -12,10 +23,12 @@ FUZZERS: dict[str, Fuzzer] = {
     "command_line": command_line.fuzz,
     "definitions": definitions.fuzz,
     "environment": environment.fuzz,
+    "imports": imports.fuzz,
     "options": options.fuzz,
     "runs": runs.fuzz,
     "text": text.fuzz,
     **files.FUZZERS,
+    **stored.FUZZERS,
 }
 
 #: Of some fuzzers: yields lines on what was drawn.

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.importing.place import matching, unmatched
-from mdfuse.frontend.plain import brief
+from mdfuse.frontend.plain import brief, is_finite
 from mdfuse.layouts.layout import Layout, Shard
 
 #: The names of the two matrices in their layer.
@@ -112,12 +112,12 @@ def _add(
     rank, alpha = said if isinstance(said, tuple) and len(said) == 2 else (said, said)
     features = _features(layer)
     assert features is not None
-    is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 0 < rank <= min(features)
-    if not is_rank or not isinstance(alpha, int | float) or hasattr(layer, A):
+    is_rank = type(rank) is int and 0 < rank <= min(features)
+    if not is_rank or not is_finite(alpha) or hasattr(layer, A):
         raise DefinitionError(
             f"adapters[{pattern!r}] = {brief(said)} for {name} of {features[0]} inputs and "
             f"{features[1]} outputs",
-            because="an adapter has a rank from 1 to these, and a layer has one"
+            because="an adapter has a rank from 1 to these and a finite alpha, and a layer has one"
             if not hasattr(layer, A) else f"it has a parameter {A} of its own",
             hint='{"*.q_proj": 8}, or (rank, alpha): {"*.q_proj": (8, 16)}',
         )  # fmt: skip

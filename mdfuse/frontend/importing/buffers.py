@@ -1,11 +1,49 @@
-"""Buffers of a module on the meta device, of which no checkpoint has the numbers: made again."""
+"""Buffers of a module on the meta device, of which no checkpoint has the numbers."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.given import why_no_numbers
+from mdfuse.frontend.importing.capture import Captured
+from mdfuse.frontend.importing.place import nearest
+
+
+def numbers_of(captured: Captured, said: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the numbers that a caller gives to buffers, by name.
+
+    Raises:
+        DefinitionError: a name of none; what is no tensor, or has another shape.
+    """
+    tensors = dict(captured.module.named_buffers(remove_duplicate=False))
+    tensors |= {name: captured.constants[node] for node, name in captured.origins.items()}
+    found: dict[str, Tensor] = {}
+    for name, x in said.items():
+        if name not in tensors:
+            raise DefinitionError(
+                f"buffers[{name!r}] of {captured.name} is none of its buffers",
+                because=f"near it are {', '.join(nearest(name, tensors)) or 'none'}",
+                hint="buffers= gives numbers to buffers that no checkpoint has, by their names",
+            )
+        there, why = tensors[name], why_no_numbers(x)
+        if why is None and x.shape != there.shape:
+            why = f"it has the shape {list(x.shape)}, and the buffer {list(there.shape)}"
+        if why is None and x.dtype != there.dtype:
+            why = f"it is {x.dtype}, and the buffer {there.dtype}"
+        if why is not None:
+            raise DefinitionError(
+                f"buffers[{name!r}] of {captured.name}",
+                because=why,
+                hint="a tensor of the shape and dtype of the buffer",
+            )
+        found[name] = x
+    return found
 
 
 def made_again(module: nn.Module, name: str) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from mdfuse.errors import OWN, DefinitionError, Source
+from mdfuse.frontend.given import check_module
 from mdfuse.frontend.importing.adapters import Adapter, adapted
 from mdfuse.frontend.importing.backwards import own_backwards
 from mdfuse.frontend.importing.dynamic import dims_of_tensors
@@ -235,12 +236,7 @@ _TENSORS = (Tensor, TensorSpec)
 
 def _check(module: Any, args: Any) -> None:
     """Raise DefinitionError for what is no module, and for arguments that are no sequence."""
-    if not isinstance(module, nn.Module):
-        raise DefinitionError(
-            f"from_torch of {type(module).__name__}",
-            because="a module of torch is imported: its forward, under the names of its parameters",
-            hint="@mf.fusion makes a fusion of a function",
-        )
+    check_module("from_torch", module)
     if isinstance(args, Tensor | TensorSpec | str) or not isinstance(args, Sequence):
         raise DefinitionError(
             f"from_torch with {brief(args)} as arguments",

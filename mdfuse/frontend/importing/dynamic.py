@@ -63,7 +63,15 @@ def _by_name(
     """Return what is said by names of arguments, and by full names of tensors."""
     if not isinstance(said, Mapping | list | tuple) and hasattr(said, "dynamic_shapes"):
         said = said.dynamic_shapes(module, tuple(args), dict(kwargs))
-    passed = [*inspect.signature(module.forward).bind(*args, **kwargs).arguments]
+    try:
+        passed = [*inspect.signature(module.forward).bind(*args, **kwargs).arguments]
+    except TypeError as error:
+        raise DefinitionError(
+            f"{type(module).__name__} does not take {counted(len(args), 'argument')}"
+            + (f" and {listed(kwargs)}" if kwargs else ""),
+            because=f"its forward says: {error}",
+            hint="args and kwargs are those of the forward",
+        ) from error
     if isinstance(said, list | tuple):
         _check_count("dynamic_shapes", said, passed, "argument")
         return dict(zip(passed, said, strict=True)), {}
@@ -73,7 +81,7 @@ def _by_name(
     for name in said:
         if name not in known and name not in names:
             raise DefinitionError(
-                f"dynamic_shapes[{name!r}] is no tensor among the arguments",
+                f"dynamic_shapes[{brief(name)}] is no tensor among the arguments",
                 because=f"these are {listed(names)}",
                 hint='for example {"ids": {0: "batch"}}',
             )
@@ -108,7 +116,7 @@ def _inner(name: str, x: Any, said: Any) -> Iterator[tuple[str, Any, Any]]:
     unknown = [key for key in by_key if key not in dict(inside)]
     if unknown:
         raise DefinitionError(
-            f"dynamic_shapes: {name} has no {unknown[0]!r}",
+            f"dynamic_shapes: {name} has no {brief(unknown[0])}",
             because=f"its items are {listed(key for key, _ in inside) or 'none'}",
             hint="say something of these, or leave it out",
         )

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from mdfuse.errors import ProgramError, reason
+from mdfuse.files import as_path
+from mdfuse.frontend.given import by_name, function, why_no_numbers
 from mdfuse.frontend.importing import chunks, metadata
 from mdfuse.frontend.importing.place import nearest
+from mdfuse.frontend.plain import brief
 from mdfuse.interpreter.json_text import from_json
 from mdfuse.ir.graph import Fusion, dtype_name
 from mdfuse.layouts.boxes import (
@@ -54,11 +57,20 @@ class InMemory:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
-        return tuple(self.tensors[name].shape)
+        return tuple(self._of(name).shape)
 
     def part(self, name: str, box: Box) -> Tensor:
         """A copy of a box of a tensor."""
-        return part_of(self.tensors[name], box)
+        return part_of(self._of(name), box)
+
+    def _of(self, name: str) -> Tensor:
+        """A tensor that is read; what else stands in a state may be anything."""
+        x = self.tensors[name]
+        if (why := why_no_numbers(x)) is not None:
+            raise ProgramError(
+                f"{name} cannot be read", because=why, hint="dense tensors by name: state_dict()"
+            )
+        return x
 
 
 def with_starts(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkpoint:
@@ -211,11 +223,17 @@ def opened(source: Any) -> Checkpoint:
             `torch.distributed.checkpoint`, or tensors by name.
 
     Raises:
-        ProgramError: there is no such file, or it is none.
+        ProgramError: there is no such file, or it is none; what is none of these.
     """
     if isinstance(source, Mapping):
-        return InMemory(source)
-    path = Path(source)
+        return InMemory(by_name("load", "source", source, ProgramError))
+    if not isinstance(source, str | os.PathLike):
+        raise ProgramError(
+            f"load of {brief(source)}",
+            because="a checkpoint is a file, a folder, or tensors by name",
+            hint='load("model.safetensors"), or load(module.state_dict())',
+        )
+    path = as_path(source)
     if not os.path.isdir(path):
         return _of_index(path) if path.suffix == ".json" else _of_files([path])
     try:
@@ -233,6 +251,29 @@ def opened(source: Any) -> Checkpoint:
         because="a folder has model.safetensors, or several files and their index",
         hint="pass the file itself",
     )
+
+
+def names_of(call: str, rename: Any) -> Callable[[str], str]:
+    """Return the function from a parameter's name to that in the checkpoint.
+
+    Raises:
+        MdfuseError: it is none; or, when it is called, it returns something else than a name.
+    """
+    if rename is None:
+        return str
+    function(call, "rename", rename, 'rename=lambda name: f"model.{name}"')
+
+    def called(name: str) -> str:
+        new = rename(name)
+        if not isinstance(new, str):
+            raise ProgramError(
+                f"{call}: rename({name!r}) returns {brief(new)}",
+                because="a parameter has a name in the checkpoint, which is text",
+                hint="return the name as it is where it is the same",
+            )
+        return new
+
+    return called
 
 
 def is_portable(folder: Path) -> bool:

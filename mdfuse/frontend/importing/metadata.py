@@ -7,24 +7,27 @@ runs code, and none changes a class of torch's.
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from reprlib import repr as short
+from typing import Any
 from uuid import uuid4
 
 import torch
 
-from mdfuse.errors import ProgramError
+from mdfuse.errors import ProgramError, shown
+from mdfuse.frontend.importing import pickled
 from mdfuse.torch_private import checkpoint_metadata
 
 #: The file of a folder that has one.
 NAME = ".metadata"
 
 Extents = tuple[int, ...]
+
+#: Characters of a path, and dims of a tensor, or transforms, that a file may name.
+_LONGEST, _MOST = 4096, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,15 @@ class Place:
         Raises:
             ValueError: it is none, or not in the folder.
         """
-        path = PurePosixPath(file) if isinstance(file, str) else PurePosixPath("/")
+        is_path = isinstance(file, str) and len(file) <= _LONGEST
+        path = PurePosixPath(file if is_path else "/")
         if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise ValueError(f"it names the file {file!r}, which is not in the folder")
+            raise ValueError(f"it names the file {short(file)}, which is not in the folder")
         start, length = _extents((start, length))
-        found = tuple(transforms or ())
-        if not all(isinstance(x, str) for x in found):
-            raise ValueError(f"it names the transforms {transforms!r}")
-        return Place(str(file), start, length, found)
+        found = () if transforms is None else transforms
+        if not _is_short(found) or not all(isinstance(x, str) for x in found):
+            raise ValueError(f"it names the transforms {short(transforms)}")
+        return Place(str(file), start, length, tuple(found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +96,7 @@ def read(folder: Path) -> Contents:
     """
     try:
         check_file(folder / NAME)
-        found = _Reader(io.BytesIO((folder / NAME).read_bytes())).load()
-        return _contents(found)
+        return _contents(pickled.read((folder / NAME).read_bytes(), _name))
     except Exception as error:  # half a pickle raises whatever its last words lead to
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise unreadable(folder, why) from error
@@ -140,10 +143,10 @@ _RECORDS = {
     )
 } | {(f"{_TORCH}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}  # fmt: skip
 #: Other names, each with what a call of it makes here: a value, or nothing that is read.
-_VALUES: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
-    ("builtins", "set"): frozenset,
+_VALUES: dict[tuple[str, str], pickled.Made] = {
+    ("torch", "Size"): lambda args: _only(args, tuple),
+    ("collections", "OrderedDict"): lambda args: {},
+    ("builtins", "set"): lambda args: _only(args, list),
 }
 _NOT_READ = {
     (f"{_TORCH}.metadata", "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout"),
@@ -152,45 +155,26 @@ _NOT_READ = {
 }  # fmt: skip
 
 
-class _Record:
-    """An object of torch's as its fields, in the order in which they are pickled."""
+def _name(module: str, name: str) -> Any:
+    """Return what stands for a name in `.metadata`."""
+    key = (module, name)
+    if key in _RECORDS:
+        return pickled.Named(lambda args: pickled.Record(name))
+    if key in _NOT_READ:
+        return pickled.Named(lambda args: None)
+    if key in _VALUES:
+        return pickled.Named(_VALUES[key])
+    dtype = getattr(torch, name, None) if module == "torch" else None
+    if isinstance(dtype, torch.dtype | torch.layout):
+        return dtype
+    raise ValueError(f"it names {shown(module)}.{shown(name)}, which no checkpoint has")
 
-    kind: ClassVar[str]
-    fields: Any
 
-    def __setstate__(self, fields: Any) -> None:
-        self.fields = fields
-
-    def __getitem__(self, name: str) -> Any:
-        return self.fields[name]
-
-
-class _Reader(pickle.Unpickler):
-    """Reads a pickle of known names; the objects that stand for them are made for it alone."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._known: dict[tuple[str, str], Any] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name."""
-        key = (module, name)
-        if key not in self._known:
-            self._known[key] = self._found(*key)
-        return self._known[key]
-
-    def _found(self, module: str, name: str) -> Any:
-        key = (module, name)
-        if key in _RECORDS:
-            return type(name, (_Record,), {"kind": name})
-        if key in _NOT_READ:
-            return lambda *_: None
-        if key in _VALUES:
-            return _VALUES[key]
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype | torch.layout):
-            return dtype
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has")
+def _only(args: tuple[Any, ...], kind: type) -> Any:
+    (x,) = args
+    if type(x) is not kind:
+        raise ValueError(f"it has a {type(x).__name__} where a {kind.__name__} belongs")
+    return x
 
 
 def _contents(found: Any) -> Contents:
@@ -211,13 +195,14 @@ def _contents(found: Any) -> Contents:
         if x.kind == "TensorStorageMetadata"
     }
     about = found.fields.get("storage_meta")
-    return Contents(tensors, str(about.fields.get("save_id", "")) if about is not None else "")
+    id_ = "" if about is None else about.fields.get("save_id")
+    return Contents(tensors, id_ if isinstance(id_, str) else "")
 
 
 def _stored(name: str, x: Any, places: Mapping[tuple[str, Extents], Place]) -> Stored:
     dtype, shape = x["properties"].fields[0], _extents(x["size"])
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} has the dtype {dtype!r}")
+        raise ValueError(f"{name} has the dtype {short(dtype)}")
     chunks: dict[Extents, Chunk] = {}
     for chunk in x["chunks"]:
         first, sizes = _extents(chunk["offsets"]), _extents(chunk["sizes"])
@@ -232,12 +217,16 @@ def _stored(name: str, x: Any, places: Mapping[tuple[str, Extents], Place]) -> S
 
 def _text(x: Any) -> str:
     if not isinstance(x, str):
-        raise ValueError(f"a tensor has the name {x!r}")
+        raise ValueError(f"a tensor has the name {short(x)}")
     return x
 
 
+def _is_short(x: object) -> bool:
+    """Whether something is a list that need not be looked through again and again."""
+    return isinstance(x, list | tuple) and len(x) <= _MOST
+
+
 def _extents(x: Any) -> Extents:
-    found = tuple(x)
-    if not all(type(n) is int and n >= 0 for n in found):
-        raise ValueError(f"it says {found!r} where numbers of elements or bytes belong")
-    return found
+    if not _is_short(x) or not all(type(n) is int and n >= 0 for n in x):
+        raise ValueError(f"it says {short(x)} where numbers of elements or bytes belong")
+    return tuple(x)

@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mdfuse.errors import LayoutError, MdfuseError
-from mdfuse.frontend.plain import brief
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
@@ -37,12 +36,6 @@ class Patterns:
         self.mesh = Layout(mesh).mesh  # what is no mesh is refused there
         self._layouts: dict[str, Layout] = {}
         for pattern, placements in layouts.items():
-            if not isinstance(pattern, str):
-                raise LayoutError(
-                    f"layouts[{brief(pattern)}]",
-                    because="layouts are said of names, by patterns",
-                    hint='for example {"*.q_proj.weight": {"tp": Shard(0)}}',
-                )
             self._layouts[pattern] = self._layout(pattern, placements)
         self.matched: dict[str, list[str]] = {pattern: [] for pattern in layouts}
 

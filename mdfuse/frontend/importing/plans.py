@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mdfuse.errors import LayoutError
+from mdfuse.frontend.given import by_name, check_module, refused
 from mdfuse.frontend.importing.place import nearest
 from mdfuse.layouts.layout import Shard
 
@@ -59,8 +60,12 @@ def from_plan(
     0.bias {'tp': Shard(dim=0)}
     2.weight {'tp': Shard(dim=1)}
     """
+    check_module("from_plan", module)
+    if not isinstance(axis, str):
+        raise refused("from_plan", "axis", axis, because="it names an axis", hint='axis="tp"')
     plan = getattr(module, "tp_plan", None) if plan is None else plan
-    if not isinstance(plan, Mapping) or not plan:
+    said = by_name("from_plan", "plan", plan, LayoutError)
+    if not said:
         raise LayoutError(
             f"{type(module).__name__} has no plan",
             because="a plan says of submodules how they are split",
@@ -69,7 +74,7 @@ def from_plan(
     layouts: dict[str, dict[str, Shard]] = {}
     blocks: dict[str, dict[int, int]] = {}
     skipped: list[str] = []
-    for path, style in plan.items():
+    for path, style in said.items():
         name, parameters = _style(path, style), _parameters(module, path)
         if parameters is None:
             skipped.append(path)
@@ -80,7 +85,7 @@ def from_plan(
             layouts[key] = {axis: Shard(dim)}
             if name.startswith("packed"):
                 blocks[key] = {dim: 2}
-    if len(skipped) == len(plan):
+    if len(skipped) == len(said):
         raise _nowhere(module, skipped[0])
     return {"layouts": layouts, "blocks": blocks, "skipped": skipped}
 

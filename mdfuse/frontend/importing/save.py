@@ -21,6 +21,7 @@ from torch import Tensor
 from mdfuse import files
 from mdfuse.errors import ProgramError, counted
 from mdfuse.extents.extent import is_symbolic
+from mdfuse.frontend.given import parts as as_parts
 from mdfuse.frontend.importing import metadata
 from mdfuse.frontend.importing.build import Model
 from mdfuse.ir.graph import Fusion
@@ -146,11 +147,13 @@ def _parts(
 ) -> Iterator[tuple[Saved, Box, Tensor]]:
     """Yield what this rank writes: boxes that no rank before it has."""
     names = model.weight_names()
+    hint = "pass what model.load() returned, or `running.weights` of a step of training"
+    weights = as_parts(f"save of {model.captured.name}", "weights", weights, hint)
     if len(weights) != len(names):
         raise ProgramError(
             f"save of {model.captured.name} with {counted(len(weights), 'weight')}",
             because=f"the model has {len(names)} parameters and constants",
-            hint="pass what model.load() returned, or `running.weights` of a step of training",
+            hint=hint,
         )
     given = iter(zip(names, weights, strict=True))
     for node, saved in zip(model.parameters, _tensors(model, rank is None), strict=True):

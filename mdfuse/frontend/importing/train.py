@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from mdfuse.errors import DefinitionError, counted, listed
 from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.frontend.given import names as names_of
 from mdfuse.frontend.grad import grad
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.build import Inputs, Model, record
@@ -21,6 +22,7 @@ from mdfuse.frontend.importing.capture import Parameter
 from mdfuse.frontend.importing.joined import Joined
 from mdfuse.frontend.importing.place import unmatched
 from mdfuse.frontend.optim import clip_by_global_norm
+from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.mesh import as_mesh
 
@@ -59,7 +61,7 @@ class Optimizer:
         places = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         if [p.name for p in places[:2]] != ["w", "dw"]:
             raise DefinitionError(
-                f"optimizer={call!r}",
+                f"optimizer={brief(call)}",
                 because="an optimizer is a function (w, dw, *state, **numbers) -> (w, *state)",
                 hint="mf.optim.adamw, or functools.partial(mf.optim.sgd, lr=0.1)",
             )
@@ -228,7 +230,7 @@ def trained_nodes(model: Model, frozen: Sequence[str] | None) -> list[Node]:
         DefinitionError: nothing is left to train.
         LayoutError: a pattern that matches no parameter.
     """
-    patterns = (frozen,) if isinstance(frozen, str) else tuple(frozen or ())
+    patterns = names_of(f"training_step of {model.captured.name}", "frozen", frozen)
     of = model.captured.parameters
     alone = frozen is None and any(of[node].adapter is not None for node in model.parameters)
     names = [name for node in model.parameters for name in of[node].names]
@@ -289,10 +291,10 @@ def _loss(
     else:
         found = loss(*results, **extra)
     given = found if isinstance(found, tuple) else (found,)
-    value = given[0]
+    value = given[0] if given else None
     is_loss = isinstance(value, Handle) and value.is_tensor and value.ndim == 0
     if not is_loss or not all(isinstance(x, Handle) for x in given):
-        said = "the module returns no loss" if loss is None else f"loss returns {value!r}"
+        said = "the module returns no loss" if loss is None else f"loss returns {brief(value)}"
         raise DefinitionError(
             f"training_step of {model.captured.name}: {said}",
             because="a loss is a floating tensor without dims, alone or the first of a tuple",

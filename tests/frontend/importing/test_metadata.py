@@ -6,6 +6,9 @@ import builtins
 import io
 import os
 import pickle
+import pickletools
+import time
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -109,13 +112,14 @@ def test_no_code_of_a_folder_runs(kind: str, place: str, tmp_path: Path) -> None
     assert not flag.exists() and vars(of.Metadata) == before
 
 
-def test_a_pickle_cannot_change_a_class() -> None:
+def test_a_pickle_cannot_change_a_class(tmp_path: Path) -> None:
     """`BUILD` on a class sets attributes of it; classes here are made for each file."""
     text = b"\x80\x04c" + of.__name__.encode() + b"\nMetadata\nN}\x8c\x07versionK\x03s\x86b."
     assert pickle.loads(text) is of.Metadata and of.Metadata.version == 3  # what torch would read
     of.Metadata.version = None
-    with pytest.raises(TypeError):
-        metadata._Reader(io.BytesIO(text)).load()
+    (tmp_path / ".metadata").write_bytes(text)
+    with pytest.raises(ProgramError, match="cannot be read"):
+        metadata.read(tmp_path)
     assert of.Metadata.version is None
 
 
@@ -205,6 +209,63 @@ def test_something_else(text: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(text)
     with pytest.raises(ProgramError, match="cannot be read"):
         load.opened(tmp_path)
+
+
+#: A tuple of two, each of which is the one before it: 2**60 of them to look at.
+_DOUBLED = b"K\x01K\x01\x86\x94" + b"".join(b"h%c\x86\x94" % n for n in range(60))
+BOMBS: dict[str, bytes] = {
+    "a large note": b"\x80\x04]r\xff\xff\xff\x0f.",
+    "a large note, as text": b"\x80\x02]p268435455\n.",
+    "a long note": b"\x80\x02]p" + b"9" * 100_000 + b"\n.",
+    "a long number": b"\x80\x02L" + b"9" * 1_000_000 + b"L\n.",
+    "a number of gigabytes": b"\x80\x04\x8b\xff\xff\xff\x7f\x01.",
+    "bytes of gigabytes": b"\x80\x04B\xff\xff\xff\x7f\x01.",
+    "an array of gigabytes": b"\x80\x05\x96" + (1 << 36).to_bytes(8, "little") + b".",
+    "text of terabytes": b"\x80\x04\x8d" + (1 << 42).to_bytes(8, "little") + b"x.",
+    "a frame of terabytes": b"\x80\x04\x95" + (1 << 42).to_bytes(8, "little") + b"N.",
+    "lists one inside the other": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "tuples one inside the other": b"\x80\x04)" + b"\x85" * 100_000 + b".",
+    "a doubled tuple as a key": b"\x80\x04}" + _DOUBLED + b"K\x01s.",
+    "a copied list": b"\x80\x02](" + b"K\x01" * 50_000 + b"e\x940cbuiltins\nset\n\x940"
+    + b"h\x01h\x00\x85R" * 10_000 + b"\x87.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_few_bytes_that_announce_many(kind: str, tmp_path: Path) -> None:
+    """They take no time and no memory, whatever they say."""
+    (tmp_path / ".metadata").write_bytes(BOMBS[kind])
+    tracemalloc.start()
+    start = time.process_time()
+    with pytest.raises(ProgramError, match="cannot be read"):
+        load.opened(tmp_path)
+    assert time.process_time() - start < 5
+    assert tracemalloc.get_traced_memory()[1] < 300 * len(BOMBS[kind]) + (1 << 20)
+    tracemalloc.stop()
+
+
+def test_sizes_that_take_forever_to_print(tmp_path: Path) -> None:
+    there = saved(tmp_path)
+    doubled: Any = [1]
+    for _ in range(60):
+        doubled = [doubled, doubled]
+    there.state_dict_metadata["weight"].size = doubled
+    write(tmp_path, there)
+    with pytest.raises(ProgramError, match="cannot be read") as error:
+        load.opened(tmp_path)
+    assert len(str(error.value)) < 10_000
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_each_protocol(protocol: int, tmp_path: Path) -> None:
+    there = saved(tmp_path)
+    found = metadata.read(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(there, protocol))
+    assert metadata.read(tmp_path) == found
+    pure = io.BytesIO()
+    pickle._Pickler(pure, protocol).dump(there)  # type: ignore[attr-defined]
+    (tmp_path / ".metadata").write_bytes(pickletools.optimize(pure.getvalue()))
+    assert metadata.read(tmp_path) == found
 
 
 def test_chunks_that_leave_holes_or_are_of_other_shapes(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_the_report_shows_what_matched() -> None:
         ({"*.weight": {"tp": Partial("sum")}}, "layers.0.weight is Partial along tp"),
         ({"output:*": {"tp": Partial("sum")}}, "output:logits is Partial along tp"),
         ({"*.weight": {"tp": 0}}, r"layouts\['\*\.weight'\]: axis tp: 0 is not a placement"),
-        ({3: {"tp": Shard(0)}}, "layouts are said of names"),
+        ({3: {"tp": Shard(0)}}, "says something of names"),
     ],
 )
 def test_refused(layouts: Any, text: str) -> None:

@@ -1,0 +1,134 @@
+"""What users pass, by its sort: each check returns it, or raises the error that says what is it.
+
+`call` is what was called, in words, as "load of Linear"; `name` is the argument's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mdfuse.errors import DefinitionError, MdfuseError, ProgramError, reason
+from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.frontend.plain import brief
+
+
+def refused(
+    call: str,
+    name: str,
+    value: object,
+    *,
+    because: str,
+    hint: str,
+    kind: type[MdfuseError] = DefinitionError,
+) -> MdfuseError:
+    """Return the error for an argument that is of another sort."""
+    return kind(f"{call} with {name}={brief(value)}", because=because, hint=hint)
+
+
+def by_name(
+    call: str, name: str, value: Any, kind: type[MdfuseError] = DefinitionError
+) -> Mapping[str, Any]:
+    """Return a mapping by names; None is an empty one."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        because, hint = "it says something of names", "a dict, or none"
+        raise refused(call, name, value, because=because, hint=hint, kind=kind)
+    for key in value:
+        if not isinstance(key, str):
+            raise kind(
+                f"{call} with {name}[{brief(key)}]",
+                because="it says something of names, which are text",
+                hint="a dict by names",
+            )
+    return value
+
+
+def check_module(call: str, value: Any) -> None:
+    """Raise DefinitionError for what is no module of torch."""
+    if not isinstance(value, nn.Module):
+        raise DefinitionError(
+            f"{call} of {type(value).__name__}",
+            because="a module of torch is imported: its forward, under the names of its parameters",
+            hint="@mf.fusion makes a fusion of a function",
+        )
+
+
+def check_definition(call: str, value: Any) -> None:
+    """Raise DefinitionError for what is no definition."""
+    if not isinstance(value, FusionDefinition):
+        raise DefinitionError(
+            f"{call} takes a FusionDefinition, not {type(value).__name__}",
+            hint=f"for a traced function: mf.{call}(f.define(...))",
+        )
+
+
+def names(call: str, name: str, value: Any) -> tuple[str, ...]:
+    """Return names; one that stands alone, too, and of None none."""
+    found = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(found, list | tuple | set | frozenset) or not all(
+        isinstance(x, str) for x in found
+    ):
+        because, hint = "it is a name, or several", f'{name}=["first", "second"]'
+        raise refused(call, name, value, because=because, hint=hint)
+    return tuple(found)
+
+
+def flag(call: str, name: str, value: Any, kind: type[MdfuseError] = ProgramError) -> bool:
+    """Return True or False."""
+    if not isinstance(value, bool):
+        because, hint = "it is True or False", f"{name}=True"
+        raise refused(call, name, value, because=because, hint=hint, kind=kind)
+    return value
+
+
+def function(call: str, name: str, value: Any, hint: str) -> Callable[..., Any]:
+    """Return what can be called."""
+    if not callable(value):
+        raise refused(call, name, value, because="it is a function", hint=hint)
+    found: Callable[..., Any] = value
+    return found
+
+
+def rank_of(call: str, value: Any) -> int:
+    """Return a rank."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        because, hint = "a rank is an integer that counts from 0", "rank=comm.rank"
+        raise refused(call, "rank", value, because=because, hint=hint, kind=ProgramError)
+    return value
+
+
+def device_of(call: str, value: Any, kind: type[MdfuseError] = ProgramError) -> torch.device:
+    """Return a device on which tensors can be."""
+    because = "a device is text, or a torch.device"
+    try:
+        if isinstance(value, str | torch.device):
+            return torch.empty(0, device=value).device
+    except (RuntimeError, AssertionError, ValueError, ImportError) as error:
+        because = f"torch says: {reason(error)}"
+    hint = 'device="cpu", or "cuda:0"'
+    raise refused(call, "device", value, because=because, hint=hint, kind=kind)
+
+
+def why_no_numbers(x: Any) -> str | None:
+    """Why something is no tensor of which numbers can be taken; None where it is one."""
+    if not isinstance(x, Tensor):
+        return f"it is {brief(x)}, and no tensor"
+    if x.is_nested or x.layout != torch.strided:
+        return f"it is a tensor of the layout {'nested' if x.is_nested else x.layout}"
+    return "it is on the meta device, and has no numbers" if x.is_meta else None
+
+
+def parts(call: str, name: str, value: Any, hint: str) -> Sequence[Tensor | None]:
+    """Return tensors in their order; None stands for what this rank has not."""
+    if not isinstance(value, list | tuple):
+        because = "they are a list of tensors"
+        raise refused(call, name, value, because=because, hint=hint, kind=ProgramError)
+    for n, x in enumerate(value):
+        if x is not None and (why := why_no_numbers(x)) is not None:
+            raise ProgramError(f"{call} with {name}[{n}]", because=why, hint=hint)
+    return value
