@@ -105,7 +105,7 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Se
         raise LoweringError(
             f"should_merge={merge!r}",
             because="it says of two groups whether they may become one",
-            hint="a function of two groups, for example mf.segmentation.merge_local",
+            hint="a function of two groups, for example mf.debug.segmentation.merge_local",
         )
     groups, graph = _merged(fusion, merge)
     check(fusion, [[n for e in group for n in e.outputs] for group in groups.values()])
@@ -151,10 +151,10 @@ def check(fusion: Fusion, groups: Iterable[Iterable[str]]) -> None:
     ...     a = x + 1
     ...     b = a * 2
     ...     fd.add_output(a + b)
-    >>> mf.segmentation.check(fd.fusion, [["a", "b"]])
+    >>> mf.debug.segmentation.check(fd.fusion, [["a", "b"]])
     >>> try:
-    ...     mf.segmentation.check(fd.fusion, [["a", fd.fusion.outputs[0]], ["b"]])
-    ... except mf.LoweringError as error:
+    ...     mf.debug.segmentation.check(fd.fusion, [["a", fd.fusion.outputs[0]], ["b"]])
+    ... except mf.MdfuseError as error:
     ...     print(error.what)
     the groups (%a, %t) and (%b) of @chain depend on each other in a cycle
     """
