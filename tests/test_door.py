@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import mdfuse as mf
+from mdfuse.config import VARIABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -90,3 +92,36 @@ def test_every_error_is_in_debug() -> None:
 @pytest.mark.parametrize("name", sorted({*mf.__all__, *mf.debug.__all__, *HANDED_OUT}))
 def test_help_says_what_a_name_is_for(name: str) -> None:
     assert len(inspect.getdoc(getattr(mf, name)) or "") > 40
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+def groups_of_the_class() -> dict[str, list[str]]:
+    """The groups that the docstring of `Options` has, with the names in each."""
+    parts = re.split(r"^(\w+):$", inspect.getdoc(mf.Options) or "", flags=re.MULTILINE)
+    texts = dict(zip(parts[1::2], parts[2::2], strict=True))
+    del texts["Raises"]
+    return {group: re.findall(r"^    (\w+): ", text, re.MULTILINE) for group, text in texts.items()}
+
+
+def test_options_are_flat_and_described_in_groups() -> None:
+    groups = groups_of_the_class()
+    assert [*groups] == ["Compile", "Checks", "World", "Profile"]
+    assert [name for names in groups.values() for name in names] == [
+        field.name for field in dataclasses.fields(mf.Options)
+    ]
+
+
+def test_the_page_of_options_has_the_groups_of_the_class() -> None:
+    """With each default, and the variable that sets an option."""
+    variables = {option: name for name, (option, *_) in VARIABLES.items()}
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    shown = {}
+    for part in page.split("\n## ")[1:]:
+        rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (?:`(\w+)` )?\| .+ \|$", part, re.MULTILINE)
+        shown[part.partition("\n")[0]] = [name for name, *_ in rows]
+        for name, default, variable in rows:
+            assert default == repr(getattr(mf.Options(), name)).replace("'", '"')
+            assert variable == variables.get(name, "")
+    assert shown == groups_of_the_class()
