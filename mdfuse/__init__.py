@@ -40,8 +40,8 @@ __version__ = VERSION
 if TYPE_CHECKING:
     from mdfuse import hir, seeing
     from mdfuse.compiled.differentiable import differentiable
+    from mdfuse.compiled.from_torch import from_torch
     from mdfuse.compiled.imported import ImportedModel as ImportedModel
-    from mdfuse.compiled.imported import from_torch
     from mdfuse.compiled.pipeline import pipeline
     from mdfuse.compiled.program import Program, compile
     from mdfuse.compiled.step import Step
@@ -80,7 +80,7 @@ _LAZY = {
     "compile": "mdfuse.compiled.program",
     "differentiable": "mdfuse.compiled.differentiable",
     "from_plan": "mdfuse.frontend.importing.plans",
-    "from_torch": "mdfuse.compiled.imported",
+    "from_torch": "mdfuse.compiled.from_torch",
     "fusion": "mdfuse.compiled.traced",
     "grad": "mdfuse.frontend.grad",
     "init": "mdfuse.runtime.communicator",

@@ -94,6 +94,21 @@ def test_help_says_what_a_name_is_for(name: str) -> None:
     assert len(inspect.getdoc(getattr(mf, name)) or "") > 40
 
 
+@pytest.mark.parametrize("kind", [mf.ImportedModel, mf.TrainingStep], ids=lambda k: k.__name__)
+def test_help_of_what_is_handed_out(kind: type) -> None:
+    """The class has an example; each method says what it takes, returns and raises."""
+    text = inspect.getdoc(kind) or ""
+    assert ">>> " in text and "hape" in text and "type" in text
+    for name, value in vars(kind).items():
+        if name.startswith("_") or not (inspect.isfunction(value) or isinstance(value, property)):
+            continue
+        said = inspect.getdoc(value) or ""
+        assert said, name
+        if inspect.isfunction(value):
+            assert "Raises:" in said and ("Returns:" in said or said.startswith("Return")), name
+            assert "Args:" in said or len(inspect.signature(value).parameters) == 1, name
+
+
 # -- options -------------------------------------------------------------------------------------
 
 
