@@ -44,12 +44,25 @@ def test_docstrings(name: str) -> None:
     assert attempted and not failed
 
 
-def test_readme_program(tmp_path: Path) -> None:
-    """The program of the README runs, and prints the text that stands below it."""
+#: Each program of the README, and the text that stands below it.
+README_PROGRAMS = re.findall(
+    r"```python\n(.*?)```\n(?:(?!```).)*```\n(.*?)```",
+    (ROOT / "README.md").read_text(encoding="utf-8"),
+    re.DOTALL,
+)
+
+
+def test_the_readme_begins_with_a_module_on_a_mesh() -> None:
+    """In ten lines, before any other block."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    match = re.search(r"```python\n(.*?)```\n.*?```\n(host.*?)```", text, re.DOTALL)
-    assert match is not None
-    code, printed = match.groups()
+    first, _ = README_PROGRAMS[0]
+    assert text.index("```") == text.index("```python") and text.count("```python") == 2
+    assert "from_torch" in first and len([line for line in first.splitlines() if line]) <= 10
+
+
+@pytest.mark.parametrize(("code", "printed"), README_PROGRAMS, ids=["module", "by hand"])
+def test_readme_program(code: str, printed: str, tmp_path: Path) -> None:
+    """The programs of the README run, and print the text that stands below them."""
     (tmp_path / "mlp.py").write_text(code, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "mlp.py"],
