@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mdfuse.errors import ProgramError, shown
 
 #: The version of this package.
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
 #: The name in `Options.backend`, among axes, for communications from one mesh to another.
 BETWEEN_MESHES = "meshes"

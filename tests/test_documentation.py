@@ -246,3 +246,14 @@ def test_the_readme_tells_of_each_extra() -> None:
             assert named.get(name, name) in rows[extra], (extra, name)
     low, high = re.findall(r"2\.(\d+)", next(p for p in project["dependencies"] if "torch" in p))
     assert f"torch (2.{low} to 2.{int(high) - 1};" in text
+
+
+def test_the_changelog_has_this_version() -> None:
+    """Changes that are in no version come first; a version has five headings, and is short."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    (_, *sections) = re.split(r"^## ", text, flags=re.MULTILINE)
+    first, current, *_ = sections
+    assert first.startswith("Unreleased\n")
+    assert current.startswith(f"{mdfuse.__version__}\n")
+    assert len(re.findall(r"^### ", current, re.MULTILINE)) == 5
+    assert len(current.splitlines()) <= 120
