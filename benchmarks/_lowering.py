@@ -132,7 +132,7 @@ VERIFIED: tuple[tuple[str, Callable[[int], HostProgram], tuple[int, ...]], ...] 
 
 def forget() -> None:
     """Empty all caches of definitions, and of what was once asked about their parts."""
-    mf.FusionCache.reset()
+    mf.debug.FusionCache.reset()
     for name in [name for name in sys.modules if name.startswith("mdfuse.")]:
         for cache in vars(sys.modules[name]).values():
             if isinstance(cache, Cache):

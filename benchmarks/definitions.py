@@ -75,9 +75,9 @@ def layer() -> mf.FusionDefinition:
 
 def recorded(define: Callable[[], mf.FusionDefinition]) -> int:
     """Operations, inputs, laws and outputs: what is looked up one by one."""
-    mf.FusionCache.reset()
+    mf.debug.FusionCache.reset()
     define()
-    return mf.FusionCache.get().nodes()
+    return mf.debug.FusionCache.get().nodes()
 
 
 class _Module(nn.Module):
@@ -88,7 +88,7 @@ class _Module(nn.Module):
 
 def _anew(define: Callable[[], mf.FusionDefinition]) -> Callable[[], object]:
     def define_anew() -> object:
-        mf.FusionCache.reset()
+        mf.debug.FusionCache.reset()
         return define().named
 
     return define_anew

@@ -118,7 +118,7 @@ def _measure(plan: Plan, chosen: Sequence[Case], arguments: argparse.Namespace) 
             show(screen.output(), f"{case.name}, on {plan.ranks.name}", of_case)
             report = Report(benchmark="layers", arguments=given, rows=found, where=_where(plan))
             report.write(path)
-        mf.FusionCache.reset()  # plans own buffers and graphs
+        mf.debug.FusionCache.reset()  # plans own buffers and graphs
         gc.collect()
         if plan.is_gpu:
             torch.cuda.empty_cache()

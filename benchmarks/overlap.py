@@ -86,7 +86,7 @@ def main() -> None:
             told = len(bench.eager)
             report = Report(benchmark="overlap", arguments=given, rows=found, where=bench.where)
             report.write(path)
-        mf.FusionCache.reset()  # plans own buffers and graphs
+        mf.debug.FusionCache.reset()  # plans own buffers and graphs
         gc.collect()
         if bench.is_gpu:
             torch.cuda.empty_cache()

@@ -167,7 +167,7 @@ def main() -> None:
             title = f"{case.name}, a training step of {layers} on {of}"
             show(screen.output(), title, of_case)
             Report(benchmark="training", arguments=given, rows=found, where=where).write(path)
-        mf.FusionCache.reset()  # plans own buffers and graphs
+        mf.debug.FusionCache.reset()  # plans own buffers and graphs
         gc.collect()
         if plan.is_gpu:
             torch.cuda.empty_cache()

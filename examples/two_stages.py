@@ -25,7 +25,7 @@ BATCH, WIDTH, HIDDEN = 32, 64, 128
 def halves(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     """The first and the second half of the ranks, each a mesh with one axis `tp`."""
     if mesh.size % 2:
-        raise mf.MeshError(
+        raise mf.debug.MeshError(
             f"two stages on {mesh}",
             because="each stage gets half of the ranks",
             hint="start an even number of ranks, or simulate them: --sim tp=4",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mdfuse.errors import ProgramError, shown
 
 #: The version of this package.
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
 #: The name in `Options.backend`, among axes, for communications from one mesh to another.
 BETWEEN_MESHES = "meshes"
@@ -81,41 +81,12 @@ def backend_choice(text: str) -> BackendChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of lowering and running programs.
+    """The options of lowering and running programs, in four groups; docs/options.md has examples.
 
-    Attributes:
-        backend: "auto" (nccl where this rank drives a GPU, gloo elsewhere), or a backend's name;
-            then, after commas, other ones for communications along some mesh axes, "meshes" for
-            those from one mesh to another: "nccl, dp=mpi, meshes=ucc".
-        streams: how many streams a lowering with streams uses.
-        stream_policy: which stream an instruction of a streamed loop goes to. "round_robin": each
-            iteration on the next stream; "copy_compute": transfers on one stream, the rest on
-            another; "auto": copy_compute where the loop communicates.
+    Compile:
         graph: "auto", "always" or "never": whether runs are captured as CUDA graphs.
         compile: "auto", "always" or "never": whether local work between communications is compiled
             into fewer kernels; "auto" does so on GPUs. "always" is an error where some cannot be.
-        verify: check a host program before its first run. If False, a rank checks only that its own
-            program can run: names, handles, groups and streams.
-        fast_lane: whether posts on NVIDIA GPUs go through nccl4py instead of torch.distributed:
-            "auto" where all ranks can use it, "never", or "always", which is an error where a rank
-            cannot.
-        timeout_s: seconds after which a communication that does not finish is an error.
-        poison: fill every new buffer with NaN (the largest value for integers, True for bool), so
-            that an element that nothing wrote shows.
-        check_indices: look at all indices into tensors, as those of `embedding`: one that is out
-            of range is an IndexRangeError on all ranks, which meet at the end of each run for it.
-            Else the result is undefined: an error of torch, zeros, or on GPUs the end of the
-            process.
-        reduce_dtype: torch.float32 or torch.float64: sums of narrower floats that ranks hold parts
-            of are cast to it before they are reduced, along every axis, and back after; not where
-            ranks hold parts of the result, too. None: they are reduced as they are.
-        bucket_bytes: values that are reduced alike, and of which none is read before the last is
-            there, are reduced together, in buckets of up to so many bytes on each rank: fewer
-            posts, and a copy of each value. 0: each by itself.
-        prefetch_bytes: communications of what is there already, such as a parameter that a later
-            layer gathers, are posted ahead, as long as what they receive before its place, and
-            what they copy to send it, takes at most so many bytes on each rank. 0: each where the
-            program has it.
         overlap: "auto": what communicates is computed in chunks together with the products beside
             it, where that takes less time by `costs`; "measure": the first runs, whose values
             are the same but for rounding, take turns, and all ranks keep the quicker program;
@@ -123,33 +94,78 @@ class Options:
             stream is changed, nor one on a machine of which there is no table ("auto").
         costs: the table for it: "here" (what `mdfuse calibrate` measured, or a table that ships for
             this device), "h100", "unit", or the path of a JSON file.
+        bucket_bytes: values that are reduced alike, and of which none is read before the last is
+            there, are reduced together, in buckets of up to so many bytes on each rank: fewer
+            posts, and a copy of each value. 0: each by itself.
+        prefetch_bytes: communications of what is there already, such as a parameter that a later
+            layer gathers, are posted ahead, as long as what they receive before its place, and
+            what they copy to send it, takes at most so many bytes on each rank. 0: each where the
+            program has it.
+        reduce_dtype: torch.float32 or torch.float64: sums of narrower floats that ranks hold parts
+            of are cast to it before they are reduced, along every axis, and back after; not where
+            ranks hold parts of the result, too. None: they are reduced as they are.
+        streams: how many streams a lowering with streams uses.
+        stream_policy: which stream an instruction of a streamed loop goes to. "round_robin": each
+            iteration on the next stream; "copy_compute": transfers on one stream, the rest on
+            another; "auto": copy_compute where the loop communicates.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
+
+    Checks:
+        verify: check a host program before its first run. If False, a rank checks only that its own
+            program can run: names, handles, groups and streams.
+        poison: fill every new buffer with NaN (the largest value for integers, True for bool), so
+            that an element that nothing wrote shows.
+        check_indices: look at all indices into tensors, as those of `embedding`: one that is out
+            of range is an IndexRangeError on all ranks, which meet at the end of each run for it.
+            Else the result is undefined: an error of torch, zeros, or on GPUs the end of the
+            process.
+
+    World:
+        backend: "auto" (nccl where this rank drives a GPU, gloo elsewhere), or a backend's name;
+            then, after commas, other ones for communications along some mesh axes, "meshes" for
+            those from one mesh to another: "nccl, dp=mpi, meshes=ucc".
+        timeout_s: seconds after which a communication that does not finish is an error.
+        fast_lane: whether posts on NVIDIA GPUs go through nccl4py instead of torch.distributed:
+            "auto" where all ranks can use it, "never", or "always", which is an error where a rank
+            cannot.
         reports: the folder for reports of communications that broke or hang, a file each; None:
             mdfuse-UID in the folder for temporary files, where UID is the user's number.
+
+    Profile:
         trace: a folder: each rank writes into a file of it when which instruction began and ended.
             Nothing is captured as CUDA graphs then. None: runs are not traced, and pay nothing.
         ranges: "torch" or "nvtx": each step of a run is a range with the user's line, for
             torch.profiler (`record_function`) or for Nsight; nothing is captured as CUDA graphs
             then. "none": there are none, and runs pay nothing.
+
+    Raises:
+        ProgramError: a value that its option cannot have; options that exclude each other.
+
+    >>> Options(graph="never", timeout_s=60).graph
+    'never'
     """
 
-    backend: str = "auto"
-    streams: int = 4
-    stream_policy: Literal["auto", "round_robin", "copy_compute"] = "auto"
+    # compile
     graph: Literal["auto", "always", "never"] = "auto"
     compile: Literal["auto", "always", "never"] = "auto"
-    verify: bool = True
-    fast_lane: Literal["auto", "never", "always"] = "auto"
-    timeout_s: float = 600.0
-    poison: bool = False
-    check_indices: bool = False
-    reduce_dtype: Any = None
-    bucket_bytes: int = 0
-    prefetch_bytes: int = 0
     overlap: Literal["never", "auto", "measure"] = "auto"
     costs: str = "here"
+    bucket_bytes: int = 0
+    prefetch_bytes: int = 0
+    reduce_dtype: Any = None
+    streams: int = 4
+    stream_policy: Literal["auto", "round_robin", "copy_compute"] = "auto"
     plans: int = 32
+    # checks
+    verify: bool = True
+    poison: bool = False
+    check_indices: bool = False
+    # world
+    backend: str = "auto"
+    timeout_s: float = 600.0
+    fast_lane: Literal["auto", "never", "always"] = "auto"
     reports: str | None = None
+    # profile
     trace: str | None = None
     ranges: Literal["none", "torch", "nvtx"] = "none"
 

@@ -44,12 +44,25 @@ def test_docstrings(name: str) -> None:
     assert attempted and not failed
 
 
-def test_readme_program(tmp_path: Path) -> None:
-    """The program of the README runs, and prints the text that stands below it."""
+#: Each program of the README, and the text that stands below it.
+README_PROGRAMS = re.findall(
+    r"```python\n(.*?)```\n(?:(?!```).)*```\n(.*?)```",
+    (ROOT / "README.md").read_text(encoding="utf-8"),
+    re.DOTALL,
+)
+
+
+def test_the_readme_begins_with_a_module_on_a_mesh() -> None:
+    """In ten lines, before any other block."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    match = re.search(r"```python\n(.*?)```\n.*?```\n(host.*?)```", text, re.DOTALL)
-    assert match is not None
-    code, printed = match.groups()
+    first, _ = README_PROGRAMS[0]
+    assert text.index("```") == text.index("```python") and text.count("```python") == 2
+    assert "from_torch" in first and len([line for line in first.splitlines() if line]) <= 10
+
+
+@pytest.mark.parametrize(("code", "printed"), README_PROGRAMS, ids=["module", "by hand"])
+def test_readme_program(code: str, printed: str, tmp_path: Path) -> None:
+    """The programs of the README run, and print the text that stands below them."""
     (tmp_path / "mlp.py").write_text(code, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "mlp.py"],
@@ -233,3 +246,14 @@ def test_the_readme_tells_of_each_extra() -> None:
             assert named.get(name, name) in rows[extra], (extra, name)
     low, high = re.findall(r"2\.(\d+)", next(p for p in project["dependencies"] if "torch" in p))
     assert f"torch (2.{low} to 2.{int(high) - 1};" in text
+
+
+def test_the_changelog_has_this_version() -> None:
+    """Changes that are in no version come first; a version has five headings, and is short."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    (_, *sections) = re.split(r"^## ", text, flags=re.MULTILINE)
+    first, current, *_ = sections
+    assert first.startswith("Unreleased\n")
+    assert current.startswith(f"{mdfuse.__version__}\n")
+    assert len(re.findall(r"^### ", current, re.MULTILINE)) == 5
+    assert len(current.splitlines()) <= 120

@@ -30,7 +30,7 @@ CIRCLES = {
 }
 
 #: Modules beside the packages, `__init__` and `__main__` left out.
-TOP = 12
+TOP = 13
 
 
 def layers() -> list[str]:

@@ -147,7 +147,7 @@ def _report(
     """Print everything about a run; return what is wrong with its outputs, or None."""
     program = job.program
     with screen.progress("computing on one device"):
-        found = compare(outcome.outputs, mdfuse.reference(job.definition, inputs))
+        found = compare(outcome.outputs, mdfuse.debug.reference(job.definition, inputs))
     console = screen.output()
     console.print(report.facts([("program", headline(program)), *rows]))
     console.print()

@@ -1,191 +1,65 @@
-"""Torch modules as programs: `from_torch`, and what it returns."""
+"""Imported modules: their definition, their weights, their arguments and results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.fx import Node
+from torch import Tensor
 
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.together import check_communicator, save_together, together
 from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options
-from mdfuse.errors import DefinitionError, LayoutError, ProgramError, counted
+from mdfuse.errors import DefinitionError, ProgramError, counted
 from mdfuse.files import as_path
 from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing import save as saving
-from mdfuse.frontend.importing.blocks import blocks_of
-from mdfuse.frontend.importing.buffers import numbers_of
-from mdfuse.frontend.importing.build import Model, check_known, constants_of, record
+from mdfuse.frontend.importing.build import Model, record
 from mdfuse.frontend.importing.called import called
-from mdfuse.frontend.importing.capture import Captured, capture
-from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.gathers import warnings_of
-from mdfuse.frontend.importing.place import Patterns, Placed
+from mdfuse.frontend.importing.place import Patterns
 from mdfuse.frontend.importing.report import report
 from mdfuse.frontend.importing.train import Optimizer, define_step
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.ir.graph import Fusion
-from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.names import as_name
 from mdfuse.plan.progress import progress
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.trees import flattened, unflattened
 
 
-def from_torch(
-    module: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    mesh: Any,
-    layouts: Mapping[str, Any] | None = None,
-    blocks: Mapping[str, Any] | None = None,
-    gather: Sequence[str] = (),
-    adapters: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-    buffers: Mapping[str, Tensor] | None = None,
-    skipped: Sequence[str] = (),
-) -> ImportedModel:
-    """Import a module: the operations of its forward, for arguments of these shapes and dtypes.
-
-    Args:
-        module: on any device; on "meta" its parameters have no numbers, and need none.
-        args, kwargs: what `forward` is called with; of tensors (or `TensorSpec`s) only shapes and
-            dtypes count, everything else is a constant of the program.
-        mesh: where all of it lives.
-        layouts: pattern -> axis -> placement, for names of parameters, for inputs
-            (`"input:ids"`, or `"input:0"`) and for outputs (`"output:logits"`, or `"output:0"`).
-            Of several patterns that match, the one without wildcards, then the one with the
-            longest literal part counts. What none matches is replicated; outputs lie as it is
-            inferred.
-        blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
-            split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
-            matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
-        gather: axes of the mesh along which parameters are brought together just before they are
-            read, as FSDP does; the backward gathers them again.
-        adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
-            (rank, alpha): then steps of training train the adapters alone.
-        dynamic_shapes: name of an argument -> dim -> a name: extents that each run chooses; or as
-            `torch.export.export` takes them.
-        buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
-        skipped: paths of a plan that lead nowhere, of `from_plan`, which `report()` lists.
-
-    Raises:
-        DefinitionError: the module cannot be exported; it calls operations that cannot be imported:
-            all of them, with lines of the module.
-        LayoutError: a pattern that matches nothing, or does not fit; some that contradict.
-
-    >>> import torch, mdfuse as mf
-    >>> from mdfuse import DeviceMesh, Shard
-    >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-    >>> x = torch.randn(3, 4)
-    >>> model = mf.from_torch(module, (x,), mesh=DeviceMesh.arange(tp=2), layouts={
-    ...     "0.*": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}})
-    >>> program = model.compile()
-    >>> [c.kind for c in program.communications]
-    ['Allreduce']
-    >>> (y,) = mf.simulate(program, [*model.load(), x]).outputs
-    >>> torch.testing.assert_close(y, module(x).detach())
-    """
-    _check_dicts(layouts, kwargs, blocks, adapters, buffers)
-    patterns = Patterns(layouts or {}, mesh := as_mesh(mesh))
-    model = _model(capture(module, args, kwargs, dynamic_shapes, adapters), patterns, buffers or {})
-    model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
-    return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
-
-
-#: What is by name, with the errors that say so.
-_DICTS = {
-    "layouts": LayoutError, "kwargs": DefinitionError, "blocks": DefinitionError,
-    "adapters": DefinitionError, "buffers": DefinitionError,
-}  # fmt: skip
-
-
-def _check_dicts(*values: object) -> None:
-    for value, (name, kind) in zip(values, _DICTS.items(), strict=True):
-        given.by_name("from_torch", name, value, kind)
-
-
-def _model(captured: Captured, patterns: Patterns, buffers: Mapping[str, Tensor]) -> Model:
-    live = live_nodes(captured)
-    check_known(captured, live)
-    folded = Folded(captured, live, numbers_of(captured, buffers))
-    placed, outputs = _places(captured, patterns)
-    constants = constants_of(live, folded)
-    first = dict.fromkeys(constants.values())
-    return Model(
-        captured=captured,
-        live=live,
-        folded=folded,
-        mesh=patterns.mesh,
-        placed=placed,
-        outputs=outputs,
-        constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
-        same={n: same for n, same in constants.items() if n is not same},
-    )
-
-
-def _axes(gather: Sequence[str], mesh: DeviceMesh) -> tuple[str, ...]:
-    axes = given.names("from_torch", "gather", gather)
-    for axis in axes:
-        mesh.axis_index(axis)
-    return axes
-
-
-def _places(captured: Captured, patterns: Patterns) -> tuple[dict[Node, Placed], dict[int, Placed]]:
-    """Where patterns say that parameters and inputs live, and outputs by their place."""
-    placed: dict[Any, Placed] = {}
-    asked = [(n, p.names, n) for n, p in captured.parameters.items()]
-    asked += [
-        (n, (f"input:{name}", f"input:{i}"), n)
-        for i, (n, name) in enumerate(captured.inputs.items())
-    ]
-    results = captured.results
-    asked_outputs = [
-        (o.place, (f"output:{o.path}", f"output:{o.place}"), results[o.place])
-        for o in captured.outputs
-        if o.place is not None
-    ]
-    for key, names, node in (*asked, *asked_outputs):
-        found = patterns.find(names, node.meta["val"].ndim)
-        if found is not None:
-            placed[key] = found
-    patterns.check_used([name for _, names, _ in (*asked, *asked_outputs) for name in names])
-    _place_adapters(captured, patterns, placed)
-    outputs = {key: found for key, found in placed.items() if isinstance(key, int)}
-    return {key: found for key, found in placed.items() if isinstance(key, Node)}, outputs
-
-
-def _place_adapters(captured: Captured, patterns: Patterns, placed: dict[Any, Placed]) -> None:
-    """Let adapters live as their matrices do, but for what a pattern says of `lora_` itself."""
-    nodes = {name: n for n, p in captured.parameters.items() for name in p.names}
-    for node, p in captured.parameters.items():
-        said = placed.pop(node, None) if p.adapter is not None else None
-        if p.adapter is None or (said is not None and "lora_" in said.pattern):
-            placed |= {node: said} if said is not None else {}
-            continue
-        matrix = placed.get(nodes[p.adapter.of])
-        if matrix is not None:
-            layout = p.adapter.layout(p.name, matrix.layout)
-            placed[node] = Placed(pattern=matrix.pattern, layout=layout)
-
-
 class ImportedModel:
-    """A module as a definition; `from_torch` makes it.
+    """A module as a definition; `mf.from_torch` returns it.
+
+    A run of its program takes parameters and constants, as `load` returns them, then the tensors of
+    the arguments, as `inputs` returns them. Shapes are global here; what one rank passes and gets
+    is its part of each. Dtypes are those of the module and of the arguments of the import.
 
     Attributes:
         definition: the forward. Its inputs are the parameters that are read, in their order and
-            under their names (tied ones once), constants, and the tensors of the arguments.
+            under their names (tied ones once), constants, and the tensors of the arguments. Its
+            outputs are buffers that the module writes, then the tensors that it returns.
+
+    >>> import torch, mdfuse as mf
+    >>> module, x = torch.nn.Linear(4, 6), torch.randn(3, 4)
+    >>> model = mf.from_torch(module, (x,), mesh=mf.DeviceMesh.arange(tp=2),
+    ...                       layouts={"*": {"tp": mf.Shard(0)}})
+    >>> [*model.fusion.inputs]
+    ['weight', 'bias', 'input']
+    >>> [tuple(w.shape) for w in model.load(rank=1)]  # half of the rows of [6, 4] and of [6]
+    [(3, 4), (3,)]
+    >>> result = mf.simulate(model.compile(), [*model.load(), *model.inputs(x)])
+    >>> y = model.outputs(result.outputs)
+    >>> y.shape, y.dtype
+    (torch.Size([3, 6]), torch.float32)
+    >>> torch.testing.assert_close(y, module(x).detach())
     """
 
     def __init__(self, model: Model, patterns: Patterns, skipped: Sequence[str] = ()) -> None:
@@ -204,10 +78,11 @@ class ImportedModel:
 
     @property
     def fusion(self) -> Fusion:
-        """The forward as an immutable fusion, each line of it from the module."""
+        """The forward as an immutable fusion: values with layouts, each with the module's line."""
         return self.definition.fusion
 
     def __str__(self) -> str:
+        """The text of the definition: each value with its dtype, its shape and its layout."""
         return str(self.definition)
 
     def report(self) -> str:
@@ -215,12 +90,43 @@ class ImportedModel:
 
         And where a value that is split is brought together, which costs a communication in the
         middle of the module: with the line, and the pattern that split it.
+
+        Returns:
+            A text of several lines; after a `load`, also with what the checkpoint had besides.
+
+        Raises:
+            LoweringError: the forward cannot be compiled, as `mf.compile` says.
+
+        >>> import torch, mdfuse as mf
+        >>> model = mf.from_torch(torch.nn.Linear(4, 6), (torch.zeros(3, 4),),
+        ...     mesh=mf.DeviceMesh.arange(tp=2), layouts={"weight": {"tp": mf.Shard(0)}})
+        >>> print(model.report())
+        Linear on mesh(tp=2): 2 parameters, 0 constants, 1 input, 1 output
+          weight        tp=S0       1: weight
+          (no pattern)  replicated  2: bias, input:input
         """
         found = warnings_of(self.model, self.fusion, self.compile().fusion)
         return report(self.model, self._patterns, self._skipped, self._unexpected, found)
 
     def compile(self, options: Options | None = None) -> Program:
-        """Return the program of the forward, as `mf.compile` does."""
+        """Return the program of the forward, as `mf.compile` does.
+
+        Args:
+            options: by default those of the environment.
+
+        Returns:
+            A program whose `run` takes this rank's parts of `load` and `inputs`, and returns its
+            parts of the outputs.
+
+        Raises:
+            LoweringError: no program for these layouts, with the module's line.
+
+        >>> import torch, mdfuse as mf
+        >>> model = mf.from_torch(torch.nn.Linear(4, 6), (torch.zeros(1, 4),),
+        ...     mesh=mf.DeviceMesh.arange(tp=2), layouts={"weight": {"tp": mf.Shard(1)}})
+        >>> [c.kind for c in model.compile().communications]
+        ['Allreduce']
+        """
         return compile(self.definition, options)
 
     def record(self, *args: Any, name: str = "", **kwargs: Any) -> tuple[Any, dict[str, Handle]]:
@@ -284,20 +190,21 @@ class ImportedModel:
             clip: scales all gradients so that their norm together is at most this.
             master: keeps parameters of 16 bits in f32 besides.
 
+        Returns:
+            The step, not yet compiled; its loss is a tensor of no dims.
+
         Raises:
             DefinitionError: a loss that is none, nothing to train, nothing that leads to the loss,
                 an op without a gradient.
             LayoutError: a pattern that matches nothing.
 
-        >>> import functools, torch, mdfuse as mf
-        >>> module, mesh = torch.nn.Linear(4, 2), mf.DeviceMesh.arange(dp=2)
+        >>> import torch, mdfuse as mf
         >>> split = {"dp": mf.Shard(0)}
-        >>> model = mf.from_torch(module, (torch.zeros(6, 4),), mesh=mesh,
-        ...                       layouts={"input:0": split})
+        >>> model = mf.from_torch(torch.nn.Linear(4, 2), (torch.zeros(6, 4),),
+        ...                       mesh=mf.DeviceMesh.arange(dp=2), layouts={"input:0": split})
         >>> step = model.training_step(
-        ...     lambda y, target: mf.ops.mse_loss(y, target),
-        ...     extra={"target": mf.TensorSpec((6, 2), layout=split)},
-        ...     optimizer=functools.partial(mf.optim.sgd, momentum=0.9))
+        ...     lambda y, target: mf.ops.mse_loss(y, target), optimizer=mf.optim.sgd,
+        ...     extra={"target": mf.TensorSpec((6, 2), layout=split)})
         >>> step.inputs
         ('input', 'target', 'lr')
         """
@@ -305,7 +212,6 @@ class ImportedModel:
         given.flag(call, "master", master, DefinitionError)
         if loss is not None:
             given.function(call, "loss", loss, "of the module's tensors, in their order")
-        weights = self.model.weight_names()
         step = define_step(
             self.model,
             loss,
@@ -316,15 +222,28 @@ class ImportedModel:
             master=master,
             name=f"{self.definition.name}.step",
         )
-        return TrainingStep(step, weights)
+        return TrainingStep(step, self.model.weight_names())
 
     # -- arguments and results -------------------------------------------------------------------
 
     def inputs(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Return the tensors of the module's arguments, in the order of the program's inputs.
 
+        Args:
+            args, kwargs: as for the module's forward: wholes for `mf.simulate`, this rank's parts
+                for a run. Shapes and dtypes are looked at by the run, not here.
+
+        Returns:
+            The tensors, as they are; what is no tensor is left out.
+
         Raises:
             ProgramError: arguments of another structure than those of the import.
+
+        >>> import torch, mdfuse as mf
+        >>> x = torch.zeros(3, 4)
+        >>> model = mf.from_torch(torch.nn.Linear(4, 6), (x,), mesh=mf.DeviceMesh.arange(tp=2))
+        >>> [tuple(t.shape) for t in model.inputs(torch.ones(3, 4))]
+        [(3, 4)]
         """
         paths, structure = flattened((tuple(args), dict(kwargs)))
         wanted = self.model.captured.structure[0]
@@ -340,7 +259,24 @@ class ImportedModel:
         """Return what a run returned in the structure that the module returns.
 
         Args:
-            results: of `program.run`, or `.outputs` of `mf.simulate`.
+            results: of `program.run`, or `.outputs` of `mf.simulate`: one tensor for each output of
+                the definition, of its shape (on a rank: of its part) and dtype.
+
+        Returns:
+            A tensor, tuple, dict or dataclass, as the module returns it. None stands where this
+            rank is outside of the mesh; what the module wrote into buffers is left out.
+
+        Raises:
+            ProgramError: another number of results.
+
+        >>> import torch, mdfuse as mf
+        >>> class Pair(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return {"twice": x * 2, "sum": x.sum()}
+        >>> x = torch.ones(3)
+        >>> model = mf.from_torch(Pair(), (x,), mesh=mf.DeviceMesh.arange(tp=2))
+        >>> model.outputs(mf.simulate(model.compile(), [x]).outputs)
+        {'twice': tensor([2., 2., 2.]), 'sum': tensor(3.)}
         """
         written = len(self.model.captured.mutated)
         count = written + len(self._places)
@@ -382,11 +318,20 @@ class ImportedModel:
             rename: name of a parameter -> its name in the checkpoint.
 
         Returns:
-            A tensor for each, in the order of the program's inputs; None where the rank has none.
+            A tensor for each, in the order of the program's inputs, in the dtype of the module's
+            parameter and, with a rank, in the shape of its part; None where the rank has none.
 
         Raises:
             ProgramError: tensors that are missing, all at once, or have other shapes; a file that
                 cannot be read.
+
+        >>> import torch, mdfuse as mf
+        >>> module = torch.nn.Linear(4, 6, dtype=torch.bfloat16)
+        >>> model = mf.from_torch(module, (torch.zeros(3, 4, dtype=torch.bfloat16),),
+        ...     mesh=mf.DeviceMesh.arange(tp=4), layouts={"weight": {"tp": mf.Shard(0)}})
+        >>> numbers = {"weight": torch.ones(6, 4), "bias": torch.zeros(6)}
+        >>> [(tuple(w.shape), w.dtype) for w in model.load(numbers, rank=0)]
+        [((2, 4), torch.bfloat16), ((6,), torch.bfloat16)]
         """
         call = f"load of {self.model.captured.name}"
         check_communicator(call, comm)
@@ -413,8 +358,18 @@ class ImportedModel:
                 this rank's parts.
             comm: all ranks save together; where one fails, all raise.
 
+        Returns:
+            The folder.
+
         Raises:
             ProgramError: the folder has a checkpoint, or cannot be written; other weights.
+
+        >>> import tempfile, torch, mdfuse as mf
+        >>> module = torch.nn.Linear(4, 6)
+        >>> model = mf.from_torch(module, (torch.zeros(3, 4),), mesh=mf.DeviceMesh.arange(tp=2))
+        >>> folder = model.save(tempfile.mkdtemp(), model.load())
+        >>> torch.equal(model.load(folder, rank=1)[0], module.weight)
+        True
         """
         what = f"save {self.model.captured.name}"
         check_communicator(f"save of {self.model.captured.name}", comm)

@@ -22,10 +22,35 @@ from mdfuse.ir.graph import Fusion
 class TrainingStep:
     """Forward, loss, backward and update as one definition; `ImportedModel.training_step` makes it.
 
+    `start` trains on ranks; `state`, `arguments` and `updated` do by hand what it does, for
+    `mf.simulate`. Shapes are global here; what one rank passes and gets is its part of each.
+    Parameters, their gradients and their updates have the module's dtypes; numbers of the
+    optimizer are floats of no dims; the loss has the dtype that the loss function gives it.
+
     Attributes:
         definition: its inputs are those of the model, what the loss takes besides, numbers of the
             optimizer that a run chooses, and its state. It returns the loss, what else the loss
             function returned, and with clip= the norm of all gradients.
+
+    >>> import torch, mdfuse as mf
+    >>> split = {"dp": mf.Shard(0)}
+    >>> x, target = torch.ones(6, 4), torch.zeros(6, 2)
+    >>> model = mf.from_torch(torch.nn.Linear(4, 2), (x,), mesh=mf.DeviceMesh.arange(dp=2),
+    ...                       layouts={"input:0": split})
+    >>> step = model.training_step(
+    ...     lambda y, target: mf.ops.mse_loss(y, target), optimizer=mf.optim.sgd,
+    ...     extra={"target": mf.TensorSpec((6, 2), layout=split)})
+    >>> step.trained, step.inputs
+    (('weight', 'bias'), ('input', 'target', 'lr'))
+    >>> weights, program, losses = model.load(), step.compile(), []
+    >>> state = step.state(weights)
+    >>> for _ in range(3):
+    ...     given = step.arguments(weights, state, x, target, torch.tensor(0.1))
+    ...     outputs = mf.simulate(program, given).outputs
+    ...     state = step.updated(outputs)
+    ...     losses.append(float(outputs[0]))
+    >>> losses[0] > losses[1] > losses[2]
+    True
     """
 
     def __init__(self, step: StepDefinition, weights: Sequence[str]) -> None:
@@ -35,17 +60,21 @@ class TrainingStep:
 
     @property
     def fusion(self) -> Fusion:
-        """The step as an immutable fusion."""
+        """The step as an immutable fusion: values with layouts, the backward among them."""
         return self.definition.fusion
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The names of the parameters that are updated."""
+        """The names of the parameters that are updated, in the order of the model."""
         return self._step.trained
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of what a run takes: all but weights, constants and state."""
+        """The names of what a run takes, in order: all but weights, constants and state.
+
+        Tensors of the module's arguments come first, then what the loss takes besides, then numbers
+        of the optimizer, as `lr`, which are tensors of no dims.
+        """
         known = {*self._weights, *self._state_names}
         return tuple(name for name in self.fusion.inputs if name not in known)
 
@@ -54,7 +83,17 @@ class TrainingStep:
         return [*self.fusion.reuse.values()]
 
     def compile(self, options: Options | None = None) -> Program:
-        """Return the program of the step, as `mf.compile` does."""
+        """Return the program of the step, as `mf.compile` does.
+
+        Args:
+            options: by default those of the environment.
+
+        Returns:
+            A program that takes what `arguments` returns, and writes the new state over the old.
+
+        Raises:
+            LoweringError: no program for these layouts, with the line.
+        """
         return compile(self.definition, options)
 
     def state(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
@@ -62,6 +101,10 @@ class TrainingStep:
 
         Args:
             weights: what `model.load` returned, wholes or a rank's parts; they are copied.
+
+        Returns:
+            name -> tensor, of the shape of what is passed for the parameter; None where this rank
+            has none of it. The count of steps is one number of f64; masters are f32.
 
         Raises:
             ProgramError: another number of them.
@@ -94,6 +137,12 @@ class TrainingStep:
             weights: what `model.load` returned.
             state: what `state` returned, or what has become of it.
             inputs: what a run takes, in the order of `self.inputs`.
+
+        Returns:
+            A tensor, or None, for each input of the definition; they are not copied.
+
+        Raises:
+            ProgramError: another number of weights or inputs.
         """
         if len(inputs) != len(self.inputs):
             raise ProgramError(
@@ -113,7 +162,18 @@ class TrainingStep:
         return [all_[name] for name in self.fusion.inputs]
 
     def updated(self, outputs: Sequence[Any]) -> dict[str, Any]:
-        """Return the state among the outputs of a run, by name."""
+        """Return the state among the outputs of a run, by name.
+
+        Args:
+            outputs: of `program.run`, or `.outputs` of `mf.simulate`: one for each output of the
+                definition. The loss is the first.
+
+        Returns:
+            name -> tensor, as `arguments` takes it in the next step.
+
+        Raises:
+            ProgramError: another number of outputs.
+        """
         reuse, count = self.fusion.reuse, len(self.fusion.outputs)
         if not isinstance(outputs, list | tuple) or len(outputs) != count:
             raise given.refused(
@@ -135,6 +195,22 @@ class TrainingStep:
         Args:
             weights: what `model.load(..., comm=comm)` returned.
             options: of the program.
+
+        Returns:
+            The step with this rank's state: a call of it makes a step, and returns the loss.
+
+        Raises:
+            ProgramError: another number of weights.
+            LoweringError: no program for these layouts.
+
+        >>> import torch, mdfuse as mf
+        >>> x = torch.ones(3, 4)
+        >>> model = mf.from_torch(torch.nn.Linear(4, 2), (x,), mesh=mf.DeviceMesh.arange(dp=1))
+        >>> step = model.training_step(lambda y: (y * y).mean(), optimizer=mf.optim.sgd)
+        >>> running = step.start(model.load())
+        >>> losses = [running(x, torch.tensor(0.1)) for _ in range(3)]
+        >>> bool(losses[0] > losses[1] > losses[2]), losses[0].shape, losses[0].dtype
+        (True, torch.Size([]), torch.float32)
         """
         known = self._named(weights)
         fixed = {n: x for n, x in known.items() if n not in {*self._state_names}}
@@ -154,6 +230,8 @@ class TrainingStep:
 
 class RunningStep:
     """A step of training with its weights and its state on this rank: a call is a step.
+
+    `TrainingStep.start` makes it, and has an example.
 
     Attributes:
         step: the `mf.Step`.
@@ -185,6 +263,9 @@ class RunningStep:
 
         Returns:
             The loss, or a tuple of the loss and what else is returned.
+
+        Raises:
+            ProgramError: another number of inputs; what is passed does not fit the program.
         """
         return self.step(*self._fixed, *inputs)
 

@@ -162,7 +162,7 @@ class FusionCache:
     the same programs, so every rank keeps the same ones; drop them on all ranks alike.
 
     >>> import mdfuse as mf
-    >>> mf.FusionCache.reset()
+    >>> mf.debug.FusionCache.reset()
     >>> def define():
     ...     with mf.FusionDefinition("double") as fd:
     ...         x = fd.define_tensor([4])
@@ -170,7 +170,7 @@ class FusionCache:
     ...     return mf.compile(fd)
     >>> define() is define()
     True
-    >>> print(mf.FusionCache.get())
+    >>> print(mf.debug.FusionCache.get())
     1 of 128 definitions: 1 hit, 1 miss, 0 evictions
       @double: 1 operation, x f32[4], found 1 time
     """

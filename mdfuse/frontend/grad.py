@@ -39,7 +39,7 @@ def grad(
     ...     x = fd.define_tensor([3])
     ...     (dx,) = mf.grad((x * x).sum(), [x])
     ...     fd.add_output(dx)
-    >>> mf.reference(fd, [torch.tensor([1.0, 2.0, 3.0])])
+    >>> mf.debug.reference(fd, [torch.tensor([1.0, 2.0, 3.0])])
     [tensor([2., 4., 6.])]
     """
     every: Sequence[object] = wrt if isinstance(wrt, list | tuple) else (wrt,)

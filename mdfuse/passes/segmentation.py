@@ -94,7 +94,7 @@ def check_merge(should_merge: object) -> None:
         raise LoweringError(
             f"should_merge={shown(should_merge)}",
             because="it says of two groups whether they may become one",
-            hint="a function of two groups, for example mf.segmentation.merge_local",
+            hint="a function of two groups, for example mf.debug.segmentation.merge_local",
         )
 
 
@@ -156,10 +156,10 @@ def check(fusion: Fusion, groups: Iterable[Iterable[str]]) -> None:
     ...     a = x + 1
     ...     b = a * 2
     ...     fd.add_output(a + b)
-    >>> mf.segmentation.check(fd.fusion, [["a", "b"]])
+    >>> mf.debug.segmentation.check(fd.fusion, [["a", "b"]])
     >>> try:
-    ...     mf.segmentation.check(fd.fusion, [["a", fd.fusion.outputs[0]], ["b"]])
-    ... except mf.LoweringError as error:
+    ...     mf.debug.segmentation.check(fd.fusion, [["a", fd.fusion.outputs[0]], ["b"]])
+    ... except mf.MdfuseError as error:
     ...     print(error.what)
     the groups (%a, %t) and (%b) of @chain depend on each other in a cycle
     """

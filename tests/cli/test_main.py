@@ -188,7 +188,7 @@ ProgramError: mesh(tp=4) has 4 ranks, but there is 1 process
 
 def test_run_tells_when_an_output_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = [torch.zeros(8, 6), torch.zeros(6)]
-    monkeypatch.setattr(lib, "reference", lambda fd, inputs: wrong[::-1])
+    monkeypatch.setattr(lib.debug, "reference", lambda fd, inputs: wrong[::-1])
     result = mdfuse("run", HELLO, "--sim", "tp=2")
     assert result.exit_code == 1
     assert result.output.count("DIFFERS") == 2

@@ -215,7 +215,7 @@ def stride_order(x: Handle, order: Sequence[int]) -> Handle:
     ...     x = fd.define_tensor([4, 6])
     ...     y = fd.ops.stride_order(x, (0, 1))  # column-major
     ...     fd.add_output(y)
-    >>> mf.reference(fd, [torch.ones(4, 6)])[0].stride()
+    >>> mf.debug.reference(fd, [torch.ones(4, 6)])[0].stride()
     (1, 4)
     """
     if not x.is_tensor:

@@ -482,3 +482,13 @@ def test_refused_inputs() -> None:
         step.arguments(weights, step.state(weights), torch.ones(3, 4))
     with pytest.raises(ProgramError, match="the model has 2 parameters and constants"):
         step.state(weights[:1])
+
+
+def test_refused_outputs() -> None:
+    """Some of what a run returned, as of a slice that left the state out."""
+    model = small()
+    step = model.training_step(squares, optimizer=mf.optim.sgd)
+    for read, count in ((model.outputs, 1), (step.updated, 3)):
+        for wrong in (count - 1, count + 1):
+            with pytest.raises(ProgramError, match=f"a run returns a list of {count} "):
+                read([torch.ones(3, 2)] * wrong)

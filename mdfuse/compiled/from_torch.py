@@ -1,0 +1,159 @@
+"""Torch modules as definitions: `from_torch`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import Node
+
+from mdfuse.compiled.imported import ImportedModel
+from mdfuse.errors import DefinitionError, LayoutError
+from mdfuse.frontend import given
+from mdfuse.frontend.importing.blocks import blocks_of
+from mdfuse.frontend.importing.buffers import numbers_of
+from mdfuse.frontend.importing.build import Model, check_known, constants_of
+from mdfuse.frontend.importing.capture import Captured, capture
+from mdfuse.frontend.importing.fold import Folded, live_nodes
+from mdfuse.frontend.importing.place import Patterns, Placed
+from mdfuse.mesh import DeviceMesh, as_mesh
+
+
+def from_torch(
+    module: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Any,
+    layouts: Mapping[str, Any] | None = None,
+    blocks: Mapping[str, Any] | None = None,
+    gather: Sequence[str] = (),
+    adapters: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    skipped: Sequence[str] = (),
+) -> ImportedModel:
+    """Import a module: the operations of its forward, for arguments of these shapes and dtypes.
+
+    Args:
+        module: on any device; on "meta" its parameters have no numbers, and need none.
+        args, kwargs: what `forward` is called with; of tensors (or `TensorSpec`s) only shapes and
+            dtypes count, everything else is a constant of the program.
+        mesh: where all of it lives.
+        layouts: pattern -> axis -> placement, for names of parameters, for inputs
+            (`"input:ids"`, or `"input:0"`) and for outputs (`"output:logits"`, or `"output:0"`).
+            Of several patterns that match, the one without wildcards, then the one with the
+            longest literal part counts. What none matches is replicated; outputs lie as it is
+            inferred.
+        blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
+            split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
+            matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
+        gather: axes of the mesh along which parameters are brought together just before they are
+            read, as FSDP does; the backward gathers them again.
+        adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
+            (rank, alpha): then steps of training train the adapters alone.
+        dynamic_shapes: name of an argument -> dim -> a name: extents that each run chooses; or as
+            `torch.export.export` takes them.
+        buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
+        skipped: paths of a plan that lead nowhere, of `from_plan`, which `report()` lists.
+
+    Raises:
+        DefinitionError: the module cannot be exported; it calls operations that cannot be imported:
+            all of them, with lines of the module.
+        LayoutError: a pattern that matches nothing, or does not fit; some that contradict.
+
+    >>> import torch, mdfuse as mf
+    >>> from mdfuse import DeviceMesh, Shard
+    >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> x = torch.randn(3, 4)
+    >>> model = mf.from_torch(module, (x,), mesh=DeviceMesh.arange(tp=2), layouts={
+    ...     "0.*": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}})
+    >>> program = model.compile()
+    >>> [c.kind for c in program.communications]
+    ['Allreduce']
+    >>> (y,) = mf.simulate(program, [*model.load(), x]).outputs
+    >>> torch.testing.assert_close(y, module(x).detach())
+    """
+    _check_dicts(layouts, kwargs, blocks, adapters, buffers)
+    patterns = Patterns(layouts or {}, mesh := as_mesh(mesh))
+    model = _model(capture(module, args, kwargs, dynamic_shapes, adapters), patterns, buffers or {})
+    model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
+    return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
+
+
+#: What is by name, with the errors that say so.
+_DICTS = {
+    "layouts": LayoutError, "kwargs": DefinitionError, "blocks": DefinitionError,
+    "adapters": DefinitionError, "buffers": DefinitionError,
+}  # fmt: skip
+
+
+def _check_dicts(*values: object) -> None:
+    for value, (name, kind) in zip(values, _DICTS.items(), strict=True):
+        given.by_name("from_torch", name, value, kind)
+
+
+def _model(captured: Captured, patterns: Patterns, buffers: Mapping[str, Tensor]) -> Model:
+    live = live_nodes(captured)
+    check_known(captured, live)
+    folded = Folded(captured, live, numbers_of(captured, buffers))
+    placed, outputs = _places(captured, patterns)
+    constants = constants_of(live, folded)
+    first = dict.fromkeys(constants.values())
+    return Model(
+        captured=captured,
+        live=live,
+        folded=folded,
+        mesh=patterns.mesh,
+        placed=placed,
+        outputs=outputs,
+        constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
+        same={n: same for n, same in constants.items() if n is not same},
+    )
+
+
+def _axes(gather: Sequence[str], mesh: DeviceMesh) -> tuple[str, ...]:
+    axes = given.names("from_torch", "gather", gather)
+    for axis in axes:
+        mesh.axis_index(axis)
+    return axes
+
+
+def _places(captured: Captured, patterns: Patterns) -> tuple[dict[Node, Placed], dict[int, Placed]]:
+    """Where patterns say that parameters and inputs live, and outputs by their place."""
+    placed: dict[Any, Placed] = {}
+    asked = [(n, p.names, n) for n, p in captured.parameters.items()]
+    asked += [
+        (n, (f"input:{name}", f"input:{i}"), n)
+        for i, (n, name) in enumerate(captured.inputs.items())
+    ]
+    results = captured.results
+    asked_outputs = [
+        (o.place, (f"output:{o.path}", f"output:{o.place}"), results[o.place])
+        for o in captured.outputs
+        if o.place is not None
+    ]
+    for key, names, node in (*asked, *asked_outputs):
+        found = patterns.find(names, node.meta["val"].ndim)
+        if found is not None:
+            placed[key] = found
+    patterns.check_used([name for _, names, _ in (*asked, *asked_outputs) for name in names])
+    _place_adapters(captured, patterns, placed)
+    outputs = {key: found for key, found in placed.items() if isinstance(key, int)}
+    return {key: found for key, found in placed.items() if isinstance(key, Node)}, outputs
+
+
+def _place_adapters(captured: Captured, patterns: Patterns, placed: dict[Any, Placed]) -> None:
+    """Let adapters live as their matrices do, but for what a pattern says of `lora_` itself."""
+    nodes = {name: n for n, p in captured.parameters.items() for name in p.names}
+    for node, p in captured.parameters.items():
+        said = placed.pop(node, None) if p.adapter is not None else None
+        if p.adapter is None or (said is not None and "lora_" in said.pattern):
+            placed |= {node: said} if said is not None else {}
+            continue
+        matrix = placed.get(nodes[p.adapter.of])
+        if matrix is not None:
+            layout = p.adapter.layout(p.name, matrix.layout)
+            placed[node] = Placed(pattern=matrix.pattern, layout=layout)
