@@ -44,9 +44,9 @@ def from_torch(
         mesh: where all of it lives.
         layouts: pattern -> axis -> placement, for names of parameters, for inputs
             (`"input:ids"`, or `"input:0"`) and for outputs (`"output:logits"`, or `"output:0"`).
-            Of several patterns that match, the one without wildcards, then the one with the
-            longest literal part counts. What none matches is replicated; outputs lie as it is
-            inferred.
+            Where several patterns match, the one without wildcards counts, then the one with the
+            longest literal part. A parameter that none matches is replicated; layouts of outputs
+            are inferred.
         blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
             split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
             matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
