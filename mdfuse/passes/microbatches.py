@@ -284,16 +284,17 @@ def behind_gradients(fusion: Fusion) -> set[str]:
 
 
 def _behind(fusion: Fusion, values: Mapping[str, Value]) -> set[str]:
-    """Return what follows from whole gradients, and leads to nothing that is computed in chunks.
+    """Return the values that follow from a whole batch and lead to nothing computed in chunks.
 
-    It is computed at once, as the cast of a gradient is that a set brings together in a wide dtype:
-    in the loop it would wait for all microbatches.
+    Ranks bring a batch together where a set gives its rows to other ranks. What follows is computed
+    at once, as the cast behind a set in a wide dtype: in the loop it would wait for all
+    microbatches.
     """
-    back, late, found = behind_gradients(fusion), set[str](), dict[str, Expr]()
+    late, found = set[str](), dict[str, Expr]()
     for expr in fusion.exprs:
         is_late = not late.isdisjoint(expr.reads)
         is_whole = all(values[x].stream is None for x in expr.outputs)
-        if is_late or (is_whole and any(x in back and _is_read(x, values) for x in expr.reads)):
+        if is_late or (is_whole and any(_is_read(x, values) for x in expr.reads)):
             late.update(expr.outputs)
         if is_late and not is_whole:
             found.update(dict.fromkeys(expr.outputs, expr))

@@ -330,13 +330,16 @@ class Whole(Drawn):
             m, v = self.like(w), self.like(w, least=0.5)
             step = self.input([], w.handle.dtype, torch.tensor(3.0, dtype=w.handle.dtype))
             news = mf.optim.adamw(w.handle, dw.handle, m.handle, v.handle, step.handle, lr=0.1)
-            mean = 0.9 * m.whole + 0.1 * dw.whole
-            square = 0.999 * v.whole + 0.001 * dw.whole**2
+            # in 64 bits: the square of a gradient may be too large for 16
+            x, slope, mean, square = (k.whole.double() for k in (w, dw, m, v))
+            mean = 0.9 * mean + 0.1 * slope
+            square = 0.999 * square + 0.001 * slope**2
             root = (square / (1 - 0.999**3)).sqrt() + 1e-8
-            moved = w.whole * (1 - 0.1 * 0.01) - 0.1 * (mean / (1 - 0.9**3)) / root
+            moved = x * (1 - 0.1 * 0.01) - 0.1 * (mean / (1 - 0.9**3)) / root
             pairs = ((w, news[0], moved), (m, news[1], mean), (v, news[2], square))
         for old, handle, whole in pairs:
-            known = Known(handle, whole.detach(), True, max(w.error, dw.error))
+            exact = whole.detach().to(w.handle.dtype)
+            known = Known(handle, exact, True, max(w.error, dw.error))
             self.known.append(known)
             self.kinked.add(known.handle.id)
             if draw.random() < 0.7:

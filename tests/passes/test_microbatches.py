@@ -584,3 +584,24 @@ def test_steps_on_a_rank(unjoined: None) -> None:
         for found, want in zip((loss, norm, *weights, h), wanted, strict=True):
             torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-11)
         given = [x, t, *(w.clone() for w in weights)]
+
+
+@pytest.mark.parametrize("wide", [None, torch.float64])
+def test_rows_that_a_wide_sum_gives_to_other_ranks(wide: torch.dtype | None) -> None:
+    """A sum over features whose rows are split behind it: the cast to 16 bits is behind the loop."""
+    first, second = (DeviceMesh(ranks, axes=("a",)) for ranks in ([0, 1], [2, 3]))
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor([4, 6], torch.bfloat16, first, {"a": Shard(1)})
+        w = fd.define_tensor([3, 6], torch.bfloat16, first, {"a": Shard(1)})
+        h = fd.ops.set(fd.ops.linear(x, w)).on(second)
+        v = fd.define_tensor([5, 3], torch.bfloat16, second, {"a": Shard(1)})
+        y = fd.ops.linear(h, v).on(second, {"a": Shard(0)})
+        fd.add_output(y)
+        fd.add_output(fd.ops.sum(y * 2))
+    options = mf.Options(reduce_dtype=wide, poison=True)
+    program = mf.pipeline(fd, microbatches=2, batch={"x": 0}, options=options)
+    given = [torch.randint(-3, 4, shape).bfloat16() for shape in ((4, 6), (3, 6), (5, 3))]
+    rows, total = mf.simulate(program, given).outputs
+    want = given[0].double() @ given[1].double().T @ given[2].double().T
+    torch.testing.assert_close(rows.double(), want, rtol=0.02, atol=0.5)
+    torch.testing.assert_close(total.double(), (want * 2).sum(), rtol=0.03, atol=2.0)
