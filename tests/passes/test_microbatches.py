@@ -588,7 +588,7 @@ def test_steps_on_a_rank(unjoined: None) -> None:
 
 @pytest.mark.parametrize("wide", [None, torch.float64])
 def test_rows_that_a_wide_sum_gives_to_other_ranks(wide: torch.dtype | None) -> None:
-    """A sum over features whose rows are split behind it: the cast to 16 bits is behind the loop."""
+    """The rows of a sum over features are split: the cast to 16 bits is behind the loop."""
     first, second = (DeviceMesh(ranks, axes=("a",)) for ranks in ([0, 1], [2, 3]))
     with mf.FusionDefinition("rows") as fd:
         x = fd.define_tensor([4, 6], torch.bfloat16, first, {"a": Shard(1)})

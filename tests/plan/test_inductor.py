@@ -212,5 +212,6 @@ def test_grouped_products_take_operands_as_they_were_traced(
         wanted = function(*given)
     with Grouped() as got:
         results = compiled(*given)
-    torch.testing.assert_close(results, wanted, rtol=2e-2, atol=2e-2)
+    # a compiled function rounds y.sigmoid() * y once, torch twice
+    torch.testing.assert_close(results, wanted, rtol=2e-2, atol=1e-1)
     assert got.strides == want.strides and len(got.strides) == 1
