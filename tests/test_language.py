@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ def comments(text: str) -> str:
     return "\n".join(x[1] if x else "\n" for x in lines)
 
 
+@cache
 def counted() -> dict[str, int]:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in MODULES]
     classes = Counter(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx
@@ -57,9 +58,14 @@ def room_of(name: str) -> str:
     return f"{first}.py" if (PACKAGE / f"{first}.py").exists() else "__init__.py"
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, room) of each import from mdfuse: at the top, in functions, for types alone."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
@@ -74,7 +80,7 @@ def dotted(path: Path) -> str:
 
 def needed(path: Path, known: set[str]) -> Iterator[str]:
     """The modules that one imports when it runs, in functions, too; not those for types alone."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     for_types = {
         inner
         for node in ast.walk(tree)
@@ -118,7 +124,7 @@ def test_nothing_is_too_long(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     functions = [
         (node.name, node.end_lineno - node.lineno + 1)
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
     ]
     assert not [f for f in functions if f[1] > FUNCTION]
