@@ -162,7 +162,11 @@ def scatter_reduce(
         return x + joined
     hits = _scattered(x, at, index, creations.ones_like(index), "sum")
     is_hit = ROWS["gt"](hits, 0)
-    if include_self:
+    if include_self and op in ("max", "min") and is_inexact(x):
+        best = record("gather", index, _first(joined, index.shape, at), along=at)
+        equals = _scattered(x, at, index, cast(ROWS["eq"](src, best), torch.int64), "sum")
+        joined = _among_equals(op, x, joined, equals)
+    elif include_self:
         joined = _WITH_SELF[op](x, joined)
         hits = hits + 1
     if reduce == "mean":
@@ -170,6 +174,16 @@ def scatter_reduce(
         is_whole = not is_inexact(x)
         joined = ROWS["floor_divide"](joined, count) if is_whole else joined / cast(count, x.dtype)
     return where(is_hit, joined, x)
+
+
+def _among_equals(op: str, x: Handle, y: Handle, count: Handle) -> Handle:
+    """The extremes of x and y; where they are equal, y has the gradient of `count` elements."""
+    share = cast(count, torch.float32) / cast(count + 1, torch.float32)
+    apart = where(ROWS["eq"](ROWS["abs"](x), math.inf), 0.0, y - x)
+    equal = x + apart * cast(share, x.dtype)  # no more than x, whose slope it has in part
+    above, below = ROWS["gt"](x, y), ROWS["lt"](x, y)
+    is_x, is_y = (above, below) if op == "max" else (below, above)
+    return where(is_x, x, where(is_y, y, equal))
 
 
 _WITH_SELF: dict[str, Callable[[Handle, Handle], Handle]] = {

@@ -208,3 +208,24 @@ def test_indices_that_are_constants(name: str, indices: list[int]) -> None:
             return
         fd.add_output(f(h, indices, fd.ops.tensor))
     assert torch.equal(mf.simulate(mf.compile(fd), [x]).outputs[0], expected)
+
+
+@pytest.mark.parametrize("reduce", ["amax", "amin"])
+@pytest.mark.parametrize("layout", [{}, {"x": mf.Shard(0)}, {"x": mf.Shard(1)}])
+def test_equals_of_both_share_a_gradient(reduce: str, layout: dict[str, Any]) -> None:
+    """As many of src as are equal, and x itself, have equal parts."""
+    mesh = mf.DeviceMesh.arange(x=2)
+    with mf.FusionDefinition("extremes") as fd:
+        x, src = (fd.define_tensor([n, 3], torch.float64, mesh, layout) for n in (5, 7))
+        index = fd.define_tensor([7, 3], torch.int64, mesh, layout)
+        y = fd.ops.scatter_reduce(x, 0, index, src, reduce)
+        for result in (y, *mf.grad((y * y).sum(), [x, src])):
+            fd.add_output(result)
+    one = torch.randint(-1, 2, (5, 3)).double().requires_grad_()
+    other = torch.randint(-1, 2, (7, 3)).double().requires_grad_()
+    places = torch.randint(0, 5, (7, 3))
+    want = one.scatter_reduce(0, places, other, reduce)
+    (want * want).sum().backward()
+    given = [one.detach(), other.detach(), places]
+    results = mf.simulate(mf.compile(fd), given).outputs
+    torch.testing.assert_close(results, (want.detach(), one.grad, other.grad))
