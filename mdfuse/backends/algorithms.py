@@ -146,12 +146,12 @@ def compose(call: Call, sizes: Sizes) -> Composition:
     """
     check_call(call, is_prepared=True)
     alone = len(call.team) == 1 and KINDS[call.kind].by_all  # the others have no pair then
-    found = _alone(sizes) if alone else _COMPOSED[call.kind](call, sizes)
-    full = map(_without_empty, found.steps)
-    kept = tuple(step for step in full if step.local or step.recvs or step.sends)
-    for piece in _pieces(kept):
+    composition = _alone(sizes) if alone else _COMPOSED[call.kind](call, sizes)
+    full = map(_without_empty, composition.steps)
+    steps = tuple(step for step in full if step.local or step.recvs or step.sends)
+    for piece in _pieces(steps):
         _check_fits(call, sizes, piece)
-    return replace(found, steps=kept)
+    return replace(composition, steps=steps)
 
 
 def _without_empty(step: Round) -> Round:
@@ -276,10 +276,10 @@ def _alone(sizes: Sizes) -> Composition:
 def _allgather(call: Call, sizes: Sizes) -> Composition:
     (k,), i, n = sizes.srcs, _index(call), len(call.team)
     blocks = _equal(k, n)
-    own = Copy(Piece("src", 0, k), Piece("dst", *blocks[i]))
+    copy = Copy(Piece("src", 0, k), Piece("dst", *blocks[i]))
     if n * k > sizes.small and not sizes.is_open:
-        return Composition(steps=(Round(local=(own,)), *_ring(call, blocks)))
-    return Composition(steps=(replace(_shared(call, blocks, own.source), local=(own,)),))
+        return Composition(steps=(Round(local=(copy,)), *_ring(call, blocks)))
+    return Composition(steps=(replace(_shared(call, blocks, copy.source), local=(copy,)),))
 
 
 def _reduce_scatter(call: Call, sizes: Sizes) -> Composition:
@@ -292,9 +292,9 @@ def _allreduce(call: Call, sizes: Sizes) -> Composition:
     if n * k <= sizes.small:
         return _reduced(call, [(0, k)] * n, Piece("dst", 0, k))
     blocks = _split(k, n)
-    own = Piece("dst", *blocks[_index(call)])
-    rest = [_shared(call, blocks, own)] if sizes.is_open else _ring(call, blocks)
-    return _reduced(call, blocks, own, rest)
+    piece = Piece("dst", *blocks[_index(call)])
+    spread = [_shared(call, blocks, piece)] if sizes.is_open else _ring(call, blocks)
+    return _reduced(call, blocks, piece, spread)
 
 
 def _reduce(call: Call, sizes: Sizes) -> Composition:
@@ -335,14 +335,14 @@ def _broadcast(call: Call, sizes: Sizes) -> Composition:
 
 def _gather(call: Call, sizes: Sizes) -> Composition:
     root = call.team[root_index(call)]
-    own = Piece("src", 0, sizes.srcs[0] if call.rank in call.parts else 0)
+    piece = Piece("src", 0, sizes.srcs[0] if call.rank in call.parts else 0)
     if call.rank != root:
-        return Composition(steps=(Round(sends=(Transfer(root, own),)),))
+        return Composition(steps=(Round(sends=(Transfer(root, piece),)),))
     size = sizes.dsts[0] // max(len(call.parts), 1)
     blocks = zip(call.parts, (Piece("dst", *b) for b in _equal(size, len(call.parts))), strict=True)
     local, others = _kept(call, blocks)
     step = Round(
-        local=tuple(Copy(own, block) for block in local),
+        local=tuple(Copy(piece, block) for block in local),
         recvs=tuple(Transfer(r, block) for r, block in others),
     )
     return Composition(steps=(step,))
@@ -350,15 +350,15 @@ def _gather(call: Call, sizes: Sizes) -> Composition:
 
 def _scatter(call: Call, sizes: Sizes) -> Composition:
     root = call.team[root_index(call)]
-    own = Piece("dst", 0, sizes.dsts[0] if call.rank in call.parts else 0)
+    piece = Piece("dst", 0, sizes.dsts[0] if call.rank in call.parts else 0)
     if call.rank != root:
-        return Composition(steps=(Round(recvs=(Transfer(root, own),)),))
+        return Composition(steps=(Round(recvs=(Transfer(root, piece),)),))
     count = source_blocks(call)
     size = sizes.srcs[0] // max(count, 1)
     pieces = (Piece("src", b * size, b * size + size) for b in call.blocks)
     local, others = _kept(call, zip(call.parts, pieces, strict=True))
     step = Round(
-        local=tuple(Copy(block, own) for block in local),
+        local=tuple(Copy(block, piece) for block in local),
         sends=tuple(Transfer(r, block) for r, block in others),
     )
     return Composition(steps=(step,))

@@ -63,8 +63,8 @@ def in_order(build: Callable[[torch.dtype], Post], call: Call, dtype: torch.dtyp
         work = post_keys(given, into)
 
         def finish() -> None:
-            for dst, found in zip(dsts, into, strict=True):
-                flat(dst).copy_(floats(found))
+            for dst, reduced in zip(dsts, into, strict=True):
+                flat(dst).copy_(floats(reduced))
             leave((*given, *into))
 
         return Posted(call, (work,), given, finish)

@@ -101,15 +101,15 @@ def in_one_step(call: Call, composition: Composition) -> OneStep:
     Raises:
         CommunicationError: there are transfers in later steps, or a reduction in the first.
     """
-    first, *rest = composition.steps or (Round(),)
+    first, *later = composition.steps or (Round(),)
     copies = tuple(x for x in first.local if isinstance(x, Copy))
-    if copies != first.local or any(step.recvs or step.sends for step in rest):
+    if copies != first.local or any(step.recvs or step.sends for step in later):
         raise CommunicationError(
             f"{call.kind} on team {call.team} takes several steps of transfers",
             because="here a post is one step: no wait posts anything",
             hint="let compose() do it in one step where everything is small",
         )
-    after = tuple(local for step in rest for local in step.local)
+    after = tuple(local for step in later for local in step.local)
     return OneStep(copies=copies, recvs=first.recvs, sends=first.sends, after=after)
 
 
@@ -161,9 +161,9 @@ def _bound(
         pieces.setdefault(first[piece.side] + piece.index, []).append(piece)
     cuts: list[tuple[int, _Cut]] = []
     part: dict[Piece, tuple[int, int]] = {}  # index into `cuts`, index of the part there
-    for number, found in pieces.items():
-        cut, places = _cut(extents[number], [(piece.start, piece.stop) for piece in found])
-        part.update((piece, (len(cuts), i)) for piece, i in zip(found, places, strict=True))
+    for number, cut_pieces in pieces.items():
+        cut, places = _cut(extents[number], [(piece.start, piece.stop) for piece in cut_pieces])
+        part.update((piece, (len(cuts), i)) for piece, i in zip(cut_pieces, places, strict=True))
         cuts.append((number, cut))
     copies = [(part[copy.source], part[copy.target]) for copy in step.copies]
     incoming = [(call.team.index(t.peer), *part[t.piece]) for t in step.recvs]

@@ -91,12 +91,12 @@ def read(text: str, where: str) -> tuple[Cell, ...]:
     text = text.strip()
     if not text:
         return (None,)
-    if found := _ACTION.fullmatch(text):
-        return (_action(found),)
+    if match := _ACTION.fullmatch(text):
+        return (_action(match),)
     if _IMPLIED.fullmatch(text):
         return ()
-    if found := _OVERLAP.fullmatch(text):
-        return (Overlap(_action(found, 1), _action(found, 4)),)
+    if match := _OVERLAP.fullmatch(text):
+        return (Overlap(_action(match, 1), _action(match, 4)),)
     raise DefinitionError(
         f"{shown(text)} is no action of a pipeline",
         where=where,

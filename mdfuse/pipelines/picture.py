@@ -118,10 +118,10 @@ def _slot(timing: Timing, slot: Slot, x: float, width: float, y: float, shade: i
 
 
 def _box(x: float, y: float, width: float, height: float, hue: int, shade: int, title: str) -> str:
-    more = f"><title>{escape(title)}</title></rect>" if title else "/>"
+    end = f"><title>{escape(title)}</title></rect>" if title else "/>"
     return (
         f'<rect class="mf-slot" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
-        f'height="{height:.1f}" fill="hsl({hue} 65% {shade}%)"{more}'
+        f'height="{height:.1f}" fill="hsl({hue} 65% {shade}%)"{end}'
     )
 
 

@@ -85,8 +85,8 @@ class Schedule:
             raise _elsewhere(name, named, where, natural)
         rows = []
         for rank in range(count):
-            own = tuple(s for s, g in enumerate(where) if g == rank)
-            group = Group(stages=own, rank=rank, groups=count, microbatches=microbatches)
+            group_stages = tuple(s for s, g in enumerate(where) if g == rank)
+            group = Group(stages=group_stages, rank=rank, groups=count, microbatches=microbatches)
             rows.append(tuple(named.row(group)))
         return cls(tuple(rows), name=name)
 
@@ -263,12 +263,12 @@ Action(stage=0, phase='W', microbatch=0)),)
 def _row(cells: Iterable[str | Cell], where: str) -> tuple[Cell, ...]:
     if not isinstance(cells, Sequence | Iterator) or isinstance(cells, str | bytes):
         raise _no_rows(cells)
-    found: list[Cell] = []
+    row: list[Cell] = []
     for cell in cells:
         if not isinstance(cell, str | Cell):
             raise _no_rows(cell)
-        found += read(cell, where) if isinstance(cell, str) else (cell,)
-    return tuple(found)
+        row += read(cell, where) if isinstance(cell, str) else (cell,)
+    return tuple(row)
 
 
 #: Return the schedule of a name.

@@ -101,13 +101,13 @@ class Stages:
     @cached_property
     def reads(self) -> Reads | None:
         """Stage -> the stages that its forward reads; None where each reads the one before it."""
-        found = dict[int, list[int]]()
+        sources = dict[int, list[int]]()
         handed = [p for p in self.graph if p.phase == "T" and p.stage < p.to]
         for n in range(len(self.meshes)):
             before = self.graph.pred.get(Part(n, "F"), ())
             given = [p for p in handed if p.to == n]  # a stage may hand on what it gets
-            found[n] = sorted({p.stage for p in (*before, *given) if p.phase in "FT"})
-        return None if all(n - 1 in of for n, of in found.items() if n) else found
+            sources[n] = sorted({p.stage for p in (*before, *given) if p.phase in "FT"})
+        return None if all(n - 1 in of for n, of in sources.items() if n) else sources
 
     @cached_property
     def graph(self) -> nx.DiGraph[Part]:
@@ -123,8 +123,8 @@ class Stages:
                 continue
             graph.add_node(part)
             for x in expr.reads:
-                made = self.fusion.producers.get(x)
-                before = self.parts.get(made.outputs[0]) if made is not None else None
+                producer = self.fusion.producers.get(x)
+                before = self.parts.get(producer.outputs[0]) if producer is not None else None
                 if before is not None and before != part:
                     graph.add_edge(before, part, value=x)
         for n in range(len(self.meshes)):  # as schedules have them, whatever they read
@@ -235,14 +235,14 @@ class _Finder:
         for mesh, depth in last.items():
             if depth > max(stages[mesh], default=-1):
                 stages[mesh].add(depth)
-        found: dict[str, tuple[int, DeviceMesh]] = {}
+        depths: dict[str, tuple[int, DeviceMesh]] = {}
         for e in forward:
             x, mesh = e.outputs[0], self.mesh(e.outputs[0])
-            least = max((found[o.outputs[0]][0] for o in self.operands(e)), default=0)
+            least = max((depths[o.outputs[0]][0] for o in self.operands(e)), default=0)
             least += self.hands_over(e)
-            found[x] = (min((d for d in stages[mesh] if d >= least), default=least), mesh)
-        self.put_off(forward, sent, found)
-        return found
+            depths[x] = (min((d for d in stages[mesh] if d >= least), default=least), mesh)
+        self.put_off(forward, sent, depths)
+        return depths
 
     def put_off(
         self, forward: list[Expr], sent: set[str], found: dict[str, tuple[int, DeviceMesh]]
@@ -260,8 +260,8 @@ class _Finder:
 
     def readers(self, e: Expr) -> list[str]:
         """Return the first results of what reads an expression of the pipeline, in it."""
-        found = (r.outputs[0] for x in e.outputs for r in self.fusion.consumers[x])
-        return [r for r in found if r in self.made]
+        readers = (r.outputs[0] for x in e.outputs for r in self.fusion.consumers[x])
+        return [r for r in readers if r in self.made]
 
     def given(self, forward: list[Expr]) -> list[str]:
         """Return the inputs that are handed over as they are: their mesh is a stage, too."""
@@ -269,9 +269,9 @@ class _Finder:
 
     def source(self, e: Expr, stage: dict[str, int], meshes: list[DeviceMesh]) -> int:
         """Return the stage that hands over: that of the operand, or the last before on its mesh."""
-        made = self.operands(e)
-        if made:
-            return stage[made[0].outputs[0]]
+        operands = self.operands(e)
+        if operands:
+            return stage[operands[0].outputs[0]]
         mesh, to = self.mesh(e.reads[0]), stage[e.output]
         return max((n for n, m in enumerate(meshes[:to]) if m == mesh), default=to)
 
@@ -333,15 +333,15 @@ class _Finder:
     def asked(self, behind: list[Expr], stage: dict[str, int]) -> set[str]:
         """Return the first results of what other stages, or whole outputs, need."""
         needed = {x for x in self.fusion.outputs if not self.is_sum(x)}
-        found = set[str]()
+        asked = set[str]()
         for e in reversed(behind):
             x = e.outputs[0]
             is_read = not needed.isdisjoint(e.outputs) or self.is_kept(e)
             is_away = any(stage[r] != stage[x] for r in self.readers(e))
             if self.hands_over(e) or is_read or is_away:
-                found.add(x)
+                asked.add(x)
                 needed.update(e.reads)
-        return found
+        return asked
 
     def is_sum(self, name: str) -> bool:
         stream = self.fusion.values[name].stream
@@ -349,8 +349,8 @@ class _Finder:
 
     def is_kept(self, e: Expr) -> bool:
         """Return whether something that runs once reads a result that is no sum."""
-        kept = (x for x in e.outputs if not self.is_sum(x))
-        return any(r.outputs[0] not in self.made for x in kept for r in self.fusion.consumers[x])
+        terms = (x for x in e.outputs if not self.is_sum(x))
+        return any(r.outputs[0] not in self.made for x in terms for r in self.fusion.consumers[x])
 
 
 def _needed_before(fusion: Fusion) -> set[str]:
@@ -384,9 +384,9 @@ def _changes_mesh(fusion: Fusion, expr: Expr) -> bool:
 
 def _brings_together(fusion: Fusion, expr: Expr) -> bool:
     """Return whether a set makes the whole batch of its chunks."""
-    made = fusion.values[expr.outputs[0]]
+    gathered = fusion.values[expr.outputs[0]]
     before = fusion.values[expr.reads[0]].stream if expr.op == "set" and expr.reads else None
-    return made.stream is None and before is not None and before.op is None
+    return gathered.stream is None and before is not None and before.op is None
 
 
 def _is_of_batch(fusion: Fusion, expr: Expr) -> bool:

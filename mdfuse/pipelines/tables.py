@@ -46,7 +46,7 @@ class Group:
         """Return a round of microbatches of each stage, then the next round."""
         m, size = self.microbatches, self.round
         rounds = [range(first, first + size) for first in range(0, m, size)]
-        return [Action(s, phase, k) for found in rounds for s in stages for k in found]
+        return [Action(s, phase, k) for turn in rounds for s in stages for k in turn]
 
     @property
     def round(self) -> int:

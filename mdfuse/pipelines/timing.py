@@ -139,7 +139,7 @@ def lanes(
     needs = _Needs(rows, reads)
     done: dict[Action, float] = {}
     at, free = [0] * len(rows), [0.0] * len(rows)
-    found: list[list[Slot]] = [[] for _ in rows]
+    slots: list[list[Slot]] = [[] for _ in rows]
     is_moving = True
     while is_moving:
         is_moving = False
@@ -147,14 +147,14 @@ def lanes(
             while at[g] < len(row) and all(n in done for n in needs.of(row[at[g]])):
                 start = max([free[g], *(done[n] for n in needs.of(row[at[g]]))])
                 for action in row[at[g]]:
-                    found[g].append(Slot(action, start, start + costs(action)))
-                    start = found[g][-1].stop
+                    slots[g].append(Slot(action, start, start + costs(action)))
+                    start = slots[g][-1].stop
                 done |= dict.fromkeys(row[at[g]], start)
                 free[g], is_moving = start, True
                 at[g] += 1
     if any(n < len(row) for n, row in zip(at, rows, strict=True)):
         raise _stuck(rows, at, needs, done)
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, slots))
 
 
 class _Needs:
@@ -192,7 +192,7 @@ def _stuck(
 ) -> DefinitionError:
     """Say what each group waits for."""
     place = {a: g for g, row in enumerate(rows) for unit in row for a in unit}
-    told = []
+    waits = []
     for g, row in enumerate(rows):
         if at[g] == len(row):
             continue
@@ -202,9 +202,9 @@ def _stuck(
             ahead = rows[place[want]][at[place[want]]]
             behind = "next" if want in ahead else f"behind {ahead[0]}"
             held = f"which row {place[want]} has {behind}"
-        told.append(f"row {g} is at {row[at[g]][0]}, which needs {want}, {held}")
+        waits.append(f"row {g} is at {row[at[g]][0]}, which needs {want}, {held}")
     return DefinitionError(
         "table of a schedule: the rank groups wait for each other",
-        because="\n              ".join(told),
+        because="\n              ".join(waits),
         hint="put what is needed in front of what waits for it",
     )

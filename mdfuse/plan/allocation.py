@@ -73,11 +73,11 @@ def new_buffer(
     new = NewBuffer(shape=shape, strides=strides, dtype=dtype, device=context.device)
     context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
     slot = context.slot(output)
-    made = [_make(memory, new, slot) if place is None else _placed(place, new, slot)]
+    lines = [_make(memory, new, slot) if place is None else _placed(place, new, slot)]
     if context.poison:
         run = _fill_parts if dtype.is_complex else "fill_"
-        made.append(Line(run=run, args=(context.ref(output), poison(dtype))))
-    return made
+        lines.append(Line(run=run, args=(context.ref(output), poison(dtype))))
+    return lines
 
 
 def _fill_parts(x: Tensor, value: float) -> None:

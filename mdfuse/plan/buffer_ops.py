@@ -121,9 +121,9 @@ def _pad(i: Instruction, context: Context) -> list[Line]:
         return _made(i, context, "contiguous")
 
     def pad(x: Tensor) -> Tensor:
-        made = x.new_zeros(shape)
-        made.narrow(dim, 0, x.shape[dim]).copy_(x)
-        return made
+        padded = x.new_zeros(shape)
+        padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+        return padded
 
     return _made(i, context, pad)
 
@@ -194,10 +194,10 @@ def _term(i: Instruction, context: Context) -> list[Line]:
     (fill,) = {neutral(op, context.type(output).dtype) for op in _new_ops(i, context).values()}
 
     def term(x: Tensor) -> Tensor:
-        made = torch.full(shape, fill, dtype=x.dtype, device=x.device)
+        filled = torch.full(shape, fill, dtype=x.dtype, device=x.device)
         if keeps:
-            made[index] = x
-        return made
+            filled[index] = x
+        return filled
 
     return _made(i, context, term)
 
@@ -230,17 +230,17 @@ def _accumulate(i: Instruction, context: Context) -> list[Line]:
     layout = context.type(operand).layout
     chunk = layout.stream if layout is not None else None
     assert chunk is not None and chunk.op is not None and isinstance(chunk.index, int)
-    made = [] if context.has_buffer(output) else new_buffer(output, i.order, context)
+    lines = [] if context.has_buffer(output) else new_buffer(output, i.order, context)
     target, part = context.ref(output), context.ref(operand)
     done = context.parts.pop(output, frozenset()) | {chunk.index}
     if len(done) < chunk.count:
         context.parts[output] = done
     if len(done) == 1 and (chunk.count == 1 or not context.in_unit):
-        return [*made, Line(run="copy_", args=(target, part))]
+        return [*lines, Line(run="copy_", args=(target, part))]
     if len(done) == 1:
         start = neutral(chunk.op, context.type(output).dtype)
-        made.append(Line(run="fill_", args=(target, start)))
-    return [*made, Line(run=JOIN[chunk.op], args=(target, part))]
+        lines.append(Line(run="fill_", args=(target, start)))
+    return [*lines, Line(run=JOIN[chunk.op], args=(target, part))]
 
 
 #: How parts join, in the buffer of the first one.

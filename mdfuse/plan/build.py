@@ -208,10 +208,10 @@ class Plan:
 
         The function's first line is line `first` of those that a run makes.
         """
-        found = function.line_of(error.__traceback__)
-        if found is None or first + found >= len(self.lines_of_run):
+        at = function.line_of(error.__traceback__)
+        if at is None or first + at >= len(self.lines_of_run):
             return error
-        number = self.lines_of_run[first + found]
+        number = self.lines_of_run[first + at]
         line, step = self.lines[number], self.steps[self.step_number_of(number)]
         if line.explain is not None:
             explained = line.explain(error)
@@ -297,9 +297,9 @@ def _arena(
     program: HostProgram, memory: Callable[[int], Tensor | None] | None
 ) -> tuple[Tensor | None, Iterator[Tensor | None]]:
     """Return the arena, and the memory of each symmetric buffer: the arena from where it begins."""
-    found = arena(program) if memory is not None else Arena((), 0)
-    whole = memory(found.size) if memory is not None and found.size else None
-    offsets = found.offsets if whole is not None else repeat(None)
+    packed = arena(program) if memory is not None else Arena((), 0)
+    whole = memory(packed.size) if memory is not None and packed.size else None
+    offsets = packed.offsets if whole is not None else repeat(None)
     return whole, (None if whole is None or at is None else whole[at:] for at in offsets)
 
 
@@ -321,15 +321,15 @@ def _know(context: Context, name: str, x: Any) -> None:
 
 def _given(context: Context, out: Sequence[Any]) -> list[int | None]:
     """Return the slots of the caller's buffers for outputs, which are bound from the start."""
-    found: list[int | None] = []
+    slots: list[int | None] = []
     for name, buffer in zip(context.program.outputs, out, strict=False):
         is_new = buffer is not None and not context.has_buffer(name)
         if is_new:
             _know(context, name, buffer)
             context.given.add(name)
         place = context.slot(name) if is_new else None
-        found.append(context.new_slot() if buffer is not None and not is_new else place)
-    return found
+        slots.append(context.new_slot() if buffer is not None and not is_new else place)
+    return slots
 
 
 def _part_outputs(builder: Builder, given: Sequence[int | None], outputs: list[int | None]) -> None:
@@ -341,10 +341,10 @@ def _part_outputs(builder: Builder, given: Sequence[int | None], outputs: list[i
         is_own = root in context.program.inputs or (n < len(given) and given[n] is not None)
         if slot is None or is_own or not any(context.share(name, x) for x in names[:n]):
             continue
-        outputs[n] = made = context.new_slot()
-        line = Line(run="clone", args=(SlotRef(slot),), into=made)
+        outputs[n] = copy = context.new_slot()
+        line = Line(run="clone", args=(SlotRef(slot),), into=copy)
         builder.steps.append(
-            Step(lines=(line,), label="return", op="return", inputs=(slot,), outputs=(made,))
+            Step(lines=(line,), label="return", op="return", inputs=(slot,), outputs=(copy,))
         )
 
 
@@ -354,10 +354,12 @@ def _fill_given(builder: Builder, given: Sequence[int | None], outputs: list[int
         result = outputs[n]
         if place is None or result is None or place == result:
             continue
-        made = builder.context.new_slot()
-        line = Line(run="copy_", args=(SlotRef(place), SlotRef(result)), into=made, shares=(place,))
+        filled = builder.context.new_slot()
+        line = Line(
+            run="copy_", args=(SlotRef(place), SlotRef(result)), into=filled, shares=(place,)
+        )
         step = Step(
-            lines=(line,), label="return", op="return", inputs=(place, result), outputs=(made,)
+            lines=(line,), label="return", op="return", inputs=(place, result), outputs=(filled,)
         )
         builder.steps.append(step)
-        outputs[n] = made
+        outputs[n] = filled

@@ -52,7 +52,7 @@ def graphs_of(
     Raises:
         ProgramError: everything was to be captured, and some of it cannot be.
     """
-    plan, own = once.plan, capture_stream(device)
+    plan, side_stream = once.plan, capture_stream(device)
     given = out if out is not None else (None,) * len(plan.outputs)
     fresh = [form if x is None else None for form, x in zip_longest(once.fresh, given)]
     buffers = [
@@ -60,12 +60,12 @@ def graphs_of(
         for form, x in zip(fresh, given, strict=True)
     ]
     again = partial(build, [without_elements(x) for x in arguments], buffers)
-    captured = again(own.cuda_stream)
+    captured = again(side_stream.cuda_stream)
     plan.release()
     graphs = GraphPlan(
         captured,
         partial(again, stream),
-        CudaRecorder(device, own),
+        CudaRecorder(device, side_stream),
         once.stay(captured, plan.addresses(arguments, out)),
         fresh,
         may_overlap=plan.may_overlap,

@@ -101,26 +101,26 @@ def known(key: Hashable, forms: Sequence[Form], tally: Tally) -> Made | None:
         forms: of the arguments.
         tally: counts.
     """
-    made = _MADE.get((key, *forms))
-    if made is None and (name := _name(key, forms)) is not None:
-        made = _read(name, tally)
-        if made is not None:
-            _MADE.put((key, *forms), made)
-    return made
+    function = _MADE.get((key, *forms))
+    if function is None and (name := _name(key, forms)) is not None:
+        function = _read(name, tally)
+        if function is not None:
+            _MADE.put((key, *forms), function)
+    return function
 
 
 def traced(key: Hashable, forms: Sequence[Form], function: Function) -> Made:
     """Return a function that is to be compiled; see `known`."""
     try:
-        found = inductor.traced(function, forms)
-        if is_tangled(found.graph.graph):
-            made = Made([], refused="a value is read elsewhere than where it is written over")
+        trace = inductor.traced(function, forms)
+        if is_tangled(trace.graph.graph):
+            compiled = Made([], refused="a value is read elsewhere than where it is written over")
         else:
-            made = Made(found.results, _name(key, forms), found)
+            compiled = Made(trace.results, _name(key, forms), trace)
     except Exception as error:  # an op has its own reasons; the eager calls are right
-        made = Made([], refused=reason(error))
-    _MADE.put((key, *forms), made)
-    return made
+        compiled = Made([], refused=reason(error))
+    _MADE.put((key, *forms), compiled)
+    return compiled
 
 
 def traced_with_sizes(
@@ -141,22 +141,22 @@ def traced_with_sizes(
         None where there can be none.
     """
     try:
-        found = inductor.traced_with_sizes(many.run, many.forms_at, many.hints)
-        if is_tangled(found.graph.graph):
+        trace = inductor.traced_with_sizes(many.run, many.forms_at, many.hints)
+        if is_tangled(trace.graph.graph):
             return None
-        results = found.results_at(many.hints)
+        results = trace.results_at(many.hints)
     except Exception:  # an op that takes no symbolic size; there is a function for each length
         return None
-    made = Made(results, None, found, otherwise=partial(inductor.traced, function, forms))
-    _MADE.put((key, *forms), made)
-    return made, found
+    compiled = Made(results, None, trace, otherwise=partial(inductor.traced, function, forms))
+    _MADE.put((key, *forms), compiled)
+    return compiled, trace
 
 
 def serve(key: Hashable, forms: Sequence[Form], made: Made, results: list[Form]) -> Made:
     """Return what a function for many lengths is for arguments of these forms."""
-    found = Made(results, function=made.function)
-    _MADE.put((key, *forms), found)
-    return found
+    served = Made(results, function=made.function)
+    _MADE.put((key, *forms), served)
+    return served
 
 
 def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Tally) -> list[Made]:
@@ -176,25 +176,25 @@ def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Ta
         return []
     with progress("compiling launches", len(todo), shows) as advance:
         others = []
-        for made in todo:
-            if _completed(made, 0.0, tally):
+        for function in todo:
+            if _completed(function, 0.0, tally):
                 advance()
             else:
-                others.append(made)
+                others.append(function)
         deadline, late = Deadline.after(timeout_s), []
-        for made in others:
-            if not made.was_late and _completed(made, deadline.left(), tally):
+        for function in others:
+            if not function.was_late and _completed(function, deadline.left(), tally):
                 advance()
             else:
-                made.was_late = True
-                late.append(made)
+                function.was_late = True
+                late.append(function)
     return late
 
 
 def artefacts() -> Artefacts | None:
     """Return the folder of compiled functions; None where the compiler is to keep no files."""
-    found = inductor.folder()
-    return None if found is None else Artefacts(found / "mdfuse")
+    folder = inductor.folder()
+    return None if folder is None else Artefacts(folder / "mdfuse")
 
 
 def _name(key: Hashable, forms: Sequence[Form]) -> str | None:
@@ -208,14 +208,14 @@ def _name(key: Hashable, forms: Sequence[Form]) -> str | None:
 def _read(name: str, tally: Tally) -> Made | None:
     folder = artefacts()
     try:
-        found = folder.load(name) if folder is not None else None
+        stored = folder.load(name) if folder is not None else None
     except UnreadableError as error:
         tally.unreadable[str(error)] += 1
         return None
-    if found is None:
+    if stored is None:
         return None
     tally.found += 1
-    return Made(found[1], name, function=found[0])
+    return Made(stored[1], name, function=stored[0])
 
 
 def _completed(made: Made, timeout_s: float, tally: Tally) -> bool:
@@ -238,10 +238,10 @@ def _completed(made: Made, timeout_s: float, tally: Tally) -> bool:
 
 def _find_or_compile(made: Made, name: str, folder: Artefacts, tally: Tally) -> None:
     again = Tally()  # files of no use were counted when they were looked for
-    found = _read(name, again)
+    stored = _read(name, again)
     tally.found += again.found
-    if found is not None:
-        made.function, made.traced = found.function, None
+    if stored is not None:
+        made.function, made.traced = stored.function, None
         return
     _compile(made, tally)
     if made.function is not None:

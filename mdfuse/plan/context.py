@@ -226,9 +226,9 @@ def base_name(name: str) -> str:
 
 def described(i: Instruction) -> str:
     """Return in short what an instruction does, for error messages."""
-    made = ", ".join(f"%{base_name(n)}" for n in i.outputs)
-    if made:
-        return f"{made} = {i.fn or i.op}"
+    outputs = ", ".join(f"%{base_name(n)}" for n in i.outputs)
+    if outputs:
+        return f"{outputs} = {i.fn or i.op}"
     read = ", ".join(f"%{base_name(n)}" for n in i.reads)
     piece = f"[{i.kwargs['piece']}]" if "piece" in i.kwargs else ""
     return f"{i.op} {read}{piece}".rstrip()

@@ -78,19 +78,23 @@ class Exchanges:
     def transfer(self, members: Sequence[Instruction]) -> list[Step]:
         """Prepare sends and receives that are posted at once: one post per team and backend."""
         program, rank = self.context.program, self.context.rank
-        found: dict[tuple[tuple[int, ...], str | None], list[Instruction]] = {}
+        by_team: dict[tuple[tuple[int, ...], str | None], list[Instruction]] = {}
         for i in members:
             key = transfer_team(program, i, rank), i.kwargs.get("backend")
-            found.setdefault(key, []).append(i)
-        return [step for (team, _), some in found.items() for step in self.exchange(team, some)]
+            by_team.setdefault(key, []).append(i)
+        return [step for (team, _), some in by_team.items() for step in self.exchange(team, some)]
 
     def exchange(self, team: tuple[int, ...], members: Sequence[Instruction]) -> list[Step]:
         """Prepare the post of one team, and the copies of what this rank sends to itself."""
         slot = self.context.slot
         ends = [_End(i, self.peer(i, team), slot(i.reads[0]), slot(i.outputs[0])) for i in members]
-        pairs, kept, dropped = self.to_oneself([e for e in ends if e.peer == self.context.rank])
-        found = {e.buffer: e.i for e in ends}
-        alike = [(a, b) for a, b in pairs if a in found and self.stands_for(found[a], found[b])]
+        pairs, copied, dropped = self.to_oneself([e for e in ends if e.peer == self.context.rank])
+        instruction_of = {e.buffer: e.i for e in ends}
+        alike = [
+            (a, b)
+            for a, b in pairs
+            if a in instruction_of and self.stands_for(instruction_of[a], instruction_of[b])
+        ]
         pairs = [pair for pair in pairs if pair not in alike]
         away = [e for e in ends if e.peer != self.context.rank]
         sends, recvs = ([e for e in away if e.i.op == op] for op in ("send", "recv"))
@@ -120,7 +124,7 @@ class Exchanges:
             posters=(poster,) if poster is not None else (),
             calls=(call,) if call is not None else (),
         )
-        return [*kept, *(_same(*pair) for pair in alike), step, *dropped]
+        return [*copied, *(_same(*pair) for pair in alike), step, *dropped]
 
     @cached_property
     def buffers(self) -> OwnParts:
@@ -196,13 +200,13 @@ class Exchanges:
         for (name, source), e in zip([*before, *sent], received, strict=False):
             self.check_alike(name, e.i)
             pairs.append((source, e.buffer))
-        kept = [self.keep(*x) for x in sent[max(len(received) - len(before), 0) :]]
-        self.own = before[len(received) :] + [x for x, _ in kept]
+        copied = [self.keep(*x) for x in sent[max(len(received) - len(before), 0) :]]
+        self.own = before[len(received) :] + [x for x, _ in copied]
         dropped = [
             Step(lines=(drop(copy),), label="recv", op="free", inputs=(copy,))
             for _, copy in before[: len(received)]
         ]
-        return pairs, [step for _, step in kept], dropped
+        return pairs, [step for _, step in copied], dropped
 
     def keep(self, name: str, buffer: int) -> tuple[tuple[str, int], Step]:
         """Prepare a copy of what is sent now and received later."""
@@ -247,8 +251,8 @@ def _exchange(
     """
 
     def exchange(*buffers: Tensor) -> tuple[Pending, ...]:
-        own, away = buffers[: 2 * pairs], buffers[2 * pairs :]
-        for source, destination in zip(own[::2], own[1::2], strict=True):
+        local, away = buffers[: 2 * pairs], buffers[2 * pairs :]
+        for source, destination in zip(local[::2], local[1::2], strict=True):
             destination.copy_(source.reshape(destination.shape))
         landed = [landing(place) for place in away[sends:]]
         works = post([x.contiguous() for x in away[:sends]], [d for d, _ in landed])

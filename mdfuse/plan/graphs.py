@@ -66,14 +66,14 @@ def regions(plan: Plan) -> list[Region]:
     by_line = [step.eager for step in plan.steps for _ in step.lines]
     reasons = [by_line[n] for n in plan.owned.numbers]
     borders = [0, len(lines)] if plan.switches else [*_quiet(plan), len(lines)]
-    found: list[Region] = []
+    cut: list[Region] = []
     for start, stop in pairwise(borders):
         why = next((r for r in reasons[start:stop] if r is not None), None)
-        if found and (found[-1].eager is None) == (why is None):
-            found[-1] = Region(start=found[-1].start, stop=stop, eager=found[-1].eager)
+        if cut and (cut[-1].eager is None) == (why is None):
+            cut[-1] = Region(start=cut[-1].start, stop=stop, eager=cut[-1].eager)
         elif start < stop:
-            found.append(Region(start=start, stop=stop, eager=why))
-    return found
+            cut.append(Region(start=start, stop=stop, eager=why))
+    return cut
 
 
 def _quiet(plan: Plan) -> list[int]:
@@ -161,9 +161,9 @@ class GraphPlan:
             for n, slot in enumerate(self.plan.outputs)
         ]
         self._taken = picked(self._places)
-        found = zip(self._places, self.plan.outputs, strict=True)
+        pairs = zip(self._places, self.plan.outputs, strict=True)
         self._is_simple = not self.numbers and not any(
-            place is None and slot is not None for place, slot in found
+            place is None and slot is not None for place, slot in pairs
         )
         is_all_new = (*self.plan.outputs,) == (*self._new,)
         if self._is_simple:
@@ -237,10 +237,10 @@ class GraphPlan:
         if self._is_simple and len(self.regions) == 1:
             graphs = self._captured.get(0, {})
             parameters, new = self._parameters, self._new
-            found = {at: ready(c, parameters, values, new) for at, c in graphs.items()}
-            self._copying = found.pop((), None) if new else None
+            replays = {at: ready(c, parameters, values, new) for at, c in graphs.items()}
+            self._copying = replays.pop((), None) if new else None
             self._ready.clear()
-            self._ready.update(found)
+            self._ready.update(replays)
         return results
 
     def _graph(self, n: int, slots: dict[int, Any]) -> Captured | None:
@@ -298,11 +298,13 @@ class GraphPlan:
             return None if place is None else given[self._parameters[place]]
         if slot in self._views:
             return self._views[slot](given)
-        made = slots[slot]
-        graphs = (captured for found in self._captured.values() for captured in found.values())
+        output = slots[slot]
+        graphs = (
+            captured for by_place in self._captured.values() for captured in by_place.values()
+        )
         if any(slot in captured.results for captured in graphs):
-            return made.clone()
-        return made
+            return output.clone()
+        return output
 
     def __str__(self) -> str:
         """The regions, each with why it is not captured."""
@@ -335,24 +337,24 @@ class GraphPlan:
         """Return the slots that a region takes from outside, and its results in use later."""
         lines, owned = self.plan.owned.lines, self.plan.owned.buffers
         inside = lines[region.start : region.stop]
-        made = {s for line in inside if line.run is not None for s in line.targets}
+        targets = {s for line in inside if line.run is not None for s in line.targets}
         read = {s for line in inside for s in line.refs}
         later = {s for line in lines[region.stop :] for s in line.refs}
         later.update(s for s in self.plan.outputs if s is not None)
-        taken = sorted(s for s in read - made if s not in owned and s != CALLER_SLOT)
-        return taken, sorted(s for s in made & later if s not in owned)
+        taken = sorted(s for s in read - targets if s not in owned and s != CALLER_SLOT)
+        return taken, sorted(s for s in targets & later if s not in owned)
 
     def _call(self, plan: Plan, n: int, caller: Any, values: Sequence[Any]) -> list[Any]:
         """Make a region's calls, and return those of its results that are used later."""
-        region, (taken, made) = self.regions[n], self._uses[n]
+        region, (taken, targets) = self.regions[n], self._uses[n]
         key = (plan is self.eager, n)
         if key not in self._functions:
             numbers = self.plan.owned.numbers[region.start : region.stop]
             owned = self.plan.owned.buffers
-            kept = [plan.lines[number].without({*made, *owned}) for number in numbers]
+            lines = [plan.lines[number].without({*targets, *owned}) for number in numbers]
             labels = [plan.labels[number] for number in numbers]
             self._functions[key] = write(
-                plan.name, kept, [CALLER_SLOT, *taken], made, owned, plan.names, labels
+                plan.name, lines, [CALLER_SLOT, *taken], targets, owned, plan.names, labels
             )
         function = self._functions[key]
         try:
@@ -361,14 +363,14 @@ class GraphPlan:
             raise self.plan.explained(error, function, region.start) from error.__cause__
 
     def _run_eagerly(self, n: int, slots: dict[int, Any]) -> None:
-        taken, made = self._uses[n]
+        taken, targets = self._uses[n]
         values = [slots[s] for s in taken]
         if not self.plan.switches:
-            slots.update(zip(made, self._call(self.eager, n, None, values), strict=True))
+            slots.update(zip(targets, self._call(self.eager, n, None, values), strict=True))
             return
         caller = torch.cuda.current_stream(self.plan.device)
         try:
-            slots.update(zip(made, self._call(self.eager, n, caller, values), strict=True))
+            slots.update(zip(targets, self._call(self.eager, n, caller, values), strict=True))
         finally:
             torch.cuda.set_stream(caller)
 
@@ -377,7 +379,7 @@ class GraphPlan:
 
         New outputs are filled where they lie now, or in buffers that are copied.
         """
-        taken, made = self._uses[n]
+        taken, targets = self._uses[n]
         bound = {s: at for s in taken if (at := self._address(s, slots)) is not None}
         if is_new_bound:
             bound |= {s: slots[s].data_ptr() for s in self._new_of[n]}
@@ -393,7 +395,7 @@ class GraphPlan:
             bound=bound,
             copied=copied,
             filled=frozenset(self._new_of[n]),
-            results=dict(zip(made, results, strict=True)),
+            results=dict(zip(targets, results, strict=True)),
             written=tuple(s for s in copied if s in self._written),
             recording=recording,
             notes=self.watch.end(n) if self.watch is not None else (unwatched, unwatched),

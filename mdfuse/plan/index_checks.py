@@ -45,17 +45,17 @@ class IndexChecks:
         table = i.outputs[0] if row.indexed == "result" else i.inputs[row.indexed]
         assert isinstance(indices, str)
         assert isinstance(table, str)
-        given, made = context.ref(indices), SlotRef(context.new_slot())
+        given, checked_indices = context.ref(indices), SlotRef(context.new_slot())
         part, along = i.kwargs.get("part"), i.kwargs.get("along", 0)
         whole = i.kwargs["shape"] if row.indexed == "result" else context.type(table).shape
         rows = whole[along] if part is None else part[2]
         look = partial(self._look, rows, partial(_out_of_range, i, table, rows, context))
-        first = Line(run=look, args=(given,), into=made.slot)
-        rest = [
-            replace(line, args=tuple(made if x == given else x for x in line.args))
+        first = Line(run=look, args=(given,), into=checked_indices.slot)
+        checked_lines = [
+            replace(line, args=tuple(checked_indices if x == given else x for x in line.args))
             for line in lines
         ]
-        return [first, *rest, drop(made.slot)]
+        return [first, *checked_lines, drop(checked_indices.slot)]
 
     def _look(self, rows: int, error: Callable[[int], IndexRangeError], indices: Tensor) -> Tensor:
         """Return indices of rows that exist, and note the first index out of range."""
@@ -66,8 +66,8 @@ class IndexChecks:
 
     def take(self) -> IndexRangeError | None:
         """Return what the run found, and forget it."""
-        found, self.found = self.found, None
-        return found
+        error, self.found = self.found, None
+        return error
 
 
 def _out_of_range(

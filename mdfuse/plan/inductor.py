@@ -44,7 +44,7 @@ class Traced:
 
     def results_at(self, sizes: Sequence[int]) -> list[Form]:
         """Return the forms of the results for some sizes."""
-        known = {own.node.expr: n for own, n in zip(self.sizes, sizes, strict=True)}
+        known = {symbol.node.expr: n for symbol, n in zip(self.sizes, sizes, strict=True)}
 
         def number(x: Any) -> int:
             return int(x.node.expr.xreplace(known)) if isinstance(x, torch.SymInt) else x
@@ -141,12 +141,12 @@ def shared_by(node: torch.fx.Node) -> list[torch.fx.Node]:
 def _sharing(node: torch.fx.Node, *, is_write: bool) -> list[torch.fx.Node]:
     if not isinstance(node.target, OpOverload):
         return []
-    found = []
+    aliases = []
     for n, x in enumerate(node.target._schema.arguments):
         given = node.kwargs.get(x.name, node.args[n] if n < len(node.args) else None)
         if x.alias_info is not None and x.alias_info.is_write is is_write:
-            found += [given] if isinstance(given, torch.fx.Node) else []
-    return found
+            aliases += [given] if isinstance(given, torch.fx.Node) else []
+    return aliases
 
 
 def compiled(found: Traced) -> Function:
@@ -191,17 +191,17 @@ class AsTold:
     dtypes: tuple[torch.dtype, ...]
 
     def __call__(self, *operands: Any) -> list[Any]:
-        found = self.function(*operands)
+        results = self.function(*operands)
         return [
-            x if x.stride() == own and x.dtype is dtype else _in_form(x, own, dtype)
-            for x, own, dtype in zip(found, self.strides, self.dtypes, strict=True)
+            x if x.stride() == strides and x.dtype is dtype else _in_form(x, strides, dtype)
+            for x, strides, dtype in zip(results, self.strides, self.dtypes, strict=True)
         ]
 
 
 def _in_form(x: torch.Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return elements at these strides, copied where any lies elsewhere or has another dtype."""
     pairs = zip(x.shape, x.stride(), strides, strict=True)
-    is_there = x.numel() == 0 or all(n == 1 or is_ == own for n, is_, own in pairs)
+    is_there = x.numel() == 0 or all(n == 1 or is_ == wanted for n, is_, wanted in pairs)
     if is_there and x.dtype is dtype:
         return x
     return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device).copy_(x)
@@ -268,13 +268,14 @@ def fingerprint(device: torch.device) -> str:
 
 @cache
 def _machine() -> tuple[str, ...]:
-    found = torch.version
-    versions = torch.__version__, found.git_version, found.cuda, found.hip
+    version = torch.version
+    versions = torch.__version__, version.git_version, version.cuda, version.hip
     cpu = platform.machine(), torch.backends.cpu.get_cpu_capability()
     return *map(str, versions), str(sys.implementation.cache_tag), *cpu
 
 
 @cache
 def _gpu(device: torch.device) -> str:
-    found = torch.cuda.get_device_properties(device)
-    return f"{found.name} {found.major}.{found.minor} {found.multi_processor_count}"
+    properties = torch.cuda.get_device_properties(device)
+    version = f"{properties.major}.{properties.minor}"
+    return f"{properties.name} {version} {properties.multi_processor_count}"

@@ -47,8 +47,8 @@ class Lengths:
 
     def served(self, unit: str, key: Hashable, calls: Calls) -> Made | None:
         """Return the function for many lengths that does some calls of a unit, if there is one."""
-        found = (shared.serving(key, calls) for shared in self._shared.get(unit, ()))
-        return next((made for made in found if made is not None), None)
+        functions = (shared.serving(key, calls) for shared in self._shared.get(unit, ()))
+        return next((function for function in functions if function is not None), None)
 
     def added(self, unit: str, key: Hashable, calls: Calls) -> Made:
         """Return a new function of a unit, which is to be compiled."""
@@ -59,9 +59,9 @@ class Lengths:
             many = joined(earlier, calls)
             if many is None:
                 continue
-            found = compilation.traced_with_sizes(key, calls.forms, calls.run, many)
-            if found is not None:
-                made, traced = found
-                self._shared.setdefault(unit, []).append(_Shared(many, traced, made))
-                return made
+            pair = compilation.traced_with_sizes(key, calls.forms, calls.run, many)
+            if pair is not None:
+                function, traced = pair
+                self._shared.setdefault(unit, []).append(_Shared(many, traced, function))
+                return function
         return compilation.traced(key, calls.forms, calls.run)

@@ -363,8 +363,8 @@ def write(
         if stamping is not None and n in stamping.behind:
             calls.append(f"{writer.constant(stamping.behind[n])}()")
         text.append(writer.commented(f"    {'; '.join(calls)}", label))
-    found = ["None" if slot is None else writer.slot(slot) for slot in results]
-    text.append(writer.commented(f"    return [{', '.join(found)}]"))
+    returned = ["None" if slot is None else writer.slot(slot) for slot in results]
+    text.append(writer.commented(f"    return [{', '.join(returned)}]"))
     source = "\n".join(text) + "\n"
     file = f"<plan {next(_serials)} of @{printable(name)}>"
     exec(compile(source, file, "exec"), writer.scope)

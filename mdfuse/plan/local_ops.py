@@ -74,8 +74,8 @@ def _several(i: Instruction, row: ops.Op, context: Context) -> list[Line]:
         shape, dtype = context.local(name), context.type(name).dtype
         nbytes += math.prod(shape) * dtype.itemsize
         if context.has_buffer(name):
-            into.append(made := context.new_slot())
-            behind += [Line(run="copy_", args=(context.ref(name), SlotRef(made))), drop(made)]
+            into.append(slot := context.new_slot())
+            behind += [Line(run="copy_", args=(context.ref(name), SlotRef(slot))), drop(slot)]
             continue
         into.append(context.slot(name))
         context.know(name, torch.empty(shape, dtype=dtype, device="meta") if is_dense else None)
@@ -242,22 +242,22 @@ def ordered(i: Instruction, context: Context, line: Line) -> list[Line]:
     is_taken = output in context.updated and not is_library(i)
     strides = dense_strides(shape, i.order)
     plain, fact = replace(line, into=context.new_slot()), context.fact(output)
-    (made,) = plain.targets
+    (plain_slot,) = plain.targets
     context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
     if fact is None and not is_taken:
-        args, target = (SlotRef(made), shape, strides), context.slot(output)
-        arranged = Line(run=_in_order, args=args, into=target, shares=(made,))
-        return [plain, arranged, drop(made)]
+        args, target = (SlotRef(plain_slot), shape, strides), context.slot(output)
+        arranged = Line(run=_in_order, args=args, into=target, shares=(plain_slot,))
+        return [plain, arranged, drop(plain_slot)]
     if is_taken or not _lies_so(shape, fact.stride(), strides):  # type: ignore[union-attr]
-        copy = Line(run="copy_", args=(context.ref(output), SlotRef(made)))
-        return [plain, *new_buffer(output, i.order, context), copy, drop(made)]
+        copy = Line(run="copy_", args=(context.ref(output), SlotRef(plain_slot)))
+        return [plain, *new_buffer(output, i.order, context), copy, drop(plain_slot)]
     if fact.stride() == strides:  # type: ignore[union-attr]
         return [line]
-    args = (SlotRef(made), shape, strides)
+    args = (SlotRef(plain_slot), shape, strides)
     view = Line(
-        run="as_strided", args=args, into=context.slot(output), shares=(made,), is_view=True
+        run="as_strided", args=args, into=context.slot(output), shares=(plain_slot,), is_view=True
     )
-    return [plain, view, drop(made)]
+    return [plain, view, drop(plain_slot)]
 
 
 def _lies_so(shape: tuple[int, ...], found: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -46,7 +46,7 @@ def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
 
 def _lives(flow: _Flow, results: Iterable[int | None]) -> list[Life]:
     uses, bases = flow.uses, flow.bases
-    kept = {base for slot in results if slot is not None for base in bases.get(slot, ())}
+    returned = {base for slot in results if slot is not None for base in bases.get(slot, ())}
     return [
         Life(
             slot=slot,
@@ -56,7 +56,7 @@ def _lives(flow: _Flow, results: Iterable[int | None]) -> list[Life]:
             stop=uses[slot][-1][0] if slot in uses else n,
         )
         for n, line in enumerate(flow.lines)
-        if (line.new is not None or line.makes) and (slot := line.targets[0]) not in kept
+        if (line.new is not None or line.makes) and (slot := line.targets[0]) not in returned
     ]
 
 
@@ -96,8 +96,8 @@ def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
         shared = frozenset().union(*(bases[slot] for slot in line.shares))
         for slot in line.targets:
             is_own = line.new is not None or line.makes
-            own = frozenset({slot}) if is_own else frozenset()
-            bases[slot] = bases[slot] | shared | own
+            own_base = frozenset({slot}) if is_own else frozenset()
+            bases[slot] = bases[slot] | shared | own_base
     return bases
 
 
@@ -110,11 +110,11 @@ def in_place(lines: Sequence[Line], results: Sequence[int | None]) -> tuple[Line
     flow = _Flow(lines)
     took = _taken(flow, [life for life in _lives(flow, results) if life.new is not None])
     at = {line.targets[0]: n for n, line in enumerate(lines) if line.new is not None}
-    stands = {made: of for made, of in took.items() if at[of] < at[made]}
-    stands |= {of: made for made, of in took.items() if at[of] > at[made] and of not in took}
+    stands = {new: of for new, of in took.items() if at[of] < at[new]}
+    stands |= {of: new for new, of in took.items() if at[of] > at[new] and of not in took}
     return tuple(
-        Line(run=itself, args=(SlotRef(of),), into=made, shares=(of,), is_view=True)
-        if line.new is not None and (of := stands.get(made := line.targets[0])) is not None
+        Line(run=itself, args=(SlotRef(of),), into=new, shares=(of,), is_view=True)
+        if line.new is not None and (of := stands.get(new := line.targets[0])) is not None
         else line
         for line in lines
     )
@@ -127,8 +127,8 @@ def _merged(flow: _Flow, found: Sequence[Life]) -> dict[int, int]:
         slot -> the slot of the first buffer in the same place; for most buffers their own slot.
     """
     home = {life.slot: life.slot for life in found}
-    for made, of in _taken(flow, found).items():
-        home[made] = home[of]
+    for slot, of in _taken(flow, found).items():
+        home[slot] = home[of]
     return home
 
 
@@ -149,34 +149,34 @@ def _taken(flow: _Flow, found: Sequence[Life]) -> dict[int, int]:
     took, bases, uses = dict[int, int](), flow.bases, flow.uses
     handles = _handles(flow.lines)
     for n, (line, refs) in enumerate(zip(flow.lines, flow.refs, strict=True)):
-        for made in (s for s in refs if line.in_place and s in lives_of):
-            born = lives_of[made]
-            if born.start != n or made in took:
+        for written in (s for s in refs if line.in_place and s in lives_of):
+            born = lives_of[written]
+            if born.start != n or written in took:
                 continue
             alike = [
                 s
                 for s in refs
                 if s in lives_of
-                and s != made
+                and s != written
                 and lives_of[s].new == born.new
                 and lives_of[s].start < n
                 and not any(s in bases[view] for view in refs if view != s)
                 and all(slot == handles[n] for at, slot in reversed(uses[s]) if at > n)
             ]
             if alike:
-                took[made] = alike[0]
+                took[written] = alike[0]
     return took
 
 
 def _handles(lines: Sequence[Line]) -> list[int | None]:
     """Return for each line the handle of the post that it belongs to, or of the next one."""
     waited = {slot for line in lines for slot in line.ends}
-    found: list[int | None] = []
+    handles: list[int | None] = []
     for line in reversed(lines):
-        own = next((slot for slot in line.targets if slot in waited), None)
-        is_bound = own is not None and line.run is not None
-        found.append(own if is_bound or not found else found[-1])
-    return found[::-1]
+        handle = next((slot for slot in line.targets if slot in waited), None)
+        is_bound = handle is not None and line.run is not None
+        handles.append(handle if is_bound or not handles else handles[-1])
+    return handles[::-1]
 
 
 def _joined(found: Sequence[Life], home: Mapping[int, int]) -> list[Life]:
@@ -226,22 +226,22 @@ def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.devi
     alone = [life for life in living if life.new is not None]
     others = [life for life in living if life.new is None]
     home = _merged(flow, alone)
-    found = _joined(alone, home)
+    placed = _joined(alone, home)
     alignment = ALIGNMENT.get(device.type, 512)
-    offsets, limit = place(found, alignment), WORTH * peak(living) + alignment
-    if size_of(found, offsets) + peak(others) > limit:
-        if len(found) <= MANY:
-            offsets = place_in(_lowest_beside(others, found), alignment)
-        found = _lowest(found, offsets, alone, others, home, limit)
-    if not found:
+    offsets, limit = place(placed, alignment), WORTH * peak(living) + alignment
+    if size_of(placed, offsets) + peak(others) > limit:
+        if len(placed) <= MANY:
+            offsets = place_in(_lowest_beside(others, placed), alignment)
+        placed = _lowest(placed, offsets, alone, others, home, limit)
+    if not placed:
         return Owned(buffers={}, lines=tuple(lines), numbers=tuple(range(len(lines))), nbytes=0)
-    size = size_of(found, offsets)
+    size = size_of(placed, offsets)
     with torch.inference_mode(False), torch.no_grad():
         memory = torch.empty(size, dtype=torch.uint8, device=device)
-        places = {x.slot: _at(memory, offsets[x.slot], x.new) for x in found if x.new}
+        places = {x.slot: _at(memory, offsets[x.slot], x.new) for x in placed if x.new}
         buffers = {x.slot: places[home[x.slot]] for x in alone if home[x.slot] in places}
-        kept, numbers = _fold(lines, buffers)
-    return Owned(buffers=buffers, lines=kept, numbers=numbers, nbytes=size)
+        remaining, numbers = _fold(lines, buffers)
+    return Owned(buffers=buffers, lines=remaining, numbers=numbers, nbytes=size)
 
 
 def _lowest_beside(others: Iterable[Life], found: Iterable[Life]) -> list[Life]:
@@ -295,8 +295,8 @@ def _fold(
 ) -> tuple[tuple[Line, ...], tuple[int, ...]]:
     """Make views of owned buffers once; return the lines that are left for each run."""
     bound = _bound_once(lines)
-    kept = [n for n, line in enumerate(lines) if not _is_made(line, buffers, bound)]
-    return tuple(lines[n].without(buffers) for n in kept), tuple(kept)
+    remaining = [n for n, line in enumerate(lines) if not _is_made(line, buffers, bound)]
+    return tuple(lines[n].without(buffers) for n in remaining), tuple(remaining)
 
 
 def _is_made(line: Line, buffers: dict[int, Tensor], bound: set[int]) -> bool:
@@ -316,9 +316,9 @@ def _is_made(line: Line, buffers: dict[int, Tensor], bound: set[int]) -> bool:
         return False
     if not all(slot in buffers for slot in line.refs):
         return False
-    found: dict[int, Any] = dict(buffers)
-    line(found)
-    view, base = found[line.targets[0]], buffers[line.refs[0]]
+    slots: dict[int, Any] = dict(buffers)
+    line(slots)
+    view, base = slots[line.targets[0]], buffers[line.refs[0]]
     if view.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
         return False  # a copy
     buffers[line.targets[0]] = view

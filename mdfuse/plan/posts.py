@@ -180,13 +180,13 @@ def groups(program: HostProgram, rank: int, backend: str | None = None) -> list[
 
     Those by a backend count; None: those that name none.
     """
-    found: dict[tuple[int, ...], None] = {}
+    teams: dict[tuple[int, ...], None] = {}
     for i in program.walk():
         if i.comm is not None and i.comm.backend == backend:
-            found[i.comm.group(rank)] = None
+            teams[i.comm.group(rank)] = None
         elif i.op in TRANSFERS and i.kwargs.get("backend") == backend:
-            found[transfer_team(program, i, rank)] = None
-    return [team for team in found if len(team) > 1]
+            teams[transfer_team(program, i, rank)] = None
+    return [team for team in teams if len(team) > 1]
 
 
 # -- collectives ---------------------------------------------------------------------------------
@@ -288,23 +288,23 @@ def _post_terms(ends: _Ends, op: str) -> _Post:
     The terms of a box lie in rows, so that they are reduced once, all together, in order.
     """
     part = ends.part
-    outgoing, own = (tuple(map(_index, x)) for x in (part.sends, [box for box, _ in part.copies]))
+    outgoing, local = (tuple(map(_index, x)) for x in (part.sends, [box for box, _ in part.copies]))
     boxes = [part.recvs[i] if i >= 0 else part.copies[-1 - i][1] for i, *_ in part.terms]
     into = [_index(box) for box in boxes]
 
     def post(source: Tensor | None, destination: Tensor | None) -> Pending:
         srcs = [source[index].contiguous() for index in outgoing]  # type: ignore[index]
-        found = [destination[index] for index in into]  # type: ignore[index]
-        rows = [x.new_empty((len(t), *x.shape)) for x, t in zip(found, part.terms, strict=True)]
+        targets = [destination[index] for index in into]  # type: ignore[index]
+        rows = [x.new_empty((len(t), *x.shape)) for x, t in zip(targets, part.terms, strict=True)]
         numbered = zip(part.terms, rows, strict=True)
         places = {n: row for terms, x in numbered for n, row in zip(terms, x, strict=True)}
-        for n, index in enumerate(own):
+        for n, index in enumerate(local):
             places[-1 - n].copy_(source[index])  # type: ignore[index]
         if not ends.posters:
             works = ends.alone()
         else:
             works = (ends.posters[0](srcs, [places[n] for n in range(len(part.recvs))]),)
-        return Pending(works, tuple(zip(found, rows, strict=True)), op)
+        return Pending(works, tuple(zip(targets, rows, strict=True)), op)
 
     return post
 

@@ -66,7 +66,7 @@ def _rounded(
         return [Line(run=_write_rounded if is_first else _add_rounded, args=args)]
     into, *factors = args
     strides, device, part = dense_strides(shape, None), context.device, context.new_slot()
-    made = Line(
+    product = Line(
         run=torch.empty_strided,
         args=(shape, strides),
         kwargs=(("dtype", dtype), ("device", device)),
@@ -74,7 +74,7 @@ def _rounded(
         new=NewBuffer(shape=shape, strides=strides, dtype=dtype, device=device),
     )
     return [
-        made,
+        product,
         Line(run=torch.matmul, args=tuple(factors), kwargs=(("out", SlotRef(part)),)),
         Line(run="copy_" if is_first else "add_", args=(into, SlotRef(part))),
         drop(part),

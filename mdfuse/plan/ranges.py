@@ -36,9 +36,9 @@ def ranged(plan: Plan, tool: Literal["torch", "nvtx"], rank: int) -> Plan:
     for first, last, _, entry in described(plan, rank):
         text = f"{entry.name}  {entry.source}".rstrip()
         before[first], behind[last] = ranges.begin(text, is_first=not before), ranges.end
-    found = replace(plan, stamping=Stamping(before, behind).around(plan.stamping))
-    vars(found)["owned"] = plan.owned  # the buffers are made already
-    return found
+    wrapped = replace(plan, stamping=Stamping(before, behind).around(plan.stamping))
+    vars(wrapped)["owned"] = plan.owned  # the buffers are made already
+    return wrapped
 
 
 @dataclass

@@ -84,10 +84,10 @@ class Signature:
             if is_zero_tensor(arguments[n]):
                 return None
         try:
-            found = *map(_properties, tensors), *map(Tensor.stride, tensors)
+            properties = *map(_properties, tensors), *map(Tensor.stride, tensors)
         except RuntimeError:  # nested
             return None
-        return (self.owner, self.stream(), given, *found)
+        return (self.owner, self.stream(), given, *properties)
 
     def like(self, arguments: Sequence[Any]) -> Likeness | None:
         """Return what tells of other arguments, in some microseconds, that `read` need not look.

@@ -156,8 +156,8 @@ class Builder:
         """Add the expressions of a host unit; inner values are dropped after their last use."""
         context, start = self.context, len(self.steps)
         outside = {context.slot(x): x for x in (*i.reads, *i.outputs) if context.has_buffer(x)}
-        given, kept = set(context.bound), {*i.inputs, *i.outputs}
-        last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in kept}
+        given, borders = set(context.bound), {*i.inputs, *i.outputs}
+        last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in borders}
         # One call and views of it gain nothing, and run by itself it is known how its result lies.
         is_fused = context.fuse is not None and sum(map(_works, i.body)) > 1
         context.in_unit = is_fused
@@ -195,13 +195,13 @@ def local_step(i: Instruction, context: Context) -> Step:
     name = i.outputs[0]
     is_bound = context.has_buffer(name)
     lines = tuple(_prepared(i, context))
-    for made in i.outputs:
-        context.bind_name(made, None if is_bound else shared_operand(i))
+    for output in i.outputs:
+        context.bind_name(output, None if is_bound else shared_operand(i))
     if i.op == "alloc" and not is_bound:
         context.allocated[name] = i.kwargs.get("memory", "device")
     if i.fn == "expand":
         context.expanded[name] = _expanded_dims(i, context)
-    outputs = tuple(context.slot(made) for made in i.outputs)
+    outputs = tuple(context.slot(output) for output in i.outputs)
     op = "fill" if "fill" in i.kwargs else i.op  # work, while an alloc is the host's alone
     return Step(lines=lines, label=label(i), op=op, outputs=outputs, inputs=inputs)
 

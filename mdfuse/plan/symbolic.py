@@ -50,10 +50,10 @@ class Size:
 
     def at(self, sizes: Sequence[Any]) -> Any:
         """Return the number at some sizes, which may be symbolic."""
-        found = self.times
+        product = self.times
         for n in self.factors:
-            found = sizes[n] * found
-        return found + self.plus if self.plus else found
+            product = sizes[n] * product
+        return product + self.plus if self.plus else product
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class _Function:
         of, (cells, defaults, by_name) = self.of, held
         assert isinstance(of, types.FunctionType)
         closure = tuple(map(types.CellType, cells))
-        made = types.FunctionType(of.__code__, of.__globals__, of.__name__, defaults, closure)
-        made.__kwdefaults__ = by_name
-        return made
+        function = types.FunctionType(of.__code__, of.__globals__, of.__name__, defaults, closure)
+        function.__kwdefaults__ = by_name
+        return function
 
 
 def fit(pair: Pair, sizes: Sequence[Pair]) -> Size | None:
@@ -85,9 +85,9 @@ def fit(pair: Pair, sizes: Sequence[Pair]) -> Size | None:
     (Size(factors=(0,), times=4, plus=0), Size(factors=(0,), times=1, plus=1), \
 Size(factors=(0, 0), times=1, plus=0))
     """
-    found = _product(pair, sizes, _DEEPEST)
-    if found is not None:
-        return found
+    size = _product(pair, sizes, _DEEPEST)
+    if size is not None:
+        return size
     for n, (a, b) in enumerate(sizes):
         if pair[0] - a == pair[1] - b:
             return Size((n,), plus=pair[0] - a)
@@ -120,10 +120,10 @@ class _Joining:
     def number(self, a: int, b: int) -> int | Size:
         if a == b:
             return a
-        found = fit((a, b), self.sizes)
-        if found is None:
+        size = fit((a, b), self.sizes)
+        if size is None:
             raise ApartError
-        return found
+        return size
 
     def slot(self, a: int, b: int) -> int:
         if self.slots.setdefault(b, a) != a:
@@ -145,17 +145,17 @@ class _Joining:
             case int():
                 return self.number(a, b)
             case list() | tuple():
-                found = self.all(a, b)
-                if all(map(operator.is_, found, a)):
+                items = self.all(a, b)
+                if all(map(operator.is_, items, a)):
                     return a
-                return [*found] if isinstance(a, list) else found
+                return [*items] if isinstance(a, list) else items
             case dict():
                 if [*a] != [*b]:
                     raise ApartError
-                found = self.all(a.values(), b.values())
-                if all(map(operator.is_, found, a.values())):
+                items = self.all(a.values(), b.values())
+                if all(map(operator.is_, items, a.values())):
                     return a
-                return dict(zip(a, found, strict=True))
+                return dict(zip(a, items, strict=True))
             case partial():
                 return self.function(a, _held(a), _held(b))
             case types.FunctionType():
@@ -298,8 +298,8 @@ def joined(a: Calls, b: Calls) -> Joined | None:
         forms = joining.value(a.forms, b.forms)
     except (ApartError, ValueError):
         return None
-    found = Joined(Calls(lines, a.takes, a.makes, forms), places, tuple(y for _, y in sizes))
-    return found if found.are(a) and found.are(b) else None
+    calls = Joined(Calls(lines, a.takes, a.makes, forms), places, tuple(y for _, y in sizes))
+    return calls if calls.are(a) and calls.are(b) else None
 
 
 def _sizes(a: Sequence[Form], b: Sequence[Form]) -> tuple[tuple[Pair, ...], list[Pair]]:

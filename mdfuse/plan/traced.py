@@ -75,11 +75,11 @@ def traced(plan: Plan, file: TraceFile) -> TracedPlan:
     if clock is not None:
         before |= {first: clock.before(n) for n, first in works.items()}
         behind |= {last[n]: clock.behind(n, stamps.note) for n in works}
-    own = {f.name: getattr(plan, f.name) for f in fields(plan)}
-    own["stamping"] = Stamping(before, behind).around(plan.stamping)
-    found = TracedPlan(**own, stamps=stamps, clock=clock)
-    vars(found)["owned"] = plan.owned  # the buffers are made already
-    return found
+    settings = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    settings["stamping"] = Stamping(before, behind).around(plan.stamping)
+    traced_plan = TracedPlan(**settings, stamps=stamps, clock=clock)
+    vars(traced_plan)["owned"] = plan.owned  # the buffers are made already
+    return traced_plan
 
 
 def described(plan: Plan, rank: int) -> Iterator[tuple[int, int, Step, Entry]]:
@@ -96,15 +96,15 @@ def _runs(plan: Plan) -> list[tuple[int, int, Step]]:
     nothing is left to call, since what comes next is queued behind the post.
     """
     owner = [step for step in plan.steps for _ in step.lines]
-    found: list[tuple[int, int, Step]] = []
+    runs: list[tuple[int, int, Step]] = []
     for n, number in enumerate(plan.lines_of_run):
         step, line = owner[number], plan.owned.lines[n]
         is_noted = line.run is not None or step.waits is not None
-        if found and (found[-1][2] is step or not is_noted):
-            found[-1] = found[-1][0], n, found[-1][2]
+        if runs and (runs[-1][2] is step or not is_noted):
+            runs[-1] = runs[-1][0], n, runs[-1][2]
         elif is_noted:
-            found.append((n, n, step))
-    return found
+            runs.append((n, n, step))
+    return runs
 
 
 def _entry(step: Step, code: Sequence[Instruction], rank: int, posts: Mapping[int, Step]) -> Entry:

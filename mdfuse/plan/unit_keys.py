@@ -41,12 +41,12 @@ def unit_key(lines: Sequence[Line], takes: Sequence[int], makes: Sequence[int]) 
 
     for slot in takes:
         number(slot)
-    found: list[Hashable] = []
+    calls: list[Hashable] = []
     for line in lines:
         args = tuple(_value(x, number) for x in line.args)
         kwargs = tuple((k, _value(x, number)) for k, x in line.kwargs)
-        found.append((_value(line.run, number), args, kwargs, tuple(map(number, line.targets))))
-    return *found, tuple(map(number, makes)), _settings()
+        calls.append((_value(line.run, number), args, kwargs, tuple(map(number, line.targets))))
+    return *calls, tuple(map(number, makes)), _settings()
 
 
 def _settings() -> tuple[Hashable, ...]:
@@ -146,8 +146,8 @@ def _is_known(x: Any) -> bool:
 
 
 def _module_of(x: Any) -> str:
-    found = x.__module__ if isinstance(x, types.BuiltinFunctionType) else x.__objclass__.__module__
-    return found if found and found.split(".")[0] in _KNOWN else ""
+    module = x.__module__ if isinstance(x, types.BuiltinFunctionType) else x.__objclass__.__module__
+    return module if module and module.split(".")[0] in _KNOWN else ""
 
 
 def _code(function: types.FunctionType) -> tuple[Hashable, ...]:

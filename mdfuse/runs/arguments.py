@@ -147,14 +147,14 @@ def check_global(
         _check_plain(name, x, where)
         if (tuple(x.shape), x.dtype) == (shape, dtype):
             return
-    found, hint = type(x).__name__, "pass a tensor of torch"
+    given, hint = type(x).__name__, "pass a tensor of torch"
     if isinstance(x, Tensor):
-        found = f"{x.dtype} {tuple(x.shape)}"
+        given = f"{x.dtype} {tuple(x.shape)}"
         hint = "pass the whole tensor, not the part of one rank"
         if tuple(x.shape) == shape:
             hint = f"pass x.to({dtype}), or define the input with {x.dtype}"
     raise ProgramError(
-        f"{found} for %{name}, expected a global tensor: {dtype} {shape}", where=where, hint=hint
+        f"{given} for %{name}, expected a global tensor: {dtype} {shape}", where=where, hint=hint
     )
 
 

@@ -68,10 +68,10 @@ def layout_of(
     placements = dict(zip(mesh.axes, (_own(x, p) for p in x.placements), strict=True))
     order = {dim: [mesh.axes[i] for i in mesh_dims] for dim, mesh_dims in shard_order(x)}
     for dim in {p.dim for p in x.placements if (strided_blocks(p) or 1) > 1}:  # type: ignore[attr-defined]
-        found = _split_by(x, mesh, dim)
-        order[dim] = [*found.order]
+        split = _split_by(x, mesh, dim)
+        order[dim] = [*split.order]
         placements |= {
-            a: Shard(dim, None if a in found.plain else found.blocks) for a in order[dim]
+            a: Shard(dim, None if a in split.plain else split.blocks) for a in order[dim]
         }
     layout = Layout(mesh, placements, order)
     turned = _turned_axis(layout)
@@ -122,14 +122,14 @@ def _split_by(x: DTensor, mesh: DeviceMesh, dim: int) -> Split:
         for a, n, p in zip(mesh.axes, mesh.shape, x.placements, strict=True)
         if getattr(p, "dim", None) == dim
     ]
-    found = from_torch(split, x.shape[dim])
-    if found is None:
+    layout_split = from_torch(split, x.shape[dim])
+    if layout_split is None:
         raise _without_counterpart(
             x,
             f"what splits dim {dim} of {x.shape[dim]} rows has no counterpart: axes split all of "
             "some equal blocks, whole ones, or what others leave as one",
         )
-    return found
+    return layout_split
 
 
 def _without_counterpart(x: DTensor, because: str) -> LayoutError:
@@ -199,7 +199,7 @@ def placements_of(layout: Layout, shape: Sequence[int] | None = None) -> tuple[T
         because, hint = why
         raise LayoutError(f"{layout} is not a layout of DTensors", because=because, hint=hint)
     factors = [_factors(layout, d, shape) or {} for d, _ in layout.splits]
-    of = {a: n for found in factors for a, n in found.items()}
+    of = {a: n for of_dim in factors for a, n in of_dim.items()}
     return tuple(_torch(p, of.get(a, 1)) for a, p in layout.by_axis().items())
 
 

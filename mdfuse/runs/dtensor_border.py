@@ -59,9 +59,9 @@ class Output:
         spec = self.known.get(key)
         if spec is not None and local is not None:
             return DTensor(local, spec, requires_grad=False)
-        made = self._first(local)
-        self.known[key] = spec_of(made)
-        return made
+        wrapper = self._first(local)
+        self.known[key] = spec_of(wrapper)
+        return wrapper
 
     def _first(self, local: Tensor | None) -> DTensor:
         import torch
@@ -118,11 +118,11 @@ class Border:
         """
         key = tuple(map(_kind, arguments)), None if out is None else tuple(map(_kind, out))
         with self._lock:
-            found = self._known.get(key)
-            if found is None:
-                found = self._checked(arguments, out)
-                self._known.put(key, found)
-        return found
+            outputs = self._known.get(key)
+            if outputs is None:
+                outputs = self._checked(arguments, out)
+                self._known.put(key, outputs)
+        return outputs
 
     def _checked(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Outputs:
         program, buffers = self.program, out or ()
@@ -147,17 +147,17 @@ def _wrapped(
     outputs: Outputs, results: Sequence[Any], arguments: Sequence[Any], out: Sequence[Any] | None
 ) -> list[Any]:
     """Return the results as DTensors; for an output with a buffer, what was passed for it."""
-    found: list[Any] = []
+    wrapped: list[Any] = []
     for i, (output, local) in enumerate(zip(outputs, results, strict=True)):
         if out is not None and out[i] is not None:
-            found.append(out[i])
+            wrapped.append(out[i])
         elif output is None:
-            found.append(local)
+            wrapped.append(local)
         elif output.source is not None and type(arguments[output.source]) is DTensor:
-            found.append(arguments[output.source])
+            wrapped.append(arguments[output.source])
         else:
-            found.append(output.wrapped(local))
-    return found
+            wrapped.append(output.wrapped(local))
+    return wrapped
 
 
 def _kind(x: Any) -> Hashable:
@@ -198,7 +198,7 @@ def _check(program: HostProgram, name: str, x: DTensor) -> None:
     try:
         if not describes(x.device_mesh, kind.layout.mesh):
             raise _other_mesh(name, DeviceMesh(x.device_mesh), kind.layout.mesh, where)
-        found = layout_of(x, kind.layout.mesh.axes, kind.layout.mesh.hosts)
+        layout = layout_of(x, kind.layout.mesh.axes, kind.layout.mesh.hosts)
     except (LayoutError, MeshError) as error:
         raise ProgramError(
             f"%{name}: {error.what}", where=where, because=error.because, hint=error.hint
@@ -211,8 +211,8 @@ def _check(program: HostProgram, name: str, x: DTensor) -> None:
             hint="where parts are uneven: DTensor.from_local(..., shape=shape, stride=stride), or "
             "distribute_tensor",
         )
-    if found.normalized(x.ndim) != kind.layout.with_stream(None).normalized(x.ndim):
-        raise _other_layout(program, name, found)
+    if layout.normalized(x.ndim) != kind.layout.with_stream(None).normalized(x.ndim):
+        raise _other_layout(program, name, layout)
 
 
 def _where(program: HostProgram, name: str) -> str:
@@ -254,8 +254,10 @@ def _code(placement: Any) -> str:
     """Return the code that makes a placement, torch's or ours."""
     values = (getattr(placement, name, None) for name in ("dim", "reduce_op", "op"))
     known = ", ".join(repr(x) for x in values if x is not None)
-    more = (f", {n}={x}" for n in ("split_factor", "blocks") if (x := getattr(placement, n, None)))
-    return f"{type(placement).__name__}({known}{''.join(more)})"
+    settings = (
+        f", {n}={x}" for n in ("split_factor", "blocks") if (x := getattr(placement, n, None))
+    )
+    return f"{type(placement).__name__}({known}{''.join(settings)})"
 
 
 def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> Output | None:

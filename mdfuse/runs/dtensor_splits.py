@@ -46,9 +46,9 @@ def from_torch(axes: Sequence[tuple[str, int, int]], extent: int) -> Split | Non
     """
     digits, tail = list[_Digit](), list[str]()
     for axis, n, factor in axes:
-        found = None if tail else _taken(digits, axis, n, factor)
-        if found is not None:
-            digits = found
+        extended = None if tail else _taken(digits, axis, n, factor)
+        if extended is not None:
+            digits = extended
         elif factor == 1:
             tail.append(axis)
         else:
@@ -68,22 +68,22 @@ def from_torch(axes: Sequence[tuple[str, int, int]], extent: int) -> Split | Non
 
 def _taken(digits: Sequence[_Digit], axis: str, n: int, factor: int) -> list[_Digit] | None:
     """Return the digits of a dim with one more that an axis owns; None where it cuts through."""
-    found = list[_Digit]()
-    rest, is_owned = factor, False
+    taken = list[_Digit]()
+    left, is_owned = factor, False
     for d in digits:
         if d.axis is not None or is_owned:
-            found.append(d)
-        elif rest % d.size == 0:
-            found.append(d)
-            rest //= d.size
-        elif d.size % (rest * n) == 0:
-            found += [_Digit(rest), _Digit(n, axis), _Digit(d.size // (rest * n))]
+            taken.append(d)
+        elif left % d.size == 0:
+            taken.append(d)
+            left //= d.size
+        elif d.size % (left * n) == 0:
+            taken += [_Digit(left), _Digit(n, axis), _Digit(d.size // (left * n))]
             is_owned = True
         else:
             return None
     if not is_owned:
-        found += [_Digit(rest), _Digit(n, axis)]
-    return [d for d in found if d.size > 1 or d.axis is not None]
+        taken += [_Digit(left), _Digit(n, axis)]
+    return [d for d in taken if d.size > 1 or d.axis is not None]
 
 
 def to_torch(layout: Layout, dim: int, extent: int | None = None) -> Mapping[str, int] | None:
@@ -114,10 +114,10 @@ def to_torch(layout: Layout, dim: int, extent: int | None = None) -> Mapping[str
         return None
     if tail and any(place(a) > place(tail[0]) for a in axes if a not in tail):
         return None
-    found = {}
+    factors = {}
     for a in sorted(axes, key=place):
         before = digits[: next((i for i, d in enumerate(digits) if d.axis == a), 0)]
         later = (d.size for d in before if d.axis is None or place(d.axis) > place(a))
-        found[a] = math.prod(later)
+        factors[a] = math.prod(later)
     is_even = extent is None or extent % math.prod(d.size for d in digits[:-1]) == 0
-    return found if is_even or {*found.values()} == {1} else None
+    return factors if is_even or {*factors.values()} == {1} else None

@@ -188,8 +188,8 @@ class Communicator:
 
     def _abort(self) -> bool:
         """End the waits of this rank with an error; return whether a backend could."""
-        found = [b for b in self._backends.values() if isinstance(b, Interruptible)]
-        return any([x.abort() for x in found])  # noqa: C419  of a generator it would stop early
+        backends = [b for b in self._backends.values() if isinstance(b, Interruptible)]
+        return any([x.abort() for x in backends])  # noqa: C419  of a generator it would stop early
 
     def all_ok(self, error_text: str | None) -> tuple[str | None, ...]:
         """Tell all ranks whether this one is well (None) or not (why); return what each one said.
@@ -312,9 +312,9 @@ class Communicator:
         if failure is not None:
             self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
         self._watch.close()  # while the store is there: whoever hosts it goes when all have left
-        here = self._leave(self.grace_s if failure is None else _REPORTS_S)
-        if here and failure is None:
-            _log.warning("rank %d closed before %s did", self.rank, ranks_text(here))
+        remaining = self._leave(self.grace_s if failure is None else _REPORTS_S)
+        if remaining and failure is None:
+            _log.warning("rank %d closed before %s did", self.rank, ranks_text(remaining))
         for backend in dict.fromkeys(self._backends.values()):
             backend.close()
 
@@ -329,19 +329,19 @@ class Communicator:
         """
         if self._watch.is_cut_off:
             return []
-        found, answers = list[int](), list[bool]()
+        remaining, answers = list[int](), list[bool]()
         grace_s = self._watch.ending.left(grace_s if self._is_host else 0.0)
 
         def leave() -> None:
             try:
-                found.extend(self._meetings.leave(grace_s))
+                remaining.extend(self._meetings.leave(grace_s))
             finally:
                 answers.append(True)
 
         within(grace_s + self._watch.ending.left(_CLOSING_S), leave)
         if not answers and self._watch.ending is NEVER:
             _log.warning("rank %d closed, and %s does not answer", self.rank, self._watch.store)
-        return found
+        return remaining
 
     def check_process(self) -> None:
         """Refuse a fork of the process that joined.
@@ -489,12 +489,12 @@ def _join(carriers: BackendChoice, options: Options) -> Communicator:
     )
     with watch.waiting(f"the opening of backend {name}"):
         opened = BACKENDS[name].open(world)
-    made = Communicator(world=world, backend=opened, meetings=meetings, is_host=is_host)
+    communicator = Communicator(world=world, backend=opened, meetings=meetings, is_host=is_host)
     if mpi_library.keeps_ranks_together(launch):
-        made.grace_s = 0.0
+        communicator.grace_s = 0.0
     try:
-        made.open(carriers.others)
+        communicator.open(carriers.others)
     except BackendError:
-        made.close()
+        communicator.close()
         raise
-    return made
+    return communicator

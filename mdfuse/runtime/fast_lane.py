@@ -71,8 +71,8 @@ def track_of(watch: Watch, stream: int, makers: Iterable[object]) -> Track | Non
         makers: of tracks, the preferred one first.
     """
     if stream not in watch.tracks:
-        found = [x.track(stream) for x in makers if isinstance(x, Tracking)]
-        if (track := next(filter(None, found), None)) is None:
+        tracks = [x.track(stream) for x in makers if isinstance(x, Tracking)]
+        if (track := next(filter(None, tracks), None)) is None:
             return None
         watch.tracks[stream] = track
     return watch.tracks[stream]
@@ -112,13 +112,13 @@ class Replays:
         """End the capture of a region; return what to call before and after each replay."""
         posts = tuple(self._watch.captured)
         listed = ", ".join(f"{post.kind} ({post.where})" for post in posts[:_LISTED])
-        more = f" and {len(posts) - _LISTED} more" if len(posts) > _LISTED else ""
+        others = f" and {len(posts) - _LISTED} more" if len(posts) > _LISTED else ""
         name = f"{self._name}, region {region}"
         subject = PostInfo(
             kind="replay of a graph",
             team=self._team,
             bytes=sum(post.bytes for post in posts),
-            where=f"{name}: {listed}{more}",
+            where=f"{name}: {listed}{others}",
             family=f"replays of {name}",
         )
         noted = self._watch.prepare(subject, self._track)

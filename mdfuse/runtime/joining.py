@@ -169,9 +169,9 @@ def _device(name: str, launch: Launch) -> tuple[torch.device, BackendError | Non
         return cpu, None
     count = torch.cuda.device_count()
     if count > 1 and launch.local_rank >= count and launch.name != "default group":
-        own = f"rank {launch.rank} has local rank {launch.local_rank}"
+        which_rank = f"rank {launch.rank} has local rank {launch.local_rank}"
         return cpu, BackendError(
-            f"{own}, but this host has {count} GPUs",
+            f"{which_rank}, but this host has {count} GPUs",
             because=f"backend {name!r} drives one GPU per rank",
             hint=f'start at most {count} ranks per host, or use backend="gloo"',
         )

@@ -102,8 +102,8 @@ def _from_torchrun(meeting: Meeting) -> tuple[Store, bool]:
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         with meeting.watch.waiting(f"the store that torchrun keeps at {host}:{port}", _STORE):
             timeout = meeting.deadline.left_for_store()
-            found = rendezvous("env://", launch.rank, launch.size, timeout=timeout)
-            return next(iter(found))[0], False
+            opened = rendezvous("env://", launch.rank, launch.size, timeout=timeout)
+            return next(iter(opened))[0], False
     return _at_address(meeting, host, port)
 
 
@@ -151,14 +151,14 @@ def _from_mpi(meeting: Meeting) -> tuple[Store, bool]:
     with meeting.watch.waiting("the first exchange of all ranks in MPI", _STORE):
         _meet_in_mpi(world, meeting.deadline)
         is_one_host = len(set(world.allgather(socket.gethostname()))) == 1
-        told, store = None, None
+        address, store = None, None
         if meeting.launch.rank == 0:
-            told, store = _offer(meeting, is_one_host)
-        told = world.bcast(told, 0)
-        if isinstance(told, BackendError):
-            raise told
-        store = store or _kept(told) or _client(meeting, *told)
-    _HOSTED[told] = store
+            address, store = _offer(meeting, is_one_host)
+        address = world.bcast(address, 0)
+        if isinstance(address, BackendError):
+            raise address
+        store = store or _kept(address) or _client(meeting, *address)
+    _HOSTED[address] = store
     return store, meeting.launch.rank == 0
 
 

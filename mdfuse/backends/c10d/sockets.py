@@ -23,15 +23,15 @@ Sockets = dict[int, str]
 def opened(make: Callable[[], Made]) -> tuple[Made, Sockets]:
     """Return what a function makes, and the connections that this process opened meanwhile."""
     before = _open_sockets()
-    made = make()
+    group = make()
     after = _open_sockets()
     new = {fd: name for fd, name in after.items() if before.get(fd) != name}
-    return made, {fd: name for fd, name in new.items() if _is_connected(fd)}
+    return group, {fd: name for fd, name in new.items() if _is_connected(fd)}
 
 
 def shut_down(sockets: Sockets) -> bool:
     """End those of these connections that are still open; return whether there was one."""
-    found = False
+    was_open = False
     for fd, name in sockets.items():
         if _name_of(fd) != name:  # closed; the number may belong to another file by now
             continue
@@ -40,8 +40,8 @@ def shut_down(sockets: Sockets) -> bool:
                 connection.shutdown(socket.SHUT_RDWR)
         except OSError:  # the other end was faster, or another thread closed it
             continue
-        found = True
-    return found
+        was_open = True
+    return was_open
 
 
 def _open_sockets() -> Sockets:

@@ -69,9 +69,9 @@ def _started() -> Any:
     By itself mpi4py starts MPI as it is imported, and ends it after Python's end. Both wait for all
     ranks, and no other thread could run meanwhile to see that the wait takes too long.
     """
-    found = sys.modules.get("mpi4py.MPI")
-    if found is not None:
-        return found
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None:
+        return module
     rc = importlib.import_module("mpi4py").rc
     chosen = rc.initialize, rc.finalize
     rc.initialize = rc.finalize = False

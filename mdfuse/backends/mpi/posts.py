@@ -263,8 +263,8 @@ def _widened(post: Post, call: Call, wide: torch.dtype) -> Post:
         work = divided([flat(x).to(wide) for x in srcs], into)
 
         def narrow() -> None:
-            for dst, found in zip(dsts, into, strict=True):
-                flat(dst).copy_(found)
+            for dst, wide_dst in zip(dsts, into, strict=True):
+                flat(dst).copy_(wide_dst)
 
         return Posted(call, (work,), None, narrow)
 

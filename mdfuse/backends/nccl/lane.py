@@ -127,10 +127,10 @@ class NcclLane:
                 self._posts.clear()
             prepared = self._noted(call, srcs, dsts, self.stream, where)
             self._posts[key] = None if prepared is None else self._forked(*prepared, current)
-        found = self._posts[key]
-        if found is None:
+        known = self._posts[key]
+        if known is None:
             return None
-        calls, done = found
+        calls, done = known
         try:
             _carry_out(calls, srcs, dsts)
         except Exception as error:
@@ -175,13 +175,13 @@ class NcclLane:
             comes late also waits for a later post, which the host has queued before it.
         """
         device = self.device
-        own, current = device.stream(self.stream), device.stream(stream)
+        lane_stream, current = device.stream(self.stream), device.stream(stream)
         fork, done = device.event(), device.event()
         post = (
             Prepared(device.record, (fork, current)),
-            Prepared(device.wait, (own, fork, 0)),
+            Prepared(device.wait, (lane_stream, fork, 0)),
             *calls,
-            Prepared(device.record, (done, own)),
+            Prepared(device.record, (done, lane_stream)),
             mark,
         )
         return post, done

@@ -88,8 +88,8 @@ def prepare(
     _check(call, srcs, dsts)
     if not any(x.numel() for x in (*srcs, *dsts)):
         return ()
-    found = _CALLS[call.kind](port, call, srcs, dsts)
-    return () if found is None else (found,)
+    prepared = _CALLS[call.kind](port, call, srcs, dsts)
+    return () if prepared is None else (prepared,)
 
 
 def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: str) -> PostInfo:
@@ -169,8 +169,8 @@ def _block_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
     sides = [(given, n) for given, n in zip((srcs, dsts), blocks_of(call), strict=True)]
     if all(n is None for _, n in sides):
         return [], []
-    told = [(n, given[0]) for given, n in sides if n and given] or [(1, (*srcs, *dsts)[0])]
-    blocks, elements = min(told)
+    known = [(n, given[0]) for given, n in sides if n and given] or [(1, (*srcs, *dsts)[0])]
+    blocks, elements = min(known)
     k = elements // blocks
     source, destination = ([] if n is None else [n * k] for _, n in sides)
     return source, destination

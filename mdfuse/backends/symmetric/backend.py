@@ -93,9 +93,9 @@ class SymmetricBackend:
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
         """Make the teams that this rank is in; see `Backend.prepare`."""
         for team in new_teams(teams, self.rank, {*self._teams, *self.carried}):
-            made, refusals = self._make(team)
-            if made is not None:
-                self._teams[team] = made
+            opened, refusals = self._make(team)
+            if opened is not None:
+                self._teams[team] = opened
             elif self.instead is None:
                 raise _not_seen(self.rank, team, refusals)
             else:
@@ -119,11 +119,11 @@ class SymmetricBackend:
 
     def posters(self, run: int) -> Callable[[], Callable[[Call], Poster]]:
         """Return what prepares the calls of a program's plans; see `Sharing`."""
-        told: Tellings = {}
+        tellings: Tellings = {}
 
         def of_a_plan() -> Callable[[Call], Poster]:
             number = numbering(run)
-            return lambda call: self._poster(call, number(call), told)
+            return lambda call: self._poster(call, number(call), tellings)
 
         return of_a_plan
 
@@ -168,19 +168,21 @@ class SymmetricBackend:
                 Card.of(json.loads(text))
                 for text in self._exchange(store, "card", team, json.dumps(card.fields()))
             ]
-            made: Team | None = None
+            opened_team: Team | None = None
             try:
                 _check_host(self.rank, team, cards)
-                found = self._opened(team, memory, cards, files)
-                made = self._provider.team(team, team.index(self.rank), shape, found, store)
+                memories = self._opened(team, memory, cards, files)
+                opened_team = self._provider.team(
+                    team, team.index(self.rank), shape, memories, store
+                )
                 problem = ""
             except (BackendError, OSError) as error:
                 problem = str(error)
             answers = self._exchange(store, "opened", team, problem)
         refusals = {rank: text for rank, text in zip(team, answers, strict=True) if text}
-        if refusals and made is not None:
-            made.close()
-        return (None if refusals else made), refusals
+        if refusals and opened_team is not None:
+            opened_team.close()
+        return (None if refusals else opened_team), refusals
 
     def _offered(self, team: tuple[int, ...], shape: Shape) -> tuple[SharedMemory, Card]:
         try:
@@ -198,9 +200,9 @@ class SymmetricBackend:
         """Open the memory of all members."""
         memories = []
         for rank, card in zip(team, cards, strict=True):
-            found = memory if rank == self.rank else SharedMemory.of(card, memory.size)
-            files.callback(found.close)
-            memories.append((found, card))
+            opened = memory if rank == self.rank else SharedMemory.of(card, memory.size)
+            files.callback(opened.close)
+            memories.append((opened, card))
         return memories
 
     def _exchange(self, store: Store, what: str, team: tuple[int, ...], said: str) -> list[str]:
@@ -276,12 +278,12 @@ class SymmetricPoster:
 
     def _bound(self, itemsize: int, composition: Composition, sizes: Sizes) -> _Bound:
         largest = itemsize * max(sum(sizes.srcs), sum(sizes.dsts))
-        made = moves(self.call, composition, itemsize, self.shape)
+        bound_moves = moves(self.call, composition, itemsize, self.shape)
         post = None
         if self.team is not None:
             sited = self._sited(itemsize, composition)
             post = self.team.poster(self.call, largest, sited)
-        return _Bound(self.call, made, composition.scratch, post)
+        return _Bound(self.call, bound_moves, composition.scratch, post)
 
     def _sited(self, itemsize: int, composition: Composition) -> Sited | None:
         if self.site is None:

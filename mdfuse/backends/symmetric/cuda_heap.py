@@ -82,13 +82,13 @@ class CudaHeap:
         with self._lock:
             fits = [x for x in self._idle if size <= x.size <= _WASTE * size]
             if fits:
-                found = min(fits, key=lambda x: x.size)
-                self._idle.remove(found)
-                return found
+                idle = min(fits, key=lambda x: x.size)
+                self._idle.remove(idle)
+                return idle
             address = self._allocated(size)
-            made = Run(address=address, size=size, handle=self.memory.handle(address))
-            self._runs.append(made)
-            return made
+            run = Run(address=address, size=size, handle=self.memory.handle(address))
+            self._runs.append(run)
+            return run
 
     def _allocated(self, size: int) -> int:
         try:
@@ -110,9 +110,9 @@ class CudaHeap:
         torch.cuda.synchronize(self.device)  # who had it before may have queued work on it
         owner = _Bytes(run.address, size)
         with torch.inference_mode(False), torch.no_grad():
-            made = torch.as_tensor(owner, device=self.device)  # which keeps its owner
+            tensor = torch.as_tensor(owner, device=self.device)  # which keeps its owner
         weakref.finalize(owner, self.give, run).atexit = False
-        return made
+        return tensor
 
     def take_lanes(self, device: CudaDevice) -> Lanes:
         """Return streams for a team, those of a closed one first: a GPU has few queues for them."""
@@ -129,9 +129,9 @@ class CudaHeap:
     def open(self, handle: str) -> int:
         """Return the address, in this process, of memory of any process."""
         with self._lock:
-            own = next((x.address for x in self._runs if x.handle == handle), None)
-            if own is not None:
-                return own
+            address = next((x.address for x in self._runs if x.handle == handle), None)
+            if address is not None:
+                return address
             if handle not in self._opened:
                 self._opened[handle] = self.memory.open(handle)
             return self._opened[handle]

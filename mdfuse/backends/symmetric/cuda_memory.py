@@ -54,15 +54,15 @@ class CudaMemory:
 
     def allocate(self, size: int) -> int:
         """Return the address of new memory on the device."""
-        found = _address()
-        self._allocate(ctypes.byref(found), size)
-        return found.value
+        address = _address()
+        self._allocate(ctypes.byref(address), size)
+        return address.value
 
     def handle(self, address: int) -> str:
         """Return by what another process opens memory that this one allocated."""
-        found = _Handle()
-        self._handle(ctypes.byref(found), address)
-        return bytes(found).hex()
+        exported = _Handle()
+        self._handle(ctypes.byref(exported), address)
+        return bytes(exported).hex()
 
     def clear(self, address: int, size: int) -> None:
         """Queue zeros for memory on the device, on the default stream."""
@@ -70,17 +70,17 @@ class CudaMemory:
 
     def open(self, handle: str) -> int:
         """Return the address, in this process, of another's memory."""
-        found = _address()
+        address = _address()
         given = _Handle.from_buffer_copy(bytes.fromhex(handle))
-        self._open(ctypes.byref(found), given, _PEER_ACCESS)
-        return found.value
+        self._open(ctypes.byref(address), given, _PEER_ACCESS)
+        return address.value
 
     def register(self, address: int, size: int) -> int:
         """Let the device see whole pages of the host's memory; return the address there."""
-        found = _address()
+        seen_at = _address()
         self._register(address, size, _REGISTERED)
-        self._seen_at(ctypes.byref(found), address, 0)
-        return found.value
+        self._seen_at(ctypes.byref(seen_at), address, 0)
+        return seen_at.value
 
     def unregister(self, address: int) -> None:
         """Undo `register`."""
@@ -147,17 +147,18 @@ class CudaLane:
         create = driver_function(
             library.cuStreamCreateWithPriority, ctypes.POINTER(_pointer), _number, ctypes.c_int
         )
-        made = _pointer()
-        create(ctypes.byref(made), _NON_BLOCKING, _HIGH)  # torch's own streams are few, and shared
-        self.stream = torch.cuda.ExternalStream(made.value, device=number)
+        stream = _pointer()
+        # Torch's own streams are few, and shared.
+        create(ctypes.byref(stream), _NON_BLOCKING, _HIGH)
+        self.stream = torch.cuda.ExternalStream(stream.value, device=number)
         self._device, self._stream = device, device.stream(self.stream.cuda_stream)
         self._copy = driver_function(library.cuMemcpyAsync, _address, _address, _size, _pointer)
         signature = _pointer, _address, _number, _number
         self._write = driver_function(library.cuStreamWriteValue32_v2, *signature)
         self._wait = driver_function(library.cuStreamWaitValue32_v2, *signature)
-        status, found = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(_address)
+        status, era = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(_address)
         self._capture = driver_function(
-            library.cuStreamGetCaptureInfo_v2, _pointer, status, found, *[_pointer] * 3
+            library.cuStreamGetCaptureInfo_v2, _pointer, status, era, *[_pointer] * 3
         )
 
     def begin(self) -> None:
@@ -187,7 +188,7 @@ class CudaLane:
         return lambda: device.wait(device.stream(device.current_stream()), done, 0)
 
     def era(self) -> int:
-        status, found = ctypes.c_int(), _address()
-        references = ctypes.byref(status), ctypes.byref(found)
+        status, era = ctypes.c_int(), _address()
+        references = ctypes.byref(status), ctypes.byref(era)
         self._capture(self._stream, *references, None, None, None)
-        return found.value if status.value else 0
+        return era.value if status.value else 0

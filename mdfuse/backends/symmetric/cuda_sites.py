@@ -67,12 +67,12 @@ def numbering(run: int) -> Callable[[Call], Site | None]:
             sides = {*call.team} - {call.rank}, {*call.team} - {call.rank}
         else:
             return None
-        found = []
+        places = []
         for is_read, ranks in enumerate(sides):
             members = sorted(map(call.team.index, ranks))
-            found.append(tuple((m, counts[call.team, m, bool(is_read)]) for m in members))
+            places.append(tuple((m, counts[call.team, m, bool(is_read)]) for m in members))
             counts.update((call.team, m, bool(is_read)) for m in members)
-        return Site(run=run, to=found[0], of=found[1])
+        return Site(run=run, to=places[0], of=places[1])
 
     return number
 
@@ -156,19 +156,19 @@ class Sites:
             BackendError: another rank does not tell where its pieces lie, or they have moved.
         """
         site, at = sited.site, [x.data_ptr() for x in (*srcs, *dsts)]
-        told = sited.told.get((sited.call.team, site))
-        if told is None or told.at != at:
+        telling = sited.told.get((sited.call.team, site))
+        if telling is None or telling.at != at:
             mine = self._places(sited, Buffers.of(srcs, dsts, 0))
-            if told is None:
+            if telling is None:
                 sited.told[sited.call.team, site] = Told(mine, at)
                 self._tell(site, mine)
                 return usual
-            if told.mine != mine:
+            if telling.mine != mine:
                 raise _moved(sited.call)
-            told.at = at
-        if told.moves is None:
-            told.moves = sited.remade(_Known(site, told.mine, self._others(sited)))
-        return told.moves
+            telling.at = at
+        if telling.moves is None:
+            telling.moves = sited.remade(_Known(site, telling.mine, self._others(sited)))
+        return telling.moves
 
     def _tell(self, site: Site, mine: Mapping[int, Sequence[Place]]) -> None:
         """Tell each reader where the pieces for it lie; it forgets what it has read."""
@@ -198,11 +198,11 @@ class Sites:
                 self.store.delete_key(key)
         except RuntimeError as error:
             raise not_connected("symmetric", call.rank, call.team, error) from error
-        found: dict[int, list[int | None]] = {}
+        addresses: dict[int, list[int | None]] = {}
         for (owner, _), text in zip(site.of, texts, strict=True):
             places = json.loads(text.decode())
-            found[owner] = [None if x is None else self.heap.open(x[0]) + x[1] for x in places]
-        return found
+            addresses[owner] = [None if x is None else self.heap.open(x[0]) + x[1] for x in places]
+        return addresses
 
 
 def _moved(call: Call) -> BackendError:

@@ -88,18 +88,18 @@ class CudaTeam:
         self, call: Call, moves: Sequence[Move], buffers: Buffers
     ) -> Callable[[], None] | None:
         """Queue moves; return what waits for all readers of what is shown, if something is."""
-        lane, own = self.lane, self.outboxes[self.own]
+        lane, mine = self.lane, self.outboxes[self.own]
         shows = [move for move in moves if isinstance(move, Show)]
         era = self._show(shows)
         for move in moves:
             match move:
                 case Put():
                     for word in move.words:
-                        lane.wait(own.words + WORD * word, 0)
+                        lane.wait(mine.words + WORD * word, 0)
                     source = buffers.address(move.piece, move.start)
-                    lane.copy(own.slots + move.place, source, move.bytes)
+                    lane.copy(mine.slots + move.place, source, move.bytes)
                     for word in move.words:
-                        lane.write(own.words + WORD * word, move.tag)
+                        lane.write(mine.words + WORD * word, move.tag)
                 case Take():
                     outbox = self.outboxes[move.owner]
                     word = outbox.words + WORD * move.word
@@ -142,12 +142,12 @@ class CudaTeam:
         """
         lane, watch = self.lane, self.watch
         if see.is_first:
-            told = self.outboxes[self.own].signals + WORD * see.told
+            signal = self.outboxes[self.own].signals + WORD * see.told
             self.turns.post(watch)
             watch.begin()
-            watch.wait(told, see.tag)
+            watch.wait(signal, see.tag)
             lane.make(watch.end())
-            watch.write(told, 0)
+            watch.write(signal, 0)
         lane.copy(target, see.source, see.bytes)
         if see.is_last:
             if answers is not lane:
@@ -178,9 +178,9 @@ class Half:
     def wait(self) -> None:
         """Let the current stream wait; further calls do no harm."""
         self.join()
-        kept, self.kept = self.kept, None
-        if kept is not None:
-            kept.leave()
+        buffers, self.kept = self.kept, None
+        if buffers is not None:
+            buffers.leave()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -96,18 +96,18 @@ def open_heap() -> Heap | None:
 
     It is there as long as the caller keeps it.
     """
-    found = the_heap()
-    if found is None or not found.is_own:
+    heap = the_heap()
+    if heap is None or not heap.is_own:
         try:
-            found = Heap()
+            heap = Heap()
         except (OSError, ValueError):
             return None
-        _Opened.heap = weakref.ref(found)
-    return found
+        _Opened.heap = weakref.ref(heap)
+    return heap
 
 
 def symmetric_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a new dense tensor on the CPU, which the others can read where there is a heap."""
     heap = the_heap()
-    made = heap.empty(shape, strides, dtype) if heap is not None else None
-    return torch.empty_strided(shape, strides, dtype=dtype) if made is None else made
+    tensor = heap.empty(shape, strides, dtype) if heap is not None else None
+    return torch.empty_strided(shape, strides, dtype=dtype) if tensor is None else tensor

@@ -220,8 +220,8 @@ class HostTeam:
 
     def found(self, move: Take) -> int:
         """Return the word that tells whether a piece was put."""
-        found: int = self.outboxes[move.owner].words[move.word]
-        return found
+        word: int = self.outboxes[move.owner].words[move.word]
+        return word
 
     def close(self) -> None:
         """Give up the outboxes; members keep what they have opened until they close, too."""

@@ -204,24 +204,24 @@ def moves(
     Put
     Take
     """
-    found: list[Move] = []
+    ordered: list[Move] = []
     ends = _Ends(call, composition, itemsize, shape, shown)
-    found += ends.shows()
+    ordered += ends.shows()
     for step, before in zip(composition.steps, _counted(call, composition), strict=True):
-        found += step.local
-        found += _Moving(ends, step, before).moves()
-    return tuple(found)
+        ordered += step.local
+        ordered += _Moving(ends, step, before).moves()
+    return tuple(ordered)
 
 
 def pieces(
     call: Call, composition: Composition, side: Literal["sends", "recvs"]
 ) -> dict[int, list[Piece]]:
     """Return what a rank sends, or receives, in a call, by the index of the other, in order."""
-    found: dict[int, list[Piece]] = {}
+    by_member: dict[int, list[Piece]] = {}
     for step in composition.steps:
         for member, some in _by_member(call, getattr(step, side)).items():
-            found.setdefault(member, []).extend(x.piece for x in some)
-    return found
+            by_member.setdefault(member, []).extend(x.piece for x in some)
+    return by_member
 
 
 def _counted(call: Call, composition: Composition) -> Iterator[tuple[Counter[int], Counter[int]]]:
@@ -274,11 +274,11 @@ class _Ends:
     def shows(self) -> Iterator[Show]:
         """Yield what tells readers of all that is shown."""
         for reader, some in self.sent.items():
-            found = [x for n, x in enumerate(some) if x.size and self.is_shown(reader, n)]
-            if found and self.shown is not None:
+            shown = [x for n, x in enumerate(some) if x.size and self.is_shown(reader, n)]
+            if shown and self.shown is not None:
                 n = self.shown.number(reader, False)
-                told, taken = self.shape.told(n, self.own), self.shape.taken(n, reader)
-                yield Show(reader=reader, told=told, taken=taken, tag=self.tag(found))
+                told_word, taken = self.shape.told(n, self.own), self.shape.taken(n, reader)
+                yield Show(reader=reader, told=told_word, taken=taken, tag=self.tag(shown))
 
     def see(self, owner: int, n: int, source: int) -> See:
         """Return the copy of a piece that is shown."""
@@ -364,10 +364,10 @@ class _Moving:
 
 def _by_member(call: Call, transfers: Sequence[Sent]) -> dict[int, list[Sent]]:
     """Return the transfers with each member, by its index in the team, in their order."""
-    found: dict[int, list[Sent]] = {}
+    by_member: dict[int, list[Sent]] = {}
     for transfer in transfers:
-        found.setdefault(call.team.index(transfer.peer), []).append(transfer)
-    return found
+        by_member.setdefault(call.team.index(transfer.peer), []).append(transfer)
+    return by_member
 
 
 def _chunks(piece: Piece, itemsize: int, room: int) -> Iterator[tuple[int, int]]:

@@ -49,8 +49,8 @@ class Buffers:
 
     def address(self, piece: Piece, start: int) -> int:
         """Return the address of a piece's `start`-th byte."""
-        found = self._flat[piece.side][piece.index]
-        return found.data_ptr() + piece.start * found.itemsize + start
+        tensor = self._flat[piece.side][piece.index]
+        return tensor.data_ptr() + piece.start * tensor.itemsize + start
 
 
 def bytes_of(buffers: Sequence[Tensor]) -> list[Tensor]:

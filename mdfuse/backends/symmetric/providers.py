@@ -152,10 +152,10 @@ class HostProvider:
         if not size:
             return None
         key = replace(card, file=file)
-        found = self._heaps.get(key) or SharedMemory.of(key, size)
-        found.close()  # the memory stays
-        self._heaps[key] = found
-        return found
+        memory = self._heaps.get(key) or SharedMemory.of(key, size)
+        memory.close()  # the memory stays
+        self._heaps[key] = memory
+        return memory
 
     def team(
         self,

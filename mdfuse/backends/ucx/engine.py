@@ -116,8 +116,8 @@ class Engine:
     @property
     def transports(self) -> str:
         """The transports that UCX found, as it prints them."""
-        found: str = self._context.info
-        return found
+        names: str = self._context.info
+        return names
 
     @property
     def error(self) -> type[Exception]:

@@ -113,7 +113,7 @@ def settings(environment: Mapping[str, str], is_one_host: bool = False) -> dict[
 
     On one host UCX is confined to the loopback; by itself it listens on all interfaces.
     """
-    told = {k: v for k, v in _SETTINGS.items() if f"UCX_{k}" not in environment}
+    variables = {k: v for k, v in _SETTINGS.items() if f"UCX_{k}" not in environment}
     if is_one_host and "UCX_NET_DEVICES" not in environment and "UCX_TLS" not in environment:
-        told["NET_DEVICES"] = "lo"
-    return told
+        variables["NET_DEVICES"] = "lo"
+    return variables

@@ -110,18 +110,18 @@ def agree(
         ProgramError: another rank has one, or runs something else. An IndexRangeError for an
             IndexRangeError.
     """
-    own = None if what is None else hashlib.sha256(what.encode()).hexdigest()
+    digest = None if what is None else hashlib.sha256(what.encode()).hexdigest()
     kind = _OUT_OF_RANGE if isinstance(problem, IndexRangeError) else _REFUSED
-    reports = communicator.all_ok(own if problem is None else f"{kind}{told(problem)}")
+    reports = communicator.all_ok(digest if problem is None else f"{kind}{told(problem)}")
     problems = [r if r and r.startswith((_REFUSED, _OUT_OF_RANGE)) else None for r in reports]
     raise_alike(problem, problems, partial(_elsewhere, name))
     if any(report != reports[0] for report in reports):
-        found = communicator.crowd = crowd(communicator.rank) or communicator.crowd
-        speaks = reports.index(own) == communicator.rank or found
-        told_here = "\n".join((found, printable(costs()), what or "")) if speaks else None
+        threads = communicator.crowd = crowd(communicator.rank) or communicator.crowd
+        speaks = reports.index(digest) == communicator.rank or threads
+        told_here = "\n".join((threads, printable(costs()), what or "")) if speaks else None
         texts = communicator.all_ok(told_here)
         error = _other_programs(reports, [_Said(*(x or "\n\n").split("\n", 2)) for x in texts])
-        error.follows = own == Counter(reports).most_common(1)[0][0]
+        error.follows = digest == Counter(reports).most_common(1)[0][0]
         raise error
 
 
@@ -173,10 +173,10 @@ def _other_programs(reports: Sequence[str | None], said: Sequence[_Said]) -> Pro
     others = [rank for rank, report in enumerate(reports) if report != usual]
     where, tables = list[str](), list[str]()
     for report in dict.fromkeys(reports[rank] for rank in others):
-        here = reports.index(report)
-        where += _difference(there, said[there].what, here, said[here].what)
-        if said[there].costs != said[here].costs:
-            tables += [f"rank {r}, costs: {said[r].costs or 'none'}" for r in (there, here)]
+        other = reports.index(report)
+        where += _difference(there, said[there].what, other, said[other].what)
+        if said[there].costs != said[other].costs:
+            tables += [f"rank {r}, costs: {said[r].costs or 'none'}" for r in (there, other)]
     crowds = [x.crowd for x in said if x.crowd]
     if crowds:
         return ProgramError(crowds[0], where=[*crowds[1:], *where], because=BECAUSE, hint=HINT)

@@ -83,17 +83,17 @@ class Refusals:
             the store does not answer.
         """
         self.broken = self.broken or f"a communication broke ({first_line(error)})"
-        found: list[str] = []
+        messages: list[str] = []
 
         def ask() -> None:
             if self.store.check([f"refused/{tally.occasion}"]):
                 self.store.set(f"settled/{tally.occasion}", _BEGUN)
-                found.append(self.store.get(f"refused/{tally.occasion}").decode())
+                messages.append(self.store.get(f"refused/{tally.occasion}").decode())
 
         within(ANSWER_S, ask)
-        if not found:
+        if not messages:
             return None
-        why, *words = found[0].splitlines()
+        why, *words = messages[0].splitlines()
         return ProgramError(
             f"@{tally.name} broke off on rank {self.rank}: {why}",
             where=words,

@@ -61,8 +61,8 @@ class Bulletin:
             return
         with self._lock:  # two threads tell; beats must be written in order
             self._beat += 1
-            told = replace(position, beat=self._beat, time=time.time())
-            self._set(f"at/{self.rank}", told.encode())
+            stamped = replace(position, beat=self._beat, time=time.time())
+            self._set(f"at/{self.rank}", stamped.encode())
 
     def hear(self) -> None:
         """Read the alarm that a rank raised, if there is one."""
@@ -117,8 +117,8 @@ class Bulletin:
     def _linger(self, ranks: list[int], deadline: Deadline) -> None:
         while ranks and deadline.left():
             time.sleep(deadline.left(self.beat_s / 5))
-            found = ((rank, self._read(rank)) for rank in ranks)
-            ranks = [rank for rank, at in found if at is not None and at.is_hanging]
+            positions = ((rank, self._read(rank)) for rank in ranks)
+            ranks = [rank for rank, at in positions if at is not None and at.is_hanging]
 
     def _gather(self, ranks: list[int], found: dict[int, Position], grace_s: float) -> None:
         """Read positions into `found` until each rank has told a new one, or time is up.

@@ -58,11 +58,11 @@ class Neighbours:
         there = self._there(place)
         if self._launch.rank not in there:
             return {}
-        found = self.stopped(place)
+        reasons = self.stopped(place)
         if self._launch.is_one_host:
             away = set(range(self._launch.size)) - there.keys()
-            found |= dict.fromkeys(away, f"did not come to {place}: busy elsewhere, or gone")
-        return dict(sorted(found.items()))
+            reasons |= dict.fromkeys(away, f"did not come to {place}: busy elsewhere, or gone")
+        return dict(sorted(reasons.items()))
 
     def stopped(self, place: str) -> dict[int, str]:
         """Return the ranks whose processes came to a place and are stopped now, with a text."""

@@ -58,8 +58,8 @@ class Position:
 
     def of(self, family: str, team: tuple[int, ...]) -> Progress:
         """Return the rank's progress in one family of one team."""
-        found = (p for p in self.progress if (p.family, p.team) == (family, team))
-        return next(found, Progress(family, team, 0, 0, ""))
+        matching = (p for p in self.progress if (p.family, p.team) == (family, team))
+        return next(matching, Progress(family, team, 0, 0, ""))
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -67,7 +67,7 @@ class Position:
     @classmethod
     def decode(cls, text: str | bytes) -> Position:
         raw = json.loads(text)
-        progress = (Progress(f, tuple(team), *rest) for f, team, *rest in raw.pop("progress"))
+        progress = (Progress(f, tuple(team), *numbers) for f, team, *numbers in raw.pop("progress"))
         return cls(progress=tuple(progress), **raw)
 
 
@@ -122,32 +122,32 @@ def standing(tallies: Tallies, place: RunningStep | None) -> OwnPosition:
         return OwnPosition(progress=_progress(tallies.posted_before(None), []))
     before = tallies.posted_before(tally)
     posts, current = _posts(place, before), place.current
-    found = next((post for post in posts if post.step == current), None)
-    what = f"{found.name} ({found.where})" if found else place.step.label
-    family, team = found.key if found else ("", ())
+    last_post = next((post for post in posts if post.step == current), None)
+    what = f"{last_post.name} ({last_post.where})" if last_post else place.step.label
+    family, team = last_post.key if last_post else ("", ())
     return OwnPosition(
         key=(tally.occasion, place.number),
         doing=f"in run {tally.runs} of @{tally.name}, at {what}",
         is_waiting=place.is_waiting,
         occasion=tally.occasion,
-        name=found.name if found else "",
+        name=last_post.name if last_post else "",
         where=place.step.label,
         family=family,
         team=team,
-        sequence=found.number if found else 0,
+        sequence=last_post.number if last_post else 0,
         progress=_progress(before, posts, place.open),
     )
 
 
 def _posts(place: RunningStep, before: Counter[Key]) -> list[_Post]:
     """Return what the current run posted so far, in order."""
-    counts, found = before.copy(), []
+    counts, listed = before.copy(), []
     for n, step in enumerate(place.plan.steps[: place.number + 1]):
         for call in step.calls:
             key = key_of(call.kind, call.team)
             counts[key] += 1
-            found.append(_Post(n, counts[key], key, f"{call.kind} #{counts[key]}", step.label))
-    return found
+            listed.append(_Post(n, counts[key], key, f"{call.kind} #{counts[key]}", step.label))
+    return listed
 
 
 def _progress(

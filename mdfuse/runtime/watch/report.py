@@ -155,10 +155,10 @@ def _follows(alarm: Alarm, table: Table) -> bool:
 
 
 def _rows(alarm: Alarm, table: Table) -> list[str]:
-    own = table.own
-    at = f"{own.doing}; " if own.doing else ""
-    rows = [f"rank {own.rank}: {at}its host is at {own.host or 'no line of Python'}"]
-    rows += [f"posted {_count_text(p)}" for p in own.progress if own.doing]
+    position = table.own
+    at = f"{position.doing}; " if position.doing else ""
+    rows = [f"rank {position.rank}: {at}its host is at {position.host or 'no line of Python'}"]
+    rows += [f"posted {_count_text(p)}" for p in position.progress if position.doing]
     rows += _ranks(alarm, table)
     rows += [table.store] if table.store else []
     rows += [f"before, {table.heard}"] if table.heard else []
@@ -223,14 +223,14 @@ def _suspects(alarm: Alarm, table: Table) -> tuple[list[int], str, str]:
     """
     others = {rank: at for rank, at in table.others.items() if rank in table.ranks}
     left = [rank for rank, at in others.items() if at.ended]
-    here = {rank: at for rank, at in others.items() if rank not in left}
+    present = {rank: at for rank, at in others.items() if rank not in left}
     see = "see the log of {0}: "
     tests = (
         ([r for r, at in others.items() if at.silent_s], "no sign of life", see + "it died, or "
          "stopped, or its host is cut off"),
         (list(table.missing), "missing", see + "it died, or stopped, or never came"),
         ([r for r in left if _VICTIM not in others[r].ended], "left", see + "it left the others"),
-        ([r for r, at in here.items() if _is_behind(alarm, r, at)], "did not post it",
+        ([r for r, at in present.items() if _is_behind(alarm, r, at)], "did not post it",
          "see what {0} did instead" + _SLOW),
         (_astray(alarm, table), "posted another one",
          "compare what {0} ran with the others: all ranks run the same programs in one order"),
@@ -238,9 +238,9 @@ def _suspects(alarm: Alarm, table: Table) -> tuple[list[int], str, str]:
         ([] if table.lost is None else [table.lost], "took the store with it", see + "it died, or "
          "stopped, and with it the store"),
     )  # fmt: skip
-    found = ((sorted(ranks), why, hint) for ranks, why, hint in tests if ranks)
+    suspects = ((sorted(ranks), why, hint) for ranks, why, hint in tests if ranks)
     return next(
-        found, ([], "", "see the log of each rank; where they are only slow, raise timeout_s")
+        suspects, ([], "", "see the log of each rank; where they are only slow, raise timeout_s")
     )
 
 
@@ -282,8 +282,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
     """Return ranks as reports name them: "rank 3", "ranks 0, 1"."""
     ranks = list(ranks)
     text = ", ".join(map(str, ranks[:_RANKS]))
-    more = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}{more}"
+    others = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}{others}"
 
 
 def bytes_text(count: int) -> str:

@@ -115,11 +115,11 @@ def _traceback(error: BaseException) -> str:
 def _read(file: str) -> dict[str, Any] | None:
     """Return what stands in torchrun's file, as torch writes it of an exception; None: nothing."""
     try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))["message"]
-        int(found["extraInfo"]["timestamp"])
+        message = json.loads(Path(file).read_text(encoding="utf-8"))["message"]
+        int(message["extraInfo"]["timestamp"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return found if isinstance(found, dict) and "message" in found else None
+    return message if isinstance(message, dict) and "message" in message else None
 
 
 def untell_torchrun() -> None:

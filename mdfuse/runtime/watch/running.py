@@ -131,9 +131,9 @@ def running() -> RunningStep | None:
     """
     main = threading.main_thread().ident
     places = {t: [x for x in xs if x is not None] for t, xs in seen(_at).items()}
-    found = {thread: xs[0] for thread, xs in places.items() if xs}
-    order = sorted(found, key=lambda thread: (not found[thread].is_waiting, thread != main))
-    return found[order[0]] if order else None
+    innermost = {thread: xs[0] for thread, xs in places.items() if xs}
+    order = sorted(innermost, key=lambda thread: (not innermost[thread].is_waiting, thread != main))
+    return innermost[order[0]] if order else None
 
 
 def raised(error: BaseException | None) -> RunningStep | None:

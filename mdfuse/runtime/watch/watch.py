@@ -258,9 +258,9 @@ class Watch:
         alarm = Alarm.at(now, error.what, self._world)
         self._broke = replace(now, is_waiting=False) if now.doing else None
         with self._reporting(alarm, now) as table:
-            found = explained(error, alarm, table)
-            self._keep(found, table)
-            return found
+            extended = explained(error, alarm, table)
+            self._keep(extended, table)
+            return extended
 
     def position(self, is_hanging: bool, now: OwnPosition | None = None) -> Position:
         """Return how far this rank is, as the others are told."""
@@ -356,14 +356,14 @@ class Watch:
     @contextmanager
     def _reporting(self, alarm: Alarm, now: OwnPosition) -> Iterator[Table]:
         """Gather the facts of a report; afterwards let other ranks gather theirs from this one."""
-        own, ranks = self.position(True, now), self._world or alarm.team
+        position, ranks = self.position(True, now), self._world or alarm.team
         bulletin, answers = self._bulletin, Answers(is_complete=True)
         self._reports += 1
         if bulletin is not None:
             bulletin.give_up()
-            within(self.ending.left(self._beat), lambda: bulletin.tell(own))
+            within(self.ending.left(self._beat), lambda: bulletin.tell(position))
             answers = bulletin.gather(ranks, self.ending)
-        table = self._table(own, ranks, answers)
+        table = self._table(position, ranks, answers)
         try:
             if bulletin is not None and answers.is_complete:
                 word = f"rank {self._rank} said: {alarm.what}: {blame(alarm, table)}"
@@ -372,7 +372,7 @@ class Watch:
         finally:
             self._reports -= 1
             if bulletin is not None and answers.is_complete:
-                said = replace(own, is_hanging=False)
+                said = replace(position, is_hanging=False)
                 within(self.ending.left(self._beat), lambda: bulletin.tell(said))
                 bulletin.linger(answers.positions, self.ending)
             elif bulletin is None and self._place:
@@ -387,8 +387,8 @@ class Watch:
             store = "the ranks share no store here: only what this host shows is known"
             missing = self._neighbours.missing(self._place) if self._neighbours else {}
         elif self._bulletin is not None and is_there:
-            told = {self._rank, *answers.positions}
-            missing = {rank: NEVER_TOLD for rank in ranks if rank not in told}
+            reached = {self._rank, *answers.positions}
+            missing = {rank: NEVER_TOLD for rank in ranks if rank not in reached}
         elif self._neighbours and self._place:
             missing = self._neighbours.stopped(self._place)
         heard = self._bulletin.heard if self._bulletin is not None else ""
@@ -426,8 +426,8 @@ class Watch:
 def _host_line() -> str:
     """Return the main thread's innermost line outside mdfuse, packages and Python's library."""
     lines = seen(_line).get(threading.main_thread().ident or 0, [])
-    found = next((x for x in lines if _is_users(x.file)), lines[0] if lines else None)
-    return "" if found is None else found.quote()
+    line = next((x for x in lines if _is_users(x.file)), lines[0] if lines else None)
+    return "" if line is None else line.quote()
 
 
 def _line(frame: FrameType) -> Source:
