@@ -1,4 +1,4 @@
-"""Prepare new buffers: in which memory they lie, in which order, and what they hold at first."""
+"""Prepare new buffers: their memory, their memory order, and their first values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def new_buffer(
         order: the dims from outermost to innermost in memory; None: row-major.
         context: what is known at this instruction; it learns the strides.
         memory: "device", "host", "pinned" or "symmetric".
-        place: bytes where it lies in all runs; None: each run makes it.
+        place: the bytes that hold it in all runs; None: each run makes it.
     """
     shape, dtype = context.local(output), context.type(output).dtype
     strides = dense_strides(shape, order)

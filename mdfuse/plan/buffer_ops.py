@@ -1,4 +1,4 @@
-"""Prepare buffer operations: views of parts of a buffer, and what posts need around them."""
+"""Prepare buffer operations: views of parts of a buffer, and the packing around posts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _view(i: Instruction, context: Context, run: _Value | str, *args: Any) -> li
 def _made(
     i: Instruction, context: Context, run: _Value | str, *args: Any, is_view: bool = False
 ) -> list[Line]:
-    """Bind the result to what a call makes of the operand, or copy that into its buffer."""
+    """Bind the result to the tensor that a call makes, or copy that tensor into its buffer."""
     (output,), (operand,) = i.outputs, i.reads
     source = context.ref(operand)
     if not context.has_buffer(output):
@@ -180,7 +180,7 @@ def _pack_evenly(i: Instruction, context: Context, fact: Tensor, parts: int) -> 
 
 
 def _term(i: Instruction, context: Context) -> list[Line]:
-    """Place this rank's part in a buffer of what its reduce op leaves others as they are with.
+    """Place this rank's part in a buffer that holds the reduce op's neutral element elsewhere.
 
     Along axes that become Partial only the rank at coordinate 0 contributes its part.
     """
@@ -222,9 +222,9 @@ def _is_first_along_new_axes(i: Instruction, context: Context) -> bool:
 
 
 def _accumulate(i: Instruction, context: Context) -> list[Line]:
-    """Add the part of a chunk to those that are in the buffer; the first one is what it holds.
+    """Add the part of a chunk to the sum in a buffer; the first part is copied there.
 
-    In a unit it is added to a number that leaves it as it is, so that all chunks run one function.
+    In a unit the first part is added to the neutral element, so that all chunks run one function.
     """
     (output,), (operand,) = i.outputs, i.reads
     layout = context.type(operand).layout

@@ -42,11 +42,11 @@ class Plan:
     Attributes:
         name: of the program.
         size: how many slots there are.
-        names: slot -> what it is, for readers: the name of its buffer or handle in the program.
+        names: slot -> the name of its buffer or handle in the program, for readers.
         inputs: the slots of the inputs.
         given: for each output the slot of the caller's buffer, where there is one.
         outputs: the slots of the outputs; None for what this rank does not compute.
-        steps: what to call, in order.
+        steps: the prepared calls, in order.
         device: where it computes.
         switches: whether it changes the current stream.
         one_stream: everything runs on the stream that is current when a run starts.
@@ -55,7 +55,7 @@ class Plan:
         written: the slots of inputs that it writes into.
         records: whether one of the caller's tensors requires a gradient.
         tally: how often its program ran.
-        stamping: what its function calls between its lines; None: nothing.
+        stamping: the calls that its function makes between its lines; None: no calls.
         code: the instructions that it was built from, by whose numbers steps name theirs.
         arena: the bytes in which symmetric buffers lie, in all runs; None: there are none.
     """
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def quick(self) -> None:
-        """What runs by one graph alone, if there is one; `GraphPlan` has it."""
+        """The run by one graph alone, if there is one; `GraphPlan` has it."""
         return None
 
     @property
@@ -109,7 +109,7 @@ class Plan:
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """All calls, in order; what may take the place of an operand does."""
+        """All calls, in order; results that may take the place of an operand do so."""
         lines = tuple(line for step in self.steps for line in step.lines)
         return in_place(lines, self.outputs) if self.one_stream else lines
 
@@ -148,7 +148,7 @@ class Plan:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """For each of all lines, what it belongs to."""
+        """For each of all lines, the label of its step."""
         return tuple(step.label for step in self.steps for _ in step.lines)
 
     def run(
@@ -159,8 +159,8 @@ class Plan:
     ) -> list[Any]:
         """Run from start to end on a backend whose waits block.
 
-        Nothing is recorded for autograd, which knows no writes into given buffers; where it would
-        be, the run was refused.
+        Nothing is recorded for autograd, which knows no writes into given buffers: a run that would
+        need it was refused.
 
         Args:
             arguments: local tensors, None for those that this rank lacks, numbers for scalars.
@@ -189,7 +189,7 @@ class Plan:
         except Exception as error:
             raise self.explained(error, self.function) from error.__cause__
         finally:
-            if caller is not None:  # whatever happened, it is current again
+            if caller is not None:  # also after an error, it is current again
                 torch.cuda.set_stream(caller)
 
     def addresses(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> dict[int, int]:
@@ -252,8 +252,8 @@ def build(
         bind: prepares a call on a backend whose teams are made.
         device: where its buffers lie.
         poison: fill new buffers with NaN or the largest value.
-        arguments: what it is run with; runs with others of the same shapes and strides may follow.
-            None: nothing is known of them but their shapes.
+        arguments: the arguments of the run; runs with others of the same shapes and strides may
+            follow. None: only their shapes are known.
         out: likewise the caller's buffers for outputs, None for those without.
         is_simulated: streams are those of the simulator, whatever the device.
         caller: the handle of the caller's CUDA stream.
@@ -313,7 +313,7 @@ def _inputs(context: Context, arguments: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _know(context: Context, name: str, x: Any) -> None:
-    """Note the strides of what the caller passes."""
+    """Note the strides of the caller's tensors."""
     if isinstance(x, Tensor):
         fact = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         context.know(name, fact)

@@ -36,10 +36,10 @@ def graphs_of(
     watch: Replays | None,
     is_all: bool,
 ) -> GraphPlan | None:
-    """Return what captures a plan region by region; None where it has nothing to capture.
+    """Return the plan that captures itself region by region; None where nothing can be captured.
 
     Args:
-        once: the plan, with what its first run found.
+        once: the plan, with the addresses of its first run.
         arguments: those of the second run.
         out: the caller's buffers for outputs, None for those without; None: there are none.
         build: builds the plan anew.

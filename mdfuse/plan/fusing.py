@@ -1,7 +1,7 @@
 """Compile the calls of a host unit into one.
 
 The calls of a unit are prepared so that torch makes every result which has no buffer yet. Views
-that are used outside come behind the unit, and what is left is traced and compiled as one function
+that are used outside come behind the unit. The other calls are traced and compiled as one function
 of the tensors that the unit reads and writes.
 """
 
@@ -45,12 +45,12 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The calls of a unit, cut into what comes in front of the compiled function, in it and behind.
+    """The calls of a unit, cut into those in front of the compiled function, in it and behind.
 
     Attributes:
-        ahead: what fills buffers with a number.
+        ahead: calls that fill buffers with a number.
         inside: calls to compile.
-        behind: views of what the unit makes, and a library's calls that fill buffers.
+        behind: views of results of the unit, and a library's calls that fill buffers.
         takes: the slots that the compiled function reads or writes.
         makes: the slots of its results.
     """
@@ -81,14 +81,14 @@ class _Held:
 
 @dataclass(eq=False)
 class Fuser:
-    """Compiles the host units of a program; what cannot be compiled stays as it is.
+    """Compiles the host units of a program; units that cannot be compiled stay as they are.
 
     Attributes:
         must: a unit that cannot be compiled is an error.
         timeout_s: how long to wait for another process that compiles.
-        lengths: what was compiled for all shapes of the program.
-        refused: unit -> why it runs eagerly.
-        tally: where the functions came from.
+        lengths: the functions compiled for all shapes of the program.
+        refused: unit -> the reason why it runs eagerly.
+        tally: counts the functions by their origin.
     """
 
     must: bool = False
@@ -177,7 +177,7 @@ class Fuser:
         return [step, *(step for step in steps if step.op == "keep")]
 
     def made(self, i: Instruction, cut: _Cut, forms: Sequence[Form]) -> Made:
-        """Return the function of a cut, which is compiled, or will be with all others."""
+        """Return the function of a cut, which is compiled now or will be with all others."""
         calls = Calls(cut.inside, cut.takes, cut.makes, tuple(forms))
         key = unit_key(cut.inside, cut.takes, cut.makes)
         function = compilation.known(key, forms, self.tally)
@@ -193,7 +193,7 @@ class Fuser:
         return function
 
     def finish(self, steps: Sequence[Step], context: Context) -> list[Step]:
-        """Compile what the units of a plan need, and return its steps with that."""
+        """Compile the functions of a plan's units, and return its steps with them."""
         held, self._held = self._held, {}
         pending = {n: held[n] for n in map(id, steps) if n in held}
         functions = [x.made for x in pending.values()]
@@ -217,7 +217,7 @@ class Fuser:
         return [replace(held.step, lines=tuple(called))]
 
     def told(self) -> Iterator[str]:
-        """Yield lines on what was compiled, and on what was not."""
+        """Yield the lines of a report on compiled and eager units."""
         yield from self.tally.told()
         reasons: dict[str, list[str]] = {}
         for name, why in self.refused.items():
@@ -229,7 +229,7 @@ class Fuser:
 
 
 def _called(made: Made, function: Function) -> AsTold:
-    """Return what a step calls; what comes behind it goes by the strides that are known."""
+    """Return the function that a step calls; later calls rely on the known strides."""
     _, strides, dtypes, _ = zip(*made.results, strict=True) if made.results else ((),) * 4
     return AsTold(function, strides, dtypes)
 
@@ -244,9 +244,9 @@ def _works(line: Line) -> bool:
 
 
 def _written_last(i: Instruction, outside: Mapping[int, str], context: Context) -> set[int]:
-    """Return the buffers that a library fills with what the unit does not read.
+    """Return the buffers that a library fills with values that the unit does not read.
 
-    It writes there itself; a compiler would give it a buffer, and copy.
+    The library writes there itself; a compiler would give it another buffer, and copy.
     """
     read = {x for j in i.body for x in j.reads if j.op != "addmm" or x not in j.outputs}
     filled = {context.slot(x) for j in i.body if is_library(j) for x in j.outputs if x not in read}
@@ -263,10 +263,10 @@ def _cut(
         kept: the slots that are used outside.
         last: those that are filled behind the compiled function.
         are_shared: results that may share memory come behind it, as views do. Nothing writes there
-            later: of memory that is written again they would be copies (`local_ops.ordered`).
+            later: results in memory that is written again would be copies (`local_ops.ordered`).
 
     Raises:
-        Refusal: a result may share memory with something else, or not: nobody knows.
+        Refusal: it is not known whether a result shares memory with another value.
     """
     needed = set(kept)
     behind: list[Line] = []
@@ -302,9 +302,9 @@ def _cut(
 
 
 def _inside(lines: Iterable[Line], behind: Sequence[Line]) -> list[Line]:
-    """Return the calls to compile: those behind only where another of them reads the result.
+    """Return the calls to compile; calls behind only where a compiled call reads their result.
 
-    Both then make it, and nothing of the compiled function goes by what comes behind it.
+    Such a result is computed twice, so the compiled function needs no call behind it.
     """
     needed, read, is_later = list[Line](), set[int](), set(map(id, behind))
     for line in reversed([*lines]):
@@ -316,7 +316,7 @@ def _inside(lines: Iterable[Line], behind: Sequence[Line]) -> list[Line]:
 
 
 def _ahead(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Return what fills buffers from outside before any other call uses them.
+    """Return the calls that fill buffers from outside before any other call uses them.
 
     Sums over chunks begin so: the functions of all chunks are then one.
     """
@@ -338,7 +338,7 @@ def _reads(x: Any, slot: int) -> bool:
 
 
 def _bases(inside: Sequence[Line], takes: Iterable[int]) -> dict[int, frozenset[int]]:
-    """Return for each slot those whose memory it may share."""
+    """Return for each slot the slots whose memory it may share."""
     bases = {slot: frozenset({slot}) for slot in takes}
     for line in inside:
         shared = frozenset().union(*(bases[slot] for slot in line.shares))
@@ -367,7 +367,7 @@ def _unknown(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[in
 
 
 def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form]:
-    """Return the forms of what the compiled function takes."""
+    """Return the forms of the compiled function's arguments."""
     forms: list[Form] = []
     for slot in cut.takes:
         name = outside[slot]
@@ -389,7 +389,7 @@ def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form
 def _found(
     cut: _Cut, results: Sequence[Form], outside: Mapping[int, str], context: Context
 ) -> dict[int, Tensor]:
-    """Return meta tensors like what the unit takes and makes, and like views of these, by slot."""
+    """Return slot -> a meta tensor like the unit's argument, result, or a view of these."""
     facts = ((slot, context.fact(name)) for slot, name in outside.items())
     slots: dict[int, Any] = {slot: fact for slot, fact in facts if fact is not None}
     for slot, (shape, strides, dtype, _) in zip(cut.makes, results, strict=True):

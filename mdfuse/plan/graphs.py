@@ -48,7 +48,7 @@ TIMES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Lines [start, stop) of those left, all captured, or all eager for a reason."""
+    """Lines [start, stop) of a run, all captured, or all eager for a reason."""
 
     start: int
     stop: int
@@ -59,8 +59,7 @@ def regions(plan: Plan) -> list[Region]:
     """Cut a plan into regions, in order.
 
     Between a post and its wait there is no border: a library may not know that a communication was
-    captured. Where a plan switches streams there is none at all: what is captured on a stream must
-    come together again.
+    captured. A plan that switches streams has no border at all: captured streams must join again.
     """
     lines = plan.owned.lines
     by_line = [step.eager for step in plan.steps for _ in step.lines]
@@ -105,8 +104,8 @@ class GraphPlan:
         build_eager: builds the same plan for the caller's stream; its lines run in eager regions.
         recorder: captures the regions.
         stays: slot -> address, for parameters that lay at one address so far.
-        fresh: for each output what to allocate for it in each run; None: the caller gives it, or
-            the plan makes it.
+        fresh: for each output the form to allocate in each run; None: the caller gives it, or the
+            plan makes it.
         may_overlap: whether the caller's tensors that are written may overlap others.
         watch: notes captures and replays.
         limit: a region that would copy more bytes of arguments in each run is not captured; None:
@@ -125,7 +124,7 @@ class GraphPlan:
     _functions: dict[tuple[bool, int], Function] = field(default_factory=dict)
     #: runs for new outputs where a graph expects them, or returns None; None: no graph does it all
     quick: Quick | None = field(init=False, default=None)
-    #: where new outputs lie -> how to run by one graph; the second: wherever they lie
+    #: addresses of new outputs -> the run by one graph; the second: for any addresses
     _ready: dict[tuple[int, ...], Ready] = field(default_factory=dict)
     _copying: Ready | None = None
     #: region -> outputs that lie where no graph expects them
@@ -208,12 +207,12 @@ class GraphPlan:
         return self._taken(values)
 
     def _given_at(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Return where the caller's tensors lie."""
+        """Return the addresses of the caller's tensors."""
         pairs = zip(self._parameters, values, strict=True)
         return tuple([x.data_ptr() for slot, x in pairs if x is not None and slot not in self._new])
 
     def _new_at(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Return where new outputs lie."""
+        """Return the addresses of new outputs."""
         pairs = zip(self._parameters, values, strict=True)
         return tuple([x.data_ptr() for slot, x in pairs if slot in self._new])
 
@@ -271,9 +270,9 @@ class GraphPlan:
         return graphs[key]
 
     def _other(self, n: int, at: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the key of the graph for outputs where no graph expects them.
+        """Return the key of the graph for outputs at addresses that no graph expects.
 
-        It is one of their own, in the place of the oldest, where they come there again and again.
+        Addresses that come again and again get a key of their own, in the place of the oldest.
         """
         if not self._turns[n].is_due(at):
             return ()
@@ -307,7 +306,7 @@ class GraphPlan:
         return output
 
     def __str__(self) -> str:
-        """The regions, each with why it is not captured."""
+        """The regions as text, each eager one with its reason."""
         lines = self.plan.function.source.splitlines()
         text = [lines[0]]
         for region in self.regions:
@@ -317,7 +316,7 @@ class GraphPlan:
         return "\n".join([*text, *lines[1 + len(self.plan.owned.lines) :]])
 
     def replays(self) -> list[Ready]:
-        """How runs by one graph go on, for outputs where they lay so far."""
+        """The runs by one graph, for outputs at the addresses seen so far."""
         return [*self._ready.values()]
 
     def reset(self) -> None:
@@ -375,9 +374,9 @@ class GraphPlan:
             torch.cuda.set_stream(caller)
 
     def _capture(self, n: int, slots: dict[int, Any], *, is_new_bound: bool) -> Captured:
-        """Capture a region: what stays in place is read there, other parameters are copied.
+        """Capture a region: parameters that stay in place are read there, others are copied.
 
-        New outputs are filled where they lie now, or in buffers that are copied.
+        New outputs are filled at their present addresses, or in buffers that are copied.
         """
         taken, targets = self._uses[n]
         bound = {s: at for s in taken if (at := self._address(s, slots)) is not None}
@@ -402,9 +401,10 @@ class GraphPlan:
         )
 
     def _address(self, slot: int, slots: Mapping[int, Any]) -> int | None:
-        """Return where something lies in all runs, in the arena or so far; None for others.
+        """Return the address of a value that stays in the arena, or in place so far; None for
+        others.
 
-        The others copy what a post sends out of the arena from where it lies there.
+        Other ranks copy a post's source in the arena from this address.
         """
         x = slots[slot]
         if not isinstance(x, Tensor):
@@ -424,10 +424,10 @@ def _lies_in(x: Tensor, whole: Tensor | None) -> bool:
 
 
 def _views(plan: Plan, parameters: Sequence[int]) -> dict[int, Callable[[Mapping[int, Any]], Any]]:
-    """Find the outputs that are views of what the caller passes; each run makes them anew.
+    """Find the outputs that are views of the caller's tensors; each run makes them anew.
 
     Returns:
-        slot of the output -> what makes it of the parameters.
+        slot of the output -> the function that makes it of the parameters.
     """
     makers: dict[int, Line] = {}
     known = set(parameters)

@@ -1,8 +1,8 @@
 """Check indices into tables: note those out of range in a run, raise on all ranks after it.
 
 An error in the midst of a run would leave the other ranks in a communication. So indices are
-looked at before they are used, those out of range are replaced by one that is there, the run goes
-on to its end, and what was found is raised there, whatever rank found it.
+checked before they are used, those out of range are replaced by a valid one, and the run goes on to
+its end. There all ranks raise the error, whichever rank noted it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class IndexChecks:
         return indices.clamp(0, max(rows - 1, 0))
 
     def take(self) -> IndexRangeError | None:
-        """Return what the run found, and forget it."""
+        """Return the error of the run, and forget it."""
         error, self.found = self.found, None
         return error
 

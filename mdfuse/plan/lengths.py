@@ -1,4 +1,4 @@
-"""What is compiled for the units of a program, for whatever lengths it is run with."""
+"""The compiled functions of a program's units, for all lengths of its runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ALONE = 2
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A function for many lengths: its calls, what it was traced to, and what became of that."""
+    """A function for many lengths: its calls, its trace, and its compiled form."""
 
     calls: Joined
     traced: Traced
     made: Made
 
     def serving(self, key: Hashable, calls: Calls) -> Made | None:
-        """Return what it is for some calls; None where it is not for these."""
+        """Return the function for some calls; None where it does not serve them."""
         serves, sizes = self.made.serves, self.calls.sizes(calls.forms)
         if serves is None or sizes is None or min(sizes) < 2 or not self.calls.are(calls):
             return None

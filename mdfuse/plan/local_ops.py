@@ -85,7 +85,7 @@ def _several(i: Instruction, row: ops.Op, context: Context) -> list[Line]:
 
 
 def _ordered_write(i: Instruction, row: ops.Op, context: Context) -> Write | None:
-    """Return how torch writes the result in the order asked for, where its own would be another."""
+    """Return the call that writes the result in the order asked for, where torch's own differs."""
     if i.order is None or not i.inputs or not _is_tensor(i.inputs[0], context):
         return None
     facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
@@ -95,7 +95,7 @@ def _ordered_write(i: Instruction, row: ops.Op, context: Context) -> Write | Non
 
 
 def _follows_operand(row: ops.Op, facts: Sequence[Tensor | None]) -> bool:
-    """Tell whether an exact op's own result would lie as an operand does that is not row-major."""
+    """Tell whether an exact op's own result would follow an operand that is not row-major."""
     is_exact = row.is_elementwise and row.writes.is_exact
     return is_exact and any(x is not None and not x.is_contiguous() for x in facts)
 
@@ -156,9 +156,9 @@ def _is_plain(order: tuple[int, ...] | None) -> bool:
 def _reshaped(
     i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context
 ) -> list[Line] | None:
-    """Copy what can only be reshaped so; None where the result is a view, or where torch copies.
+    """Reshape by a copy; None where the result is a view, or where torch copies.
 
-    What is copied is in use no longer: as a view it would be until the last use of the result.
+    After a copy the operand is free; a view would keep it in use until the last use of the result.
     """
     (output,) = i.outputs
     fact = context.fact(i.reads[0]) if row.name == "reshape" else None
@@ -232,8 +232,8 @@ def _overlaps(i: Instruction, context: Context) -> bool:
 def ordered(i: Instruction, context: Context, line: Line) -> list[Line]:
     """Make the result dense in the order asked for; free where it lies so already.
 
-    Where the memory that it would share is written again, it is always a copy. What a library makes
-    shares none.
+    The result is always a copy where the memory that it would share is written again. Results of a
+    library share no memory.
     """
     (output,) = i.outputs
     shape, dtype = context.local(output), context.type(output).dtype

@@ -1,12 +1,12 @@
-"""Which buffers a plan owns, and where they lie in one piece of memory.
+"""The buffers that a plan owns, packed into one piece of memory.
 
     v3 = empty(…)                     b0: bytes 0-4096 of the plan's memory, in use in lines 0-2
     v4 = empty(…)            ->       b1: bytes 4096-8192, in lines 1-4
     v5 = empty(…)                     b2: bytes 0-4096 again, in lines 3-5
 
 A buffer that the caller never sees has the same place in all runs; buffers that are not in use at
-the same time share one. How long a buffer is in use follows from the lines: until the last one that
-uses the buffer, a value that may share its memory, or a communication of it.
+the same time share one. Lines decide the lifetime: a buffer is in use until the last line that uses
+it, a value that may share its memory, or a communication of it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from mdfuse.plan.packing import MANY, Held, Life, peak, place, place_in, size_of
 #: Offsets are multiples of this: torch aligns new buffers so, kernels may count on it.
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 
-#: A plan owns its buffers where that takes no more memory than this, compared with what torch's
-#: allocator would hold at once.
+#: A plan owns its buffers up to this multiple of the memory that torch's allocator would hold at
+#: once.
 WORTH = 1.0
 
-#: At how many heights of its memory it is tried to leave what lies above to torch.
+#: How many heights of the memory are tried as the border above which buffers are left to torch.
 TRIED = 64
 
 
 def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
-    """Return the lives of the buffers that lines make, but for those that a result may refer to.
+    """Return the lives of the buffers that lines make, except those that a result may refer to.
 
     Buffers that torch allocates within a call count, too.
     """
@@ -61,13 +61,13 @@ def _lives(flow: _Flow, results: Iterable[int | None]) -> list[Life]:
 
 
 class _Flow:
-    """What lines read and write, looked up once.
+    """The reads and writes of lines, looked up once.
 
     Attributes:
         lines: the calls.
         refs: for each its `Line.refs`.
         bases: slot -> the slots whose buffers it may refer to, or keep in use.
-        uses: for each buffer the lines that use it, each with the slot by which it does.
+        uses: for each buffer the lines that use it, each with the slot through which it does.
     """
 
     def __init__(self, lines: Sequence[Line]) -> None:
@@ -80,7 +80,8 @@ class _Flow:
                     self.uses[base].append((n, slot))
 
     def _used(self, n: int) -> tuple[int, ...]:
-        """Return the slots whose buffers a line uses, and those of what it makes of others."""
+        """Return the slots whose buffers a line uses, and the slots of its results that share
+        memory."""
         line = self.lines[n]
         if line.run is None:
             return ()
@@ -104,8 +105,8 @@ def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
 def in_place(lines: Sequence[Line], results: Sequence[int | None]) -> tuple[Line, ...]:
     """Turn new buffers that take the place of an operand into that operand.
 
-    So they do whoever the operand's memory belongs to, the plan or torch. One that is made before
-    the operand is what the operand is made in.
+    This holds for memory owned by the plan or by torch. If the new buffer is made before the
+    operand, the operand is computed in it.
     """
     flow = _Flow(lines)
     took = _taken(flow, [life for life in _lives(flow, results) if life.new is not None])
@@ -121,7 +122,7 @@ def in_place(lines: Sequence[Line], results: Sequence[int | None]) -> tuple[Line
 
 
 def _merged(flow: _Flow, found: Sequence[Life]) -> dict[int, int]:
-    """Find buffers that have one place, since one takes that of the other.
+    """Find buffers that share one place, because one takes the place of the other.
 
     Returns:
         slot -> the slot of the first buffer in the same place; for most buffers their own slot.
@@ -135,8 +136,9 @@ def _merged(flow: _Flow, found: Sequence[Life]) -> dict[int, int]:
 def taken(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
     """Find buffers that take the place of an operand whose last use is the call that fills them.
 
-    The last use of what is reduced lasts until its wait, as the sum is there then. Not where the
-    call also reads the operand through a view of it: `h + h.T` would read what it has just written.
+    The operand of a reduction is in use until its wait, when the sum is complete. A call that also
+    reads the operand through a view is excluded: `h + h.T` would read elements that it has just
+    written.
 
     Returns:
         slot -> that of the operand, in the order of the calls.
@@ -198,7 +200,7 @@ class Owned:
 
     Attributes:
         buffers: slot -> its buffer, or a view of one.
-        lines: what is left to do in each run.
+        lines: the remaining lines of each run.
         numbers: for each of these lines, its number among the lines that were given.
         nbytes: the bytes that the buffers take together.
     """
@@ -213,8 +215,8 @@ class Owned:
 def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.device) -> Owned:
     """Make the buffers that a plan owns, and the views of them; drop the lines that made them.
 
-    What it owns is there all the time, also while torch holds most. Where both together would take
-    more than `WORTH` allows, the plan leaves those to torch that lie highest in its memory.
+    Owned buffers exist all the time, also while torch holds most. Where both together would take
+    more than `WORTH` allows, the plan leaves the buffers that lie highest in its memory to torch.
 
     Args:
         lines: all calls of the plan.
@@ -264,9 +266,9 @@ def _lowest(
 
     Args:
         found: the places.
-        offsets: where they lie.
+        offsets: their offsets.
         alone: the buffers that have a place.
-        others: what torch allocates in any case.
+        others: the buffers that torch allocates in any case.
         home: buffer -> its place.
         limit: on the bytes that are held at once, by the plan and by torch.
     """
@@ -274,7 +276,7 @@ def _lowest(
     heights = sorted({*ends.values()}, reverse=True)
     held, left = Held(), sorted(alone, key=lambda x: ends[home[x.slot]])
     held.add(others)
-    # at most as many are tried as find a good one where heights are few, as in equal layers
+    # this many find a good one where heights are few, as in equal layers
     for height in heights[:: -(-len(heights) // TRIED) or 1]:
         count = bisect_right(left, height, key=lambda x: ends[home[x.slot]])
         held.add(left[count:])

@@ -23,18 +23,18 @@ from mdfuse.plan.streams import CALLER
 
 @dataclass
 class Builder:
-    """Makes the steps of instructions in order, and keeps what is known at each of them.
+    """Makes the steps of instructions in order, and tracks the state at each of them.
 
     Attributes:
         context: the rank's slots and bindings.
         posts: prepares its communications.
-        steps: what was made so far.
+        steps: the steps made so far.
         handles: values of get_stream -> the index of the stream.
         homes: slot -> the stream that was current when it was bound.
         current: the stream that is current.
         switches: whether a step switches or joins CUDA streams.
-        why: why the step that is being added cannot be in a CUDA graph; None: it can.
-        number: of the instruction that is being added.
+        why: the reason why the current step cannot be in a CUDA graph; None: it can.
+        number: of the current instruction.
     """
 
     context: Context
@@ -174,7 +174,7 @@ class Builder:
 
 
 def _works(i: Instruction) -> bool:
-    """Tell whether an instruction reads elements: neither a view, nor made of nothing."""
+    """Tell whether an instruction reads elements: it is neither a view nor a creation."""
     row, op = row_of(i), op_of(i)
     return not (row is not None and row.is_view) and not (op is not None and op.is_creation)
 

@@ -36,7 +36,7 @@ class TracedPlan(Plan):
     clock: DeviceClock | None = None
 
     def call(self, values: Sequence[Any]) -> list[Any]:
-        """Run once; what was noted is written, whatever happens."""
+        """Run once; the notes are written also after an error."""
         assert self.function is not None  # written before the clock starts
         is_done = False
         if self.clock is not None:
@@ -83,17 +83,17 @@ def traced(plan: Plan, file: TraceFile) -> TracedPlan:
 
 
 def described(plan: Plan, rank: int) -> Iterator[tuple[int, int, Step, Entry]]:
-    """Yield first and last line of each step of a plan, the step, and what is to be said of it."""
+    """Yield first and last line of each step of a plan, the step, and its description."""
     posts = {handle: s for s in reversed(plan.steps) if s.calls for handle in s.outputs}
     for first, last, step in _runs(plan):
         yield first, last, step, _entry(step, plan.code, rank, posts)
 
 
 def _runs(plan: Plan) -> list[tuple[int, int, Step]]:
-    """Return (first, last) of the lines that are left of each step, for steps that call anything.
+    """Return (first line, last line, step) for steps with calls left to make.
 
-    What only forgets values is part of the step in front of it; but a wait is a step also where
-    nothing is left to call, since what comes next is queued behind the post.
+    Lines that only drop values belong to the step in front of them; but a wait is a step also
+    without calls, since later work is queued behind the post.
     """
     owner = [step for step in plan.steps for _ in step.lines]
     runs: list[tuple[int, int, Step]] = []
@@ -108,7 +108,7 @@ def _runs(plan: Plan) -> list[tuple[int, int, Step]]:
 
 
 def _entry(step: Step, code: Sequence[Instruction], rank: int, posts: Mapping[int, Step]) -> Entry:
-    """Return what is to be said of a step; `posts` has the steps that make handles."""
+    """Return the description of a step; `posts` has the steps that make handles."""
     i = code[step.instruction] if step.instruction >= 0 else None
     source = str(i.source or "") if i is not None else ""
     lane = "host" if step.stream == CALLER else f"stream {step.stream}"
