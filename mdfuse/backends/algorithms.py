@@ -9,7 +9,7 @@ partial sums never travel, so narrow floats are rounded once, and results have t
 ranks, whatever form brought the operands.
 
 ==============  ================================================================================
-Allgather       ring: each rank passes on what it got; blocks cross a slow link once
+Allgather       ring: each rank passes on its last block; blocks cross a slow link once
 ReduceScatter   every rank gets its block of every operand, and reduces: as many bytes as a ring
 Allreduce       the two in turn; twice (n-1)/n of the operand arrives, the least there is
 Reduce          ReduceScatter, then the blocks go to the root (Rabenseifner's form)
@@ -21,7 +21,7 @@ Gather, Scatter, AllToAll, Exchange, SendRecv
 Small communications take one step instead: every operand or block goes directly to each rank that
 needs it. So do those that a library with collectives of its own lacks, whatever their size:
 `mdfuse.backends.transfers`. Where a member's memory is open to all the others (`Sizes.is_open`),
-what it has for all of them is not passed on: no rings and no trees.
+they read from it directly: no rings and no trees.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Sizes:
         srcs: of each buffer that is sent.
         dsts: of each buffer that is received.
         small: how many elements may arrive at a rank in one step, rather than in several.
-        is_open: each member reads what it needs of any other itself.
+        is_open: each member reads directly from the memory of any other.
     """
 
     srcs: tuple[int, ...]
@@ -145,7 +145,7 @@ def compose(call: Call, sizes: Sizes) -> Composition:
     (Transfer(peer=0, piece=Piece(side='dst', start=0, stop=4, index=0)),)
     """
     check_call(call, is_prepared=True)
-    alone = len(call.team) == 1 and KINDS[call.kind].by_all  # the others have no pair then
+    alone = len(call.team) == 1 and KINDS[call.kind].by_all  # the other kinds have no pair then
     composition = _alone(sizes) if alone else _COMPOSED[call.kind](call, sizes)
     full = map(_without_empty, composition.steps)
     steps = tuple(step for step in full if step.local or step.recvs or step.sends)
@@ -267,7 +267,7 @@ def _reduced(
 
 
 def _alone(sizes: Sizes) -> Composition:
-    """Copy each source to its destination: a team of one receives what it sends."""
+    """Copy each source to its destination: a team of one receives its own sends."""
     pairs = zip(sizes.srcs, sizes.dsts, strict=False)
     copies = (Copy(Piece("src", 0, k), Piece("dst", 0, k)) for k, _ in pairs)
     return Composition(steps=(Round(local=tuple(copies)),))

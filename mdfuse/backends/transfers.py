@@ -1,4 +1,4 @@
-"""Carry out compositions: communications that a library has no call for, as sends and receives."""
+"""Carry out compositions as sends and receives, for communications that a library lacks."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def composer(
     *,
     is_open: bool = False,
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Made]:
-    """Return a function of srcs and dsts that gives what `make` made for buffers of their sizes.
+    """Return a function of srcs and dsts that returns `make`'s result for their sizes, cached.
 
-    At least one buffer is needed. The answers for the sizes that were used last are kept. The
+    At least one buffer is needed. The results for the last used sizes are kept. The
     function raises CommunicationError where the buffers, the reduce op or the root do not fit.
 
     Args:
         call: what is posted.
         make: called with each new composition and the sizes that it is for.
-        small_bytes: how many bytes may arrive at a rank in one step rather than in several; None:
-            any number.
+        small_bytes: the most bytes that may arrive at a rank in one step; with more it takes
+            several. None: any number.
         is_open: see `Sizes`.
     """
 
@@ -185,7 +185,7 @@ def _bound(
         recvs = [(peer, parts[n][i]) for peer, n, i in incoming] if incoming else []
         sends = [(peer, parts[n][i]) for peer, n, i in outgoing] if outgoing else []
         works = transfer(recvs, sends) if recvs or sends else ()
-        if copies and not works:  # which no library's work stands behind
+        if copies and not works:  # without a work of the library
             works = queued(buffers)
         if step.after:
             return Posted(call, works, buffers, partial(finish, buffers))

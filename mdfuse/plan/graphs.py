@@ -401,8 +401,7 @@ class GraphPlan:
         )
 
     def _address(self, slot: int, slots: Mapping[int, Any]) -> int | None:
-        """Return the address of a value that stays in the arena, or in place so far; None for
-        others.
+        """Return the address of a value in the arena, or one that stayed so far; None for others.
 
         Other ranks copy a post's source in the arena from this address.
         """

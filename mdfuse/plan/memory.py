@@ -80,8 +80,7 @@ class _Flow:
                     self.uses[base].append((n, slot))
 
     def _used(self, n: int) -> tuple[int, ...]:
-        """Return the slots whose buffers a line uses, and the slots of its results that share
-        memory."""
+        """Return the slots whose buffers a line uses, and those of results that share memory."""
         line = self.lines[n]
         if line.run is None:
             return ()

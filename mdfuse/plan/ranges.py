@@ -54,8 +54,7 @@ class Ranges:
     is_open: bool = False
 
     def begin(self, text: str, is_first: bool) -> Callable[[], None]:
-        """Return the function that begins a range; the first of a run ends one left by a broken
-        run."""
+        """Return the function that begins a range; the first call ends one left by a broken run."""
 
         def enter() -> None:
             if is_first and self.is_open:

@@ -96,8 +96,7 @@ class Ready:
     copies: bool
 
     def fits(self, at: tuple[int, ...]) -> bool:
-        """Tell, by the addresses of all given values, whether those read in place still lie
-        there."""
+        """Tell, by the given addresses, whether the values read in place still lie there."""
         return self.at == (at if self.taken is None else self.taken(at))
 
     def run(self, values: Sequence[Any]) -> None:

@@ -93,8 +93,8 @@ class Signature:
         """Return a quick test, of some microseconds, that shows other arguments to be of this kind.
 
         The test returns the addresses of their tensors if they are of the same kind as these, which
-        `read` has seen, regardless of the stream. If it returns None, they may still be of that
-        kind. Programs that take no tensors have no such test.
+        `read` has seen, apart from the stream. If it returns None, they may still be of that kind.
+        Programs that take no tensors have no such test.
         """
         if not self.tensors:
             return None

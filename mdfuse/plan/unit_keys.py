@@ -91,9 +91,7 @@ def _texts(x: Any) -> list[str]:
 
 @cache
 def _own_code() -> str:
-    """Return a digest of mdfuse's modules: a function stands in a key by its name and its code,
-    not with those that it calls.
-    """
+    """Return a digest of mdfuse's modules, since keys hold no code of the functions called."""
     digest = hashlib.sha256()
     for path in sorted(Path(PACKAGE).rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode())

@@ -51,7 +51,7 @@ class Library:
         opener: (device, timeout, network devices) -> a function that opens groups.
         transfer: posts a batch of receives and sends in a group.
         lacks: reduce ops that it cannot do.
-        needs_flat: its collectives split along dim 0 instead of by element.
+        needs_flat: its collectives split along dim 0, not by element.
         on_current: a collective with `asyncOp=False` runs on the current stream, so that nothing is
             left to wait for.
         is_interruptible: a wait in it ends with an error where its connections are shut down.

@@ -13,15 +13,15 @@ from typing import TypeVar
 
 Made = TypeVar("Made")
 
-#: Where Linux lists what a process has open; elsewhere nothing is found, and no wait broken off.
+#: Linux's list of a process's open files; on other systems no socket is found, and no wait ended.
 _OPEN = "/proc/self/fd"
 
-#: Open connections: the file descriptor, and what it referred to.
+#: Open connections: file descriptor -> the unique name of its socket.
 Sockets = dict[int, str]
 
 
 def opened(make: Callable[[], Made]) -> tuple[Made, Sockets]:
-    """Return what a function makes, and the connections that this process opened meanwhile."""
+    """Return the group that a function makes, and the connections opened meanwhile."""
     before = _open_sockets()
     group = make()
     after = _open_sockets()
@@ -52,7 +52,7 @@ def _open_sockets() -> Sockets:
 
 
 def _name_of(fd: int) -> str:
-    """Return a unique name of what a descriptor refers to; "" where it is closed."""
+    """Return a unique name of the file behind a descriptor; "" where it is closed."""
     try:
         return os.readlink(f"{_OPEN}/{fd}")
     except OSError:

@@ -37,7 +37,7 @@ def load() -> Any:
 
 
 def library() -> str:
-    """Return the version of the NCCL that lanes use, and its file where nccl4py tells."""
+    """Return the version of the NCCL that lanes use, and its file if nccl4py knows it."""
     binding = load()
     major, below = divmod(binding.get_version(), 10_000)
     minor, patch = divmod(below, 100)

@@ -109,7 +109,8 @@ def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: s
     )
 
 
-# -- what each kind takes --------------------------------------------------------------------------
+# -- buffer sizes of each kind
+# --------------------------------------------------------------------------
 
 #: The numbers of elements that the buffers of each side should have: sources, destinations.
 _Sizes = tuple[list[int], list[int]]
@@ -164,7 +165,7 @@ def _is_dense(tensor: Tensor) -> bool:
 def _block_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
     """Return the sizes of buffers that are whole numbers of equal blocks.
 
-    The buffer with the fewest blocks tells the size of a block.
+    The size of a block follows from the buffer with the fewest blocks.
     """
     sides = [(given, n) for given, n in zip((srcs, dsts), blocks_of(call), strict=True)]
     if all(n is None for _, n in sides):

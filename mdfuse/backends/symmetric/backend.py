@@ -40,7 +40,7 @@ from mdfuse.torch_private import PrefixStore, Store
 
 _log = logging.getLogger("mdfuse.comm")
 
-#: How many bytes an all-reduce may bring a rank in one step, rather than in two.
+#: The most bytes that an all-reduce brings a rank in one step; with more it takes two steps.
 SMALL_BYTES = 64 * 1024
 
 
@@ -87,7 +87,7 @@ class SymmetricBackend:
         return self._provider.abort() or others
 
     def track(self, stream: int) -> Track | None:
-        """Return a new track of what is queued on a stream; see `Tracking`."""
+        """Return a new track of the work queued on a stream; see `Tracking`."""
         return self._provider.track(stream)
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
@@ -104,7 +104,7 @@ class SymmetricBackend:
     def _carry(
         self, team: tuple[int, ...], refusals: Mapping[int, str], opened: Callable[[], Backend]
     ) -> None:
-        """Let another backend carry a team; all members do, who know the same refusals."""
+        """Let another backend carry a team; all members do, since they know the same refusals."""
         self._other = self._other or opened()
         self._other.prepare([team])
         rank, because = next(iter(refusals.items()))
@@ -118,7 +118,7 @@ class SymmetricBackend:
         return self._poster(call, None, {})
 
     def posters(self, run: int) -> Callable[[], Callable[[Call], Poster]]:
-        """Return what prepares the calls of a program's plans; see `Sharing`."""
+        """Return the maker of functions that prepare the calls of a plan; see `Sharing`."""
         tellings: Tellings = {}
 
         def of_a_plan() -> Callable[[Call], Poster]:
@@ -128,7 +128,7 @@ class SymmetricBackend:
         return of_a_plan
 
     def around(self) -> Around | None:
-        """Return what to call before and behind replays of graphs; see `Sharing`."""
+        """Return the calls before and behind replays of graphs; see `Sharing`."""
         return self._provider.around()
 
     def arena(self, size: int) -> Tensor | None:
@@ -161,7 +161,7 @@ class SymmetricBackend:
         """
         shape = Shape(members=len(team), slot=self._provider.slot)
         store = PrefixStore(f"symmetric/{team_key(team)}", self.store)
-        with ExitStack() as files:  # which memory needs no more once all members have opened it
+        with ExitStack() as files:  # not needed once all members have opened the memory
             memory, card = self._offered(team, shape)
             files.callback(memory.close)
             cards = [
@@ -206,7 +206,7 @@ class SymmetricBackend:
         return memories
 
     def _exchange(self, store: Store, what: str, team: tuple[int, ...], said: str) -> list[str]:
-        """Return what each member said, in team order."""
+        """Return each member's text, in team order."""
         keys = [f"{what}/{rank}" for rank in team]
         try:
             store.set(f"{what}/{self.rank}", said)
@@ -245,7 +245,7 @@ def _not_seen(rank: int, team: tuple[int, ...], refusals: Mapping[int, str]) -> 
 class SymmetricPoster:
     """A call bound to its team, with its moves for each dtype and set of buffer sizes.
 
-    A team of one has no outboxes: what it sends it receives, by local work.
+    A team of one has no outboxes: it receives its own sends, by local work.
     """
 
     call: Call

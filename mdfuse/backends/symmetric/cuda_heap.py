@@ -1,8 +1,8 @@
-"""What a process keeps of its GPU: memory that others open by CUDA's IPC, and streams.
+"""A process's pool on its GPU: memory that others open by CUDA's IPC, and streams.
 
-An *arena* is a run of memory for what a program computes and sends: the others copy it from where
-it lies. Ranks may share a GPU, or each have one that reaches the others'. What was given back is
-taken again, and never freed while the process lives: others may still have it open.
+An *arena* is a run of memory for values that a program computes and sends: the others copy them
+directly from it. Ranks may share a GPU, or each have one that reaches the others'. A run that was
+given back is reused, and never freed while the process lives: others may still have it open.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Run:
     """Memory of this process.
 
     Attributes:
-        address: where it begins.
+        address: of its first byte.
         size: in bytes.
-        handle: by what other processes open it.
+        handle: with which other processes open it.
     """
 
     address: int
@@ -73,7 +73,7 @@ class CudaHeap:
         return self.device.index
 
     def take(self, size: int) -> Run:
-        """Return memory of at least so many bytes that nobody uses.
+        """Return unused memory of at least so many bytes.
 
         Raises:
             BackendError: the GPU has no room.
@@ -93,21 +93,21 @@ class CudaHeap:
     def _allocated(self, size: int) -> int:
         try:
             return self.memory.allocate(size)
-        except BackendError:  # torch may keep what it does not use
+        except BackendError:  # torch may cache memory that it does not use
             torch.cuda.empty_cache()
             return self.memory.allocate(size)
 
     def give(self, run: Run) -> None:
-        """Give memory back that nothing reads any more.
+        """Give back memory that has no readers.
 
-        Without the lock, as a collection of garbage may call it in a thread that holds that.
+        It takes no lock, since garbage collection may call it in a thread that holds the lock.
         """
         self._idle.append(run)
 
     def arena(self, size: int) -> Tensor:
         """Return memory as a tensor of bytes; it is given back when no view of it is left."""
         run = self.take(size)
-        torch.cuda.synchronize(self.device)  # who had it before may have queued work on it
+        torch.cuda.synchronize(self.device)  # its last user may have queued work on it
         owner = _Bytes(run.address, size)
         with torch.inference_mode(False), torch.no_grad():
             tensor = torch.as_tensor(owner, device=self.device)  # which keeps its owner
@@ -137,9 +137,9 @@ class CudaHeap:
             return self._opened[handle]
 
     def find(self, address: int) -> tuple[str, int] | None:
-        """Return by what others open the memory at an address, and how far behind its begin it is.
+        """Return the handle of the memory at an address, and the offset of the address in it.
 
-        None where it is not of this heap.
+        None where the address is not in this heap.
         """
         for run in self._runs:
             if 0 <= address - run.address < run.size:

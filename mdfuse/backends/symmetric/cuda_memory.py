@@ -59,7 +59,7 @@ class CudaMemory:
         return address.value
 
     def handle(self, address: int) -> str:
-        """Return by what another process opens memory that this one allocated."""
+        """Return the handle with which another process opens memory of this one."""
         exported = _Handle()
         self._handle(ctypes.byref(exported), address)
         return bytes(exported).hex()
@@ -91,7 +91,7 @@ class CudaMemory:
 #: and one that waits for another rank would hold up those that this rank needs meanwhile.
 _QUEUES, _QUEUES_SAID, _FEWEST = "CUDA_DEVICE_MAX_CONNECTIONS", "32", 8
 
-#: cuda.h: CU_STREAM_NON_BLOCKING; what a lane does is short, and others wait for it.
+#: cuda.h: CU_STREAM_NON_BLOCKING; the work of a lane is short, and others wait for it.
 _NON_BLOCKING, _HIGH = 1, -1
 
 
@@ -115,28 +115,28 @@ class Lane(Protocol):
     """The queue of a team's moves on the device, which makes them in order."""
 
     def begin(self) -> None:
-        """Queue what comes next behind all that is queued on the current stream."""
+        """Queue later work behind all work queued on the current stream."""
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Queue a copy of bytes between two addresses."""
 
     def write(self, word: int, value: int) -> None:
-        """Queue a write of a word, which is seen after what was copied before it."""
+        """Queue a write of a word, which becomes visible after earlier copies."""
 
     def wait(self, word: int, value: int) -> None:
         """Queue a wait until a word has a value."""
 
     def make(self, work: Callable[[], Made]) -> Made:
-        """Return what a function makes, in memory that belongs to the lane."""
+        """Return the result of a function, in memory that belongs to the lane."""
 
     def do(self, work: Callable[[], object]) -> None:
-        """Queue what torch does in a function."""
+        """Queue torch's work of a function."""
 
     def end(self) -> Callable[[], None]:
-        """Return what lets the then current stream wait for all that was queued so far."""
+        """Return a function that lets the then current stream wait for all work queued so far."""
 
     def era(self) -> int:
-        """Return the number of the capture that the lane takes part in; 0: of none."""
+        """Return the number of the capture that the lane takes part in; 0: none."""
 
 
 class CudaLane:
