@@ -1,4 +1,4 @@
-"""Whether a table is one for a program: each action once, on the right rank group, in an order."""
+"""Check a table against a program: each action once, on the right rank group, in an order."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PHASES: tuple[Phase, ...] = ("F", "B", "I", "W")
 def check(
     rows: Rows, where: Sequence[int], microbatches: int, gradients: bool, reads: Reads | None
 ) -> None:
-    """Raise DefinitionError unless a table is one for some stages and microbatches.
+    """Raise DefinitionError unless a table is complete for some stages and microbatches.
 
     Args:
         rows: for each rank group its units.
         where: the rank group of each stage.
-        microbatches: how many there are.
+        microbatches: their number.
         gradients: whether the stages have backwards.
         reads: stage -> the stages that it reads; None for a chain.
     """

@@ -1,4 +1,4 @@
-"""Which schedule a pipeline has: that of a name, or a table, if it is one for its stages."""
+"""Choose the schedule of a pipeline: by name, or a table that fits its stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def choose(
 
     Args:
         wanted: a name, or a table.
-        microbatches: how many the pipeline has.
+        microbatches: their number.
         groups: the rank group of each of its stages.
         gradients: whether its stages go back as well.
         reads: stage -> the stages that it reads, where not each reads the one before it.

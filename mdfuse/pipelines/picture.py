@@ -18,7 +18,7 @@ _COLUMNS = 100
 #: Pixels: the width of all lanes, the height of one, a letter.
 _WIDTH, _LANE, _LETTER = 1000.0, 24.0, 6.6
 
-#: What each phase is called, and its hue.
+#: The name of each phase, and its hue.
 _PHASES = {
     "F": ("forward", 210),
     "B": ("backward", 145),

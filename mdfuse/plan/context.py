@@ -197,7 +197,7 @@ class Context:
         memory = self.allocated.get(self.storage.get(name, name), "device")
         return self.device.type == "cpu" or memory not in ("host", "pinned")
 
-    # -- facts about buffers ----------------------------------------------------------------
+    # -- facts about buffers ---------------------------------------------------------------------
 
     def fact(self, x: Any) -> Tensor | None:
         """Return a meta tensor like an operand's buffer; None where its strides are not known."""

@@ -81,8 +81,8 @@ def layout_of(
     return layout
 
 
-#: Why ranks must ascend along a split axis, and what to do: on other meshes torch's own scatter or
-#: gather, of uneven parts say, gives a wrong tensor.
+#: The reason why ranks must ascend along a split axis, and the remedy: on other meshes torch's own
+#: scatter or gather, of uneven parts say, gives a wrong tensor.
 _TURNED = (
     "torch's collectives go along an axis in the order of the ranks, while its coordinates go in "
     "that of the mesh: which rank holds which part is ambiguous",
@@ -142,7 +142,7 @@ def _without_counterpart(x: DTensor, because: str) -> LayoutError:
 
 
 def _plain(placement: TorchPlacement) -> str:
-    """Return, as code, a placement of torch's that has a counterpart and is close to this one."""
+    """Return, as code, a similar placement of torch's that has a counterpart."""
     if type(placement) is TorchPartial and placement.reduce_op in (*REDUCE_OPS, *_OWN_OPS):
         return f"Partial({placement.reduce_op!r})"
     dim = getattr(placement, "dim", None)
@@ -216,7 +216,7 @@ def redistributed(x: Tensor, layout: Layout) -> Tensor:
 
 
 def why_not(layout: Layout, shape: Sequence[int] | None = None) -> tuple[str, str] | None:
-    """Return why no DTensor has this layout, and what to do; None: there is one.
+    """Return the reason why no DTensor has this layout, and the remedy; None: there is one.
 
     Args:
         layout: with dims counted from 0.
@@ -267,7 +267,7 @@ def to_dtensor(
     Args:
         local: this rank's part; on a rank outside of the mesh an empty tensor of the same dtype.
         mesh: torch's mesh, with the ranks and the shape of the layout's.
-        layout: where the parts are, as a `Layout` or axis -> placement; parts may be uneven, as
+        layout: of the parts, as a `Layout` or axis -> placement; parts may be uneven, as
             `torch.chunk` makes them.
         shape: of the whole.
         order: its dims from outermost to innermost in memory; by default as in `local`.

@@ -1,9 +1,10 @@
-"""How several axes split one dim: torch's way, from left to right, and a layout's way.
+"""Splits of one dim by several axes: torch's way, from left to right, and a layout's way.
 
-Torch applies placements in the order of the mesh. `_StridedShard` with a split factor k cuts what
-the axes on its left leave into k equal blocks, and splits each. So a dim is a number with digits:
-an axis owns one, and what no axis owns counts through what a rank has. `Shard` takes the first
-digit that no axis has, `_StridedShard` the first behind k of them.
+Torch applies placements in the order of the mesh. `_StridedShard` with a split factor k cuts the
+part left by the axes on its left into k equal blocks, and splits each. So an index of a dim is a
+mixed-radix number: an axis owns one digit, and the digits without an axis count the elements that a
+rank has. `Shard` takes the first digit that no axis has, `_StridedShard` the first behind k of
+them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from mdfuse.layouts.layout import Layout
 
 
 class Split(NamedTuple):
-    """How axes split one dim of a layout.
+    """A split of one dim of a layout by axes.
 
     Attributes:
         order: the axes, outermost first.
-        blocks: into which the dim falls; None: none.
+        blocks: the number of blocks of the dim; None: there are none.
         plain: the axes that split it plainly.
     """
 
@@ -35,7 +36,7 @@ class _Digit(NamedTuple):
 
 
 def from_torch(axes: Sequence[tuple[str, int, int]], extent: int) -> Split | None:
-    """Return how a layout splits a dim as torch's placements do; None where none does.
+    """Return a layout's split of a dim that equals torch's placements; None where none does.
 
     Args:
         axes: name, size, and split factor of each that splits the dim, in the order of the mesh.
@@ -92,7 +93,7 @@ def to_torch(layout: Layout, dim: int, extent: int | None = None) -> Mapping[str
     Args:
         layout: a normalized layout.
         dim: which of its dims.
-        extent: of the dim; without it, it is taken to fall into equal parts.
+        extent: of the dim; None: it is assumed to fall into equal parts.
 
     >>> from mdfuse import DeviceMesh, Shard
     >>> mesh, fsdp = DeviceMesh.arange(dp=2, tp=4), {"dp": Shard(0), "tp": Shard(0)}

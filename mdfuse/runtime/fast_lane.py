@@ -26,7 +26,7 @@ _log = logging.getLogger("mdfuse.comm")
 #: How many posts of a graph a report lists.
 _LISTED = 6
 
-#: What a rank with fast_lane="always" tells the others first.
+#: The first words of the text of a rank with fast_lane="always".
 _ALWAYS = "always"
 
 
@@ -89,7 +89,7 @@ class Replays:
         track: of the stream on which graphs are replayed; see `track_of`.
         name: of a program, the same on all ranks that replay it, and used for it alone.
         team: the ranks that replay it, the same on all of them.
-        sharing: backends that may have something called around each replay, too.
+        sharing: backends that may have calls around each replay, too.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Replays:
         self._around = [x for x in around if x is not None]
 
     def begin(self) -> None:
-        """Forget what was captured before: a capture begins."""
+        """Forget the posts captured before: a capture begins."""
         self._watch.captured.clear()
 
     def end(self, region: int) -> Around:
-        """End the capture of a region; return what to call before and after each replay."""
+        """End the capture of a region; return the calls before and after each replay."""
         posts = tuple(self._watch.captured)
         listed = ", ".join(f"{post.kind} ({post.where})" for post in posts[:_LISTED])
         others = f" and {len(posts) - _LISTED} more" if len(posts) > _LISTED else ""

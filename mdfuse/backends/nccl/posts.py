@@ -109,8 +109,7 @@ def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: s
     )
 
 
-# -- buffer sizes of each kind
-# --------------------------------------------------------------------------
+# -- buffer sizes of each kind ---------------------------------------------------------------------
 
 #: The numbers of elements that the buffers of each side should have: sources, destinations.
 _Sizes = tuple[list[int], list[int]]

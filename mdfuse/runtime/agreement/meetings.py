@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: without texts costs each rank one arrival and one wait, whatever the number of ranks.
 _TEXTS = 32
 
-#: How long the store may take to answer where something went wrong already, seconds.
+#: How long the store may take to answer after an error, seconds.
 ANSWER_S = 1.0
 
 
@@ -26,12 +26,12 @@ def raise_alike(
     said: Sequence[str | None],
     elsewhere: Callable[[int, str], MdfuseError],
 ) -> None:
-    """Raise on every rank where one has a problem; each calls it with what a meeting returned.
+    """Raise on every rank if one has a problem; each calls it with the result of a meeting.
 
     Args:
         problem: this rank's own.
-        said: by rank: None, or its problem.
-        elsewhere: returns the error that tells of the problem of a rank, from rank and text.
+        said: for each rank, None or its problem.
+        elsewhere: returns the error for another rank's problem, from rank and text.
     """
     if problem is not None:
         raise problem
@@ -151,7 +151,7 @@ class Meetings:
                 if not self._store.check([key]) or int(self._store.get(key)) < meeting:
                     missing.append(rank)
 
-        is_known = within(ANSWER_S, ask)  # the store may be what does not answer
+        is_known = within(ANSWER_S, ask)  # perhaps the store itself does not answer
         late = f"waited {self._timeout_s:g} s for ranks {missing}"
         lost = "lost the store that all ranks meet in"
         return BackendError(

@@ -1,4 +1,4 @@
-"""Positions: how far a rank is, as it knows itself and as it tells the others."""
+"""Positions: the progress of a rank, as it knows it and as it tells the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mdfuse.runtime.watch.tallies import Key, Tallies, key_of
 
 
 class Progress(NamedTuple):
-    """How far a rank is in one family of a team's posts.
+    """The progress of a rank in one family of a team's posts.
 
     Attributes:
         family: the posts of one family and team are numbered together.
@@ -32,17 +32,17 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a rank is, as it tells the others.
+    """The position of a rank, as it tells the others.
 
     Attributes:
         rank: the rank.
         is_hanging: whether it is about to report a communication that broke or hangs.
         progress: by family and team.
         host: the line of the program where its host is, or "".
-        doing: what it waits for, or runs, in words; or "".
-        ended: how it left the others, or "".
-        beat: how often it told the others.
-        time: when it did so last, seconds since the epoch, by its own clock.
+        doing: its wait, or its instruction, in words; or "".
+        ended: the way it left the others, in words; or "".
+        beat: the number of times it told the others.
+        time: of the last time, seconds since the epoch, by its own clock.
         silent_s: set by the reader: for how many seconds the rank has told nothing, when it should.
     """
 
@@ -73,7 +73,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnPosition:
-    """Where this process is in its plans, as it knows itself; a `Position` is what others are told.
+    """The position of this process in its plans; a `Position` is the form told to others.
 
     Attributes:
         key: differs once the process has moved.
@@ -116,7 +116,7 @@ def is_shared(family: str) -> bool:
 
 
 def standing(tallies: Tallies, place: RunningStep | None) -> OwnPosition:
-    """Return where a process is in its plans; `place` None: outside of all of them."""
+    """Return the position of a process in its plans; `place` None: outside of all of them."""
     tally = place.plan.tally if place is not None else None
     if place is None or tally is None:
         return OwnPosition(progress=_progress(tallies.posted_before(None), []))
@@ -140,7 +140,7 @@ def standing(tallies: Tallies, place: RunningStep | None) -> OwnPosition:
 
 
 def _posts(place: RunningStep, before: Counter[Key]) -> list[_Post]:
-    """Return what the current run posted so far, in order."""
+    """Return the posts of the current run so far, in order."""
     counts, listed = before.copy(), []
     for n, step in enumerate(place.plan.steps[: place.number + 1]):
         for call in step.calls:
