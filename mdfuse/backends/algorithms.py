@@ -6,7 +6,7 @@ Between two ranks the i-th send meets the i-th receive, step after step.
 
 One form each, chosen so that every reduction reduces once, all operands together in team order:
 partial sums never travel, so narrow floats are rounded once, and results have the same bits on all
-ranks, whatever form brought the operands.
+ranks in every form.
 
 ==============  ================================================================================
 Allgather       ring: each rank passes on its last block; blocks cross a slow link once
@@ -19,7 +19,7 @@ Gather, Scatter, AllToAll, Exchange, SendRecv
 ==============  ================================================================================
 
 Small communications take one step instead: every operand or block goes directly to each rank that
-needs it. So do those that a library with collectives of its own lacks, whatever their size:
+needs it. Communications that a library with collectives of its own lacks do so, too, at any size:
 `mdfuse.backends.transfers`. Where a member's memory is open to all the others (`Sizes.is_open`),
 they read from it directly: no rings and no trees.
 """

@@ -90,7 +90,7 @@ class Work(Protocol):
 
 
 class Divided(Work, Protocol):
-    """A work whose halves can be waited for one by one: what this rank sends, what it receives."""
+    """A work whose halves, the sends and the receives, can be waited for one by one."""
 
     sent: Work
     received: Work
@@ -134,7 +134,7 @@ class Posting:
     Attributes:
         post: called in order; the last one returns the handle.
         wait: called where the program waits; None: the handle's own `wait()`.
-        explain: turns an error of the library into one that says what was posted.
+        explain: turns an error of the library into one that names the post.
     """
 
     post: tuple[Prepared, ...]

@@ -46,7 +46,7 @@ def composer(
     function raises CommunicationError where the buffers, the reduce op or the root do not fit.
 
     Args:
-        call: what is posted.
+        call: the communication.
         make: called with each new composition and the sizes that it is for.
         small_bytes: the most bytes that may arrive at a rank in one step; with more it takes
             several. None: any number.
@@ -117,7 +117,7 @@ def change(call: Call, local: Sequence[Copy | Reduce], elements: Callable[[Piece
     """Do the local work of a step.
 
     Args:
-        call: what is posted.
+        call: the communication.
         local: copies and reductions, done in order.
         elements: returns the elements of a piece as a tensor of one dim.
     """
@@ -136,7 +136,7 @@ def transferred(
     """Return a function that posts a call as transfers.
 
     Args:
-        call: what is posted.
+        call: the communication.
         transfer: begins receives and sends, at least one of both together; returns their works.
     """
     bound = composer(call, lambda composition, sizes: _bound(call, composition, sizes, transfer))

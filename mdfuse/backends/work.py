@@ -93,7 +93,7 @@ class Posted:
     """Works in flight, with their buffers and the local work that follows them.
 
     Attributes:
-        call: what was posted.
+        call: the communication.
         works: the library's handles, waited for in order.
         kept: objects that must live until all works are done.
         finish: called once, when all works are done.

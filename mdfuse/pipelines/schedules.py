@@ -179,7 +179,7 @@ Action(stage=0, phase='W', microbatch=0)),)
         """Return the times of all actions: makespan, bubble, live microbatches.
 
         Args:
-            costs: what an action takes, more than 0. By default forwards, and each part of a
+            costs: the time of an action, more than 0. By default forwards, and each part of a
                 backward, take 1.
             reads: stage -> the stages that it reads; by default each reads the one before it.
 

@@ -127,7 +127,7 @@ class Stages:
                 before = self.parts.get(producer.outputs[0]) if producer is not None else None
                 if before is not None and before != part:
                     graph.add_edge(before, part, value=x)
-        for n in range(len(self.meshes)):  # as schedules have them, whatever they read
+        for n in range(len(self.meshes)):  # as schedules order them, regardless of their operands
             parts = [p for p in (Part(n, phase) for phase in "FBIW") if p in graph]
             graph.add_edges_from(pairwise(parts))
         if not nx.is_directed_acyclic_graph(graph):

@@ -2,8 +2,8 @@
 
 A group takes its actions in order, each as soon as the actions that it needs are done:
 
-    1F0   needs   0F0            the forward of what its stage reads
-    1B0   needs   1F0, 2B0       its own forward, and the backward of what reads its stage
+    1F0   needs   0F0            the forward of the stage that its stage reads
+    1B0   needs   1F0, 2B0       its own forward, and the backward of the stage that reads it
     1I0   likewise
     1W0   needs   1I0
 

@@ -64,7 +64,7 @@ def new_buffer(
     Args:
         output: the name, whose type gives shape and dtype.
         order: the dims from outermost to innermost in memory; None: row-major.
-        context: what is known at this instruction; it learns the strides.
+        context: the state at this instruction; it learns the strides.
         memory: "device", "host", "pinned" or "symmetric".
         place: the bytes that hold it in all runs; None: each run makes it.
     """

@@ -1,6 +1,6 @@
 """Compiled functions in files, which the processes of a host share and later ones find.
 
-A function is two files under one name: what the compiler wrote, and, written last, a few words on
+A function is two files under one name: the compiler's output, and, written last, a description of
 it with a checksum. Files are written under another name and renamed. A damaged file counts as
 absent. The process that compiles holds a lock of the operating system, which ends with the process.
 """
@@ -57,7 +57,7 @@ class Artefacts:
             return inductor.load(self._code(name)), forms
         except FileNotFoundError:
             return None
-        except Exception as error:  # whatever reading half a file raises, or the compiler
+        except Exception as error:  # any error of reading half a file, or of the compiler
             raise UnreadableError(reason(error)) from error
 
     def save(self, name: str, function: Function, results: Sequence[Form]) -> str | None:

@@ -1,8 +1,8 @@
 """Plans: a host program specialised for one rank and one kind of arguments, as prepared calls.
 
 Building decides everything that does not depend on data: loops are written out, branches taken,
-streams and peers known, the buffers that the caller never sees are made. What is left is a flat
-list of calls, written down as one function (`mdfuse.plan.lines`).
+streams and peers known, the buffers that the caller never sees are made. The rest is a flat list of
+calls, written down as one function (`mdfuse.plan.lines`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Plan:
         names: slot -> the name of its buffer or handle in the program, for readers.
         inputs: the slots of the inputs.
         given: for each output the slot of the caller's buffer, where there is one.
-        outputs: the slots of the outputs; None for what this rank does not compute.
+        outputs: the slots of the outputs; None for those that this rank does not compute.
         steps: the prepared calls, in order.
         device: where it computes.
         switches: whether it changes the current stream.
@@ -255,7 +255,7 @@ def build(
         arguments: the arguments of the run; runs with others of the same shapes and strides may
             follow. None: only their shapes are known.
         out: likewise the caller's buffers for outputs, None for those without.
-        is_simulated: streams are those of the simulator, whatever the device.
+        is_simulated: streams are those of the simulator, on any device.
         caller: the handle of the caller's CUDA stream.
         tally: how often the program ran.
         checks, fuse: see `Context`.

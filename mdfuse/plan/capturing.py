@@ -47,7 +47,7 @@ def graphs_of(
         device: the GPU.
         stream: of the caller.
         watch: notes captures and replays.
-        is_all: everything is to be captured, whatever a replay copies.
+        is_all: everything is to be captured, however much a replay copies.
 
     Raises:
         ProgramError: everything was to be captured, and some of it cannot be.

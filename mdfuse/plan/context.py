@@ -31,7 +31,7 @@ class Step:
 
     Attributes:
         lines: the calls, in order.
-        label: what it does, for error messages.
+        label: its description, for error messages.
         op: the instruction's op.
         outputs: the slots that it binds or writes.
         inputs: the slots that it reads.
@@ -181,7 +181,7 @@ class Context:
         return name in self.bound or name in self.given
 
     def bind_name(self, name: str, shares: str | None = None) -> None:
-        """Note that a name has a buffer from here on; `shares` names what it is a view of."""
+        """Note that a name has a buffer from here on; it is a view of `shares`."""
         if shares is not None and not self.has_buffer(name):
             self.storage[name] = self.storage.get(shares, shares)
         self.bound.add(name)

@@ -355,7 +355,7 @@ def _are_apart(results: Sequence[frozenset[int]], takes: Iterable[int]) -> bool:
 def _unknown(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[int]:
     """Return the slots of operands whose strides are not known, which are made dense before.
 
-    Most are dense already. What the unit writes must stay where it is.
+    Most are dense already. Buffers that the unit writes must stay in place.
 
     Raises:
         Refusal: the unit writes to one of them.

@@ -87,7 +87,7 @@ class Line:
         is_view: the result may be a view of the first argument, and depends on no number.
         in_place: the buffer that is written may take the place of an operand of the same form
             whose last use this is.
-        explain: turns an error of the library into one that says what was posted.
+        explain: turns an error of the library into one that names the post.
     """
 
     run: Callable[..., Any] | str | None
@@ -271,7 +271,7 @@ class _Writer:
 
 
 def _keyword(name: str, value: str) -> str:
-    """Return the text of an argument by name, whatever the name is."""
+    """Return the text of an argument by name, for any name."""
     is_plain = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
     return f"{name}={value}" if is_plain else f"**{{{name!r}: {value}}}"
 
@@ -347,7 +347,7 @@ def write(
         name: of the program, for tracebacks.
         lines: its calls, in order.
         parameters: the slots that the caller fills.
-        results: the slots that it returns; None for what this rank lacks.
+        results: the slots that it returns; None for values that this rank lacks.
         owned: slots whose value is the same in all runs.
         names: slot -> its name, for readers.
         labels: the label of each line's step, as comments.

@@ -1,6 +1,6 @@
 """Prepare products of matrices that are written, or added, into a buffer as they are computed.
 
-| buffer | factors | what is called |
+| buffer | factors | the call |
 |---|---|---|
 | any dtype | the same | `mm(out=)`, `addmm_`: the library reads the buffer as it writes there |
 | f32 | 16 bits | the same with `out_dtype`, where `adds_wide`: nothing is rounded to 16 bits |

@@ -1,4 +1,4 @@
-"""Keys of host units: what a unit computes, in this process and as a name in all processes.
+"""Keys of a host unit's computation, within this process and as names in all processes.
 
 A key is a nested tuple of plain values. Functions stand in it with their code and their bound
 values, so that units of equal layers, whose functions were made apart, have equal keys.

@@ -121,7 +121,7 @@ def global_extents(
     """Return the extents of a run on global inputs.
 
     Raises:
-        ProgramError: what is given contradicts the inputs; an input has too few dims.
+        ProgramError: given extents contradict the inputs; an input has too few dims.
     """
     dims = _symbolic_dims(fusion)
     known = check_extents(fusion.name, (d.symbol for d in dims if d.symbol), given)

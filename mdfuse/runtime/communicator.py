@@ -53,7 +53,7 @@ _log = logging.getLogger("mdfuse.comm")
 #: How long the rank that hosts the store waits at its end for ranks that still use it, seconds.
 _GRACE_S = 10.0
 
-#: The same where it ends by an error: the others may be asking what went wrong.
+#: The same where it ends by an error: the others may be reading the reason.
 _REPORTS_S = 3.0
 
 #: Threads that stand ready for the end: two watch over MPI_Finalize, others over hanging calls.

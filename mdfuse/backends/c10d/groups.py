@@ -1,4 +1,4 @@
-"""The libraries inside torch.distributed: what each needs and lacks, and how its groups open.
+"""The libraries inside torch.distributed: their properties, and the openers of their groups.
 
 Groups are built directly from a library's own class. `torch.distributed.new_group` sorts the ranks
 of a team and must be called by ranks outside it too; a group built here has the team's own order

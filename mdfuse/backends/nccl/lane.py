@@ -167,8 +167,8 @@ class NcclLane:
     ) -> tuple[tuple[Prepared, ...], Any]:
         """Move the calls of a post to the lane's own stream, ordered behind `stream`.
 
-        Where `stream` is being captured into a CUDA graph, so are the calls. The mark comes last:
-        whoever waits need not wait for it too.
+        Where `stream` is being captured into a CUDA graph, so are the calls. The mark comes last,
+        and a wait does not include it.
 
         Returns:
             the calls, and the event to wait for. Each post records this event again: a wait that

@@ -53,7 +53,7 @@ class SymmetricBackend:
         device: where this rank's buffers are.
         store: shared by all ranks; nobody else uses its keys.
         timeout_s: seconds after which a communication that does not finish is an error.
-        noter: takes notes of what is queued on a GPU; None where nobody watches.
+        noter: takes notes of the work queued on a GPU; None where there is no watch.
         instead: opens the backend of teams whose members do not see each other's memory; None: such
             a team is an error.
         carried: such a team -> which backend carries it, and why.

@@ -250,7 +250,7 @@ class HostPost:
     """A post under way.
 
     Attributes:
-        call: what is posted.
+        call: the communication.
         moves: still to be made, in order.
         buffers: kept until then.
         has_moved: the last look made a move, and did not end the post.

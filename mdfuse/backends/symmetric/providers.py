@@ -96,7 +96,7 @@ class Provider(Protocol):
         """End the waits of this rank; return whether that was possible."""
 
     def track(self, stream: int) -> Track | None:
-        """Return a new track of what is queued on a stream; None where nothing is."""
+        """Return a new track of the work queued on a stream; None where nothing is queued."""
 
     def around(self) -> Around | None:
         """Return the calls before and behind replays of graphs; see `Sharing`."""

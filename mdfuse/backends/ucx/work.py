@@ -63,7 +63,7 @@ class ComposedWork:
     """One rank's post of a composed communication; it begins when it is made.
 
     Attributes:
-        call: what is posted.
+        call: the communication.
         composition: the steps of the post.
         buffers: its buffers, kept here until it is over: UCX holds no reference to them.
         channel: numbers all its messages when it is made, since both ends count in the order of

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mdfuse.torch_private import Store
 
 #: The count of arrivals has the number of ranks with a text above this bit, so that a meeting
-#: without texts costs each rank one arrival and one wait, whatever the number of ranks.
+#: without texts costs each rank one arrival and one wait, for any number of ranks.
 _TEXTS = 32
 
 #: How long the store may take to answer after an error, seconds.
@@ -55,7 +55,7 @@ class Meetings:
         timeout_s: how long to wait for the others, seconds.
 
     Attributes:
-        size: how many ranks meet; 1 under backend "null", whatever the size of the world.
+        size: the number of ranks that meet; 1 under backend "null", for any size of the world.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
