@@ -439,9 +439,8 @@ def _stand_in(
 def by_itself(communicator: Communicator) -> Communicator:
     """Return a communicator in which a rank runs programs without communication by itself.
 
-    It stands for the same rank of a world of the same size on the same device, by backend "null":
-    other ranks may run something else meanwhile, or nothing. `init` does not return it; its user
-    closes it.
+    It stands for the same rank, size and device, by backend "null": other ranks may run other
+    programs meanwhile, or none. `init` does not return it; its user closes it.
     """
     me = communicator
     return _stand_in(me.rank, me.size, me.device, me._world.timeout_s)
