@@ -6,10 +6,10 @@ Between two ranks the i-th send meets the i-th receive, step after step.
 
 One form each, chosen so that every reduction reduces once, all operands together in team order:
 partial sums never travel, so narrow floats are rounded once, and results have the same bits on all
-ranks, whatever form brought the operands.
+ranks in every form.
 
 ==============  ================================================================================
-Allgather       ring: each rank passes on what it got; blocks cross a slow link once
+Allgather       ring: each rank passes on its last block; blocks cross a slow link once
 ReduceScatter   every rank gets its block of every operand, and reduces: as many bytes as a ring
 Allreduce       the two in turn; twice (n-1)/n of the operand arrives, the least there is
 Reduce          ReduceScatter, then the blocks go to the root (Rabenseifner's form)
@@ -19,9 +19,9 @@ Gather, Scatter, AllToAll, Exchange, SendRecv
 ==============  ================================================================================
 
 Small communications take one step instead: every operand or block goes directly to each rank that
-needs it. So do those that a library with collectives of its own lacks, whatever their size:
+needs it. Communications that a library with collectives of its own lacks do so, too, at any size:
 `mdfuse.backends.transfers`. Where a member's memory is open to all the others (`Sizes.is_open`),
-what it has for all of them is not passed on: no rings and no trees.
+they read from it directly: no rings and no trees.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Sizes:
         srcs: of each buffer that is sent.
         dsts: of each buffer that is received.
         small: how many elements may arrive at a rank in one step, rather than in several.
-        is_open: each member reads what it needs of any other itself.
+        is_open: each member reads directly from the memory of any other.
     """
 
     srcs: tuple[int, ...]
@@ -145,13 +145,13 @@ def compose(call: Call, sizes: Sizes) -> Composition:
     (Transfer(peer=0, piece=Piece(side='dst', start=0, stop=4, index=0)),)
     """
     check_call(call, is_prepared=True)
-    alone = len(call.team) == 1 and KINDS[call.kind].by_all  # the others have no pair then
-    found = _alone(sizes) if alone else _COMPOSED[call.kind](call, sizes)
-    full = map(_without_empty, found.steps)
-    kept = tuple(step for step in full if step.local or step.recvs or step.sends)
-    for piece in _pieces(kept):
+    alone = len(call.team) == 1 and KINDS[call.kind].by_all  # the other kinds have no pair then
+    composition = _alone(sizes) if alone else _COMPOSED[call.kind](call, sizes)
+    full = map(_without_empty, composition.steps)
+    steps = tuple(step for step in full if step.local or step.recvs or step.sends)
+    for piece in _pieces(steps):
         _check_fits(call, sizes, piece)
-    return replace(found, steps=kept)
+    return replace(composition, steps=steps)
 
 
 def _without_empty(step: Round) -> Round:
@@ -267,7 +267,7 @@ def _reduced(
 
 
 def _alone(sizes: Sizes) -> Composition:
-    """Copy each source to its destination: a team of one receives what it sends."""
+    """Copy each source to its destination: a team of one receives its own sends."""
     pairs = zip(sizes.srcs, sizes.dsts, strict=False)
     copies = (Copy(Piece("src", 0, k), Piece("dst", 0, k)) for k, _ in pairs)
     return Composition(steps=(Round(local=tuple(copies)),))
@@ -276,10 +276,10 @@ def _alone(sizes: Sizes) -> Composition:
 def _allgather(call: Call, sizes: Sizes) -> Composition:
     (k,), i, n = sizes.srcs, _index(call), len(call.team)
     blocks = _equal(k, n)
-    own = Copy(Piece("src", 0, k), Piece("dst", *blocks[i]))
+    copy = Copy(Piece("src", 0, k), Piece("dst", *blocks[i]))
     if n * k > sizes.small and not sizes.is_open:
-        return Composition(steps=(Round(local=(own,)), *_ring(call, blocks)))
-    return Composition(steps=(replace(_shared(call, blocks, own.source), local=(own,)),))
+        return Composition(steps=(Round(local=(copy,)), *_ring(call, blocks)))
+    return Composition(steps=(replace(_shared(call, blocks, copy.source), local=(copy,)),))
 
 
 def _reduce_scatter(call: Call, sizes: Sizes) -> Composition:
@@ -292,9 +292,9 @@ def _allreduce(call: Call, sizes: Sizes) -> Composition:
     if n * k <= sizes.small:
         return _reduced(call, [(0, k)] * n, Piece("dst", 0, k))
     blocks = _split(k, n)
-    own = Piece("dst", *blocks[_index(call)])
-    rest = [_shared(call, blocks, own)] if sizes.is_open else _ring(call, blocks)
-    return _reduced(call, blocks, own, rest)
+    piece = Piece("dst", *blocks[_index(call)])
+    spread = [_shared(call, blocks, piece)] if sizes.is_open else _ring(call, blocks)
+    return _reduced(call, blocks, piece, spread)
 
 
 def _reduce(call: Call, sizes: Sizes) -> Composition:
@@ -335,14 +335,14 @@ def _broadcast(call: Call, sizes: Sizes) -> Composition:
 
 def _gather(call: Call, sizes: Sizes) -> Composition:
     root = call.team[root_index(call)]
-    own = Piece("src", 0, sizes.srcs[0] if call.rank in call.parts else 0)
+    piece = Piece("src", 0, sizes.srcs[0] if call.rank in call.parts else 0)
     if call.rank != root:
-        return Composition(steps=(Round(sends=(Transfer(root, own),)),))
+        return Composition(steps=(Round(sends=(Transfer(root, piece),)),))
     size = sizes.dsts[0] // max(len(call.parts), 1)
     blocks = zip(call.parts, (Piece("dst", *b) for b in _equal(size, len(call.parts))), strict=True)
     local, others = _kept(call, blocks)
     step = Round(
-        local=tuple(Copy(own, block) for block in local),
+        local=tuple(Copy(piece, block) for block in local),
         recvs=tuple(Transfer(r, block) for r, block in others),
     )
     return Composition(steps=(step,))
@@ -350,15 +350,15 @@ def _gather(call: Call, sizes: Sizes) -> Composition:
 
 def _scatter(call: Call, sizes: Sizes) -> Composition:
     root = call.team[root_index(call)]
-    own = Piece("dst", 0, sizes.dsts[0] if call.rank in call.parts else 0)
+    piece = Piece("dst", 0, sizes.dsts[0] if call.rank in call.parts else 0)
     if call.rank != root:
-        return Composition(steps=(Round(recvs=(Transfer(root, own),)),))
+        return Composition(steps=(Round(recvs=(Transfer(root, piece),)),))
     count = source_blocks(call)
     size = sizes.srcs[0] // max(count, 1)
     pieces = (Piece("src", b * size, b * size + size) for b in call.blocks)
     local, others = _kept(call, zip(call.parts, pieces, strict=True))
     step = Round(
-        local=tuple(Copy(block, own) for block in local),
+        local=tuple(Copy(block, piece) for block in local),
         sends=tuple(Transfer(r, block) for r, block in others),
     )
     return Composition(steps=(step,))

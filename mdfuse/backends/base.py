@@ -90,7 +90,7 @@ class Work(Protocol):
 
 
 class Divided(Work, Protocol):
-    """A work whose halves can be waited for one by one: what this rank sends, what it receives."""
+    """A work whose halves, the sends and the receives, can be waited for one by one."""
 
     sent: Work
     received: Work
@@ -101,7 +101,7 @@ class Buffer:
     """A placeholder for a buffer of a post among the arguments of a prepared call.
 
     Attributes:
-        side: whether it is sent or received.
+        side: "src": sent; "dst": received.
         index: which one of its side.
         form: the tensor itself, its elements in a row (`x.view(-1)`), or its address (an int).
     """
@@ -134,7 +134,7 @@ class Posting:
     Attributes:
         post: called in order; the last one returns the handle.
         wait: called where the program waits; None: the handle's own `wait()`.
-        explain: turns an error of the library into one that says what was posted.
+        explain: turns an error of the library into one that names the post.
     """
 
     post: tuple[Prepared, ...]
@@ -151,9 +151,9 @@ class Poster(Protocol):
         """Return the post as calls of the library's own functions, for dense buffers like these.
 
         Args:
-            srcs: what is sent: tensors on the meta device.
-            dsts: what is received, likewise.
-            place: where in a program it is posted.
+            srcs: the sources, as tensors on the meta device.
+            dsts: the destinations, likewise.
+            place: the position of the post in a program.
 
         Returns:
             None where the post needs more than the library's own calls.
@@ -162,7 +162,7 @@ class Poster(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostSite:
-    """Where in a program something is posted.
+    """The position of a post in a program.
 
     Attributes:
         where: the user's line.
@@ -195,7 +195,7 @@ class Backend(Protocol):
         """
 
     def close(self) -> None:
-        """Give up what connects the ranks."""
+        """Close the connections between the ranks."""
 
 
 @runtime_checkable
@@ -215,16 +215,16 @@ class Tracking(Protocol):
     """A poster to GPUs whose communications only mdfuse's own watchdog sees."""
 
     def track(self, stream: int) -> Track | None:
-        """Return a new track of what is queued on a stream; None where nothing is."""
+        """Return a new track of the work queued on a stream; None where nothing is queued."""
 
 
-#: What is called before and behind a replay.
+#: The functions called before and behind a replay.
 Around = tuple[Callable[[], None], Callable[[], None]]
 
 
 @runtime_checkable
 class Sharing(Protocol):
-    """A backend that copies what a program computes from where it lies.
+    """A backend that copies a program's values directly from its buffers.
 
     Attributes:
         carried: team whose members do not see each other -> which backend carries it, and why.
@@ -233,18 +233,17 @@ class Sharing(Protocol):
     carried: dict[tuple[int, ...], str]
 
     def posters(self, run: int) -> Callable[[], Callable[[Call], Poster]]:
-        """Return what makes for each plan of a program what prepares its calls, in program order.
+        """Return the maker, for each plan of a program, of the function that prepares its calls.
 
-        See `Backend.bind`; what ranks tell each other of a program's posts goes with it.
+        Calls come in program order; see `Backend.bind`. It also holds the addresses that ranks
+        exchange for a program's posts.
 
         Args:
             run: the number of the program, alike on all ranks.
         """
 
     def arena(self, size: int) -> Tensor | None:
-        """Return bytes of memory that the others see, for buffers of a program, as long as a view
-        of them is left; None where buffers need no such memory."""
+        """Return shared memory, in bytes, for buffers of a program; None: they need none."""
 
     def around(self) -> Around | None:
-        """Return what to call before and behind each replay of a graph with posts, on the stream of
-        the replay; None: nothing needs that."""
+        """Return the calls around each replay of a graph with posts, on its stream, or None."""

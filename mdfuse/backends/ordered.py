@@ -1,7 +1,7 @@
-"""Extremes of floats through libraries that leave NaN out: as integers, which have their order.
+"""Extremes of floats through libraries that ignore NaN: as integers in the same order.
 
-Torch's `amax` of numbers of which one is NaN is NaN, whatever comes first. Libraries compare, and
-what is no number is neither more nor less than anything.
+Torch's `amax` is NaN if any number is NaN. Libraries compare numbers, and every comparison with NaN
+is false.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def in_order(build: Callable[[torch.dtype], Post], call: Call, dtype: torch.dtyp
         work = post_keys(given, into)
 
         def finish() -> None:
-            for dst, found in zip(dsts, into, strict=True):
-                flat(dst).copy_(floats(found))
+            for dst, reduced in zip(dsts, into, strict=True):
+                flat(dst).copy_(floats(reduced))
             leave((*given, *into))
 
         return Posted(call, (work,), given, finish)

@@ -34,7 +34,7 @@ class PostInfo:
         where: the line of the user's program.
         family: posts of one family and team are numbered together, from 1.
         is_shared: whether every member makes every post of the family. Then the numbers agree on
-            all ranks, and tell which rank is behind.
+            all ranks, and show which rank is behind.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""What backends share in making teams: which are new, their keys in the store, why one failed."""
+"""Helpers of backends for making teams: new teams, their keys in the store, their errors."""
 
 from __future__ import annotations
 

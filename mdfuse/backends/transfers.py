@@ -1,4 +1,4 @@
-"""Carry out compositions: communications that a library has no call for, as sends and receives."""
+"""Carry out compositions as sends and receives, for communications that a library lacks."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def composer(
     *,
     is_open: bool = False,
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Made]:
-    """Return a function of srcs and dsts that gives what `make` made for buffers of their sizes.
+    """Return a function of srcs and dsts that returns `make`'s result for their sizes, cached.
 
-    At least one buffer is needed. The answers for the sizes that were used last are kept. The
+    At least one buffer is needed. The results for the last used sizes are kept. The
     function raises CommunicationError where the buffers, the reduce op or the root do not fit.
 
     Args:
-        call: what is posted.
+        call: the communication.
         make: called with each new composition and the sizes that it is for.
-        small_bytes: how many bytes may arrive at a rank in one step rather than in several; None:
-            any number.
+        small_bytes: the most bytes that may arrive at a rank in one step; with more it takes
+            several. None: any number.
         is_open: see `Sizes`.
     """
 
@@ -101,15 +101,15 @@ def in_one_step(call: Call, composition: Composition) -> OneStep:
     Raises:
         CommunicationError: there are transfers in later steps, or a reduction in the first.
     """
-    first, *rest = composition.steps or (Round(),)
+    first, *later = composition.steps or (Round(),)
     copies = tuple(x for x in first.local if isinstance(x, Copy))
-    if copies != first.local or any(step.recvs or step.sends for step in rest):
+    if copies != first.local or any(step.recvs or step.sends for step in later):
         raise CommunicationError(
             f"{call.kind} on team {call.team} takes several steps of transfers",
             because="here a post is one step: no wait posts anything",
             hint="let compose() do it in one step where everything is small",
         )
-    after = tuple(local for step in rest for local in step.local)
+    after = tuple(local for step in later for local in step.local)
     return OneStep(copies=copies, recvs=first.recvs, sends=first.sends, after=after)
 
 
@@ -117,7 +117,7 @@ def change(call: Call, local: Sequence[Copy | Reduce], elements: Callable[[Piece
     """Do the local work of a step.
 
     Args:
-        call: what is posted.
+        call: the communication.
         local: copies and reductions, done in order.
         elements: returns the elements of a piece as a tensor of one dim.
     """
@@ -136,7 +136,7 @@ def transferred(
     """Return a function that posts a call as transfers.
 
     Args:
-        call: what is posted.
+        call: the communication.
         transfer: begins receives and sends, at least one of both together; returns their works.
     """
     bound = composer(call, lambda composition, sizes: _bound(call, composition, sizes, transfer))
@@ -161,9 +161,9 @@ def _bound(
         pieces.setdefault(first[piece.side] + piece.index, []).append(piece)
     cuts: list[tuple[int, _Cut]] = []
     part: dict[Piece, tuple[int, int]] = {}  # index into `cuts`, index of the part there
-    for number, found in pieces.items():
-        cut, places = _cut(extents[number], [(piece.start, piece.stop) for piece in found])
-        part.update((piece, (len(cuts), i)) for piece, i in zip(found, places, strict=True))
+    for number, cut_pieces in pieces.items():
+        cut, places = _cut(extents[number], [(piece.start, piece.stop) for piece in cut_pieces])
+        part.update((piece, (len(cuts), i)) for piece, i in zip(cut_pieces, places, strict=True))
         cuts.append((number, cut))
     copies = [(part[copy.source], part[copy.target]) for copy in step.copies]
     incoming = [(call.team.index(t.peer), *part[t.piece]) for t in step.recvs]
@@ -185,7 +185,7 @@ def _bound(
         recvs = [(peer, parts[n][i]) for peer, n, i in incoming] if incoming else []
         sends = [(peer, parts[n][i]) for peer, n, i in outgoing] if outgoing else []
         works = transfer(recvs, sends) if recvs or sends else ()
-        if copies and not works:  # which no library's work stands behind
+        if copies and not works:  # without a work of the library
             works = queued(buffers)
         if step.after:
             return Posted(call, works, buffers, partial(finish, buffers))

@@ -32,7 +32,7 @@ class _Waitable(Protocol):
 
 
 class Queued:
-    """The work of what is queued on the stream that is current where this is made."""
+    """The work queued so far on the stream that is current where this is made."""
 
     __slots__ = ("_event",)
 
@@ -49,14 +49,15 @@ class Queued:
 
 
 def queued(buffers: Sequence[Tensor]) -> tuple[Queued, ...]:
-    """Return the work of what was just done to buffers; none on CPUs, where it is done."""
+    """Return the work just queued on buffers; () on CPUs, where it is done."""
     return (Queued(),) if any(x.is_cuda for x in buffers) else ()
 
 
 def leave(buffers: Iterable[Tensor]) -> None:
-    """Let the allocator hand out memory only behind what is queued on the current stream now.
+    """Let the allocator reuse memory only behind the work queued on the current stream now.
 
-    Buffers of a post are made on its stream, which may never wait for what other streams do there.
+    Buffers of a post are made on its stream, which may never wait for work of other streams on
+    them.
     """
     for x in buffers:
         if x.is_cuda:
@@ -66,8 +67,8 @@ def leave(buffers: Iterable[Tensor]) -> None:
 class Shared:
     """A work that is waited for on several streams.
 
-    What its first wait leaves done, or queued on the stream that was current then, later ones find
-    through an event: most works do nothing in a second wait.
+    Later waits follow the first one through an event on the stream that was current then: most
+    works do nothing in a second wait.
     """
 
     __slots__ = ("_first", "_work")
@@ -92,7 +93,7 @@ class Posted:
     """Works in flight, with their buffers and the local work that follows them.
 
     Attributes:
-        call: what was posted.
+        call: the communication.
         works: the library's handles, waited for in order.
         kept: objects that must live until all works are done.
         finish: called once, when all works are done.
@@ -109,7 +110,7 @@ class Posted:
     def wait(self) -> None:
         """Return once the buffers may be used (on GPUs: by work queued on the current stream).
 
-        A second wait asks the library nothing: it is for what the first one left on its stream.
+        A second wait does not ask the library: it waits for the work that the first one queued.
 
         Raises:
             BackendError: the communication failed or timed out; a second wait raises again.

@@ -1,4 +1,4 @@
-"""Pipelines: which stage computes what for which microbatch, and when.
+"""Pipelines: their stages, and the schedules that order stages and microbatches.
 
 The package is not called `pipeline`, since `mdfuse.pipeline` is a function.
 """

@@ -1,4 +1,4 @@
-"""What a rank group does at a time: one phase of one stage, for one microbatch.
+"""Actions of a rank group: one phase of one stage, for one microbatch.
 
 The words are those of `torch.distributed.pipelining`: `1F0` is the forward of stage 1 for
 microbatch 0, `1B0` its backward, `1I0` the part of it that other stages wait for (gradients of the
@@ -16,7 +16,7 @@ from mdfuse.errors import DefinitionError, shown
 Phase = Literal["F", "B", "I", "W"]
 
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
-#: What torch's tables say besides: when parameters are gathered, gradients reduced, data sent.
+#: Other entries of torch's tables: parameters are gathered, gradients reduced, data sent.
 _IMPLIED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*")
 _OVERLAP = re.compile(r"\(([0-9]{1,9})(F)([0-9]{1,9});([0-9]{1,9})([BI])([0-9]{1,9})\)OVERLAP_F_B")
 
@@ -61,7 +61,7 @@ class Overlap:
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
 
-#: What stands in a table: None is an idle slot.
+#: An entry of a table: None is an idle slot.
 Cell = Action | Overlap | None
 
 
@@ -77,26 +77,26 @@ def of(cell: Cell) -> tuple[Action, ...]:
 
 
 def read(text: str, where: str) -> tuple[Cell, ...]:
-    """Return the cell that a text stands for; nothing where a table need not say it.
+    """Return the cell that a text stands for, in a tuple; () for an implied action.
 
-    Sends, receives, and what FSDP adds follow from the program: they are left out.
+    Sends, receives, and FSDP's actions follow from the program: they are left out.
 
     Args:
         text: as `torch.distributed.pipelining` writes it.
-        where: it stands, for the error.
+        where: its position in the table, for the error.
 
     Raises:
-        DefinitionError: it is none of that.
+        DefinitionError: it is no such text.
     """
     text = text.strip()
     if not text:
         return (None,)
-    if found := _ACTION.fullmatch(text):
-        return (_action(found),)
+    if match := _ACTION.fullmatch(text):
+        return (_action(match),)
     if _IMPLIED.fullmatch(text):
         return ()
-    if found := _OVERLAP.fullmatch(text):
-        return (Overlap(_action(found, 1), _action(found, 4)),)
+    if match := _OVERLAP.fullmatch(text):
+        return (Overlap(_action(match, 1), _action(match, 4)),)
     raise DefinitionError(
         f"{shown(text)} is no action of a pipeline",
         where=where,

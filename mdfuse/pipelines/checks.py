@@ -1,4 +1,4 @@
-"""Whether a table is one for a program: each action once, on the right rank group, in an order."""
+"""Check a table against a program: each action once, on the right rank group, in an order."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PHASES: tuple[Phase, ...] = ("F", "B", "I", "W")
 def check(
     rows: Rows, where: Sequence[int], microbatches: int, gradients: bool, reads: Reads | None
 ) -> None:
-    """Raise DefinitionError unless a table is one for some stages and microbatches.
+    """Raise DefinitionError unless a table is complete for some stages and microbatches.
 
     Args:
         rows: for each rank group its units.
         where: the rank group of each stage.
-        microbatches: how many there are.
+        microbatches: their number.
         gradients: whether the stages have backwards.
         reads: stage -> the stages that it reads; None for a chain.
     """
@@ -30,7 +30,7 @@ def check(
         )
     places: dict[Action, str] = {}
     for g, row in enumerate(rows):
-        for n, action in enumerate(a for found in row for a in found):
+        for n, action in enumerate(a for cell in row for a in cell):
             place = f"row {g}, action {n}"
             _alone(action, g, place, where, microbatches, gradients)
             if action in places:
@@ -76,16 +76,20 @@ def _whole(
     stage: int, microbatch: int, group: int, places: dict[Action, str], gradients: bool
 ) -> None:
     """Raise unless a stage goes forward with a microbatch, and back in one part or in two."""
-    found = {p: places.get(Action(stage, p, microbatch)) for p in _PHASES}
-    if found["B"] is not None:
+    place_of = {p: places.get(Action(stage, p, microbatch)) for p in _PHASES}
+    if place_of["B"] is not None:
         for part in ("I", "W"):
-            if found[part] is not None:
+            if place_of[part] is not None:
                 raise _wrong(
-                    f"{stage}{part}{microbatch} in {found[part]} beside {stage}B{microbatch}",
+                    f"{stage}{part}{microbatch} in {place_of[part]} beside {stage}B{microbatch}",
                     "B is the whole backward, I and W are its two parts",
                     "either B, or I and W",
                 )
-    missing = [p for p in _needed(found["B"], found["I"], found["W"], gradients) if not found[p]]
+    missing = [
+        p
+        for p in _needed(place_of["B"], place_of["I"], place_of["W"], gradients)
+        if not place_of[p]
+    ]
     if missing:
         raise _wrong(
             f"no {stage}{missing[0]}{microbatch}",

@@ -1,4 +1,4 @@
-"""Which schedule a pipeline has: that of a name, or a table, if it is one for its stages."""
+"""Choose the schedule of a pipeline: by name, or a table that fits its stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def choose(
 
     Args:
         wanted: a name, or a table.
-        microbatches: how many the pipeline has.
+        microbatches: their number.
         groups: the rank group of each of its stages.
         gradients: whether its stages go back as well.
         reads: stage -> the stages that it reads, where not each reads the one before it.
@@ -35,20 +35,22 @@ def choose(
     count = len(groups)
     match wanted:
         case str():
-            found = Schedule.named(wanted, stages=count, microbatches=microbatches, groups=groups)
+            schedule = Schedule.named(
+                wanted, stages=count, microbatches=microbatches, groups=groups
+            )
             _check_name(wanted, gradients, reads)
         case Schedule():
-            found = wanted
+            schedule = wanted
         case _:
             raise DefinitionError(
                 f"schedule={shown(wanted)}",
                 because="a schedule is a name, or a table: an mf.Schedule",
                 hint="one of " + ", ".join(NAMED),
             )
-    found.check(
+    schedule.check(
         stages=count, microbatches=microbatches, groups=groups, gradients=gradients, reads=reads
     )
-    return found
+    return schedule
 
 
 def _check_name(name: str, gradients: bool, reads: Reads | None) -> None:
@@ -60,9 +62,9 @@ def _check_name(name: str, gradients: bool, reads: Reads | None) -> None:
             hint="one of " + ", ".join(n for n, x in NAMED.items() if x.goes_back == gradients),
         )
     if reads is not None and not named.anywhere:
-        told = (f"stage {s} reads {' and '.join(map(str, of))}" for s, of in reads.items() if of)
+        sources = (f"stage {s} reads {' and '.join(map(str, of))}" for s, of in reads.items() if of)
         raise DefinitionError(
             f"schedule {name!r} for stages that are no chain",
-            because=f"each of its stages reads the one before it; here {', '.join(told)}",
+            because=f"each of its stages reads the one before it; here {', '.join(sources)}",
             hint="gpipe, or a table: mf.Schedule.from_csv(path), .from_rows(rows)",
         )

@@ -3,9 +3,9 @@
     0F0 0F1 0B0 0B1            F0(0) T01(0) F0(1) T01(1) F1(0) B1(0) T10(0) …
     1F0 1B0 1F1 1B1     ->
 
-A hand-over comes right behind the call that makes what it hands over: so the next microbatch is on
-its way before the work on this one begins. Where stages share ranks there is no way: there a later
-stage begins before an earlier one goes on, so that it waits for no more than what it reads.
+A hand-over comes right behind the call that makes its value: so the next microbatch is on its way
+before the work on this one begins. Stages on shared ranks send nothing: there a later stage begins
+before an earlier one goes on, so that it waits for its own operands only.
 
 Two actions that overlap are two lists beside each other, whose blocks are taken in turns, a piece
 at a time (`hir/emit/blocks.py`).
@@ -32,7 +32,7 @@ def calls(stages: Stages, schedule: Schedule) -> Iterator[Lanes]:
 
     Args:
         stages: whose backwards are whole, or in two parts, as the schedule has them.
-        schedule: one for these stages.
+        schedule: a schedule for these stages.
 
     Raises:
         LoweringError: parts of the stages need each other.
@@ -62,7 +62,7 @@ def _alone(calls: Iterator[Call]) -> Iterator[Lanes]:
 
 
 def _ahead(stages: Stages, unit: tuple[Action, ...], done: set[Call]) -> Iterator[Call]:
-    """Yield the hand-overs that actions need and nobody has made: of inputs, which are there."""
+    """Yield the hand-overs that actions need and no call has made: those of inputs."""
     for action in unit:
         for part in _parts(stages, action):
             yield from _handed(stages, (part, action.microbatch), done)
@@ -79,13 +79,13 @@ def _handed(stages: Stages, call: Call, done: set[Call]) -> Iterator[Call]:
 
 
 def _work(stages: Stages, action: Action, done: set[Call]) -> Iterator[Call]:
-    """Yield the calls of an action, with the hand-overs of what it makes."""
+    """Yield the calls of an action, with the hand-overs of its results."""
     for part in _parts(stages, action):
         yield from _run(stages, (part, action.microbatch), done)
 
 
 def _run(stages: Stages, call: Call, done: set[Call]) -> Iterator[Call]:
-    """Yield a call, and the hand-overs of all that is there now."""
+    """Yield a call, and the hand-overs of all values that exist now."""
     part, k = call
     done.add(call)
     yield call
@@ -95,7 +95,7 @@ def _run(stages: Stages, call: Call, done: set[Call]) -> Iterator[Call]:
 
 
 def _parts(stages: Stages, action: Action) -> list[Part]:
-    """Return what an action does: nothing where a stage has no such part."""
+    """Return the parts of an action: none where a stage has no such part."""
     whole = Part(action.stage, action.phase)
     split = [Part(action.stage, phase) for phase in "IW"] if action.phase == "B" else []
     return [part for part in (whole, *split) if part in stages.graph]

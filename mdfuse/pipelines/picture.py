@@ -18,7 +18,7 @@ _COLUMNS = 100
 #: Pixels: the width of all lanes, the height of one, a letter.
 _WIDTH, _LANE, _LETTER = 1000.0, 24.0, 6.6
 
-#: What each phase is called, and its hue.
+#: The name of each phase, and its hue.
 _PHASES = {
     "F": ("forward", 210),
     "B": ("backward", 145),
@@ -118,10 +118,10 @@ def _slot(timing: Timing, slot: Slot, x: float, width: float, y: float, shade: i
 
 
 def _box(x: float, y: float, width: float, height: float, hue: int, shade: int, title: str) -> str:
-    more = f"><title>{escape(title)}</title></rect>" if title else "/>"
+    end = f"><title>{escape(title)}</title></rect>" if title else "/>"
     return (
         f'<rect class="mf-slot" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
-        f'height="{height:.1f}" fill="hsl({hue} 65% {shade}%)"{more}'
+        f'height="{height:.1f}" fill="hsl({hue} 65% {shade}%)"{end}'
     )
 
 

@@ -1,4 +1,4 @@
-"""Schedules of pipelines: for each rank group, what it does, in order."""
+"""Schedules of pipelines: for each rank group, its actions in order."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Action", "Overlap", "Phase", "Schedule", "schedule_named"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank group does, in order: the table of a pipeline.
+    """The table of a pipeline: the actions of each rank group, in order.
 
     A rank group is the ranks of one mesh. It does its actions one after the other, each as soon as
-    what it needs is there, so a table says nothing of times: idle slots stand for themselves.
+    its operands are there, so a table has no times: idle slots are shown only.
 
     Attributes:
         rows: for each rank group its actions; None for idle slots, `Overlap` for two as one.
         name: of the schedule.
-        meshes: what the rank groups are called; none where that is not known.
+        meshes: the names of the rank groups; none where they are not known.
 
     >>> print(Schedule.from_rows([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]))
     rank group 0  0F0 0F1 0B0 0B1
@@ -56,8 +56,8 @@ class Schedule:
             name: "forward", "gpipe", "1f1b", "interleaved", "zb1p", "zbv" or "dualpipev".
             stages: how many there are.
             microbatches: how many there are.
-            groups: how many rank groups there are, or the rank group of each stage. By default
-                each stage has one; of "zbv" and "dualpipev", two stages have one.
+            groups: the number of rank groups, or the rank group of each stage. By default each
+                stage has one; with "zbv" and "dualpipev", two stages share one.
 
         Raises:
             DefinitionError: no schedule has that name; it cannot have so many stages, rank groups
@@ -85,8 +85,8 @@ class Schedule:
             raise _elsewhere(name, named, where, natural)
         rows = []
         for rank in range(count):
-            own = tuple(s for s, g in enumerate(where) if g == rank)
-            group = Group(stages=own, rank=rank, groups=count, microbatches=microbatches)
+            group_stages = tuple(s for s, g in enumerate(where) if g == rank)
+            group = Group(stages=group_stages, rank=rank, groups=count, microbatches=microbatches)
             rows.append(tuple(named.row(group)))
         return cls(tuple(rows), name=name)
 
@@ -98,7 +98,7 @@ class Schedule:
             rows: one for each rank group; "" and None are idle slots.
 
         Raises:
-            DefinitionError: a text is no action; what has no rows.
+            DefinitionError: a text is no action; there are no rows.
 
         >>> Schedule.from_rows([["0F0", "", "0I0", "0W0"]]).actions
         ((Action(stage=0, phase='F', microbatch=0), Action(stage=0, phase='I', microbatch=0), \
@@ -141,7 +141,7 @@ Action(stage=0, phase='W', microbatch=0)),)
 
     @cached_property
     def units(self) -> tuple[tuple[tuple[Action, ...], ...], ...]:
-        """For each rank group what it does as one, without idle slots: an action, or two."""
+        """For each rank group its units, without idle slots: an action, or two that overlap."""
         return tuple(tuple(of(cell) for cell in row if cell is not None) for row in self.rows)
 
     @cached_property
@@ -156,17 +156,17 @@ Action(stage=0, phase='W', microbatch=0)),)
 
     @property
     def groups(self) -> int:
-        """How many rank groups there are."""
+        """The number of rank groups."""
         return len(self.rows)
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return 1 + max((a.stage for row in self.actions for a in row), default=-1)
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches there are."""
+        """The number of microbatches."""
         return 1 + max((a.microbatch for row in self.actions for a in row), default=-1)
 
     def has(self, phase: Phase) -> bool:
@@ -176,10 +176,10 @@ Action(stage=0, phase='W', microbatch=0)),)
     def timed(
         self, costs: Callable[[Action], float] = unit, *, reads: Reads | None = None
     ) -> Timing:
-        """Return when each rank group would do what: makespan, bubble, live microbatches.
+        """Return the times of all actions: makespan, bubble, live microbatches.
 
         Args:
-            costs: what an action takes, more than 0. By default forwards, and each part of a
+            costs: the time of an action, more than 0. By default forwards, and each part of a
                 backward, take 1.
             reads: stage -> the stages that it reads; by default each reads the one before it.
 
@@ -202,8 +202,8 @@ Action(stage=0, phase='W', microbatch=0)),)
 
         Args:
             reads: as `timed` takes it.
-            late_first: which come first of those that begin together: those of later stages, or
-                those of earlier ones.
+            late_first: among actions that begin together, later stages come first; otherwise
+                earlier ones do.
 
         Raises:
             DefinitionError: the rank groups wait for each other.
@@ -250,7 +250,7 @@ Action(stage=0, phase='W', microbatch=0)),)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What the rank groups are called."""
+        """The names of the rank groups."""
         names = [f" ({name})" for name in self.meshes] or [""] * self.groups
         return tuple(f"rank group {g}{name}" for g, name in enumerate(names))
 
@@ -263,12 +263,12 @@ Action(stage=0, phase='W', microbatch=0)),)
 def _row(cells: Iterable[str | Cell], where: str) -> tuple[Cell, ...]:
     if not isinstance(cells, Sequence | Iterator) or isinstance(cells, str | bytes):
         raise _no_rows(cells)
-    found: list[Cell] = []
+    row: list[Cell] = []
     for cell in cells:
         if not isinstance(cell, str | Cell):
             raise _no_rows(cell)
-        found += read(cell, where) if isinstance(cell, str) else (cell,)
-    return tuple(found)
+        row += read(cell, where) if isinstance(cell, str) else (cell,)
+    return tuple(row)
 
 
 #: Return the schedule of a name.
@@ -278,14 +278,14 @@ schedule_named = Schedule.named
 def _impossible(
     name: str, named: Named, p: int, g: int, m: int, where: Sequence[int] | None
 ) -> DefinitionError:
-    """Say what a schedule cannot have, and what is near that it can, or which others can.
+    """Return the error for an impossible schedule, with the nearest possible one or others.
 
     Args:
         name: of the schedule.
-        named: what it can have.
-        p: how many stages there are.
-        g: how many rank groups.
-        m: how many microbatches.
+        named: the schedule, with its rules.
+        p: the number of stages.
+        g: the number of rank groups.
+        m: the number of microbatches.
         where: the rank group of each stage; None where it follows from the schedule.
     """
     beside = (n for d in range(3 * m + 2 * p) for n in (m - d, m + d) if n > 0)
@@ -305,7 +305,7 @@ def _impossible(
     )
 
 
-#: Actions of a table: one of more would take minutes to make.
+#: The most actions of a table: a larger one would take minutes to make.
 _MOST = 1 << 20
 
 
@@ -318,7 +318,7 @@ def _no_rows(given: object) -> DefinitionError:
 
 
 def _check_counts(stages: int, microbatches: int, groups: object) -> None:
-    """Raise DefinitionError for what counts nothing, and for tables that are too large."""
+    """Raise DefinitionError for invalid counts, and for tables that are too large."""
     placed = groups if isinstance(groups, list | tuple) else () if groups is None else (groups,)
     given: dict[str, tuple[object, Sequence[object]]] = {
         "stages": (stages, (stages,)),

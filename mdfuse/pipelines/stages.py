@@ -1,4 +1,4 @@
-"""Find the stages of a pipeline: which block of microbatches' work each streamed expression is in.
+"""Find the stages of a pipeline: each streamed expression belongs to a block of work.
 
     %h = linear(%x, %w)               on m0          F0
     %g = set(%h)                m0 => m1             T01
@@ -8,9 +8,9 @@
     %dh = set(%dg)              m1 => m0             T10
     %dw = linear(%dh^T, %x^T)         on m0          B0 (W0)
 
-A stage is what is computed on one mesh between sets that change the mesh; its number is how many
-such sets come before it. The phase is a question to the graph: F does not depend on a gradient, I
-does and another stage needs it, W does and only sums over the batch need it. B is I and W.
+A stage is the work on one mesh between sets that change the mesh; its number is the number of such
+sets before it. The phase follows from the graph: F does not depend on a gradient, I does and
+another stage needs it, W does and only sums over the batch need it. B is I and W.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class Stages:
 
     @property
     def shares_ranks(self) -> bool:
-        """Whether some rank is of several rank groups."""
+        """True if some rank belongs to several rank groups."""
         ranks = [r for mesh in {*self.meshes} for r in mesh.ranks]
         return len({*ranks}) < len(ranks)
 
     @property
     def has_backward(self) -> bool:
-        """Whether some stage computes gradients."""
+        """True if some stage computes gradients."""
         return any(p.phase in "IW" for p in self.parts.values())
 
     def within(self, merge: ShouldMerge) -> ShouldMerge:
@@ -101,17 +101,17 @@ class Stages:
     @cached_property
     def reads(self) -> Reads | None:
         """Stage -> the stages that its forward reads; None where each reads the one before it."""
-        found = dict[int, list[int]]()
+        sources = dict[int, list[int]]()
         handed = [p for p in self.graph if p.phase == "T" and p.stage < p.to]
         for n in range(len(self.meshes)):
             before = self.graph.pred.get(Part(n, "F"), ())
-            given = [p for p in handed if p.to == n]  # a stage may hand on what it gets
-            found[n] = sorted({p.stage for p in (*before, *given) if p.phase in "FT"})
-        return None if all(n - 1 in of for n, of in found.items() if n) else found
+            given = [p for p in handed if p.to == n]  # a stage may hand on a received value
+            sources[n] = sorted({p.stage for p in (*before, *given) if p.phase in "FT"})
+        return None if all(n - 1 in of for n, of in sources.items() if n) else sources
 
     @cached_property
     def graph(self) -> nx.DiGraph[Part]:
-        """Which part needs which.
+        """The dependences between parts.
 
         Raises:
             LoweringError: parts need each other.
@@ -123,11 +123,11 @@ class Stages:
                 continue
             graph.add_node(part)
             for x in expr.reads:
-                made = self.fusion.producers.get(x)
-                before = self.parts.get(made.outputs[0]) if made is not None else None
+                producer = self.fusion.producers.get(x)
+                before = self.parts.get(producer.outputs[0]) if producer is not None else None
                 if before is not None and before != part:
                     graph.add_edge(before, part, value=x)
-        for n in range(len(self.meshes)):  # as schedules have them, whatever they read
+        for n in range(len(self.meshes)):  # as schedules order them, regardless of their operands
             parts = [p for p in (Part(n, phase) for phase in "FBIW") if p in graph]
             graph.add_edges_from(pairwise(parts))
         if not nx.is_directed_acyclic_graph(graph):
@@ -209,10 +209,10 @@ class _Finder:
         return Stages(fusion=self.fusion, meshes=tuple(meshes), parts=parts)
 
     def depths(self, forward: list[Expr]) -> dict[str, tuple[int, DeviceMesh]]:
-        """Return result of the forward -> how many hand-overs come before it, and its mesh.
+        """Return result of the forward -> the number of hand-overs before it, and its mesh.
 
-        What leads to no hand-over waits for the next stage of its mesh: what follows from labels
-        alone, or from what came past a stage.
+        An expression that leads to no hand-over belongs to the next stage of its mesh: it follows
+        from labels alone, or from values that passed a stage.
         """
         raw: dict[str, int] = {}
         for e in forward:
@@ -235,19 +235,19 @@ class _Finder:
         for mesh, depth in last.items():
             if depth > max(stages[mesh], default=-1):
                 stages[mesh].add(depth)
-        found: dict[str, tuple[int, DeviceMesh]] = {}
+        depths: dict[str, tuple[int, DeviceMesh]] = {}
         for e in forward:
             x, mesh = e.outputs[0], self.mesh(e.outputs[0])
-            least = max((found[o.outputs[0]][0] for o in self.operands(e)), default=0)
+            least = max((depths[o.outputs[0]][0] for o in self.operands(e)), default=0)
             least += self.hands_over(e)
-            found[x] = (min((d for d in stages[mesh] if d >= least), default=least), mesh)
-        self.put_off(forward, sent, found)
-        return found
+            depths[x] = (min((d for d in stages[mesh] if d >= least), default=least), mesh)
+        self.put_off(forward, sent, depths)
+        return depths
 
     def put_off(
         self, forward: list[Expr], sent: set[str], found: dict[str, tuple[int, DeviceMesh]]
     ) -> None:
-        """Let what follows from inputs alone, as labels do, be in the first stage that reads it."""
+        """Put expressions of inputs alone, such as labels, into the first stage that reads them."""
         loose = set[str]()
         for e in forward:
             is_sent = not sent.isdisjoint(e.outputs) or self.hands_over(e)
@@ -259,9 +259,9 @@ class _Finder:
                 found[x] = min(depths), self.mesh(x)
 
     def readers(self, e: Expr) -> list[str]:
-        """Return the first results of what reads an expression of the pipeline, in it."""
-        found = (r.outputs[0] for x in e.outputs for r in self.fusion.consumers[x])
-        return [r for r in found if r in self.made]
+        """Return the first results of the pipeline's readers of an expression."""
+        readers = (r.outputs[0] for x in e.outputs for r in self.fusion.consumers[x])
+        return [r for r in readers if r in self.made]
 
     def given(self, forward: list[Expr]) -> list[str]:
         """Return the inputs that are handed over as they are: their mesh is a stage, too."""
@@ -269,16 +269,16 @@ class _Finder:
 
     def source(self, e: Expr, stage: dict[str, int], meshes: list[DeviceMesh]) -> int:
         """Return the stage that hands over: that of the operand, or the last before on its mesh."""
-        made = self.operands(e)
-        if made:
-            return stage[made[0].outputs[0]]
+        operands = self.operands(e)
+        if operands:
+            return stage[operands[0].outputs[0]]
         mesh, to = self.mesh(e.reads[0]), stage[e.output]
         return max((n for n, m in enumerate(meshes[:to]) if m == mesh), default=to)
 
     def place_backward(
         self, stage: dict[str, int], meshes: list[DeviceMesh], parts: dict[str, Part]
     ) -> None:
-        """Add the parts of what depends on gradients."""
+        """Add the parts of expressions that depend on gradients."""
         behind = [e for e in self.exprs if e.outputs[0] in self.back]
         self.stages_behind(behind, stage, meshes)
         asked = self.asked(behind, stage)
@@ -292,10 +292,10 @@ class _Finder:
     def stages_behind(
         self, behind: list[Expr], stage: dict[str, int], meshes: list[DeviceMesh]
     ) -> None:
-        """Add the stages of what depends on gradients.
+        """Add the stages of expressions that depend on gradients.
 
-        A hand-over says where all that follows from it is. What follows from none is where what it
-        reads of the forward is, and no later than what reads it.
+        A hand-over decides the stage of all that follows from it. An expression behind no hand-over
+        is in the stage of its operands of the forward, and no later than its readers.
         """
         firm = set[str]()
         for e in behind:
@@ -331,17 +331,17 @@ class _Finder:
         return fits[-1]
 
     def asked(self, behind: list[Expr], stage: dict[str, int]) -> set[str]:
-        """Return the first results of what other stages, or whole outputs, need."""
+        """Return the first results that other stages, or whole outputs, need."""
         needed = {x for x in self.fusion.outputs if not self.is_sum(x)}
-        found = set[str]()
+        asked = set[str]()
         for e in reversed(behind):
             x = e.outputs[0]
             is_read = not needed.isdisjoint(e.outputs) or self.is_kept(e)
             is_away = any(stage[r] != stage[x] for r in self.readers(e))
             if self.hands_over(e) or is_read or is_away:
-                found.add(x)
+                asked.add(x)
                 needed.update(e.reads)
-        return found
+        return asked
 
     def is_sum(self, name: str) -> bool:
         stream = self.fusion.values[name].stream
@@ -349,14 +349,14 @@ class _Finder:
 
     def is_kept(self, e: Expr) -> bool:
         """Return whether something that runs once reads a result that is no sum."""
-        kept = (x for x in e.outputs if not self.is_sum(x))
-        return any(r.outputs[0] not in self.made for x in kept for r in self.fusion.consumers[x])
+        terms = (x for x in e.outputs if not self.is_sum(x))
+        return any(r.outputs[0] not in self.made for x in terms for r in self.fusion.consumers[x])
 
 
 def _needed_before(fusion: Fusion) -> set[str]:
-    """Return the first results of what runs in loops of their own, before the pipeline.
+    """Return the first results of expressions in loops of their own, before the pipeline.
 
-    Those are streamed, and lead to a sum over the batch that something streamed reads.
+    They are streamed, and lead to a sum over the batch that a streamed expression reads.
     """
     late, needed = set[str](), set[str]()
     for e in fusion.exprs:
@@ -384,9 +384,9 @@ def _changes_mesh(fusion: Fusion, expr: Expr) -> bool:
 
 def _brings_together(fusion: Fusion, expr: Expr) -> bool:
     """Return whether a set makes the whole batch of its chunks."""
-    made = fusion.values[expr.outputs[0]]
+    gathered = fusion.values[expr.outputs[0]]
     before = fusion.values[expr.reads[0]].stream if expr.op == "set" and expr.reads else None
-    return made.stream is None and before is not None and before.op is None
+    return gathered.stream is None and before is not None and before.op is None
 
 
 def _is_of_batch(fusion: Fusion, expr: Expr) -> bool:
@@ -397,7 +397,7 @@ def _is_of_batch(fusion: Fusion, expr: Expr) -> bool:
 
 
 def _against(fusion: Fusion, name: str) -> LoweringError:
-    """Say why a value of the backward cannot be on its mesh."""
+    """Return the error for a value of the backward that cannot be on its mesh."""
     if (late := _of_a_sum(fusion)) is not None:
         return late
     read = (fusion.producers.get(x) for x in fusion.producers[name].reads)
@@ -412,7 +412,7 @@ def _against(fusion: Fusion, name: str) -> LoweringError:
 
 
 def _of_a_sum(fusion: Fusion) -> LoweringError | None:
-    """Say which value each microbatch computes of what is known when all are done; None: none."""
+    """Return the error for a microbatch's value that needs all microbatches; None: none does."""
     late = dict[str, tuple[str, str]]()  # name -> the sum that it follows from, and its kind
     for e in fusion.exprs:
         stream = fusion.values[e.outputs[0]].stream

@@ -1,4 +1,4 @@
-"""Schedules that have names: what each rank group does, in which order.
+"""Named schedules: the actions of each rank group, in order.
 
 A row is made of two lists of the same length, forwards and backwards, each in the order in which
 the group takes them: some forwards to warm up, then one of each in turn, then the backwards that
@@ -24,13 +24,13 @@ from mdfuse.pipelines.actions import Action, Overlap, Phase, of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What a row is made for.
+    """The rank group of a row, and the size of the pipeline.
 
     Attributes:
         stages: of this rank group, in ascending order.
-        rank: which group it is.
-        groups: how many there are.
-        microbatches: how many there are.
+        rank: the number of the group.
+        groups: the number of groups.
+        microbatches: their number.
     """
 
     stages: tuple[int, ...]
@@ -46,16 +46,16 @@ class Group:
         """Return a round of microbatches of each stage, then the next round."""
         m, size = self.microbatches, self.round
         rounds = [range(first, first + size) for first in range(0, m, size)]
-        return [Action(s, phase, k) for found in rounds for s in stages for k in found]
+        return [Action(s, phase, k) for turn in rounds for s in stages for k in turn]
 
     @property
     def round(self) -> int:
-        """How many microbatches go through a stage before the next stage of its group."""
+        """The number of microbatches that go through a stage before the next stage of its group."""
         return self.microbatches // rounds(self.groups, self.microbatches)
 
     @property
     def behind(self) -> int:
-        """How many groups come behind this one."""
+        """The number of groups behind this one."""
         return self.groups - 1 - self.rank
 
     @property
@@ -65,7 +65,7 @@ class Group:
 
 
 def rounds(groups: int, microbatches: int) -> int:
-    """Return in how many rounds microbatches go through the stages of a group in turn."""
+    """Return the number of rounds in which microbatches go through the stages of a group."""
     return max(1, microbatches // groups)
 
 
@@ -113,8 +113,8 @@ def _in_turn(forwards: Row, backwards: Row, warmup: int) -> Row:
 class _Words:
     """A row written in words, as `F0 B1`: each is the next microbatch of that phase and stage.
 
-    Stages are counted within the group. `W` is of the oldest `I` without one, of any stage; a word
-    with a plus is an overlap.
+    Stages are counted within the group. `W` belongs to the oldest `I` without one, of any stage; a
+    word with a plus is an overlap.
     """
 
     def __init__(self, group: Group) -> None:
@@ -177,7 +177,7 @@ class Named:
     """A schedule with a name.
 
     Attributes:
-        row: what a rank group does.
+        row: returns the actions of a rank group.
         rule: which stages and microbatches it can have, in words.
         can: whether it can have so many stages, groups and microbatches.
         turns: the stages go down the groups and up again, not round and round.
@@ -203,7 +203,7 @@ def _goes_round(stages: int, groups: int, microbatches: int) -> bool:
     return stages % groups == 0 and microbatches % rounds(groups, microbatches) == 0
 
 
-#: All names, with what they can have.
+#: All names, with their rules.
 NAMED = {
     "forward": Named(
         row=_forward,

@@ -1,14 +1,14 @@
-"""When each rank group does what, by a table of what actions take: nothing is run.
+"""Times of the actions of each rank group, by a table of costs: nothing is run.
 
-A group takes its actions in order, each as soon as what it needs is done:
+A group takes its actions in order, each as soon as the actions that it needs are done:
 
-    1F0   needs   0F0            the forward of what its stage reads
-    1B0   needs   1F0, 2B0       its own forward, and the backward of what reads its stage
+    1F0   needs   0F0            the forward of the stage that its stage reads
+    1B0   needs   1F0, 2B0       its own forward, and the backward of the stage that reads it
     1I0   likewise
     1W0   needs   1I0
 
-Two actions that overlap are one unit: it begins when both can, takes as long as one after the other
-would, and both are done at its end. So it is never quicker than what may come of it.
+Two actions that overlap are one unit: it begins when both can, takes the sum of their times, and
+both are done at its end. So the prediction is never faster than a real overlap.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def unit(action: Action) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An action in its time.
+    """An action with its times.
 
     Attributes:
-        action: what is done.
+        action: the action.
         start: when it begins; from 0 on, in the unit of the costs.
         stop: when it ends.
     """
@@ -55,13 +55,13 @@ def _number(time: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """When each rank group does what; prints as a picture, and notebooks show it as SVG.
+    """The times of a schedule; prints as a picture, and notebooks show it as SVG.
 
     Attributes:
         name: of the schedule.
         lanes: for each rank group, its actions in their times.
-        names: what each rank group is called.
-        shown: what a time is as text.
+        names: the name of each rank group.
+        shown: returns a time as text.
     """
 
     name: str
@@ -71,22 +71,22 @@ class Timing:
 
     @property
     def makespan(self) -> float:
-        """When the last group is done."""
+        """The time when the last group is done."""
         return max((lane[-1].stop for lane in self.lanes if lane), default=0.0)
 
     @property
     def work(self) -> tuple[float, ...]:
-        """How long each group works."""
+        """The working time of each group."""
         return tuple(sum(s.stop - s.start for s in lane) for lane in self.lanes)
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """How long each group is idle: what is left of the makespan."""
+        """The idle time of each group: the makespan less its working time."""
         return tuple(self.makespan - work for work in self.work)
 
     @property
     def live(self) -> tuple[int, ...]:
-        """How many forwards each group keeps at most, for backwards that are not done.
+        """The most forwards that each group holds for backwards that are not done.
 
         A stage's microbatch counts for itself. `W` ends it where the backward is in two parts.
         """
@@ -126,11 +126,11 @@ def _actions(rows: Rows) -> Iterator[Action]:
 def lanes(
     rows: Rows, costs: Callable[[Action], float], reads: Reads
 ) -> tuple[tuple[Slot, ...], ...]:
-    """Return when each group does its actions.
+    """Return the times of the actions of each group.
 
     Args:
         rows: for each group, its units in order.
-        costs: what an action takes, more than 0.
+        costs: the time of an action, more than 0.
         reads: stage -> the stages that it reads.
 
     Raises:
@@ -139,7 +139,7 @@ def lanes(
     needs = _Needs(rows, reads)
     done: dict[Action, float] = {}
     at, free = [0] * len(rows), [0.0] * len(rows)
-    found: list[list[Slot]] = [[] for _ in rows]
+    slots: list[list[Slot]] = [[] for _ in rows]
     is_moving = True
     while is_moving:
         is_moving = False
@@ -147,18 +147,18 @@ def lanes(
             while at[g] < len(row) and all(n in done for n in needs.of(row[at[g]])):
                 start = max([free[g], *(done[n] for n in needs.of(row[at[g]]))])
                 for action in row[at[g]]:
-                    found[g].append(Slot(action, start, start + costs(action)))
-                    start = found[g][-1].stop
+                    slots[g].append(Slot(action, start, start + costs(action)))
+                    start = slots[g][-1].stop
                 done |= dict.fromkeys(row[at[g]], start)
                 free[g], is_moving = start, True
                 at[g] += 1
     if any(n < len(row) for n, row in zip(at, rows, strict=True)):
         raise _stuck(rows, at, needs, done)
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, slots))
 
 
 class _Needs:
-    """What actions need, where the backward of a stage may be in two parts."""
+    """The dependences of actions, where the backward of a stage may be in two parts."""
 
     def __init__(self, rows: Rows, reads: Reads) -> None:
         self.split = {(a.stage, a.microbatch) for a in _actions(rows) if a.phase == "I"}
@@ -169,7 +169,7 @@ class _Needs:
                 self.readers.setdefault(s, []).append(stage)
 
     def of(self, unit: tuple[Action, ...]) -> Iterator[Action]:
-        """Return what the actions of a unit need that is not in it."""
+        """Return the actions that a unit needs, without its own."""
         return (need for action in unit for need in self._of(action) if need not in unit)
 
     def _of(self, action: Action) -> Iterator[Action]:
@@ -190,9 +190,9 @@ class _Needs:
 def _stuck(
     rows: Rows, at: Sequence[int], needs: _Needs, done: Mapping[Action, float]
 ) -> DefinitionError:
-    """Say what each group waits for."""
+    """Return the error that lists the wait of each group."""
     place = {a: g for g, row in enumerate(rows) for unit in row for a in unit}
-    told = []
+    waits = []
     for g, row in enumerate(rows):
         if at[g] == len(row):
             continue
@@ -202,9 +202,9 @@ def _stuck(
             ahead = rows[place[want]][at[place[want]]]
             behind = "next" if want in ahead else f"behind {ahead[0]}"
             held = f"which row {place[want]} has {behind}"
-        told.append(f"row {g} is at {row[at[g]][0]}, which needs {want}, {held}")
+        waits.append(f"row {g} is at {row[at[g]][0]}, which needs {want}, {held}")
     return DefinitionError(
         "table of a schedule: the rank groups wait for each other",
-        because="\n              ".join(told),
+        because="\n              ".join(waits),
         hint="put what is needed in front of what waits for it",
     )

@@ -1,4 +1,4 @@
-"""Prepare new buffers: in which memory they lie, in which order, and what they hold at first."""
+"""Prepare new buffers: their memory, their memory order, and their first values."""
 
 from __future__ import annotations
 
@@ -64,20 +64,20 @@ def new_buffer(
     Args:
         output: the name, whose type gives shape and dtype.
         order: the dims from outermost to innermost in memory; None: row-major.
-        context: what is known at this instruction; it learns the strides.
+        context: the state at this instruction; it learns the strides.
         memory: "device", "host", "pinned" or "symmetric".
-        place: bytes where it lies in all runs; None: each run makes it.
+        place: the bytes that hold it in all runs; None: each run makes it.
     """
     shape, dtype = context.local(output), context.type(output).dtype
     strides = dense_strides(shape, order)
     new = NewBuffer(shape=shape, strides=strides, dtype=dtype, device=context.device)
     context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
     slot = context.slot(output)
-    made = [_make(memory, new, slot) if place is None else _placed(place, new, slot)]
+    lines = [_make(memory, new, slot) if place is None else _placed(place, new, slot)]
     if context.poison:
         run = _fill_parts if dtype.is_complex else "fill_"
-        made.append(Line(run=run, args=(context.ref(output), poison(dtype))))
-    return made
+        lines.append(Line(run=run, args=(context.ref(output), poison(dtype))))
+    return lines
 
 
 def _fill_parts(x: Tensor, value: float) -> None:

@@ -1,9 +1,8 @@
 """Compiled functions in files, which the processes of a host share and later ones find.
 
-A function is two files under one name: what the compiler wrote, and, written last, a few words on
-it with a checksum. Files are written under another name and renamed. Whatever is not as it should
-be counts as absent. A lock of the operating system's, which ends with the process that holds it,
-goes to the process that compiles.
+A function is two files under one name: the compiler's output, and, written last, a description of
+it with a checksum. Files are written under another name and renamed. A damaged file counts as
+absent. The process that compiles holds a lock of the operating system, which ends with the process.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Artefacts:
             return inductor.load(self._code(name)), forms
         except FileNotFoundError:
             return None
-        except Exception as error:  # whatever reading half a file raises, or the compiler
+        except Exception as error:  # any error of reading half a file, or of the compiler
             raise UnreadableError(reason(error)) from error
 
     def save(self, name: str, function: Function, results: Sequence[Form]) -> str | None:
@@ -72,7 +71,7 @@ class Artefacts:
             part.replace(self._code(name))
             part.write_text(json.dumps(about))
             part.replace(self._about(name))
-        except Exception as error:  # the compiler has its own, beside those of files
+        except Exception as error:  # the compiler raises its own errors, beside those of files
             return reason(error)
         finally:
             _remove(part)
@@ -106,7 +105,7 @@ class Artefacts:
             lock.release()
 
     def _guard(self, act: Callable[[Path], None]) -> None:
-        """Make the folder, or check it; that others may write into it is told once."""
+        """Make the folder, or check it; log once that other users may write into it."""
         try:
             act(self.folder)
         except PermissionError as error:
@@ -122,7 +121,7 @@ class Artefacts:
 
 @cache
 def _refuse(why: str) -> None:
-    """Tell once that a folder is not used."""
+    """Log once that a folder is not used."""
     _LOG.warning("compiled functions are neither read nor kept: %s", why)
 
 

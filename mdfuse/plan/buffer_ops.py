@@ -1,4 +1,4 @@
-"""Prepare buffer operations: views of parts of a buffer, and what posts need around them."""
+"""Prepare buffer operations: views of parts of a buffer, and the packing around posts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _view(i: Instruction, context: Context, run: _Value | str, *args: Any) -> li
 def _made(
     i: Instruction, context: Context, run: _Value | str, *args: Any, is_view: bool = False
 ) -> list[Line]:
-    """Bind the result to what a call makes of the operand, or copy that into its buffer."""
+    """Bind the result to the tensor that a call makes, or copy that tensor into its buffer."""
     (output,), (operand,) = i.outputs, i.reads
     source = context.ref(operand)
     if not context.has_buffer(output):
@@ -121,9 +121,9 @@ def _pad(i: Instruction, context: Context) -> list[Line]:
         return _made(i, context, "contiguous")
 
     def pad(x: Tensor) -> Tensor:
-        made = x.new_zeros(shape)
-        made.narrow(dim, 0, x.shape[dim]).copy_(x)
-        return made
+        padded = x.new_zeros(shape)
+        padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+        return padded
 
     return _made(i, context, pad)
 
@@ -180,7 +180,7 @@ def _pack_evenly(i: Instruction, context: Context, fact: Tensor, parts: int) -> 
 
 
 def _term(i: Instruction, context: Context) -> list[Line]:
-    """Place this rank's part in a buffer of what its reduce op leaves others as they are with.
+    """Place this rank's part in a buffer that holds the reduce op's neutral element elsewhere.
 
     Along axes that become Partial only the rank at coordinate 0 contributes its part.
     """
@@ -194,10 +194,10 @@ def _term(i: Instruction, context: Context) -> list[Line]:
     (fill,) = {neutral(op, context.type(output).dtype) for op in _new_ops(i, context).values()}
 
     def term(x: Tensor) -> Tensor:
-        made = torch.full(shape, fill, dtype=x.dtype, device=x.device)
+        filled = torch.full(shape, fill, dtype=x.dtype, device=x.device)
         if keeps:
-            made[index] = x
-        return made
+            filled[index] = x
+        return filled
 
     return _made(i, context, term)
 
@@ -222,25 +222,25 @@ def _is_first_along_new_axes(i: Instruction, context: Context) -> bool:
 
 
 def _accumulate(i: Instruction, context: Context) -> list[Line]:
-    """Add the part of a chunk to those that are in the buffer; the first one is what it holds.
+    """Add the part of a chunk to the sum in a buffer; the first part is copied there.
 
-    In a unit it is added to a number that leaves it as it is, so that all chunks run one function.
+    In a unit the first part is added to the neutral element, so that all chunks run one function.
     """
     (output,), (operand,) = i.outputs, i.reads
     layout = context.type(operand).layout
     chunk = layout.stream if layout is not None else None
     assert chunk is not None and chunk.op is not None and isinstance(chunk.index, int)
-    made = [] if context.has_buffer(output) else new_buffer(output, i.order, context)
+    lines = [] if context.has_buffer(output) else new_buffer(output, i.order, context)
     target, part = context.ref(output), context.ref(operand)
     done = context.parts.pop(output, frozenset()) | {chunk.index}
     if len(done) < chunk.count:
         context.parts[output] = done
     if len(done) == 1 and (chunk.count == 1 or not context.in_unit):
-        return [*made, Line(run="copy_", args=(target, part))]
+        return [*lines, Line(run="copy_", args=(target, part))]
     if len(done) == 1:
         start = neutral(chunk.op, context.type(output).dtype)
-        made.append(Line(run="fill_", args=(target, start)))
-    return [*made, Line(run=JOIN[chunk.op], args=(target, part))]
+        lines.append(Line(run="fill_", args=(target, start)))
+    return [*lines, Line(run=JOIN[chunk.op], args=(target, part))]
 
 
 #: How parts join, in the buffer of the first one.

@@ -1,8 +1,8 @@
 """Plans: a host program specialised for one rank and one kind of arguments, as prepared calls.
 
 Building decides everything that does not depend on data: loops are written out, branches taken,
-streams and peers known, the buffers that the caller never sees are made. What is left is a flat
-list of calls, written down as one function (`mdfuse.plan.lines`).
+streams and peers known, the buffers that the caller never sees are made. The rest is a flat list of
+calls, written down as one function (`mdfuse.plan.lines`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Plan:
     Attributes:
         name: of the program.
         size: how many slots there are.
-        names: slot -> what it is, for readers: the name of its buffer or handle in the program.
+        names: slot -> the name of its buffer or handle in the program, for readers.
         inputs: the slots of the inputs.
         given: for each output the slot of the caller's buffer, where there is one.
-        outputs: the slots of the outputs; None for what this rank does not compute.
-        steps: what to call, in order.
+        outputs: the slots of the outputs; None for those that this rank does not compute.
+        steps: the prepared calls, in order.
         device: where it computes.
         switches: whether it changes the current stream.
         one_stream: everything runs on the stream that is current when a run starts.
@@ -55,7 +55,7 @@ class Plan:
         written: the slots of inputs that it writes into.
         records: whether one of the caller's tensors requires a gradient.
         tally: how often its program ran.
-        stamping: what its function calls between its lines; None: nothing.
+        stamping: the calls that its function makes between its lines; None: no calls.
         code: the instructions that it was built from, by whose numbers steps name theirs.
         arena: the bytes in which symmetric buffers lie, in all runs; None: there are none.
     """
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def quick(self) -> None:
-        """What runs by one graph alone, if there is one; `GraphPlan` has it."""
+        """The run by one graph alone, if there is one; `GraphPlan` has it."""
         return None
 
     @property
@@ -109,7 +109,7 @@ class Plan:
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """All calls, in order; what may take the place of an operand does."""
+        """All calls, in order; results that may take the place of an operand do so."""
         lines = tuple(line for step in self.steps for line in step.lines)
         return in_place(lines, self.outputs) if self.one_stream else lines
 
@@ -148,7 +148,7 @@ class Plan:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """For each of all lines, what it belongs to."""
+        """For each of all lines, the label of its step."""
         return tuple(step.label for step in self.steps for _ in step.lines)
 
     def run(
@@ -159,8 +159,8 @@ class Plan:
     ) -> list[Any]:
         """Run from start to end on a backend whose waits block.
 
-        Nothing is recorded for autograd, which knows no writes into given buffers; where it would
-        be, the run was refused.
+        Nothing is recorded for autograd, which knows no writes into given buffers: a run that would
+        need it was refused.
 
         Args:
             arguments: local tensors, None for those that this rank lacks, numbers for scalars.
@@ -189,7 +189,7 @@ class Plan:
         except Exception as error:
             raise self.explained(error, self.function) from error.__cause__
         finally:
-            if caller is not None:  # whatever happened, it is current again
+            if caller is not None:  # also after an error, it is current again
                 torch.cuda.set_stream(caller)
 
     def addresses(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> dict[int, int]:
@@ -208,10 +208,10 @@ class Plan:
 
         The function's first line is line `first` of those that a run makes.
         """
-        found = function.line_of(error.__traceback__)
-        if found is None or first + found >= len(self.lines_of_run):
+        at = function.line_of(error.__traceback__)
+        if at is None or first + at >= len(self.lines_of_run):
             return error
-        number = self.lines_of_run[first + found]
+        number = self.lines_of_run[first + at]
         line, step = self.lines[number], self.steps[self.step_number_of(number)]
         if line.explain is not None:
             explained = line.explain(error)
@@ -252,10 +252,10 @@ def build(
         bind: prepares a call on a backend whose teams are made.
         device: where its buffers lie.
         poison: fill new buffers with NaN or the largest value.
-        arguments: what it is run with; runs with others of the same shapes and strides may follow.
-            None: nothing is known of them but their shapes.
+        arguments: the arguments of the run; runs with others of the same shapes and strides may
+            follow. None: only their shapes are known.
         out: likewise the caller's buffers for outputs, None for those without.
-        is_simulated: streams are those of the simulator, whatever the device.
+        is_simulated: streams are those of the simulator, on any device.
         caller: the handle of the caller's CUDA stream.
         tally: how often the program ran.
         checks, fuse: see `Context`.
@@ -297,9 +297,9 @@ def _arena(
     program: HostProgram, memory: Callable[[int], Tensor | None] | None
 ) -> tuple[Tensor | None, Iterator[Tensor | None]]:
     """Return the arena, and the memory of each symmetric buffer: the arena from where it begins."""
-    found = arena(program) if memory is not None else Arena((), 0)
-    whole = memory(found.size) if memory is not None and found.size else None
-    offsets = found.offsets if whole is not None else repeat(None)
+    packed = arena(program) if memory is not None else Arena((), 0)
+    whole = memory(packed.size) if memory is not None and packed.size else None
+    offsets = packed.offsets if whole is not None else repeat(None)
     return whole, (None if whole is None or at is None else whole[at:] for at in offsets)
 
 
@@ -313,7 +313,7 @@ def _inputs(context: Context, arguments: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _know(context: Context, name: str, x: Any) -> None:
-    """Note the strides of what the caller passes."""
+    """Note the strides of the caller's tensors."""
     if isinstance(x, Tensor):
         fact = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         context.know(name, fact)
@@ -321,15 +321,15 @@ def _know(context: Context, name: str, x: Any) -> None:
 
 def _given(context: Context, out: Sequence[Any]) -> list[int | None]:
     """Return the slots of the caller's buffers for outputs, which are bound from the start."""
-    found: list[int | None] = []
+    slots: list[int | None] = []
     for name, buffer in zip(context.program.outputs, out, strict=False):
         is_new = buffer is not None and not context.has_buffer(name)
         if is_new:
             _know(context, name, buffer)
             context.given.add(name)
         place = context.slot(name) if is_new else None
-        found.append(context.new_slot() if buffer is not None and not is_new else place)
-    return found
+        slots.append(context.new_slot() if buffer is not None and not is_new else place)
+    return slots
 
 
 def _part_outputs(builder: Builder, given: Sequence[int | None], outputs: list[int | None]) -> None:
@@ -341,10 +341,10 @@ def _part_outputs(builder: Builder, given: Sequence[int | None], outputs: list[i
         is_own = root in context.program.inputs or (n < len(given) and given[n] is not None)
         if slot is None or is_own or not any(context.share(name, x) for x in names[:n]):
             continue
-        outputs[n] = made = context.new_slot()
-        line = Line(run="clone", args=(SlotRef(slot),), into=made)
+        outputs[n] = copy = context.new_slot()
+        line = Line(run="clone", args=(SlotRef(slot),), into=copy)
         builder.steps.append(
-            Step(lines=(line,), label="return", op="return", inputs=(slot,), outputs=(made,))
+            Step(lines=(line,), label="return", op="return", inputs=(slot,), outputs=(copy,))
         )
 
 
@@ -354,10 +354,12 @@ def _fill_given(builder: Builder, given: Sequence[int | None], outputs: list[int
         result = outputs[n]
         if place is None or result is None or place == result:
             continue
-        made = builder.context.new_slot()
-        line = Line(run="copy_", args=(SlotRef(place), SlotRef(result)), into=made, shares=(place,))
+        filled = builder.context.new_slot()
+        line = Line(
+            run="copy_", args=(SlotRef(place), SlotRef(result)), into=filled, shares=(place,)
+        )
         step = Step(
-            lines=(line,), label="return", op="return", inputs=(place, result), outputs=(made,)
+            lines=(line,), label="return", op="return", inputs=(place, result), outputs=(filled,)
         )
         builder.steps.append(step)
-        outputs[n] = made
+        outputs[n] = filled

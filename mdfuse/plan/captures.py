@@ -25,11 +25,11 @@ class Recording(Protocol):
     def replay(self) -> Callable[[], None]: ...
 
     def reset(self) -> None:
-        """Give up what the recording holds; it is never replayed again."""
+        """Release the memory of the recording, which is never replayed again."""
 
 
 class GraphRecorder(Protocol):
-    """Records what a function queues on the device, without running it there.
+    """Records the work that a function queues on the device, without running it there.
 
     Attributes:
         stream: the stream that is current while the function is called.
@@ -41,7 +41,7 @@ class GraphRecorder(Protocol):
         """Call a function; return results, whose buffers each replay fills, and the recording."""
 
 
-#: Held by whoever captures, and by whoever gives up a graph: to give one up waits for the device,
+#: A lock for captures and for the destruction of graphs: destroying a graph waits for the device,
 #: which no thread may do while another one captures.
 _captures = threading.RLock()
 
@@ -86,8 +86,8 @@ class _CudaRecording:
 class CudaRecorder:
     """Records CUDA graphs on a stream that plans are built for.
 
-    They share what memory they need for themselves: they are replayed one after the other. What is
-    left for later calls is held as long as they are, so no other graph writes there.
+    All graphs share one pool of scratch memory, because they are replayed one after the other.
+    Their results are held as long as the graphs, so no other graph writes there.
 
     Attributes:
         living: how many graphs there are.
@@ -100,7 +100,7 @@ class CudaRecorder:
     pool: Any = None
 
     def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
-        """Capture what a function queues, and return its results and the graph.
+        """Capture the work that a function queues, and return its results and the graph.
 
         Other threads may use CUDA meanwhile: the libraries' watchdogs query events.
         """
@@ -114,7 +114,7 @@ class CudaRecorder:
                 results = run()
             except BaseException:
                 torch.cuda.set_stream(self.stream)
-                with suppress(RuntimeError):  # the capture is broken off, which is an error again
+                with suppress(RuntimeError):  # ending a broken capture is an error again
                     graph.capture_end()
                 raise
             torch.cuda.set_stream(self.stream)

@@ -36,10 +36,10 @@ def graphs_of(
     watch: Replays | None,
     is_all: bool,
 ) -> GraphPlan | None:
-    """Return what captures a plan region by region; None where it has nothing to capture.
+    """Return the plan that captures itself region by region; None where nothing can be captured.
 
     Args:
-        once: the plan, with what its first run found.
+        once: the plan, with the addresses of its first run.
         arguments: those of the second run.
         out: the caller's buffers for outputs, None for those without; None: there are none.
         build: builds the plan anew.
@@ -47,12 +47,12 @@ def graphs_of(
         device: the GPU.
         stream: of the caller.
         watch: notes captures and replays.
-        is_all: everything is to be captured, whatever a replay copies.
+        is_all: everything is to be captured, however much a replay copies.
 
     Raises:
         ProgramError: everything was to be captured, and some of it cannot be.
     """
-    plan, own = once.plan, capture_stream(device)
+    plan, side_stream = once.plan, capture_stream(device)
     given = out if out is not None else (None,) * len(plan.outputs)
     fresh = [form if x is None else None for form, x in zip_longest(once.fresh, given)]
     buffers = [
@@ -60,12 +60,12 @@ def graphs_of(
         for form, x in zip(fresh, given, strict=True)
     ]
     again = partial(build, [without_elements(x) for x in arguments], buffers)
-    captured = again(own.cuda_stream)
+    captured = again(side_stream.cuda_stream)
     plan.release()
     graphs = GraphPlan(
         captured,
         partial(again, stream),
-        CudaRecorder(device, own),
+        CudaRecorder(device, side_stream),
         once.stay(captured, plan.addresses(arguments, out)),
         fresh,
         may_overlap=plan.may_overlap,

@@ -1,8 +1,8 @@
 """Compiled functions of host units: each is made once in this process, and once on its host.
 
-A function is looked for in memory, then in files; else it is traced, and compiled with all others
-that a plan needs. Processes of one host that need the same ones share the work: each compiles what
-no other has begun, and waits for the rest.
+A function is looked up in memory, then in files; otherwise it is traced, and compiled with all
+others that a plan needs. Processes of one host that need the same ones share the work: each
+compiles what no other has begun, and waits for the rest.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from mdfuse.runtime.deadline import Deadline
 
 @dataclass(eq=False)
 class Made:
-    """A function of tensors that host units come to.
+    """The compiled function of one or more host units.
 
     Attributes:
         results: the forms of its results.
         name: of its files; None: it has none.
-        traced: what is to be compiled; None once it is.
-        otherwise: where it is for many sizes, and that cannot be compiled: traces it for its own.
-        serves: tells for which sizes the function is; None: for its own alone.
+        traced: the trace to compile; None once it is compiled.
+        otherwise: traces it for its own sizes, where the function for many sizes cannot be
+            compiled.
+        serves: tells whether the function serves some sizes; None: it serves its own alone.
         function: compiled.
         refused: why it cannot be compiled.
         was_late: another process has not compiled it in time; nobody waits again.
@@ -51,18 +52,18 @@ class Made:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to do."""
+        """True once it is compiled or refused."""
         return self.traced is None
 
 
 @dataclass
 class Tally:
-    """Where the functions of a program came from.
+    """Counts of the functions of a program by their origin.
 
     Attributes:
         compiled: how many this process compiled.
         found: how many it found in files, of earlier runs or of other processes.
-        shared: how many are those of other lengths.
+        shared: how many were compiled for other lengths.
         unsaved: why a compiled one was not saved -> how many.
         unreadable: why files were of no use -> how many.
     """
@@ -74,7 +75,7 @@ class Tally:
     unreadable: Counter[str] = field(default_factory=Counter)
 
     def told(self) -> Iterator[str]:
-        """Yield lines on what happened."""
+        """Yield the lines of a report."""
         counts = {
             "compiled": self.compiled,
             "found in files": self.found,
@@ -88,8 +89,8 @@ class Tally:
             yield f"{n} compiled again, since their files are of no use: {why}"
 
 
-#: What is computed, and on what -> the function. Equal layers have equal units, in one program or
-#: in several.
+#: Key of the unit and forms of its arguments -> the function. Equal layers have equal units, in one
+#: program or in several.
 _MADE: Cache[Made] = Cache(1024)
 
 
@@ -97,30 +98,30 @@ def known(key: Hashable, forms: Sequence[Form], tally: Tally) -> Made | None:
     """Return a function that is in memory or in files.
 
     Args:
-        key: what is computed; see `mdfuse.plan.unit_keys`.
+        key: of the unit; see `mdfuse.plan.unit_keys`.
         forms: of the arguments.
         tally: counts.
     """
-    made = _MADE.get((key, *forms))
-    if made is None and (name := _name(key, forms)) is not None:
-        made = _read(name, tally)
-        if made is not None:
-            _MADE.put((key, *forms), made)
-    return made
+    function = _MADE.get((key, *forms))
+    if function is None and (name := _name(key, forms)) is not None:
+        function = _read(name, tally)
+        if function is not None:
+            _MADE.put((key, *forms), function)
+    return function
 
 
 def traced(key: Hashable, forms: Sequence[Form], function: Function) -> Made:
     """Return a function that is to be compiled; see `known`."""
     try:
-        found = inductor.traced(function, forms)
-        if is_tangled(found.graph.graph):
-            made = Made([], refused="a value is read elsewhere than where it is written over")
+        trace = inductor.traced(function, forms)
+        if is_tangled(trace.graph.graph):
+            compiled = Made([], refused="a value is read elsewhere than where it is written over")
         else:
-            made = Made(found.results, _name(key, forms), found)
-    except Exception as error:  # an op has its own reasons; the eager calls are right
-        made = Made([], refused=reason(error))
-    _MADE.put((key, *forms), made)
-    return made
+            compiled = Made(trace.results, _name(key, forms), trace)
+    except Exception as error:  # ops raise errors of any type; the eager calls are right
+        compiled = Made([], refused=reason(error))
+    _MADE.put((key, *forms), compiled)
+    return compiled
 
 
 def traced_with_sizes(
@@ -129,7 +130,7 @@ def traced_with_sizes(
     function: Function,
     many: Joined,
 ) -> tuple[Made, Traced] | None:
-    """Return a function for many lengths that is to be compiled, and what it was traced to.
+    """Return a function for many lengths that is to be compiled, and its trace.
 
     Args:
         key: see `known`.
@@ -141,22 +142,22 @@ def traced_with_sizes(
         None where there can be none.
     """
     try:
-        found = inductor.traced_with_sizes(many.run, many.forms_at, many.hints)
-        if is_tangled(found.graph.graph):
+        trace = inductor.traced_with_sizes(many.run, many.forms_at, many.hints)
+        if is_tangled(trace.graph.graph):
             return None
-        results = found.results_at(many.hints)
+        results = trace.results_at(many.hints)
     except Exception:  # an op that takes no symbolic size; there is a function for each length
         return None
-    made = Made(results, None, found, otherwise=partial(inductor.traced, function, forms))
-    _MADE.put((key, *forms), made)
-    return made, found
+    compiled = Made(results, None, trace, otherwise=partial(inductor.traced, function, forms))
+    _MADE.put((key, *forms), compiled)
+    return compiled, trace
 
 
 def serve(key: Hashable, forms: Sequence[Form], made: Made, results: list[Form]) -> Made:
-    """Return what a function for many lengths is for arguments of these forms."""
-    found = Made(results, function=made.function)
-    _MADE.put((key, *forms), found)
-    return found
+    """Return a function for many lengths as one for arguments of these forms."""
+    served = Made(results, function=made.function)
+    _MADE.put((key, *forms), served)
+    return served
 
 
 def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Tally) -> list[Made]:
@@ -176,25 +177,25 @@ def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Ta
         return []
     with progress("compiling launches", len(todo), shows) as advance:
         others = []
-        for made in todo:
-            if _completed(made, 0.0, tally):
+        for function in todo:
+            if _completed(function, 0.0, tally):
                 advance()
             else:
-                others.append(made)
+                others.append(function)
         deadline, late = Deadline.after(timeout_s), []
-        for made in others:
-            if not made.was_late and _completed(made, deadline.left(), tally):
+        for function in others:
+            if not function.was_late and _completed(function, deadline.left(), tally):
                 advance()
             else:
-                made.was_late = True
-                late.append(made)
+                function.was_late = True
+                late.append(function)
     return late
 
 
 def artefacts() -> Artefacts | None:
     """Return the folder of compiled functions; None where the compiler is to keep no files."""
-    found = inductor.folder()
-    return None if found is None else Artefacts(found / "mdfuse")
+    folder = inductor.folder()
+    return None if folder is None else Artefacts(folder / "mdfuse")
 
 
 def _name(key: Hashable, forms: Sequence[Form]) -> str | None:
@@ -208,14 +209,14 @@ def _name(key: Hashable, forms: Sequence[Form]) -> str | None:
 def _read(name: str, tally: Tally) -> Made | None:
     folder = artefacts()
     try:
-        found = folder.load(name) if folder is not None else None
+        stored = folder.load(name) if folder is not None else None
     except UnreadableError as error:
         tally.unreadable[str(error)] += 1
         return None
-    if found is None:
+    if stored is None:
         return None
     tally.found += 1
-    return Made(found[1], name, function=found[0])
+    return Made(stored[1], name, function=stored[0])
 
 
 def _completed(made: Made, timeout_s: float, tally: Tally) -> bool:
@@ -238,10 +239,10 @@ def _completed(made: Made, timeout_s: float, tally: Tally) -> bool:
 
 def _find_or_compile(made: Made, name: str, folder: Artefacts, tally: Tally) -> None:
     again = Tally()  # files of no use were counted when they were looked for
-    found = _read(name, again)
+    stored = _read(name, again)
     tally.found += again.found
-    if found is not None:
-        made.function, made.traced = found.function, None
+    if stored is not None:
+        made.function, made.traced = stored.function, None
         return
     _compile(made, tally)
     if made.function is not None:
@@ -254,7 +255,7 @@ def _compile(made: Made, tally: Tally) -> None:
     try:
         made.function = _compiled(made, made.traced)
         tally.compiled += 1
-    except Exception as error:  # it has many reasons; without it the eager calls are right
+    except Exception as error:  # the compiler raises errors of any type; the eager calls are right
         made.refused = reason(error)
     made.traced = made.otherwise = None
 

@@ -1,4 +1,4 @@
-"""The context in which calls are prepared: the program, this rank's slots, what has a buffer."""
+"""The context in which calls are prepared: the program, this rank's slots, its buffers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Step:
 
     Attributes:
         lines: the calls, in order.
-        label: what it does, for error messages.
+        label: its description, for error messages.
         op: the instruction's op.
         outputs: the slots that it binds or writes.
         inputs: the slots that it reads.
@@ -40,7 +40,7 @@ class Step:
         joins: the stream that the current one waits for.
         posters: prepared calls of a backend, one for each piece that it posts.
         calls: for each of the posters, this rank's part of the communication.
-        eager: why no CUDA graph can hold it; None where one can.
+        eager: the reason why no CUDA graph can hold it; None where one can.
         instruction: the number of its instruction in the written-out program; -1: it has none.
     """
 
@@ -64,7 +64,7 @@ class Step:
 
 
 class Fuse(Protocol):
-    """What makes the steps of host units fewer."""
+    """A compiler of host units: it merges the steps of a unit."""
 
     def __call__(
         self, i: Instruction, steps: Sequence[Step], outside: Mapping[int, str], context: Context
@@ -74,8 +74,8 @@ class Fuse(Protocol):
         Args:
             i: the unit.
             steps: its calls one by one.
-            outside: slot -> name of what has a buffer before it.
-            context: what is known behind it.
+            outside: slot -> name, for buffers that exist before the unit.
+            context: the state behind the unit.
         """
 
     def finish(self, steps: Sequence[Step], context: Context) -> list[Step]:
@@ -84,14 +84,14 @@ class Fuse(Protocol):
 
 @dataclass(slots=True)
 class Context:
-    """What is known while the steps of one rank are prepared, in program order.
+    """The state while the steps of one rank are prepared, in program order.
 
     Attributes:
         program: written out for the rank.
         rank: the rank.
         slots: name -> slot; a name that is bound again, after it was freed, gets another slot.
         size: how many slots there are.
-        names: slot -> what it is, for readers: the name as programs print it.
+        names: slot -> its name as programs print it, for readers.
         bind: prepares a call on a backend whose teams are made.
         device: where buffers lie.
         poison: fill new buffers with NaN or the largest value.
@@ -106,7 +106,7 @@ class Context:
         expanded: name -> the dims of it that `expand` made.
         parts: name -> the chunks whose parts are added up in its buffer, while some are missing.
         storage: name -> the name whose memory it shares; names with memory of their own are absent.
-        updated: names that may share memory with what is written again after it was bound.
+        updated: names that may share memory with a buffer that is written again after it was bound.
         host_values: which names stand for numbers of a run, or for host memory.
         shapes: type -> the shape of this rank's part; many values have the same type.
         checks: looks at the indices of tables; None: nobody does.
@@ -181,13 +181,13 @@ class Context:
         return name in self.bound or name in self.given
 
     def bind_name(self, name: str, shares: str | None = None) -> None:
-        """Note that a name has a buffer from here on; `shares` names what it is a view of."""
+        """Note that a name has a buffer from here on; it is a view of `shares`."""
         if shares is not None and not self.has_buffer(name):
             self.storage[name] = self.storage.get(shares, shares)
         self.bound.add(name)
 
     def release(self, name: str) -> None:
-        """Forget all that is known of a name; it may be bound again."""
+        """Forget all facts about a name; it may be bound again."""
         self.bound.discard(name)
         for known in (self.slots, self.storage, self.expanded, self.allocated, self.facts):
             known.pop(name, None)
@@ -197,14 +197,14 @@ class Context:
         memory = self.allocated.get(self.storage.get(name, name), "device")
         return self.device.type == "cpu" or memory not in ("host", "pinned")
 
-    # -- what is known of buffers ----------------------------------------------------------------
+    # -- facts about buffers ---------------------------------------------------------------------
 
     def fact(self, x: Any) -> Tensor | None:
         """Return a meta tensor like an operand's buffer; None where its strides are not known."""
         return self.facts.get(x) if isinstance(x, str) else None
 
     def know(self, name: str, fact: Tensor | None) -> None:
-        """Note what a name's buffer is like from here on; None where that is not known."""
+        """Note the strides of a name's buffer from this point on; None where they are not known."""
         if fact is None:
             self.facts.pop(name, None)
         else:
@@ -225,15 +225,15 @@ def base_name(name: str) -> str:
 
 
 def described(i: Instruction) -> str:
-    """Return in short what an instruction does, for error messages."""
-    made = ", ".join(f"%{base_name(n)}" for n in i.outputs)
-    if made:
-        return f"{made} = {i.fn or i.op}"
+    """Return a short description of an instruction, for error messages."""
+    outputs = ", ".join(f"%{base_name(n)}" for n in i.outputs)
+    if outputs:
+        return f"{outputs} = {i.fn or i.op}"
     read = ", ".join(f"%{base_name(n)}" for n in i.reads)
     piece = f"[{i.kwargs['piece']}]" if "piece" in i.kwargs else ""
     return f"{i.op} {read}{piece}".rstrip()
 
 
 def label(i: Instruction) -> str:
-    """Return the user's line of an instruction, or what it does."""
+    """Return the user's line of an instruction, or its description."""
     return str(i.source or described(i))

@@ -35,11 +35,11 @@ class DeviceClock:
         self.base.record()
 
     def before(self, number: int) -> Callable[[], object]:
-        """Return what is called in front of a step."""
+        """Return the function to call in front of a step."""
         return self.pairs[number][0].record
 
     def behind(self, number: int, note: Callable[[], object]) -> Callable[[], object]:
-        """Return what is called behind a step, where `note` was called before."""
+        """Return the function to call behind a step, where `note` was called before."""
         record = self.pairs[number][1].record
 
         def stamp() -> None:

@@ -1,7 +1,7 @@
 """Prepare sends and receives: those of one group are posted at once.
 
-What a rank sends to itself is copied, or not even that: in a program on several streams, whose
-buffers are made in each run, the name that receives it stands for what was sent, where nothing
+A rank copies its sends to itself. In a program on several streams, whose buffers are made in each
+run, even the copy is saved: the received name becomes an alias of the sent buffer, where nothing
 writes into either of them. So a ring's first turn begins at once.
 """
 
@@ -43,7 +43,7 @@ class Exchanges:
     Attributes:
         context: the rank's slots and bindings.
         group: the sends and receives since group_start; None outside of a group.
-        own: what this rank sent to itself and has not received yet: its name, the slot of a copy.
+        own: sends to this rank itself that are not received yet: the name, and the slot of a copy.
     """
 
     context: Context
@@ -67,7 +67,7 @@ class Exchanges:
         return []
 
     def finish(self) -> None:
-        """Raise ProgramError where this rank sends to itself what it does not receive."""
+        """Raise ProgramError where a send of this rank to itself has no receive."""
         if self.own:
             raise ProgramError(
                 f"rank {self.context.rank} sends to itself what it does not receive",
@@ -78,19 +78,23 @@ class Exchanges:
     def transfer(self, members: Sequence[Instruction]) -> list[Step]:
         """Prepare sends and receives that are posted at once: one post per team and backend."""
         program, rank = self.context.program, self.context.rank
-        found: dict[tuple[tuple[int, ...], str | None], list[Instruction]] = {}
+        by_team: dict[tuple[tuple[int, ...], str | None], list[Instruction]] = {}
         for i in members:
             key = transfer_team(program, i, rank), i.kwargs.get("backend")
-            found.setdefault(key, []).append(i)
-        return [step for (team, _), some in found.items() for step in self.exchange(team, some)]
+            by_team.setdefault(key, []).append(i)
+        return [step for (team, _), some in by_team.items() for step in self.exchange(team, some)]
 
     def exchange(self, team: tuple[int, ...], members: Sequence[Instruction]) -> list[Step]:
-        """Prepare the post of one team, and the copies of what this rank sends to itself."""
+        """Prepare the post of one team, and the copies of this rank's sends to itself."""
         slot = self.context.slot
         ends = [_End(i, self.peer(i, team), slot(i.reads[0]), slot(i.outputs[0])) for i in members]
-        pairs, kept, dropped = self.to_oneself([e for e in ends if e.peer == self.context.rank])
-        found = {e.buffer: e.i for e in ends}
-        alike = [(a, b) for a, b in pairs if a in found and self.stands_for(found[a], found[b])]
+        pairs, copied, dropped = self.to_oneself([e for e in ends if e.peer == self.context.rank])
+        instruction_of = {e.buffer: e.i for e in ends}
+        alike = [
+            (a, b)
+            for a, b in pairs
+            if a in instruction_of and self.stands_for(instruction_of[a], instruction_of[b])
+        ]
         pairs = [pair for pair in pairs if pair not in alike]
         away = [e for e in ends if e.peer != self.context.rank]
         sends, recvs = ([e for e in away if e.i.op == op] for op in ("send", "recv"))
@@ -120,14 +124,14 @@ class Exchanges:
             posters=(poster,) if poster is not None else (),
             calls=(call,) if call is not None else (),
         )
-        return [*kept, *(_same(*pair) for pair in alike), step, *dropped]
+        return [*copied, *(_same(*pair) for pair in alike), step, *dropped]
 
     @cached_property
     def buffers(self) -> OwnParts:
         return OwnParts(self.context.program, self.context.updated)
 
     def stands_for(self, send: Instruction, recv: Instruction) -> bool:
-        """Return whether a buffer that gets this rank's own part may be what was sent itself."""
+        """Return whether the received name may be an alias of the buffer that this rank sent."""
         context, (source,), (into,) = self.context, send.reads, recv.reads
         sent, received = context.fact(source), context.fact(into)
         is_known = sent is not None and received is not None and into not in context.given
@@ -152,7 +156,7 @@ class Exchanges:
         )
 
     def post(self, poster: Poster | None) -> _Post:
-        """Return what posts to other ranks, or what stands for copies to this rank alone."""
+        """Return the post to other ranks, or its stand-in for copies to this rank alone."""
         if poster is None:
             alone = nothing_posted(self.context.has_streams)
             return lambda srcs, dsts: alone()
@@ -176,12 +180,12 @@ class Exchanges:
     def to_oneself(
         self, ends: Sequence[_End]
     ) -> tuple[list[tuple[int, int]], list[Step], list[Step]]:
-        """Match what this rank sends to itself: the first that is sent is received first.
+        """Match this rank's sends to itself with its receives, first in, first out.
 
         Returns:
-            (slot of the source, slot of the destination) of what is copied now; steps that copy
-            what is received later, since its buffer may be written before that; and steps that
-            drop such copies of what is received now.
+            (slot of the source, slot of the destination) of each copy made now; steps that copy
+            sends which are received later, since their buffers may be written before that; and
+            steps that drop such copies of sends which are received now.
         """
         before = self.own
         sent = [(e.i.reads[0], e.buffer) for e in ends if e.i.op == "send"]
@@ -196,16 +200,16 @@ class Exchanges:
         for (name, source), e in zip([*before, *sent], received, strict=False):
             self.check_alike(name, e.i)
             pairs.append((source, e.buffer))
-        kept = [self.keep(*x) for x in sent[max(len(received) - len(before), 0) :]]
-        self.own = before[len(received) :] + [x for x, _ in kept]
+        copied = [self.keep(*x) for x in sent[max(len(received) - len(before), 0) :]]
+        self.own = before[len(received) :] + [x for x, _ in copied]
         dropped = [
             Step(lines=(drop(copy),), label="recv", op="free", inputs=(copy,))
             for _, copy in before[: len(received)]
         ]
-        return pairs, [step for _, step in kept], dropped
+        return pairs, [step for _, step in copied], dropped
 
     def keep(self, name: str, buffer: int) -> tuple[tuple[str, int], Step]:
-        """Prepare a copy of what is sent now and received later."""
+        """Prepare a copy of a buffer that is sent now and received later."""
         copy = self.context.new_slot()
         line = Line(run="clone", args=(SlotRef(buffer),), into=copy)
         what = f"send %{base_name(name)}"
@@ -225,7 +229,7 @@ class Exchanges:
 
 
 def _same(source: int, into: int) -> Step:
-    """Return the step that lets one slot hold what another one does."""
+    """Return the step that binds one slot to the value of another one."""
     line = Line(run=itself, args=(SlotRef(source),), into=into, shares=(source,), is_view=True)
     return Step(lines=(line,), label="recv", op="same", inputs=(source,), outputs=(into,))
 
@@ -239,7 +243,7 @@ def _exchange(
     """Return the function that makes the copies and posts; each handle delivers into its place.
 
     Args:
-        post: posts what goes to, and comes from, other ranks.
+        post: posts the transfers to and from other ranks.
         pairs: how many copies on this rank: the first arguments are their sources and places.
         sends: how many of the following arguments are sent; into the others is received.
         receives: for each handle, whether it is one of a receive from another rank.
@@ -247,8 +251,8 @@ def _exchange(
     """
 
     def exchange(*buffers: Tensor) -> tuple[Pending, ...]:
-        own, away = buffers[: 2 * pairs], buffers[2 * pairs :]
-        for source, destination in zip(own[::2], own[1::2], strict=True):
+        local, away = buffers[: 2 * pairs], buffers[2 * pairs :]
+        for source, destination in zip(local[::2], local[1::2], strict=True):
             destination.copy_(source.reshape(destination.shape))
         landed = [landing(place) for place in away[sends:]]
         works = post([x.contiguous() for x in away[:sends]], [d for d, _ in landed])

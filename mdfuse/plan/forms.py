@@ -1,4 +1,4 @@
-"""Forms of tensors: all that prepared calls depend on but their elements and where they lie."""
+"""Forms of tensors: all properties that prepared calls depend on, without values and addresses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def form_of(x: Tensor) -> Form:
 
 
 def empty(form: Form) -> Tensor:
-    """Return a new tensor of a form, whose elements are whatever lay there."""
+    """Return a new tensor of a form, without first values."""
     shape, strides, dtype, device = form
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def all_new(forms: Sequence[Form]) -> Callable[[], list[Tensor]]:
-    """Return what makes new tensors of these forms, on a GPU past torch's dispatcher."""
+    """Return a function that makes new tensors of these forms, on a GPU past torch's dispatcher."""
     device = forms[0][3] if forms else torch.device("cpu")
     if device.type != "cuda" or any(form[3] != device for form in forms):
         return lambda: [empty(form) for form in forms]
@@ -42,7 +42,7 @@ def all_new(forms: Sequence[Form]) -> Callable[[], list[Tensor]]:
 
 
 def without_elements(x: Any) -> Any:
-    """Return a tensor on no device that looks like one; what is no tensor is returned itself."""
+    """Return a meta tensor like a tensor; other values are returned themselves."""
     if not isinstance(x, Tensor):
         return x
     shape, strides, dtype, _ = form_of(x)

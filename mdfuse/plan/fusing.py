@@ -1,7 +1,7 @@
 """Compile the calls of a host unit into one.
 
 The calls of a unit are prepared so that torch makes every result which has no buffer yet. Views
-that are used outside come behind the unit, and what is left is traced and compiled as one function
+that are used outside come behind the unit. The other calls are traced and compiled as one function
 of the tensors that the unit reads and writes.
 """
 
@@ -45,12 +45,12 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The calls of a unit, cut into what comes in front of the compiled function, in it and behind.
+    """The calls of a unit, cut into those in front of the compiled function, in it and behind.
 
     Attributes:
-        ahead: what fills buffers with a number.
+        ahead: calls that fill buffers with a number.
         inside: calls to compile.
-        behind: views of what the unit makes, and a library's calls that fill buffers.
+        behind: views of results of the unit, and a library's calls that fill buffers.
         takes: the slots that the compiled function reads or writes.
         makes: the slots of its results.
     """
@@ -81,14 +81,14 @@ class _Held:
 
 @dataclass(eq=False)
 class Fuser:
-    """Compiles the host units of a program; what cannot be compiled stays as it is.
+    """Compiles the host units of a program; units that cannot be compiled stay as they are.
 
     Attributes:
         must: a unit that cannot be compiled is an error.
         timeout_s: how long to wait for another process that compiles.
-        lengths: what was compiled for all shapes of the program.
-        refused: unit -> why it runs eagerly.
-        tally: where the functions came from.
+        lengths: the functions compiled for all shapes of the program.
+        refused: unit -> the reason why it runs eagerly.
+        tally: counts the functions by their origin.
     """
 
     must: bool = False
@@ -140,25 +140,27 @@ class Fuser:
             raise Refusal(why)
         if context.checks is not None:
             raise Refusal("indices are checked")
-        kept = {context.slot(x) for x in i.outputs}
-        cut = _cut(lines, kept, _written_last(i, outside, context))
+        outputs = {context.slot(x) for x in i.outputs}
+        cut = _cut(lines, outputs, _written_last(i, outside, context))
         if sum(map(_works, cut.inside)) < 2:
             return list(steps)
         dense = {slot: context.new_slot() for slot in _unknown(cut, outside, context)}
-        made = self.made(i, cut, _forms(cut, outside, context))
-        _learn(_found(cut, made.results, outside, context), i, context)
+        compiled = self.made(i, cut, _forms(cut, outside, context))
+        _learn(_found(cut, compiled.results, outside, context), i, context)
         before = [
             Line(run="contiguous", args=(SlotRef(slot),), into=new, shares=(slot,))
             for slot, new in dense.items()
         ]
         call = Line(
-            run=_not_compiled if made.function is None else _called(made, made.function),
+            run=_not_compiled
+            if compiled.function is None
+            else _called(compiled, compiled.function),
             args=tuple(SlotRef(dense.get(slot, slot)) for slot in cut.takes),
             into=cut.makes or None,
-            makes=sum(map(_nbytes, made.results)),
+            makes=sum(map(_nbytes, compiled.results)),
         )
         around = chain.from_iterable(line.targets for line in (*cut.ahead, *cut.behind))
-        gone = [*dense.values(), *(s for s in (*cut.makes, *around) if s not in kept)]
+        gone = [*dense.values(), *(s for s in (*cut.makes, *around) if s not in outputs)]
         behind = (*cut.behind, drop(*gone)) if gone else cut.behind
         step = Step(
             lines=(*before, *cut.ahead, call, *behind),
@@ -169,36 +171,36 @@ class Fuser:
             stream=steps[0].stream,
             instruction=steps[0].instruction,
         )
-        if not made.is_done:
+        if not compiled.is_done:
             eager = tuple(s for s in steps if s.op != "keep")
-            self._held[id(step)] = _Held(step, made, i, eager)
+            self._held[id(step)] = _Held(step, compiled, i, eager)
         return [step, *(step for step in steps if step.op == "keep")]
 
     def made(self, i: Instruction, cut: _Cut, forms: Sequence[Form]) -> Made:
-        """Return the function of a cut, which is compiled, or will be with all others."""
+        """Return the function of a cut, which is compiled now or will be with all others."""
         calls = Calls(cut.inside, cut.takes, cut.makes, tuple(forms))
         key = unit_key(cut.inside, cut.takes, cut.makes)
-        found = compilation.known(key, forms, self.tally)
-        if found is None:
-            found = self.lengths.served(i.fn, key, calls)
-            self.tally.shared += found is not None
-        if found is None:
+        function = compilation.known(key, forms, self.tally)
+        if function is None:
+            function = self.lengths.served(i.fn, key, calls)
+            self.tally.shared += function is not None
+        if function is None:
             if self.lengths.counts[i.fn] >= MOST and not self.must:
                 raise Refusal(f"it was compiled for {MOST} other shapes")
-            found = self.lengths.added(i.fn, key, calls)
-        if found.refused is not None:
-            raise Refusal(found.refused)
-        return found
+            function = self.lengths.added(i.fn, key, calls)
+        if function.refused is not None:
+            raise Refusal(function.refused)
+        return function
 
     def finish(self, steps: Sequence[Step], context: Context) -> list[Step]:
-        """Compile what the units of a plan need, and return its steps with that."""
+        """Compile the functions of a plan's units, and return its steps with them."""
         held, self._held = self._held, {}
-        here = {n: held[n] for n in map(id, steps) if n in held}
-        functions = [x.made for x in here.values()]
+        pending = {n: held[n] for n in map(id, steps) if n in held}
+        functions = [x.made for x in pending.values()]
         late = complete(functions, self.timeout_s, context.rank == 0, self.tally)
         done: list[Step] = []
         for step in steps:
-            waiting = here.get(id(step))
+            waiting = pending.get(id(step))
             done += [step] if waiting is None else self.finished(waiting, late, context)
         return freeing(done, context)
 
@@ -215,19 +217,19 @@ class Fuser:
         return [replace(held.step, lines=tuple(called))]
 
     def told(self) -> Iterator[str]:
-        """Yield lines on what was compiled, and on what was not."""
+        """Yield the lines of a report on compiled and eager units."""
         yield from self.tally.told()
         reasons: dict[str, list[str]] = {}
         for name, why in self.refused.items():
             reasons.setdefault(why, []).append(name)
         for why, names in reasons.items():
-            more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+            others = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
             run = "runs" if len(names) == 1 else "run"
-            yield f"{', '.join(names[:_TOLD])}{more}: {run} eagerly, {why}"
+            yield f"{', '.join(names[:_TOLD])}{others}: {run} eagerly, {why}"
 
 
 def _called(made: Made, function: Function) -> AsTold:
-    """Return what a step calls; what comes behind it goes by the strides that are known."""
+    """Return the function that a step calls; later calls rely on the known strides."""
     _, strides, dtypes, _ = zip(*made.results, strict=True) if made.results else ((),) * 4
     return AsTold(function, strides, dtypes)
 
@@ -242,13 +244,13 @@ def _works(line: Line) -> bool:
 
 
 def _written_last(i: Instruction, outside: Mapping[int, str], context: Context) -> set[int]:
-    """Return the buffers that a library fills with what the unit does not read.
+    """Return the buffers that a library fills with values that the unit does not read.
 
-    It writes there itself; a compiler would give it a buffer, and copy.
+    The library writes there itself; a compiler would give it another buffer, and copy.
     """
     read = {x for j in i.body for x in j.reads if j.op != "addmm" or x not in j.outputs}
-    found = {context.slot(x) for j in i.body if is_library(j) for x in j.outputs if x not in read}
-    return found.intersection(outside)
+    filled = {context.slot(x) for j in i.body if is_library(j) for x in j.outputs if x not in read}
+    return filled.intersection(outside)
 
 
 def _cut(
@@ -261,10 +263,10 @@ def _cut(
         kept: the slots that are used outside.
         last: those that are filled behind the compiled function.
         are_shared: results that may share memory come behind it, as views do. Nothing writes there
-            later: of memory that is written again they would be copies (`local_ops.ordered`).
+            later: results in memory that is written again would be copies (`local_ops.ordered`).
 
     Raises:
-        Refusal: a result may share memory with something else, or not: nobody knows.
+        Refusal: it is not known whether a result shares memory with another value.
     """
     needed = set(kept)
     behind: list[Line] = []
@@ -281,8 +283,8 @@ def _cut(
             needed.update(line.refs)
     ahead = _ahead(lines)
     inside = _inside([x for x in lines if x.run and x not in ahead and x not in filling], behind)
-    made = {slot for line in inside for slot in line.targets}
-    takes = dict.fromkeys(s for line in inside for s in line.refs if s not in made)
+    targets = {slot for line in inside for slot in line.targets}
+    takes = dict.fromkeys(s for line in inside for s in line.refs if s not in targets)
     is_later = set(map(id, behind))
     works = (line for line in inside if id(line) not in is_later)
     makes = [slot for line in works for slot in line.targets if slot in needed]
@@ -300,30 +302,30 @@ def _cut(
 
 
 def _inside(lines: Iterable[Line], behind: Sequence[Line]) -> list[Line]:
-    """Return the calls to compile: those behind only where another of them reads the result.
+    """Return the calls to compile; calls behind only where a compiled call reads their result.
 
-    Both then make it, and nothing of the compiled function goes by what comes behind it.
+    Such a result is computed twice, so the compiled function needs no call behind it.
     """
-    found, read, is_later = list[Line](), set[int](), set(map(id, behind))
+    needed, read, is_later = list[Line](), set[int](), set(map(id, behind))
     for line in reversed([*lines]):
         if id(line) in is_later and read.isdisjoint(line.targets):
             continue
-        found.append(line)
+        needed.append(line)
         read.update(line.refs)
-    return found[::-1]
+    return needed[::-1]
 
 
 def _ahead(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Return what fills buffers from outside before any other call uses them.
+    """Return the calls that fill buffers from outside before any other call uses them.
 
     Sums over chunks begin so: the functions of all chunks are then one.
     """
-    found, used = list[Line](), set[int]()
+    fills, used = list[Line](), set[int]()
     for line in lines:
         if line.run == "fill_" and used.isdisjoint(line.refs):
-            found.append(line)
+            fills.append(line)
         used.update((*line.refs, *line.targets))
-    return tuple(found)
+    return tuple(fills)
 
 
 def _target(line: Line) -> Any:
@@ -336,7 +338,7 @@ def _reads(x: Any, slot: int) -> bool:
 
 
 def _bases(inside: Sequence[Line], takes: Iterable[int]) -> dict[int, frozenset[int]]:
-    """Return for each slot those whose memory it may share."""
+    """Return for each slot the slots whose memory it may share."""
     bases = {slot: frozenset({slot}) for slot in takes}
     for line in inside:
         shared = frozenset().union(*(bases[slot] for slot in line.shares))
@@ -346,26 +348,26 @@ def _bases(inside: Sequence[Line], takes: Iterable[int]) -> dict[int, frozenset[
 
 def _are_apart(results: Sequence[frozenset[int]], takes: Iterable[int]) -> bool:
     """Tell whether each result has memory of its own."""
-    found = [base for bases in results for base in bases]
-    return len(set(found)) == len(found) and set(takes).isdisjoint(found)
+    buffers = [base for bases in results for base in bases]
+    return len(set(buffers)) == len(buffers) and set(takes).isdisjoint(buffers)
 
 
 def _unknown(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[int]:
     """Return the slots of operands whose strides are not known, which are made dense before.
 
-    Most are dense already. What the unit writes must stay where it is.
+    Most are dense already. Buffers that the unit writes must stay in place.
 
     Raises:
         Refusal: the unit writes to one of them.
     """
-    found = [slot for slot in cut.takes if context.fact(outside[slot]) is None]
-    if any(_reads(_target(line), slot) for line in cut.inside for slot in found):
+    unknown = [slot for slot in cut.takes if context.fact(outside[slot]) is None]
+    if any(_reads(_target(line), slot) for line in cut.inside for slot in unknown):
         raise Refusal("the strides of what it writes to are not known")
-    return found
+    return unknown
 
 
 def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form]:
-    """Return the forms of what the compiled function takes."""
+    """Return the forms of the compiled function's arguments."""
     forms: list[Form] = []
     for slot in cut.takes:
         name = outside[slot]
@@ -387,7 +389,7 @@ def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form
 def _found(
     cut: _Cut, results: Sequence[Form], outside: Mapping[int, str], context: Context
 ) -> dict[int, Tensor]:
-    """Return meta tensors like what the unit takes and makes, and like views of these, by slot."""
+    """Return slot -> a meta tensor like the unit's argument, result, or a view of these."""
     facts = ((slot, context.fact(name)) for slot, name in outside.items())
     slots: dict[int, Any] = {slot: fact for slot, fact in facts if fact is not None}
     for slot, (shape, strides, dtype, _) in zip(cut.makes, results, strict=True):

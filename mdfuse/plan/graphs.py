@@ -48,7 +48,7 @@ TIMES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Lines [start, stop) of those left, all captured, or all eager for a reason."""
+    """Lines [start, stop) of a run, all captured, or all eager for a reason."""
 
     start: int
     stop: int
@@ -59,21 +59,20 @@ def regions(plan: Plan) -> list[Region]:
     """Cut a plan into regions, in order.
 
     Between a post and its wait there is no border: a library may not know that a communication was
-    captured. Where a plan switches streams there is none at all: what is captured on a stream must
-    come together again.
+    captured. A plan that switches streams has no border at all: captured streams must join again.
     """
     lines = plan.owned.lines
     by_line = [step.eager for step in plan.steps for _ in step.lines]
     reasons = [by_line[n] for n in plan.owned.numbers]
     borders = [0, len(lines)] if plan.switches else [*_quiet(plan), len(lines)]
-    found: list[Region] = []
+    cut: list[Region] = []
     for start, stop in pairwise(borders):
         why = next((r for r in reasons[start:stop] if r is not None), None)
-        if found and (found[-1].eager is None) == (why is None):
-            found[-1] = Region(start=found[-1].start, stop=stop, eager=found[-1].eager)
+        if cut and (cut[-1].eager is None) == (why is None):
+            cut[-1] = Region(start=cut[-1].start, stop=stop, eager=cut[-1].eager)
         elif start < stop:
-            found.append(Region(start=start, stop=stop, eager=why))
-    return found
+            cut.append(Region(start=start, stop=stop, eager=why))
+    return cut
 
 
 def _quiet(plan: Plan) -> list[int]:
@@ -105,8 +104,8 @@ class GraphPlan:
         build_eager: builds the same plan for the caller's stream; its lines run in eager regions.
         recorder: captures the regions.
         stays: slot -> address, for parameters that lay at one address so far.
-        fresh: for each output what to allocate for it in each run; None: the caller gives it, or
-            the plan makes it.
+        fresh: for each output the form to allocate in each run; None: the caller gives it, or the
+            plan makes it.
         may_overlap: whether the caller's tensors that are written may overlap others.
         watch: notes captures and replays.
         limit: a region that would copy more bytes of arguments in each run is not captured; None:
@@ -125,7 +124,7 @@ class GraphPlan:
     _functions: dict[tuple[bool, int], Function] = field(default_factory=dict)
     #: runs for new outputs where a graph expects them, or returns None; None: no graph does it all
     quick: Quick | None = field(init=False, default=None)
-    #: where new outputs lie -> how to run by one graph; the second: wherever they lie
+    #: addresses of new outputs -> the run by one graph; the second: for any addresses
     _ready: dict[tuple[int, ...], Ready] = field(default_factory=dict)
     _copying: Ready | None = None
     #: region -> outputs that lie where no graph expects them
@@ -161,9 +160,9 @@ class GraphPlan:
             for n, slot in enumerate(self.plan.outputs)
         ]
         self._taken = picked(self._places)
-        found = zip(self._places, self.plan.outputs, strict=True)
+        pairs = zip(self._places, self.plan.outputs, strict=True)
         self._is_simple = not self.numbers and not any(
-            place is None and slot is not None for place, slot in found
+            place is None and slot is not None for place, slot in pairs
         )
         is_all_new = (*self.plan.outputs,) == (*self._new,)
         if self._is_simple:
@@ -208,12 +207,12 @@ class GraphPlan:
         return self._taken(values)
 
     def _given_at(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Return where the caller's tensors lie."""
+        """Return the addresses of the caller's tensors."""
         pairs = zip(self._parameters, values, strict=True)
         return tuple([x.data_ptr() for slot, x in pairs if x is not None and slot not in self._new])
 
     def _new_at(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Return where new outputs lie."""
+        """Return the addresses of new outputs."""
         pairs = zip(self._parameters, values, strict=True)
         return tuple([x.data_ptr() for slot, x in pairs if slot in self._new])
 
@@ -237,10 +236,10 @@ class GraphPlan:
         if self._is_simple and len(self.regions) == 1:
             graphs = self._captured.get(0, {})
             parameters, new = self._parameters, self._new
-            found = {at: ready(c, parameters, values, new) for at, c in graphs.items()}
-            self._copying = found.pop((), None) if new else None
+            replays = {at: ready(c, parameters, values, new) for at, c in graphs.items()}
+            self._copying = replays.pop((), None) if new else None
             self._ready.clear()
-            self._ready.update(found)
+            self._ready.update(replays)
         return results
 
     def _graph(self, n: int, slots: dict[int, Any]) -> Captured | None:
@@ -271,9 +270,9 @@ class GraphPlan:
         return graphs[key]
 
     def _other(self, n: int, at: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the key of the graph for outputs where no graph expects them.
+        """Return the key of the graph for outputs at addresses that no graph expects.
 
-        It is one of their own, in the place of the oldest, where they come there again and again.
+        Addresses that come again and again get a key of their own, in the place of the oldest.
         """
         if not self._turns[n].is_due(at):
             return ()
@@ -298,14 +297,16 @@ class GraphPlan:
             return None if place is None else given[self._parameters[place]]
         if slot in self._views:
             return self._views[slot](given)
-        made = slots[slot]
-        graphs = (captured for found in self._captured.values() for captured in found.values())
+        output = slots[slot]
+        graphs = (
+            captured for by_place in self._captured.values() for captured in by_place.values()
+        )
         if any(slot in captured.results for captured in graphs):
-            return made.clone()
-        return made
+            return output.clone()
+        return output
 
     def __str__(self) -> str:
-        """The regions, each with why it is not captured."""
+        """The regions as text, each eager one with its reason."""
         lines = self.plan.function.source.splitlines()
         text = [lines[0]]
         for region in self.regions:
@@ -315,7 +316,7 @@ class GraphPlan:
         return "\n".join([*text, *lines[1 + len(self.plan.owned.lines) :]])
 
     def replays(self) -> list[Ready]:
-        """How runs by one graph go on, for outputs where they lay so far."""
+        """The runs by one graph, for outputs at the addresses seen so far."""
         return [*self._ready.values()]
 
     def reset(self) -> None:
@@ -335,24 +336,24 @@ class GraphPlan:
         """Return the slots that a region takes from outside, and its results in use later."""
         lines, owned = self.plan.owned.lines, self.plan.owned.buffers
         inside = lines[region.start : region.stop]
-        made = {s for line in inside if line.run is not None for s in line.targets}
+        targets = {s for line in inside if line.run is not None for s in line.targets}
         read = {s for line in inside for s in line.refs}
         later = {s for line in lines[region.stop :] for s in line.refs}
         later.update(s for s in self.plan.outputs if s is not None)
-        taken = sorted(s for s in read - made if s not in owned and s != CALLER_SLOT)
-        return taken, sorted(s for s in made & later if s not in owned)
+        taken = sorted(s for s in read - targets if s not in owned and s != CALLER_SLOT)
+        return taken, sorted(s for s in targets & later if s not in owned)
 
     def _call(self, plan: Plan, n: int, caller: Any, values: Sequence[Any]) -> list[Any]:
         """Make a region's calls, and return those of its results that are used later."""
-        region, (taken, made) = self.regions[n], self._uses[n]
+        region, (taken, targets) = self.regions[n], self._uses[n]
         key = (plan is self.eager, n)
         if key not in self._functions:
             numbers = self.plan.owned.numbers[region.start : region.stop]
             owned = self.plan.owned.buffers
-            kept = [plan.lines[number].without({*made, *owned}) for number in numbers]
+            lines = [plan.lines[number].without({*targets, *owned}) for number in numbers]
             labels = [plan.labels[number] for number in numbers]
             self._functions[key] = write(
-                plan.name, kept, [CALLER_SLOT, *taken], made, owned, plan.names, labels
+                plan.name, lines, [CALLER_SLOT, *taken], targets, owned, plan.names, labels
             )
         function = self._functions[key]
         try:
@@ -361,23 +362,23 @@ class GraphPlan:
             raise self.plan.explained(error, function, region.start) from error.__cause__
 
     def _run_eagerly(self, n: int, slots: dict[int, Any]) -> None:
-        taken, made = self._uses[n]
+        taken, targets = self._uses[n]
         values = [slots[s] for s in taken]
         if not self.plan.switches:
-            slots.update(zip(made, self._call(self.eager, n, None, values), strict=True))
+            slots.update(zip(targets, self._call(self.eager, n, None, values), strict=True))
             return
         caller = torch.cuda.current_stream(self.plan.device)
         try:
-            slots.update(zip(made, self._call(self.eager, n, caller, values), strict=True))
+            slots.update(zip(targets, self._call(self.eager, n, caller, values), strict=True))
         finally:
             torch.cuda.set_stream(caller)
 
     def _capture(self, n: int, slots: dict[int, Any], *, is_new_bound: bool) -> Captured:
-        """Capture a region: what stays in place is read there, other parameters are copied.
+        """Capture a region: parameters that stay in place are read there, others are copied.
 
-        New outputs are filled where they lie now, or in buffers that are copied.
+        New outputs are filled at their present addresses, or in buffers that are copied.
         """
-        taken, made = self._uses[n]
+        taken, targets = self._uses[n]
         bound = {s: at for s in taken if (at := self._address(s, slots)) is not None}
         if is_new_bound:
             bound |= {s: slots[s].data_ptr() for s in self._new_of[n]}
@@ -393,16 +394,16 @@ class GraphPlan:
             bound=bound,
             copied=copied,
             filled=frozenset(self._new_of[n]),
-            results=dict(zip(made, results, strict=True)),
+            results=dict(zip(targets, results, strict=True)),
             written=tuple(s for s in copied if s in self._written),
             recording=recording,
             notes=self.watch.end(n) if self.watch is not None else (unwatched, unwatched),
         )
 
     def _address(self, slot: int, slots: Mapping[int, Any]) -> int | None:
-        """Return where something lies in all runs, in the arena or so far; None for others.
+        """Return the address of a value in the arena, or one that stayed so far; None for others.
 
-        The others copy what a post sends out of the arena from where it lies there.
+        Other ranks copy a post's source in the arena from this address.
         """
         x = slots[slot]
         if not isinstance(x, Tensor):
@@ -422,10 +423,10 @@ def _lies_in(x: Tensor, whole: Tensor | None) -> bool:
 
 
 def _views(plan: Plan, parameters: Sequence[int]) -> dict[int, Callable[[Mapping[int, Any]], Any]]:
-    """Find the outputs that are views of what the caller passes; each run makes them anew.
+    """Find the outputs that are views of the caller's tensors; each run makes them anew.
 
     Returns:
-        slot of the output -> what makes it of the parameters.
+        slot of the output -> the function that makes it of the parameters.
     """
     makers: dict[int, Line] = {}
     known = set(parameters)

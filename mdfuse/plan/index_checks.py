@@ -1,8 +1,8 @@
 """Check indices into tables: note those out of range in a run, raise on all ranks after it.
 
 An error in the midst of a run would leave the other ranks in a communication. So indices are
-looked at before they are used, those out of range are replaced by one that is there, the run goes
-on to its end, and what was found is raised there, whatever rank found it.
+checked before they are used, those out of range are replaced by a valid one, and the run goes on to
+its end. There all ranks raise the error, whichever rank noted it.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class IndexChecks:
         table = i.outputs[0] if row.indexed == "result" else i.inputs[row.indexed]
         assert isinstance(indices, str)
         assert isinstance(table, str)
-        given, made = context.ref(indices), SlotRef(context.new_slot())
+        given, checked_indices = context.ref(indices), SlotRef(context.new_slot())
         part, along = i.kwargs.get("part"), i.kwargs.get("along", 0)
         whole = i.kwargs["shape"] if row.indexed == "result" else context.type(table).shape
         rows = whole[along] if part is None else part[2]
         look = partial(self._look, rows, partial(_out_of_range, i, table, rows, context))
-        first = Line(run=look, args=(given,), into=made.slot)
-        rest = [
-            replace(line, args=tuple(made if x == given else x for x in line.args))
+        first = Line(run=look, args=(given,), into=checked_indices.slot)
+        checked_lines = [
+            replace(line, args=tuple(checked_indices if x == given else x for x in line.args))
             for line in lines
         ]
-        return [first, *rest, drop(made.slot)]
+        return [first, *checked_lines, drop(checked_indices.slot)]
 
     def _look(self, rows: int, error: Callable[[int], IndexRangeError], indices: Tensor) -> Tensor:
         """Return indices of rows that exist, and note the first index out of range."""
@@ -65,9 +65,9 @@ class IndexChecks:
         return indices.clamp(0, max(rows - 1, 0))
 
     def take(self) -> IndexRangeError | None:
-        """Return what the run found, and forget it."""
-        found, self.found = self.found, None
-        return found
+        """Return the error of the run, and forget it."""
+        error, self.found = self.found, None
+        return error
 
 
 def _out_of_range(

@@ -1,4 +1,4 @@
-"""Torch's compiler, Inductor: all that mdfuse uses of it, which torch does not promise to keep."""
+"""All uses of Torch's compiler, Inductor, whose interfaces torch does not promise to keep."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Traced:
     sizes: tuple[torch.SymInt, ...] = ()
 
     def holds(self, sizes: Sequence[int]) -> bool:
-        """Return whether all that was assumed of symbolic sizes so far is so for these."""
+        """Return whether all assumptions on symbolic sizes hold for these sizes."""
         env = self.sizes[0].node.shape_env
         assumed = env.produce_guards_expression(list(self.sizes))
         return assumed is None or bool(env.evaluate_guards_expression(assumed, sizes))
 
     def results_at(self, sizes: Sequence[int]) -> list[Form]:
         """Return the forms of the results for some sizes."""
-        known = {own.node.expr: n for own, n in zip(self.sizes, sizes, strict=True)}
+        known = {symbol.node.expr: n for symbol, n in zip(self.sizes, sizes, strict=True)}
 
         def number(x: Any) -> int:
             return int(x.node.expr.xreplace(known)) if isinstance(x, torch.SymInt) else x
@@ -76,7 +76,7 @@ def traced_with_sizes(
     Args:
         function: as `traced` takes it; it reads sizes off its arguments.
         forms: gives the forms of the arguments for some sizes.
-        hints: an example of each size, from 2 on; what is assumed of sizes holds for these.
+        hints: an example of each size, from 2 on; all assumptions on sizes hold for these.
 
     Raises:
         Exception: whatever an op raises that cannot be traced.
@@ -110,7 +110,7 @@ def _traced(
 def _keep_nan(graph: torch.fx.Graph) -> None:
     """Make an integer 0 by which fractions are multiplied 0.0.
 
-    The compiler takes x * 0 for 0 whatever x is; times 0.0 a NaN and an infinity are NaN.
+    The compiler takes x * 0 for 0 for any x; a NaN or an infinity times 0.0 is NaN.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
         dtype = node.meta["val"].dtype
@@ -141,19 +141,19 @@ def shared_by(node: torch.fx.Node) -> list[torch.fx.Node]:
 def _sharing(node: torch.fx.Node, *, is_write: bool) -> list[torch.fx.Node]:
     if not isinstance(node.target, OpOverload):
         return []
-    found = []
+    aliases = []
     for n, x in enumerate(node.target._schema.arguments):
         given = node.kwargs.get(x.name, node.args[n] if n < len(node.args) else None)
         if x.alias_info is not None and x.alias_info.is_write is is_write:
-            found += [given] if isinstance(given, torch.fx.Node) else []
-    return found
+            aliases += [given] if isinstance(given, torch.fx.Node) else []
+    return aliases
 
 
 def compiled(found: Traced) -> Function:
     """Compile a traced function; the result takes tensors of the forms of its arguments.
 
-    One thread compiles at a time, also of those that use `torch.compile`: the compiler keeps what
-    it is doing in globals, and fails where two threads are in it.
+    One thread compiles at a time, also among users of `torch.compile`: the compiler keeps its state
+    in globals, and fails where two threads are in it.
 
     Raises:
         Exception: whatever the compiler raises where it cannot.
@@ -175,10 +175,9 @@ def compiled(found: Traced) -> Function:
 class AsTold:
     """A compiled function whose results have the strides and dtypes that tracing told.
 
-    On GPUs the compiler pads products where that is faster, and returns the part of them that
-    counts; its rows are then further apart than told, and whoever goes by addresses, as a post
-    does, would read the padding. Whether any number of uint8 is not 0 it says in bool, and not in
-    uint8, as torch does.
+    On GPUs the compiler pads products where that is faster, and returns a view without the padding.
+    Its rows are then further apart than traced, and a user of addresses, such as a post, would read
+    the padding. It returns `any` of uint8 in bool, where torch returns uint8.
 
     Attributes:
         function: returns one tensor for each of `strides`.
@@ -191,27 +190,27 @@ class AsTold:
     dtypes: tuple[torch.dtype, ...]
 
     def __call__(self, *operands: Any) -> list[Any]:
-        found = self.function(*operands)
+        results = self.function(*operands)
         return [
-            x if x.stride() == own and x.dtype is dtype else _in_form(x, own, dtype)
-            for x, own, dtype in zip(found, self.strides, self.dtypes, strict=True)
+            x if x.stride() == strides and x.dtype is dtype else _in_form(x, strides, dtype)
+            for x, strides, dtype in zip(results, self.strides, self.dtypes, strict=True)
         ]
 
 
 def _in_form(x: torch.Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return elements at these strides, copied where any lies elsewhere or has another dtype."""
     pairs = zip(x.shape, x.stride(), strides, strict=True)
-    is_there = x.numel() == 0 or all(n == 1 or is_ == own for n, is_, own in pairs)
+    is_there = x.numel() == 0 or all(n == 1 or is_ == wanted for n, is_, wanted in pairs)
     if is_there and x.dtype is dtype:
         return x
     return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device).copy_(x)
 
 
 def emptying(function: Function) -> Function | None:
-    """Return a compiled function as one that takes its operands in a list, which it empties.
+    """Return a compiled function that takes its operands in a list, which it empties.
 
-    So it frees each of them behind its last use. Torch calls it so itself, beneath what takes
-    operands one by one. None: it is no compiled function, or torch wraps it in another way.
+    So it frees each of them behind its last use. Torch itself calls it so, in the wrapper that
+    takes operands one by one. None: it is no compiled function, or torch wraps it in another way.
     """
     if isinstance(function, AsTold):
         within = emptying(function.function)
@@ -232,7 +231,7 @@ def save(function: Function, path: Path) -> None:
     """Write a compiled function into a file.
 
     Raises:
-        Exception: it cannot be written, or the compiler cannot tell what it is made of.
+        Exception: it cannot be written, or the compiler cannot list its parts.
     """
     function.save(path=str(path), format="binary")  # type: ignore[attr-defined]
 
@@ -251,14 +250,14 @@ def load(path: Path) -> Function:
 
 
 def folder() -> Path | None:
-    """Return where the compiler keeps files for later processes; None: it is told to keep none."""
+    """Return the compiler's folder of files for later processes; None: it is set to keep none."""
     from torch._inductor import config
 
     return None if config.force_disable_caches else cache_folder()
 
 
 def fingerprint(device: torch.device) -> str:
-    """Return what a compiled function depends on besides its graph: versions, machine, settings."""
+    """Return the versions, machine and settings on which a compiled function depends."""
     from torch._functorch import config as of_functions
     from torch._inductor import config
 
@@ -268,13 +267,14 @@ def fingerprint(device: torch.device) -> str:
 
 @cache
 def _machine() -> tuple[str, ...]:
-    found = torch.version
-    versions = torch.__version__, found.git_version, found.cuda, found.hip
+    version = torch.version
+    versions = torch.__version__, version.git_version, version.cuda, version.hip
     cpu = platform.machine(), torch.backends.cpu.get_cpu_capability()
     return *map(str, versions), str(sys.implementation.cache_tag), *cpu
 
 
 @cache
 def _gpu(device: torch.device) -> str:
-    found = torch.cuda.get_device_properties(device)
-    return f"{found.name} {found.major}.{found.minor} {found.multi_processor_count}"
+    properties = torch.cuda.get_device_properties(device)
+    version = f"{properties.major}.{properties.minor}"
+    return f"{properties.name} {version} {properties.multi_processor_count}"

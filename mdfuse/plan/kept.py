@@ -1,4 +1,4 @@
-"""The plans of a program that are kept, and what goes with those that are not any more."""
+"""The plans that a program keeps, and the release of those that it drops."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _log = logging.getLogger("mdfuse.plans")
 
 
 class User(Protocol):
-    """A user of plans, which may hold the one that it ran last."""
+    """A user of plans, which may hold its last plan."""
 
     def let_go(self, plan: Runnable) -> None:
-        """Hold a plan no longer."""
+        """Drop a plan."""
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class Plans(Cache[Runnable]):
     users: WeakValueDictionary[int, User] = field(default_factory=WeakValueDictionary, init=False)
 
     def keep(self, key: Hashable, plan: Runnable) -> None:
-        """Keep a plan, and release those that had to go for it; the first time that is told."""
+        """Keep a plan, and release the evicted ones; the first eviction is logged."""
         gone = self.put(key, plan)
         if gone and self.evictions == len(gone):
             _log.warning(

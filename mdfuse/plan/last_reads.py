@@ -1,12 +1,12 @@
-"""Compiled launches free what they read last as soon as they have read it.
+"""Compiled launches free an operand right after its last read.
 
     v5, v6, = launch(v1, v2)        ->    v7 = listed(v1, v2)
     v1 = None                             v1 = None
                                           v5, v6, = launch(v7)    # empties the list on its way
                                           v7 = None
 
-Else all operands of a launch are there beside all of its results: in a backward, activations beside
-the gradients that are computed of them.
+Otherwise operands stay alive until the call returns, beside all results: in a backward, activations
+beside the gradients that are computed from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mdfuse.plan import inductor
 from mdfuse.plan.context import Context, Step
 from mdfuse.plan.lines import Line, SlotRef, drop
 
-#: How many lines behind a launch may drop what it read.
+#: How many lines behind a launch may drop its operands.
 _FAR = 100
 
 

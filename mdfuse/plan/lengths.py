@@ -1,4 +1,4 @@
-"""What is compiled for the units of a program, for whatever lengths it is run with."""
+"""The compiled functions of a program's units, for all lengths of its runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ALONE = 2
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A function for many lengths: its calls, what it was traced to, and what became of that."""
+    """A function for many lengths: its calls, its trace, and its compiled form."""
 
     calls: Joined
     traced: Traced
     made: Made
 
     def serving(self, key: Hashable, calls: Calls) -> Made | None:
-        """Return what it is for some calls; None where it is not for these."""
+        """Return the function for some calls; None where it does not serve them."""
         serves, sizes = self.made.serves, self.calls.sizes(calls.forms)
         if serves is None or sizes is None or min(sizes) < 2 or not self.calls.are(calls):
             return None
@@ -47,8 +47,8 @@ class Lengths:
 
     def served(self, unit: str, key: Hashable, calls: Calls) -> Made | None:
         """Return the function for many lengths that does some calls of a unit, if there is one."""
-        found = (shared.serving(key, calls) for shared in self._shared.get(unit, ()))
-        return next((made for made in found if made is not None), None)
+        functions = (shared.serving(key, calls) for shared in self._shared.get(unit, ()))
+        return next((function for function in functions if function is not None), None)
 
     def added(self, unit: str, key: Hashable, calls: Calls) -> Made:
         """Return a new function of a unit, which is to be compiled."""
@@ -59,9 +59,9 @@ class Lengths:
             many = joined(earlier, calls)
             if many is None:
                 continue
-            found = compilation.traced_with_sizes(key, calls.forms, calls.run, many)
-            if found is not None:
-                made, traced = found
-                self._shared.setdefault(unit, []).append(_Shared(many, traced, made))
-                return made
+            pair = compilation.traced_with_sizes(key, calls.forms, calls.run, many)
+            if pair is not None:
+                function, traced = pair
+                self._shared.setdefault(unit, []).append(_Shared(many, traced, function))
+                return function
         return compilation.traced(key, calls.forms, calls.run)

@@ -1,6 +1,6 @@
 """Lines: prepared calls, and the Python function that makes all of them in turn.
 
-A line is a call with nothing left to decide: what is called, constants, and slots. A slot stands
+A line is a call with nothing left to decide: a function, constants, and slots. A slot stands
 for one value of one run. The simulator makes the calls one by one, on a list of slots; a plan
 writes them down as one Python function without branches, whose local variables are the slots, so
 that a run costs what the same calls cost when written by hand:
@@ -45,7 +45,7 @@ class SlotRef:
 
     Attributes:
         slot: the slot.
-        form: what a call gets: the value itself, a flat view of it, or its address.
+        form: the form in which a call gets it: the value itself, a flat view of it, or its address.
     """
 
     slot: int
@@ -75,19 +75,19 @@ class Line:
     """One prepared call.
 
     Attributes:
-        run: what is called; a text names a method of the first argument; None: nothing is called,
-            and the slots of `into` are emptied.
+        run: the function to call; a text names a method of the first argument; None: nothing is
+            called, and the slots of `into` are emptied.
         args: constants, `SlotRef`s, and lists of these.
         kwargs: likewise, by name.
         into: the slot that the result is bound to; a tuple of slots for a tuple of results.
         shares: slots whose memory the result may refer to, or keep in use.
-        ends: slots whose memory is in use until here, though no argument says so.
+        ends: slots whose memory is in use until this line, though no argument refers to it.
         new: the form of the result, where that is a new buffer with nothing in it.
         makes: bytes of the result, where the call itself allocates it.
         is_view: the result may be a view of the first argument, and depends on no number.
         in_place: the buffer that is written may take the place of an operand of the same form
             whose last use this is.
-        explain: turns an error of the library into one that says what was posted.
+        explain: turns an error of the library into one that names the post.
     """
 
     run: Callable[..., Any] | str | None
@@ -116,7 +116,7 @@ class Line:
         return tuple(dict.fromkeys(r.slot for x in values for r in _refs(x)))
 
     def without(self, kept: Container[int]) -> Line:
-        """Return the line, or where it empties slots, one that leaves the kept ones."""
+        """Return the line, or where it empties slots, one that spares the kept ones."""
         if self.run is not None:
             return self
         return Line(run=None, into=tuple(s for s in self.targets if s not in kept))
@@ -186,12 +186,12 @@ class _Writer:
     taken: set[str] = field(default_factory=lambda: {"run", *keyword.kwlist})
     #: constants made of buffers that stay, so that each is made once
     made: dict[Any, Any] = field(default_factory=dict)
-    #: what the variables stand for that the current line uses first
+    #: names of the variables that the current line uses first
     notes: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def numbered(self, letter: str, slot: int | None = None) -> str:
-        """Return the next variable of a kind: v0, v1, …; note what its slot is called."""
+        """Return the next variable of a kind: v0, v1, …; note the name of its slot."""
         name = letter
         while name == letter or name in self.taken:
             name = f"{letter}{self.counts[letter]}"
@@ -264,14 +264,14 @@ class _Writer:
         return f"{targets} = {call}" if line.into is not None else call
 
     def commented(self, line: str, label: str = "") -> str:
-        """Add comments to a text: what new variables stand for, and what it belongs to."""
+        """Add comments to a text: the names of new variables, and the label of its step."""
         notes, self.notes = self.notes, []
         comments = [", ".join(notes), label]
         return line + "".join(f"  # {printable(comment)}" for comment in comments if comment)
 
 
 def _keyword(name: str, value: str) -> str:
-    """Return the text of an argument by name, whatever the name is."""
+    """Return the text of an argument by name, for any name."""
     is_plain = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
     return f"{name}={value}" if is_plain else f"**{{{name!r}: {value}}}"
 
@@ -301,10 +301,10 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Stamping:
-    """What a function calls between its lines.
+    """Calls that a function makes between its lines.
 
     Attributes:
-        before: number of a line -> what is called in front of it.
+        before: number of a line -> the function called in front of it.
         behind: likewise behind it.
     """
 
@@ -312,7 +312,7 @@ class Stamping:
     behind: Mapping[int, Callable[[], object]]
 
     def around(self, inner: Stamping | None) -> Stamping:
-        """Return what calls both, this one farther from each line."""
+        """Return the stamping that calls both, this one farther from each line."""
         if inner is None:
             return self
         return Stamping(_joined(self.before, inner.before), _joined(inner.behind, self.behind))
@@ -347,11 +347,11 @@ def write(
         name: of the program, for tracebacks.
         lines: its calls, in order.
         parameters: the slots that the caller fills.
-        results: the slots that it returns; None for what this rank lacks.
+        results: the slots that it returns; None for values that this rank lacks.
         owned: slots whose value is the same in all runs.
-        names: slot -> what it is, for readers.
-        labels: what each line belongs to, as comments.
-        stamping: what else is called; None: nothing, which costs nothing.
+        names: slot -> its name, for readers.
+        labels: the label of each line's step, as comments.
+        stamping: further calls between the lines; None: there are none, at no cost.
     """
     writer = _Writer(owned, names or {})
     text = [writer.commented(f"def run({', '.join(map(writer.slot, parameters))}):")]
@@ -363,12 +363,12 @@ def write(
         if stamping is not None and n in stamping.behind:
             calls.append(f"{writer.constant(stamping.behind[n])}()")
         text.append(writer.commented(f"    {'; '.join(calls)}", label))
-    found = ["None" if slot is None else writer.slot(slot) for slot in results]
-    text.append(writer.commented(f"    return [{', '.join(found)}]"))
+    returned = ["None" if slot is None else writer.slot(slot) for slot in results]
+    text.append(writer.commented(f"    return [{', '.join(returned)}]"))
     source = "\n".join(text) + "\n"
     file = f"<plan {next(_serials)} of @{printable(name)}>"
     exec(compile(source, file, "exec"), writer.scope)
-    run = writer.scope.pop("run")  # else it refers to itself, and its buffers outlive it
+    run = writer.scope.pop("run")  # otherwise it refers to itself, and its buffers outlive it
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     weakref.finalize(run, linecache.cache.pop, file, None)
     return Function(run, source, run.__code__)

@@ -74,8 +74,8 @@ def _several(i: Instruction, row: ops.Op, context: Context) -> list[Line]:
         shape, dtype = context.local(name), context.type(name).dtype
         nbytes += math.prod(shape) * dtype.itemsize
         if context.has_buffer(name):
-            into.append(made := context.new_slot())
-            behind += [Line(run="copy_", args=(context.ref(name), SlotRef(made))), drop(made)]
+            into.append(slot := context.new_slot())
+            behind += [Line(run="copy_", args=(context.ref(name), SlotRef(slot))), drop(slot)]
             continue
         into.append(context.slot(name))
         context.know(name, torch.empty(shape, dtype=dtype, device="meta") if is_dense else None)
@@ -85,7 +85,7 @@ def _several(i: Instruction, row: ops.Op, context: Context) -> list[Line]:
 
 
 def _ordered_write(i: Instruction, row: ops.Op, context: Context) -> Write | None:
-    """Return how torch writes the result in the order asked for, where its own would be another."""
+    """Return the call that writes the result in the order asked for, where torch's own differs."""
     if i.order is None or not i.inputs or not _is_tensor(i.inputs[0], context):
         return None
     facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
@@ -95,7 +95,7 @@ def _ordered_write(i: Instruction, row: ops.Op, context: Context) -> Write | Non
 
 
 def _follows_operand(row: ops.Op, facts: Sequence[Tensor | None]) -> bool:
-    """Tell whether an exact op's own result would lie as an operand does that is not row-major."""
+    """Tell whether an exact op's own result would follow an operand that is not row-major."""
     is_exact = row.is_elementwise and row.writes.is_exact
     return is_exact and any(x is not None and not x.is_contiguous() for x in facts)
 
@@ -156,9 +156,9 @@ def _is_plain(order: tuple[int, ...] | None) -> bool:
 def _reshaped(
     i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context
 ) -> list[Line] | None:
-    """Copy what can only be reshaped so; None where the result is a view, or where torch copies.
+    """Reshape by a copy; None where the result is a view, or where torch copies.
 
-    What is copied is in use no longer: as a view it would be until the last use of the result.
+    After a copy the operand is free; a view would keep it in use until the last use of the result.
     """
     (output,) = i.outputs
     fact = context.fact(i.reads[0]) if row.name == "reshape" else None
@@ -232,8 +232,8 @@ def _overlaps(i: Instruction, context: Context) -> bool:
 def ordered(i: Instruction, context: Context, line: Line) -> list[Line]:
     """Make the result dense in the order asked for; free where it lies so already.
 
-    Where the memory that it would share is written again, it is always a copy. What a library makes
-    shares none.
+    The result is always a copy where the memory that it would share is written again. Results of a
+    library share no memory.
     """
     (output,) = i.outputs
     shape, dtype = context.local(output), context.type(output).dtype
@@ -242,22 +242,22 @@ def ordered(i: Instruction, context: Context, line: Line) -> list[Line]:
     is_taken = output in context.updated and not is_library(i)
     strides = dense_strides(shape, i.order)
     plain, fact = replace(line, into=context.new_slot()), context.fact(output)
-    (made,) = plain.targets
+    (plain_slot,) = plain.targets
     context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
     if fact is None and not is_taken:
-        args, target = (SlotRef(made), shape, strides), context.slot(output)
-        arranged = Line(run=_in_order, args=args, into=target, shares=(made,))
-        return [plain, arranged, drop(made)]
+        args, target = (SlotRef(plain_slot), shape, strides), context.slot(output)
+        arranged = Line(run=_in_order, args=args, into=target, shares=(plain_slot,))
+        return [plain, arranged, drop(plain_slot)]
     if is_taken or not _lies_so(shape, fact.stride(), strides):  # type: ignore[union-attr]
-        copy = Line(run="copy_", args=(context.ref(output), SlotRef(made)))
-        return [plain, *new_buffer(output, i.order, context), copy, drop(made)]
+        copy = Line(run="copy_", args=(context.ref(output), SlotRef(plain_slot)))
+        return [plain, *new_buffer(output, i.order, context), copy, drop(plain_slot)]
     if fact.stride() == strides:  # type: ignore[union-attr]
         return [line]
-    args = (SlotRef(made), shape, strides)
+    args = (SlotRef(plain_slot), shape, strides)
     view = Line(
-        run="as_strided", args=args, into=context.slot(output), shares=(made,), is_view=True
+        run="as_strided", args=args, into=context.slot(output), shares=(plain_slot,), is_view=True
     )
-    return [plain, view, drop(made)]
+    return [plain, view, drop(plain_slot)]
 
 
 def _lies_so(shape: tuple[int, ...], found: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -1,12 +1,12 @@
-"""Which buffers a plan owns, and where they lie in one piece of memory.
+"""The buffers that a plan owns, packed into one piece of memory.
 
     v3 = empty(…)                     b0: bytes 0-4096 of the plan's memory, in use in lines 0-2
     v4 = empty(…)            ->       b1: bytes 4096-8192, in lines 1-4
     v5 = empty(…)                     b2: bytes 0-4096 again, in lines 3-5
 
 A buffer that the caller never sees has the same place in all runs; buffers that are not in use at
-the same time share one. How long a buffer is in use follows from the lines: until the last one that
-uses the buffer, a value that may share its memory, or a communication of it.
+the same time share one. Lines decide the lifetime: a buffer is in use until the last line that uses
+it, a value that may share its memory, or a communication of it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from mdfuse.plan.packing import MANY, Held, Life, peak, place, place_in, size_of
 #: Offsets are multiples of this: torch aligns new buffers so, kernels may count on it.
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 
-#: A plan owns its buffers where that takes no more memory than this, compared with what torch's
-#: allocator would hold at once.
+#: A plan owns its buffers up to this multiple of the memory that torch's allocator would hold at
+#: once.
 WORTH = 1.0
 
-#: At how many heights of its memory it is tried to leave what lies above to torch.
+#: How many heights of the memory are tried as the border above which buffers are left to torch.
 TRIED = 64
 
 
 def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
-    """Return the lives of the buffers that lines make, but for those that a result may refer to.
+    """Return the lives of the buffers that lines make, except those that a result may refer to.
 
     Buffers that torch allocates within a call count, too.
     """
@@ -46,7 +46,7 @@ def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
 
 def _lives(flow: _Flow, results: Iterable[int | None]) -> list[Life]:
     uses, bases = flow.uses, flow.bases
-    kept = {base for slot in results if slot is not None for base in bases.get(slot, ())}
+    returned = {base for slot in results if slot is not None for base in bases.get(slot, ())}
     return [
         Life(
             slot=slot,
@@ -56,18 +56,18 @@ def _lives(flow: _Flow, results: Iterable[int | None]) -> list[Life]:
             stop=uses[slot][-1][0] if slot in uses else n,
         )
         for n, line in enumerate(flow.lines)
-        if (line.new is not None or line.makes) and (slot := line.targets[0]) not in kept
+        if (line.new is not None or line.makes) and (slot := line.targets[0]) not in returned
     ]
 
 
 class _Flow:
-    """What lines read and write, looked up once.
+    """The reads and writes of lines, looked up once.
 
     Attributes:
         lines: the calls.
         refs: for each its `Line.refs`.
         bases: slot -> the slots whose buffers it may refer to, or keep in use.
-        uses: for each buffer the lines that use it, each with the slot by which it does.
+        uses: for each buffer the lines that use it, each with the slot through which it does.
     """
 
     def __init__(self, lines: Sequence[Line]) -> None:
@@ -80,7 +80,7 @@ class _Flow:
                     self.uses[base].append((n, slot))
 
     def _used(self, n: int) -> tuple[int, ...]:
-        """Return the slots whose buffers a line uses, and those of what it makes of others."""
+        """Return the slots whose buffers a line uses, and those of results that share memory."""
         line = self.lines[n]
         if line.run is None:
             return ()
@@ -96,47 +96,48 @@ def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
         shared = frozenset().union(*(bases[slot] for slot in line.shares))
         for slot in line.targets:
             is_own = line.new is not None or line.makes
-            own = frozenset({slot}) if is_own else frozenset()
-            bases[slot] = bases[slot] | shared | own
+            own_base = frozenset({slot}) if is_own else frozenset()
+            bases[slot] = bases[slot] | shared | own_base
     return bases
 
 
 def in_place(lines: Sequence[Line], results: Sequence[int | None]) -> tuple[Line, ...]:
     """Turn new buffers that take the place of an operand into that operand.
 
-    So they do whoever the operand's memory belongs to, the plan or torch. One that is made before
-    the operand is what the operand is made in.
+    This holds for memory owned by the plan or by torch. If the new buffer is made before the
+    operand, the operand is computed in it.
     """
     flow = _Flow(lines)
     took = _taken(flow, [life for life in _lives(flow, results) if life.new is not None])
     at = {line.targets[0]: n for n, line in enumerate(lines) if line.new is not None}
-    stands = {made: of for made, of in took.items() if at[of] < at[made]}
-    stands |= {of: made for made, of in took.items() if at[of] > at[made] and of not in took}
+    stands = {new: of for new, of in took.items() if at[of] < at[new]}
+    stands |= {of: new for new, of in took.items() if at[of] > at[new] and of not in took}
     return tuple(
-        Line(run=itself, args=(SlotRef(of),), into=made, shares=(of,), is_view=True)
-        if line.new is not None and (of := stands.get(made := line.targets[0])) is not None
+        Line(run=itself, args=(SlotRef(of),), into=new, shares=(of,), is_view=True)
+        if line.new is not None and (of := stands.get(new := line.targets[0])) is not None
         else line
         for line in lines
     )
 
 
 def _merged(flow: _Flow, found: Sequence[Life]) -> dict[int, int]:
-    """Find buffers that have one place, since one takes that of the other.
+    """Find buffers that share one place, because one takes the place of the other.
 
     Returns:
         slot -> the slot of the first buffer in the same place; for most buffers their own slot.
     """
     home = {life.slot: life.slot for life in found}
-    for made, of in _taken(flow, found).items():
-        home[made] = home[of]
+    for slot, of in _taken(flow, found).items():
+        home[slot] = home[of]
     return home
 
 
 def taken(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
     """Find buffers that take the place of an operand whose last use is the call that fills them.
 
-    The last use of what is reduced lasts until its wait, as the sum is there then. Not where the
-    call also reads the operand through a view of it: `h + h.T` would read what it has just written.
+    The operand of a reduction is in use until its wait, when the sum is complete. A call that also
+    reads the operand through a view is excluded: `h + h.T` would read elements that it has just
+    written.
 
     Returns:
         slot -> that of the operand, in the order of the calls.
@@ -149,34 +150,34 @@ def _taken(flow: _Flow, found: Sequence[Life]) -> dict[int, int]:
     took, bases, uses = dict[int, int](), flow.bases, flow.uses
     handles = _handles(flow.lines)
     for n, (line, refs) in enumerate(zip(flow.lines, flow.refs, strict=True)):
-        for made in (s for s in refs if line.in_place and s in lives_of):
-            born = lives_of[made]
-            if born.start != n or made in took:
+        for written in (s for s in refs if line.in_place and s in lives_of):
+            born = lives_of[written]
+            if born.start != n or written in took:
                 continue
             alike = [
                 s
                 for s in refs
                 if s in lives_of
-                and s != made
+                and s != written
                 and lives_of[s].new == born.new
                 and lives_of[s].start < n
                 and not any(s in bases[view] for view in refs if view != s)
                 and all(slot == handles[n] for at, slot in reversed(uses[s]) if at > n)
             ]
             if alike:
-                took[made] = alike[0]
+                took[written] = alike[0]
     return took
 
 
 def _handles(lines: Sequence[Line]) -> list[int | None]:
     """Return for each line the handle of the post that it belongs to, or of the next one."""
     waited = {slot for line in lines for slot in line.ends}
-    found: list[int | None] = []
+    handles: list[int | None] = []
     for line in reversed(lines):
-        own = next((slot for slot in line.targets if slot in waited), None)
-        is_bound = own is not None and line.run is not None
-        found.append(own if is_bound or not found else found[-1])
-    return found[::-1]
+        handle = next((slot for slot in line.targets if slot in waited), None)
+        is_bound = handle is not None and line.run is not None
+        handles.append(handle if is_bound or not handles else handles[-1])
+    return handles[::-1]
 
 
 def _joined(found: Sequence[Life], home: Mapping[int, int]) -> list[Life]:
@@ -198,7 +199,7 @@ class Owned:
 
     Attributes:
         buffers: slot -> its buffer, or a view of one.
-        lines: what is left to do in each run.
+        lines: the remaining lines of each run.
         numbers: for each of these lines, its number among the lines that were given.
         nbytes: the bytes that the buffers take together.
     """
@@ -213,8 +214,8 @@ class Owned:
 def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.device) -> Owned:
     """Make the buffers that a plan owns, and the views of them; drop the lines that made them.
 
-    What it owns is there all the time, also while torch holds most. Where both together would take
-    more than `WORTH` allows, the plan leaves those to torch that lie highest in its memory.
+    Owned buffers exist all the time, also while torch holds most. Where both together would take
+    more than `WORTH` allows, the plan leaves the buffers that lie highest in its memory to torch.
 
     Args:
         lines: all calls of the plan.
@@ -226,22 +227,22 @@ def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.devi
     alone = [life for life in living if life.new is not None]
     others = [life for life in living if life.new is None]
     home = _merged(flow, alone)
-    found = _joined(alone, home)
+    placed = _joined(alone, home)
     alignment = ALIGNMENT.get(device.type, 512)
-    offsets, limit = place(found, alignment), WORTH * peak(living) + alignment
-    if size_of(found, offsets) + peak(others) > limit:
-        if len(found) <= MANY:
-            offsets = place_in(_lowest_beside(others, found), alignment)
-        found = _lowest(found, offsets, alone, others, home, limit)
-    if not found:
+    offsets, limit = place(placed, alignment), WORTH * peak(living) + alignment
+    if size_of(placed, offsets) + peak(others) > limit:
+        if len(placed) <= MANY:
+            offsets = place_in(_lowest_beside(others, placed), alignment)
+        placed = _lowest(placed, offsets, alone, others, home, limit)
+    if not placed:
         return Owned(buffers={}, lines=tuple(lines), numbers=tuple(range(len(lines))), nbytes=0)
-    size = size_of(found, offsets)
+    size = size_of(placed, offsets)
     with torch.inference_mode(False), torch.no_grad():
         memory = torch.empty(size, dtype=torch.uint8, device=device)
-        places = {x.slot: _at(memory, offsets[x.slot], x.new) for x in found if x.new}
+        places = {x.slot: _at(memory, offsets[x.slot], x.new) for x in placed if x.new}
         buffers = {x.slot: places[home[x.slot]] for x in alone if home[x.slot] in places}
-        kept, numbers = _fold(lines, buffers)
-    return Owned(buffers=buffers, lines=kept, numbers=numbers, nbytes=size)
+        remaining, numbers = _fold(lines, buffers)
+    return Owned(buffers=buffers, lines=remaining, numbers=numbers, nbytes=size)
 
 
 def _lowest_beside(others: Iterable[Life], found: Iterable[Life]) -> list[Life]:
@@ -264,9 +265,9 @@ def _lowest(
 
     Args:
         found: the places.
-        offsets: where they lie.
+        offsets: their offsets.
         alone: the buffers that have a place.
-        others: what torch allocates in any case.
+        others: the buffers that torch allocates in any case.
         home: buffer -> its place.
         limit: on the bytes that are held at once, by the plan and by torch.
     """
@@ -274,7 +275,7 @@ def _lowest(
     heights = sorted({*ends.values()}, reverse=True)
     held, left = Held(), sorted(alone, key=lambda x: ends[home[x.slot]])
     held.add(others)
-    # at most as many are tried as find a good one where heights are few, as in equal layers
+    # this many find a good one where heights are few, as in equal layers
     for height in heights[:: -(-len(heights) // TRIED) or 1]:
         count = bisect_right(left, height, key=lambda x: ends[home[x.slot]])
         held.add(left[count:])
@@ -295,8 +296,8 @@ def _fold(
 ) -> tuple[tuple[Line, ...], tuple[int, ...]]:
     """Make views of owned buffers once; return the lines that are left for each run."""
     bound = _bound_once(lines)
-    kept = [n for n, line in enumerate(lines) if not _is_made(line, buffers, bound)]
-    return tuple(lines[n].without(buffers) for n in kept), tuple(kept)
+    remaining = [n for n, line in enumerate(lines) if not _is_made(line, buffers, bound)]
+    return tuple(lines[n].without(buffers) for n in remaining), tuple(remaining)
 
 
 def _is_made(line: Line, buffers: dict[int, Tensor], bound: set[int]) -> bool:
@@ -316,9 +317,9 @@ def _is_made(line: Line, buffers: dict[int, Tensor], bound: set[int]) -> bool:
         return False
     if not all(slot in buffers for slot in line.refs):
         return False
-    found: dict[int, Any] = dict(buffers)
-    line(found)
-    view, base = found[line.targets[0]], buffers[line.refs[0]]
+    slots: dict[int, Any] = dict(buffers)
+    line(slots)
+    view, base = slots[line.targets[0]], buffers[line.refs[0]]
     if view.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
         return False  # a copy
     buffers[line.targets[0]] = view

@@ -1,4 +1,4 @@
-"""Find names in a host program that cannot mean anything, before it runs."""
+"""Find invalid names in a host program, before it runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mdfuse.hir.verify.structure import check_aliases, unposted
 
 
 def check_names(program: HostProgram) -> None:
-    """Raise ProgramError where names cannot mean anything, on whatever rank.
+    """Raise ProgramError for names that are invalid on every rank.
 
-    Such are inputs that are aliases, aliases in a cycle or of another type, outputs that are chunks
-    or share a buffer, and names that nothing computes.
+    Invalid are inputs that are aliases, aliases in a cycle or of another type, outputs that are
+    chunks or share a buffer, and names that nothing computes.
     """
     if not isinstance(program, HostProgram):
         raise ProgramError(
@@ -39,7 +39,7 @@ def check_names(program: HostProgram) -> None:
 def _check_outputs_apart(program: HostProgram) -> None:
     """Raise ProgramError where two outputs are one buffer.
 
-    What a caller does to one of them would show in the other.
+    A caller's write into one of them would show in the other.
     """
     seen: dict[str, str] = {}
     for name in program.outputs:

@@ -1,8 +1,8 @@
-"""What a compiler may be given that writes over a value which it also reads.
+"""Check which writes over a value that is also read a compiler may get.
 
-It may make the reading and the writing into one kernel, whose threads run in any order. That is
-right where each thread reads the element that it writes, and what is computed from it stays there:
-so of a value that is written over only elementwise work may be made, of its shape.
+The compiler may fuse the read and the write into one kernel, whose threads run in any order. This
+is right only where each thread reads the element that it writes, and its results stay at that
+element: so a value that is written over may have only elementwise users of its own shape.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _ALSO = frozenset({"aten._to_copy", "aten.copy_", "aten.detach", "aten.alias"})
 
 
 def is_tangled(graph: fx.Graph) -> bool:
-    """Tell whether an argument is written over, and read elsewhere than where it is written.
+    """Tell whether an argument is written over, and read at other elements than those written.
 
     Args:
-        graph: of torch's ops, traced, so that what is read behind a write is the write's result;
-            with an example of each value.
+        graph: of torch's ops, traced, so that a read behind a write reads the write's result; with
+            an example of each value.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     base = {node: node for node in graph.nodes}
@@ -49,14 +49,14 @@ def _is_tangled(nodes: Sequence[fx.Node], value: fx.Node) -> bool:
 
 
 def _is_read(nodes: Sequence[fx.Node], base: Mapping[fx.Node, fx.Node], value: fx.Node) -> bool:
-    """Tell whether anything but views is made of a value, part of which is written."""
+    """Tell whether a value that is partly written has users other than views."""
     return any(base[x] is value for node in nodes if base[node] is node for x in _read(node))
 
 
 def _read(node: fx.Node) -> set[fx.Node]:
-    """Return the values that a call reads: not those that a copy or `out=` fills.
+    """Return the values that a call reads, without those that a copy or `out=` fills.
 
-    Of derivatives torch names that argument `grad_input`.
+    Torch names that argument `grad_input` in derivatives.
     """
     args = node.args[1:] if _name(node) == "aten.copy_" else node.args
     schema = getattr(node.target, "_schema", None)

@@ -1,4 +1,4 @@
-"""Where buffers lie in one piece of memory, so that those in use at the same time lie apart."""
+"""Pack buffers into one piece of memory, so that those in use at the same time lie apart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Life:
     """A buffer, and the first and last line that use it.
 
     Attributes:
-        slot: where it is bound.
+        slot: the slot that it is bound to.
         new: the form of the buffer; None where torch allocates it in each run.
         nbytes: its size in bytes.
         start: the first line that uses it.
@@ -37,8 +37,8 @@ class Life:
 def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
     """Choose an offset for each buffer, so that those in use at the same time do not overlap.
 
-    Three ways are tried, and the one that takes the least memory is taken: the largest first, the
-    longest in use first, each as far down as it fits; and in the order of use.
+    Three orders are tried, and the one that takes the least memory is used: the largest first, the
+    longest in use first, each as far down as it fits; and the order of use.
 
     Args:
         found: the buffers.
@@ -90,9 +90,9 @@ class _Placed:
         """Return the free intervals beside those that are in use together with another buffer.
 
         Returns:
-            First bytes, and the ones behind the last, in the order of what ends them; the first of
-            all that lies behind is the last first byte, for which there is no end. An interval may
-            be less than nothing.
+            First bytes, and the bytes behind the last ones, in the order of the buffers that end
+            them. The last first byte is the start of the open end, which has no last byte. An
+            interval may have a negative size.
         """
         start, stop, offset, end, aligned = self._columns[:, : self._count]
         met = np.flatnonzero((start <= life.stop) & (stop >= life.start))
@@ -116,8 +116,8 @@ def place_in(order: Sequence[Life], alignment: int) -> dict[int, int]:
 def _place_in_time(found: Sequence[Life], alignment: int) -> dict[int, int]:
     """Place buffers in the order of use, each in the smallest gap, at either end of the memory.
 
-    So a small buffer does not lie in the middle of what the next large one needs: in a chain of
-    large buffers and small ones between them, the large ones change places.
+    So a small buffer does not split the space that the next large one needs: in a chain of large
+    buffers with small ones between them, the large ones alternate.
     """
     bound, offsets = _up(peak(found), alignment), dict[int, int]()
     placed = _Placed(len(found), alignment)
@@ -180,7 +180,7 @@ class Held:
         lacking = 2 * int(stop.max()) + 2 - len(self._changes)
         if lacking > 0:
             self._changes = np.append(self._changes, np.zeros(lacking, dtype=np.int64))
-        # odd places lie between lines: a buffer is in use to the end of its last line
+        # odd positions lie between lines: a buffer is in use to the end of its last line
         np.add.at(self._changes, 2 * start, nbytes)
         np.subtract.at(self._changes, 2 * stop + 1, nbytes)
 

@@ -1,4 +1,4 @@
-"""Pending communications: what the slot of a post holds until its wait."""
+"""Pending communications: the value of a post's slot until its wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mdfuse.backends.base import Work
 from mdfuse.backends.work import Queued, Shared, leave
 from mdfuse.layouts.reduction import combine
 
-#: (where data belongs, the dense buffer in which it arrives)
+#: (destination, the dense buffer in which the data arrives)
 Copies = tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -22,11 +22,11 @@ class Pending:
 
     works: tuple[Work, ...]
     unpack: Copies = ()
-    #: what arrived is reduced: rows of terms, by this op
+    #: the op that reduces the arrived rows of terms; None: nothing is reduced
     reduce_op: str | None = None
 
     def wait(self, piece: int | None = None) -> None:
-        """Wait for the work, or a piece of it, then move what arrived to where it belongs."""
+        """Wait for the work, or a piece of it, then move the arrived data to its destination."""
         for work in self.works if piece is None else self.works[piece : piece + 1]:
             work.wait()
         unpack, self.unpack = self.unpack, ()
@@ -44,11 +44,11 @@ class Pending:
 
 
 def halves(works: tuple[Work, ...], has_streams: bool) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-    """Return what is to be waited for where something is sent, and where it is received.
+    """Return the works that the waits of the send and of the receive wait for.
 
-    Some backends have works whose halves can be waited for one by one (`Divided`). Of others both
-    sides wait for the whole. A `Shared` one, which the library's works need for that, also waits
-    for all that was queued, where the first wait stood, before that.
+    Some backends have works whose halves can be waited for one by one (`Divided`). With other
+    works, both sides wait for the whole. The library's works then need a `Shared` one, which also
+    waits for all work that was queued before the first wait.
     """
     if has_streams:
         works = tuple([w if getattr(w, "waits_again", False) else Shared(w) for w in works])
@@ -59,7 +59,7 @@ def halves(works: tuple[Work, ...], has_streams: bool) -> tuple[tuple[Work, ...]
 
 
 def nothing_posted(has_streams: bool) -> Callable[[], tuple[Work, ...]]:
-    """Return what makes the works of posts that only copy on their own rank.
+    """Return the function that makes the works of posts that only copy on their own rank.
 
     Without streams a copy is done at once, and there is nothing to wait for.
     """

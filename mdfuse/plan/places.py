@@ -8,7 +8,7 @@ from typing import Any
 
 
 def picked(places: Sequence[int | None]) -> Callable[[Sequence[Any]], list[Any]]:
-    """Return what takes the values at some places, and None where there is no place.
+    """Return the function that takes the values at some places, and None where there is no place.
 
     >>> picked([2, 0, None])("abc")
     ['c', 'a', None]

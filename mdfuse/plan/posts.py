@@ -31,7 +31,7 @@ class Posts:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.exchanges = Exchanges(context)
-        #: handle -> how its post is waited for, where it is the library's own
+        #: handle -> the calls that wait for its post, where they are the library's own
         self.waits: dict[str, tuple[Line, ...]] = {}
 
     def steps(self, i: Instruction, following: Instruction | None = None) -> list[Step]:
@@ -87,10 +87,10 @@ class Posts:
     def prepared(
         self, i: Instruction, part: RankPart, posters: tuple[Poster, ...], at_once: bool
     ) -> tuple[Line, ...] | None:
-        """Return a post as calls of the library's own, or None where it must be a general one.
+        """Return a post as the library's own calls, or None where it needs the general form.
 
-        The buffers must be known to be dense, and the backend must have such calls. How the post is
-        waited for is kept for its `wait`.
+        The buffers must be known to be dense, and the backend must have such calls. The calls that
+        wait for the post are kept for its `wait`.
         """
         assert i.comm is not None
         if part.copies or i.comm.kind in POINT_TO_POINT:
@@ -108,7 +108,7 @@ class Posts:
         lines = [self.line(p, srcs, dsts) for p in posting.post]
         handle = self.context.slot(i.outputs[0])
         used = {slot for line in lines if line.run != "copy_" for slot in line.refs}
-        is_done = posting.wait == ()  # what comes next on the stream finds the buffers free
+        is_done = posting.wait == ()  # later work on the stream finds the buffers free
         lines[-1] = replace(lines[-1], into=handle, shares=() if is_done else tuple(sorted(used)))
         explain = posting.explain
         wait: tuple[Line, ...] = (_waited(handle),)
@@ -176,17 +176,17 @@ def _waited(handle: int) -> Line:
 
 
 def groups(program: HostProgram, rank: int, backend: str | None = None) -> list[tuple[int, ...]]:
-    """Return the groups of ranks that a projection's communications need, in program order.
+    """Return the groups of ranks of a projection's communications, in program order.
 
-    Those by a backend count; None: those that name none.
+    Communications by `backend` count; None: those that name no backend.
     """
-    found: dict[tuple[int, ...], None] = {}
+    teams: dict[tuple[int, ...], None] = {}
     for i in program.walk():
         if i.comm is not None and i.comm.backend == backend:
-            found[i.comm.group(rank)] = None
+            teams[i.comm.group(rank)] = None
         elif i.op in TRANSFERS and i.kwargs.get("backend") == backend:
-            found[transfer_team(program, i, rank)] = None
-    return [team for team in found if len(team) > 1]
+            teams[transfer_team(program, i, rank)] = None
+    return [team for team in teams if len(team) > 1]
 
 
 # -- collectives ---------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def _index(box: Box) -> tuple[slice, ...]:
 
 
 def _copy_pieces(part: RankPart, source: Tensor | None, destination: Tensor | None) -> None:
-    """Copy what stays on this rank from the source to the destination."""
+    """Copy the boxes that stay on this rank from the source to the destination."""
     for before, after in part.copies:
         assert source is not None and destination is not None
         destination[_index(after)] = source[_index(before)]
@@ -288,23 +288,23 @@ def _post_terms(ends: _Ends, op: str) -> _Post:
     The terms of a box lie in rows, so that they are reduced once, all together, in order.
     """
     part = ends.part
-    outgoing, own = (tuple(map(_index, x)) for x in (part.sends, [box for box, _ in part.copies]))
+    outgoing, local = (tuple(map(_index, x)) for x in (part.sends, [box for box, _ in part.copies]))
     boxes = [part.recvs[i] if i >= 0 else part.copies[-1 - i][1] for i, *_ in part.terms]
     into = [_index(box) for box in boxes]
 
     def post(source: Tensor | None, destination: Tensor | None) -> Pending:
         srcs = [source[index].contiguous() for index in outgoing]  # type: ignore[index]
-        found = [destination[index] for index in into]  # type: ignore[index]
-        rows = [x.new_empty((len(t), *x.shape)) for x, t in zip(found, part.terms, strict=True)]
+        targets = [destination[index] for index in into]  # type: ignore[index]
+        rows = [x.new_empty((len(t), *x.shape)) for x, t in zip(targets, part.terms, strict=True)]
         numbered = zip(part.terms, rows, strict=True)
         places = {n: row for terms, x in numbered for n, row in zip(terms, x, strict=True)}
-        for n, index in enumerate(own):
+        for n, index in enumerate(local):
             places[-1 - n].copy_(source[index])  # type: ignore[index]
         if not ends.posters:
             works = ends.alone()
         else:
             works = (ends.posters[0](srcs, [places[n] for n in range(len(part.recvs))]),)
-        return Pending(works, tuple(zip(found, rows, strict=True)), op)
+        return Pending(works, tuple(zip(targets, rows, strict=True)), op)
 
     return post
 

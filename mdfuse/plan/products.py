@@ -1,6 +1,6 @@
 """Prepare products of matrices that are written, or added, into a buffer as they are computed.
 
-| buffer | factors | what is called |
+| buffer | factors | the call |
 |---|---|---|
 | any dtype | the same | `mm(out=)`, `addmm_`: the library reads the buffer as it writes there |
 | f32 | 16 bits | the same with `out_dtype`, where `adds_wide`: nothing is rounded to 16 bits |
@@ -61,12 +61,12 @@ def _rounded(
     dtype: torch.dtype,
     context: Context,
 ) -> list[Line]:
-    """Return the calls that make a product in the dtype of its factors, and add it to a buffer."""
-    if context.in_unit:  # its other calls are compiled, and the plan has no memory for them
+    """Return the calls that compute a product in the dtype of its factors, and add it."""
+    if context.in_unit:  # the unit's other calls are compiled, and the plan has no memory for them
         return [Line(run=_write_rounded if is_first else _add_rounded, args=args)]
     into, *factors = args
     strides, device, part = dense_strides(shape, None), context.device, context.new_slot()
-    made = Line(
+    product = Line(
         run=torch.empty_strided,
         args=(shape, strides),
         kwargs=(("dtype", dtype), ("device", device)),
@@ -74,7 +74,7 @@ def _rounded(
         new=NewBuffer(shape=shape, strides=strides, dtype=dtype, device=device),
     )
     return [
-        made,
+        product,
         Line(run=torch.matmul, args=tuple(factors), kwargs=(("out", SlotRef(part)),)),
         Line(run="copy_" if is_first else "add_", args=(into, SlotRef(part))),
         drop(part),
@@ -93,7 +93,7 @@ def _add_rounded(into: Tensor, a: Tensor, b: Tensor) -> None:
 def adds_wide(device: str, dtype: torch.dtype) -> bool:
     """Return whether this torch adds a product of 16 bits to f32 on a kind of device.
 
-    Torch has had the call since 2.8, on CUDA alone, and took no sum in f32 at first: it is asked.
+    Torch has had the call since 2.8, on CUDA alone, at first without sums in f32: so it is probed.
     """
     if device != "cuda" or not hasattr(_ADDMM, "dtype_out"):
         return False
@@ -108,7 +108,7 @@ def adds_wide(device: str, dtype: torch.dtype) -> bool:
 
 
 def _add_rows(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a product of batches with one matrix: of all rows at once, where they lie evenly."""
+    """Add a product of batches with one matrix, of all rows at once where their stride is even."""
     if into.is_contiguous() and a.is_contiguous():
         into.flatten(0, -2).addmm_(a.flatten(0, -2), b)
     else:

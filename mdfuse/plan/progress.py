@@ -1,4 +1,4 @@
-"""A bar on a terminal for what takes seconds."""
+"""A progress bar on a terminal for work that takes seconds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 from mdfuse.bootstrap import is_behind_mpirun
 
-#: Seconds before it shows: what is done sooner needs no bar.
+#: Seconds before it shows: shorter work needs no bar.
 DELAY_S = 2.0
 
 
 @contextmanager
 def progress(what: str, total: int, shows: bool) -> Iterator[Callable[[], None]]:
-    """Show on a terminal how far the work in this context is; yield what counts one more as done.
+    """Show the progress of this context's work on a terminal; yield the function that advances it.
 
     Args:
         what: the work.

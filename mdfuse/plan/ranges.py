@@ -15,7 +15,7 @@ from mdfuse.plan.traced import described
 
 
 def ranged(plan: Plan, tool: Literal["torch", "nvtx"], rank: int) -> Plan:
-    """Return a plan that puts each step into a range: what it does, and the user's line.
+    """Return a plan that puts each step into a range with its description and the user's line.
 
     Args:
         plan: of this rank; its function is not made yet.
@@ -36,9 +36,9 @@ def ranged(plan: Plan, tool: Literal["torch", "nvtx"], rank: int) -> Plan:
     for first, last, _, entry in described(plan, rank):
         text = f"{entry.name}  {entry.source}".rstrip()
         before[first], behind[last] = ranges.begin(text, is_first=not before), ranges.end
-    found = replace(plan, stamping=Stamping(before, behind).around(plan.stamping))
-    vars(found)["owned"] = plan.owned  # the buffers are made already
-    return found
+    wrapped = replace(plan, stamping=Stamping(before, behind).around(plan.stamping))
+    vars(wrapped)["owned"] = plan.owned  # the buffers are made already
+    return wrapped
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Ranges:
     is_open: bool = False
 
     def begin(self, text: str, is_first: bool) -> Callable[[], None]:
-        """Return what begins a range; the first of a run ends what a broken run left open."""
+        """Return the function that begins a range; the first call ends one left by a broken run."""
 
         def enter() -> None:
             if is_first and self.is_open:

@@ -1,7 +1,7 @@
 """Captured regions, and replays that need no closer look.
 
-What a graph reads where it lies has to lie there still: that is one comparison of addresses. What
-it does not is copied in and out. So a run whose plan is one graph knows all that there is to do.
+Parameters that a graph reads in place must still lie at the same addresses: one comparison. All
+others are copied in and out. So a run whose plan is one graph needs no other decision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Call = Callable[[], None]
 
 
 def unwatched() -> None:
-    """Do nothing, where nobody watches."""
+    """Do nothing, where there is no watch."""
 
 
 @dataclass
@@ -30,11 +30,11 @@ class Captured:
     Attributes:
         bound: parameters that the graph reads where they lie -> their address.
         copied: parameters that are copied -> the graph's buffer.
-        filled: those of them that hold nothing before.
-        results: slots -> what each replay fills.
-        written: those of `copied` that the region writes into.
+        filled: the copied parameters that are only written.
+        results: slot -> the buffer that each replay fills.
+        written: the parameters in `copied` that the region writes into.
         recording: the graph.
-        notes: what is called before and behind a replay, for whoever watches.
+        notes: the functions called before and behind a replay, for the watch.
     """
 
     bound: dict[int, int]
@@ -47,7 +47,7 @@ class Captured:
 
     @property
     def call(self) -> _Call:
-        """What a replay calls where nothing is copied."""
+        """The call of a replay where nothing is copied."""
         before, behind = self.notes
         calls = [x for x in (before, self.recording.replay, behind) if x is not unwatched]
         if len(calls) == 1:
@@ -70,7 +70,7 @@ class Captured:
         slots.update(self.results)
 
     def fits(self, slots: Mapping[int, Any]) -> bool:
-        """Tell whether what the graph reads in place still lies there."""
+        """Tell whether the parameters that the graph reads in place still lie there."""
         return all(slots[slot].data_ptr() == at for slot, at in self.bound.items())
 
 
@@ -79,13 +79,13 @@ class Ready:
     """A whole run by one graph, for values in the order of a plan's parameters.
 
     Attributes:
-        at: where those lie that the graph reads in place, but for new outputs; the same tuple as
-            in the last run, if it can be, so that a look tells that they still do.
-        taken: takes these from the addresses of all that are given; None: it reads all in place.
+        at: the addresses of the values that the graph reads in place, without new outputs; if
+            possible the same tuple as in the last run, so that an identity check suffices.
+        taken: takes these from the addresses of all given values; None: it reads all in place.
         before: places of values that are copied before, each with the graph's buffer.
         replay: queues the graph.
         behind: places of values that are written behind, each with the graph's buffer.
-        copies: whether there are any of these.
+        copies: whether any value is copied.
     """
 
     at: tuple[int, ...]
@@ -96,7 +96,7 @@ class Ready:
     copies: bool
 
     def fits(self, at: tuple[int, ...]) -> bool:
-        """Tell, by the addresses of all that is given, whether what it reads still lies there."""
+        """Tell, by the given addresses, whether the values read in place still lie there."""
         return self.at == (at if self.taken is None else self.taken(at))
 
     def run(self, values: Sequence[Any]) -> None:
@@ -111,12 +111,12 @@ class Ready:
 def ready(
     captured: Captured, parameters: Sequence[int], values: Sequence[Any], new: Collection[int]
 ) -> Ready:
-    """Return how to run by one graph alone.
+    """Return the run by one graph alone.
 
     Args:
         captured: the graph.
         parameters: the slots that a run is given.
-        values: their values in a run; other runs lack those that this one lacks.
+        values: their values in a run; other runs lack the same values as this one.
         new: the slots of new outputs, which are made for each run.
     """
     places = {slot: n for n, slot in enumerate(parameters)}
@@ -134,7 +134,7 @@ def ready(
     )
 
 
-#: Takes the arguments, and where those that are tensors lie; returns the outputs, or None.
+#: Takes the arguments, and the addresses of the tensors among them; returns the outputs, or None.
 Quick = Callable[[Sequence[Any], tuple[int, ...]], "list[Any] | None"]
 
 
@@ -145,16 +145,16 @@ def quick(
     *,
     is_all_new: bool,
 ) -> Quick:
-    """Return what runs by one graph alone where new outputs lie where one expects them.
+    """Return the function that runs by one graph alone, if new outputs lie where one expects them.
 
-    Else, or where other things do not, it returns None. It stands in the way of each replay, so it
-    makes as few calls as it can.
+    It returns None if any tensor lies elsewhere. It precedes each replay, so it makes as few calls
+    as possible.
 
     Args:
-        ready: where new outputs lie -> how to run.
+        ready: addresses of new outputs -> the run.
         fresh: makes new outputs.
         taken: takes the outputs from arguments and new outputs.
-        is_all_new: they are just the new ones.
+        is_all_new: the outputs are exactly the new ones.
     """
     address = Tensor.data_ptr
 
@@ -186,10 +186,10 @@ def _tuple_of(places: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...
 
 @dataclass(slots=True)
 class Turns:
-    """How often in a row outputs came where no graph expects them.
+    """Counts how often in a row outputs came at addresses that no graph expects.
 
-    After some times there is to be one. Each makes it take twice as many times until the next, so
-    that captures, which take milliseconds, stay rare whatever the caller keeps.
+    After some times a graph is to be captured. Each capture doubles the times until the next one,
+    so that captures, which take milliseconds, stay rare for any caller.
 
     >>> turns = Turns(patience=2)
     >>> [turns.is_due(at) for at in ((1,), (2,), (2,))]
@@ -204,11 +204,11 @@ class Turns:
     _last: tuple[int, ...] = ()
 
     def is_due(self, at: tuple[int, ...]) -> bool:
-        """Note where outputs lie; tell whether there is to be a graph for that."""
+        """Note the addresses of outputs; tell whether a graph is to be captured for them."""
         self._times = self._times + 1 if at == self._last else 1
         self._last = at
         return self._times >= self.patience
 
     def rest(self) -> None:
-        """Note that there is one now."""
+        """Note that a graph was captured."""
         self.patience, self._times = 2 * self.patience, 0

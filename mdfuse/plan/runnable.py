@@ -1,4 +1,4 @@
-"""What an evaluator keeps for each kind of arguments: a plan, or a wrapper of one."""
+"""The plans, or wrappers of plans, that an evaluator keeps for each kind of arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mdfuse.plan.graphs import GraphPlan
 
 
-#: A plan, eager or captured, or a wrapper; `Plan` says what the members mean.
+#: A plan, eager or captured, or a wrapper; `Plan` describes the members.
 Runnable: TypeAlias = "Plan | GraphPlan | _Around"
 
 
@@ -42,7 +42,7 @@ class _Around:
 
     @property
     def quick(self) -> None:
-        """What runs by one graph alone, if there is one; `GraphPlan` has it."""
+        """The run by one graph alone, if there is one; `GraphPlan` has it."""
         return None
 
     def run(
@@ -113,7 +113,7 @@ class Once(_Around):
 
 @dataclass(frozen=True)
 class CheckedPlan(_Around):
-    """A plan that checks indices; after each run all ranks tell each other what they found.
+    """A plan that checks indices; after each run all ranks exchange their errors.
 
     Attributes:
         checks: the checks of this rank.

@@ -1,4 +1,4 @@
-"""Signatures: what tells one kind of arguments from another, read off cheaply in each run."""
+"""Signatures: keys of the kinds of arguments, read off cheaply in each run."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _properties = attrgetter("shape", "dtype", "layout", "device", "requires_grad")
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """How to read off a run's arguments what its plan depends on.
+    """Reads the signature off a run's arguments: all properties that its plan depends on.
 
     Attributes:
         count: how many inputs there are.
         tensors: the positions of the inputs of which this rank has a part.
-        absent: the positions of those of which it has none.
-        numbers: the positions of those that are numbers.
-        written: the positions of those whose buffers are written through an alias.
+        absent: the positions of the inputs of which it has none.
+        numbers: the positions of the inputs that are numbers.
+        written: the positions of the inputs whose buffers are written through an alias.
         promoted: the positions of further inputs that change the dtype of torch's results where
             they are zeros without memory.
-        bare: the positions of inputs whose memory may go to what knows nothing of tensors (a
+        bare: the positions of inputs whose memory may go to code that does not know tensors (a
             library of communications, compiled code, a CUDA graph), and so must hold their
             elements.
         device: the index of the GPU whose current stream counts; None on CPU.
-        owner: tells the signatures of one program from those of others.
+        owner: distinguishes the signatures of this program from those of others.
     """
 
     count: int
@@ -56,10 +56,10 @@ class Signature:
     owner: int
 
     def read(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Hashable | None:
-        """Return what tells the kind of these arguments, or None where they need a closer look.
+        """Return the key of these arguments' kind, or None where they need a full check.
 
         The kind is their shapes, strides, dtypes, layouts and devices, the current stream, and
-        which outputs have a buffer. A closer look is needed where arguments are missing, are not
+        which outputs have a buffer. The full check is needed where arguments are missing, are not
         plain tensors or do not hold their elements in memory, and where a transform of torch.func
         or forward-mode gradients are under way.
         """
@@ -84,17 +84,17 @@ class Signature:
             if is_zero_tensor(arguments[n]):
                 return None
         try:
-            found = *map(_properties, tensors), *map(Tensor.stride, tensors)
+            properties = *map(_properties, tensors), *map(Tensor.stride, tensors)
         except RuntimeError:  # nested
             return None
-        return (self.owner, self.stream(), given, *found)
+        return (self.owner, self.stream(), given, *properties)
 
     def like(self, arguments: Sequence[Any]) -> Likeness | None:
-        """Return what tells of other arguments, in some microseconds, that `read` need not look.
+        """Return a quick test, of some microseconds, that shows other arguments to be of this kind.
 
-        They are then of the same kind as these, which `read` has seen, but for the stream; it
-        returns where their tensors lie. Where it returns None, they may be of that kind all the
-        same. There is none for programs that take no tensors.
+        The test returns the addresses of their tensors if they are of the same kind as these, which
+        `read` has seen, apart from the stream. If it returns None, they may still be of that kind.
+        Programs that take no tensors have no such test.
         """
         if not self.tensors:
             return None
@@ -118,9 +118,9 @@ class Signature:
         return 0 if self.device is None else current_raw_stream(self.device)
 
     def are_apart(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> bool:
-        """Tell whether no buffer that is written overlaps another one, as far as addresses tell.
+        """Tell, by addresses, whether no written buffer overlaps another one.
 
-        False also where torch does not write into such a buffer, or where its memory does not hold
+        Also False where torch does not write into such a buffer, or where its memory does not hold
         its elements.
         """
         written = [arguments[n] for n in self.written]
@@ -170,7 +170,7 @@ def signature_of(
     owner: int = 0,
     is_captured: bool = False,
 ) -> Signature:
-    """Return how to read off the arguments of one rank; `is_captured`: for CUDA graphs, too."""
+    """Return the reader of one rank's arguments; `is_captured`: for CUDA graphs, too."""
     kinds = [program.types[name] for name in program.inputs]
     mine = _positions(kinds, lambda k: k.layout is not None and rank in k.layout.mesh)
     bare = {*program.inputs} if is_captured else _bare(program)

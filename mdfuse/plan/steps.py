@@ -23,18 +23,18 @@ from mdfuse.plan.streams import CALLER
 
 @dataclass
 class Builder:
-    """Makes the steps of instructions in order, and keeps what is known at each of them.
+    """Makes the steps of instructions in order, and tracks the state at each of them.
 
     Attributes:
         context: the rank's slots and bindings.
         posts: prepares its communications.
-        steps: what was made so far.
+        steps: the steps made so far.
         handles: values of get_stream -> the index of the stream.
         homes: slot -> the stream that was current when it was bound.
         current: the stream that is current.
         switches: whether a step switches or joins CUDA streams.
-        why: why the step that is being added cannot be in a CUDA graph; None: it can.
-        number: of the instruction that is being added.
+        why: the reason why the current step cannot be in a CUDA graph; None: it can.
+        number: of the current instruction.
     """
 
     context: Context
@@ -156,8 +156,8 @@ class Builder:
         """Add the expressions of a host unit; inner values are dropped after their last use."""
         context, start = self.context, len(self.steps)
         outside = {context.slot(x): x for x in (*i.reads, *i.outputs) if context.has_buffer(x)}
-        given, kept = set(context.bound), {*i.inputs, *i.outputs}
-        last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in kept}
+        given, borders = set(context.bound), {*i.inputs, *i.outputs}
+        last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in borders}
         # One call and views of it gain nothing, and run by itself it is known how its result lies.
         is_fused = context.fuse is not None and sum(map(_works, i.body)) > 1
         context.in_unit = is_fused
@@ -174,7 +174,7 @@ class Builder:
 
 
 def _works(i: Instruction) -> bool:
-    """Tell whether an instruction reads elements: neither a view, nor made of nothing."""
+    """Tell whether an instruction reads elements: it is neither a view nor a creation."""
     row, op = row_of(i), op_of(i)
     return not (row is not None and row.is_view) and not (op is not None and op.is_creation)
 
@@ -195,13 +195,13 @@ def local_step(i: Instruction, context: Context) -> Step:
     name = i.outputs[0]
     is_bound = context.has_buffer(name)
     lines = tuple(_prepared(i, context))
-    for made in i.outputs:
-        context.bind_name(made, None if is_bound else shared_operand(i))
+    for output in i.outputs:
+        context.bind_name(output, None if is_bound else shared_operand(i))
     if i.op == "alloc" and not is_bound:
         context.allocated[name] = i.kwargs.get("memory", "device")
     if i.fn == "expand":
         context.expanded[name] = _expanded_dims(i, context)
-    outputs = tuple(context.slot(made) for made in i.outputs)
+    outputs = tuple(context.slot(output) for output in i.outputs)
     op = "fill" if "fill" in i.kwargs else i.op  # work, while an alloc is the host's alone
     return Step(lines=lines, label=label(i), op=op, outputs=outputs, inputs=inputs)
 

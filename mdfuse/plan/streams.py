@@ -33,12 +33,12 @@ def raw(device: torch.device, index: int, caller: int) -> int:
 
 @cache
 def event(device: torch.device, index: int) -> torch.cuda.Event:
-    """Return the event that marks how far a stream has come; each sync records it again."""
+    """Return the event that marks a stream's progress; each sync records it again."""
     return torch.cuda.Event()
 
 
 def join(event: torch.cuda.Event, behind: torch.cuda.Stream, ahead: torch.cuda.Stream) -> None:
-    """Let a stream wait for what is queued on another one; the host goes on."""
+    """Let a stream wait for the work queued on another one; the host goes on."""
     event.record(behind)
     ahead.wait_event(event)
 
@@ -46,7 +46,7 @@ def join(event: torch.cuda.Event, behind: torch.cuda.Stream, ahead: torch.cuda.S
 def keep(stream: torch.cuda.Stream, *buffers: Any) -> None:
     """Tell the allocator that buffers made on another stream are in use on this one.
 
-    Otherwise it could hand out their memory again as soon as the host drops them.
+    Otherwise it could reuse their memory as soon as the host drops them.
     """
     for buffer in buffers:
         if isinstance(buffer, torch.Tensor):

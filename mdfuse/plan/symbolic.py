@@ -3,8 +3,8 @@
 Where lengths change from run to run, the calls of a unit come again with other numbers. Calls for
 two lengths that differ in numbers alone are joined into calls whose numbers are products and sums
 of sizes, and these are compiled with the sizes symbolic. The function serves the calls for another
-length if they are, number by number, what the joined ones are at its sizes, and if what the
-compiler assumed of sizes holds there.
+length if they equal, number by number, the joined calls at its sizes, and if the compiler's
+assumptions on sizes hold there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mdfuse.plan.forms import Form
 from mdfuse.plan.lines import Line, SlotRef
 from mdfuse.plan.unit_keys import unit_key, value_key
 
-#: Of how many sizes a number may be the product: n * n of a mask.
+#: How many sizes a number may be the product of: n * n of a mask.
 _DEEPEST = 3
 
 Pair = tuple[int, int]
@@ -36,9 +36,9 @@ class Size:
     """A number made of sizes.
 
     Attributes:
-        factors: of which sizes it is the product, counted from 0.
-        times: by what that is multiplied.
-        plus: what is added.
+        factors: the sizes it is the product of, by index from 0.
+        times: the factor of that product.
+        plus: the summand.
 
     >>> Size((0, 1), 2, 1).at([10, 5])
     101
@@ -50,10 +50,10 @@ class Size:
 
     def at(self, sizes: Sequence[Any]) -> Any:
         """Return the number at some sizes, which may be symbolic."""
-        found = self.times
+        product = self.times
         for n in self.factors:
-            found = sizes[n] * found
-        return found + self.plus if self.plus else found
+            product = sizes[n] * product
+        return product + self.plus if self.plus else product
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +70,24 @@ class _Function:
         of, (cells, defaults, by_name) = self.of, held
         assert isinstance(of, types.FunctionType)
         closure = tuple(map(types.CellType, cells))
-        made = types.FunctionType(of.__code__, of.__globals__, of.__name__, defaults, closure)
-        made.__kwdefaults__ = by_name
-        return made
+        function = types.FunctionType(of.__code__, of.__globals__, of.__name__, defaults, closure)
+        function.__kwdefaults__ = by_name
+        return function
 
 
 def fit(pair: Pair, sizes: Sequence[Pair]) -> Size | None:
-    """Return what a number is made of that has two values where sizes have two; None: of others.
+    """Return the form in sizes of a number with two values, from two values of each size.
 
-    A product of sizes, or one of them with something added; there may be others that fit as well,
-    so it is compared once more wherever it is used.
+    It is a product of sizes, or one size plus a constant; None: neither fits. Other forms may fit
+    as well, so the number is compared once more at each use.
 
     >>> fit((12, 20), [(3, 5)]), fit((4, 6), [(3, 5)]), fit((9, 25), [(3, 5)])
     (Size(factors=(0,), times=4, plus=0), Size(factors=(0,), times=1, plus=1), \
 Size(factors=(0, 0), times=1, plus=0))
     """
-    found = _product(pair, sizes, _DEEPEST)
-    if found is not None:
-        return found
+    size = _product(pair, sizes, _DEEPEST)
+    if size is not None:
+        return size
     for n, (a, b) in enumerate(sizes):
         if pair[0] - a == pair[1] - b:
             return Size((n,), plus=pair[0] - a)
@@ -120,10 +120,10 @@ class _Joining:
     def number(self, a: int, b: int) -> int | Size:
         if a == b:
             return a
-        found = fit((a, b), self.sizes)
-        if found is None:
+        size = fit((a, b), self.sizes)
+        if size is None:
             raise ApartError
-        return found
+        return size
 
     def slot(self, a: int, b: int) -> int:
         if self.slots.setdefault(b, a) != a:
@@ -145,17 +145,17 @@ class _Joining:
             case int():
                 return self.number(a, b)
             case list() | tuple():
-                found = self.all(a, b)
-                if all(map(operator.is_, found, a)):
+                items = self.all(a, b)
+                if all(map(operator.is_, items, a)):
                     return a
-                return [*found] if isinstance(a, list) else found
+                return [*items] if isinstance(a, list) else items
             case dict():
                 if [*a] != [*b]:
                     raise ApartError
-                found = self.all(a.values(), b.values())
-                if all(map(operator.is_, found, a.values())):
+                items = self.all(a.values(), b.values())
+                if all(map(operator.is_, items, a.values())):
                     return a
-                return dict(zip(a, found, strict=True))
+                return dict(zip(a, items, strict=True))
             case partial():
                 return self.function(a, _held(a), _held(b))
             case types.FunctionType():
@@ -188,7 +188,7 @@ class _Joining:
 
 
 def _held(x: Any) -> tuple[Any, ...]:
-    """Return what a function holds on to, as `unit_key` sees it."""
+    """Return the values bound in a function, as `unit_key` sees them."""
     if isinstance(x, partial):
         return x.func, x.args, x.keywords
     cells = tuple(cell.cell_contents for cell in x.__closure__ or ())
@@ -211,7 +211,7 @@ def at(x: Any, sizes: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls of a unit for one length, and the forms of what they take."""
+    """The calls of a unit for one length, and the forms of their arguments."""
 
     lines: tuple[Line, ...]
     takes: tuple[int, ...]
@@ -219,11 +219,11 @@ class Calls:
     forms: tuple[Form, ...]
 
     def key(self) -> Hashable:
-        """Return what is equal for calls that compute the same; see `unit_key`."""
+        """Return a key that is equal for calls that compute the same; see `unit_key`."""
         return unit_key(self.lines, self.takes, self.makes), self.forms
 
     def run(self, *values: Any) -> list[Any]:
-        """Make the calls on what they take."""
+        """Make the calls on their arguments."""
         slots: dict[int, Any] = dict(zip(self.takes, values, strict=True))
         for line in self.lines:
             line(slots)
@@ -236,7 +236,7 @@ class Joined:
 
     Attributes:
         calls: with numbers made of sizes.
-        places: of each size the argument and the dim whose extent it is.
+        places: for each size the argument and the dim whose extent it is.
         hints: the sizes for which they were made.
     """
 
@@ -271,11 +271,11 @@ class Joined:
         return tuple(at(form, sizes) for form in self.calls.forms)
 
     def run(self, *values: Any) -> list[Any]:
-        """Make the calls, with the sizes of what they take."""
+        """Make the calls, with the sizes of their arguments."""
         return self.at([values[n].shape[dim] for n, dim in self.places]).run(*values)
 
     def are(self, calls: Calls) -> bool:
-        """Return whether calls are what these are at their sizes."""
+        """Return whether some calls equal these at their sizes."""
         sizes = self.sizes(calls.forms)
         return sizes is not None and self.at(sizes).key() == calls.key()
 
@@ -283,7 +283,7 @@ class Joined:
 def joined(a: Calls, b: Calls) -> Joined | None:
     """Join calls for two lengths; None where they differ in more than lengths.
 
-    Lengths of 0 and 1 are none: torch does other things with those.
+    Lengths of 0 and 1 are not joined: torch treats them differently.
     """
     if len(a.lines) != len(b.lines) or len(a.forms) != len(b.forms):
         return None
@@ -298,15 +298,15 @@ def joined(a: Calls, b: Calls) -> Joined | None:
         forms = joining.value(a.forms, b.forms)
     except (ApartError, ValueError):
         return None
-    found = Joined(Calls(lines, a.takes, a.makes, forms), places, tuple(y for _, y in sizes))
-    return found if found.are(a) and found.are(b) else None
+    calls = Joined(Calls(lines, a.takes, a.makes, forms), places, tuple(y for _, y in sizes))
+    return calls if calls.are(a) and calls.are(b) else None
 
 
 def _sizes(a: Sequence[Form], b: Sequence[Form]) -> tuple[tuple[Pair, ...], list[Pair]]:
     """Return the extents that differ and are no products of others: where, and their values.
 
-    One that is another and something more stays a size; what they have to do with each other shows
-    in what the compiler assumes of them.
+    An extent that is another one plus a constant stays a size of its own; the compiler's
+    assumptions express their relation.
     """
     extents = {
         (n, dim): (x, y)

@@ -36,7 +36,7 @@ class TracedPlan(Plan):
     clock: DeviceClock | None = None
 
     def call(self, values: Sequence[Any]) -> list[Any]:
-        """Run once; what was noted is written, whatever happens."""
+        """Run once; the notes are written also after an error."""
         assert self.function is not None  # written before the clock starts
         is_done = False
         if self.clock is not None:
@@ -75,40 +75,40 @@ def traced(plan: Plan, file: TraceFile) -> TracedPlan:
     if clock is not None:
         before |= {first: clock.before(n) for n, first in works.items()}
         behind |= {last[n]: clock.behind(n, stamps.note) for n in works}
-    own = {f.name: getattr(plan, f.name) for f in fields(plan)}
-    own["stamping"] = Stamping(before, behind).around(plan.stamping)
-    found = TracedPlan(**own, stamps=stamps, clock=clock)
-    vars(found)["owned"] = plan.owned  # the buffers are made already
-    return found
+    settings = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    settings["stamping"] = Stamping(before, behind).around(plan.stamping)
+    traced_plan = TracedPlan(**settings, stamps=stamps, clock=clock)
+    vars(traced_plan)["owned"] = plan.owned  # the buffers are made already
+    return traced_plan
 
 
 def described(plan: Plan, rank: int) -> Iterator[tuple[int, int, Step, Entry]]:
-    """Yield first and last line of each step of a plan, the step, and what is to be said of it."""
+    """Yield first and last line of each step of a plan, the step, and its description."""
     posts = {handle: s for s in reversed(plan.steps) if s.calls for handle in s.outputs}
     for first, last, step in _runs(plan):
         yield first, last, step, _entry(step, plan.code, rank, posts)
 
 
 def _runs(plan: Plan) -> list[tuple[int, int, Step]]:
-    """Return (first, last) of the lines that are left of each step, for steps that call anything.
+    """Return (first line, last line, step) for steps with calls left to make.
 
-    What only forgets values is part of the step in front of it; but a wait is a step also where
-    nothing is left to call, since what comes next is queued behind the post.
+    Lines that only drop values belong to the step in front of them; but a wait is a step also
+    without calls, since later work is queued behind the post.
     """
     owner = [step for step in plan.steps for _ in step.lines]
-    found: list[tuple[int, int, Step]] = []
+    runs: list[tuple[int, int, Step]] = []
     for n, number in enumerate(plan.lines_of_run):
         step, line = owner[number], plan.owned.lines[n]
         is_noted = line.run is not None or step.waits is not None
-        if found and (found[-1][2] is step or not is_noted):
-            found[-1] = found[-1][0], n, found[-1][2]
+        if runs and (runs[-1][2] is step or not is_noted):
+            runs[-1] = runs[-1][0], n, runs[-1][2]
         elif is_noted:
-            found.append((n, n, step))
-    return found
+            runs.append((n, n, step))
+    return runs
 
 
 def _entry(step: Step, code: Sequence[Instruction], rank: int, posts: Mapping[int, Step]) -> Entry:
-    """Return what is to be said of a step; `posts` has the steps that make handles."""
+    """Return the description of a step; `posts` has the steps that make handles."""
     i = code[step.instruction] if step.instruction >= 0 else None
     source = str(i.source or "") if i is not None else ""
     lane = "host" if step.stream == CALLER else f"stream {step.stream}"

@@ -1,7 +1,7 @@
-"""What a host unit computes, as a key: in this process, and as a name that all processes give it.
+"""Keys of a host unit's computation, within this process and as names in all processes.
 
-A key is a nested tuple of plain values. Functions stand in it with their code and with what they
-hold on to, so that units of equal layers, whose functions were made apart, have equal keys.
+A key is a nested tuple of plain values. Functions stand in it with their code and their bound
+values, so that units of equal layers, whose functions were made apart, have equal keys.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mdfuse.plan.lines import Line, SlotRef
 #: The type of torch's own ops, as `torch.ops.aten.add.out`.
 _Op = type(torch.ops.aten.add.out)
 
-#: Whose functions do the same in every process that has the same versions.
+#: Packages whose functions do the same in every process that has the same versions.
 _KNOWN = ("mdfuse", "torch", "_operator", "operator", "builtins", "math")
 
 
 def unit_key(lines: Sequence[Line], takes: Sequence[int], makes: Sequence[int]) -> Hashable:
-    """Return what calls compute, with their slots numbered in order of use.
+    """Return the key of some calls, with their slots numbered in order of use.
 
     Args:
         lines: the calls.
@@ -41,16 +41,16 @@ def unit_key(lines: Sequence[Line], takes: Sequence[int], makes: Sequence[int]) 
 
     for slot in takes:
         number(slot)
-    found: list[Hashable] = []
+    calls: list[Hashable] = []
     for line in lines:
         args = tuple(_value(x, number) for x in line.args)
         kwargs = tuple((k, _value(x, number)) for k, x in line.kwargs)
-        found.append((_value(line.run, number), args, kwargs, tuple(map(number, line.targets))))
-    return *found, tuple(map(number, makes)), _settings()
+        calls.append((_value(line.run, number), args, kwargs, tuple(map(number, line.targets))))
+    return *calls, tuple(map(number, makes)), _settings()
 
 
 def _settings() -> tuple[Hashable, ...]:
-    """Return torch's settings that decide what calls come to when they are traced."""
+    """Return torch's settings that decide the trace of calls."""
     backends = torch.backends.cuda
     return (
         str(torch.get_default_dtype()),
@@ -91,9 +91,7 @@ def _texts(x: Any) -> list[str]:
 
 @cache
 def _own_code() -> str:
-    """Return a digest of mdfuse's modules: a function stands in a key by its name and its code,
-    not with those that it calls.
-    """
+    """Return a digest of mdfuse's modules, since keys hold no code of the functions called."""
     digest = hashlib.sha256()
     for path in sorted(Path(PACKAGE).rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode())
@@ -105,12 +103,12 @@ def _own_code() -> str:
 
 
 def value_key(x: Any) -> Hashable:
-    """Return what is equal for equal arguments, with slots as they are numbered."""
+    """Return a key that is equal for equal arguments, with numbered slots."""
     return _value(x, int)
 
 
 def _value(x: Any, number: Callable[[int], int]) -> Hashable:
-    """Return what is equal for equal arguments, and for functions that do the same."""
+    """Return a key that is equal for equal arguments, and for functions that do the same."""
     match x:
         case SlotRef():
             return "slot", number(x.slot), x.form
@@ -146,12 +144,12 @@ def _is_known(x: Any) -> bool:
 
 
 def _module_of(x: Any) -> str:
-    found = x.__module__ if isinstance(x, types.BuiltinFunctionType) else x.__objclass__.__module__
-    return found if found and found.split(".")[0] in _KNOWN else ""
+    module = x.__module__ if isinstance(x, types.BuiltinFunctionType) else x.__objclass__.__module__
+    return module if module and module.split(".")[0] in _KNOWN else ""
 
 
 def _code(function: types.FunctionType) -> tuple[Hashable, ...]:
-    """Return what a function of Python does, less what it holds on to."""
+    """Return a key of a Python function without its bound values."""
     module = function.__module__ or ""
     if module.split(".")[0] in _KNOWN:
         return "function", module, function.__qualname__, _code_text(function.__code__)
@@ -169,7 +167,7 @@ def _code_text(code: types.CodeType) -> str:
 
 
 def _constant_text(x: Any) -> str:
-    if isinstance(x, frozenset):  # it is shown in another order by each process
+    if isinstance(x, frozenset):  # each process shows it in another order
         return "{" + ", ".join(sorted(map(_constant_text, x))) + "}"
     return f"{type(x).__name__} {x!r}"
 

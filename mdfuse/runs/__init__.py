@@ -1,1 +1,1 @@
-"""What a run is given, and what it gives back."""
+"""The arguments of a run, and its results."""

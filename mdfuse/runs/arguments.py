@@ -1,4 +1,4 @@
-"""Check what callers pass to a run against the program, before anything is posted."""
+"""Check the arguments of a run against the program, before anything is posted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mdfuse.plan.signature import span
 
 
 def has_dtensors(xs: Iterable[Any]) -> bool:
-    """Tell whether a DTensor is among some values, which each run asks.
+    """Tell whether a DTensor is among some values; each run asks this.
 
-    torch's module of DTensors is not imported for this: as long as nobody has, there are none.
+    torch's module of DTensors is not imported for this: until a user imports it, there are none.
     """
     dtensor = getattr(modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensor is not None and dtensor in map(type, xs)
@@ -46,7 +46,7 @@ def check_ranks(program: HostProgram, rank: int, size: int) -> None:
 def check_arguments(
     program: HostProgram, rank: int, arguments: Sequence[Any], device: torch.device
 ) -> None:
-    """Raise ProgramError unless the arguments of one rank are what the program says."""
+    """Raise ProgramError unless the arguments of one rank fit the program."""
     if len(arguments) != len(program.inputs):
         raise ProgramError(
             f"@{program.name} on rank {rank}: {counted(len(arguments), 'argument')} for "
@@ -60,7 +60,7 @@ def check_arguments(
 
 
 def _check_written(program: HostProgram, rank: int, given: dict[str, Any]) -> None:
-    """Raise ProgramError unless written inputs can be, and share no memory with others."""
+    """Raise ProgramError unless written inputs can be written, and share no memory with others."""
     tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
     for name in sorted(program.written_inputs.intersection(tensors)):
         _check_writable(name, tensors[name], f"rank {rank}, input %{name} of @{program.name}")
@@ -79,7 +79,7 @@ def _check_written(program: HostProgram, rank: int, given: dict[str, Any]) -> No
 def _check_order(
     program: HostProgram, rank: int, alias: str, x: Tensor, order: tuple[int, ...]
 ) -> None:
-    """Raise ProgramError unless an input lies in the order required of what is written there."""
+    """Raise ProgramError unless a written input has the required memory order."""
     if _lies_in(x, order):
         return
     name, strides = program.root(alias), dense_strides(x.shape, order)
@@ -93,7 +93,7 @@ def _check_order(
 
 
 def _overlapping(name: str, buffer: Tensor, others: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the names of tensors, but this one's own, that share memory with a buffer."""
+    """Yield the names of other tensors that share memory with a buffer."""
     start, end = span(buffer)
     for other, x in others.items():
         first, last = span(x)
@@ -147,14 +147,14 @@ def check_global(
         _check_plain(name, x, where)
         if (tuple(x.shape), x.dtype) == (shape, dtype):
             return
-    found, hint = type(x).__name__, "pass a tensor of torch"
+    given, hint = type(x).__name__, "pass a tensor of torch"
     if isinstance(x, Tensor):
-        found = f"{x.dtype} {tuple(x.shape)}"
+        given = f"{x.dtype} {tuple(x.shape)}"
         hint = "pass the whole tensor, not the part of one rank"
         if tuple(x.shape) == shape:
             hint = f"pass x.to({dtype}), or define the input with {x.dtype}"
     raise ProgramError(
-        f"{found} for %{name}, expected a global tensor: {dtype} {shape}", where=where, hint=hint
+        f"{given} for %{name}, expected a global tensor: {dtype} {shape}", where=where, hint=hint
     )
 
 
@@ -171,7 +171,7 @@ def _check_plain(name: str, x: Tensor, where: str) -> None:
 
 
 def check_no_gradients(program: str, names: Iterable[str], xs: Iterable[Any]) -> None:
-    """Raise ProgramError where autograd would have to record what becomes of a tensor."""
+    """Raise ProgramError where autograd would have to record the use of a tensor."""
     for name, x in zip(names, xs, strict=False):
         why = no_gradient(x) if isinstance(x, Tensor) else None
         if why is not None:
@@ -194,7 +194,7 @@ def _no_number(name: str, x: Any, dtype: torch.dtype, where: str) -> ProgramErro
 
 
 def described(x: Any) -> str:
-    """Return in short what was passed, for error messages."""
+    """Return a short description of an argument, for error messages."""
     if not isinstance(x, Tensor):
         if isinstance(x, Mapping):
             return f"a {type(x).__name__} of {', '.join(map(str, x))}"
@@ -216,7 +216,7 @@ def not_buffers(program: str, out: object) -> ProgramError:
 def by_name(
     program: HostProgram, given: object
 ) -> tuple[list[Any], list[Any] | None, ProgramError | None]:
-    """Return arguments in order, buffers of outputs, and what is wrong with them, given by name."""
+    """Return arguments given by name in order, buffers of outputs, and the error of both."""
     names = program.inputs
     if not isinstance(given, Mapping):
         problem = ProgramError(
@@ -246,7 +246,7 @@ def check_outputs(
     device: torch.device,
     is_partial: bool = False,
 ) -> None:
-    """Raise ProgramError unless preallocated outputs are what the program writes into.
+    """Raise ProgramError unless preallocated outputs are buffers that the program can write into.
 
     All outputs that this rank computes have a buffer; with `is_partial` None stands for one that
     has none.
@@ -292,7 +292,7 @@ def _check_is_input(
 def _check_strides(program: HostProgram, rank: int, name: str, buffer: Tensor) -> None:
     """Raise ProgramError unless a buffer is dense in the order that the program states.
 
-    The order in which a communication left what the output shows is fine, too.
+    For an output that shows the result of a communication, the order left by it is fine, too.
     """
     order = program.orders.get(name, Order())
     strides = dense_strides(buffer.shape, order.stated)

@@ -1,4 +1,4 @@
-"""What stands against CUDA graphs: those that a program asks for, and those of the caller's."""
+"""Obstacles to CUDA graphs: to those that a program asks for, and to the caller's own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def check_graph(program: HostProgram, options: Options | None, communicator: Communicator) -> None:
-    """Refuse a program that is to be captured whole, where nothing can be.
+    """Refuse a program that is to be captured whole, where no capture is possible.
 
     Raises:
-        ProgramError: it is.
+        ProgramError: it is refused.
     """
     chosen = options_from_environment(options)
     if chosen.graph == "always" and not communicator.can_capture(program.backends):
@@ -34,12 +34,12 @@ def check_graph(program: HostProgram, options: Options | None, communicator: Com
 def captured_by_caller(
     program: HostProgram, communicator: Communicator
 ) -> Callable[[], bool] | None:
-    """Return what tells whether the caller captures a graph that cannot hold a program's posts.
+    """Return a test whether the caller captures a graph that cannot hold a program's posts.
 
-    The driver is asked on streams of the caller's only: what is queued on a device's own stream, of
-    handle 0, is never captured.
+    The driver is asked on streams of the caller's only: work on a device's own stream, of handle 0,
+    is never captured.
 
-    None: it could.
+    None: any graph could hold them.
     """
     if not any(_in_turn(program, communicator)):
         return None

@@ -68,10 +68,10 @@ def layout_of(
     placements = dict(zip(mesh.axes, (_own(x, p) for p in x.placements), strict=True))
     order = {dim: [mesh.axes[i] for i in mesh_dims] for dim, mesh_dims in shard_order(x)}
     for dim in {p.dim for p in x.placements if (strided_blocks(p) or 1) > 1}:  # type: ignore[attr-defined]
-        found = _split_by(x, mesh, dim)
-        order[dim] = [*found.order]
+        split = _split_by(x, mesh, dim)
+        order[dim] = [*split.order]
         placements |= {
-            a: Shard(dim, None if a in found.plain else found.blocks) for a in order[dim]
+            a: Shard(dim, None if a in split.plain else split.blocks) for a in order[dim]
         }
     layout = Layout(mesh, placements, order)
     turned = _turned_axis(layout)
@@ -81,8 +81,8 @@ def layout_of(
     return layout
 
 
-#: Why ranks must ascend along a split axis, and what to do: on other meshes torch's own scatter or
-#: gather, of uneven parts say, gives a wrong tensor.
+#: The reason why ranks must ascend along a split axis, and the remedy: on other meshes torch's own
+#: scatter or gather, of uneven parts say, gives a wrong tensor.
 _TURNED = (
     "torch's collectives go along an axis in the order of the ranks, while its coordinates go in "
     "that of the mesh: which rank holds which part is ambiguous",
@@ -122,14 +122,14 @@ def _split_by(x: DTensor, mesh: DeviceMesh, dim: int) -> Split:
         for a, n, p in zip(mesh.axes, mesh.shape, x.placements, strict=True)
         if getattr(p, "dim", None) == dim
     ]
-    found = from_torch(split, x.shape[dim])
-    if found is None:
+    layout_split = from_torch(split, x.shape[dim])
+    if layout_split is None:
         raise _without_counterpart(
             x,
             f"what splits dim {dim} of {x.shape[dim]} rows has no counterpart: axes split all of "
             "some equal blocks, whole ones, or what others leave as one",
         )
-    return found
+    return layout_split
 
 
 def _without_counterpart(x: DTensor, because: str) -> LayoutError:
@@ -142,7 +142,7 @@ def _without_counterpart(x: DTensor, because: str) -> LayoutError:
 
 
 def _plain(placement: TorchPlacement) -> str:
-    """Return, as code, a placement of torch's that has a counterpart and is close to this one."""
+    """Return, as code, a similar placement of torch's that has a counterpart."""
     if type(placement) is TorchPartial and placement.reduce_op in (*REDUCE_OPS, *_OWN_OPS):
         return f"Partial({placement.reduce_op!r})"
     dim = getattr(placement, "dim", None)
@@ -199,7 +199,7 @@ def placements_of(layout: Layout, shape: Sequence[int] | None = None) -> tuple[T
         because, hint = why
         raise LayoutError(f"{layout} is not a layout of DTensors", because=because, hint=hint)
     factors = [_factors(layout, d, shape) or {} for d, _ in layout.splits]
-    of = {a: n for found in factors for a, n in found.items()}
+    of = {a: n for of_dim in factors for a, n in of_dim.items()}
     return tuple(_torch(p, of.get(a, 1)) for a, p in layout.by_axis().items())
 
 
@@ -216,7 +216,7 @@ def redistributed(x: Tensor, layout: Layout) -> Tensor:
 
 
 def why_not(layout: Layout, shape: Sequence[int] | None = None) -> tuple[str, str] | None:
-    """Return why no DTensor has this layout, and what to do; None: there is one.
+    """Return the reason why no DTensor has this layout, and the remedy; None: there is one.
 
     Args:
         layout: with dims counted from 0.
@@ -267,7 +267,7 @@ def to_dtensor(
     Args:
         local: this rank's part; on a rank outside of the mesh an empty tensor of the same dtype.
         mesh: torch's mesh, with the ranks and the shape of the layout's.
-        layout: where the parts are, as a `Layout` or axis -> placement; parts may be uneven, as
+        layout: of the parts, as a `Layout` or axis -> placement; parts may be uneven, as
             `torch.chunk` makes them.
         shape: of the whole.
         order: its dims from outermost to innermost in memory; by default as in `local`.

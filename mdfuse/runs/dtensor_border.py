@@ -1,7 +1,7 @@
 """Run programs on DTensors: their local tensors go in, and the results are wrapped as DTensors.
 
-DTensors are compared with what the program says once per kind; a run with DTensors of a known kind
-just takes their local tensors, and wraps the results. Nothing communicates.
+DTensors are compared with the program once per kind; a run with DTensors of a known kind just takes
+their local tensors, and wraps the results. Nothing communicates.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ LIMIT = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """How a local result becomes a DTensor.
+    """An output that is wrapped as a DTensor.
 
     Attributes:
         kind: its type in the program.
         mesh: torch's mesh.
         source: the position of the input into whose buffer the output is written: that DTensor is
             the result. None: the output has a buffer of its own.
-        order: the memory order that the program tells; None: that of this rank's part. The first
-            is better, since strides tell nothing of dims with one element.
+        order: the memory order that the program states; None: that of this rank's part. The first
+            is better, since strides of dims with one element mean nothing.
         known: the specs of earlier results, by their local strides.
     """
 
@@ -54,14 +54,14 @@ class Output:
     known: dict[tuple[int, ...] | None, Any] = field(default_factory=dict)
 
     def wrapped(self, local: Tensor | None) -> DTensor:
-        """Return what this rank computed as a DTensor; `local` is None outside of the mesh."""
+        """Return this rank's result as a DTensor; `local` is None outside of the mesh."""
         key = None if local is None else local.stride()
         spec = self.known.get(key)
         if spec is not None and local is not None:
             return DTensor(local, spec, requires_grad=False)
-        made = self._first(local)
-        self.known[key] = spec_of(made)
-        return made
+        wrapper = self._first(local)
+        self.known[key] = spec_of(wrapper)
+        return wrapper
 
     def _first(self, local: Tensor | None) -> DTensor:
         import torch
@@ -73,14 +73,14 @@ class Output:
         return to_dtensor(local, self.mesh, layout, self.kind.shape, self.order)
 
 
-#: How a run wraps its outputs, for one kind of DTensors as inputs and buffers; one that is None
+#: The wrappers of a run's outputs, for one kind of DTensors as inputs and buffers; None: the output
 #: stays as it is.
 Outputs = tuple[Output | None, ...]
 
 
 @dataclass(frozen=True)
 class Border:
-    """Where DTensors enter the runs of a host program, and leave them."""
+    """The border at which DTensors enter the runs of a host program, and leave them."""
 
     program: HostProgram
     _known: Cache[Outputs] = field(default_factory=lambda: Cache(LIMIT))
@@ -97,7 +97,7 @@ class Border:
         """Run with local tensors, and return the results as DTensors. See `HostIrEvaluator.call`.
 
         A DTensor that does not fit is handed to `run` as the problem of this run, so that all ranks
-        hear of it as of any other.
+        hear of it like any other problem.
         """
         outputs = None
         if problem is None:
@@ -111,18 +111,18 @@ class Border:
         return _wrapped(outputs, results, arguments, out)
 
     def outputs(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Outputs:
-        """Return how a run wraps its results; DTensors of a new kind are checked first.
+        """Return the wrappers of a run's results; DTensors of a new kind are checked first.
 
         Raises:
             ProgramError: one does not fit the program; an output cannot be a DTensor.
         """
         key = tuple(map(_kind, arguments)), None if out is None else tuple(map(_kind, out))
         with self._lock:
-            found = self._known.get(key)
-            if found is None:
-                found = self._checked(arguments, out)
-                self._known.put(key, found)
-        return found
+            outputs = self._known.get(key)
+            if outputs is None:
+                outputs = self._checked(arguments, out)
+                self._known.put(key, outputs)
+        return outputs
 
     def _checked(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Outputs:
         program, buffers = self.program, out or ()
@@ -146,22 +146,22 @@ class Border:
 def _wrapped(
     outputs: Outputs, results: Sequence[Any], arguments: Sequence[Any], out: Sequence[Any] | None
 ) -> list[Any]:
-    """Return the results as DTensors; for an output with a buffer, what was passed for it."""
-    found: list[Any] = []
+    """Return the results as DTensors; for an output with a buffer, the caller's DTensor."""
+    wrapped: list[Any] = []
     for i, (output, local) in enumerate(zip(outputs, results, strict=True)):
         if out is not None and out[i] is not None:
-            found.append(out[i])
+            wrapped.append(out[i])
         elif output is None:
-            found.append(local)
+            wrapped.append(local)
         elif output.source is not None and type(arguments[output.source]) is DTensor:
-            found.append(arguments[output.source])
+            wrapped.append(arguments[output.source])
         else:
-            found.append(output.wrapped(local))
-    return found
+            wrapped.append(output.wrapped(local))
+    return wrapped
 
 
 def _kind(x: Any) -> Hashable:
-    """Return what the checks ask of an argument, and the mesh that results will be on."""
+    """Return the checked properties of an argument, and the mesh that results will be on."""
     # equal meshes may differ in their process groups, of which one may be gone
     if type(x) is not DTensor:
         return x is None
@@ -169,7 +169,7 @@ def _kind(x: Any) -> Hashable:
 
 
 def locals_of(xs: Sequence[Any]) -> list[Any]:
-    """Return this rank's parts of DTensors, None where it has none; anything else as it is."""
+    """Return this rank's parts of DTensors, None where it has none; other values as they are."""
     return [_local(x) if type(x) is DTensor else x for x in xs]
 
 
@@ -184,7 +184,7 @@ def _local(x: DTensor) -> Tensor | None:
 
 
 def _check(program: HostProgram, name: str, x: DTensor) -> None:
-    """Raise ProgramError unless a DTensor lies as the program says."""
+    """Raise ProgramError unless a DTensor has the layout that the program states."""
     kind, where = program.types[name], _where(program, name)
     if kind.layout is None:
         return  # a number is wanted: the run says so
@@ -198,7 +198,7 @@ def _check(program: HostProgram, name: str, x: DTensor) -> None:
     try:
         if not describes(x.device_mesh, kind.layout.mesh):
             raise _other_mesh(name, DeviceMesh(x.device_mesh), kind.layout.mesh, where)
-        found = layout_of(x, kind.layout.mesh.axes, kind.layout.mesh.hosts)
+        layout = layout_of(x, kind.layout.mesh.axes, kind.layout.mesh.hosts)
     except (LayoutError, MeshError) as error:
         raise ProgramError(
             f"%{name}: {error.what}", where=where, because=error.because, hint=error.hint
@@ -211,8 +211,8 @@ def _check(program: HostProgram, name: str, x: DTensor) -> None:
             hint="where parts are uneven: DTensor.from_local(..., shape=shape, stride=stride), or "
             "distribute_tensor",
         )
-    if found.normalized(x.ndim) != kind.layout.with_stream(None).normalized(x.ndim):
-        raise _other_layout(program, name, found)
+    if layout.normalized(x.ndim) != kind.layout.with_stream(None).normalized(x.ndim):
+        raise _other_layout(program, name, layout)
 
 
 def _where(program: HostProgram, name: str) -> str:
@@ -254,12 +254,14 @@ def _code(placement: Any) -> str:
     """Return the code that makes a placement, torch's or ours."""
     values = (getattr(placement, name, None) for name in ("dim", "reduce_op", "op"))
     known = ", ".join(repr(x) for x in values if x is not None)
-    more = (f", {n}={x}" for n in ("split_factor", "blocks") if (x := getattr(placement, n, None)))
-    return f"{type(placement).__name__}({known}{''.join(more)})"
+    settings = (
+        f", {n}={x}" for n in ("split_factor", "blocks") if (x := getattr(placement, n, None))
+    )
+    return f"{type(placement).__name__}({known}{''.join(settings)})"
 
 
 def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> Output | None:
-    """Return how an output is wrapped; None for a number.
+    """Return the wrapper of an output; None for a number.
 
     Raises:
         ProgramError: it cannot be a DTensor.
@@ -285,7 +287,7 @@ def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> Out
 
 
 def _refusal(kind: BufferType, meshes: Sequence[TorchMesh]) -> tuple[str, str] | None:
-    """Return why an output cannot be a DTensor, and what to do; None: it can."""
+    """Return the reason why an output cannot be a DTensor, and the remedy; None: it can."""
     assert kind.layout is not None
     if kind.padding is not None or kind.flat:
         return "this buffer is padded or flat, which a DTensor is not", "return what it holds"

@@ -1,9 +1,10 @@
-"""How several axes split one dim: torch's way, from left to right, and a layout's way.
+"""Splits of one dim by several axes: torch's way, from left to right, and a layout's way.
 
-Torch applies placements in the order of the mesh. `_StridedShard` with a split factor k cuts what
-the axes on its left leave into k equal blocks, and splits each. So a dim is a number with digits:
-an axis owns one, and what no axis owns counts through what a rank has. `Shard` takes the first
-digit that no axis has, `_StridedShard` the first behind k of them.
+Torch applies placements in the order of the mesh. `_StridedShard` with a split factor k cuts the
+part left by the axes on its left into k equal blocks, and splits each. So an index of a dim is a
+mixed-radix number: an axis owns one digit, and the digits without an axis count the elements that a
+rank has. `Shard` takes the first digit that no axis has, `_StridedShard` the first behind k of
+them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from mdfuse.layouts.layout import Layout
 
 
 class Split(NamedTuple):
-    """How axes split one dim of a layout.
+    """A split of one dim of a layout by axes.
 
     Attributes:
         order: the axes, outermost first.
-        blocks: into which the dim falls; None: none.
+        blocks: the number of blocks of the dim; None: there are none.
         plain: the axes that split it plainly.
     """
 
@@ -35,7 +36,7 @@ class _Digit(NamedTuple):
 
 
 def from_torch(axes: Sequence[tuple[str, int, int]], extent: int) -> Split | None:
-    """Return how a layout splits a dim as torch's placements do; None where none does.
+    """Return a layout's split of a dim that equals torch's placements; None where none does.
 
     Args:
         axes: name, size, and split factor of each that splits the dim, in the order of the mesh.
@@ -46,9 +47,9 @@ def from_torch(axes: Sequence[tuple[str, int, int]], extent: int) -> Split | Non
     """
     digits, tail = list[_Digit](), list[str]()
     for axis, n, factor in axes:
-        found = None if tail else _taken(digits, axis, n, factor)
-        if found is not None:
-            digits = found
+        extended = None if tail else _taken(digits, axis, n, factor)
+        if extended is not None:
+            digits = extended
         elif factor == 1:
             tail.append(axis)
         else:
@@ -68,22 +69,22 @@ def from_torch(axes: Sequence[tuple[str, int, int]], extent: int) -> Split | Non
 
 def _taken(digits: Sequence[_Digit], axis: str, n: int, factor: int) -> list[_Digit] | None:
     """Return the digits of a dim with one more that an axis owns; None where it cuts through."""
-    found = list[_Digit]()
-    rest, is_owned = factor, False
+    taken = list[_Digit]()
+    left, is_owned = factor, False
     for d in digits:
         if d.axis is not None or is_owned:
-            found.append(d)
-        elif rest % d.size == 0:
-            found.append(d)
-            rest //= d.size
-        elif d.size % (rest * n) == 0:
-            found += [_Digit(rest), _Digit(n, axis), _Digit(d.size // (rest * n))]
+            taken.append(d)
+        elif left % d.size == 0:
+            taken.append(d)
+            left //= d.size
+        elif d.size % (left * n) == 0:
+            taken += [_Digit(left), _Digit(n, axis), _Digit(d.size // (left * n))]
             is_owned = True
         else:
             return None
     if not is_owned:
-        found += [_Digit(rest), _Digit(n, axis)]
-    return [d for d in found if d.size > 1 or d.axis is not None]
+        taken += [_Digit(left), _Digit(n, axis)]
+    return [d for d in taken if d.size > 1 or d.axis is not None]
 
 
 def to_torch(layout: Layout, dim: int, extent: int | None = None) -> Mapping[str, int] | None:
@@ -92,7 +93,7 @@ def to_torch(layout: Layout, dim: int, extent: int | None = None) -> Mapping[str
     Args:
         layout: a normalized layout.
         dim: which of its dims.
-        extent: of the dim; without it, it is taken to fall into equal parts.
+        extent: of the dim; None: it is assumed to fall into equal parts.
 
     >>> from mdfuse import DeviceMesh, Shard
     >>> mesh, fsdp = DeviceMesh.arange(dp=2, tp=4), {"dp": Shard(0), "tp": Shard(0)}
@@ -114,10 +115,10 @@ def to_torch(layout: Layout, dim: int, extent: int | None = None) -> Mapping[str
         return None
     if tail and any(place(a) > place(tail[0]) for a in axes if a not in tail):
         return None
-    found = {}
+    factors = {}
     for a in sorted(axes, key=place):
         before = digits[: next((i for i, d in enumerate(digits) if d.axis == a), 0)]
         later = (d.size for d in before if d.axis is None or place(d.axis) > place(a))
-        found[a] = math.prod(later)
+        factors[a] = math.prod(later)
     is_even = extent is None or extent % math.prod(d.size for d in digits[:-1]) == 0
-    return found if is_even or {*found.values()} == {1} else None
+    return factors if is_even or {*factors.values()} == {1} else None

@@ -53,7 +53,7 @@ def check_extents(program: str, symbols: Iterable[str], given: Extents | None) -
     return dict(given)
 
 
-#: Why extents are asked for, by a program.
+#: The reason why a program asks for extents.
 _NOT_SEEN = (
     "an extent that is sharded, or that some rank does not see, does not follow from a rank's "
     "inputs, and all ranks must post the same"
@@ -121,7 +121,7 @@ def global_extents(
     """Return the extents of a run on global inputs.
 
     Raises:
-        ProgramError: what is given contradicts the inputs; an input has too few dims.
+        ProgramError: given extents contradict the inputs; an input has too few dims.
     """
     dims = _symbolic_dims(fusion)
     known = check_extents(fusion.name, (d.symbol for d in dims if d.symbol), given)
@@ -145,12 +145,12 @@ def global_extents(
 
 @dataclass(frozen=True)
 class LocalExtents:
-    """How the symbolic extents of a program follow from one rank's inputs.
+    """The rules by which symbolic extents of a program follow from one rank's inputs.
 
     Attributes:
         fusion: the definition.
         dims: its symbolic dims, each with the layout of its input.
-        seen: those of its symbolic dims that every rank sees whole.
+        seen: its symbolic dims that every rank sees whole.
     """
 
     fusion: Fusion
@@ -176,13 +176,13 @@ class LocalExtents:
         complete_extents(self.fusion.name, self.symbols, known)
         for d, layout in self.dims:
             n = d.of(inputs, _ndim(self.fusion, d))
-            if n is not None and rank in layout.mesh:  # else the evaluator says what is wrong
+            if n is not None and rank in layout.mesh:  # otherwise the evaluator raises the error
                 _check_local(self.fusion, d, n, known, layout, rank)
         return known
 
 
 def local_extents(host: HostProgram, fusion: Fusion) -> LocalExtents:
-    """Return how the extents of a definition follow from local inputs, which lie as in `host`."""
+    """Return the rules for the extents of a definition with local inputs, laid out as in `host`."""
     dims = tuple((d, _layout(host, d)) for d in _symbolic_dims(fusion))
     everyone = {r for mesh in host.meshes for r in mesh}
     seen = (d for d, at in dims if not at.split_axes(d.dim) and everyone <= {*at.mesh.ranks})
@@ -192,7 +192,7 @@ def local_extents(host: HostProgram, fusion: Fusion) -> LocalExtents:
 def known_extents(
     local: LocalExtents, inputs: Sequence[Any], given: Extents | None
 ) -> dict[str, int]:
-    """Return the extents that are given, and those that the global shapes of DTensors tell.
+    """Return the extents that are given, and those read off the global shapes of DTensors.
 
     Raises:
         ProgramError: as `check_extents`.

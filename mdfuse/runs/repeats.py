@@ -1,4 +1,4 @@
-"""Runs with arguments like those of the run before: all that each of them asks, in one function.
+"""Runs with arguments like those of the run before: all of their checks in one function.
 
 It stands between the caller and a replay, so it makes as few calls as it can.
 """
@@ -43,17 +43,17 @@ def repeated(
     tally: RunCount,
     lock: threading.Lock,
 ) -> Again:
-    """Return what runs a plan again.
+    """Return the function that runs a plan again.
 
     Args:
         plan: the plan, found in this run.
-        arguments, signature: what it was found for, and what reads their kind.
-        cache, key: where the plan may still be, which counts its use.
+        arguments, signature: the arguments it was made for, and the reader of their kind.
+        cache, key: the cache that may still hold the plan, and counts its use.
         may_run: see `permission`.
-        guarded: runs the plan with all that numbers, communications and autocast need.
-        is_alone: no other rank has to do with a run.
-        communicator: on which it runs.
-        tally, lock: what counts runs, and what is held while the plan runs.
+        guarded: runs the plan with the guards for numbers, communications and autocast.
+        is_alone: no other rank takes part in a run.
+        communicator: of the runs.
+        tally, lock: the counter of runs, and the lock held while the plan runs.
     """
     where = signature.like(arguments)
     if where is None:
@@ -72,7 +72,7 @@ def repeated(
             if at is None or (may_run is not None and not may_run(given)):
                 return None
             if at == last:
-                at = last  # which plans tell by a look
+                at = last  # which plans recognise by identity
             elif may_overlap and not are_apart(given, None):
                 return None
             else:
@@ -96,14 +96,14 @@ def permission(
     are_numbers: Callable[[Sequence[Any]], bool] | None,
     is_captured: Callable[[], bool] | None,
 ) -> Callable[[Sequence[Any]], bool] | None:
-    """Return what tells of arguments that look like others whether they may run; None: all may.
+    """Return a test whether arguments like those before may run; None: all may.
 
     Args:
         plan: the plan.
-        are_numbers: tells whether the numbers among arguments are of their kinds; None: there are
+        are_numbers: tests whether the numbers among arguments are of their kinds; None: there are
             none.
-        is_captured: tells whether the caller captures a graph that cannot hold a run; None: none is
-            such.
+        is_captured: tests whether the caller captures a graph that cannot hold a run; None: any
+            graph can.
     """
     if not plan.records and are_numbers is None and is_captured is None:
         return None

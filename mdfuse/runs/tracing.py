@@ -1,4 +1,4 @@
-"""What is noted of runs: traces in files, ranges for profilers."""
+"""Notes of runs: traces in files, ranges for profilers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trace_of(options: Options | None, communicator: Communicator) -> TraceFile |
 
 
 def noted(plan: Plan, options: Options | None, communicator: Communicator) -> Plan:
-    """Return a plan that notes what the options ask for; one that nothing is asked of as it is."""
+    """Return a plan with the notes that the options ask for; without any, the plan itself."""
     ranges = options_from_environment(options).ranges
     if ranges != "none":
         plan = ranged(plan, ranges, communicator.rank)
@@ -42,7 +42,7 @@ def noted(plan: Plan, options: Options | None, communicator: Communicator) -> Pl
 def align(options: Options | None, communicator: Communicator, serial: int) -> None:
     """Align the clocks of ranks whose runs are traced, now and when the communicator is closed.
 
-    Clocks drift apart: what was noted between two alignments lies between their offsets.
+    Clocks drift apart: times between two alignments get an offset between the two offsets.
     """
     file = trace_of(options, communicator)
     if file is not None:
@@ -54,5 +54,5 @@ def _last(file: TraceFile, communicator: Communicator) -> None:
     """Align clocks once more; a rank that has gone already is not waited for."""
     try:
         file.clock(*communicator.clock_offset("clock/last", _LAST_S))
-    except RuntimeError as error:  # the store's own, of a rank that does not come
+    except RuntimeError as error:  # the store's own error, for a rank that does not come
         _LOG.info("rank %d: clocks were not aligned at the end: %s", file.rank, error)

@@ -1,1 +1,1 @@
-"""What stands between a program and the machines: launchers, stores and the communicator."""
+"""The layer between a program and the machines: launchers, stores and the communicator."""

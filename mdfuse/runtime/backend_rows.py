@@ -1,4 +1,4 @@
-"""The table of backends: the devices each carries, why it may be unusable, how it is opened."""
+"""The table of backends: the devices of each, the reason why it is unusable, its opener."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class World:
     """The arguments with which a backend is opened.
 
     Attributes:
-        launch: rank, size, and how the ranks were started.
+        launch: rank, size, and launcher.
         device: where this rank's buffers are.
         store: shared by all ranks, for this backend alone.
         timeout_s: deadline of a communication, seconds.
@@ -55,13 +55,13 @@ class BackendRow:
         devices: device types whose buffers it carries, the preferred one first.
         why_not: returns a reason why this process cannot use it and a remedy, or None.
         open: makes the backend.
-        can_capture: what it posts can be captured in CUDA graphs.
+        can_capture: its posts can be captured in CUDA graphs.
         load: called before the ranks meet, for a library that must be loaded before MPI: ranks may
             meet by MPI.
         agree: settles with all ranks, when they meet, whether teams have fast lanes; None: the
             backend has none.
-        staging: device type -> how many bytes a rank has for each of its teams, through which goes
-            what is posted there; none: the backend reads and writes the buffers.
+        staging: device type -> bytes of staging memory that a rank has for each of its teams; none:
+            the backend reads and writes the buffers directly.
         takes_turns: its posts on GPUs and the replays of graphs take turns as the host queues them,
             so that a graph of the caller's cannot hold any.
     """
@@ -120,7 +120,7 @@ def _open_symmetric(world: World) -> Backend:
 
 
 def _open_instead(world: World) -> Backend:
-    """Open what carries teams whose members do not see each other's memory."""
+    """Open the backend of teams whose members do not see each other's memory."""
     name = "nccl" if world.device.type == "cuda" else "gloo"
     store = PrefixStore("instead", world.store)
     return BACKENDS[name].open(replace(world, store=store, lanes=None))

@@ -53,10 +53,10 @@ _log = logging.getLogger("mdfuse.comm")
 #: How long the rank that hosts the store waits at its end for ranks that still use it, seconds.
 _GRACE_S = 10.0
 
-#: The same where it ends by an error: the others may be asking what went wrong.
+#: The same where it ends by an error: the others may be reading the reason.
 _REPORTS_S = 3.0
 
-#: Threads that stand ready for the end: two that watch over MPI_Finalize, others for what hangs.
+#: Threads that stand ready for the end: two watch over MPI_Finalize, others over hanging calls.
 _AT_EXIT = 6
 
 #: How long the store may take to answer at the end, seconds.
@@ -175,7 +175,7 @@ class Communicator:
         return self._carrier(call.backend).bind(call)
 
     def sharing(self) -> dict[str, Sharing]:
-        """Return the backends that copy what a program computes from where it lies."""
+        """Return the backends that copy a program's values directly from its buffers."""
         return {n: x for n, x in self._backends.items() if isinstance(x, Sharing)}
 
     def _carrier(self, name: str | None) -> Backend:
@@ -188,11 +188,11 @@ class Communicator:
 
     def _abort(self) -> bool:
         """End the waits of this rank with an error; return whether a backend could."""
-        found = [b for b in self._backends.values() if isinstance(b, Interruptible)]
-        return any([x.abort() for x in found])  # noqa: C419  of a generator it would stop early
+        backends = [b for b in self._backends.values() if isinstance(b, Interruptible)]
+        return any([x.abort() for x in backends])  # noqa: C419  of a generator it would stop early
 
     def all_ok(self, error_text: str | None) -> tuple[str | None, ...]:
-        """Tell all ranks whether this one is well (None) or not (why); return what each one said.
+        """Tell all ranks None, or this rank's problem; return the texts of all ranks.
 
         All ranks call it, each the same number of times. Nothing is posted: the texts go through
         the store, in two to four messages per rank.
@@ -211,7 +211,7 @@ class Communicator:
             raise self._watch.explain(error) from error.__cause__
 
     def refuse(self, occasion: str, reason: BaseException) -> None:
-        """Leave word why this rank does not take part in a run that the others may have begun."""
+        """Leave the reason why this rank does not take part in a run that others may have begun."""
         if self._meetings.size > 1:
             self.is_ready = self.is_sound = False
             self._refusals.refuse(occasion, reason)
@@ -223,9 +223,9 @@ class Communicator:
             self._refusals.abandon(tally, error)
 
     def broke_off(self, tally: RunCount, error: BackendError) -> MdfuseError:
-        """Note that a communication of a run broke; return the error that tells why.
+        """Note that a communication of a run broke; return the error with the reason.
 
-        It has the words of a rank that refused or left the run, or else the positions of all ranks.
+        It quotes a rank that refused or left the run, or else has the positions of all ranks.
         """
         self.is_ready = self.is_sound = False
         refused = self._refusals.broke_off(tally, error)
@@ -249,14 +249,14 @@ class Communicator:
         return refusal(self.rank, name) if self._meetings.size > 1 else None
 
     def disown(self) -> None:
-        """Leave to the parent of this fork what is its own: connections, threads, ending MPI."""
+        """Leave connections, threads and the end of MPI to the parent of this fork."""
         if self._meetings.size > 1:
             self._is_fork, self.is_ready, self.is_sound = True, False, False
             atexit.unregister(self.close)
             mpi_library.leave_to_parent()
 
     def count(self, tally: RunCount, owner: object) -> None:
-        """Add a program's count of runs to those that tell how far this rank is; see `Tallies`."""
+        """Add a program's count of runs to this rank's position; see `Tallies`."""
         self._watch.count(tally, owner)
 
     def hold(self, graph: Resettable) -> None:
@@ -274,11 +274,11 @@ class Communicator:
 
     @property
     def has_fast_lane(self) -> bool:
-        """Whether posts go through NCCL's own functions."""
+        """True if posts go through NCCL's own functions."""
         return self._world.lanes is not None
 
     def replays(self, name: str, stream: int) -> Replays | None:
-        """Return what notes the replays of a program's graphs; None where torch's watchdog does."""
+        """Return the notes of a program's graph replays; None where torch's watchdog sees them."""
         makers, team = (self._world.lanes, *self._backends.values()), tuple(range(self.size))
         track = track_of(self._watch, stream, makers)
         if track is None:
@@ -287,7 +287,7 @@ class Communicator:
 
     @property
     def is_closed(self) -> bool:
-        """Whether groups and store are given up, so that `init` makes a new communicator."""
+        """True once groups and store are given up, so that `init` makes a new communicator."""
         return self._is_closed
 
     def barrier(self) -> None:
@@ -311,10 +311,10 @@ class Communicator:
         tell_torchrun(failure or sys.exc_info()[1])  # others fail once this rank is gone
         if failure is not None:
             self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
-        self._watch.close()  # while the store is there: whoever hosts it goes when all have left
-        here = self._leave(self.grace_s if failure is None else _REPORTS_S)
-        if here and failure is None:
-            _log.warning("rank %d closed before %s did", self.rank, ranks_text(here))
+        self._watch.close()  # while the store is there: its host goes when all have left
+        remaining = self._leave(self.grace_s if failure is None else _REPORTS_S)
+        if remaining and failure is None:
+            _log.warning("rank %d closed before %s did", self.rank, ranks_text(remaining))
         for backend in dict.fromkeys(self._backends.values()):
             backend.close()
 
@@ -329,19 +329,19 @@ class Communicator:
         """
         if self._watch.is_cut_off:
             return []
-        found, answers = list[int](), list[bool]()
+        remaining, answers = list[int](), list[bool]()
         grace_s = self._watch.ending.left(grace_s if self._is_host else 0.0)
 
         def leave() -> None:
             try:
-                found.extend(self._meetings.leave(grace_s))
+                remaining.extend(self._meetings.leave(grace_s))
             finally:
                 answers.append(True)
 
         within(grace_s + self._watch.ending.left(_CLOSING_S), leave)
         if not answers and self._watch.ending is NEVER:
             _log.warning("rank %d closed, and %s does not answer", self.rank, self._watch.store)
-        return found
+        return remaining
 
     def check_process(self) -> None:
         """Refuse a fork of the process that joined.
@@ -387,7 +387,7 @@ def init(
 
     Backend "null" is for measuring and for tests of host time, never for results: this process
     stands for one rank of a world of any size, contacts nobody, and its communications are posted
-    but bring nothing from other ranks, so that what they return means nothing. It must be named.
+    but bring nothing from other ranks, so that their results mean nothing. It must be named.
 
     Args:
         options: `backend` and `timeout_s` count here; by default the `MDFUSE_*` variables decide.
@@ -437,10 +437,10 @@ def _stand_in(
 
 
 def by_itself(communicator: Communicator) -> Communicator:
-    """Return a communicator in which a rank runs by itself what communicates nothing.
+    """Return a communicator in which a rank runs programs without communication by itself.
 
-    It stands for the same rank of as many on the same device, by backend "null": other ranks may
-    run something else meanwhile, or nothing. `init` does not return it; who asks for it closes it.
+    It stands for the same rank, size and device, by backend "null": other ranks may run other
+    programs meanwhile, or none. `init` does not return it; its user closes it.
     """
     me = communicator
     return _stand_in(me.rank, me.size, me.device, me._world.timeout_s)
@@ -489,12 +489,12 @@ def _join(carriers: BackendChoice, options: Options) -> Communicator:
     )
     with watch.waiting(f"the opening of backend {name}"):
         opened = BACKENDS[name].open(world)
-    made = Communicator(world=world, backend=opened, meetings=meetings, is_host=is_host)
+    communicator = Communicator(world=world, backend=opened, meetings=meetings, is_host=is_host)
     if mpi_library.keeps_ranks_together(launch):
-        made.grace_s = 0.0
+        communicator.grace_s = 0.0
     try:
-        made.open(carriers.others)
+        communicator.open(carriers.others)
     except BackendError:
-        made.close()
+        communicator.close()
         raise
-    return made
+    return communicator

@@ -1,4 +1,4 @@
-"""Deadlines that several waits share, so that their durations do not add up."""
+"""Deadlines shared by several waits, so that their durations do not add up."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _log = logging.getLogger("mdfuse.comm")
 #: How many posts of a graph a report lists.
 _LISTED = 6
 
-#: What a rank with fast_lane="always" tells the others first.
+#: The first words of the text of a rank with fast_lane="always".
 _ALWAYS = "always"
 
 
@@ -71,8 +71,8 @@ def track_of(watch: Watch, stream: int, makers: Iterable[object]) -> Track | Non
         makers: of tracks, the preferred one first.
     """
     if stream not in watch.tracks:
-        found = [x.track(stream) for x in makers if isinstance(x, Tracking)]
-        if (track := next(filter(None, found), None)) is None:
+        tracks = [x.track(stream) for x in makers if isinstance(x, Tracking)]
+        if (track := next(filter(None, tracks), None)) is None:
             return None
         watch.tracks[stream] = track
     return watch.tracks[stream]
@@ -89,7 +89,7 @@ class Replays:
         track: of the stream on which graphs are replayed; see `track_of`.
         name: of a program, the same on all ranks that replay it, and used for it alone.
         team: the ranks that replay it, the same on all of them.
-        sharing: backends that may have something called around each replay, too.
+        sharing: backends that may have calls around each replay, too.
     """
 
     def __init__(
@@ -105,20 +105,20 @@ class Replays:
         self._around = [x for x in around if x is not None]
 
     def begin(self) -> None:
-        """Forget what was captured before: a capture begins."""
+        """Forget the posts captured before: a capture begins."""
         self._watch.captured.clear()
 
     def end(self, region: int) -> Around:
-        """End the capture of a region; return what to call before and after each replay."""
+        """End the capture of a region; return the calls before and after each replay."""
         posts = tuple(self._watch.captured)
         listed = ", ".join(f"{post.kind} ({post.where})" for post in posts[:_LISTED])
-        more = f" and {len(posts) - _LISTED} more" if len(posts) > _LISTED else ""
+        others = f" and {len(posts) - _LISTED} more" if len(posts) > _LISTED else ""
         name = f"{self._name}, region {region}"
         subject = PostInfo(
             kind="replay of a graph",
             team=self._team,
             bytes=sum(post.bytes for post in posts),
-            where=f"{name}: {listed}{more}",
+            where=f"{name}: {listed}{others}",
             family=f"replays of {name}",
         )
         noted = self._watch.prepare(subject, self._track)

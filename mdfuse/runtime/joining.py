@@ -66,7 +66,7 @@ def meet(
 ) -> World:
     """Meet all ranks, which must name the same backends and be able to use the first.
 
-    Whether they can use the others is settled when these are opened.
+    The others are checked when they are opened.
 
     Raises:
         BackendError: a rank does not come, names other backends, or cannot use the first one. All
@@ -131,7 +131,7 @@ def disagreement(
 
 
 def not_joined(launch: Launch, rank: int, text: str) -> BackendError:
-    """Return the error that tells of the problem of another rank."""
+    """Return the error for another rank's problem."""
     return BackendError(
         f"rank {rank} could not join {launch.others}",
         where=text.split("\n"),
@@ -139,7 +139,7 @@ def not_joined(launch: Launch, rank: int, text: str) -> BackendError:
 
 
 def _problem(name: str, rank: int) -> BackendError | None:
-    """Return why this process cannot use a backend, or None."""
+    """Return the reason why this process cannot use a backend, or None."""
     refusal = why_not(name)
     if refusal is None:
         return None
@@ -169,9 +169,9 @@ def _device(name: str, launch: Launch) -> tuple[torch.device, BackendError | Non
         return cpu, None
     count = torch.cuda.device_count()
     if count > 1 and launch.local_rank >= count and launch.name != "default group":
-        own = f"rank {launch.rank} has local rank {launch.local_rank}"
+        which_rank = f"rank {launch.rank} has local rank {launch.local_rank}"
         return cpu, BackendError(
-            f"{own}, but this host has {count} GPUs",
+            f"{which_rank}, but this host has {count} GPUs",
             because=f"backend {name!r} drives one GPU per rank",
             hint=f'start at most {count} ranks per host, or use backend="gloo"',
         )
@@ -179,7 +179,7 @@ def _device(name: str, launch: Launch) -> tuple[torch.device, BackendError | Non
 
 
 def check_same(live: Communicator, wanted: str, given: Mapping[str, object]) -> None:
-    """Raise BackendError unless a communicator has what a further `init` asks for."""
+    """Raise BackendError unless a communicator fits the request of a further `init`."""
     has = {"rank": live.rank, "size": live.size, "device": live.device}
     if wanted not in ("auto", live.backend):
         raise BackendError(

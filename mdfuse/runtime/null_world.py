@@ -25,8 +25,8 @@ def null_launch(
     Args:
         environment: the process's environment variables.
         default_group: (rank, size) of torch's default process group where one exists.
-        rank: overrides what the launcher says; by default 0 where there is a `size`.
-        size: overrides what the launcher says.
+        rank: overrides the launcher's rank; by default 0 where there is a `size`.
+        size: overrides the launcher's size.
 
     Raises:
         BackendError: the rank does not fit the size.
@@ -78,7 +78,7 @@ def null_device(device: torch.device | str | None) -> torch.device:
 
 
 def null_arguments(backend: str, arguments: Mapping[str, Any]) -> torch.device | None:
-    """Refuse `rank`, `size` and `device` for a backend that finds them out by itself.
+    """Refuse `rank`, `size` and `device` for a backend that detects them by itself.
 
     Returns:
         The device, where one is given.
@@ -107,5 +107,5 @@ def null_arguments(backend: str, arguments: Mapping[str, Any]) -> torch.device |
 
 
 def _launched(environment: Mapping[str, str], default_group: tuple[int, int] | None) -> Launch:
-    """Return what the launcher says; RANK and WORLD_SIZE are enough, as no rank is contacted."""
+    """Return the launcher's rank and size; RANK and WORLD_SIZE suffice, as no rank is contacted."""
     return detect({"MASTER_ADDR": "", "MASTER_PORT": "", **environment}, default_group)

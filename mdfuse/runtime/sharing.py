@@ -1,4 +1,4 @@
-"""What plans get from backends that copy what a program computes from where it lies."""
+"""Services for plans of backends that copy a program's values directly from its buffers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
 
 
-#: Makes for each plan of a program what prepares its calls, in program order.
+#: Makes, for each plan of a program, the function that prepares its calls, in program order.
 Posters = Callable[[], Callable[[Call], Poster]]
 
 
 def posters(communicator: Communicator, run: int) -> Posters:
-    """Return what makes for each plan of a program what prepares its calls; see `Sharing`."""
+    """Return the maker, for each plan of a program, of its preparing function; see `Sharing`."""
     sharing = {name: x.posters(run) for name, x in communicator.sharing().items()}
 
     def of_a_plan() -> Callable[[Call], Poster]:
@@ -34,12 +34,12 @@ def posters(communicator: Communicator, run: int) -> Posters:
 
 
 def arena(communicator: Communicator, size: int) -> Tensor | None:
-    """Return memory for buffers of a program that others see; None where none is needed."""
+    """Return memory that others see, for buffers of a program; None where none is needed."""
     return next((x.arena(size) for x in communicator.sharing().values()), None)
 
 
 def carried(communicator: Communicator) -> Iterator[str]:
-    """Yield a line for each team of this rank that another backend carries than was asked for."""
+    """Yield a line for each team of this rank that is not carried by the requested backend."""
     for name, backend in communicator.sharing().items():
         for team, why in backend.carried.items():
             yield f"{name}: ranks {', '.join(map(str, team))} communicate by {why}"

@@ -38,7 +38,7 @@ def open_store(
         launch: how the ranks were started.
         timeout_s: deadline of all waits in here together, seconds.
         environment: the process's environment variables.
-        watch: ends the process where a wait cannot be left, and knows who is missing.
+        watch: ends the process where a wait cannot be left, and knows the missing ranks.
 
     Returns:
         the store, and whether this process hosts it for the others.
@@ -53,7 +53,7 @@ def open_store(
     try:
         store, is_host = _STORES[launch.name](meeting)
         store.set_timeout(timedelta(seconds=timeout_s))
-    except (RuntimeError, OSError, UnicodeError) as error:  # the last: a name that cannot be one
+    except (RuntimeError, OSError, UnicodeError) as error:  # the last: an invalid host name
         failure = BackendError(
             f"rank {launch.rank} cannot reach {launch.others}",
             where=f"launcher {launch.name}: {launch.why}",
@@ -102,8 +102,8 @@ def _from_torchrun(meeting: Meeting) -> tuple[Store, bool]:
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         with meeting.watch.waiting(f"the store that torchrun keeps at {host}:{port}", _STORE):
             timeout = meeting.deadline.left_for_store()
-            found = rendezvous("env://", launch.rank, launch.size, timeout=timeout)
-            return next(iter(found))[0], False
+            opened = rendezvous("env://", launch.rank, launch.size, timeout=timeout)
+            return next(iter(opened))[0], False
     return _at_address(meeting, host, port)
 
 
@@ -120,7 +120,7 @@ def _at_address(meeting: Meeting, host: str, port: int) -> tuple[Store, bool]:
     return store, is_host
 
 
-#: The name of the place to which ranks come that open the store: see `Neighbours`.
+#: The name of the place where ranks meet to open the store: see `Neighbours`.
 _STORE = "the store"
 
 #: Stores that rank 0 hosts at an address that all know, by address and rank. They last as long as
@@ -151,14 +151,14 @@ def _from_mpi(meeting: Meeting) -> tuple[Store, bool]:
     with meeting.watch.waiting("the first exchange of all ranks in MPI", _STORE):
         _meet_in_mpi(world, meeting.deadline)
         is_one_host = len(set(world.allgather(socket.gethostname()))) == 1
-        told, store = None, None
+        address, store = None, None
         if meeting.launch.rank == 0:
-            told, store = _offer(meeting, is_one_host)
-        told = world.bcast(told, 0)
-        if isinstance(told, BackendError):
-            raise told
-        store = store or _kept(told) or _client(meeting, *told)
-    _HOSTED[told] = store
+            address, store = _offer(meeting, is_one_host)
+        address = world.bcast(address, 0)
+        if isinstance(address, BackendError):
+            raise address
+        store = store or _kept(address) or _client(meeting, *address)
+    _HOSTED[address] = store
     return store, meeting.launch.rank == 0
 
 
@@ -196,7 +196,7 @@ def _meet_in_mpi(world: Any, deadline: Deadline) -> None:
 
 
 def _mpi_world(launch: Launch) -> tuple[Any, str]:
-    """Return MPI's world where it is that of the launch, else None and why not."""
+    """Return MPI's world where it is that of the launch, else None and the reason."""
     refusal = mpi_library.why_not_in(launch)
     return (mpi_library.library().COMM_WORLD, "") if refusal is None else (None, refusal[0])
 
@@ -241,9 +241,9 @@ def _host_store(meeting: Meeting, host: str, port: int) -> TCPStore:
 def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:
     """Return a socket that listens on the address of `host`; None where torch is to choose.
 
-    torch chooses where `host` is a loopback address here only, as in Debian's /etc/hosts, where it
-    is a translated address and so none of this host's, and where the port is in use, perhaps by a
-    store that torch keeps already.
+    torch chooses if `host` is a loopback address on this host only, as in Debian's /etc/hosts, if
+    it is a translated address and so not one of this host's, and if the port is in use, perhaps by
+    a store that torch keeps already.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     is_loopback = ipaddress.ip_address(address[0]).is_loopback
@@ -254,12 +254,12 @@ def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:
         return socket.create_server((str(address[0]), port), family=family, backlog=backlog)
     except OSError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
-            return None  # torch says it where the port is another process's
+            return None  # torch raises if the port belongs to another process
         raise
 
 
 def _means_loopback(host: str) -> bool:
-    """Return whether a host's name or address means the loopback on every host."""
+    """Return whether a host's name or address is the loopback on every host."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

@@ -1,4 +1,4 @@
-"""The libraries inside torch.distributed: what each needs and lacks, and how its groups open.
+"""The libraries inside torch.distributed: their properties, and the openers of their groups.
 
 Groups are built directly from a library's own class. `torch.distributed.new_group` sorts the ranks
 of a team and must be called by ranks outside it too; a group built here has the team's own order
@@ -51,7 +51,7 @@ class Library:
         opener: (device, timeout, network devices) -> a function that opens groups.
         transfer: posts a batch of receives and sends in a group.
         lacks: reduce ops that it cannot do.
-        needs_flat: its collectives split along dim 0 instead of by element.
+        needs_flat: its collectives split along dim 0, not by element.
         on_current: a collective with `asyncOp=False` runs on the current stream, so that nothing is
             left to wait for.
         is_interruptible: a wait in it ends with an error where its connections are shut down.

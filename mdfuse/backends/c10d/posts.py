@@ -2,7 +2,7 @@
 
 The builder of a kind returns, for one dtype, the one call of the process group that does it. A post
 makes that call on its buffers; a plan gets the call with placeholders for buffers. Dtypes that a
-library does not carry travel as bytes; what takes more than one call is posted as transfers.
+library does not carry travel as bytes; a kind that takes more than one call is posted as transfers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Team:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bound:
-    """What is known of a post before its buffers; `at_once`: it is waited for at once."""
+    """The properties of a post apart from its buffers; `at_once`: it is waited for at once."""
 
     team: Team
     call: Call

@@ -13,25 +13,25 @@ from typing import TypeVar
 
 Made = TypeVar("Made")
 
-#: Where Linux lists what a process has open; elsewhere nothing is found, and no wait broken off.
+#: Linux's list of a process's open files; on other systems no socket is found, and no wait ended.
 _OPEN = "/proc/self/fd"
 
-#: Open connections: the file descriptor, and what it referred to.
+#: Open connections: file descriptor -> the unique name of its socket.
 Sockets = dict[int, str]
 
 
 def opened(make: Callable[[], Made]) -> tuple[Made, Sockets]:
-    """Return what a function makes, and the connections that this process opened meanwhile."""
+    """Return the group that a function makes, and the connections opened meanwhile."""
     before = _open_sockets()
-    made = make()
+    group = make()
     after = _open_sockets()
     new = {fd: name for fd, name in after.items() if before.get(fd) != name}
-    return made, {fd: name for fd, name in new.items() if _is_connected(fd)}
+    return group, {fd: name for fd, name in new.items() if _is_connected(fd)}
 
 
 def shut_down(sockets: Sockets) -> bool:
     """End those of these connections that are still open; return whether there was one."""
-    found = False
+    was_open = False
     for fd, name in sockets.items():
         if _name_of(fd) != name:  # closed; the number may belong to another file by now
             continue
@@ -40,8 +40,8 @@ def shut_down(sockets: Sockets) -> bool:
                 connection.shutdown(socket.SHUT_RDWR)
         except OSError:  # the other end was faster, or another thread closed it
             continue
-        found = True
-    return found
+        was_open = True
+    return was_open
 
 
 def _open_sockets() -> Sockets:
@@ -52,7 +52,7 @@ def _open_sockets() -> Sockets:
 
 
 def _name_of(fd: int) -> str:
-    """Return a unique name of what a descriptor refers to; "" where it is closed."""
+    """Return a unique name of the file behind a descriptor; "" where it is closed."""
     try:
         return os.readlink(f"{_OPEN}/{fd}")
     except OSError:

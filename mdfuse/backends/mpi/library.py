@@ -22,8 +22,8 @@ _INSTALL = (
     "backend"
 )
 
-#: Query functions beyond the standard, and how each is asked whether pointers to CUDA memory may
-#: be passed: Open MPI and MVAPICH have the first, MPICH and what derives from it the second.
+#: Query functions beyond the standard, and the arguments that ask each whether pointers to CUDA
+#: memory may be passed: Open MPI and MVAPICH have the first, MPICH and its derivatives the second.
 _QUERIES: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("MPIX_Query_cuda_support", lambda query: query() == 1),
     ("MPIX_GPU_query_support", lambda query: _answer_by_reference(query)),
@@ -36,7 +36,7 @@ _SWITCHES = {
     "CRAY MPICH": ("MPICH_GPU_SUPPORT_ENABLED", "1"),
 }
 
-#: What mpi4py calls the ways to treat MPI's errors, and MPI's names for them.
+#: mpi4py's names of MPI's error handlers, and MPI's names for them.
 _ERRORS = {
     "exception": "ERRORS_RETURN",
     "fatal": "ERRORS_ARE_FATAL",
@@ -69,9 +69,9 @@ def _started() -> Any:
     By itself mpi4py starts MPI as it is imported, and ends it after Python's end. Both wait for all
     ranks, and no other thread could run meanwhile to see that the wait takes too long.
     """
-    found = sys.modules.get("mpi4py.MPI")
-    if found is not None:
-        return found
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None:
+        return module
     rc = importlib.import_module("mpi4py").rc
     chosen = rc.initialize, rc.finalize
     rc.initialize = rc.finalize = False
@@ -109,7 +109,7 @@ def _note_aborts(mpi: Any) -> None:
 
 @dataclass(slots=True)
 class _EndState:
-    """How MPI is to end: mpi4py aborts the whole job, or MPI_Finalize is called in a context."""
+    """The way to end MPI: mpi4py aborts the whole job, or MPI_Finalize is called in a context."""
 
     aborts: bool = False
     around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -160,7 +160,7 @@ def why_not() -> tuple[str, str] | None:
         return "mpi4py is not installed", _INSTALL
     try:
         launch = detect(os.environ, default_group())
-    except BackendError as error:  # the launcher is unknown to all backends alike
+    except BackendError as error:  # no backend knows the launcher
         return error.what, error.hint or _INSTALL
     return None if launch.size == 1 else why_not_in(launch)
 
@@ -200,7 +200,7 @@ def why_staged(mpi: Any, environment: Mapping[str, str]) -> str | None:
 
 
 def _queries(mpi: Any) -> list[tuple[Any, Callable[[Any], bool]]]:
-    """Return the query functions that the MPI behind mpi4py has, and how to ask each."""
+    """Return the query functions that the MPI behind mpi4py has, with a call of each."""
     linked = _linked(mpi)
     return [(getattr(linked, name), ask) for name, ask in _QUERIES if hasattr(linked, name)]
 

@@ -1,7 +1,7 @@
 """The calls by which each kind of communication is posted to MPI.
 
 The builder of a kind returns, for one dtype, a function that only posts. Buffers are dense, so that
-an address and a number of bytes are all that MPI needs to know of them, wherever they are.
+MPI needs only an address and a number of bytes, in any kind of memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Team:
         mpi: mpi4py's module.
         ranks: the members; a member's rank in the communicators is its index here.
         comms: one communicator for each kind.
-        waiting: how long waits last.
+        waiting: the deadline of waits.
         state: whether a post of the team has failed.
     """
 
@@ -92,7 +92,7 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
 
 
 def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
-    """Refuse buffers with more elements than an int of C counts, which MPI's error does not tell.
+    """Refuse buffers with more elements than an int of C counts; MPI's own error is unclear.
 
     Raises:
         CommunicationError: a buffer has more elements.
@@ -263,8 +263,8 @@ def _widened(post: Post, call: Call, wide: torch.dtype) -> Post:
         work = divided([flat(x).to(wide) for x in srcs], into)
 
         def narrow() -> None:
-            for dst, found in zip(dsts, into, strict=True):
-                flat(dst).copy_(found)
+            for dst, wide_dst in zip(dsts, into, strict=True):
+                flat(dst).copy_(wide_dst)
 
         return Posted(call, (work,), None, narrow)
 
@@ -272,7 +272,7 @@ def _widened(post: Post, call: Call, wide: torch.dtype) -> Post:
 
 
 def _divided(post: Post, call: Call) -> Post:
-    """Average: divide what `post` sums by the number of members."""
+    """Average: divide the sum that `post` computes by the number of members."""
 
     def post_sum(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         def divide() -> None:

@@ -32,7 +32,7 @@ _KEPT: list[object] = []
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """Whether a post of a team failed, so that its members may be at different ones."""
+    """State of a team: broken once a post failed, as its members may then be at different ones."""
 
     is_broken: bool = False
 
@@ -61,7 +61,7 @@ class Requests:
     Attributes:
         kept: objects that must live until the requests are done.
         state: of the team; a wait that fails sets it to broken.
-        error: what a wait that failed raised.
+        error: the exception of a wait that failed.
     """
 
     requests: Sequence[Any]

@@ -35,9 +35,9 @@ _NO_CONTEXT = 201
 class Device(Protocol):
     """The functions of a device that a lane uses."""
 
-    #: event, stream: the event happens once all that is queued on the stream is done
+    #: event, stream: the event happens once all work queued on the stream is done
     record: Callable[[Any, Any], Any]
-    #: stream, event, 0: what is queued on the stream from now on waits for the event
+    #: stream, event, 0: later work on the stream waits for the event
     wait: Callable[[Any, Any, int], Any]
 
     def stream(self, handle: int) -> Any:

@@ -10,12 +10,12 @@ stream instead, without events. One communicator may be used from several stream
 its kernels wait for the one before (`ncclLaunchPrepare`: the launch stream waits for the
 communicator's device stream), in eager launches and in graphs alike, so that the order on the
 device is the order of the host's calls. That order is the program's, which is the same on all
-ranks. So all that is asked is that one thread posts to a lane. Two lanes are two communicators: as
-with torch's process groups, the order between them is the host's too, which NCCL enforces on the
+ranks. So the only requirement is that one thread posts to a lane. Two lanes are two communicators:
+as with torch's process groups, the order between them is the host's too, which NCCL enforces on the
 device where NCCL_LAUNCH_ORDER_IMPLICIT=1 says so.
 
 Buffers. A post on the lane's own stream is unknown to torch's allocator: the plan must hold its
-buffers until it has queued the wait, and what is freed then is handed out again behind that wait.
+buffers until it has queued the wait, and memory that is freed then is reused behind that wait.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LaneOpener(Protocol):
         """Make a team's lane; all members call it, for their teams in one global order."""
 
     def close(self) -> None:
-        """Give up what the lanes share; the lanes are closed before."""
+        """Release the resources that lanes share; the lanes are closed before."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -127,10 +127,10 @@ class NcclLane:
                 self._posts.clear()
             prepared = self._noted(call, srcs, dsts, self.stream, where)
             self._posts[key] = None if prepared is None else self._forked(*prepared, current)
-        found = self._posts[key]
-        if found is None:
+        known = self._posts[key]
+        if known is None:
             return None
-        calls, done = found
+        calls, done = known
         try:
             _carry_out(calls, srcs, dsts)
         except Exception as error:
@@ -145,7 +145,7 @@ class NcclLane:
         stream: int,
         where: str,
     ) -> tuple[tuple[Prepared, ...], Prepared] | None:
-        """Return the calls of a post, a note in front of them, and the mark that goes behind."""
+        """Return the calls of a post, with a note in front of them, and the mark behind them."""
         if self.comm is None:
             raise BackendError(
                 f"{call.kind} on team {call.team}: rank {self.rank} has closed its fast lane",
@@ -167,21 +167,21 @@ class NcclLane:
     ) -> tuple[tuple[Prepared, ...], Any]:
         """Move the calls of a post to the lane's own stream, ordered behind `stream`.
 
-        Where `stream` is being captured into a CUDA graph, so are the calls. The mark comes last:
-        whoever waits need not wait for it too.
+        Where `stream` is being captured into a CUDA graph, so are the calls. The mark comes last,
+        and a wait does not include it.
 
         Returns:
             the calls, and the event to wait for. Each post records this event again: a wait that
             comes late also waits for a later post, which the host has queued before it.
         """
         device = self.device
-        own, current = device.stream(self.stream), device.stream(stream)
+        lane_stream, current = device.stream(self.stream), device.stream(stream)
         fork, done = device.event(), device.event()
         post = (
             Prepared(device.record, (fork, current)),
-            Prepared(device.wait, (own, fork, 0)),
+            Prepared(device.wait, (lane_stream, fork, 0)),
             *calls,
-            Prepared(device.record, (done, own)),
+            Prepared(device.record, (done, lane_stream)),
             mark,
         )
         return post, done
@@ -192,7 +192,7 @@ class NcclLane:
         device.wait(device.stream(device.current_stream()), done, 0)
 
     def failure(self) -> str | None:
-        """Return what went wrong in the communicator, in NCCL's words; None if nothing did."""
+        """Return the communicator's error in NCCL's words; None if it has none."""
         with self._lock:
             if self.comm is None:
                 return None

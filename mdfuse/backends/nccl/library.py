@@ -37,9 +37,9 @@ def load() -> Any:
 
 
 def library() -> str:
-    """Return the version of the NCCL that lanes use, and its file where nccl4py tells."""
+    """Return the version of the NCCL that lanes use, and its file if nccl4py knows it."""
     binding = load()
-    major, rest = divmod(binding.get_version(), 10_000)
-    minor, patch = divmod(rest, 100)
+    major, below = divmod(binding.get_version(), 10_000)
+    minor, patch = divmod(below, 100)
     path = getattr(binding, "get_library_path", lambda: "")()
     return f"NCCL {major}.{minor}.{patch} {path}".rstrip()

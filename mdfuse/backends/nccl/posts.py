@@ -88,8 +88,8 @@ def prepare(
     _check(call, srcs, dsts)
     if not any(x.numel() for x in (*srcs, *dsts)):
         return ()
-    found = _CALLS[call.kind](port, call, srcs, dsts)
-    return () if found is None else (found,)
+    prepared = _CALLS[call.kind](port, call, srcs, dsts)
+    return () if prepared is None else (prepared,)
 
 
 def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: str) -> PostInfo:
@@ -109,7 +109,7 @@ def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: s
     )
 
 
-# -- what each kind takes --------------------------------------------------------------------------
+# -- buffer sizes of each kind ---------------------------------------------------------------------
 
 #: The numbers of elements that the buffers of each side should have: sources, destinations.
 _Sizes = tuple[list[int], list[int]]
@@ -164,13 +164,13 @@ def _is_dense(tensor: Tensor) -> bool:
 def _block_sizes(call: Call, srcs: list[int], dsts: list[int]) -> _Sizes:
     """Return the sizes of buffers that are whole numbers of equal blocks.
 
-    The buffer with the fewest blocks tells the size of a block.
+    The size of a block follows from the buffer with the fewest blocks.
     """
     sides = [(given, n) for given, n in zip((srcs, dsts), blocks_of(call), strict=True)]
     if all(n is None for _, n in sides):
         return [], []
-    told = [(n, given[0]) for given, n in sides if n and given] or [(1, (*srcs, *dsts)[0])]
-    blocks, elements = min(told)
+    known = [(n, given[0]) for given, n in sides if n and given] or [(1, (*srcs, *dsts)[0])]
+    blocks, elements = min(known)
     k = elements // blocks
     source, destination = ([] if n is None else [n * k] for _, n in sides)
     return source, destination

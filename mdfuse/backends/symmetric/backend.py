@@ -40,7 +40,7 @@ from mdfuse.torch_private import PrefixStore, Store
 
 _log = logging.getLogger("mdfuse.comm")
 
-#: How many bytes an all-reduce may bring a rank in one step, rather than in two.
+#: The most bytes that an all-reduce brings a rank in one step; with more it takes two steps.
 SMALL_BYTES = 64 * 1024
 
 
@@ -53,7 +53,7 @@ class SymmetricBackend:
         device: where this rank's buffers are.
         store: shared by all ranks; nobody else uses its keys.
         timeout_s: seconds after which a communication that does not finish is an error.
-        noter: takes notes of what is queued on a GPU; None where nobody watches.
+        noter: takes notes of the work queued on a GPU; None where there is no watch.
         instead: opens the backend of teams whose members do not see each other's memory; None: such
             a team is an error.
         carried: such a team -> which backend carries it, and why.
@@ -87,15 +87,15 @@ class SymmetricBackend:
         return self._provider.abort() or others
 
     def track(self, stream: int) -> Track | None:
-        """Return a new track of what is queued on a stream; see `Tracking`."""
+        """Return a new track of the work queued on a stream; see `Tracking`."""
         return self._provider.track(stream)
 
     def prepare(self, teams: Iterable[tuple[int, ...]]) -> None:
         """Make the teams that this rank is in; see `Backend.prepare`."""
         for team in new_teams(teams, self.rank, {*self._teams, *self.carried}):
-            made, refusals = self._make(team)
-            if made is not None:
-                self._teams[team] = made
+            opened, refusals = self._make(team)
+            if opened is not None:
+                self._teams[team] = opened
             elif self.instead is None:
                 raise _not_seen(self.rank, team, refusals)
             else:
@@ -104,7 +104,7 @@ class SymmetricBackend:
     def _carry(
         self, team: tuple[int, ...], refusals: Mapping[int, str], opened: Callable[[], Backend]
     ) -> None:
-        """Let another backend carry a team; all members do, who know the same refusals."""
+        """Let another backend carry a team; all members do, since they know the same refusals."""
         self._other = self._other or opened()
         self._other.prepare([team])
         rank, because = next(iter(refusals.items()))
@@ -118,17 +118,17 @@ class SymmetricBackend:
         return self._poster(call, None, {})
 
     def posters(self, run: int) -> Callable[[], Callable[[Call], Poster]]:
-        """Return what prepares the calls of a program's plans; see `Sharing`."""
-        told: Tellings = {}
+        """Return the maker of functions that prepare the calls of a plan; see `Sharing`."""
+        tellings: Tellings = {}
 
         def of_a_plan() -> Callable[[Call], Poster]:
             number = numbering(run)
-            return lambda call: self._poster(call, number(call), told)
+            return lambda call: self._poster(call, number(call), tellings)
 
         return of_a_plan
 
     def around(self) -> Around | None:
-        """Return what to call before and behind replays of graphs; see `Sharing`."""
+        """Return the calls before and behind replays of graphs; see `Sharing`."""
         return self._provider.around()
 
     def arena(self, size: int) -> Tensor | None:
@@ -161,26 +161,28 @@ class SymmetricBackend:
         """
         shape = Shape(members=len(team), slot=self._provider.slot)
         store = PrefixStore(f"symmetric/{team_key(team)}", self.store)
-        with ExitStack() as files:  # which memory needs no more once all members have opened it
+        with ExitStack() as files:  # not needed once all members have opened the memory
             memory, card = self._offered(team, shape)
             files.callback(memory.close)
             cards = [
                 Card.of(json.loads(text))
                 for text in self._exchange(store, "card", team, json.dumps(card.fields()))
             ]
-            made: Team | None = None
+            opened_team: Team | None = None
             try:
                 _check_host(self.rank, team, cards)
-                found = self._opened(team, memory, cards, files)
-                made = self._provider.team(team, team.index(self.rank), shape, found, store)
+                memories = self._opened(team, memory, cards, files)
+                opened_team = self._provider.team(
+                    team, team.index(self.rank), shape, memories, store
+                )
                 problem = ""
             except (BackendError, OSError) as error:
                 problem = str(error)
             answers = self._exchange(store, "opened", team, problem)
         refusals = {rank: text for rank, text in zip(team, answers, strict=True) if text}
-        if refusals and made is not None:
-            made.close()
-        return (None if refusals else made), refusals
+        if refusals and opened_team is not None:
+            opened_team.close()
+        return (None if refusals else opened_team), refusals
 
     def _offered(self, team: tuple[int, ...], shape: Shape) -> tuple[SharedMemory, Card]:
         try:
@@ -198,13 +200,13 @@ class SymmetricBackend:
         """Open the memory of all members."""
         memories = []
         for rank, card in zip(team, cards, strict=True):
-            found = memory if rank == self.rank else SharedMemory.of(card, memory.size)
-            files.callback(found.close)
-            memories.append((found, card))
+            opened = memory if rank == self.rank else SharedMemory.of(card, memory.size)
+            files.callback(opened.close)
+            memories.append((opened, card))
         return memories
 
     def _exchange(self, store: Store, what: str, team: tuple[int, ...], said: str) -> list[str]:
-        """Return what each member said, in team order."""
+        """Return each member's text, in team order."""
         keys = [f"{what}/{rank}" for rank in team]
         try:
             store.set(f"{what}/{self.rank}", said)
@@ -243,7 +245,7 @@ def _not_seen(rank: int, team: tuple[int, ...], refusals: Mapping[int, str]) -> 
 class SymmetricPoster:
     """A call bound to its team, with its moves for each dtype and set of buffer sizes.
 
-    A team of one has no outboxes: what it sends it receives, by local work.
+    A team of one has no outboxes: it receives its own sends, by local work.
     """
 
     call: Call
@@ -276,12 +278,12 @@ class SymmetricPoster:
 
     def _bound(self, itemsize: int, composition: Composition, sizes: Sizes) -> _Bound:
         largest = itemsize * max(sum(sizes.srcs), sum(sizes.dsts))
-        made = moves(self.call, composition, itemsize, self.shape)
+        bound_moves = moves(self.call, composition, itemsize, self.shape)
         post = None
         if self.team is not None:
             sited = self._sited(itemsize, composition)
             post = self.team.poster(self.call, largest, sited)
-        return _Bound(self.call, made, composition.scratch, post)
+        return _Bound(self.call, bound_moves, composition.scratch, post)
 
     def _sited(self, itemsize: int, composition: Composition) -> Sited | None:
         if self.site is None:

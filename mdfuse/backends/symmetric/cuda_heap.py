@@ -1,8 +1,8 @@
-"""What a process keeps of its GPU: memory that others open by CUDA's IPC, and streams.
+"""A process's pool on its GPU: memory that others open by CUDA's IPC, and streams.
 
-An *arena* is a run of memory for what a program computes and sends: the others copy it from where
-it lies. Ranks may share a GPU, or each have one that reaches the others'. What was given back is
-taken again, and never freed while the process lives: others may still have it open.
+An *arena* is a run of memory for values that a program computes and sends: the others copy them
+directly from it. Ranks may share a GPU, or each have one that reaches the others'. A run that was
+given back is reused, and never freed while the process lives: others may still have it open.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Run:
     """Memory of this process.
 
     Attributes:
-        address: where it begins.
+        address: of its first byte.
         size: in bytes.
-        handle: by what other processes open it.
+        handle: with which other processes open it.
     """
 
     address: int
@@ -73,7 +73,7 @@ class CudaHeap:
         return self.device.index
 
     def take(self, size: int) -> Run:
-        """Return memory of at least so many bytes that nobody uses.
+        """Return unused memory of at least so many bytes.
 
         Raises:
             BackendError: the GPU has no room.
@@ -82,37 +82,37 @@ class CudaHeap:
         with self._lock:
             fits = [x for x in self._idle if size <= x.size <= _WASTE * size]
             if fits:
-                found = min(fits, key=lambda x: x.size)
-                self._idle.remove(found)
-                return found
+                idle = min(fits, key=lambda x: x.size)
+                self._idle.remove(idle)
+                return idle
             address = self._allocated(size)
-            made = Run(address=address, size=size, handle=self.memory.handle(address))
-            self._runs.append(made)
-            return made
+            run = Run(address=address, size=size, handle=self.memory.handle(address))
+            self._runs.append(run)
+            return run
 
     def _allocated(self, size: int) -> int:
         try:
             return self.memory.allocate(size)
-        except BackendError:  # torch may keep what it does not use
+        except BackendError:  # torch may cache memory that it does not use
             torch.cuda.empty_cache()
             return self.memory.allocate(size)
 
     def give(self, run: Run) -> None:
-        """Give memory back that nothing reads any more.
+        """Give back memory that has no readers.
 
-        Without the lock, as a collection of garbage may call it in a thread that holds that.
+        It takes no lock, since garbage collection may call it in a thread that holds the lock.
         """
         self._idle.append(run)
 
     def arena(self, size: int) -> Tensor:
         """Return memory as a tensor of bytes; it is given back when no view of it is left."""
         run = self.take(size)
-        torch.cuda.synchronize(self.device)  # who had it before may have queued work on it
+        torch.cuda.synchronize(self.device)  # its last user may have queued work on it
         owner = _Bytes(run.address, size)
         with torch.inference_mode(False), torch.no_grad():
-            made = torch.as_tensor(owner, device=self.device)  # which keeps its owner
+            tensor = torch.as_tensor(owner, device=self.device)  # which keeps its owner
         weakref.finalize(owner, self.give, run).atexit = False
-        return made
+        return tensor
 
     def take_lanes(self, device: CudaDevice) -> Lanes:
         """Return streams for a team, those of a closed one first: a GPU has few queues for them."""
@@ -129,17 +129,17 @@ class CudaHeap:
     def open(self, handle: str) -> int:
         """Return the address, in this process, of memory of any process."""
         with self._lock:
-            own = next((x.address for x in self._runs if x.handle == handle), None)
-            if own is not None:
-                return own
+            address = next((x.address for x in self._runs if x.handle == handle), None)
+            if address is not None:
+                return address
             if handle not in self._opened:
                 self._opened[handle] = self.memory.open(handle)
             return self._opened[handle]
 
     def find(self, address: int) -> tuple[str, int] | None:
-        """Return by what others open the memory at an address, and how far behind its begin it is.
+        """Return the handle of the memory at an address, and the offset of the address in it.
 
-        None where it is not of this heap.
+        None where the address is not in this heap.
         """
         for run in self._runs:
             if 0 <= address - run.address < run.size:

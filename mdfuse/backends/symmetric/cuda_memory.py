@@ -54,15 +54,15 @@ class CudaMemory:
 
     def allocate(self, size: int) -> int:
         """Return the address of new memory on the device."""
-        found = _address()
-        self._allocate(ctypes.byref(found), size)
-        return found.value
+        address = _address()
+        self._allocate(ctypes.byref(address), size)
+        return address.value
 
     def handle(self, address: int) -> str:
-        """Return by what another process opens memory that this one allocated."""
-        found = _Handle()
-        self._handle(ctypes.byref(found), address)
-        return bytes(found).hex()
+        """Return the handle with which another process opens memory of this one."""
+        exported = _Handle()
+        self._handle(ctypes.byref(exported), address)
+        return bytes(exported).hex()
 
     def clear(self, address: int, size: int) -> None:
         """Queue zeros for memory on the device, on the default stream."""
@@ -70,17 +70,17 @@ class CudaMemory:
 
     def open(self, handle: str) -> int:
         """Return the address, in this process, of another's memory."""
-        found = _address()
+        address = _address()
         given = _Handle.from_buffer_copy(bytes.fromhex(handle))
-        self._open(ctypes.byref(found), given, _PEER_ACCESS)
-        return found.value
+        self._open(ctypes.byref(address), given, _PEER_ACCESS)
+        return address.value
 
     def register(self, address: int, size: int) -> int:
         """Let the device see whole pages of the host's memory; return the address there."""
-        found = _address()
+        seen_at = _address()
         self._register(address, size, _REGISTERED)
-        self._seen_at(ctypes.byref(found), address, 0)
-        return found.value
+        self._seen_at(ctypes.byref(seen_at), address, 0)
+        return seen_at.value
 
     def unregister(self, address: int) -> None:
         """Undo `register`."""
@@ -91,7 +91,7 @@ class CudaMemory:
 #: and one that waits for another rank would hold up those that this rank needs meanwhile.
 _QUEUES, _QUEUES_SAID, _FEWEST = "CUDA_DEVICE_MAX_CONNECTIONS", "32", 8
 
-#: cuda.h: CU_STREAM_NON_BLOCKING; what a lane does is short, and others wait for it.
+#: cuda.h: CU_STREAM_NON_BLOCKING; the work of a lane is short, and others wait for it.
 _NON_BLOCKING, _HIGH = 1, -1
 
 
@@ -115,28 +115,28 @@ class Lane(Protocol):
     """The queue of a team's moves on the device, which makes them in order."""
 
     def begin(self) -> None:
-        """Queue what comes next behind all that is queued on the current stream."""
+        """Queue later work behind all work queued on the current stream."""
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Queue a copy of bytes between two addresses."""
 
     def write(self, word: int, value: int) -> None:
-        """Queue a write of a word, which is seen after what was copied before it."""
+        """Queue a write of a word, which becomes visible after earlier copies."""
 
     def wait(self, word: int, value: int) -> None:
         """Queue a wait until a word has a value."""
 
     def make(self, work: Callable[[], Made]) -> Made:
-        """Return what a function makes, in memory that belongs to the lane."""
+        """Return the result of a function, in memory that belongs to the lane."""
 
     def do(self, work: Callable[[], object]) -> None:
-        """Queue what torch does in a function."""
+        """Queue torch's work of a function."""
 
     def end(self) -> Callable[[], None]:
-        """Return what lets the then current stream wait for all that was queued so far."""
+        """Return a function that lets the then current stream wait for all work queued so far."""
 
     def era(self) -> int:
-        """Return the number of the capture that the lane takes part in; 0: of none."""
+        """Return the number of the capture that the lane takes part in; 0: none."""
 
 
 class CudaLane:
@@ -147,17 +147,18 @@ class CudaLane:
         create = driver_function(
             library.cuStreamCreateWithPriority, ctypes.POINTER(_pointer), _number, ctypes.c_int
         )
-        made = _pointer()
-        create(ctypes.byref(made), _NON_BLOCKING, _HIGH)  # torch's own streams are few, and shared
-        self.stream = torch.cuda.ExternalStream(made.value, device=number)
+        stream = _pointer()
+        # Torch's own streams are few, and shared.
+        create(ctypes.byref(stream), _NON_BLOCKING, _HIGH)
+        self.stream = torch.cuda.ExternalStream(stream.value, device=number)
         self._device, self._stream = device, device.stream(self.stream.cuda_stream)
         self._copy = driver_function(library.cuMemcpyAsync, _address, _address, _size, _pointer)
         signature = _pointer, _address, _number, _number
         self._write = driver_function(library.cuStreamWriteValue32_v2, *signature)
         self._wait = driver_function(library.cuStreamWaitValue32_v2, *signature)
-        status, found = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(_address)
+        status, era = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(_address)
         self._capture = driver_function(
-            library.cuStreamGetCaptureInfo_v2, _pointer, status, found, *[_pointer] * 3
+            library.cuStreamGetCaptureInfo_v2, _pointer, status, era, *[_pointer] * 3
         )
 
     def begin(self) -> None:
@@ -187,7 +188,7 @@ class CudaLane:
         return lambda: device.wait(device.stream(device.current_stream()), done, 0)
 
     def era(self) -> int:
-        status, found = ctypes.c_int(), _address()
-        references = ctypes.byref(status), ctypes.byref(found)
+        status, era = ctypes.c_int(), _address()
+        references = ctypes.byref(status), ctypes.byref(era)
         self._capture(self._stream, *references, None, None, None)
-        return found.value if status.value else 0
+        return era.value if status.value else 0

@@ -1,10 +1,10 @@
-"""What a program's posts send out of arenas: readers learn once where it lies, and copy it there.
+"""Sends of a program's posts out of arenas: readers learn the addresses once, and copy there.
 
 A *site* is a post of a program, in all its runs. The first run goes through outboxes, and each rank
-tells the others through the store where what it sends them lies; from the second run on they copy
-it from there. So the host waits for others once, and for what they told in a run that all have
-begun; a CUDA graph holds addresses that stay. They do, since arenas are a program's, and where
-something lies there follows from its text.
+publishes the addresses of its sends in the store; from the second run on the others copy from
+there. So the host waits for others once, and only for texts of a run that all have begun; a CUDA
+graph holds fixed addresses. Addresses are fixed because each program has its own arenas, and
+offsets in them follow from its text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Place = tuple[str, int] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A post of a program: for each member, the how manieth that sends it something, or gets it.
+    """A post of a program: for each member, its number among the posts with that member.
 
     Attributes:
         run: the number of the program, alike on all ranks.
@@ -50,7 +50,7 @@ class Site:
 
 
 def numbering(run: int) -> Callable[[Call], Site | None]:
-    """Return what numbers the posts of a plan, which come in program order.
+    """Return a function that numbers the posts of a plan, which come in program order.
 
     >>> number = numbering(3)
     >>> number(Call(kind="Exchange", team=(4, 5, 7), rank=5, sends=(7, 7), recvs=(4,)))
@@ -67,24 +67,24 @@ def numbering(run: int) -> Callable[[Call], Site | None]:
             sides = {*call.team} - {call.rank}, {*call.team} - {call.rank}
         else:
             return None
-        found = []
+        places = []
         for is_read, ranks in enumerate(sides):
             members = sorted(map(call.team.index, ranks))
-            found.append(tuple((m, counts[call.team, m, bool(is_read)]) for m in members))
+            places.append(tuple((m, counts[call.team, m, bool(is_read)]) for m in members))
             counts.update((call.team, m, bool(is_read)) for m in members)
-        return Site(run=run, to=found[0], of=found[1])
+        return Site(run=run, to=places[0], of=places[1])
 
     return number
 
 
 @dataclass(slots=True, eq=False)
 class Told:
-    """What this rank told of a site, and was told.
+    """The addresses of a site that this rank published, and those that it read.
 
     Attributes:
-        mine: index of a reader -> where the pieces for it lie.
-        at: the addresses of the buffers for which that was asked last.
-        moves: those of all runs from the second one on, once they are known.
+        mine: index of a reader -> the addresses of the pieces for it.
+        at: the addresses of the buffers at the last check.
+        moves: the moves of all runs from the second one on, once they are known.
     """
 
     mine: dict[int, list[Place]]
@@ -92,7 +92,7 @@ class Told:
     moves: tuple[Move, ...] | None = None
 
 
-#: A team, a site -> what was told of it, as long as there is the program.
+#: (team, site) -> its published addresses, as long as the program lives.
 Tellings = dict[tuple[tuple[int, ...], Site], Told]
 
 
@@ -102,7 +102,7 @@ class Sited:
 
     Attributes:
         told: of the program's sites.
-        pieces: index of a reader -> what is sent to it, in order.
+        pieces: index of a reader -> the pieces sent to it, in order.
         remade: returns its moves where some pieces are shown.
     """
 
@@ -115,7 +115,7 @@ class Sited:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is shown at a site; see `Shown`."""
+    """The pieces that are shown at a site; see `Shown`."""
 
     site: Site
     mine: Mapping[int, Sequence[Place]]
@@ -139,7 +139,7 @@ class Sites:
         own: this rank's index.
         heap: of its GPU.
         store: of the team; nobody else uses its keys.
-        timeout_s: how long another rank may take.
+        timeout_s: seconds that another rank may take.
     """
 
     own: int
@@ -153,31 +153,31 @@ class Sites:
         """Return the moves of a post: those through outboxes in its first run.
 
         Raises:
-            BackendError: another rank does not tell where its pieces lie, or they have moved.
+            BackendError: another rank does not publish its addresses, or pieces have moved.
         """
         site, at = sited.site, [x.data_ptr() for x in (*srcs, *dsts)]
-        told = sited.told.get((sited.call.team, site))
-        if told is None or told.at != at:
+        telling = sited.told.get((sited.call.team, site))
+        if telling is None or telling.at != at:
             mine = self._places(sited, Buffers.of(srcs, dsts, 0))
-            if told is None:
+            if telling is None:
                 sited.told[sited.call.team, site] = Told(mine, at)
                 self._tell(site, mine)
                 return usual
-            if told.mine != mine:
+            if telling.mine != mine:
                 raise _moved(sited.call)
-            told.at = at
-        if told.moves is None:
-            told.moves = sited.remade(_Known(site, told.mine, self._others(sited)))
-        return told.moves
+            telling.at = at
+        if telling.moves is None:
+            telling.moves = sited.remade(_Known(site, telling.mine, self._others(sited)))
+        return telling.moves
 
     def _tell(self, site: Site, mine: Mapping[int, Sequence[Place]]) -> None:
-        """Tell each reader where the pieces for it lie; it forgets what it has read."""
+        """Publish to each reader the addresses of its pieces; the reader deletes the text."""
         for reader, number in site.to:
             key = f"{site.run}/{self.own}/{reader}/{number}"
             self.store.set(key, json.dumps(mine.get(reader, [])))
 
     def _places(self, sited: Sited, buffers: Buffers) -> dict[int, list[Place]]:
-        """Return where the pieces for each reader lie."""
+        """Return the addresses of the pieces for each reader."""
 
         def place(piece: Piece) -> Place:
             stays = piece.size > 0 and buffers.stays(piece)
@@ -186,7 +186,7 @@ class Sites:
         return {reader: [place(x) for x in some] for reader, some in sited.pieces.items()}
 
     def _others(self, sited: Sited) -> dict[int, list[int | None]]:
-        """Return the addresses, in this process, of what others send at a site."""
+        """Return the addresses, in this process, of the pieces that others send at a site."""
         site, call = sited.site, sited.call
         keys = [f"{site.run}/{owner}/{self.own}/{number}" for owner, number in site.of]
         if not keys:
@@ -198,11 +198,11 @@ class Sites:
                 self.store.delete_key(key)
         except RuntimeError as error:
             raise not_connected("symmetric", call.rank, call.team, error) from error
-        found: dict[int, list[int | None]] = {}
+        addresses: dict[int, list[int | None]] = {}
         for (owner, _), text in zip(site.of, texts, strict=True):
             places = json.loads(text.decode())
-            found[owner] = [None if x is None else self.heap.open(x[0]) + x[1] for x in places]
-        return found
+            addresses[owner] = [None if x is None else self.heap.open(x[0]) + x[1] for x in places]
+        return addresses
 
 
 def _moved(call: Call) -> BackendError:

@@ -1,9 +1,9 @@
 """Moves between memories of GPUs, all queued on one stream of the team.
 
-The host waits for nothing. Where a rank does not come, the stream stands still, and the watchdog
-says so: each post is noted, and marked behind its last move. What is shown is told on a stream of
-its own, waited for on another one, and answered, as answers are waited for, on a third one: so
-nothing stands between the copies of posts that follow each other.
+The host waits for nothing. If a rank does not come, the stream stands still, and the watchdog
+reports it: each post is noted, and marked behind its last move. Signals that show pieces are sent
+on one stream, awaited on a second one, and answered, with waits for answers, on a third one: so
+nothing separates the copies of consecutive posts.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class CudaTeam:
         own: this rank's index.
         outboxes: of all members.
         turns: of this rank, which eager posts and replays of graphs take.
-        lane: where moves are queued.
-        tell: where signals are queued that tell readers what is shown.
-        watch: where waits for what others tell are queued.
-        behind: where answers to owners, and waits for those of readers, are queued.
+        lane: the queue of moves.
+        tell: the queue of signals that show pieces to readers.
+        watch: the queue of waits for signals of others.
+        behind: the queue of answers to owners, and of waits for answers of readers.
     """
 
     own: int
@@ -55,7 +55,7 @@ class CudaTeam:
     tell: Lane
     watch: Lane
     behind: Lane
-    #: signal -> what waits until its reader has taken what was shown last, and in which capture
+    #: signal -> the wait until its reader has taken the last shown pieces, and the capture of it
     _taken: dict[int, tuple[int, Callable[[], None]]] = field(default_factory=dict, init=False)
 
     def post(
@@ -68,7 +68,7 @@ class CudaTeam:
         """Queue a post, between two notes for the watchdog.
 
         Args:
-            call: what is posted.
+            call: the communication to post.
             moves: queued in order.
             buffers: returns the buffers; called where memory that it makes belongs to the lane, and
                 to the graph that is being captured.
@@ -87,19 +87,19 @@ class CudaTeam:
     def _queue(
         self, call: Call, moves: Sequence[Move], buffers: Buffers
     ) -> Callable[[], None] | None:
-        """Queue moves; return what waits for all readers of what is shown, if something is."""
-        lane, own = self.lane, self.outboxes[self.own]
+        """Queue moves; return the wait for all readers of shown pieces, if there are any."""
+        lane, mine = self.lane, self.outboxes[self.own]
         shows = [move for move in moves if isinstance(move, Show)]
         era = self._show(shows)
         for move in moves:
             match move:
                 case Put():
                     for word in move.words:
-                        lane.wait(own.words + WORD * word, 0)
+                        lane.wait(mine.words + WORD * word, 0)
                     source = buffers.address(move.piece, move.start)
-                    lane.copy(own.slots + move.place, source, move.bytes)
+                    lane.copy(mine.slots + move.place, source, move.bytes)
                     for word in move.words:
-                        lane.write(own.words + WORD * word, move.tag)
+                        lane.write(mine.words + WORD * word, move.tag)
                 case Take():
                     outbox = self.outboxes[move.owner]
                     word = outbox.words + WORD * move.word
@@ -118,7 +118,7 @@ class CudaTeam:
         """Queue the signals that tell readers; each is set again only when it was answered.
 
         Returns:
-            The era of the stream that tells: which capture has it, which the driver is asked once.
+            The era of the signalling stream, which is its capture; the driver is asked once.
         """
         if not shows:
             return 0
@@ -129,7 +129,7 @@ class CudaTeam:
         era = tell.era()
         for show in shows:
             before, taken = self._taken.pop(show.taken, (era, None))
-            if taken is not None and before == era:  # else all of that time has come together
+            if taken is not None and before == era:  # otherwise all waits of that era have joined
                 tell.make(taken)
             tell.write(self.outboxes[show.reader].signals + WORD * show.told, show.tag)
         self.behind.make(tell.end())
@@ -142,12 +142,12 @@ class CudaTeam:
         """
         lane, watch = self.lane, self.watch
         if see.is_first:
-            told = self.outboxes[self.own].signals + WORD * see.told
+            signal = self.outboxes[self.own].signals + WORD * see.told
             self.turns.post(watch)
             watch.begin()
-            watch.wait(told, see.tag)
+            watch.wait(signal, see.tag)
             lane.make(watch.end())
-            watch.write(told, 0)
+            watch.write(signal, 0)
         lane.copy(target, see.source, see.bytes)
         if see.is_last:
             if answers is not lane:
@@ -156,7 +156,7 @@ class CudaTeam:
             answers.write(self.outboxes[see.owner].signals + WORD * see.taken, see.tag)
 
     def _sent(self, shows: Sequence[Show], era: int) -> Callable[[], None] | None:
-        """Queue waits for all readers of what is shown; return what waits for these."""
+        """Queue waits for all readers of shown pieces; return the function that awaits them."""
         if not shows:
             return None
         behind, signals = self.behind, self.outboxes[self.own].signals
@@ -170,7 +170,7 @@ class CudaTeam:
 
 @dataclass(slots=True, eq=False)
 class Half:
-    """What was sent, or what was received; it holds the buffers until it is waited for."""
+    """One half of a post, its sends or its receives, which holds the buffers until its wait."""
 
     join: Callable[[], None]
     kept: Buffers | None
@@ -178,9 +178,9 @@ class Half:
     def wait(self) -> None:
         """Let the current stream wait; further calls do no harm."""
         self.join()
-        kept, self.kept = self.kept, None
-        if kept is not None:
-            kept.leave()
+        buffers, self.kept = self.kept, None
+        if buffers is not None:
+            buffers.leave()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """Eager posts and replays of graphs take turns, in the order in which the host queues them.
 
-What was captured on a lane is replayed elsewhere, so a lane's order alone would let eager posts and
-replays use the same words at once, where a program, or its caller, has no order between the two.
+A capture of a lane is replayed on another stream. So a lane's order alone would let eager posts and
+replays use the same words at once, where neither the program nor its caller orders the two.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from mdfuse.backends.symmetric.cuda_memory import Lane
 
 
 class Turns:
-    """The order of all that is queued on the lanes of one rank, and of replays.
+    """The order of all work queued on the lanes of one rank, and of replays.
 
     Args:
         device: its GPU.
@@ -32,7 +32,7 @@ class Turns:
                 lane.make(self._join)
 
     def before(self) -> None:
-        """Let the current stream wait for all that was queued, before a replay on it."""
+        """Let the current stream wait for all work queued before, ahead of a replay on it."""
         for lane in self._posted:
             lane.end()()
         self._posted.clear()

@@ -1,7 +1,7 @@
 """Memory of this process that other ranks of the host can read: buffers out of which they copy.
 
-One file without a name, as large as the host's memory: what was never written takes no room. So a
-place in it tells another process where a buffer is.
+The memory is one file without a name, as large as the host's memory: pages that were never written
+take no room. So an offset in the file locates a buffer for another process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mdfuse.backends.symmetric.host_memory import SharedMemory
 
-#: Where buffers begin, bytes.
+#: Alignment of buffers, bytes.
 _ALIGNED = 64
 
 
@@ -42,7 +42,7 @@ class Heap:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made it, and is no fork of the one that did."""
+        """True in the process that made it, False in a fork of that process."""
         return os.getpid() == self._process
 
     def empty(
@@ -62,12 +62,12 @@ class Heap:
         return torch.frombuffer(held, dtype=dtype, count=count).as_strided(shape, strides)
 
     def place(self, address: int) -> int | None:
-        """Return where an address of this process lies in the file; None where it does not."""
+        """Return the offset in the file of an address of this process; None if it has none."""
         place = address - self.memory.address
         return place if 0 <= place < self._end else None
 
     def _take(self, nbytes: int) -> tuple[int, int] | None:
-        """Return the size, at most an eighth more, and the place of memory that nobody uses."""
+        """Return the size, at most an eighth larger, and the offset of unused memory."""
         step = max(_ALIGNED, 1 << max(nbytes.bit_length() - 4, 0))
         size = -(-nbytes // step) * step
         with self._lock:
@@ -96,18 +96,18 @@ def open_heap() -> Heap | None:
 
     It is there as long as the caller keeps it.
     """
-    found = the_heap()
-    if found is None or not found.is_own:
+    heap = the_heap()
+    if heap is None or not heap.is_own:
         try:
-            found = Heap()
+            heap = Heap()
         except (OSError, ValueError):
             return None
-        _Opened.heap = weakref.ref(found)
-    return found
+        _Opened.heap = weakref.ref(heap)
+    return heap
 
 
 def symmetric_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a new dense tensor on the CPU, which the others can read where there is a heap."""
     heap = the_heap()
-    made = heap.empty(shape, strides, dtype) if heap is not None else None
-    return torch.empty_strided(shape, strides, dtype=dtype) if made is None else made
+    tensor = heap.empty(shape, strides, dtype) if heap is not None else None
+    return torch.empty_strided(shape, strides, dtype=dtype) if tensor is None else tensor

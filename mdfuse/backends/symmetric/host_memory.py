@@ -29,12 +29,12 @@ def why_not() -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A process of this host, as others find it.
+    """A process of this host, as others identify it.
 
     Attributes:
         host: a text that only processes which see each other in /proc have in common.
         pid: its number.
-        began: when it began, since numbers are given again.
+        began: its start time, since numbers are reused.
     """
 
     host: str
@@ -68,7 +68,7 @@ def _status(pid: int) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What the others need in order to open a rank's outbox; it goes through the store.
+    """A rank's outbox as the others open it; the card goes through the store.
 
     Attributes:
         process: of the rank.
@@ -83,7 +83,7 @@ class Card:
     heap: tuple[int, int] = (0, 0)
 
     def fields(self) -> dict[str, object]:
-        """Return the card as what JSON can hold."""
+        """Return the card as a value that JSON can hold."""
         return asdict(self)
 
     @classmethod
@@ -112,7 +112,7 @@ class SharedMemory:
         if file is None:
             os.ftruncate(self.file, size)
         self.memory = mmap.mmap(self.file, size)
-        #: where it begins in this process
+        #: its first address in this process
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     @classmethod
@@ -142,7 +142,7 @@ class SharedMemory:
 
 
 class Fence:
-    """Orders what this thread reads and writes before a call of it, and after, for all processes.
+    """A memory barrier: orders reads and writes of this thread before and after a call of it.
 
     x86 keeps such an order by itself; other processors do where a lock is given up and taken again,
     since an acquisition is not moved before a release, nor anything out from between the two sides.

@@ -1,8 +1,8 @@
 """Moves through outboxes in memory of the host: waits look at words, and copy.
 
 Nothing moves while no rank waits or posts: a post makes the moves that it can, and a wait makes
-those of all posts of this rank, each team's in the order of its posts. A rank that has nothing to
-do gives its core away, then sleeps for longer and longer: ranks may outnumber cores.
+those of all posts of this rank, each team's in the order of its posts. An idle rank gives its core
+away, then sleeps for longer and longer: ranks may outnumber cores.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Progress:
         return queue
 
     def begin(self, post: HostPost) -> None:
-        """Put a post into the queue of its team, and do what can be done."""
+        """Put a post into the queue of its team, and make all moves that can be made."""
         with self._lock:
             post.team.queue.append(post)
             self.look()
@@ -74,7 +74,7 @@ class Progress:
             return has_moved
 
     def wait(self, is_over: Callable[[], bool], timeout_s: float) -> str | None:
-        """Make moves until `is_over()`; return None, or why the wait ended before."""
+        """Make moves until `is_over()`; return None, or the reason why the wait ended before."""
         deadline, before, looks = time.monotonic() + timeout_s, self.aborted, 0
         while not is_over():
             if self.look():
@@ -99,7 +99,7 @@ def _rest(looks: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOutbox:
-    """An outbox: its words with their places, its slots and where they begin, its owner's heap."""
+    """An outbox: its words with their places, its slots and their addresses, its owner's heap."""
 
     words: Any
     places: Any
@@ -138,7 +138,7 @@ class HostTeam:
         self._fence = Fence()
 
     def poster(self, call: Call, size: int, sited: object) -> Callable[..., Work]:
-        """Return what begins posts of a call; see `Team`."""
+        """Return the function that begins posts of a call; see `Team`."""
 
         def post(
             moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
@@ -167,7 +167,7 @@ class HostTeam:
             )
 
     def readers_of(self, put: Put) -> list[int]:
-        """Return who has not taken yet what lies where a piece is to be put."""
+        """Return the readers that have not taken the last piece from a piece's place."""
         words = self.outboxes[self.own].words
         pairs = zip(put.readers, put.words, strict=True)
         return [reader for reader, word in pairs if words[word]]
@@ -219,12 +219,12 @@ class HostTeam:
             self.outboxes[self.own].words[word] = 0
 
     def found(self, move: Take) -> int:
-        """Return the word that tells whether a piece was put."""
-        found: int = self.outboxes[move.owner].words[move.word]
-        return found
+        """Return the word that shows whether a piece was put."""
+        word: int = self.outboxes[move.owner].words[move.word]
+        return word
 
     def close(self) -> None:
-        """Give up the outboxes; members keep what they have opened until they close, too."""
+        """Give up the outboxes; members keep their open ones until they close, too."""
         self.is_broken = True
         for post in self.queue:
             post.withdraw()
@@ -232,11 +232,11 @@ class HostTeam:
 
 
 class _Withdrawn(Exception):
-    """What a member had shown is not there any more."""
+    """A piece that a member had shown was withdrawn."""
 
 
 def _piece(move: Move) -> tuple[object, ...]:
-    """Return what the parts of one piece have in common, between the same ranks."""
+    """Return the key that the parts of one piece share, between the same ranks."""
     match move:
         case Put():
             return Put, move.piece, move.readers
@@ -250,7 +250,7 @@ class HostPost:
     """A post under way.
 
     Attributes:
-        call: what is posted.
+        call: the communication.
         moves: still to be made, in order.
         buffers: kept until then.
         has_moved: the last look made a move, and did not end the post.
@@ -267,10 +267,10 @@ class HostPost:
     def __post_init__(self) -> None:
         self._steps = self._made()
         self._is_done = False
-        self._shown: list[Put] = []  # what lies in the heap, for readers that may not have taken it
+        self._shown: list[Put] = []  # pieces in the heap that readers may not have taken yet
         self._whole: set[tuple[object, ...]] = set()  # the pieces that went as a whole
         self._late: list[int] = []  # the members that the next move waits for
-        self._told = 0  # what was found in the place of what the next move wants
+        self._told = 0  # the word seen where the next move expects another one
         self._looked_at = time.monotonic()
 
     def wait(self) -> None:
@@ -305,7 +305,7 @@ class HostPost:
         return self._is_done or self.error is not None
 
     def _made(self) -> Iterator[bool]:
-        """Make the moves; yield where the next one cannot be made, and whether others were."""
+        """Make the moves; yield, where the next one cannot be made, whether others were."""
         buffers, has_moved = self.buffers, False
         assert buffers is not None
         for move in self.moves:
@@ -330,7 +330,7 @@ class HostPost:
         self._is_done, self.buffers, self._late = True, None, []
 
     def _put(self, move: Put, buffers: Buffers) -> None:
-        """Put a part of a piece into the outbox, or tell where all of it is."""
+        """Put a part of a piece into the outbox, or show the whole piece in the heap."""
         address, place = buffers.address(move.piece, move.start), None
         is_large = move.start == 0 and buffers.size(move.piece) > FEW_CHUNKS * move.bytes
         if self.team.heap is not None and is_large and buffers.stays(move.piece):
@@ -343,7 +343,7 @@ class HostPost:
             self._whole.add(_piece(move))
 
     def _take(self, move: Take, buffers: Buffers) -> None:
-        """Take a part of a piece out of an outbox, or all of it from where it is."""
+        """Take a part of a piece out of an outbox, or the whole piece out of the heap."""
         address = buffers.address(move.piece, move.start)
         if not self._told & IN_HEAP:
             self.team.take(move, address)
@@ -353,7 +353,7 @@ class HostPost:
             raise _Withdrawn(f"rank {self._named([move.owner])} has given up")
 
     def withdraw(self) -> None:
-        """Tell others that buffers which they have not read may be used for something else."""
+        """Withdraw shown buffers that others have not read: they may be reused."""
         self.team.withdraw(self._shown)
         self._shown = []
 
@@ -370,7 +370,7 @@ class HostPost:
         return True
 
     def _see_whether_they_live(self) -> None:
-        """Fail where a member that is waited for has ended, and did nothing more before."""
+        """Fail if an awaited member has ended, and made no further move before."""
         now = time.monotonic()
         if now - self._looked_at < _LIVENESS_S:
             return

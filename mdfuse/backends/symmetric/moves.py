@@ -6,17 +6,17 @@ are 0, copies the piece into the slot, and writes a tag into the words. A reader
 waits until its word holds the tag, copies the piece out, and writes 0. Nothing counts: the same
 moves may be made again and again, as the replay of a CUDA graph does.
 
-What goes to all other members is put once, in a slot of `Shape.slot` bytes; what goes to one of
-them in its share of another slot. Larger pieces go in chunks, which take `SLOTS` slots in turn. All
+A piece for all other members is put once, in a slot of `Shape.slot` bytes; a piece for one of them
+in its share of another slot. Larger pieces go in chunks, which take `SLOTS` slots in turn. All
 members make the moves of a team in one order, and each puts before it takes.
 
-What is sent may lie in memory that the others see. Then its owner writes only words, for the whole
+A source may lie in memory that the others see. Then its owner writes only words, for the whole
 piece at once; readers copy it from there, and the post of its owner is over when all of them have.
-On CPUs the owner writes where it lies in its heap beside the words (`host_team`). On GPUs, where
-the host does not look at words, readers know that beforehand (`Shown`): the owner *shows* all such
-pieces of a post at once, by a *signal* for each reader, who answers with another one. Each of both
-waits for a signal in memory of its own GPU, and posts take `TURNS` of them in turn, so that none
-waits for the readers of the one before.
+On CPUs the owner writes the offset in its heap beside the words (`host_team`). On GPUs, where the
+host does not look at words, readers know the address beforehand (`Shown`): the owner *shows* all
+such pieces of a post at once, by a *signal* for each reader, who answers with another one. Each of
+both waits for a signal in memory of its own GPU, and posts take `TURNS` of them in turn, so that
+none waits for the readers of the one before.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from mdfuse.layouts.kinds import CARRIED
 #: Slots that chunks take in turn: while one is taken, the next one is filled.
 SLOTS = 2
 
-#: Signals each way that posts take in turn for what they show.
+#: Signals each way that posts take in turn to show pieces.
 TURNS = 8
 
-#: Where a reader's share of a slot begins, bytes: copies of aligned memory are faster.
+#: Alignment of a reader's share of a slot, bytes: copies of aligned memory are faster.
 _ALIGNED = 256
 
 #: A tag holds a kind above the remainder of a size by this prime; it is never 0, and has 31 bits.
@@ -81,22 +81,22 @@ class Shape:
         return 2 * SLOTS * self.slot
 
     def place(self, chunk: int, reader: int | None) -> int:
-        """Return where the n-th chunk lies, for one reader or (None) for all."""
+        """Return the offset of the n-th chunk, for one reader or (None) for all."""
         slot = chunk % SLOTS
         if reader is None:
             return slot * self.slot
         return (SLOTS + slot) * self.slot + reader * self.share
 
     def word(self, chunk: int, reader: int, is_shared: bool) -> int:
-        """Return which word tells a reader of the n-th chunk."""
+        """Return the index of the word that shows a reader the n-th chunk."""
         return ((0 if is_shared else SLOTS) + chunk % SLOTS) * self.members + reader
 
     def told(self, number: int, owner: int) -> int:
-        """Return which signal of a reader says that an owner shows its n-th post with it."""
+        """Return the signal of a reader by which an owner shows its n-th post with it."""
         return number % TURNS * self.members + owner
 
     def taken(self, number: int, reader: int) -> int:
-        """Return which signal of an owner says that a reader has what its n-th post showed."""
+        """Return the signal of an owner by which a reader confirms its n-th post."""
         return (TURNS + number % TURNS) * self.members + reader
 
 
@@ -108,10 +108,10 @@ class Put:
         piece: of a buffer of the post.
         start: the first byte of the part, counted from that of the piece.
         bytes: its size.
-        place: where it goes in the outbox.
-        readers: who takes it, by index in the team.
+        place: its offset in the outbox.
+        readers: the members that take it, by index in the team.
         words: the word of each reader.
-        tag: what the words then hold.
+        tag: the value that the words then hold.
     """
 
     piece: Piece
@@ -125,13 +125,13 @@ class Put:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Show:
-    """Signals between this rank and a reader that knows where pieces of it lie.
+    """Signals between this rank and a reader that knows the addresses of pieces.
 
     Attributes:
         reader: its index in the team.
         told: the reader's signal, which this rank sets.
         taken: this rank's signal, which the reader sets once it has all pieces.
-        tag: what both then hold.
+        tag: the value that both then hold.
     """
 
     reader: int
@@ -159,7 +159,8 @@ class See:
 
     Attributes:
         told, taken: this rank's signal and the owner's; see `Show`.
-        is_first, is_last: of those that are shown at once: it waits for the one, or sets the other.
+        is_first, is_last: among the pieces shown at once: the first waits for `told`, the last sets
+            `taken`.
     """
 
     piece: Piece
@@ -177,7 +178,7 @@ Move = Put | Show | Take | See | Copy | Reduce
 
 
 class Shown(Protocol):
-    """Which pieces lie where their readers know; members are counted by their index."""
+    """The pieces whose addresses readers know; members are counted by their index."""
 
     def to(self, reader: int, n: int) -> bool:
         """Return whether this rank shows a member the n-th piece that it sends it in a call."""
@@ -186,8 +187,7 @@ class Shown(Protocol):
         """Return the address of the n-th piece that a member sends; None: it is not shown."""
 
     def number(self, member: int, is_owner: bool) -> int:
-        """Return the number of the post among those in which a member sends to this rank, or gets
-        something from it."""
+        """Return the number of the post among a member's sends to, or receives from, this rank."""
 
 
 def moves(
@@ -204,24 +204,24 @@ def moves(
     Put
     Take
     """
-    found: list[Move] = []
+    ordered: list[Move] = []
     ends = _Ends(call, composition, itemsize, shape, shown)
-    found += ends.shows()
+    ordered += ends.shows()
     for step, before in zip(composition.steps, _counted(call, composition), strict=True):
-        found += step.local
-        found += _Moving(ends, step, before).moves()
-    return tuple(found)
+        ordered += step.local
+        ordered += _Moving(ends, step, before).moves()
+    return tuple(ordered)
 
 
 def pieces(
     call: Call, composition: Composition, side: Literal["sends", "recvs"]
 ) -> dict[int, list[Piece]]:
-    """Return what a rank sends, or receives, in a call, by the index of the other, in order."""
-    found: dict[int, list[Piece]] = {}
+    """Return the pieces that a rank sends, or receives, in order, by the index of the other."""
+    by_member: dict[int, list[Piece]] = {}
     for step in composition.steps:
         for member, some in _by_member(call, getattr(step, side)).items():
-            found.setdefault(member, []).extend(x.piece for x in some)
-    return found
+            by_member.setdefault(member, []).extend(x.piece for x in some)
+    return by_member
 
 
 def _counted(call: Call, composition: Composition) -> Iterator[tuple[Counter[int], Counter[int]]]:
@@ -234,12 +234,12 @@ def _counted(call: Call, composition: Composition) -> Iterator[tuple[Counter[int
 
 
 def kind_of(tag: int) -> str:
-    """Return the kind of the communication whose chunk a word's tag tells of."""
+    """Return the kind of the communication to which a word's tag belongs."""
     return CARRIED[(((tag & ~IN_HEAP) - 1) >> _SIZE_BITS) % len(CARRIED)]
 
 
 class _Ends:
-    """A rank's part of a call, and what of it is shown.
+    """A rank's part of a call, and the pieces of it that are shown.
 
     Attributes:
         seen: owner -> the numbers of its pieces that it shows, in order.
@@ -272,13 +272,13 @@ class _Ends:
         return self.shown.at(owner, n) if self.shown is not None else None
 
     def shows(self) -> Iterator[Show]:
-        """Yield what tells readers of all that is shown."""
+        """Yield the moves that show pieces to readers."""
         for reader, some in self.sent.items():
-            found = [x for n, x in enumerate(some) if x.size and self.is_shown(reader, n)]
-            if found and self.shown is not None:
+            shown = [x for n, x in enumerate(some) if x.size and self.is_shown(reader, n)]
+            if shown and self.shown is not None:
                 n = self.shown.number(reader, False)
-                told, taken = self.shape.told(n, self.own), self.shape.taken(n, reader)
-                yield Show(reader=reader, told=told, taken=taken, tag=self.tag(found))
+                told_word, taken = self.shape.told(n, self.own), self.shape.taken(n, reader)
+                yield Show(reader=reader, told=told_word, taken=taken, tag=self.tag(shown))
 
     def see(self, owner: int, n: int, source: int) -> See:
         """Return the copy of a piece that is shown."""
@@ -330,7 +330,7 @@ class _Moving:
                 yield from row
 
     def puts(self, sent: Sequence[Sent], readers: tuple[int, ...]) -> Iterator[Move]:
-        """Yield what goes through the outbox; the n-th chunk has the n-th words in turn."""
+        """Yield the puts into the outbox; the n-th chunk has the n-th words in turn."""
         ends, is_shared, n = self.ends, self.step.is_shared, 0
         to, first = (None if is_shared else readers[0]), self.before[0][readers[0]]
         for number, piece in enumerate((x.piece for x in sent), first):
@@ -345,7 +345,7 @@ class _Moving:
                 n += 1
 
     def takes(self, received: Sequence[Sent], owner: int) -> Iterator[Move]:
-        """Yield what copies a member's pieces, in the order in which it puts them."""
+        """Yield the copies of a member's pieces, in the order in which it puts them."""
         ends, is_shared, n = self.ends, self.step.is_shared, 0
         for number, piece in enumerate((x.piece for x in received), self.before[1][owner]):
             source = ends.source(owner, number)
@@ -364,10 +364,10 @@ class _Moving:
 
 def _by_member(call: Call, transfers: Sequence[Sent]) -> dict[int, list[Sent]]:
     """Return the transfers with each member, by its index in the team, in their order."""
-    found: dict[int, list[Sent]] = {}
+    by_member: dict[int, list[Sent]] = {}
     for transfer in transfers:
-        found.setdefault(call.team.index(transfer.peer), []).append(transfer)
-    return found
+        by_member.setdefault(call.team.index(transfer.peer), []).append(transfer)
+    return by_member
 
 
 def _chunks(piece: Piece, itemsize: int, room: int) -> Iterator[tuple[int, int]]:

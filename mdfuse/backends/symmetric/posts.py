@@ -27,7 +27,7 @@ class Buffers:
         return cls(srcs, dsts, (*srcs, *dsts)[0].new_empty(scratch))
 
     def leave(self) -> None:
-        """Let the allocator hand out their memory only behind what is queued on this stream now."""
+        """Let the allocator reuse their memory only behind the work queued on this stream now."""
         leave(x for side in self._flat.values() for x in side)
 
     def elements(self, piece: Piece) -> Tensor:
@@ -39,7 +39,7 @@ class Buffers:
         return piece.size * self._flat[piece.side][piece.index].itemsize
 
     def stays(self, piece: Piece) -> bool:
-        """Return whether the post itself does not write where a piece lies."""
+        """Return whether the post itself does not write into the memory of a piece."""
         return piece.side == "src" and not any(map(self._shares(piece), self._flat["dst"]))
 
     def _shares(self, piece: Piece) -> Callable[[Tensor], bool]:
@@ -49,8 +49,8 @@ class Buffers:
 
     def address(self, piece: Piece, start: int) -> int:
         """Return the address of a piece's `start`-th byte."""
-        found = self._flat[piece.side][piece.index]
-        return found.data_ptr() + piece.start * found.itemsize + start
+        tensor = self._flat[piece.side][piece.index]
+        return tensor.data_ptr() + piece.start * tensor.itemsize + start
 
 
 def bytes_of(buffers: Sequence[Tensor]) -> list[Tensor]:

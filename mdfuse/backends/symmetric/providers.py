@@ -1,4 +1,4 @@
-"""The table of providers: who makes the memory of outboxes, and the teams that use it.
+"""The table of providers, which make the memory of outboxes and the teams that use it.
 
 ===========  =====================================================================================
 host         memory of the host that ranks share; buffers on CPUs
@@ -43,12 +43,12 @@ _MIB = 1 << 20
 #: The size of a place in a heap, bytes.
 _PLACE = 8
 
-#: How long closing waits until the others have taken what this rank put, seconds.
+#: How long closing waits until the others have taken this rank's pieces, seconds.
 _CLOSING_S = 2.0
 
 
 class Posting(Protocol):
-    """What posts a call on buffers of certain sizes."""
+    """A function that posts a call on buffers of certain sizes."""
 
     def __call__(
         self, moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
@@ -60,7 +60,7 @@ class Team(Protocol):
     """A team whose members have opened each other's outboxes."""
 
     def poster(self, call: Call, size: int, sited: Sited | None) -> Posting:
-        """Return what posts a call whose buffers have `size` bytes, at a site of a program."""
+        """Return the function that posts a call with buffers of `size` bytes, at a site."""
 
     def close(self) -> None:
         """Give up the outboxes."""
@@ -73,7 +73,7 @@ class Provider(Protocol):
     slot: int
 
     def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
-        """Make this rank's outbox, and say how the others find it."""
+        """Make this rank's outbox, and return its card for the others."""
 
     def team(
         self,
@@ -96,18 +96,18 @@ class Provider(Protocol):
         """End the waits of this rank; return whether that was possible."""
 
     def track(self, stream: int) -> Track | None:
-        """Return a new track of what is queued on a stream; None where nothing is."""
+        """Return a new track of the work queued on a stream; None where nothing is queued."""
 
     def around(self) -> Around | None:
-        """Return what to call before and behind replays of graphs; see `Sharing`."""
+        """Return the calls before and behind replays of graphs; see `Sharing`."""
 
     def close(self) -> None:
-        """Give up what teams had in common."""
+        """Release the resources that teams share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What a provider is opened with: see `World`."""
+    """The arguments with which a provider is opened: see `World`."""
 
     rank: int
     device: torch.device
@@ -116,7 +116,7 @@ class Place:
 
 
 def memory_size(shape: Shape, has_slots: bool) -> tuple[int, int]:
-    """Return where slots begin in memory of the host, behind words and places, and its size.
+    """Return the offset of slots in memory of the host, behind words and places, and its size.
 
     >>> memory_size(Shape(members=4, slot=1 << 20), True)[0] % 4096
     0
@@ -152,10 +152,10 @@ class HostProvider:
         if not size:
             return None
         key = replace(card, file=file)
-        found = self._heaps.get(key) or SharedMemory.of(key, size)
-        found.close()  # the memory stays
-        self._heaps[key] = found
-        return found
+        memory = self._heaps.get(key) or SharedMemory.of(key, size)
+        memory.close()  # the memory stays
+        self._heaps[key] = memory
+        return memory
 
     def team(
         self,
@@ -205,7 +205,7 @@ class CudaProvider:
         self._place = place
         self._heap, self._device = heap_of(place.device), CudaDevice(place.device)
         self._turns = Turns(self._device)
-        #: handle -> what was offered to a team that is not made yet
+        #: handle -> the run offered to a team that is not made yet
         self._outboxes: dict[str, Run] = {}
 
     def arena(self, size: int) -> Tensor:
@@ -301,7 +301,7 @@ class CudaOutboxes:
         def post(
             moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
         ) -> Work:
-            if sited is not None:  # the others wait for what this rank tells, whatever it moves
+            if sited is not None:  # the others wait for its addresses, even if it moves nothing
                 moves = self.sites.moves(sited, tuple(moves), srcs, dsts)
             if not moves:
                 return DONE
@@ -310,7 +310,7 @@ class CudaOutboxes:
         return post
 
     def close(self) -> None:
-        """Give the memory up once all was taken; where a member does not take it, leave it."""
+        """Give the memory up once all pieces were taken; leave it if a member does not take one."""
         until = time.monotonic() + _CLOSING_S
         while any(self.own_words) or not all(lane.stream.query() for lane in self.lanes):
             if time.monotonic() > until:

@@ -26,9 +26,9 @@ from mdfuse.torch_private import PrefixStore, Store
 
 _log = logging.getLogger("mdfuse.comm")
 
-#: How many bytes may arrive in one step rather than in several. Each step costs time where ranks
-#: outnumber cores (all-reduce of 128 KiB, 4 ranks on 2 cores: 1.2 ms in one step, 1.6 in four);
-#: more steps let an all-reduce move fewer bytes, which pays from about 1 MiB on.
+#: The most bytes that may arrive in one step; larger communications take several. Each step costs
+#: time where ranks outnumber cores (all-reduce of 128 KiB, 4 ranks on 2 cores: 1.2 ms in one step,
+#: 1.6 in four); more steps let an all-reduce move fewer bytes, which pays from about 1 MiB on.
 SMALL_BYTES = 512 * 1024
 
 

@@ -34,7 +34,7 @@ MOST_TEAMS = 1 << _TEAM_BITS
 #: wait: 117 ms, with sleeps 73). The first looks serve messages that are just coming.
 _LOOKS, _SLEEP_MS = 20, 1
 
-#: How long closing waits for what is under way: nanoseconds per attempt, and attempts.
+#: How long closing waits for pending communications: nanoseconds per attempt, and attempts.
 _PERIOD_NS, _ATTEMPTS = 100_000_000, 5
 
 #: How often the worker progresses to find messages that a rank sent before it ended.
@@ -45,7 +45,7 @@ class Ongoing(Protocol):
     """A communication that is under way."""
 
     def advance(self) -> bool:
-        """Do what can be done now; return whether the communication is over, well or not."""
+        """Make progress without waiting; return whether the communication ended, well or not."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class Engine:
 
     Args:
         library: UCX.
-        can_sleep: all that is waited for comes through UCX, so that waits may sleep until an event.
+        can_sleep: all awaited events come through UCX, so that waits may sleep until an event.
         is_one_host: all ranks are on this host.
     """
 
@@ -116,8 +116,8 @@ class Engine:
     @property
     def transports(self) -> str:
         """The transports that UCX found, as it prints them."""
-        found: str = self._context.info
-        return found
+        names: str = self._context.info
+        return names
 
     @property
     def error(self) -> type[Exception]:
@@ -125,7 +125,7 @@ class Engine:
         return self._library.error
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of the ranks whose address is not known yet."""
+        """Return the ranks whose addresses are not known yet."""
         return [rank for rank in ranks if rank not in self._addresses]
 
     def introduce(self, rank: int, address: bytes) -> None:
@@ -171,7 +171,7 @@ class Engine:
         self._failed.append(work)
 
     def drop(self, work: Ongoing) -> None:
-        """Stop making a communication progress that nobody waits for any more."""
+        """Stop the progress of a communication that has no waiters any more."""
         with self._lock:
             if work in self._pending:
                 self._pending.remove(work)

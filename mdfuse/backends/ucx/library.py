@@ -1,4 +1,4 @@
-"""Load the library UCX through ucxx, or say why this process cannot use it."""
+"""Load the library UCX through ucxx, or return why this process cannot use it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SETTINGS = {
 #: 1.5 ms against 2.6).
 _ENVIRONMENT = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_RNDV_THRESH": "auto"}
 
-#: What reads and writes device memory, also for transports that cannot by themselves.
+#: The transports that access device memory, also on behalf of transports that cannot.
 _DEVICE_TRANSPORT = "cuda_copy"
 
 _INSTALL = 'pip install "mdfuse[ucx]" (ucxx; it needs no GPU), or use backend="gloo"'
@@ -99,7 +99,7 @@ def why_staged(transports: str) -> str | None:
 
     Args:
         transports: the description of a UCX context (`UCXContext.info`). ucxx's own answer
-            (`UCXContext.cuda_support`) is about what was asked for, and is yes without a GPU.
+            (`UCXContext.cuda_support`) reflects the request, and is yes without a GPU.
     """
     if f" {_DEVICE_TRANSPORT}/" in transports:
         return None
@@ -109,11 +109,11 @@ def why_staged(transports: str) -> str | None:
 
 
 def settings(environment: Mapping[str, str], is_one_host: bool = False) -> dict[str, str]:
-    """Return the settings for UCX, but for those that the user's variables give.
+    """Return the settings for UCX, without those that the user's variables set.
 
     On one host UCX is confined to the loopback; by itself it listens on all interfaces.
     """
-    told = {k: v for k, v in _SETTINGS.items() if f"UCX_{k}" not in environment}
+    variables = {k: v for k, v in _SETTINGS.items() if f"UCX_{k}" not in environment}
     if is_one_host and "UCX_NET_DEVICES" not in environment and "UCX_TLS" not in environment:
-        told["NET_DEVICES"] = "lo"
-    return told
+        variables["NET_DEVICES"] = "lo"
+    return variables

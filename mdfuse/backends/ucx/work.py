@@ -63,14 +63,14 @@ class ComposedWork:
     """One rank's post of a composed communication; it begins when it is made.
 
     Attributes:
-        call: what is posted.
+        call: the communication.
         composition: the steps of the post.
         buffers: its buffers, kept here until it is over: UCX holds no reference to them.
         channel: numbers all its messages when it is made, since both ends count in the order of
             posts.
         engine: makes it progress.
         timeout_s: how long a wait may take.
-        gate: orders it with what is queued on its device; None where the buffers are the host's.
+        gate: orders it with work queued on its device; None where the buffers are the host's.
     """
 
     call: Call
@@ -107,7 +107,7 @@ class ComposedWork:
             raise self._error
 
     def advance(self) -> bool:
-        """Do what can be done now; return whether the post is over, well or not."""
+        """Make progress without waiting; return whether the post is over, well or not."""
         try:
             while not self._is_over() and self._has_arrived() and self._is_ready():
                 if self._steps:
@@ -184,7 +184,7 @@ def _messages(step: Round, buffers: Buffers, channel: Channel, kind: int) -> lis
 #: A kind's number in the tags of its messages, so that posts of different kinds never match.
 KIND_NUMBERS = {kind: n for n, kind in enumerate(CARRIED)}
 
-#: The reason that a wait gives which another thread ended.
+#: The reason given by a wait that another thread ended.
 _ENDED = "the wait was ended: another rank does not take part"
 
 _NOTHING = Buffers((), (), torch.empty(0))

@@ -1,7 +1,7 @@
-"""All ranks go on, or none: what they tell each other, when, and who raises.
+"""All ranks go on, or none: their messages to each other, and the errors on all of them.
 
 Ranks meet in a store, never in a collective: a rank with a problem may not be able to post. At a
-meeting each says None, or a text (`meetings.py`); what one says is an error of all: a rank with a
+meeting each says None, or a text (`meetings.py`). The text of one is an error of all: a rank with a
 problem raises it, every other rank raises one that names that rank (`raise_alike`).
 
 | when | what a rank says | where |
@@ -14,7 +14,7 @@ problem raises it, every other rank raises one that names that rank (`raise_alik
 | when its first plan is made | its problem | `programs.agree` |
 | after each run with `check_indices` | the index that is out of range | `programs.agree` |
 
-No other run meets: a rank that refuses one leaves word, which a rank whose communication breaks
-reads; and nobody runs on before it is known who had begun what (`refusals.py`). A run of another
-thread breaks the order in which ranks meet (`crowds.py`).
+Other runs do not meet. A rank that refuses one leaves a message, which a rank whose communication
+breaks reads; and no rank runs on before it is known which ranks had begun the run (`refusals.py`).
+A run of another thread breaks the order in which ranks meet (`crowds.py`).
 """

@@ -34,10 +34,10 @@ def crowd(rank: int) -> str:
 
 def refusal(rank: int, name: str) -> ProgramError | None:
     """Return the error of running a program while another thread runs one; None if none does."""
-    found = crowd(rank)
-    if not found:
+    others = crowd(rank)
+    if not others:
         return None
-    return ProgramError(f"@{name} is not run: {found}", because=BECAUSE, hint=HINT)
+    return ProgramError(f"@{name} is not run: {others}", because=BECAUSE, hint=HINT)
 
 
 BECAUSE = "threads come in an order of each rank's own, so that ranks meet in different programs"

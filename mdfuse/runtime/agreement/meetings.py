@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from mdfuse.torch_private import Store
 
 #: The count of arrivals has the number of ranks with a text above this bit, so that a meeting
-#: without texts costs each rank one arrival and one wait, whatever the number of ranks.
+#: without texts costs each rank one arrival and one wait, for any number of ranks.
 _TEXTS = 32
 
-#: How long the store may take to answer where something went wrong already, seconds.
+#: How long the store may take to answer after an error, seconds.
 ANSWER_S = 1.0
 
 
@@ -26,12 +26,12 @@ def raise_alike(
     said: Sequence[str | None],
     elsewhere: Callable[[int, str], MdfuseError],
 ) -> None:
-    """Raise on every rank where one has a problem; each calls it with what a meeting returned.
+    """Raise on every rank if one has a problem; each calls it with the result of a meeting.
 
     Args:
         problem: this rank's own.
-        said: by rank: None, or its problem.
-        elsewhere: returns the error that tells of the problem of a rank, from rank and text.
+        said: for each rank, None or its problem.
+        elsewhere: returns the error for another rank's problem, from rank and text.
     """
     if problem is not None:
         raise problem
@@ -55,7 +55,7 @@ class Meetings:
         timeout_s: how long to wait for the others, seconds.
 
     Attributes:
-        size: how many ranks meet; 1 under backend "null", whatever the size of the world.
+        size: the number of ranks that meet; 1 under backend "null", for any size of the world.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
@@ -151,7 +151,7 @@ class Meetings:
                 if not self._store.check([key]) or int(self._store.get(key)) < meeting:
                     missing.append(rank)
 
-        is_known = within(ANSWER_S, ask)  # the store may be what does not answer
+        is_known = within(ANSWER_S, ask)  # perhaps the store itself does not answer
         late = f"waited {self._timeout_s:g} s for ranks {missing}"
         lost = "lost the store that all ranks meet in"
         return BackendError(

@@ -27,10 +27,10 @@ from mdfuse.seeing.named_tables import told_apart
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
 
-#: How the report of a rank with a problem begins: with its arguments, or with an index.
+#: First words of the report of a rank with a problem: with its arguments, or with an index.
 _REFUSED, _OUT_OF_RANGE = "refused: ", "index: "
 
-#: Options that ranks must share: they decide what is posted, how, and for how long it is awaited.
+#: Options that ranks must share: they decide the posts, their form, and their deadlines.
 _SHARED = (
     "streams",
     "stream_policy",
@@ -59,7 +59,7 @@ def first_run(
     if problem is None:
         try:
             local = _checked(program, options, communicator.rank)
-        except BaseException as error:  # whatever it is, the others are told before it is raised
+        except BaseException as error:  # of any type: the others are told before it is raised
             problem = error
     what, costs = fingerprint(program, options), partial(_costs, options)
     agree(program.name, problem, communicator, what, costs)
@@ -79,7 +79,7 @@ def _checked(program: HostProgram, options: Options, rank: int) -> HostProgram:
 
 
 def _costs(options: Options) -> str:
-    """Return which table of costs a program was compiled by; "" for none."""
+    """Return the name of the table of costs that a program was compiled with; "" for none."""
     if options.overlap == "never":
         return ""
     return told_apart(options.costs, backend_choice(options.backend).usual)
@@ -94,39 +94,39 @@ def agree(
 ) -> None:
     """Raise on every rank, unless all ranks are without a problem and run the same.
 
-    Ranks compare digests. Only where these differ do they tell each other what they run, one rank
-    for all that run the same. Nothing is posted.
+    Ranks compare digests. Only where these differ do they exchange their programs, one rank for all
+    that run the same. Nothing is posted.
 
     Args:
         name: of the program, for messages.
         problem: this rank's own, or None.
         communicator: of all ranks.
-        what: what this rank runs, line by line; all ranks run the same.
-        costs: returns which table of costs it was compiled by; ranks may have several, as long as
-            what these choose is the same.
+        what: the program of this rank, line by line; all ranks run the same.
+        costs: returns the name of its table of costs; ranks may have several, as long as the
+            choices made by them are the same.
 
     Raises:
         BaseException: `problem`, where there is one.
         ProgramError: another rank has one, or runs something else. An IndexRangeError for an
             IndexRangeError.
     """
-    own = None if what is None else hashlib.sha256(what.encode()).hexdigest()
+    digest = None if what is None else hashlib.sha256(what.encode()).hexdigest()
     kind = _OUT_OF_RANGE if isinstance(problem, IndexRangeError) else _REFUSED
-    reports = communicator.all_ok(own if problem is None else f"{kind}{told(problem)}")
+    reports = communicator.all_ok(digest if problem is None else f"{kind}{told(problem)}")
     problems = [r if r and r.startswith((_REFUSED, _OUT_OF_RANGE)) else None for r in reports]
     raise_alike(problem, problems, partial(_elsewhere, name))
     if any(report != reports[0] for report in reports):
-        found = communicator.crowd = crowd(communicator.rank) or communicator.crowd
-        speaks = reports.index(own) == communicator.rank or found
-        told_here = "\n".join((found, printable(costs()), what or "")) if speaks else None
+        threads = communicator.crowd = crowd(communicator.rank) or communicator.crowd
+        speaks = reports.index(digest) == communicator.rank or threads
+        told_here = "\n".join((threads, printable(costs()), what or "")) if speaks else None
         texts = communicator.all_ok(told_here)
         error = _other_programs(reports, [_Said(*(x or "\n\n").split("\n", 2)) for x in texts])
-        error.follows = own == Counter(reports).most_common(1)[0][0]
+        error.follows = digest == Counter(reports).most_common(1)[0][0]
         raise error
 
 
 def _elsewhere(name: str, rank: int, report: str) -> ProgramError:
-    """Return the error that tells of another rank's problem."""
+    """Return the error for another rank's problem."""
     if report.startswith(_REFUSED):
         return ProgramError(
             f"rank {rank} refused to run @{name}",
@@ -141,9 +141,9 @@ def _elsewhere(name: str, rank: int, report: str) -> ProgramError:
 
 
 def fingerprint(program: HostProgram, options: Options) -> str:
-    """Return what all ranks must share, line by line: versions, options, the program.
+    """Return the text that all ranks must share, line by line: versions, options, the program.
 
-    Of a projection it has the name only, since each rank has another one.
+    A projection is there by name only, since each rank has another one.
     """
     lines = [
         f"mdfuse {VERSION}",
@@ -159,7 +159,7 @@ def fingerprint(program: HostProgram, options: Options) -> str:
 
 
 class _Said(NamedTuple):
-    """What a rank tells where ranks differ: of its threads, of its table of costs, what it runs."""
+    """A rank's account where ranks differ: its threads, its table of costs, its program."""
 
     crowd: str
     costs: str
@@ -167,16 +167,16 @@ class _Said(NamedTuple):
 
 
 def _other_programs(reports: Sequence[str | None], said: Sequence[_Said]) -> ProgramError:
-    """Return the error for ranks with different programs: who they are, and what differs."""
+    """Return the error for ranks with different programs: the ranks, and the differing lines."""
     usual = Counter(reports).most_common(1)[0][0]
     there = reports.index(usual)
     others = [rank for rank, report in enumerate(reports) if report != usual]
     where, tables = list[str](), list[str]()
     for report in dict.fromkeys(reports[rank] for rank in others):
-        here = reports.index(report)
-        where += _difference(there, said[there].what, here, said[here].what)
-        if said[there].costs != said[here].costs:
-            tables += [f"rank {r}, costs: {said[r].costs or 'none'}" for r in (there, here)]
+        other = reports.index(report)
+        where += _difference(there, said[there].what, other, said[other].what)
+        if said[there].costs != said[other].costs:
+            tables += [f"rank {r}, costs: {said[r].costs or 'none'}" for r in (there, other)]
     crowds = [x.crowd for x in said if x.crowd]
     if crowds:
         return ProgramError(crowds[0], where=[*crowds[1:], *where], because=BECAUSE, hint=HINT)

@@ -1,4 +1,4 @@
-"""Runs that a rank refused or left: which one, whether others had begun it, if ranks can go on."""
+"""Runs that a rank refused or left, and whether the ranks can go on afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BEGUN = "other ranks had begun it"
 
 @dataclass(slots=True, kw_only=True)
 class Refusals:
-    """The words that ranks leave in the store about runs that they refused or left.
+    """The messages that ranks leave in the store about runs that they refused or left.
 
     Where all ranks refuse a run, nothing of it was posted, and they go on. Otherwise the next post
     of a rank could meet one of another run, so that no rank runs anything any more.
@@ -30,8 +30,8 @@ class Refusals:
         store: shared by all ranks.
         rank: this rank.
         size: the number of ranks.
-        timeout_s: how long to wait for what the others say, seconds.
-        waiting: makes a context for such a wait, from a text that says what it waits for.
+        timeout_s: how long to wait for the messages of the others, seconds.
+        waiting: makes a context for such a wait, from a text that names the wait.
     """
 
     store: Store
@@ -41,13 +41,13 @@ class Refusals:
     waiting: Callable[[str], AbstractContextManager[None]]
     #: the run that this rank refused, until it is known whether others had begun it
     refused: str | None = None
-    #: why ranks may be at different communications
+    #: the reason why ranks may be at different communications
     broken: str | None = None
 
     def refuse(self, occasion: str, problem: BaseException) -> None:
-        """Leave word why this rank does not take part in a run."""
+        """Leave the reason why this rank does not take part in a run."""
         self.refused = occasion
-        tell_torchrun(problem)  # before others fail for it, whatever becomes of it here
+        tell_torchrun(problem)  # before others fail for it, even if it is caught here
 
         def leave_word() -> None:
             self.store.set(f"refused/{occasion}", self._word("refused it", told(problem)))
@@ -57,9 +57,9 @@ class Refusals:
         within(ANSWER_S, leave_word)
 
     def abandon(self, tally: RunCount, error: BaseException) -> None:
-        """Note that an error ended a run on this rank, perhaps between two posts; leave word.
+        """Note that an error ended a run on this rank, perhaps between two posts; leave a message.
 
-        Others may have what they need for that run, and wait in the next one.
+        Others may have finished that run, and wait in the next one.
         """
         self.broken = self.broken or f"{type(error).__name__} ended a run of @{tally.name} here"
         tell_torchrun(error)
@@ -83,17 +83,17 @@ class Refusals:
             the store does not answer.
         """
         self.broken = self.broken or f"a communication broke ({first_line(error)})"
-        found: list[str] = []
+        messages: list[str] = []
 
         def ask() -> None:
             if self.store.check([f"refused/{tally.occasion}"]):
                 self.store.set(f"settled/{tally.occasion}", _BEGUN)
-                found.append(self.store.get(f"refused/{tally.occasion}").decode())
+                messages.append(self.store.get(f"refused/{tally.occasion}").decode())
 
         within(ANSWER_S, ask)
-        if not found:
+        if not messages:
             return None
-        why, *words = found[0].splitlines()
+        why, *words = messages[0].splitlines()
         return ProgramError(
             f"@{tally.name} broke off on rank {self.rank}: {why}",
             where=words,

@@ -1,1 +1,1 @@
-"""The watchdog of a process: which ranks wait for which others, and for how long."""
+"""The watchdog of a process: it knows the ranks that wait for others, and for how long."""

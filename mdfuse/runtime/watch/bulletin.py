@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Answers:
-    """The positions of other ranks that the store gave after a wait broke.
+    """The positions of other ranks, as read from the store after a wait broke.
 
     Attributes:
         positions: by rank; ranks that never told any are absent.
@@ -41,8 +41,8 @@ class Bulletin:
             waits would block the watchdog.
         rank: this rank.
         beat_s: seconds between two positions of a rank.
-        is_lost: the connection broke: asking again would only make torch log it again.
-        heard: what the first rank to raise an alarm said.
+        is_lost: the connection broke: another request would only make torch log it again.
+        heard: the message of the first rank that raised an alarm.
     """
 
     store: Store
@@ -52,17 +52,17 @@ class Bulletin:
     heard: str = ""
     _beat: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    #: thread -> when it asked the store that it still waits for, by the monotonic clock
+    #: thread -> the start of its pending request to the store, by the monotonic clock
     _asked: dict[int, float] = field(default_factory=dict)
 
     def tell(self, position: Position) -> None:
-        """Tell the others how far this rank is."""
+        """Tell the others the position of this rank."""
         if self.is_lost:  # and another thread may wait for it, and hold the lock
             return
-        with self._lock:  # two threads tell; beats must be written in order
+        with self._lock:  # two threads write; beats must be in order
             self._beat += 1
-            told = replace(position, beat=self._beat, time=time.time())
-            self._set(f"at/{self.rank}", told.encode())
+            stamped = replace(position, beat=self._beat, time=time.time())
+            self._set(f"at/{self.rank}", stamped.encode())
 
     def hear(self) -> None:
         """Read the alarm that a rank raised, if there is one."""
@@ -70,18 +70,18 @@ class Bulletin:
             self.heard = self._get("alarm") or ""
 
     def alarm(self, text: str) -> None:
-        """Leave an alarm for ranks that meet the consequences once this rank is gone."""
+        """Leave an alarm for ranks that fail once this rank is gone."""
         if not self.heard:
             self._set("alarm", text)
 
     def refusal(self, occasion: str) -> str | None:
-        """Return what a rank said that refused or left a run, or None."""
+        """Return the message of a rank that refused or left a run, or None."""
         return self._get(f"refused/{occasion}")
 
     def gather(self, ranks: Iterable[int], ending: Deadline = NEVER) -> Answers:
         """Return the positions of other ranks, once each that lives has told a new one.
 
-        Takes up to three beats and a second, where a rank tells nothing or the store does not
+        It takes up to three beats and a second, where a rank is silent or the store does not
         answer. A store that `give_up` gave up is not asked.
 
         Args:
@@ -117,8 +117,8 @@ class Bulletin:
     def _linger(self, ranks: list[int], deadline: Deadline) -> None:
         while ranks and deadline.left():
             time.sleep(deadline.left(self.beat_s / 5))
-            found = ((rank, self._read(rank)) for rank in ranks)
-            ranks = [rank for rank, at in found if at is not None and at.is_hanging]
+            positions = ((rank, self._read(rank)) for rank in ranks)
+            ranks = [rank for rank, at in positions if at is not None and at.is_hanging]
 
     def _gather(self, ranks: list[int], found: dict[int, Position], grace_s: float) -> None:
         """Read positions into `found` until each rank has told a new one, or time is up.

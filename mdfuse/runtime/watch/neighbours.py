@@ -28,7 +28,7 @@ _IDENTITY = (
     "MASTER_PORT",
 )
 
-#: What /proc says of the state of a stopped process: by a signal, or by a debugger.
+#: The state of a stopped process in /proc: by a signal, or by a debugger.
 _STOPPED = ("T", "t")
 
 
@@ -50,19 +50,19 @@ class Neighbours:
             self._marks.append(mark)
 
     def missing(self, place: str) -> dict[int, str]:
-        """Return the ranks that keep the others waiting at a place, and what is seen of each.
+        """Return the ranks that keep the others waiting at a place, with a description of each.
 
-        Ranks that did not come are only known where all ranks are on one host. Where not even this
-        rank's own mark is seen, nothing is known.
+        Missing ranks are only known where all ranks are on one host. If not even this rank's own
+        mark is seen, nothing is known.
         """
         there = self._there(place)
         if self._launch.rank not in there:
             return {}
-        found = self.stopped(place)
+        reasons = self.stopped(place)
         if self._launch.is_one_host:
             away = set(range(self._launch.size)) - there.keys()
-            found |= dict.fromkeys(away, f"did not come to {place}: busy elsewhere, or gone")
-        return dict(sorted(found.items()))
+            reasons |= dict.fromkeys(away, f"did not come to {place}: busy elsewhere, or gone")
+        return dict(sorted(reasons.items()))
 
     def stopped(self, place: str) -> dict[int, str]:
         """Return the ranks whose processes came to a place and are stopped now, with a text."""

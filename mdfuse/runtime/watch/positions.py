@@ -1,4 +1,4 @@
-"""Positions: how far a rank is, as it knows itself and as it tells the others."""
+"""Positions: the progress of a rank, as it knows it and as it tells the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mdfuse.runtime.watch.tallies import Key, Tallies, key_of
 
 
 class Progress(NamedTuple):
-    """How far a rank is in one family of a team's posts.
+    """The progress of a rank in one family of a team's posts.
 
     Attributes:
         family: the posts of one family and team are numbered together.
@@ -32,17 +32,17 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a rank is, as it tells the others.
+    """The position of a rank, as it tells the others.
 
     Attributes:
         rank: the rank.
         is_hanging: whether it is about to report a communication that broke or hangs.
         progress: by family and team.
         host: the line of the program where its host is, or "".
-        doing: what it waits for, or runs, in words; or "".
-        ended: how it left the others, or "".
-        beat: how often it told the others.
-        time: when it did so last, seconds since the epoch, by its own clock.
+        doing: its wait, or its instruction, in words; or "".
+        ended: the way it left the others, in words; or "".
+        beat: the number of times it told the others.
+        time: of the last time, seconds since the epoch, by its own clock.
         silent_s: set by the reader: for how many seconds the rank has told nothing, when it should.
     """
 
@@ -58,8 +58,8 @@ class Position:
 
     def of(self, family: str, team: tuple[int, ...]) -> Progress:
         """Return the rank's progress in one family of one team."""
-        found = (p for p in self.progress if (p.family, p.team) == (family, team))
-        return next(found, Progress(family, team, 0, 0, ""))
+        matching = (p for p in self.progress if (p.family, p.team) == (family, team))
+        return next(matching, Progress(family, team, 0, 0, ""))
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -67,13 +67,13 @@ class Position:
     @classmethod
     def decode(cls, text: str | bytes) -> Position:
         raw = json.loads(text)
-        progress = (Progress(f, tuple(team), *rest) for f, team, *rest in raw.pop("progress"))
+        progress = (Progress(f, tuple(team), *numbers) for f, team, *numbers in raw.pop("progress"))
         return cls(progress=tuple(progress), **raw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnPosition:
-    """Where this process is in its plans, as it knows itself; a `Position` is what others are told.
+    """The position of this process in its plans; a `Position` is the form told to others.
 
     Attributes:
         key: differs once the process has moved.
@@ -116,38 +116,38 @@ def is_shared(family: str) -> bool:
 
 
 def standing(tallies: Tallies, place: RunningStep | None) -> OwnPosition:
-    """Return where a process is in its plans; `place` None: outside of all of them."""
+    """Return the position of a process in its plans; `place` None: outside of all of them."""
     tally = place.plan.tally if place is not None else None
     if place is None or tally is None:
         return OwnPosition(progress=_progress(tallies.posted_before(None), []))
     before = tallies.posted_before(tally)
     posts, current = _posts(place, before), place.current
-    found = next((post for post in posts if post.step == current), None)
-    what = f"{found.name} ({found.where})" if found else place.step.label
-    family, team = found.key if found else ("", ())
+    last_post = next((post for post in posts if post.step == current), None)
+    what = f"{last_post.name} ({last_post.where})" if last_post else place.step.label
+    family, team = last_post.key if last_post else ("", ())
     return OwnPosition(
         key=(tally.occasion, place.number),
         doing=f"in run {tally.runs} of @{tally.name}, at {what}",
         is_waiting=place.is_waiting,
         occasion=tally.occasion,
-        name=found.name if found else "",
+        name=last_post.name if last_post else "",
         where=place.step.label,
         family=family,
         team=team,
-        sequence=found.number if found else 0,
+        sequence=last_post.number if last_post else 0,
         progress=_progress(before, posts, place.open),
     )
 
 
 def _posts(place: RunningStep, before: Counter[Key]) -> list[_Post]:
-    """Return what the current run posted so far, in order."""
-    counts, found = before.copy(), []
+    """Return the posts of the current run so far, in order."""
+    counts, listed = before.copy(), []
     for n, step in enumerate(place.plan.steps[: place.number + 1]):
         for call in step.calls:
             key = key_of(call.kind, call.team)
             counts[key] += 1
-            found.append(_Post(n, counts[key], key, f"{call.kind} #{counts[key]}", step.label))
-    return found
+            listed.append(_Post(n, counts[key], key, f"{call.kind} #{counts[key]}", step.label))
+    return listed
 
 
 def _progress(

@@ -1,4 +1,4 @@
-"""The report of a communication that broke or hangs: where this rank is, and where the others."""
+"""The report of a communication that broke or hangs: the positions of all ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _LAST = 8
 #: How many ranks a report lists one by one.
 _RANKS = 16
 
-#: The verdict on a rank that left no word in a store that answers.
+#: The verdict on a rank that left no message in a store that answers.
 NEVER_TOLD = "no answer: the process ended, or is stuck where no thread of Python can run"
 
-#: Why a wait does not end, for a communication, and for what all ranks do together.
+#: The reason why a wait does not end, for a communication, and for a meeting of all ranks.
 _IN_ORDER = "all members of a team post the same, in one order"
 _TOGETHER = "no rank goes on before all have come"
 
-#: A part of the last word of a rank that left because its own communication broke.
+#: A part of the last message of a rank that left because its own communication broke.
 _VICTIM = "BackendError"
 
 
@@ -37,7 +37,7 @@ class Alarm:
     Attributes:
         team: the ranks that the communication concerns.
         what: the fact.
-        details: where in the program, how many bytes, how long ago; or "".
+        details: the line of the program, the bytes, the age; or "".
         name: the communication, with its number and line, in words; or "".
         family: of the posts that the communication is numbered with; or "".
         sequence: its number in its family and team, or 0.
@@ -69,13 +69,13 @@ class Alarm:
     def at(
         cls, now: OwnPosition, what: str, everybody: tuple[int, ...], details: str = ""
     ) -> Alarm:
-        """Return the alarm over what a plan waits for, or over a wait outside of all plans.
+        """Return the alarm over the wait of a plan, or over a wait outside of all plans.
 
         Args:
-            now: where this process is in its plans.
+            now: the position of this process in its plans.
             what: the fact.
             everybody: the ranks concerned where no plan is running.
-            details: where in the program; or "".
+            details: the line of the program; or "".
         """
         return cls(
             team=now.team or everybody,
@@ -93,11 +93,11 @@ class Table:
 
     Attributes:
         own: this rank's position.
-        others: those of other ranks, as far as the store answers.
+        others: the positions of other ranks, as far as the store answers.
         ranks: the ranks whose positions are told.
         posts: the last posts of this rank outside torch.distributed.
-        store: what is wrong with the store, or "".
-        heard: what the first rank to raise an alarm said, if it is another one; or "".
+        store: the fault of the store, or "".
+        heard: the message of the first rank to raise an alarm, if it is another one; or "".
         lost: the rank whose end took the store with it, or None.
         page: the file that the report is kept in, or None.
         missing: ranks that should have been heard of, and were not, with a text on each.
@@ -140,25 +140,25 @@ def explained(error: BackendError, alarm: Alarm, table: Table) -> BackendError:
 
 
 def blame(alarm: Alarm, table: Table) -> str:
-    """Return, in one line, which ranks went wrong first, and how."""
+    """Return, in one line, the ranks that went wrong first, and their faults."""
     ranks, why, _ = _suspects(alarm, table)
     return f"{ranks_text(ranks)}: {why}" if ranks else "nobody knows why"
 
 
 def _follows(alarm: Alarm, table: Table) -> bool:
-    """Whether those that went wrong first said how they ended, so that their launcher shows them.
+    """True if the ranks that went wrong first left a message, so that their launcher shows them.
 
-    Of a rank that lives, or is silent, the report is all that there is.
+    A rank that lives, or is silent, appears in the report only.
     """
     ranks, *_ = _suspects(alarm, table)
     return bool(ranks) and all(r in table.others and table.others[r].ended for r in ranks)
 
 
 def _rows(alarm: Alarm, table: Table) -> list[str]:
-    own = table.own
-    at = f"{own.doing}; " if own.doing else ""
-    rows = [f"rank {own.rank}: {at}its host is at {own.host or 'no line of Python'}"]
-    rows += [f"posted {_count_text(p)}" for p in own.progress if own.doing]
+    position = table.own
+    at = f"{position.doing}; " if position.doing else ""
+    rows = [f"rank {position.rank}: {at}its host is at {position.host or 'no line of Python'}"]
+    rows += [f"posted {_count_text(p)}" for p in position.progress if position.doing]
     rows += _ranks(alarm, table)
     rows += [table.store] if table.store else []
     rows += [f"before, {table.heard}"] if table.heard else []
@@ -172,7 +172,7 @@ def _count_text(progress: Progress) -> str:
 
 
 def _ranks(alarm: Alarm, table: Table) -> list[str]:
-    """Return what the other ranks did, one line for all ranks that did the same."""
+    """Return the positions of the other ranks, one line for all ranks at the same one."""
     said: dict[str, list[int]] = {}
     for rank in table.ranks:
         if rank in table.missing:
@@ -217,20 +217,20 @@ _SLOW = "; where it is only slow, raise timeout_s"
 
 
 def _suspects(alarm: Alarm, table: Table) -> tuple[list[int], str, str]:
-    """Return the ranks that probably went wrong first, what they did, and what to do.
+    """Return the ranks that probably went wrong first, their fault, and the remedy.
 
     The tests go from the strongest evidence to the weakest; the first that finds ranks decides.
     """
     others = {rank: at for rank, at in table.others.items() if rank in table.ranks}
     left = [rank for rank, at in others.items() if at.ended]
-    here = {rank: at for rank, at in others.items() if rank not in left}
+    present = {rank: at for rank, at in others.items() if rank not in left}
     see = "see the log of {0}: "
     tests = (
         ([r for r, at in others.items() if at.silent_s], "no sign of life", see + "it died, or "
          "stopped, or its host is cut off"),
         (list(table.missing), "missing", see + "it died, or stopped, or never came"),
         ([r for r in left if _VICTIM not in others[r].ended], "left", see + "it left the others"),
-        ([r for r, at in here.items() if _is_behind(alarm, r, at)], "did not post it",
+        ([r for r, at in present.items() if _is_behind(alarm, r, at)], "did not post it",
          "see what {0} did instead" + _SLOW),
         (_astray(alarm, table), "posted another one",
          "compare what {0} ran with the others: all ranks run the same programs in one order"),
@@ -238,9 +238,9 @@ def _suspects(alarm: Alarm, table: Table) -> tuple[list[int], str, str]:
         ([] if table.lost is None else [table.lost], "took the store with it", see + "it died, or "
          "stopped, and with it the store"),
     )  # fmt: skip
-    found = ((sorted(ranks), why, hint) for ranks, why, hint in tests if ranks)
+    suspects = ((sorted(ranks), why, hint) for ranks, why, hint in tests if ranks)
     return next(
-        found, ([], "", "see the log of each rank; where they are only slow, raise timeout_s")
+        suspects, ([], "", "see the log of each rank; where they are only slow, raise timeout_s")
     )
 
 
@@ -251,7 +251,7 @@ def _is_behind(alarm: Alarm, rank: int, at: Position) -> bool:
 
 
 def _astray(alarm: Alarm, table: Table) -> list[int]:
-    """Return the ranks that posted something else than most of the team."""
+    """Return the ranks whose post differs from that of most of the team."""
     others = [rank for rank, at in table.others.items() if _is_astray(alarm, rank, at)]
     return [table.own.rank] if 2 * len(others) > len(alarm.team) else others
 
@@ -282,8 +282,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
     """Return ranks as reports name them: "rank 3", "ranks 0, 1"."""
     ranks = list(ranks)
     text = ", ".join(map(str, ranks[:_RANKS]))
-    more = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}{more}"
+    others = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}{others}"
 
 
 def bytes_text(count: int) -> str:

@@ -1,7 +1,7 @@
-"""Keep reports of waits that broke in files, since stderr may be redirected.
+"""Keep reports of broken waits in files, since stderr may be redirected.
 
-A report goes to a file of its own, and to torchrun's, whose summary shows what the first rank to
-fail wrote there. So does each error that ends a process.
+A report goes to a file of its own, and to torchrun's, whose summary shows the text of the first
+rank that failed. Each error that ends a process goes there, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Page:
         rank: this rank.
 
     Attributes:
-        row: what the report says of the file.
+        row: the report's line about the file.
     """
 
     def __init__(self, folder: Path | None, rank: int) -> None:
@@ -61,12 +61,12 @@ def folder_of(setting: str | None) -> Path:
     return Path(setting or Path(tempfile.gettempdir(), f"mdfuse-{os.getuid()}"))
 
 
-#: Where torchrun looks for the error of a process that failed.
+#: The variable with the file in which torchrun looks for the error of a failed process.
 _FILE = "TORCHELASTIC_ERROR_FILE"
 
-#: torchrun calls the rank the first whose error is dated first, in seconds. An error that came of
-#: another rank's is dated so much later; of a rank that ends without a word, as by `sys.exit(1)`,
-#: the date is the moment in which torchrun sees it.
+#: torchrun takes the rank with the earliest date, in seconds, for the first. An error caused by
+#: another rank's is dated so much later; a rank that ends without a message, as by `sys.exit(1)`,
+#: is dated when torchrun sees it.
 _BEHIND_S = 3
 
 #: The error that was told last.
@@ -76,8 +76,8 @@ _told: list[BaseException] = []
 def tell_torchrun(error: BaseException | None) -> None:
     """Write an error to the file that torchrun reads when this process ends.
 
-    Does nothing under other launchers, or without an error. What stands there already, of torch's
-    `record` or of what went wrong before, keeps its date.
+    It does nothing under other launchers, or without an error. An earlier entry, of torch's
+    `record` or of a former error, keeps its date.
     """
     file = os.environ.get(_FILE)
     if not file or not isinstance(error, Exception) or error in _told:
@@ -98,7 +98,7 @@ def tell_torchrun(error: BaseException | None) -> None:
 
 
 def _follows(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised for, came of another rank's."""
+    """True if an error, or one of its causes, was caused by another rank's."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         if getattr(error, "follows", False):
@@ -113,17 +113,17 @@ def _traceback(error: BaseException) -> str:
 
 
 def _read(file: str) -> dict[str, Any] | None:
-    """Return what stands in torchrun's file, as torch writes it of an exception; None: nothing."""
+    """Return the entry of torchrun's file, as torch writes an exception; None: there is none."""
     try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))["message"]
-        int(found["extraInfo"]["timestamp"])
+        message = json.loads(Path(file).read_text(encoding="utf-8"))["message"]
+        int(message["extraInfo"]["timestamp"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return found if isinstance(found, dict) and "message" in found else None
+    return message if isinstance(message, dict) and "message" in message else None
 
 
 def untell_torchrun() -> None:
-    """Take back what was told: this process goes on, and may end by something else."""
+    """Take back the error told before: this process goes on, and may end by another one."""
     if _told and (file := os.environ.get(_FILE)):
         _told.clear()
         Path(file).unlink(missing_ok=True)
@@ -133,7 +133,7 @@ def untell_torchrun() -> None:
 def tell_torchrun_at_exit() -> None:
     """Arrange to tell torchrun of an error that ends this process unhandled, when it is raised.
 
-    At the end of the process would be late: ranks that wait for this one fail meanwhile.
+    The end of the process would be too late: ranks that wait for this one fail meanwhile.
     """
     if os.environ.get(_FILE):
         sys.excepthook = partial(_tell_first, sys.excepthook)

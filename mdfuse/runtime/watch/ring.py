@@ -78,7 +78,7 @@ class Ring:
         return write
 
     def forget(self, name: str) -> None:
-        """Count no longer what a program posted that is gone; families of its own have its name."""
+        """Drop the counts of a program that is gone; families of its own have its name."""
         for key in [key for key in list(self._tallies) if name in key[0]]:
             self._tallies.pop(key, None)
 

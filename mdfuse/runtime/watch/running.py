@@ -1,7 +1,7 @@
-"""Read off the stack where this process is in its plans, at no cost to runs.
+"""Read this process's position in its plans off the stack, at no cost to runs.
 
-A plan is a function with one line per call. So the number of the line at which a thread is tells
-the instruction, and which posts and waits came before.
+A plan is a function with one line per call. So a thread's line number gives the instruction, and
+the posts and waits before it.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _plans: WeakValueDictionary[str, Plan] = WeakValueDictionary()
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
 class RunCount:
-    """The number of runs of one program on this rank, by which ranks compare how far they are.
+    """The number of runs of one program on this rank, by which ranks compare their progress.
 
     Attributes:
         name: of the program.
         serial: the number of the program, the same on all ranks.
         runs: how many runs began.
         refused: how many of them this rank refused.
-        posted: how often one run posts each kind on each team; known once there is a plan.
+        posted: the number of posts in one run, by kind and team; known once there is a plan.
     """
 
     name: str
@@ -94,7 +94,7 @@ class RunningStep:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the step is a call of a communication library."""
+        """True if the step is a call of a communication library."""
         return self.step.op in ("post", "wait")
 
     @property
@@ -117,7 +117,7 @@ class RunningStep:
 
 
 def register(file: str, plan: Plan) -> None:
-    """Note the plan whose function has this file name, and count what a run of it posts."""
+    """Note the plan whose function has this file name, and count the posts of a run."""
     _plans[file] = plan
     if plan.tally is not None:
         calls = (call for step in plan.steps for call in step.calls)
@@ -127,13 +127,13 @@ def register(file: str, plan: Plan) -> None:
 def running() -> RunningStep | None:
     """Return the step that this process is at; None where it runs no plan.
 
-    Of several threads one that waits in a communication is preferred, then the main one.
+    A thread that waits in a communication is preferred, then the main one.
     """
     main = threading.main_thread().ident
     places = {t: [x for x in xs if x is not None] for t, xs in seen(_at).items()}
-    found = {thread: xs[0] for thread, xs in places.items() if xs}
-    order = sorted(found, key=lambda thread: (not found[thread].is_waiting, thread != main))
-    return found[order[0]] if order else None
+    innermost = {thread: xs[0] for thread, xs in places.items() if xs}
+    order = sorted(innermost, key=lambda thread: (not innermost[thread].is_waiting, thread != main))
+    return innermost[order[0]] if order else None
 
 
 def raised(error: BaseException | None) -> RunningStep | None:

@@ -1,4 +1,4 @@
-"""The counts of runs of all programs: what was posted before, in runs that are over."""
+"""The counts of runs of all programs: the posts in runs that are over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def key_of(kind: str, team: tuple[int, ...]) -> Key:
 
 
 class Tallies:
-    """The counts of runs, each as long as its owner lives; of the others only what was posted.
+    """The counts of runs, each as long as its owner lives, and the sums of posts of the others.
 
     Args:
         gone: is called with a count whose owner is gone, in any thread.
@@ -42,7 +42,7 @@ class Tallies:
         return bool(self._live)
 
     def posted_before(self, now: RunCount | None) -> Counter[Key]:
-        """Return how many posts of each family and team were made in runs that are over.
+        """Return the number of posts of each family and team in runs that are over.
 
         Args:
             now: the count of the program that is running; None: there is none.
@@ -67,7 +67,7 @@ class Tallies:
                 self._lock.release()
 
     def _fold(self) -> None:
-        """Add what programs posted that are gone, within the lock."""
+        """Add the posts of programs that are gone, within the lock."""
         while self._over:
             tally = self._live.pop(self._over.popleft())
             _count(self._posted, tally, tally.runs)

@@ -1,11 +1,11 @@
-"""The watchdog of a process: it reports communications that do not finish, and where ranks are.
+"""The watchdog of a process: it reports hanging communications, and the positions of ranks.
 
 Each post outside torch.distributed is noted in a ring buffer before it is made, and marked behind
 it, so that the watchdog finds the oldest post that is not done without asking the device: see
-`Track`. For all others it looks where the host is in its plans: see `mdfuse.runtime.watch.running`.
-The watchdog sleeps and looks in turn. Where something is overdue, it reports the instruction and
-what the other ranks did, and ends the process: buffers that such a communication writes to hold
-garbage.
+`Track`. For all others it reads the host's position in its plans: see
+`mdfuse.runtime.watch.running`. The watchdog sleeps and looks in turn. If a post or wait is overdue,
+it reports the instruction and the positions of the other ranks, and ends the process: buffers that
+such a communication writes to hold garbage.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SEEN_S = 2.0
 #: An alarm may come three seconds after the deadline of the wait, an error one.
 _ERROR_S, _ALARM_S = 7.0, 5.0
 
-#: Code that is not the user's, besides installed packages.
+#: Folders of code that is not the user's, besides installed packages.
 _LIBRARIES = (PACKAGE, sys.base_prefix + "/lib/", "<")
 
 
@@ -68,15 +68,16 @@ class Watch:
         rank: this rank.
         timeout_s: a post is overdue so many seconds after it was made, and after the oldest open
             post last changed.
-        store: where the ranks tell each other how far they are; nobody else uses its keys.
+        store: through which the ranks exchange positions; nobody else uses its keys.
         is_capturing: returns whether posts are being captured into a CUDA graph now.
         clock: returns seconds.
-        write: takes the report.
+        write: writes the report.
         end: ends the process with a status.
         size: entries of the ring, a power of two.
-        ranks: of the world; reports tell of all of them. 0: of the team that is concerned.
+        ranks: the size of the world, all of whose ranks reports show; 0: they show the team
+            concerned.
         host: the rank whose process keeps the store; None: another process does.
-        reports: the folder where reports are kept; None: nowhere.
+        reports: the folder of reports; None: there is none.
         neighbours: shows other ranks of this host as long as there is no store.
     """
 
@@ -110,9 +111,9 @@ class Watch:
         self._host = host
         self._folder = reports
         self._neighbours = neighbours
-        #: the last place to which this rank came where ranks without a store meet; or ""
+        #: the last meeting place of ranks without a store that this rank came to; or ""
         self._place = ""
-        #: when this process stops waiting for others, once something went wrong
+        #: the moment when this process stops waiting for others, once there is an error
         self.ending = NEVER
         self._is_capturing = is_capturing
         self._clock = clock
@@ -122,7 +123,7 @@ class Watch:
         self._seen = -1
         self._oldest: Post | None = None
         self._moved_at = clock()
-        #: breaks off the waits of this process; returns whether it could
+        #: ends the waits of this process; returns whether it could
         self.abort: Callable[[], bool] = lambda: False
         self._tallies = Tallies(gone=lambda tally: self.ring.forget(tally.title))
         self._waits: list[tuple[str, float]] = []
@@ -130,7 +131,7 @@ class Watch:
         self._refused: str | None = None
         self._reports = 0
         self._broke: OwnPosition | None = None
-        #: how this rank leaves the others, once it does
+        #: the way this rank left the others, in words
         self.leaves = "closed its communicator"
         self._ended = ""
         self._stop = threading.Event()
@@ -138,7 +139,7 @@ class Watch:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the store broke or does not answer, so that no rank hears of this one."""
+        """True if the store broke or does not answer, so that no rank hears of this one."""
         return self._bulletin is not None and self._bulletin.is_lost
 
     @property
@@ -188,11 +189,11 @@ class Watch:
             self._threads.append(threads.start(partial(self._run, run), name))
 
     def connect(self, store: Store) -> None:
-        """Let the ranks tell each other from now on how far they are, in this store."""
+        """Let the ranks exchange their positions in this store from now on."""
         self._bulletin = Bulletin(store, self._rank, self._beat)
 
     def close(self) -> None:
-        """Stop watching, and tell the others how this rank left. A second close does nothing."""
+        """Stop watching, and tell the others that this rank left. A second close does nothing."""
         if self._ended:
             return
         self._stop.set()
@@ -204,9 +205,9 @@ class Watch:
             within(self.ending.left(2 * self._beat), self.tell)
 
     def count(self, tally: RunCount, owner: object) -> None:
-        """Add a program's count of runs to those that tell how far this rank is.
+        """Add a program's count of runs to this rank's position.
 
-        It is kept as long as its owner; what was posted in its runs stays in the sums.
+        It is kept as long as its owner; the posts of its runs stay in the sums.
         """
         self._tallies.add(tally, owner)
 
@@ -232,13 +233,13 @@ class Watch:
             self._waits.remove(row)
 
     def look(self) -> None:
-        """Look once, and raise the alarm if something is overdue; asks no other process."""
+        """Look once, and raise the alarm if a post or wait is overdue; ask no other process."""
         alarm = self._failed() or self._overdue() or self._stuck() or self._broken()
         if alarm is not None:
             self._raise(alarm)
 
     def tell(self) -> None:
-        """Tell the other ranks once how far this one is, and read their alarms and refusals."""
+        """Tell the other ranks this one's position once, and read their alarms and refusals."""
         if self._bulletin is None:
             return
         now = self._standing()
@@ -258,12 +259,12 @@ class Watch:
         alarm = Alarm.at(now, error.what, self._world)
         self._broke = replace(now, is_waiting=False) if now.doing else None
         with self._reporting(alarm, now) as table:
-            found = explained(error, alarm, table)
-            self._keep(found, table)
-            return found
+            extended = explained(error, alarm, table)
+            self._keep(extended, table)
+            return extended
 
     def position(self, is_hanging: bool, now: OwnPosition | None = None) -> Position:
-        """Return how far this rank is, as the others are told."""
+        """Return the position of this rank, in the form told to others."""
         now = now or self._standing()
         posts = self._posts()
         open_posts = [post for post in posts if not post.is_done()]
@@ -281,7 +282,7 @@ class Watch:
         return Position(self._rank, is_hanging, progress_of, _host_line(), doing, self._ended)
 
     def _standing(self) -> OwnPosition:
-        """Return where this process is in its plans, or else where its last run broke off."""
+        """Return the position of this process in its plans, or that of its last run."""
         now = standing(self._tallies, running.running() if self._tallies else None)
         if now.doing:
             self._broke = None
@@ -356,14 +357,14 @@ class Watch:
     @contextmanager
     def _reporting(self, alarm: Alarm, now: OwnPosition) -> Iterator[Table]:
         """Gather the facts of a report; afterwards let other ranks gather theirs from this one."""
-        own, ranks = self.position(True, now), self._world or alarm.team
+        position, ranks = self.position(True, now), self._world or alarm.team
         bulletin, answers = self._bulletin, Answers(is_complete=True)
         self._reports += 1
         if bulletin is not None:
             bulletin.give_up()
-            within(self.ending.left(self._beat), lambda: bulletin.tell(own))
+            within(self.ending.left(self._beat), lambda: bulletin.tell(position))
             answers = bulletin.gather(ranks, self.ending)
-        table = self._table(own, ranks, answers)
+        table = self._table(position, ranks, answers)
         try:
             if bulletin is not None and answers.is_complete:
                 word = f"rank {self._rank} said: {alarm.what}: {blame(alarm, table)}"
@@ -372,7 +373,7 @@ class Watch:
         finally:
             self._reports -= 1
             if bulletin is not None and answers.is_complete:
-                said = replace(own, is_hanging=False)
+                said = replace(position, is_hanging=False)
                 within(self.ending.left(self._beat), lambda: bulletin.tell(said))
                 bulletin.linger(answers.positions, self.ending)
             elif bulletin is None and self._place:
@@ -387,8 +388,8 @@ class Watch:
             store = "the ranks share no store here: only what this host shows is known"
             missing = self._neighbours.missing(self._place) if self._neighbours else {}
         elif self._bulletin is not None and is_there:
-            told = {self._rank, *answers.positions}
-            missing = {rank: NEVER_TOLD for rank in ranks if rank not in told}
+            reached = {self._rank, *answers.positions}
+            missing = {rank: NEVER_TOLD for rank in ranks if rank not in reached}
         elif self._neighbours and self._place:
             missing = self._neighbours.stopped(self._place)
         heard = self._bulletin.heard if self._bulletin is not None else ""
@@ -418,7 +419,7 @@ class Watch:
             self._write(self._keep(error, table))
             tell_torchrun(error)
         self._stop.set()
-        # no communicator is aborted first: that would let the program go on with what is in the
+        # no communicator is aborted first: an abort would let the program go on with garbage in the
         # buffers, and even end well
         self._end(EXIT_STATUS)
 
@@ -426,12 +427,12 @@ class Watch:
 def _host_line() -> str:
     """Return the main thread's innermost line outside mdfuse, packages and Python's library."""
     lines = seen(_line).get(threading.main_thread().ident or 0, [])
-    found = next((x for x in lines if _is_users(x.file)), lines[0] if lines else None)
-    return "" if found is None else found.quote()
+    line = next((x for x in lines if _is_users(x.file)), lines[0] if lines else None)
+    return "" if line is None else line.quote()
 
 
 def _line(frame: FrameType) -> Source:
-    # no line where the interpreter is between two
+    # a frame between two lines has no line
     return Source(frame.f_code.co_filename, frame.f_lineno or 0)
 
 
