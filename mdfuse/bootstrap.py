@@ -175,7 +175,7 @@ def _launch(
     """
     number, count = _number(environment, rank), _number(environment, size)
     local = _optional_number(environment, local_rank)
-    here = None if local_size is None else _optional_number(environment, local_size)
+    on_host = None if local_size is None else _optional_number(environment, local_size)
 
     def check(is_right: bool, one: str, other: str | None, rule: str) -> None:
         if not is_right and other is not None:
@@ -186,18 +186,18 @@ def _launch(
             )
 
     check(number < count, rank, size, "a rank is smaller than the number of ranks")
-    if here is not None:
+    if on_host is not None:
         rule = "this rank is on its host, and no host has more ranks than there are"
-        check(0 < here <= count, str(local_size), size, rule)
+        check(0 < on_host <= count, str(local_size), size, rule)
     if local is not None:
         rule = "a rank's number on its host is smaller than the number of ranks there"
-        check(local < (here or count), local_rank, local_size if here else size, rule)
+        check(local < (on_host or count), local_rank, local_size if on_host else size, rule)
     return Launch(
         name=name,
         rank=number,
         size=count,
         local_rank=number if local is None else local,
-        local_size=here,
+        local_size=on_host,
         why=f"{rank}={number} and {size}={count} are set",
     )
 

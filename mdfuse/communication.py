@@ -165,8 +165,8 @@ class Communication:
 
     def _pair(self, rank: int) -> tuple[int, ...]:
         source, destination = self.source.mesh, self.destination.mesh
-        here = destination if rank in destination else source
-        position = here.position(rank)
+        mesh = destination if rank in destination else source
+        position = mesh.position(rank)
         if position is None:
             return ()
         sender, receiver = source.ranks[position], destination.ranks[position]
@@ -275,8 +275,8 @@ class Communication:
         if self.kind == "AllToAll":
             call = self.part(rank).call
             assert call is not None
-            own = call.recv_counts[call.team.index(rank)]
-            return sum(call.recv_counts) - own
+            local_count = call.recv_counts[call.team.index(rank)]
+            return sum(call.recv_counts) - local_count
         if self.dim is not None:
             _, chunk = self.rows(rank)
             layout = self.whole()

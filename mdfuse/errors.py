@@ -20,8 +20,8 @@ PACKAGE = str(Path(__file__).resolve().parent) + "/"
 
 def _directory_of(package: str) -> str:
     """Find the folder of a package without importing it."""
-    found = find_spec(package)
-    return f"{Path(found.origin).parent}/" if found and found.origin else PACKAGE
+    spec = find_spec(package)
+    return f"{Path(spec.origin).parent}/" if spec and spec.origin else PACKAGE
 
 
 #: mdfuse, and torch, whose functions call mdfuse when they meet one of its values.
@@ -47,8 +47,8 @@ def counted(count: object, noun: str) -> str:
     """
     if count == 1:
         return f"1 {noun}"
-    first, *rest = noun.split(" ", 1)
-    return " ".join([f"{count} {_PLURALS.get(first, first + 's')}", *rest])
+    first, *others = noun.split(" ", 1)
+    return " ".join([f"{count} {_PLURALS.get(first, first + 's')}", *others])
 
 
 #: Of nouns that take more than an s.
@@ -65,10 +65,10 @@ def listed(names: Iterable[str]) -> str:
     >>> listed("xyz"), listed(f"w{n}" for n in range(100))
     ('x, y, z', 'w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11 and 88 others')
     """
-    found = [*names]
-    more = len(found) - _LISTED
-    shown = ", ".join(found[:_LISTED])
-    return f"{shown} and {counted(more, 'other')}" if more > 0 else shown
+    every = [*names]
+    hidden = len(every) - _LISTED
+    shown = ", ".join(every[:_LISTED])
+    return f"{shown} and {counted(hidden, 'other')}" if hidden > 0 else shown
 
 
 #: How much of a value an error shows.

@@ -101,23 +101,23 @@ class Batch:
 
 def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pass], ...]:
     """Return the passes over the fusion, with those that options and a batch ask for."""
-    found: list[tuple[str, Pass]] = []
+    steps: list[tuple[str, Pass]] = []
     for name, run in PASSES:
-        found.append((name, run))
+        steps.append((name, run))
         if name == insert_reshards.name and options.reduce_dtype is not None:
             # Needs all sets that reduce.
             wide = partial(widen_sums.run, dtype=options.reduce_dtype)
-            found.append((widen_sums.name, wide))
+            steps.append((widen_sums.name, wide))
         if name == insert_reshards.name and options.bucket_bytes:
             # Needs all sets that reduce, in the dtype in which they do.
             dims = batch.dims if batch is not None else None
             together = partial(bucket_sums.run, most=options.bucket_bytes, batch=dims)
-            found.append((bucket_sums.name, together))
+            steps.append((bucket_sums.name, together))
         if name == drop_unread.name and batch is not None:
             # Needs all sets; the next pass sees what is streamed.
             cut = partial(microbatches.run, batch=batch.dims, count=batch.count)
-            found.append((microbatches.name, cut))
-    return tuple(found)
+            steps.append((microbatches.name, cut))
+    return tuple(steps)
 
 
 HostPass = Callable[[HostProgram, Options], HostProgram]

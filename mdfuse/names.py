@@ -39,7 +39,7 @@ def as_name(text: str, otherwise: str) -> str:
     """
     if is_name(text):
         return text
-    found = re.sub(r"\W+", "_", text).strip("_")
-    if not found:
+    name = re.sub(r"\W+", "_", text).strip("_")
+    if not name:
         return otherwise
-    return found if is_name(found) else f"_{found}"
+    return name if is_name(name) else f"_{name}"

@@ -173,18 +173,18 @@ def default_store() -> Store:
 def gloo_options(devices: Sequence[Any], threads: int, timeout: timedelta) -> Any:
     """Options of a gloo group that shares its network devices with others."""
     gloo: Any = dist.ProcessGroupGloo
-    made = (getattr(gloo, "_Options", None) or gloo.Options)()
-    made._devices, made._threads, made._timeout = devices, threads, timeout
-    return made
+    options = (getattr(gloo, "_Options", None) or gloo.Options)()
+    options._devices, options._threads, options._timeout = devices, threads, timeout
+    return options
 
 
 def nccl_options(timeout: timedelta) -> Any:
     """Options of an NCCL group."""
     from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
-    made: Any = ProcessGroupNCCL.Options()
-    made._timeout = timeout
-    return made
+    options: Any = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options
 
 
 # -- tensors that are not what they seem -----------------------------------------------------------
@@ -299,8 +299,8 @@ def _is_aligned(x: Tensor) -> bool:
 
 def table_grad(ct: Tensor, indices: Tensor, rows: int) -> Tensor:
     """What the rows of a table get that were looked up: the same bits in every run, on GPUs too."""
-    made: Tensor = _ATEN.embedding_dense_backward(ct, indices, rows, -1, False)
-    return made
+    grad: Tensor = _ATEN.embedding_dense_backward(ct, indices, rows, -1, False)
+    return grad
 
 
 # -- operations ------------------------------------------------------------------------------------

@@ -32,10 +32,10 @@ pytree.register_pytree_node(
 
 def flattened(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
     """Return (path, leaf) of a tree, besides its structure, for `unflattened`."""
-    found, structure = pytree.tree_flatten_with_path(tree)
-    if any(_is_record(x) for _, x in found):
+    leaves, structure = pytree.tree_flatten_with_path(tree)
+    if any(_is_record(x) for _, x in leaves):
         return pytree.tree_flatten_with_path(_with_records(tree))
-    return found, structure
+    return leaves, structure
 
 
 def unflattened(leaves: Sequence[Any], structure: Any) -> Any:
@@ -51,8 +51,8 @@ def children(tree: Any) -> list[tuple[str, Any]]:
     """
     if _is_record(tree):
         return [(f.name, getattr(tree, f.name)) for f in fields(tree) if f.init]
-    found, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    return [(key_text(path), x) for path, x in found if path]
+    entries, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return [(key_text(path), x) for path, x in entries if path]
 
 
 def key_text(path: Sequence[Any]) -> str:

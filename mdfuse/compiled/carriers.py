@@ -36,12 +36,12 @@ def staging(host: HostProgram, options: Options | None) -> Iterator[str]:
 def between_carriers(host: HostProgram, options: Options | None) -> Iterator[str]:
     """Yield a line for each set of axes of several backends along which programs exchange."""
     choice = backend_choice(options_from_environment(options).backend)
-    found = dict[tuple[str, ...], int]()
+    counts = dict[tuple[str, ...], int]()
     for i in host.walk():
         axes = i.comm.along if i.comm is not None and not i.comm.axes else ()
         if choice.carriers and len({choice.by_axis.get(a, choice.usual) for a in axes}) > 1:
-            found[axes] = found.get(axes, 0) + 1
-    for axes, n in found.items():
+            counts[axes] = counts.get(axes, 0) + 1
+    for axes, n in counts.items():
         of = " and ".join(f"{a} ({choice.by_axis.get(a, choice.usual)})" for a in axes)
         yield (
             f"backends: {counted(n, 'exchange')} along {of}, by {choice.usual}, the usual one: it"

@@ -85,11 +85,11 @@ class _Function:
         if function.is_inside(args, kwargs):
             return function(*args, **kwargs)
         traced, tensors = function.on_dtensors(args, kwargs)
-        found = self._known.get(id(traced))
-        if found is None:  # it holds the trace, so that the number stays its
-            found = _Differentiable(traced.definition, self.options, traced)
-            self._known.put(id(traced), found)
-        outputs = found(*tensors)
+        wrapped = self._known.get(id(traced))
+        if wrapped is None:  # it holds the trace, so that the number stays its
+            wrapped = _Differentiable(traced.definition, self.options, traced)
+            self._known.put(id(traced), wrapped)
+        outputs = wrapped(*tensors)
         return traced.made(outputs)
 
 
@@ -169,8 +169,7 @@ class _Forward:
         for layout in self.layouts.values():
             for rank in () if layout is None else layout.mesh.ranks:
                 if any(
-                    all(x is None or rank not in x.mesh for x in found)
-                    for found in (inputs, outputs)
+                    all(x is None or rank not in x.mesh for x in side) for side in (inputs, outputs)
                 ):
                     raise DefinitionError(
                         f"@{self.definition.name} under torch.autograd: rank {rank} holds no input "
@@ -188,13 +187,13 @@ class _Forward:
     def backward(self, seeded: tuple[int, ...]) -> tuple[Phases, Program]:
         """Return the program backwards for cotangents of some outputs."""
         if seeded not in self._backwards:
-            made = self._phases(seeded)
-            missing = [x for x in made.saved if x not in self.phases.saved]
+            back = self._phases(seeded)
+            missing = [x for x in back.saved if x not in self.phases.saved]
             assert not missing, missing
-            ys = dict(zip(made.seeds, (made.outputs[n] for n in seeded), strict=True))
-            layouts = {x: self.layouts[x] for x in made.saved}
+            ys = dict(zip(back.seeds, (back.outputs[n] for n in seeded), strict=True))
+            layouts = {x: self.layouts[x] for x in back.saved}
             layouts |= {x: self.cotangent(y) for x, y in ys.items()}
-            self._backwards[seeded] = made, _lowered(made.backward(layouts), self.options)
+            self._backwards[seeded] = back, _lowered(back.backward(layouts), self.options)
         return self._backwards[seeded]
 
 
@@ -204,15 +203,15 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: _Forward, *inputs: Any) -> tuple[Any, ...]:
         given = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
-        found = forward.program.run(*given)
-        everything = [*given, *found]
-        kept = [everything[forward.places[x]] for x in forward.phases.saved]
+        results = forward.program.run(*given)
+        everything = [*given, *results]
+        saved = [everything[forward.places[x]] for x in forward.phases.saved]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
-        ctx.kept = [None if isinstance(x, Tensor) else x for x in kept]
-        ctx.is_tensor = [isinstance(x, Tensor) for x in kept]
+        ctx.save_for_backward(*(x for x in saved if isinstance(x, Tensor)))
+        ctx.kept = [None if isinstance(x, Tensor) else x for x in saved]
+        ctx.is_tensor = [isinstance(x, Tensor) for x in saved]
         ctx.forward_of, ctx.count = forward, len(inputs)
-        outputs = found[: forward.count]
+        outputs = results[: forward.count]
         ctx.mark_non_differentiable(
             *(x for n, x in enumerate(outputs) if n in forward.constant and x is not None)
         )
@@ -225,23 +224,23 @@ class _Border(torch.autograd.Function):
         seeded = tuple(n for n, ct in enumerate(cotangents) if ct is not None)
         if not seeded:
             return None, *results
-        made, program = forward.backward(seeded)
-        if not made.gradients:
+        back, program = forward.backward(seeded)
+        if not back.gradients:
             return None, *results
         tensors = iter(ctx.saved_tensors)
-        kept = {
+        saved = {
             name: next(tensors) if is_tensor else x
             for name, is_tensor, x in zip(
                 forward.phases.saved, ctx.is_tensor, ctx.kept, strict=True
             )
         }
-        seeds = [_seed(cotangents[n], forward.cotangent(made.outputs[n])) for n in seeded]
+        seeds = [_seed(cotangents[n], forward.cotangent(back.outputs[n])) for n in seeded]
         with torch.no_grad():
-            found = program.run(*(kept[x] for x in made.saved), *seeds)
+            gradients = program.run(*(saved[x] for x in back.saved), *seeds)
         if torch.is_grad_enabled():
-            leaves = [x if x is None else x.detach().requires_grad_() for x in found]
-            found = _Once.apply(forward.definition.name, *leaves)
-        for n, gradient in zip(made.wrt, found, strict=True):
+            leaves = [x if x is None else x.detach().requires_grad_() for x in gradients]
+            gradients = _Once.apply(forward.definition.name, *leaves)
+        for n, gradient in zip(back.wrt, gradients, strict=True):
             results[n] = gradient
         return None, *results
 
@@ -273,5 +272,7 @@ def _seed(ct: Tensor, layout: Layout) -> Tensor:
 
 
 def _lowered(fusion: Fusion, options: Options | None) -> Program:
-    (made, parts, host), found = overlap.lower(fusion, None, options)
-    return Program(made, segments_of(made, parts, host, options), host, options, overlap=found)
+    (prepared, parts, host), decisions = overlap.lower(fusion, None, options)
+    return Program(
+        prepared, segments_of(prepared, parts, host, options), host, options, overlap=decisions
+    )

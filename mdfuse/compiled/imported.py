@@ -157,13 +157,13 @@ def _places(captured: Captured, patterns: Patterns) -> tuple[dict[Node, Placed],
         if o.place is not None
     ]
     for key, names, node in (*asked, *asked_outputs):
-        found = patterns.find(names, node.meta["val"].ndim)
-        if found is not None:
-            placed[key] = found
+        place = patterns.find(names, node.meta["val"].ndim)
+        if place is not None:
+            placed[key] = place
     patterns.check_used([name for _, names, _ in (*asked, *asked_outputs) for name in names])
     _place_adapters(captured, patterns, placed)
-    outputs = {key: found for key, found in placed.items() if isinstance(key, int)}
-    return {key: found for key, found in placed.items() if isinstance(key, Node)}, outputs
+    outputs = {key: place for key, place in placed.items() if isinstance(key, int)}
+    return {key: place for key, place in placed.items() if isinstance(key, Node)}, outputs
 
 
 def _place_adapters(captured: Captured, patterns: Patterns, placed: dict[Any, Placed]) -> None:
@@ -216,8 +216,8 @@ class ImportedModel:
         And where a value that is split is brought together, which costs a communication in the
         middle of the module: with the line, and the pattern that split it.
         """
-        found = warnings_of(self.model, self.fusion, self.compile().fusion)
-        return report(self.model, self._patterns, self._skipped, self._unexpected, found)
+        warnings = warnings_of(self.model, self.fusion, self.compile().fusion)
+        return report(self.model, self._patterns, self._skipped, self._unexpected, warnings)
 
     def compile(self, options: Options | None = None) -> Program:
         """Return the program of the forward, as `mf.compile` does."""
@@ -445,7 +445,7 @@ class ImportedModel:
             checkpoint, wanted, [*others, *captured.origins.values()]
         )
         there = {*checkpoint.names}
-        found: list[Tensor | None] = []
+        parts: list[Tensor | None] = []
         with progress("loading", len(wanted), shows=not rank) as advance:
             for node, names in zip(self.model.parameters, wanted, strict=True):
                 name, value = next(n for n in names if n in there), node.meta["val"]
@@ -453,13 +453,13 @@ class ImportedModel:
                 read = partial(loading.read, checkpoint, name, value.dtype)
                 for boxes in self.model.boxes(node, rank):
                     part = None if boxes is None else loading.joined(boxes, read)
-                    found.append(part if part is None else part.to(device))
+                    parts.append(part if part is None else part.to(device))
                 advance()
         for node in self.model.constants:
             cut = partial(loading.part_of, folded[node])
             for boxes in self.model.boxes(node, rank):
-                found.append(None if boxes is None else loading.joined(boxes, cut).to(device))
-        return found
+                parts.append(None if boxes is None else loading.joined(boxes, cut).to(device))
+        return parts
 
     def _starts(self, called: Callable[[str], str]) -> dict[str, Tensor]:
         """What adapters begin with, by name: a checkpoint may lack them."""

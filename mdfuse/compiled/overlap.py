@@ -67,13 +67,13 @@ class Choice:
         plain = f"{_ms(self.plain)} one after the other"
         if self.form is not None:
             seconds = _ms(self.times[self.form])
-            told = f"{self.form}: {seconds} predicted, {plain}"
+            text = f"{self.form}: {seconds} predicted, {plain}"
         else:
             best = f"best of {len(self.times)} forms {_ms(min(self.times.values()))}"
-            told = f"left as it is: {plain}, {best}"
+            text = f"left as it is: {plain}, {best}"
         chunks, whole = map(size_text, self.staging)
         staging = f"staging: {chunks} in chunks, {whole} one after the other"
-        return f"{self.window.text}: {told}; {staging}"
+        return f"{self.window.text}: {text}; {staging}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +162,11 @@ class _Chooser:
 
     def clock(self, host: HostProgram) -> float:
         """Return the seconds of a whole program; more room is often no other program."""
-        found = next((seconds for known, seconds in self.clocked if known == host), None)
-        if found is None:
-            found = _seconds(host, self.costs)
-            self.clocked.append((host, found))
-        return found
+        predicted = next((seconds for known, seconds in self.clocked if known == host), None)
+        if predicted is None:
+            predicted = _seconds(host, self.costs)
+            self.clocked.append((host, predicted))
+        return predicted
 
     def choice(self, window: Window) -> Choice:
         fusion = overlap.alone(self.fusion, window)
@@ -177,8 +177,8 @@ class _Chooser:
 
     def _decided(self, window: Window, fusion: Fusion, forms: Mapping[Form, Fusion]) -> Choice:
         plain = self._alone(window.text, fusion) if forms else None
-        found = {f: self._alone(f"{window.text}: {f}", x) for f, x in forms.items() if plain}
-        timed = {f: x for f, x in found.items() if x is not None}
+        by_form = {f: self._alone(f"{window.text}: {f}", x) for f, x in forms.items() if plain}
+        timed = {f: x for f, x in by_form.items() if x is not None}
         if plain is None or not timed:
             return Choice(window, None, 0.0, {}, (0, 0))
         times = {f: seconds for f, (_, seconds) in timed.items()}
@@ -197,14 +197,14 @@ class _Chooser:
 
     def choices(self) -> list[Choice]:
         """Return what is decided of each window; of those that share work, the best go first."""
-        found = {w: self.choice(w) for w in overlap.windows(self.fusion)}
-        found = {w: c for w, c in found.items() if c.times}
-        parts = {w: sum(found[p].gain for p in w.parts if p in found) for w in found}
-        kept = [c for w, c in found.items() if not w.parts or c.gain > parts[w]]
-        kept.sort(key=lambda c: -c.gain)
+        choices = {w: self.choice(w) for w in overlap.windows(self.fusion)}
+        choices = {w: c for w, c in choices.items() if c.times}
+        parts = {w: sum(choices[p].gain for p in w.parts if p in choices) for w in choices}
+        best = [c for w, c in choices.items() if not w.parts or c.gain > parts[w]]
+        best.sort(key=lambda c: -c.gain)
         taken: set[str] = set()
         free = []
-        for c in kept:
+        for c in best:
             if taken.isdisjoint(c.window.values):
                 free.append(c)
                 taken.update(c.window.values if c.form is not None else ())
@@ -233,27 +233,27 @@ def find(
         options: as the program is compiled.
     """
     fusion, _, plain = lowered
-    costs, error, told = _table(options)
+    costs, error, lines = _table(options)
     if costs is None:
-        return lowered, Overlap(plain, tuple(told))
+        return lowered, Overlap(plain, tuple(lines))
     chooser = _Chooser(fusion, costs, error, should_merge, options)
     before = chooser.priced("overlap", lambda: Timed(lowered, chooser.clock(plain)))
     if before is None:
-        return lowered, Overlap(plain, (*told, *chooser.left_out))
+        return lowered, Overlap(plain, (*lines, *chooser.left_out))
     choices = chooser.choices()
     place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
     in_order = sorted(choices, key=lambda c: place[c.window.values[0]])
-    told += [str(c) for c in in_order] or _nothing(fusion)
-    found = _ahead(chooser, before)
+    lines += [str(c) for c in in_order] or _nothing(fusion)
+    fastest = _ahead(chooser, before)
     streamed = _streamed(fusion, {c.window: c.form for c in choices if c.form is not None})
     if streamed is not fusion:
-        before, found = _in_chunks(chooser, with_ids(streamed), before, found, told)
-    if found.room:
-        text = f"posted ahead of their place: at most {size_text(found.room)}"
-        told.append(f"{text}: {_ms(found.seconds)} predicted, {_ms(before.seconds)} without")
-    is_new = found.lowered is not lowered
-    told += chooser.left_out
-    return found.lowered, Overlap(plain, tuple(told), is_new and options.overlap == "measure")
+        before, fastest = _in_chunks(chooser, with_ids(streamed), before, fastest, lines)
+    if fastest.room:
+        text = f"posted ahead of their place: at most {size_text(fastest.room)}"
+        lines.append(f"{text}: {_ms(fastest.seconds)} predicted, {_ms(before.seconds)} without")
+    is_new = fastest.lowered is not lowered
+    lines += chooser.left_out
+    return fastest.lowered, Overlap(plain, tuple(lines), is_new and options.overlap == "measure")
 
 
 def _in_chunks(
@@ -303,12 +303,12 @@ def _ahead(chooser: _Chooser, plain: Timed) -> Timed:
     if chooser.options.prefetch_bytes or not largest:
         return plain
     rooms = [room * largest for room in _ROOMS]
-    found = chooser.priced("posting ahead", lambda: chooser.timed(fusion, rooms))
-    if found is None:
+    timed = chooser.priced("posting ahead", lambda: chooser.timed(fusion, rooms))
+    if timed is None:
         return plain
-    least = min(x.seconds for x in found)
+    least = min(x.seconds for x in timed)
     enough = min(least * (1 + _ALIKE), plain.seconds * (1 - chooser.error))
-    return next((x for x in found if x.seconds <= enough and x.seconds < plain.seconds), plain)
+    return next((x for x in timed if x.seconds <= enough and x.seconds < plain.seconds), plain)
 
 
 def _seconds(host: HostProgram, costs: Costs) -> float:
@@ -336,17 +336,17 @@ def _nothing(fusion: Fusion) -> Iterator[str]:
 def _table(options: Options) -> tuple[Costs | None, float, list[str]]:
     """Return the table that counts, the error that a gain has to exceed, and what to tell."""
     is_measured = options.overlap == "measure"
-    usual, told = backend_choice(options.backend).usual, list[str]()
+    usual, lines = backend_choice(options.backend).usual, list[str]()
     if options.costs != HERE:
         costs, error = named(options.costs, usual)
     else:
-        table, told = here(usual)
+        table, lines = here(usual)
         if table is None and not is_measured:
-            return None, 0.0, [*told, "left as it is: mdfuse calibrate writes a table of costs"]
+            return None, 0.0, [*lines, "left as it is: mdfuse calibrate writes a table of costs"]
         if table is None:
-            return H100, 0.0, [*told, f"what is tried is chosen by {H100.name}"]
+            return H100, 0.0, [*lines, f"what is tried is chosen by {H100.name}"]
         costs, error = table.costs, table.mean_error
     if not costs.links:  # which `here` says last
-        told = [*told[:-1], f"no links in {costs.name}: those of {H100.name} count"]
+        lines = [*lines[:-1], f"no links in {costs.name}: those of {H100.name} count"]
         costs = replace(costs, links=H100.links)
-    return costs, 0.0 if is_measured else error, told
+    return costs, 0.0 if is_measured else error, lines

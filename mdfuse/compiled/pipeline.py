@@ -109,20 +109,20 @@ class _Lower:
         meshes = {v.layout.mesh for v in fusion.values.values() if v.layout is not None}
         if len(meshes) > 1 or self.wanted is not None:
             return self.in_stages(fusion)
-        made, parts, host = hir_lowering.lower(
+        prepared, parts, host = hir_lowering.lower(
             fusion, self.should_merge, options=self.options, batch=_with_rows(fusion, self.batch)
         )
-        return made, segments_of(made, parts, host, self.options), host
+        return prepared, segments_of(prepared, parts, host, self.options), host
 
     def program(self, fusion: Fusion, symbolic: Lowerings | None) -> Program:
         """Return the program; with symbolic extents, that of the first lowering."""
         if symbolic is None:
-            made, segments, host = self(fusion)
+            prepared, segments, host = self(fusion)
         else:
             first = symbolic.first()
-            made, segments, host = first.fusion, first.segments, first.host
+            prepared, segments, host = first.fusion, first.segments, first.host
         return Program(
-            made,
+            prepared,
             segments,
             host,
             self.options,
@@ -133,8 +133,8 @@ class _Lower:
 
     def in_stages(self, fusion: Fusion) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
         """Lower a fusion whose stages follow a schedule."""
-        made = with_ids(hir_lowering.prepare(fusion, options=self.options, batch=self.batch))
-        stages = _stages(made, self.wanted)
+        prepared = with_ids(hir_lowering.prepare(fusion, options=self.options, batch=self.batch))
+        stages = _stages(prepared, self.wanted)
         usual = "1f1b" if stages.has_backward else "forward"
         schedule = choose(
             usual if self.wanted is None else self.wanted,
@@ -145,12 +145,12 @@ class _Lower:
         )
         if not schedule.has("I"):
             stages = stages.whole_backward()
-        found = Pipeline(stages=stages, calls=tuple(calls(stages, schedule)))
-        parts, host = hir_lowering.lower_prepared(made, self.should_merge, self.options, found)
+        staged = Pipeline(stages=stages, calls=tuple(calls(stages, schedule)))
+        parts, host = hir_lowering.lower_prepared(prepared, self.should_merge, self.options, staged)
         names = {mesh: f"m{n}" for n, mesh in enumerate(host.meshes)}
         meshes = tuple(names[m] for m in dict.fromkeys(stages.meshes))
         self.schedule = replace(schedule, meshes=meshes)
-        return made, segments_of(made, parts, host, self.options), host
+        return prepared, segments_of(prepared, parts, host, self.options), host
 
 
 def _with_rows(fusion: Fusion, batch: Batch) -> Batch | None:

@@ -117,14 +117,14 @@ class Program:
         if self.symbolic is None:
             return self
         key = tuple(extents[name] for name in self.symbolic.symbols)
-        found = self._numbered.get(key)
-        if found is None:
+        program = self._numbered.get(key)
+        if program is None:
             of = self.symbolic.lowering_for(extents)
             segments = tuple(s.with_extents(extents) for s in of.segments)
             fusion = with_numbers(of.fusion, extents)
-            found = Program(fusion, segments, host, self.options, schedule=self.schedule)
-            self._numbered.put(key, found)
-        return found
+            program = Program(fusion, segments, host, self.options, schedule=self.schedule)
+            self._numbered.put(key, program)
+        return program
 
     @cached_property
     def _numbered(self) -> Cache[Program]:
@@ -494,6 +494,6 @@ def lowered(
         why = "it has symbolic extents"
         left = overlap.left(first.host, why, options_from_environment(options))
         return Program(first.fusion, first.segments, first.host, options, symbolic, overlap=left)
-    (fusion, parts, host), found = overlap.lower(named.fusion, should_merge, options)
+    (fusion, parts, host), decisions = overlap.lower(named.fusion, should_merge, options)
     segments = segments_of(fusion, parts, host, options)
-    return Program(fusion, segments, host, options, overlap=found)
+    return Program(fusion, segments, host, options, overlap=decisions)

@@ -93,9 +93,9 @@ class Lowerings:
             fusion, segments, host = self.lower(with_new_examples(self.fusion, examples))
         guards = (*self.assumed.guards, *assumed.guards)
         segments = tuple(replace(s, guards=guards, examples=dict(examples)) for s in segments)
-        made = Lowering(fusion, segments, host, assumed)
-        self.made.append(made)
-        return made
+        lowering = Lowering(fusion, segments, host, assumed)
+        self.made.append(lowering)
+        return lowering
 
     def host_for(self, extents: Extents) -> HostProgram:
         """Return the host program for some extents, with numbers in the place of symbols.
@@ -156,9 +156,9 @@ def lowerings_of(
 ) -> Lowerings:
     """Lower a fusion with symbolic extents once; return what makes the other lowerings."""
     lower = partial(_lowered, should_merge=should_merge, options=options)
-    made = Lowerings(fusion, examples, assumed, lower, options)
-    made.first()
-    return made
+    lowerings = Lowerings(fusion, examples, assumed, lower, options)
+    lowerings.first()
+    return lowerings
 
 
 def _lowered(

@@ -42,9 +42,9 @@ def together(comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
     """
     if comm is None:
         return act()
-    found, problem = None, None
+    returned, problem = None, None
     try:
-        found = act()
+        returned = act()
     except Exception as error:
         problem = error
     said = comm.all_ok(None if problem is None else told(problem))
@@ -58,7 +58,7 @@ def together(comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
             because=f"all ranks {what.split()[0]}, or none does",
             follows=True,
         )
-    return cast("T", found)
+    return cast("T", returned)
 
 
 def save_together(

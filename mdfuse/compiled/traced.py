@@ -138,11 +138,11 @@ class TracedFunction:
         parts = tuple((name, self._part(name, x)) for name, x in _arguments(bound))
         key = parts, _structures(bound)
         with self._lock:
-            found = self._traces.get(key)
-            if found is None:
-                found = self._trace(bound)
-                self._traces.put(key, found)
-        return found
+            trace = self._traces.get(key)
+            if trace is None:
+                trace = self._trace(bound)
+                self._traces.put(key, trace)
+        return trace
 
     def _check_constant(self, name: str, x: Any) -> None:
         if isinstance(x, Tensor):
@@ -191,8 +191,8 @@ class TracedFunction:
         if isinstance(result, Handle):
             return Traced(definition=fd, made=itemgetter(0))
         is_flat = type(result) in (tuple, list) and len(outputs) == len(result)
-        made = type(result) if is_flat else partial(unflattened, structure=structure)
-        return Traced(definition=fd, made=made)
+        rebuild = type(result) if is_flat else partial(unflattened, structure=structure)
+        return Traced(definition=fd, made=rebuild)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -263,26 +263,26 @@ def _signature(function: Any) -> inspect.Signature:
 
 def _items(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
     """Return the arguments by name; those of *args, and sorted those of **kwargs, one by one."""
-    found: list[tuple[str, Any]] = []
+    items: list[tuple[str, Any]] = []
     for name, x in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            found += [(f"{name}.{i}", item) for i, item in enumerate(x)]
+            items += [(f"{name}.{i}", item) for i, item in enumerate(x)]
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            found += [(f"{name}.{key}", item) for key, item in sorted(x.items())]
+            items += [(f"{name}.{key}", item) for key, item in sorted(x.items())]
         else:
-            found.append((name, x))
-    return found
+            items.append((name, x))
+    return items
 
 
 def _leaves(name: str, x: Any) -> list[tuple[str, Any]]:
     """Return what stands in an argument with tensors in it, by name; any other as it is."""
     if isinstance(x, _LEAVES):
         return [(name, x)]
-    found, _ = flattened(x)
-    if not any(isinstance(leaf, _TENSORS) for _, leaf in found):
+    leaves, _ = flattened(x)
+    if not any(isinstance(leaf, _TENSORS) for _, leaf in leaves):
         return [(name, x)]
-    return [(f"{name}.{key_text(path)}", leaf) for path, leaf in found]
+    return [(f"{name}.{key_text(path)}", leaf) for path, leaf in leaves]
 
 
 _TENSORS = (Tensor, Handle, TensorSpec)
@@ -306,16 +306,16 @@ def _replaced(
     bound: inspect.BoundArguments, new: Callable[[str, Any], Any]
 ) -> inspect.BoundArguments:
     """Return the arguments with what a function makes of each of `_arguments` in its place."""
-    made = {name: _mapped(name, x, new) for name, x in _items(bound)}
+    replaced = {name: _mapped(name, x, new) for name, x in _items(bound)}
     changed = bound.signature.bind(*bound.args, **bound.kwargs)
     for name, x in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            changed.arguments[name] = tuple(made[f"{name}.{i}"] for i in range(len(x)))
+            changed.arguments[name] = tuple(replaced[f"{name}.{i}"] for i in range(len(x)))
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            changed.arguments[name] = {key: made[f"{name}.{key}"] for key in x}
+            changed.arguments[name] = {key: replaced[f"{name}.{key}"] for key in x}
         else:
-            changed.arguments[name] = made[name]
+            changed.arguments[name] = replaced[name]
     return changed
 
 

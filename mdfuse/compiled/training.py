@@ -67,23 +67,23 @@ class TrainingStep:
             ProgramError: another number of them.
         """
         known = self._named(weights)
-        found: dict[str, Tensor | None] = {}
+        state: dict[str, Tensor | None] = {}
         step, values = self._step, self.fusion.values
         is_outside = all(x is None for x in weights)
         for name in self._state_names:
             if name == COUNT and step.counts:
                 device = next((x.device for x in weights if x is not None), None)
                 zero = torch.zeros((), dtype=torch.float64, device=device)
-                found[name] = None if is_outside else zero
+                state[name] = None if is_outside else zero
                 continue
             x = known[step.kept.get(name) or step.masters.get(name) or name]
             if x is None:
-                found[name] = None
+                state[name] = None
             elif name in step.kept:
-                found[name] = torch.zeros_like(x, dtype=values[name].dtype)
+                state[name] = torch.zeros_like(x, dtype=values[name].dtype)
             else:
-                found[name] = x.to(values[name].dtype, copy=True)
-        return found
+                state[name] = x.to(values[name].dtype, copy=True)
+        return state
 
     def arguments(
         self, weights: Sequence[Tensor | None], state: Mapping[str, Any], *inputs: Any

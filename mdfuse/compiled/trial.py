@@ -53,9 +53,9 @@ class Trial:
         """What was decided, in a line."""
         assert self.seconds is not None
         plain, chunks = (f"{s * 1e3:.3g} ms" for s in self.seconds)
-        kept = "overlapped" if self.best is self.overlapped else "one after the other"
+        form = "overlapped" if self.best is self.overlapped else "one after the other"
         return (
-            f"measured: {chunks} overlapped, {plain} one after the other; all ranks run it {kept}"
+            f"measured: {chunks} overlapped, {plain} one after the other; all ranks run it {form}"
         )
 
     def call(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:

@@ -37,11 +37,11 @@ def by_action(host: HostProgram, schedule: Schedule, events: Sequence[Event]) ->
     blocks = dict(_blocks(host))
     spans: dict[tuple[int, Action], tuple[int, int]] = {}
     for e in events:
-        found = _MADE.search(e.name) if e.part == "work" else None
-        if found is None or found[1] not in blocks:
+        match = _MADE.search(e.name) if e.part == "work" else None
+        if match is None or match[1] not in blocks:
             continue
-        stage, phase = blocks[found[1]]
-        key = e.rank, Action(stage, phase, int(found[2]))
+        stage, phase = blocks[match[1]]
+        key = e.rank, Action(stage, phase, int(match[2]))
         start, stop = spans.get(key, (e.start_ns, e.stop_ns))
         spans[key] = min(start, e.start_ns), max(stop, e.stop_ns)
     zero = min((start for start, _ in spans.values()), default=0)
@@ -62,7 +62,7 @@ def by_action(host: HostProgram, schedule: Schedule, events: Sequence[Event]) ->
 def _blocks(host: HostProgram) -> Iterable[tuple[str, tuple[int, Phase]]]:
     """Yield (name, stage and phase of the block that makes it)."""
     for i in host.instructions:
-        found = _BLOCK.fullmatch(i.fn) if i.op == "block" else None
-        if found is not None:
-            for made in (x for j in i.body for k in j.walk() for x in k.outputs):
-                yield made, (int(found[2]), cast(Phase, found[1]))
+        match = _BLOCK.fullmatch(i.fn) if i.op == "block" else None
+        if match is not None:
+            for name in (x for j in i.body for k in j.walk() for x in k.outputs):
+                yield name, (int(match[2]), cast(Phase, match[1]))

@@ -36,9 +36,9 @@ def is_work(i: Instruction) -> bool:
 def nbytes(program: HostProgram, i: Instruction) -> int:
     """Return the bytes that an instruction reads and writes on the rank of a projection."""
     if i.fn in _PICKS:
-        made = sum(buffer_bytes(program, x) for x in i.outputs)
+        written = sum(buffer_bytes(program, x) for x in i.outputs)
         indices = (x for x in i.reads if not program.types[x].dtype.is_floating_point)
-        return 2 * made + sum(buffer_bytes(program, x) for x in indices)
+        return 2 * written + sum(buffer_bytes(program, x) for x in indices)
     names = {*i.reads, *i.outputs}
     return sum(buffer_bytes(program, name) for name in names) + added_to(program, i)
 
@@ -121,14 +121,14 @@ def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] |
         count = math.prod(batch)
         return (1, count * m, n, k) if len(shapes[-1]) == 2 else (count, m, n, k)
     if i.fn == "linear" or (i.fn == "matmul" and len(shapes[1]) <= 2):
-        made = program.local_shape(i.outputs[0])
+        shape = program.local_shape(i.outputs[0])
         n = shapes[1][-1 if i.fn == "matmul" else 0] if len(shapes[1]) == 2 else 1
-        return 1, math.prod(made) // max(n, 1), n, shapes[0][-1]
+        return 1, math.prod(shape) // max(n, 1), n, shapes[0][-1]
     if i.fn == "matmul":
-        made = program.local_shape(i.outputs[0])
+        shape = program.local_shape(i.outputs[0])
         m = shapes[0][-2] if len(shapes[0]) > 1 else 1
         n = shapes[1][-1]
-        return math.prod(made) // max(m * n, 1), m, n, shapes[0][-1]
+        return math.prod(shape) // max(m * n, 1), m, n, shapes[0][-1]
     if i.fn == "contract":
         return _contraction(i, shapes)
     return None
@@ -137,12 +137,12 @@ def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] |
 def _contraction(i: Instruction, shapes: list[tuple[int, ...]]) -> tuple[int, int, int, int]:
     """Return the product that a contraction of two labelled operands is."""
     left, right = (dict(zip(i.kwargs[s], x, strict=True)) for s, x in _sides(shapes))
-    both, kept = left.keys() & right.keys(), {*i.kwargs["kept"]}
+    both, in_output = left.keys() & right.keys(), {*i.kwargs["kept"]}
     return (
-        math.prod(max(left[d], right[d]) for d in both & kept),
+        math.prod(max(left[d], right[d]) for d in both & in_output),
         math.prod(n for d, n in left.items() if d not in both),
         math.prod(n for d, n in right.items() if d not in both),
-        math.prod(max(left[d], right[d]) for d in both - kept),
+        math.prod(max(left[d], right[d]) for d in both - in_output),
     )
 
 
@@ -173,17 +173,17 @@ def are_across(program: HostProgram, reads: Iterable[str], made: Iterable[str]) 
     """Return whether what is read lies in different memory orders, of what has the shape of a
     result; what is repeated for others is read anyhow."""
     shapes = {program.local_shape(x) for x in made if _is_tensor(program, x)}
-    found = (x for x in reads if _is_tensor(program, x) and program.local_shape(x) in shapes)
-    return len({_innermost(program, x) for x in found}) > 1
+    full_size = (x for x in reads if _is_tensor(program, x) and program.local_shape(x) in shapes)
+    return len({_innermost(program, x) for x in full_size}) > 1
 
 
 def _innermost(program: HostProgram, name: str) -> int:
     """Return the dim whose elements are next to each other in a buffer; -1: there is none."""
     shape = program.local_shape(name)
-    told = program.likely_orders.get(name)
+    likely = program.likely_orders.get(name)
     order: Dims = tuple(range(len(shape)))
-    if told is not None and told.lies is not None and len(told.lies) == len(shape):
-        order = told.lies
+    if likely is not None and likely.lies is not None and len(likely.lies) == len(shape):
+        order = likely.lies
     return next((d for d in reversed(order) if shape[d] != 1), -1)
 
 

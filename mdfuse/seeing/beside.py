@@ -43,10 +43,10 @@ def slowed(
                 transfers[e.rank].append(_Transfer(e.start_ns, e.stop_ns, share))
         elif e.part == "work":
             streams[e.rank, e.lane].append(e)
-    found: dict[tuple[int, int], float] = {}
+    delays: dict[tuple[int, int], float] = {}
     for (rank, _), row in streams.items():
-        found.update(_of_stream(row, _merged(transfers[rank])))
-    return found
+        delays.update(_of_stream(row, _merged(transfers[rank])))
+    return delays
 
 
 def _merged(transfers: Iterable[_Transfer]) -> list[_Transfer]:
@@ -55,12 +55,12 @@ def _merged(transfers: Iterable[_Transfer]) -> list[_Transfer]:
     for x in transfers:
         changes[x.start] += x.slows
         changes[x.stop] -= x.slows
-    found, share = [], 0.0
+    spans, share = [], 0.0
     for start, stop in itertools.pairwise(sorted(changes)):
         share += changes[start]
         if share > _NOTHING:
-            found.append(_Transfer(start, stop, min(share, MOST_SLOWED)))
-    return found
+            spans.append(_Transfer(start, stop, min(share, MOST_SLOWED)))
+    return spans
 
 
 def _of_stream(
@@ -74,10 +74,10 @@ def _of_stream(
         while at < len(transfers) and transfers[at].stop <= start:
             at += 1
         taken = e.stop_ns - e.start_ns
-        more = _end(start, taken, itertools.islice(transfers, at, None)) - start - taken
-        if more > 0:
-            late += more
-            yield (e.rank, e.instruction), more / 1e9
+        delay = _end(start, taken, itertools.islice(transfers, at, None)) - start - taken
+        if delay > 0:
+            late += delay
+            yield (e.rank, e.instruction), delay / 1e9
 
 
 def _end(start: float, work: float, transfers: Iterable[_Transfer]) -> float:

@@ -51,13 +51,13 @@ def offset(
         return store.get(key)
 
     if rank == 0:
-        found = [_look(clock, unix) for _ in range(_TIMES)]
+        offsets = [_look(clock, unix) for _ in range(_TIMES)]
         for other in range(1, size):
             _answer(store, get, other, unix)
-        trip, best = min(found)
+        trip, best = min(offsets)
         return best, trip // 2
-    found = [_ask(store, get, rank, n, clock) for n in range(_TIMES)]
-    trip, best = min(found)
+    offsets = [_ask(store, get, rank, n, clock) for n in range(_TIMES)]
+    trip, best = min(offsets)
     return best, trip // 2
 
 
@@ -67,9 +67,9 @@ _Get = Callable[[str], bytes]
 def _look(clock: Callable[[], int], unix: Callable[[], int]) -> tuple[int, int]:
     """Look at both clocks of rank 0; return how long it took, and the offset."""
     start = clock()
-    here = unix()
+    now = unix()
     end = clock()
-    return end - start, here - (start + end) // 2
+    return end - start, now - (start + end) // 2
 
 
 def _answer(store: Store, get: _Get, other: int, unix: Callable[[], int]) -> None:

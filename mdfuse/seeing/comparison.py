@@ -42,10 +42,10 @@ class Account:
     @property
     def total(self) -> Traffic:
         """The traffic of all kinds together."""
-        found = Traffic(len(self.ranks))
+        total = Traffic(len(self.ranks))
         for traffic in self.traffic.values():
-            found.add(traffic)
-        return found
+            total.add(traffic)
+        return total
 
 
 def account(label: str, host: HostProgram, costs: Costs | None = None) -> Account:
@@ -69,7 +69,7 @@ def account(label: str, host: HostProgram, costs: Costs | None = None) -> Accoun
 
 def groups_of(accounts: Sequence[Account]) -> list[Group]:
     """Return the kinds and axes of several programs, in the order of appearance."""
-    return [*dict.fromkeys(group for found in accounts for group in found.traffic)]
+    return [*dict.fromkeys(group for a in accounts for group in a.traffic)]
 
 
 def differing_text(a: Account, b: Account, is_full: bool = False) -> list[str]:
@@ -82,8 +82,8 @@ def differing_text(a: Account, b: Account, is_full: bool = False) -> list[str]:
             that values that are merely split otherwise do not differ.
     """
     before, after = _text(a.host, is_full), _text(b.host, is_full)
-    found = difflib.unified_diff(before, after, a.label, b.label, n=_CONTEXT, lineterm="")
-    return list(found)
+    lines = difflib.unified_diff(before, after, a.label, b.label, n=_CONTEXT, lineterm="")
+    return list(lines)
 
 
 #: What is left out in short: types of values; of inputs their extents; layouts of communications.

@@ -139,8 +139,8 @@ class CostTable:
         costs = self.costs.by(backend, usual) if backend != usual else None
         if costs is None:
             return self
-        found = replace(self, machine=replace(self.machine, backend=backend), costs=costs)
-        return replace(found, costs=replace(costs, name=found.text))
+        table = replace(self, machine=replace(self.machine, backend=backend), costs=costs)
+        return replace(table, costs=replace(costs, name=table.text))
 
     @property
     def text(self) -> str:
@@ -170,16 +170,16 @@ def parsed(text: str) -> CostTable:
         ProgramError: it is no such text.
     """
     try:
-        found = from_json(text)
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+        entries = from_json(text)
+        if not isinstance(entries, dict) or entries.get("format") != FORMAT:
             raise ValueError(f'it does not say "format": "{FORMAT}"')
-        found = _current(found)
-        del found["format"]
-        machine = Machine(**found.pop("machine"))
-        pairs = {name: (float(a), float(b)) for name, (a, b) in found.pop("held_out").items()}
-        costs = costs_of(found.pop("costs"))
-        found.pop("is_default", None)  # where it lies says so
-        table = CostTable(costs=costs, machine=machine, held_out=pairs, **found)
+        entries = _current(entries)
+        del entries["format"]
+        machine = Machine(**entries.pop("machine"))
+        pairs = {name: (float(a), float(b)) for name, (a, b) in entries.pop("held_out").items()}
+        costs = costs_of(entries.pop("costs"))
+        entries.pop("is_default", None)  # where it lies says so
+        table = CostTable(costs=costs, machine=machine, held_out=pairs, **entries)
         return replace(table, costs=replace(costs, name=table.text))
     except ProgramError as error:
         raise _no_table(f"{error.what}: {error.because}") from error
@@ -282,8 +282,8 @@ def cost_table(comm: Ranks, place: Path | None = None) -> CostTable | None:
         comm: as `mdfuse.init()` returns it.
         place: the folder of calibrations; by default where `mdfuse calibrate` writes.
     """
-    mine, told = found(machine_of(comm.device, comm.backend), place)
-    for line in told:
+    mine, warnings = found(machine_of(comm.device, comm.backend), place)
+    for line in warnings:
         _LOG.warning(line)
     texts = comm.all_ok(mine.as_json() if mine is not None else None)
     if texts[0] is None:
@@ -327,19 +327,19 @@ def found(
         place: the folder of calibrations; by default that of `folder`.
         any_threads: whether one with another number of threads does, too.
     """
-    told: list[str] = []
+    reasons: list[str] = []
     fitting = []
-    for name, whole in _tables(_files(place or folder()), told):
+    for name, whole in _tables(_files(place or folder()), reasons):
         table = whole.by(machine.backend)
         threads = table.machine.threads if any_threads else machine.threads
         if (why := _differs(table.machine, replace(machine, threads=threads))) is None:
             fitting.append(table)
         else:
-            told.append(f"{name} is of another machine: {why}")
+            reasons.append(f"{name} is of another machine: {why}")
     if fitting:
-        return max(fitting, key=lambda t: (t.machine.threads == machine.threads, t.ranks)), told
-    shipped = _shipped(machine, told)
-    return (_marked(shipped) if shipped is not None else None), told
+        return max(fitting, key=lambda t: (t.machine.threads == machine.threads, t.ranks)), reasons
+    shipped = _shipped(machine, reasons)
+    return (_marked(shipped) if shipped is not None else None), reasons
 
 
 def _shipped(machine: Machine, told: list[str]) -> CostTable | None:

@@ -89,12 +89,12 @@ class Link:
         >>> [round(link.seconds(n, 0.5) * 1e6, 2) for n in (0, 1000, 2000, 9000)]
         [3.5, 4.5, 6.0, 13.5]
         """
-        more = 0.0
+        penalty = 0.0
         if self.cold is not None and cold:
-            more = cold * self.cold.seconds(min(max(nbytes, 1), self.cold.points[-1][0]))
+            penalty = cold * self.cold.seconds(min(max(nbytes, 1), self.cold.points[-1][0]))
         if self.curve is not None:
-            return self.curve.seconds(max(nbytes, 1)) + more
-        return self.latency_s + nbytes / self.bandwidth + more
+            return self.curve.seconds(max(nbytes, 1)) + penalty
+        return self.latency_s + nbytes / self.bandwidth + penalty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,10 +237,10 @@ class Costs:
         if not self.is_fused:
             return sum(self.seconds(program, j) for j in i.body)
         if self.works:
-            found = kernels(program, i)
-            made = sum(self._kernel(k) for k in found)
-            made += self.switch_s * max(0, len(found) + len(inner) - 1)
-            return sum((self._work(program, j) for j in inner), start=made)
+            units = kernels(program, i)
+            seconds = sum(self._kernel(k) for k in units)
+            seconds += self.switch_s * max(0, len(units) + len(inner) - 1)
+            return sum((self._work(program, j) for j in inner), start=seconds)
         moved = sum(k.nbytes for k in kernels(program, i)) / self.bandwidth
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
 
@@ -259,8 +259,8 @@ class Costs:
 
     def _bytes(self, size: int, dtype: str, like: str = "*") -> float:
         """Return the seconds of work on some bytes: at least those of pointwise work."""
-        found = (self.works.get(f"{key} {dtype}") for key in {"*", like})
-        measured = [curve.seconds(max(size, 1)) for curve in found if curve is not None]
+        curves = (self.works.get(f"{key} {dtype}") for key in {"*", like})
+        measured = [curve.seconds(max(size, 1)) for curve in curves if curve is not None]
         return max(measured, default=max(self.launch_s, size / self.bandwidth))
 
     def _work(self, program: HostProgram, i: Instruction) -> float:
@@ -271,11 +271,11 @@ class Costs:
             name = "linear" if i.fn == "linear" else "matmul"
             grid = self.products.get(f"{name} {dtype}", self.products.get(f"matmul {dtype}"))
             if grid is not None and min(sizes) > 0:
-                count, *rest = sizes
-                return count * grid.seconds(*rest)
+                count, *mnk = sizes
+                return count * grid.seconds(*mnk)
         count = operations(program, i)
-        if (found := attention(program, i)) is not None:
-            return self._attention(count, dtype, found, nbytes(program, i))
+        if (heads := attention(program, i)) is not None:
+            return self._attention(count, dtype, heads, nbytes(program, i))
         curve = self.works.get(f"{i.fn} {dtype}")
         if curve is None and not count:
             curve = self.works.get(f"* {dtype}")
@@ -311,12 +311,12 @@ class Costs:
         A core computes query by query, each of which goes through all keys; where that was not
         measured, operations are what counts.
         """
-        made = count / self.flops
+        seconds = count / self.flops
         if (curve := self._nearest(f"query {dtype}", a)) is not None:
-            made = a.passes * a.heads * a.queries * curve.seconds(max(a.keys, 1))
+            seconds = a.passes * a.heads * a.queries * curve.seconds(max(a.keys, 1))
         elif (curve := self._nearest(f"attention {dtype}", a)) is not None:
-            made = a.passes * curve.seconds(max(count / a.passes, 1))
-        return max(self._bytes(moved, dtype), made)
+            seconds = a.passes * curve.seconds(max(count / a.passes, 1))
+        return max(self._bytes(moved, dtype), seconds)
 
     def _nearest(self, key: str, a: Attention) -> Curve | None:
         """Return the curve of heads of the nearest size, with the mask where it was measured."""

@@ -52,11 +52,11 @@ class Curve:
     def of(points: Mapping[float, float]) -> Curve:
         """Return the curve of measured times; one that is below that of a smaller size counts as
         that, since it is noise."""
-        found, least = [], 0.0
+        rising, least = [], 0.0
         for size, seconds in sorted(points.items()):
             least = max(least, seconds)
-            found.append((float(size), least))
-        return Curve(tuple(found))
+            rising.append((float(size), least))
+        return Curve(tuple(rising))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,14 @@ class Grid:
     def seconds(self, m: float, n: float, k: float) -> float:
         """Return the seconds of a product, or of what the three sizes are of."""
         places = [_place(axis, x) for axis, x in zip(self.axes, (m, n, k), strict=True)]
-        found = 0.0
+        seconds = 0.0
         for corner in itertools.product((0, 1), repeat=3):
             weight, at = 1.0, 0
             for axis, (low, share, _), up in zip(self.axes, places, corner, strict=True):
                 weight *= share if up else 1 - share
                 at = at * len(axis) + min(low + up, len(axis) - 1)
-            found += weight * self.times[at] if weight else 0.0
-        return found * math.prod(beyond for *_, beyond in places)
+            seconds += weight * self.times[at] if weight else 0.0
+        return seconds * math.prod(beyond for *_, beyond in places)
 
 
 def as_measured(count: float, axis: Sequence[float], at_once: int) -> float:

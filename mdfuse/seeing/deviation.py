@@ -42,10 +42,10 @@ def compare(predicted: Timeline, measured: Sequence[Event]) -> tuple[float, list
         is left of other ranks' work.
     """
     guessed = _taken(predicted.events)
-    found = _taken(measured)
+    taken = _taken(measured)
     rows = []
     for (rank, number), (name, ns) in guessed.items():
-        alike = [found[r, number][1] for r in predicted.ranks[rank] if (r, number) in found]
+        alike = [taken[r, number][1] for r in predicted.ranks[rank] if (r, number) in taken]
         if alike:
             middle = sorted(alike)[len(alike) // 2]
             rows.append(
@@ -60,11 +60,11 @@ def compare(predicted: Timeline, measured: Sequence[Event]) -> tuple[float, list
 
 def _taken(events: Iterable[Event]) -> dict[tuple[int, int], tuple[str, int]]:
     """Return (rank, instruction) -> name and time of the work of each instruction."""
-    found: dict[tuple[int, int], int] = defaultdict(int)
+    times: dict[tuple[int, int], int] = defaultdict(int)
     names: dict[tuple[int, int], str] = {}
     for e in events:
         if e.part == "work" and e.instruction >= 0:
             key = e.rank, e.instruction
-            found[key] += e.stop_ns - e.start_ns
+            times[key] += e.stop_ns - e.start_ns
             names.setdefault(key, e.name)
-    return {key: (names[key], ns) for key, ns in found.items()}
+    return {key: (names[key], ns) for key, ns in times.items()}

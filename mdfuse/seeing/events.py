@@ -60,26 +60,26 @@ def name_of(i: Instruction) -> str:
     """
     sums = {n for j in i.walk() if j.op in ("accumulate", "addmm") for n in j.outputs}
     number = next((x.rpartition("@")[2] for x in i.reads if "@" in x), "") if sums else ""
-    made = ", ".join(f"%{n}@{number}" if n in sums and number else f"%{n}" for n in i.outputs)
-    return f"{made} = {i.fn or i.op}" if made else i.fn or i.op
+    outputs = ", ".join(f"%{n}@{number}" if n in sums and number else f"%{n}" for n in i.outputs)
+    return f"{outputs} = {i.fn or i.op}" if outputs else i.fn or i.op
 
 
 def makespan(events: Iterable[Event]) -> int:
     """Return the nanoseconds from the first start to the last stop; 0 without events."""
-    found = [*events]
-    if not found:
+    listed = [*events]
+    if not listed:
         return 0
-    return max(e.stop_ns for e in found) - min(e.start_ns for e in found)
+    return max(e.stop_ns for e in listed) - min(e.start_ns for e in listed)
 
 
 def lanes(events: Iterable[Event]) -> dict[tuple[int, str], list[Event]]:
     """Return the events of each lane of each rank, in the order of their starts."""
-    found: dict[tuple[int, str], list[Event]] = defaultdict(list)
+    by_lane: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in events:
-        found[event.rank, event.lane].append(event)
-    for row in found.values():
+        by_lane[event.rank, event.lane].append(event)
+    for row in by_lane.values():
         row.sort(key=lambda e: (e.start_ns, e.stop_ns))
-    return dict(found)
+    return dict(by_lane)
 
 
 def busy(events: Sequence[Event]) -> int:

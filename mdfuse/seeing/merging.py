@@ -80,17 +80,17 @@ def _jobs(paths: Sequence[Path]) -> tuple[list[dict[int, Path]], _Writers]:
     jobs: list[dict[int, Path]] = []
     writers: dict[tuple[str, int], int | None] = {}
     for path in paths:
-        found: dict[int, Path] = {}
+        files: dict[int, Path] = {}
         for file in files_of(path):
             rank, where = writer_of(file)
-            found[rank] = file
+            files[rank] = file
             if where is not None:
                 writers[where] = rank if writers.get(where, rank) == rank else None
-        job = next((j for j in jobs if not j.keys() & found.keys()), None)
+        job = next((j for j in jobs if not j.keys() & files.keys()), None)
         if job is None:
-            jobs.append(found)
+            jobs.append(files)
         else:
-            job.update(found)
+            job.update(files)
     return jobs, writers
 
 
@@ -136,8 +136,8 @@ class _Chrome:
         """Return which rank's process it shows; None: of none that is known."""
         labels = (r for r in self.rows if r.get("name") == "process_labels")
         hosts = [r.get("pid") for r in labels if r.get("args", {}).get("labels") == "CPU"]
-        found = {writers.get((self.host or "", pid)) for pid in hosts if isinstance(pid, int)}
-        return found.pop() if len(found) == 1 else None
+        ranks = {writers.get((self.host or "", pid)) for pid in hosts if isinstance(pid, int)}
+        return ranks.pop() if len(ranks) == 1 else None
 
 
 #: No record is of a later time: some thirty thousand years.
@@ -156,8 +156,8 @@ def _loaded(path: Path) -> _Chrome:
     try:
         packed = path.read_bytes()
         text = gzip.decompress(packed) if packed.startswith(b"\x1f\x8b") else packed
-        found = json.loads(text)
-        rows = found["traceEvents"] if isinstance(found, dict) else found
+        parsed = json.loads(text)
+        rows = parsed["traceEvents"] if isinstance(parsed, dict) else parsed
         if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
             raise ValueError("its traceEvents are no list of records")
         for key, (kinds, what) in _KINDS.items():
@@ -165,7 +165,7 @@ def _loaded(path: Path) -> _Chrome:
                 raise ValueError(f"a record's {key} is no {what}")
         if not all(abs(r["ts"]) < _LATEST_US for r in rows if "ts" in r):
             raise ValueError("a record's ts is no time")
-        about = found if isinstance(found, dict) else {}
+        about = parsed if isinstance(parsed, dict) else {}
         begin = about.get("baseTimeNanoseconds")
         if not isinstance(begin, int | None) or abs(begin or 0) >= 1 << 63:
             raise ValueError("its baseTimeNanoseconds is no integer of 64 bits")
@@ -196,7 +196,7 @@ def _apart(
     Those of a rank that is known stand beside it.
     """
     pids: dict[Any, int] = {}
-    found = []
+    renumbered = []
     for r in rows:
         if "pid" in r and (n or title is not None):
             r = {**r, "pid": n * _PIDS + pids.setdefault(r["pid"], len(pids))}
@@ -206,5 +206,5 @@ def _apart(
             r = {**r, "args": {"name": f"{r.get('args', {}).get('name', '')} ({title})"}}
         if r.get("name") == "process_sort_index" and rank is not None:
             r = {**r, "args": {"sort_index": rank}}
-        found.append(r)
-    return found
+        renumbered.append(r)
+    return renumbered

@@ -65,9 +65,9 @@ def told_apart(text: str, backend: str = "auto") -> str:
         if text != HERE:
             costs, _ = named(text, backend)
         else:
-            table, told = here(backend)
+            table, reasons = here(backend)
             if table is None:
-                return told[-1]
+                return reasons[-1]
             costs = table.costs
     except ProgramError as error:  # the file has gone since
         return f"{error.what}: {error.because}"
@@ -92,14 +92,17 @@ def here(backend: str = "auto") -> tuple[CostTable | None, list[str]]:
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
     usual = "nccl" if is_gpu else "gloo"
-    table, told = found(machine_of(device, usual), any_threads=True)
+    table, reasons = found(machine_of(device, usual), any_threads=True)
     if table is None:
-        return None, [*told, f"nothing was measured on {machine_of(device, usual).text}"]
+        return None, [*reasons, f"nothing was measured on {machine_of(device, usual).text}"]
     if backend not in ("auto", usual):
         table = table.by(backend)
         if table.machine.backend != backend:
-            told = [*told, f"nothing was measured with {backend}: it is taken to be like {usual}"]
+            reasons = [
+                *reasons,
+                f"nothing was measured with {backend}: it is taken to be like {usual}",
+            ]
     if not table.costs.links:
         text = "no communication was measured: they are taken to take no time"
-        told = [*told, f"{text}; mdfuse calibrate on several ranks"]
-    return table, told
+        reasons = [*reasons, f"{text}; mdfuse calibrate on several ranks"]
+    return table, reasons

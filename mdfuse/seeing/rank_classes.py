@@ -53,13 +53,13 @@ def rank_classes(program: HostProgram, *, are_rings_alike: bool = False) -> Clas
     if program.rank is not None or not ranks:
         rank = program.rank or 0
         return Classes(((rank,),), {rank: rank})
-    told = _Told(program)
-    plain = told.apart({})
-    if are_rings_alike and (by := told.apart(_turned(program))) != plain:
-        found = _classes(ranks, told, by)
-        if len(found.members) == 1:  # else rings go through several classes, which take turns
-            return found
-    return _classes(ranks, told, plain)
+    keys = _Told(program)
+    plain = keys.apart({})
+    if are_rings_alike and (by := keys.apart(_turned(program))) != plain:
+        classes = _classes(ranks, keys, by)
+        if len(classes.members) == 1:  # else rings go through several classes, which take turns
+            return classes
+    return _classes(ranks, keys, plain)
 
 
 def _classes(ranks: Sequence[int], told: _Told, by: _Apart) -> Classes:
@@ -75,7 +75,7 @@ def _classes(ranks: Sequence[int], told: _Told, by: _Apart) -> Classes:
         members.setdefault(numbers[rank], []).append(rank)
     return Classes(
         tuple(map(tuple, members.values())),
-        {r: found[0] for found in members.values() for r in found},
+        {r: alike[0] for alike in members.values() for r in alike},
     )
 
 
@@ -112,10 +112,10 @@ class _Told:
 
     def apart(self, turned: Mapping[str, int]) -> _Apart:
         """Return which places tell ranks apart; see `_terms`."""
-        found = [*_terms(self.program, self.kinds, self.communications, turned)]
-        axes = sorted({t.name for t in found if t.kind == "coord"})
+        all_terms = [*_terms(self.program, self.kinds, self.communications, turned)]
+        axes = sorted({t.name for t in all_terms if t.kind == "coord"})
         axes += sorted({a for c in self.communications if _turns(c) for a in c.axes})
-        return _Apart(any(t.kind == "rank" for t in found), tuple(axes))
+        return _Apart(any(t.kind == "rank" for t in all_terms), tuple(axes))
 
     def key(self, rank: int, by: _Apart) -> Hashable:
         if by.by_rank:
@@ -131,10 +131,10 @@ class _Told:
         return places, self.parts[rank]
 
     def _part(self, rank: int) -> Hashable:
-        here = tuple(rank in mesh for mesh in self.program.meshes)
+        membership = tuple(rank in mesh for mesh in self.program.meshes)
         shapes = tuple(k.local_shape(rank) if _is_in(k, rank) else None for k in self.kinds)
         moved = tuple(_moved(c, rank) for c in self.communications)
-        return here, shapes, moved
+        return membership, shapes, moved
 
 
 #: Kinds of which the parts of a rank before and after say how much arrives.
@@ -170,7 +170,7 @@ def _turned(program: HostProgram) -> dict[str, int]:
     for mesh in program.meshes:
         for axis in mesh.axes:
             sizes.setdefault(axis, set()).add(mesh.axis_size(axis))
-    return {axis: found.pop() for axis, found in sizes.items() if len(found) == 1}
+    return {axis: extents.pop() for axis, extents in sizes.items() if len(extents) == 1}
 
 
 def _terms(
@@ -264,10 +264,10 @@ class _Among:
 
     def team(self, n: int, c: Communication, rank: int) -> frozenset[int] | tuple[int, ...]:
         if c.is_along_axes:
-            here = c.source.mesh.coordinate(rank)
-            if here is None:
+            coordinate = c.source.mesh.coordinate(rank)
+            if coordinate is None:
                 return frozenset()
-            pairs = zip(c.source.mesh.axes, here, strict=True)
+            pairs = zip(c.source.mesh.axes, coordinate, strict=True)
             key = n, tuple(at for axis, at in pairs if axis not in c.axes)
             if key not in self.teams:
                 self.teams[key] = frozenset(self.numbers[r] for r in c.team(rank))

@@ -41,12 +41,12 @@ def rank_groups(host: HostProgram, schedule: Schedule, classes: Classes) -> tupl
         classes: of the program's ranks; one of each stands for all.
     """
     meshes = {f"m{n}": mesh for n, mesh in enumerate(host.meshes)}
-    timing, found = schedule.timed(), []
+    timing, groups = schedule.timed(), []
     for group, name in enumerate(schedule.meshes):
         ranks = tuple(meshes[name].ranks)
         stages = tuple(s for s, g in sorted(schedule.owners.items()) if g == group)
         peaks = [memory_of(project(host, r)).peak for r in {classes.of[r] for r in ranks}]
-        found.append(
+        groups.append(
             RankGroup(
                 name=name,
                 ranks=ranks,
@@ -56,4 +56,4 @@ def rank_groups(host: HostProgram, schedule: Schedule, classes: Classes) -> tupl
                 peak=max(peaks),
             )
         )
-    return tuple(found)
+    return tuple(groups)

@@ -79,7 +79,7 @@ class Timeline:
 
     @property
     def _names(self) -> dict[int, str]:
-        return {r: _alike(r, found) for r, found in self.ranks.items()}
+        return {r: _alike(r, alike) for r, alike in self.ranks.items()}
 
     def to_perfetto(self, path: str) -> None:
         """Write the timeline as Chrome trace JSON, which https://ui.perfetto.dev shows.
@@ -92,8 +92,8 @@ class Timeline:
 
 
 def _alike(rank: int, ranks: tuple[int, ...]) -> str:
-    more = len(ranks) - 1
-    return f"rank {rank}" + (f" and {more} like it" if more else "")
+    others = len(ranks) - 1
+    return f"rank {rank}" + (f" and {others} like it" if others else "")
 
 
 def timeline(program: HostProgram, costs: Costs) -> Timeline:
@@ -115,8 +115,8 @@ def on_ranks(program: HostProgram, costs: Costs, classes: Classes) -> Timeline:
     programs = [as_run(project(program, r)) for r in classes.firsts]
     clock = _Clock(costs=costs, classes=classes)
     clock.run([_Rank(p, clock) for p in programs])
-    if more := slowed(clock.events, clock.slows):
-        clock = _Clock(costs=costs, classes=classes, more=more)
+    if delays := slowed(clock.events, clock.slows):
+        clock = _Clock(costs=costs, classes=classes, more=delays)
         clock.run([_Rank(p, clock) for p in programs])
     events = sorted(clock.events, key=lambda e: (e.start_ns, e.rank, e.stop_ns))
     members = {m[0]: m for m in classes.members}
@@ -228,10 +228,10 @@ class _Clock:
         """Note a post and its transfer."""
         assert p.start is not None
         change = f"{p.i.comm.source} -> {p.i.comm.destination}" if p.i.comm is not None else ""
-        more: dict[str, Any] = {"flow": p.flow, "source": str(p.i.source or "")}
-        self.add(p.rank, p.stream, f"post {p.what}", p.at, p.at, p.number, "post", **more)
-        more |= {"detail": change, "nbytes": p.nbytes}
-        self.add(p.rank, p.lane, p.what, p.start, p.stop, p.number, "transfer", **more)
+        details: dict[str, Any] = {"flow": p.flow, "source": str(p.i.source or "")}
+        self.add(p.rank, p.stream, f"post {p.what}", p.at, p.at, p.number, "post", **details)
+        details |= {"detail": change, "nbytes": p.nbytes}
+        self.add(p.rank, p.lane, p.what, p.start, p.stop, p.number, "transfer", **details)
 
     def add(
         self,
@@ -428,11 +428,11 @@ class _Rank:
         name = f"{comm.kind}[{comm.reduce_op}]" if comm.reduce_op else comm.kind
         where = ",".join(comm.axes) if comm.is_along_axes else "meshes"
         link = self.clock.costs.link(comm.kind, where, len(team), comm.backend)
-        found = frozenset[Hashable](map(self._class, team))
+        members = frozenset[Hashable](map(self._class, team))
         lane = self._lane(where, team)
         post = self._made(i, name, lane, size, link.seconds(size, self._share_passed()), link.slows)
-        key = where, comm.source.mesh, comm.destination.mesh, found
-        self.clock.meet(key, found, self.rank, post)
+        key = where, comm.source.mesh, comm.destination.mesh, members
+        self.clock.meet(key, members, self.rank, post)
         return [post]
 
     def _lane(self, where: str, team: tuple[int, ...]) -> str:

@@ -175,13 +175,13 @@ class Stamps:
             is_done: whether it came to its end.
             device: (number of an entry, start, stop) of work on a GPU, ns from the run's begin.
         """
-        more = ""
+        lines = ""
         if device:
             row = json.dumps(device, separators=(",", ":"))
-            more = f'{{"run":{self._run},"plan":{self._plan},"device":{row}}}\n'
+            lines = f'{{"run":{self._run},"plan":{self._plan},"device":{row}}}\n'
         how = "end" if is_done else "broken"
-        more += f'{{"{how}":{self._run},"plan":{self._plan}}}\n'
-        self._write(more)
+        lines += f'{{"{how}":{self._run},"plan":{self._plan}}}\n'
+        self._write(lines)
 
     def _write(self, more: str) -> None:
         if self._file.is_over:

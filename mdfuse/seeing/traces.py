@@ -43,8 +43,8 @@ def files_of(path: str | Path) -> list[Path]:
 def read_files(files: Sequence[Path]) -> list[Event]:
     """Return the events of the files of a job, which may be in several folders, likewise."""
     flows = _Flows()
-    found = [e for file in files for _, _, e in _Reader(file, flows).events()]
-    return sorted(found, key=_when)
+    events = [e for file in files for _, _, e in _Reader(file, flows).events()]
+    return sorted(events, key=_when)
 
 
 def writer_of(path: Path) -> tuple[int, tuple[str, int] | None]:
@@ -68,9 +68,9 @@ def last_run(path: str | Path, program: str) -> list[Event]:
     path = Path(path)
     flows, rows = _Flows(), list[Event]()
     for file in sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]:
-        found = [(run, e) for name, run, e in _Reader(file, flows).events() if name == program]
-        last = max((run for run, _ in found), default=None)
-        rows += [e for run, e in found if run == last]
+        runs = [(run, e) for name, run, e in _Reader(file, flows).events() if name == program]
+        last = max((run for run, _ in runs), default=None)
+        rows += [e for run, e in runs if run == last]
     if not rows:
         raise _no_trace(path, f"it has no run of @{program}")
     return sorted(rows, key=_when)

@@ -53,14 +53,14 @@ _KEPT = 4
 
 def arguments(host: HostProgram, comm: Communicator) -> dict[str, Any]:
     """Return random inputs for this rank of a program without numbers and integers."""
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for name in host.inputs:
         kind = host.types[name]
         assert kind.layout is not None
-        found[name] = None
+        inputs[name] = None
         if comm.rank in kind.layout.mesh:
-            found[name] = _random(kind.local_shape(comm.rank), kind.dtype, comm.device)
-    return found
+            inputs[name] = _random(kind.local_shape(comm.rank), kind.dtype, comm.device)
+    return inputs
 
 
 #: Random numbers that are repeated: to draw them takes a CPU longer than to multiply them.
@@ -143,8 +143,8 @@ class Measurements:
         """Return a run of the product that is looked at again and again."""
         n = self.scale.features[1]
         mesh = DeviceMesh.arange(x=self.comm.size)
-        found = linear(self.scale, mesh, self.scale.dtypes[0], self.scale.rows[-1], n, n)
-        return self._run_of(found.program, found.options, self._ranks(found))
+        subject = linear(self.scale, mesh, self.scale.dtypes[0], self.scale.rows[-1], n, n)
+        return self._run_of(subject.program, subject.options, self._ranks(subject))
 
     def _ranks(self, subject: Subject) -> Communicator:
         """Return who runs a subject: all ranks what communicates, each by itself what does not."""
@@ -163,8 +163,8 @@ class Measurements:
         clock = WALL if subject.is_sent else own_clock()
         seconds = seconds_of(comm, call, subject.runs, clock)
         if subject.without is not None:
-            rest = self._run_of(subject.without, subject.options)
-            seconds -= seconds_of(comm, rest, subject.runs, clock)
+            baseline = self._run_of(subject.without, subject.options)
+            seconds -= seconds_of(comm, baseline, subject.runs, clock)
         else:
             seconds -= self.times["run", "run"][1]
             seconds -= self.times["run", "posting"][1] if subject.is_sent else 0.0
@@ -221,15 +221,15 @@ class Measurements:
         Of three programs one does in turns what the other two do by themselves.
         """
         mesh = DeviceMesh.arange(x=self.comm.size)
-        found = []
+        switches_s = []
         for between in BETWEEN:
             product, other, both = (
                 seconds_of(self.comm, self._run_of(host, OPTIONS), QUEUED, own_clock())
                 for host in switches(self.scale, mesh, between)
             )
             run_s = self.times["run", "run"][1]
-            found.append((both - product - other + run_s) / (2 * TURNS))
-        return max(0.0, statistics.median(found))
+            switches_s.append((both - product - other + run_s) / (2 * TURNS))
+        return max(0.0, statistics.median(switches_s))
 
     def _run_of(
         self, program: HostProgram, options: Options, comm: Communicator | None = None
@@ -244,18 +244,18 @@ class Measurements:
         self.times = dict(self._middle(json.dumps([rows, self.calm])))
 
     def _middle(self, mine: str) -> Iterator[tuple[tuple[str, str], dict[Any, float]]]:
-        told = self.comm.all_ok(mine)
-        if any(text is None for text in told):
+        texts = self.comm.all_ok(mine)
+        if any(text is None for text in texts):
             raise BackendError("a rank left the calibration")
-        everyone = [json.loads(text) for text in told if text is not None]
+        everyone = [json.loads(text) for text in texts if text is not None]
         calms = [calm for _, calm in everyone]  # of a rank with less to do fewer
         self.calm = [statistics.median(x) for x in zip(*calms, strict=False)]
-        found: dict[tuple[str, str], dict[Any, list[float]]] = {}
+        samples: dict[tuple[str, str], dict[Any, list[float]]] = {}
         for table, key, points in (row for rows, _ in everyone for row in rows):
-            of_key = found.setdefault((table, key), {})
+            of_key = samples.setdefault((table, key), {})
             for at, seconds in points:
                 of_key.setdefault(_size(at), []).append(seconds)
-        for name, times in found.items():
+        for name, times in samples.items():
             yield name, {at: statistics.median(seconds) for at, seconds in times.items()}
 
     @property
@@ -325,8 +325,8 @@ def share(product: float, communication: float, both: float) -> float:
 def _more(points: Mapping[float, float], colds: Mapping[float, float]) -> Curve | None:
     """Return what communications take more behind work that leaves nothing of them in the cache."""
     usual = Curve.of(points)
-    found = {at: max(seconds - usual.seconds(at), _LEAST_S) for at, seconds in colds.items()}
-    return Curve.of(found) if found else None
+    extra = {at: max(seconds - usual.seconds(at), _LEAST_S) for at, seconds in colds.items()}
+    return Curve.of(extra) if extra else None
 
 
 #: Times are above 0.
@@ -344,13 +344,13 @@ def _grid(points: Mapping[tuple[int, int, int], float]) -> Grid:
 
 
 def _flops(products: Mapping[str, Mapping[tuple[int, int, int], float]]) -> float:
-    rates = [2.0 * m * n * k / s for found in products.values() for (m, n, k), s in found.items()]
+    rates = [2.0 * m * n * k / s for grid in products.values() for (m, n, k), s in grid.items()]
     return max(rates, default=float("inf"))
 
 
 def _bandwidth(works: Mapping[str, Curve]) -> float:
-    found = [c.points[-1] for key, c in works.items() if key.startswith("* ")]
-    return max((size / seconds for size, seconds in found), default=float("inf"))
+    largest = [c.points[-1] for key, c in works.items() if key.startswith("* ")]
+    return max((size / seconds for size, seconds in largest), default=float("inf"))
 
 
 def _others(links: Mapping[str, Link]) -> dict[str, Link]:

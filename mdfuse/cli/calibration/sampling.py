@@ -41,12 +41,12 @@ def seconds_of(comm: Communicator, call: Call, runs: int = 2, clock: Clock = WAL
     Some samples are taken, and the least counts, since what else runs on a machine only ever adds
     time. On a GPU its own time counts.
     """
-    found = list[float]()
+    samples = list[float]()
     for sample in samples_of(comm, call, runs, clock):
-        found.append(sample)
-        if len(found) >= _FEW and _are_close(comm, found):
+        samples.append(sample)
+        if len(samples) >= _FEW and _are_close(comm, samples):
             break
-    return min(found)
+    return min(samples)
 
 
 def _are_close(comm: Communicator, samples: Sequence[float]) -> bool:

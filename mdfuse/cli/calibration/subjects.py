@@ -150,8 +150,8 @@ def _across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Su
     with FusionDefinition("across") as fd:
         for _ in range(max(1, min(scale.tensors, scale.stale // size))):
             fd.add_output(_sum_across(fd, mesh, dtype, rows))
-    found = _local(scale, "works", compile(fd, OPTIONS).host)
-    return replace(found, key=f"across {dtype_name(dtype)}")
+    subject = _local(scale, "works", compile(fd, OPTIONS).host)
+    return replace(subject, key=f"across {dtype_name(dtype)}")
 
 
 def _compiled(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Iterator[Subject]:
@@ -170,8 +170,8 @@ def _compiled(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> 
                 y = _sum_across(fd, mesh, dtype, rows)
                 fd.add_output(fd.ops.rms_norm(y, [_WIDTH]))
         options = replace(OPTIONS, compile="auto")
-        found = _local(scale, "works", compile(fd, options).host)
-        yield replace(found, key=f"{name} {dtype_name(dtype)}", options=options)
+        subject = _local(scale, "works", compile(fd, options).host)
+        yield replace(subject, key=f"{name} {dtype_name(dtype)}", options=options)
 
 
 def _sum_across(fd: FusionDefinition, mesh: DeviceMesh, dtype: torch.dtype, rows: int) -> Any:
@@ -183,9 +183,9 @@ def _sum_across(fd: FusionDefinition, mesh: DeviceMesh, dtype: torch.dtype, rows
 def _local(scale: Scale, table: Literal["works", "products"], host: HostProgram) -> Subject:
     """Return the subject of a program of equal instructions."""
     mine = project(host, host.meshes[0].ranks[0])
-    (first, *more) = [i for i in mine.instructions if is_work(i)]
+    (first, *others) = [i for i in mine.instructions if is_work(i)]
     sizes, count, moved = product(mine, first), operations(mine, first), nbytes(mine, first)
-    works = 1 + len(more)
+    works = 1 + len(others)
     once = max(count / scale.flops, moved / scale.bandwidth, ONCE_S)
     loops = max(1, how_often(scale, once) // works)
     dtype = dtype_name(mine.types[first.outputs[0]].dtype)
@@ -259,15 +259,15 @@ def attentions(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
     name = dtype_name(dtype)
     for mask, head, length in itertools.product(MASKS, scale.heads, scale.lengths):
         if not scale.multiprocessors:
-            found = _attention(scale, mesh, [1, _HEADS, length, head], mask)
-            times = found.times * _HEADS * length
+            subject = _attention(scale, mesh, [1, _HEADS, length, head], mask)
+            times = subject.times * _HEADS * length
             key = f"query {name} {head}{mask}"
-            yield replace(found, key=key, at=float(length), times=times)
+            yield replace(subject, key=key, at=float(length), times=times)
         for blocks in blocks_of(scale, mask):
             heads = blocks // math.ceil(length / QUERIES)
-            found = _attention(scale, mesh, [1, heads, length, head], mask)
+            subject = _attention(scale, mesh, [1, heads, length, head], mask)
             at = blocks, length, head
-            yield replace(found, table="attentions", key=f"{name}{mask}", at=at)
+            yield replace(subject, table="attentions", key=f"{name}{mask}", at=at)
     for length in scale.lengths:
         yield _one_query(scale, mesh, length)
 
@@ -299,8 +299,8 @@ def _one_query(scale: Scale, mesh: DeviceMesh, length: int) -> Subject:
     host = compile(fd, OPTIONS).host
     mine = project(host, mesh.ranks[0])
     moved = nbytes(mine, next(i for i in mine.instructions if is_work(i)))
-    found = _local(scale, "works", host)
-    return replace(found, key=f"{ONE_QUERY} {dtype_name(dtype)}", at=float(moved))
+    subject = _local(scale, "works", host)
+    return replace(subject, key=f"{ONE_QUERY} {dtype_name(dtype)}", at=float(moved))
 
 
 #: Kinds of work that stand between products.

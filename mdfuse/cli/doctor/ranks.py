@@ -68,8 +68,8 @@ def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SI
         return problems
     measured: list[Measured] = []
     for name in usable:
-        found, wrong = _measure(options, name, sizes)
-        measured += found
+        times, wrong = _measure(options, name, sizes)
+        measured += times
         problems += wrong
     console.print(collective.table(measured))
     return problems
@@ -107,7 +107,7 @@ def _measure(options: Options, name: str, sizes: Sequence[int]) -> tuple[list[Me
     comm = init(options, backend=name)
     try:
         with screen.progress(f"measuring {name}"):
-            found = collective.measure(comm, sizes)
-        return found, collective.wrong_values(comm, found)
+            times = collective.measure(comm, sizes)
+        return times, collective.wrong_values(comm, times)
     finally:
         comm.close()

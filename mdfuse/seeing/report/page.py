@@ -105,7 +105,7 @@ def html(subject: Subject) -> str:
 
     host = subject.host
     classes = rank_classes(host)
-    found = on_ranks(host, subject.costs, classes)
+    timeline = on_ranks(host, subject.costs, classes)
     shown = classes.firsts[:_RANKS]
     names = {m[0]: _named(m) for m in classes.members}
     memories = [memory_of(project(host, r)) for r in shown]
@@ -120,7 +120,7 @@ def html(subject: Subject) -> str:
         host=host,
         version=VERSION,
         meshes=[str(m) for m in host.meshes],
-        facts=_facts(subject, classes, traffic, memories, found),
+        facts=_facts(subject, classes, traffic, memories, timeline),
         counted=counted,
         pictures=[(text, Picture(x, shape).svg()) for text, shape, x in drawn[:_PICTURES]],
         pictures_more=max(0, len(drawn) - _PICTURES),
@@ -128,10 +128,10 @@ def html(subject: Subject) -> str:
         lines_more=max(0, len(lines) - listing.MOST),
         traffic=traffic,
         memories=[(names[m.rank], m, memory_chart(m)) for m in memories],
-        simulated=_lanes(found, shown, names),
+        simulated=_lanes(timeline, shown, names),
         measured=lanes_chart(subject.measured, {}) if subject.measured else "",
         more_classes=len(classes.firsts) - len(shown),
-        schedules=_schedules(subject, found),
+        schedules=_schedules(subject, timeline),
         groups=rank_groups(host, subject.schedule, classes) if subject.schedule else (),
     )
 
@@ -182,17 +182,17 @@ def _schedules(subject: Subject, found: Timeline) -> list[tuple[str, str]]:
 
 
 def _named(members: Sequence[int]) -> str:
-    more = len(members) - 1
-    return f"rank {members[0]}" + (f" (and {more} alike)" if more else "")
+    others = len(members) - 1
+    return f"rank {members[0]}" + (f" (and {others} alike)" if others else "")
 
 
 def values_of(fusion: Fusion) -> dict[str, Lies]:
     """Return name -> shape and layout of each tensor of a fusion that has one."""
-    found = {}
+    values = {}
     for name, value in fusion.values.items():
         if value.layout is not None:
-            found[name] = value.shape, value.layout.with_stream(value.stream)
-    return found
+            values[name] = value.shape, value.layout.with_stream(value.stream)
+    return values
 
 
 def by_layout(values: Mapping[str, Lies]) -> list[tuple[str, tuple[int, ...], Layout]]:
@@ -201,12 +201,12 @@ def by_layout(values: Mapping[str, Lies]) -> list[tuple[str, tuple[int, ...], La
     for name, key in values.items():
         alike.setdefault(key, []).append(name)
     rows = sorted(alike.items(), key=lambda row: -len(row[1]))
-    found = []
+    pictures = []
     for (shape, layout), names in rows:
         text = ", ".join(f"%{n}" for n in names[:_NAMES])
-        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-        found.append((text + more, shape, layout))
-    return found
+        others = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+        pictures.append((text + others, shape, layout))
+    return pictures
 
 
 def communications(host: HostProgram, classes: Classes) -> list[Traffic]:
