@@ -14,7 +14,7 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How this process was started.
+    """The launch of this process.
 
     Attributes:
         name: "default group", "torchrun", "mpirun", "srun", "single", or "null" where nobody
@@ -35,12 +35,12 @@ class Launch:
 
     @property
     def is_one_host(self) -> bool:
-        """Whether all ranks are known to be on one host."""
+        """True if all ranks are known to be on one host."""
         return self.local_size == self.size
 
     @property
     def others(self) -> str:
-        """What errors call the ranks that are not this one."""
+        """The words of errors for the ranks that are not this one."""
         return "the other rank" if self.size == 2 else f"the other {self.size - 1} ranks"
 
 
@@ -50,7 +50,7 @@ class Launcher(Protocol):
     def is_present(self, environment: Mapping[str, str]) -> bool: ...
 
     def launch(self, environment: Mapping[str, str]) -> Launch:
-        """Return what the variables say; only where `is_present`.
+        """Return the launch that the variables describe; only where `is_present`.
 
         Raises:
             BackendError: they contradict each other or are not numbers.
@@ -203,7 +203,7 @@ def _launch(
 
 
 def detect(environment: Mapping[str, str], default_group: tuple[int, int] | None = None) -> Launch:
-    """Return how this process was started, and by which launcher.
+    """Return the launch of this process, with its launcher.
 
     Args:
         environment: the process's environment variables.

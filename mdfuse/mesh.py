@@ -183,7 +183,7 @@ class DeviceMesh:
 
     @property
     def is_consecutive(self) -> bool:
-        """Whether the ranks are consecutive numbers, in row-major order."""
+        """True if the ranks are consecutive numbers, in row-major order."""
         return isinstance(self._ranks, range) and self._ranks.step == 1
 
     @cached_property
@@ -297,12 +297,12 @@ class DeviceMesh:
 
 @lru_cache(maxsize=1024)
 def _one_of_equal(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the first of equal tuples, so that what equal meshes have is compared at once."""
+    """Return the first of equal tuples, so that equal meshes share them and compare by identity."""
     return key
 
 
 class MeshesByRank:
-    """Which of several meshes have a rank, found without asking each of them.
+    """An index of several meshes by rank: it finds the meshes of a rank without asking each.
 
     >>> a, b = DeviceMesh([0, 1], ["x"]), DeviceMesh([1, 3], ["x"])
     >>> MeshesByRank([a, b]).of(1) == (a, b), MeshesByRank([a, b]).of(2)
@@ -345,7 +345,7 @@ def _listed(ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_torch_mesh(x: object) -> bool:
-    """Whether something is a `torch.distributed.DeviceMesh`; torch is not imported for this."""
+    """Return whether x is a `torch.distributed.DeviceMesh`; torch is not imported for this."""
     return hasattr(x, "mesh_dim_names") and hasattr(x, "device_type")
 
 

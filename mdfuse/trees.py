@@ -1,4 +1,4 @@
-"""Trees of tensors: tuples, lists, dicts, dataclasses, and what else torch knows as such."""
+"""Trees of tensors: tuples, lists, dicts, dataclasses, and other types that torch registers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def unflattened(leaves: Sequence[Any], structure: Any) -> Any:
 
 
 def children(tree: Any) -> list[tuple[str, Any]]:
-    """Return (key, entry) of the outermost level of a tree; of a leaf nothing.
+    """Return (key, entry) of the outermost level of a tree; none for a leaf.
 
     >>> children({"a": [1, 2], "b": 3}), children(3)
     ([('a', [1, 2]), ('b', 3)], [])
@@ -62,7 +62,7 @@ def key_text(path: Sequence[Any]) -> str:
 
 
 def _is_record(x: Any) -> bool:
-    """Whether x is a dataclass; those of mdfuse, as specs of tensors, stand for one thing each."""
+    """Return whether x is a dataclass; those of mdfuse, as specs of tensors, are leaves."""
     if not is_dataclass(x) or isinstance(x, type):
         return False
     kind: Any = type(x)
@@ -70,7 +70,7 @@ def _is_record(x: Any) -> bool:
 
 
 def _with_records(tree: Any) -> Any:
-    """Put a record in the place of each dataclass that torch does not know as a tree."""
+    """Replace each dataclass that torch does not know as a tree by a record."""
     return pytree.tree_map(_record, tree)
 
 

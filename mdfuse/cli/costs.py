@@ -22,7 +22,7 @@ def costs_named(text: str | None) -> Costs | None:
 
 
 def _here(backend: str) -> Costs:
-    """Return the table of this machine, and say which one it is and why it is no other."""
+    """Return the table of this machine, and print its name and the reasons for it."""
     table, lines = here(backend)
     console = screen.output()
     if table is None:

@@ -23,7 +23,7 @@ from mdfuse.seeing.comparison import Account, account, differing_text, groups_of
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a program is from.
+    """The source of a program.
 
     Attributes:
         file: defines `build`.
@@ -74,7 +74,7 @@ def show(sources: Sequence[Source], costs: str | None, is_full: bool) -> None:
 
 
 def labels(sources: Sequence[Source]) -> list[str]:
-    """Return what tells programs apart: their files, their meshes, their layouts."""
+    """Return labels of programs: the files, meshes or layouts in which they differ."""
     names = [s.file.name for s in sources]
     if len({*names}) == 1:
         names = [str(s.file) for s in sources]
@@ -86,7 +86,7 @@ def labels(sources: Sequence[Source]) -> list[str]:
 
 
 def facts(accounts: Sequence[Account]) -> Table:
-    """Return a table of what is one number for each program."""
+    """Return a table of the figures that are one number for each program."""
     table = titled("", "", right=[a.label for a in accounts])
     table.add_row("ranks", *(str(sum(1 for _ in _ranks(a.host))) for a in accounts))
     table.add_row("instructions", *(str(len(a.host)) for a in accounts))
@@ -102,7 +102,7 @@ def _ranks(host: HostProgram) -> set[int]:
 
 
 def communications(accounts: Sequence[Account]) -> Table:
-    """Return a table of communications by kind and axis: how many, and bytes that a rank gets."""
+    """Return a table of communications by kind and axis: counts, and bytes that a rank receives."""
     right = [text for a in accounts for text in ("count", a.label)]
     table = titled("communications per run, bytes received per rank", "kind", "axis", right=right)
     for group in groups_of(accounts):

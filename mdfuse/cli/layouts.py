@@ -24,7 +24,7 @@ def parse_layouts(text: str) -> Layouts:
     """Return the layouts of some inputs from a text.
 
     Raises:
-        DefinitionError: it is none.
+        DefinitionError: the text is no layout of inputs.
 
     >>> parse_layouts("w*=(dp=R, tp=S0); x=(dp=S0)")["w*"]
     {'dp': Replicate(), 'tp': Shard(dim=0)}

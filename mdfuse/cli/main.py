@@ -41,7 +41,7 @@ File = Annotated[
 
 
 class Stage(StrEnum):
-    """How far a program is lowered before it is shown."""
+    """The stage of lowering at which a program is shown."""
 
     FUSION = "fusion"
     LAYOUTS = "layouts"

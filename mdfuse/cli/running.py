@@ -144,7 +144,7 @@ def _check_have_values(inputs: Sequence[Any]) -> None:
 def _report(
     job: _Job, inputs: Sequence[Any], outcome: Outcome, rows: list[tuple[str, str]]
 ) -> str | None:
-    """Print everything about a run; return what is wrong with its outputs, or None."""
+    """Print everything about a run; return the problem with its outputs, or None."""
     program = job.program
     with screen.progress("computing on one device"):
         differences = compare(outcome.outputs, mdfuse.reference(job.definition, inputs))

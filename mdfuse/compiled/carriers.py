@@ -1,4 +1,4 @@
-"""What a program says of the backends that carry its posts: their memory, and other backends."""
+"""Explain the backends that carry a program's posts: their staging memory, mixed backends."""
 
 from __future__ import annotations
 

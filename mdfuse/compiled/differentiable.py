@@ -30,10 +30,10 @@ def differentiable(
     """Return a function that runs a definition, and whose results torch differentiates.
 
     It takes what `Program.run` takes, local tensors or DTensors, and runs one program forwards and
-    one backwards. The gradient is that of the global function: of an input that is replicated each
-    rank gets all of it, reduced (so no wrapper as DDP is needed), of a split one its part. Under
-    `torch.no_grad`, or where no input requires a gradient, the plain program runs. All ranks must
-    ask for the same gradients.
+    one backwards. The gradient is that of the global function: each rank gets the whole reduced
+    gradient of a replicated input (so no wrapper as DDP is needed), and its part of a split one.
+    Under `torch.no_grad`, or where no input requires a gradient, the plain program runs. All ranks
+    must ask for the same gradients.
 
     Args:
         of: a definition; or a function of `mdfuse.fusion`, for which the result takes DTensors as
@@ -45,9 +45,9 @@ def differentiable(
         returns.
 
     Raises:
-        DefinitionError: something else; when called, an op without a rule, a definition that writes
-            into its inputs, one with extents that each run chooses, or one on ranks that hold no
-            input that is differentiated, or no output.
+        DefinitionError: `of` is of another type; when called, an op without a rule, a definition
+            that writes into its inputs, one with extents that each run chooses, or one on ranks
+            that hold no input that is differentiated, or no output.
 
     >>> import torch, mdfuse as mf
     >>> with mf.FusionDefinition() as fd:
@@ -86,7 +86,7 @@ class _Function:
             return function(*args, **kwargs)
         traced, tensors = function.on_dtensors(args, kwargs)
         wrapped = self._known.get(id(traced))
-        if wrapped is None:  # it holds the trace, so that the number stays its
+        if wrapped is None:  # it keeps the trace alive, so that no other one gets the same id
             wrapped = _Differentiable(traced.definition, self.options, traced)
             self._known.put(id(traced), wrapped)
         outputs = wrapped(*tensors)
@@ -136,13 +136,13 @@ class _Forward:
         self.phases = self._phases(owner.floating)
         self.program = _lowered(self.phases.forward(), self.options)
         self.count = len(self.phases.outputs)
-        #: name of what is saved -> its place among inputs, and behind them outputs
+        #: name of a saved value -> its position among the inputs, followed by the outputs
         host = self.program.host
         names = [x for x in self.phases.joint.inputs if x not in self.phases.seeds]
         self.places = {x: n for n, x in enumerate((*names, *self.program.fusion.outputs))}
         kinds = [host.types[name] for name in (*host.inputs, *host.outputs)]
         self.layouts = {x: kinds[n].layout for x, n in self.places.items()}
-        #: outputs that do not depend on what is differentiated
+        #: outputs that do not depend on a differentiated input
         self.constant = self._constant(owner.floating)
         self._backwards: dict[tuple[int, ...], tuple[Phases, Program]] = {}
         self._check_ranks()
@@ -179,7 +179,7 @@ class _Forward:
                     )
 
     def cotangent(self, output: str) -> Layout:
-        """Return how the cotangent of an output lies."""
+        """Return the layout of an output's cotangent."""
         layout = self.layouts[output]
         assert layout is not None
         return dual(layout)
@@ -198,7 +198,7 @@ class _Forward:
 
 
 class _Border(torch.autograd.Function):
-    """What torch's autograd sees of a program."""
+    """The node of torch's autograd graph for a program."""
 
     @staticmethod
     def forward(ctx: Any, forward: _Forward, *inputs: Any) -> tuple[Any, ...]:

@@ -65,9 +65,9 @@ def from_torch(
         mesh: where all of it lives.
         layouts: pattern -> axis -> placement, for names of parameters, for inputs
             (`"input:ids"`, or `"input:0"`) and for outputs (`"output:logits"`, or `"output:0"`).
-            Of several patterns that match, the one without wildcards, then the one with the
-            longest literal part counts. What none matches is replicated; outputs lie as it is
-            inferred.
+            The one without wildcards counts among several that match, then the one with the
+            longest literal part. Tensors that no pattern matches are replicated; the layouts of
+            such outputs are inferred.
         blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
             split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
             matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
@@ -104,7 +104,7 @@ def from_torch(
     return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
 
 
-#: What is by name, with the errors that say so.
+#: Arguments that are mappings by name, with the errors for other types.
 _DICTS = {
     "layouts": LayoutError, "kwargs": DefinitionError, "blocks": DefinitionError,
     "adapters": DefinitionError, "buffers": DefinitionError,
@@ -143,7 +143,7 @@ def _axes(gather: Sequence[str], mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _places(captured: Captured, patterns: Patterns) -> tuple[dict[Node, Placed], dict[int, Placed]]:
-    """Where patterns say that parameters and inputs live, and outputs by their place."""
+    """Return the placements that patterns give parameters and inputs, and outputs by position."""
     placed: dict[Any, Placed] = {}
     asked = [(n, p.names, n) for n, p in captured.parameters.items()]
     asked += [
@@ -167,7 +167,7 @@ def _places(captured: Captured, patterns: Patterns) -> tuple[dict[Node, Placed],
 
 
 def _place_adapters(captured: Captured, patterns: Patterns, placed: dict[Any, Placed]) -> None:
-    """Let adapters live as their matrices do, but for what a pattern says of `lora_` itself."""
+    """Place adapters as their matrices, unless a pattern matches `lora_` itself."""
     nodes = {name: n for n, p in captured.parameters.items() for name in p.names}
     for node, p in captured.parameters.items():
         said = placed.pop(node, None) if p.adapter is not None else None
@@ -224,13 +224,13 @@ class ImportedModel:
         return compile(self.definition, options)
 
     def record(self, *args: Any, name: str = "", **kwargs: Any) -> tuple[Any, dict[str, Handle]]:
-        """Record the module in the definition under way, of values of it: as a stage is.
+        """Record the module in the open definition, on values of it: as a stage, for example.
 
         Parameters and constants become inputs of that definition, on the module's mesh, and
         buffers that the module writes outputs of it.
 
         Args:
-            args, kwargs: as the module was imported with them, a value in the place of each tensor.
+            args, kwargs: as the module was imported with them, with a value for each tensor.
             name: what the names of parameters begin with, besides a dot, where a definition has
                 several modules.
 
@@ -269,7 +269,7 @@ class ImportedModel:
     ) -> TrainingStep:
         """Define a step of training: forward, loss, backward and update are one program.
 
-        Parameters from which nothing leads to the loss are left alone, and have no state.
+        Parameters on which the loss does not depend are not updated, and have no state.
 
         Args:
             loss: a function of the module's tensors, in their order, and of the extra inputs by
@@ -278,15 +278,15 @@ class ImportedModel:
             optimizer: `mf.optim.adamw` or the like: a function (w, dw, *state, **numbers) that
                 returns (w, *state). Numbers are bound by `functools.partial`; those that are
                 needed and not bound, as `lr`, are inputs of each run. `step` is counted.
-            extra: name -> what else the loss takes.
+            extra: name -> spec of each further argument of the loss.
             frozen: patterns of parameters that are not trained; nor are those that do not require
                 gradients. By default none; beside adapters, all but these.
             clip: scales all gradients so that their norm together is at most this.
             master: keeps parameters of 16 bits in f32 besides.
 
         Raises:
-            DefinitionError: a loss that is none, nothing to train, nothing that leads to the loss,
-                an op without a gradient.
+            DefinitionError: a loss that is none, nothing to train, no parameter on which the loss
+                depends, an op without a gradient.
             LayoutError: a pattern that matches nothing.
 
         >>> import functools, torch, mdfuse as mf
@@ -462,7 +462,7 @@ class ImportedModel:
         return parts
 
     def _starts(self, called: Callable[[str], str]) -> dict[str, Tensor]:
-        """What adapters begin with, by name: a checkpoint may lack them."""
+        """The initial values of adapters, by name: a checkpoint may lack them."""
         of = (self.model.captured.parameters[n] for n in self.model.parameters)
         return {called(p.name): p.adapter.start for p in of if p.adapter is not None}
 

@@ -1,4 +1,4 @@
-"""Programs that compute in microbatches, on one mesh or in stages, and add up what they give."""
+"""Programs that compute in microbatches, on one mesh or in stages, and add up their sums."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def pipeline(
 ) -> Program:
     """Compile a definition to a program that takes its batch in microbatches, one after the other.
 
-    What has the dim of the batch is computed a chunk at a time; what that dim is summed over (a
-    loss, the gradients of weights) is added up, f16 and bf16 in f32. Then comes what is computed of
-    the sums, as an optimizer does. So results are those of `mf.compile`, up to the order of sums.
+    Values with the dim of the batch are computed a chunk at a time; sums over that dim (a loss, the
+    gradients of weights) are added up, f16 and bf16 in f32. Then the sums are used, as an optimizer
+    does. So results are those of `mf.compile`, up to the order of sums.
 
-    On one mesh a loop does so, in the memory of one microbatch: gradient accumulation. Microbatches
-    that are empty on all ranks are left out; of a single one the program is that of `mf.compile`,
+    On one mesh it is a loop, in the memory of one microbatch: gradient accumulation. Microbatches
+    that are empty on all ranks are left out; for a single one the program is that of `mf.compile`,
     and nothing is refused. On several meshes each is a stage, or several, and a schedule says in
     which order the stages go forwards and backwards: docs/pipelines.md. Where meshes share ranks,
     each has a stream on them.
@@ -53,7 +53,7 @@ def pipeline(
     Args:
         definition: what is computed.
         microbatches: how many; each rank cuts its own part of the batch, as `torch.chunk` does.
-        batch: name of an input -> its dim that is the batch's. What else has that dim is found.
+        batch: name of an input -> its batch dim. All other values with that dim are inferred.
         schedule: the name of one, or a table; by default "1f1b", or "forward" where no gradients
             are computed, and a loop on one mesh. `program.schedule` shows it.
         options: as `mf.compile` takes them.
@@ -94,9 +94,9 @@ class _Lower:
     """Lowers a fusion to a loop over microbatches, or to stages.
 
     Attributes:
-        batch: what the microbatches are cut of.
+        batch: the inputs that are cut into microbatches.
         wanted: the schedule, or its name.
-        schedule: that of the last fusion that was lowered; None where it is a loop.
+        schedule: the schedule of the last fusion that was lowered; None where it is a loop.
     """
 
     batch: Batch

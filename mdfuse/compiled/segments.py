@@ -43,7 +43,7 @@ LIMIT = 32
 
 
 def kept(options: Options | None) -> int:
-    """Return how many programs of known extents are kept: a plan is found through its program."""
+    """Return the limit on programs of known extents: a plan is reached through its program."""
     return max(LIMIT, options_from_environment(options).plans)
 
 
@@ -223,7 +223,7 @@ def _segment(
 ) -> Segment:
     names = (*section.inputs, *(n for e in section.exprs for n in e.outputs))
     values = dict(section.fusion.values)
-    for name in section.inputs:  # what comes in is whole, and has elements of its own
+    for name in section.inputs:  # inputs are whole, and not expanded
         value = values[name]
         if value.stream is not None or value.expanded:
             values[name] = replace(value, stream=None, expanded=frozenset())

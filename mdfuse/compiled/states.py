@@ -1,4 +1,4 @@
-"""States of steps in files: each rank's part as it is, or boxes that any layout can be read of."""
+"""States of steps in files: each rank's part as it is, or boxes that any layout can read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mdfuse.runtime.communicator import Communicator, init
 
 State = Mapping[str, Tensor | None]
 
-#: What a file that is missing, cut off or something else makes of reading it.
+#: Errors of reading a file that is missing, truncated, or no state.
 _UNREADABLE = (
     OSError, RuntimeError, LookupError, TypeError, ValueError, EOFError, AttributeError,
     pickle.UnpicklingError,
@@ -160,7 +160,7 @@ def _check_types(path: Path, types: Mapping[str, str], here: Mapping[str, str], 
 
 
 def _is_fit(there: str | None, here: str, cast: bool) -> bool:
-    """Whether one type is the other; where floats are cast, but for the floating dtype."""
+    """Return whether two types are equal, up to the floating dtype where floats are cast."""
     if there == here or there is None or not cast:
         return there == here
     (a, kind), (b, other) = (x.partition(" ")[::2] for x in (there, here))
@@ -173,7 +173,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _check_same(folder: Path, ids: Sequence[str | None]) -> None:
-    """Raise ProgramError where ranks read what different calls saved: a save was broken off."""
+    """Raise ProgramError where ranks read files of different saves: one was broken off."""
     others = [n for n, id_ in enumerate(ids) if id_ != ids[0]]
     if others:
         raise ProgramError(

@@ -49,8 +49,8 @@ class TracedFunction:
     """A function whose body defines a fusion.
 
     It is traced once for arguments of a kind: the specs of its tensors, and its other arguments as
-    they are, which are constants of the trace. What the function reads besides its arguments counts
-    as it was then. The definitions and programs that were used last are kept.
+    they are, which are constants of the trace. Values that the function reads besides its arguments
+    count as they were then. The definitions and programs that were used last are kept.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -159,7 +159,7 @@ class TracedFunction:
             )
 
     def _part(self, name: str, x: Any) -> Hashable:
-        """Return what a trace depends on in an argument: 1, 1.0 and True are different programs."""
+        """Return the key of an argument in a trace: 1, 1.0 and True give different programs."""
         if isinstance(x, TensorSpec):
             return x.key
         if isinstance(x, tuple | list):
@@ -262,7 +262,7 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _items(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
-    """Return the arguments by name; those of *args, and sorted those of **kwargs, one by one."""
+    """Return the arguments by name; *args, and **kwargs in sorted order, one by one."""
     items: list[tuple[str, Any]] = []
     for name, x in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
@@ -276,7 +276,7 @@ def _items(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
 
 
 def _leaves(name: str, x: Any) -> list[tuple[str, Any]]:
-    """Return what stands in an argument with tensors in it, by name; any other as it is."""
+    """Return the leaves of an argument with tensors in it, by name; any other as it is."""
     if isinstance(x, _LEAVES):
         return [(name, x)]
     leaves, _ = flattened(x)
@@ -290,7 +290,7 @@ _LEAVES = (*_TENSORS, int, float, str, type(None), torch.dtype)
 
 
 def _arguments(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
-    """Return the arguments by name; of dicts, lists and dataclasses what is in them."""
+    """Return the arguments by name; dicts, lists and dataclasses as their entries."""
     return [leaf for name, x in _items(bound) for leaf in _leaves(name, x)]
 
 
@@ -305,7 +305,7 @@ def _structures(bound: inspect.BoundArguments) -> tuple[Hashable, ...]:
 def _replaced(
     bound: inspect.BoundArguments, new: Callable[[str, Any], Any]
 ) -> inspect.BoundArguments:
-    """Return the arguments with what a function makes of each of `_arguments` in its place."""
+    """Return the arguments with each of `_arguments` replaced by a function of it."""
     replaced = {name: _mapped(name, x, new) for name, x in _items(bound)}
     changed = bound.signature.bind(*bound.args, **bound.kwargs)
     for name, x in bound.arguments.items():
@@ -327,7 +327,7 @@ def _mapped(name: str, x: Any, new: Callable[[str, Any], Any]) -> Any:
 
 
 def _with_specs(bound: inspect.BoundArguments) -> inspect.BoundArguments:
-    """Return the arguments, with the spec of each DTensor in its place."""
+    """Return the arguments, with each DTensor replaced by its spec."""
     from mdfuse.runs.dtensor import spec_of
 
     return _replaced(bound, lambda name, x: spec_of(x) if isinstance(x, Tensor) else x)  # type: ignore[arg-type]

@@ -23,9 +23,9 @@ class TrainingStep:
     """Forward, loss, backward and update as one definition; `ImportedModel.training_step` makes it.
 
     Attributes:
-        definition: its inputs are those of the model, what the loss takes besides, numbers of the
-            optimizer that a run chooses, and its state. It returns the loss, what else the loss
-            function returned, and with clip= the norm of all gradients.
+        definition: its inputs are those of the model, further arguments of the loss, numbers of the
+            optimizer that a run chooses, and its state. It returns the loss, the further results
+            of the loss function, and with clip= the norm of all gradients.
     """
 
     def __init__(self, step: StepDefinition, weights: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ class TrainingStep:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of what a run takes: all but weights, constants and state."""
+        """The names of the inputs of a run: all but weights, constants and state."""
         known = {*self._weights, *self._state_names}
         return tuple(name for name in self.fusion.inputs if name not in known)
 
@@ -58,7 +58,7 @@ class TrainingStep:
         return compile(self.definition, options)
 
     def state(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-        """Return what the step begins with, by name: parameters, and the optimizer's state, zeros.
+        """Return the initial state by name: the parameters, and the optimizer's state as zeros.
 
         Args:
             weights: what `model.load` returned, wholes or a rank's parts; they are copied.
@@ -91,9 +91,9 @@ class TrainingStep:
         """Return all inputs of the program in their order, for `mf.simulate` or `program.run`.
 
         Args:
-            weights: what `model.load` returned.
-            state: what `state` returned, or what has become of it.
-            inputs: what a run takes, in the order of `self.inputs`.
+            weights: as `model.load` returned them.
+            state: the result of `state`, or the state after some steps.
+            inputs: the inputs of a run, in the order of `self.inputs`.
         """
         if len(inputs) != len(self.inputs):
             raise ProgramError(
@@ -184,7 +184,7 @@ class RunningStep:
             inputs: this rank's parts of what a run takes: `TrainingStep.inputs`.
 
         Returns:
-            The loss, or a tuple of the loss and what else is returned.
+            The loss, or a tuple of the loss and the further results.
         """
         return self.step(*self._fixed, *inputs)
 

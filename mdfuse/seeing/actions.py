@@ -1,4 +1,4 @@
-"""When each action of a schedule was, by the events of a run or of a timeline.
+"""The times of a schedule's actions, from the events of a run or of a timeline.
 
 rank 0   %t_1.i@0 = linear   0 to 3 µs      ->    0F0   0 to 3 µs
 rank 1   %t_2.i@0 = linear   15 to 18 µs          1F0   15 to 27 µs
@@ -27,7 +27,7 @@ def by_action(host: HostProgram, schedule: Schedule, events: Sequence[Event]) ->
     """Return the times of a schedule's actions, in seconds from the first one.
 
     An action is from the start of its first work to the end of its last, with the waits between
-    them. Of the ranks of a rank group it is the first one that has events.
+    them. The first rank of a rank group that has events stands for the group.
 
     Args:
         host: the program of a pipeline, for all ranks.
@@ -60,7 +60,7 @@ def by_action(host: HostProgram, schedule: Schedule, events: Sequence[Event]) ->
 
 
 def _blocks(host: HostProgram) -> Iterable[tuple[str, tuple[int, Phase]]]:
-    """Yield (name, stage and phase of the block that makes it)."""
+    """Yield (name of a value, stage and phase of the block that computes it)."""
     for i in host.instructions:
         match = _BLOCK.fullmatch(i.fn) if i.op == "block" else None
         if match is not None:

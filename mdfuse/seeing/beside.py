@@ -1,4 +1,4 @@
-"""Work beside communications: how much longer it takes, as they use what it computes with.
+"""Work beside communications: how much longer it takes, since they share its resources.
 
 work 10 µs, transfer from 4 to 8 µs that takes a quarter of the speed    ->    1 µs more
 """
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from mdfuse.seeing.costs import MOST_SLOWED
 from mdfuse.seeing.events import Event
 
-#: What is left of a share when all transfers are over: sums of floats.
+#: The rounding error of a share that should be 0 when all transfers are over.
 _NOTHING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """When something is transferred, ns, and the share of its speed that work loses meanwhile."""
+    """Start and stop of a transfer, ns, and the share of its speed that work loses meanwhile."""
 
     start: float
     stop: float
@@ -50,7 +50,7 @@ def slowed(
 
 
 def _merged(transfers: Iterable[_Transfer]) -> list[_Transfer]:
-    """Return the times between starts and stops, with what all transfers then take together."""
+    """Return the spans between starts and stops, with the total share of all transfers then."""
     changes: dict[float, float] = defaultdict(float)
     for x in transfers:
         changes[x.start] += x.slows
@@ -66,7 +66,7 @@ def _merged(transfers: Iterable[_Transfer]) -> list[_Transfer]:
 def _of_stream(
     row: Iterable[Event], transfers: Sequence[_Transfer]
 ) -> Iterable[tuple[tuple[int, int], float]]:
-    """Yield what the work of a stream takes longer, in order; idle time takes up what is late."""
+    """Yield the delay of each work of a stream, in order; idle time absorbs earlier delays."""
     late, at, stop = 0.0, 0, 0
     for e in sorted(row, key=lambda e: (e.start_ns, e.stop_ns)):
         late = max(0.0, late - (e.start_ns - stop))

@@ -28,7 +28,7 @@ def offset(
     unix: Callable[[], int] = time_ns,
     timeout_s: float | None = None,
 ) -> tuple[int, int]:
-    """Return what to add to this rank's clock to get rank 0's unix time, and the error, in ns.
+    """Return the offset from this rank's clock to rank 0's unix time, and the error, in ns.
 
     All ranks call it. Rank 0 answers the others in turn. A question and its answer take some time;
     rank 0 read its clock somewhere in between, so the error is at most half of it (Cristian 1989).
@@ -65,7 +65,7 @@ _Get = Callable[[str], bytes]
 
 
 def _look(clock: Callable[[], int], unix: Callable[[], int]) -> tuple[int, int]:
-    """Look at both clocks of rank 0; return how long it took, and the offset."""
+    """Read both clocks of rank 0; return the time that it took, and the offset."""
     start = clock()
     now = unix()
     end = clock()
@@ -79,7 +79,7 @@ def _answer(store: Store, get: _Get, other: int, unix: Callable[[], int]) -> Non
 
 
 def _ask(store: Store, get: _Get, rank: int, n: int, clock: Callable[[], int]) -> tuple[int, int]:
-    """Ask once; return how long it took, and the offset."""
+    """Ask once; return the round trip, and the offset."""
     start = clock()
     store.set(f"{rank}/{n}/ask", "")
     there = int(get(f"{rank}/{n}/answer"))

@@ -1,4 +1,4 @@
-"""Tables of costs in files: what machine each is of, how good it is, and which one counts here.
+"""Tables of costs in files: the machine and the errors of each, and the one that counts here.
 
 A local calibration goes before the tables that ship with the package. A file that is damaged, or of
 another machine, is left alone, and the reason is told.
@@ -26,7 +26,7 @@ from mdfuse.torch_private import cache_folder
 
 _LOG = logging.getLogger("mdfuse.costs")
 
-#: What files say that they are.
+#: The format that files declare.
 FORMAT = "mdfuse costs 1"
 
 #: Keys of earlier files, of a table and of its costs, which are left out: timelines no longer model
@@ -39,15 +39,15 @@ _SHIPPED = "seeing/tables"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What costs depend on.
+    """The machine on which costs depend.
 
     Attributes:
         device: the name of the GPU, or of the processor.
-        link: what its ranks communicate by: "host": within a processor's host; "peer": GPUs that
+        link: the way its ranks communicate: "host": within a processor's host; "peer": GPUs that
             reach each other's memory; "alone": one GPU; "network": several hosts.
         backend: which library.
         threads: of torch, on a CPU; 0 on a GPU.
-        versions: of what computes and communicates.
+        versions: of the libraries that compute and communicate.
     """
 
     device: str
@@ -117,9 +117,9 @@ class CostTable:
         ranks: how many took part.
         date: when, as 2026-11-23.
         mean_error: of programs that it was not fitted to: 0.05 for 5 %.
-        p95_error: that 95 of 100 of them do not exceed.
-        held_out: of each: name -> predicted and measured seconds.
-        spread: how far apart the times of the same work were while it was measured: the quartiles.
+        p95_error: the 95th percentile of these errors.
+        held_out: name of each such program -> predicted and measured seconds.
+        spread: between the quartiles of repeated times of the same work, during the measurement.
         is_default: whether it ships with the package.
     """
 
@@ -134,7 +134,7 @@ class CostTable:
     is_default: bool = False
 
     def by(self, backend: str) -> CostTable:
-        """Return the table for programs of a backend, where it has what that one takes."""
+        """Return the table for programs of a backend, where it has costs of that one."""
         usual = self.machine.backend
         costs = self.costs.by(backend, usual) if backend != usual else None
         if costs is None:
@@ -144,7 +144,7 @@ class CostTable:
 
     @property
     def text(self) -> str:
-        """What it is, in a line."""
+        """A description in a line."""
         kind = "default" if self.is_default else "calibrated"
         error = f"off by {self.mean_error:.0%} on average"
         return f"{kind}: {self.machine.text}, {self.ranks} ranks, {self.date}, {error}"
@@ -167,7 +167,7 @@ def parsed(text: str) -> CostTable:
     """Return the table of a file's text.
 
     Raises:
-        ProgramError: it is no such text.
+        ProgramError: the text is no table of costs.
     """
     try:
         entries = from_json(text)
@@ -318,9 +318,9 @@ def file_name(machine: Machine, ranks: int) -> str:
 def found(
     machine: Machine, place: Path | None = None, any_threads: bool = False
 ) -> tuple[CostTable | None, list[str]]:
-    """Return the table that counts on a machine, and why others do not.
+    """Return the table that counts on a machine, and the reasons why others do not.
 
-    Of several calibrations that of the most ranks counts.
+    The calibration with the most ranks counts.
 
     Args:
         machine: this one.
@@ -345,8 +345,8 @@ def found(
 def _shipped(machine: Machine, told: list[str]) -> CostTable | None:
     """Return the table that ships for a device and its link; one of most ranks goes first.
 
-    One GPU alone has no communications. Where a program of several is asked about there, they are
-    those of such GPUs in one host, whose table has them.
+    A table of one GPU alone has no communications. They are then taken from the table of several
+    such GPUs in one host, for programs of several ranks.
     """
     tables = _tables(_files(resources.files("mdfuse").joinpath(_SHIPPED)), told)
     alike = [t.by(machine.backend) for _, t in tables if t.machine.device == machine.device]
@@ -367,7 +367,7 @@ def _shipped(machine: Machine, told: list[str]) -> CostTable | None:
 
 
 def _differs(table: Machine, here: Machine) -> str | None:
-    """Return what is another one than here; None: nothing."""
+    """Return the difference from this machine; None: there is none."""
     a, b = asdict(table), asdict(here)
     wrong = [f"{key} {a[key]!r}, here {b[key]!r}" for key in a if a[key] != b[key]]
     return ", ".join(wrong) or None

@@ -1,7 +1,7 @@
 """Curves: measured seconds by size, with straight lines between the points.
 
-Work takes a time however little there is, and a time per byte or operation: a straight line, which
-one between logarithms would lie above.
+Work takes a fixed time and a time per byte or operation: a straight line. Interpolation between
+logarithms would lie above it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ class Curve:
 
     @staticmethod
     def of(points: Mapping[float, float]) -> Curve:
-        """Return the curve of measured times; one that is below that of a smaller size counts as
-        that, since it is noise."""
+        """Return the curve of measured times, made monotone.
+
+        A time below that of a smaller size is noise, and counts as that one.
+        """
         rising, least = [], 0.0
         for size, seconds in sorted(points.items()):
             least = max(least, seconds)
@@ -88,7 +90,7 @@ class Grid:
             raise _wrong(f"a grid of {len(self.times)} times", "m x n x k times, one for each")
 
     def seconds(self, m: float, n: float, k: float) -> float:
-        """Return the seconds of a product, or of what the three sizes are of."""
+        """Return the seconds of a product, or of an attention of three sizes."""
         places = [_place(axis, x) for axis, x in zip(self.axes, (m, n, k), strict=True)]
         seconds = 0.0
         for corner in itertools.product((0, 1), repeat=3):
@@ -101,12 +103,12 @@ class Grid:
 
 
 def as_measured(count: float, axis: Sequence[float], at_once: int) -> float:
-    """Return the nearest count of an axis that takes as many turns, or as far between two of them.
+    """Return the nearest count of an axis with as many waves, or as far between two of them.
 
     Args:
-        count: of blocks, of which some are done at once and the next ones then.
+        count: of blocks, which are computed in waves.
         axis: the measured counts, rising.
-        at_once: how many.
+        at_once: the number of blocks of a wave.
 
     >>> [as_measured(n, (32, 128, 256, 512), 132) for n in (64, 132, 136, 264, 265, 396, 529)]
     [64, 128, 256, 256, 384.0, 384.0, 640.0]

@@ -1,7 +1,7 @@
-"""Kernels: what a compiler makes of a launch, as far as bytes go.
+"""Kernels: the compiled kernels of a launch, as far as bytes go.
 
-Work between two calls of a library, each of which reads what another one makes, becomes one kernel;
-what only that kernel reads is neither written nor read again.
+Connected work between two library calls becomes one kernel; values that only that kernel reads are
+neither written nor read again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _ROWS = frozenset(("softmax", "log_softmax", "layer_norm", "rms_norm"))
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What a compiler makes of some work.
+    """The compiled kernel of some work.
 
     Attributes:
         nbytes: that it reads and writes.
         dtype: of its result.
-        like: what is measured that does the same to memory: all pointwise work; what adds rows up;
-            what reads another order than it writes, which adds rows up or does not.
+        like: the measured kind of work with the same memory access: pointwise; a reduction of rows;
+            reads across memory, with or without a reduction of rows.
     """
 
     nbytes: int
@@ -74,7 +74,7 @@ def _kernel(
 
 
 def _is_by_rows(program: HostProgram, i: Instruction) -> bool:
-    """Return whether work makes less of what it reads, or goes through rows more than once."""
+    """Return whether work reduces its operands, or goes through rows more than once."""
     written = sum(buffer_bytes(program, x) for x in i.outputs)
     return i.fn in _ROWS or any(buffer_bytes(program, x) > written for x in i.reads)
 
@@ -92,7 +92,7 @@ def _moved(
 
 
 def _roots(body: tuple[Instruction, ...]) -> dict[str, str]:
-    """Return a view -> what it is a view of."""
+    """Return a view -> its base."""
     roots: dict[str, str] = {}
     for i in body:
         if not is_work(i) and i.reads:

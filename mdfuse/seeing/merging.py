@@ -1,4 +1,4 @@
-"""Merging: traces of runs, timelines and what torch's profiler writes, in one file by one clock."""
+"""Merging: traces of runs, timelines and traces of torch's profiler, in one file by one clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mdfuse.seeing.traces import files_of, read_files, writer_of
 #: Each trace has processes of its own: their numbers begin with a multiple of this.
 _PIDS = 100_000
 
-#: host and process -> rank; None where several ranks are said to be there.
+#: host and process -> rank; None where several ranks claim it.
 _Writers = Mapping[tuple[str, int], int | None]
 
 
@@ -30,12 +30,12 @@ def merge(paths: Sequence[str | Path], out: str | Path) -> int:
 
     Args:
         paths: folders and files of traced runs; Chrome trace JSON, packed or not, as torch's
-            profiler and `Timeline.to_perfetto` write it. What has no clock, as a timeline, begins
-            with the rest.
+            profiler and `Timeline.to_perfetto` write it. Traces without a clock, as timelines,
+            begin with the first of the others.
         out: the file, which is replaced.
 
     Raises:
-        ProgramError: one of them is no trace, or is the file that is to be written.
+        ProgramError: one of them is no trace, or is the output file.
         OSError: the file cannot be written.
     """
     given = [*map(Path, paths)]
@@ -109,7 +109,7 @@ class _Chrome:
         path: of its file.
         rows: its records.
         base_ns: unix time from which its times count; None: it has no clock.
-        host: where it was written, if it says so.
+        host: on which it was written, if it says so.
     """
 
     path: Path
@@ -119,7 +119,7 @@ class _Chrome:
 
     @property
     def _first_us(self) -> float:
-        """When its first record is that takes time, or stands for a moment."""
+        """The time of its first record that has a duration, or is an instant."""
         return min((r["ts"] for r in self.rows if "ts" in r and r.get("ph") != "M"), default=0.0)
 
     @property
@@ -133,17 +133,17 @@ class _Chrome:
         return [{**r, "ts": r["ts"] + by} if "ts" in r else dict(r) for r in self.rows]
 
     def rank(self, writers: _Writers) -> int | None:
-        """Return which rank's process it shows; None: of none that is known."""
+        """Return the rank whose process it shows; None: it is not known."""
         labels = (r for r in self.rows if r.get("name") == "process_labels")
         hosts = [r.get("pid") for r in labels if r.get("args", {}).get("labels") == "CPU"]
         ranks = {writers.get((self.host or "", pid)) for pid in hosts if isinstance(pid, int)}
         return ranks.pop() if len(ranks) == 1 else None
 
 
-#: No record is of a later time: some thirty thousand years.
+#: The latest time of a record: some thirty thousand years.
 _LATEST_US = 1e18
 
-#: What a record has under a key, and in words.
+#: Key of a record -> the types of its value, and these in words.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "ts": ((int, float), "number"),
     "pid": ((int, float, str), "number or name"),
@@ -191,9 +191,9 @@ def _titles(paths: Sequence[Path]) -> list[str]:
 def _apart(
     rows: Sequence[Record], n: int, title: str | None, rank: int | None = None
 ) -> list[Record]:
-    """Give the processes and the flows of the n-th trace numbers and names of their own.
+    """Renumber and rename the processes and the flows of the n-th trace.
 
-    Those of a rank that is known stand beside it.
+    The processes of a known rank are shown beside that rank.
     """
     pids: dict[Any, int] = {}
     renumbered = []

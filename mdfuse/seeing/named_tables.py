@@ -23,7 +23,7 @@ HERE = "here"
 def named(text: str, backend: str = "auto") -> tuple[Costs, float]:
     """Return a table of costs that is named, or that of a JSON file, and its mean error.
 
-    The error is that of predictions of the machine that was measured; 0 of other tables.
+    The error is of predictions on the measured machine; 0 for other tables.
 
     Args:
         text: the name, or the path of the file.
@@ -52,7 +52,7 @@ def named(text: str, backend: str = "auto") -> tuple[Costs, float]:
 
 
 def told_apart(text: str, backend: str = "auto") -> str:
-    """Return a line that tells a table of costs from others: what it is of, and a digest of it.
+    """Return a line that identifies a table of costs: its name, and a digest of it.
 
     Args:
         text: the name, or the path of a file.
@@ -69,7 +69,7 @@ def told_apart(text: str, backend: str = "auto") -> str:
             if table is None:
                 return reasons[-1]
             costs = table.costs
-    except ProgramError as error:  # the file has gone since
+    except ProgramError as error:  # the file was removed since
         return f"{error.what}: {error.because}"
     return f"{costs.name} ({hashlib.sha256(repr(costs).encode()).hexdigest()[:8]})"
 
@@ -84,7 +84,7 @@ def _wrong(text: str, why: str) -> ProgramError:
 
 
 def here(backend: str = "auto") -> tuple[CostTable | None, list[str]]:
-    """Return the table of this machine, None where there is none, and why it is no other.
+    """Return the table of this machine, None where there is none, and the reasons.
 
     Args:
         backend: the usual one of the programs that are asked about.

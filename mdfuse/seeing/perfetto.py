@@ -26,7 +26,7 @@ def write(
     Args:
         path: of the file, which is replaced.
         events: of any ranks.
-        names: rank -> what it is called; by default "rank 0", ….
+        names: rank -> its title; by default "rank 0", ….
 
     Raises:
         OSError: the file cannot be written.
@@ -96,7 +96,7 @@ def _slice(e: Event, lanes: _Lanes) -> Record:
 
 
 def _arrows(events: Sequence[Event], lanes: _Lanes) -> Iterator[Record]:
-    """Yield the arrows of each flow: within each rank, and from who sends to who receives."""
+    """Yield the arrows of each flow: within each rank, and from senders to receivers."""
     flows: dict[int, list[Event]] = defaultdict(list)
     for e in events:
         if e.flow is not None:
@@ -112,7 +112,7 @@ def _arrows(events: Sequence[Event], lanes: _Lanes) -> Iterator[Record]:
         transfers = [e for e in linked if e.part == "transfer"]
         to = [e for e in transfers if e.lane == "in" or e.lane.startswith("from ")]
         out = [e for e in transfers if e.lane == "out" or e.lane.startswith("to ")]
-        if not transfers:  # in a run, of which the host sees posts and waits alone
+        if not transfers:  # in a run the host sees posts and waits alone
             posts = [e for e in linked if e.part == "post"]
             out = [e for e in posts if e.detail.startswith("to ")]
             receivers = {e.rank for e in posts if e.detail.startswith("from ")}

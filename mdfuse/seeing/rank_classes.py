@@ -86,7 +86,7 @@ def _numbered(ranks: Sequence[int], keys: Sequence[Hashable]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Apart:
-    """Which places in meshes tell ranks apart.
+    """The coordinates in meshes that tell ranks apart.
 
     Attributes:
         by_rank: each rank's own number does.
@@ -98,7 +98,7 @@ class _Apart:
 
 
 class _Told:
-    """What tells the ranks of a program apart, each thing once."""
+    """The criteria that tell the ranks of a program apart, each one computed once."""
 
     def __init__(self, program: HostProgram) -> None:
         self.program = program
@@ -107,11 +107,11 @@ class _Told:
         self.communications = [*dict.fromkeys(program.communications)]
         #: the mesh and the axis along which ranks send and receive
         self.ways = [*dict.fromkeys(_ways(program))]
-        #: rank -> what it has of the program, wherever it stands
+        #: rank -> its part of the program, independent of its coordinates
         self.parts: dict[int, Hashable] = {}
 
     def apart(self, turned: Mapping[str, int]) -> _Apart:
-        """Return which places tell ranks apart; see `_terms`."""
+        """Return the coordinates that tell ranks apart; see `_terms`."""
         all_terms = [*_terms(self.program, self.kinds, self.communications, turned)]
         axes = sorted({t.name for t in all_terms if t.kind == "coord"})
         axes += sorted({a for c in self.communications if _turns(c) for a in c.axes})
@@ -137,12 +137,12 @@ class _Told:
         return membership, shapes, moved
 
 
-#: Kinds of which the parts of a rank before and after say how much arrives.
+#: Kinds for which a rank's parts before and after determine how much arrives.
 _BY_PARTS = ("Allreduce", "Allgather", "ReduceScatter")
 
 
 def _moved(c: Communication, rank: int) -> Hashable:
-    """Return what tells how much a communication brings to a rank, and whether it is the root."""
+    """Return a key of the bytes that a communication brings to a rank, and of its root."""
     if c.kind in _BY_PARTS and c.is_along_axes:
         if rank not in c.source.mesh:
             return None
@@ -165,7 +165,7 @@ def _turns(c: Communication) -> bool:
 
 
 def _turned(program: HostProgram) -> dict[str, int]:
-    """Return the axes that have one extent in all meshes of a program, and which."""
+    """Return the axes that have one extent in all meshes of a program, with that extent."""
     sizes: dict[str, set[int]] = {}
     for mesh in program.meshes:
         for axis in mesh.axes:
@@ -181,7 +181,7 @@ def _terms(
 ) -> Iterator[Term]:
     """Yield the terms in the index expressions of a program that tell ranks apart.
 
-    `turned` has the axes, and their extents, along which the place in a ring does not.
+    The position in a ring along the axes of `turned`, with their extents, does not count.
     """
     for i in program.walk():
         ring = {a: n for a, n in turned.items() if i.op in TRANSFERS and a == i.kwargs.get("axis")}
@@ -199,7 +199,7 @@ def _terms(
 
 
 def _place(i: Instruction) -> Iterator[Term]:
-    """Yield the place by which the peer of a transfer tells ranks apart, where no term does so."""
+    """Yield the coordinate by which a transfer's peer tells ranks apart, where no term does."""
     axis, peer = i.kwargs.get("axis"), i.kwargs["to" if i.op == "send" else "from"]
     if axis is None:
         yield Term("rank")
@@ -228,7 +228,7 @@ def _apart(index: Any, turned: Mapping[str, int]) -> Iterator[Term]:
 
 
 def _addends(index: Any) -> Iterator[Any]:
-    """Yield what an expression adds up, or takes away."""
+    """Yield the addends of an expression, and the subtrahends."""
     if isinstance(index, Calc) and index.op in ("+", "-"):
         yield from _addends(index.left)
         yield from _addends(index.right)
@@ -290,7 +290,7 @@ class _Among:
         return self.rings[team]
 
     def pair(self, c: Communication, rank: int) -> tuple[int, ...]:
-        """Return the classes of those to whom a rank sends, and from whom it receives."""
+        """Return the classes of the ranks that a rank sends to, and receives from."""
         to, of = c.source.mesh.position(rank), c.destination.mesh.position(rank)
         return (
             -1 if to is None else self.numbers[c.destination.mesh.ranks[to]],

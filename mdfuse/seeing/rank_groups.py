@@ -1,4 +1,4 @@
-"""What each rank group of a pipeline does and holds, before anything runs."""
+"""Idle time and memory of each rank group of a pipeline, before anything runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RankGroup:
 
 
 def rank_groups(host: HostProgram, schedule: Schedule, classes: Classes) -> tuple[RankGroup, ...]:
-    """Return what each rank group does and holds, by unit costs.
+    """Return idle time and memory of each rank group, by unit costs.
 
     Args:
         host: the program, for all ranks, with numbers for extents.

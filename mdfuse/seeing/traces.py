@@ -1,4 +1,4 @@
-"""Traces of runs: read what the ranks wrote, by one clock."""
+"""Traces of runs: read the files of all ranks, by one clock."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def read(path: str | Path) -> list[Event]:
     """Return the events of a traced run, in the order of their starts.
 
     Times are unix time by the clock of rank 0, in nanoseconds. A run that an error broke off ends
-    with what it was at: an event without length, "… (did not end)". A rank that was killed leaves
-    what it had written, at the latest before it began to wait: "… (last noted)".
+    with its last action: an event without length, "… (did not end)". A rank that was killed leaves
+    its written notes, at the latest from before its last wait: "… (last noted)".
 
     Args:
         path: a folder that `Options.trace` named, or one file of it.
 
     Raises:
-        ProgramError: there is no trace, or something else.
+        ProgramError: there is no trace, or the files are no traces.
     """
     return read_files(files_of(path))
 
@@ -41,7 +41,7 @@ def files_of(path: str | Path) -> list[Path]:
 
 
 def read_files(files: Sequence[Path]) -> list[Event]:
-    """Return the events of the files of a job, which may be in several folders, likewise."""
+    """Return the events of the files of a job, which may be in several folders; see `read`."""
     flows = _Flows()
     events = [e for file in files for _, _, e in _Reader(file, flows).events()]
     return sorted(events, key=_when)
@@ -60,7 +60,7 @@ def writer_of(path: Path) -> tuple[int, tuple[str, int] | None]:
 
 
 def last_run(path: str | Path, program: str) -> list[Event]:
-    """Return the events of the last run of a program in a trace, likewise.
+    """Return the events of the last run of a program in a trace; see `read`.
 
     Raises:
         ProgramError: there is no trace, or none of this program.
@@ -109,7 +109,7 @@ class _Reader:
         path: of the file.
         flows: of all ranks.
         rank: which rank wrote it.
-        clocks: when its clock was aligned, and what is to be added to it there.
+        clocks: the times at which its clock was aligned, with the offsets there.
         plans: number -> program and entries.
         counts: how many communications of a team, or between two ranks, there were.
         partial: (plan, run) -> times of a run that has not come to its end yet.
@@ -157,7 +157,7 @@ class _Reader:
             yield from self._run(*key, times, "last noted")
 
     def _offset(self, time: int) -> int:
-        """Return what is to be added to a time: clocks drift evenly from alignment to alignment."""
+        """Return the offset of a time: clocks drift evenly from alignment to alignment."""
         if not self.clocks:
             return 0
         behind = bisect_right(self.clocks, time, key=lambda pair: pair[0])

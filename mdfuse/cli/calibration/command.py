@@ -32,7 +32,7 @@ from mdfuse.seeing.amounts import QUERIES
 from mdfuse.seeing.cost_tables import CostTable, file_name, folder, machine_of
 from mdfuse.seeing.costs import Costs
 
-#: How far apart the times of one piece of work may be for a table to be written.
+#: The largest spread of the times of one piece of work with which a table is written.
 MOST_SPREAD = 0.2
 
 
@@ -72,7 +72,7 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
 
     Args:
         comm: the ranks.
-        scale: what is measured; by default what its devices call for.
+        scale: the sizes and repeats; by default those for its devices.
     """
     scale = scale or _scale(comm)
     console = screen.output()
@@ -136,7 +136,7 @@ def carriers(comm: Communicator, told: Callable[[str], object]) -> Backends:
 
 
 def refusal(table: CostTable) -> ProgramError | None:
-    """Return why a table is not to be written; None: nothing speaks against it."""
+    """Return the reason why a table is not to be written; None: there is none."""
     if table.spread <= MOST_SPREAD:
         return None
     return ProgramError(

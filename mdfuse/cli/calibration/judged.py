@@ -1,4 +1,4 @@
-"""How far the predicted times of programs are off that a calibration did not see."""
+"""The errors of predicted times, on programs that a calibration did not see."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pair:
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, of the measured time."""
+        """The relative error of the prediction."""
         return abs(self.predicted_s - self.measured_s) / self.measured_s
 
 
@@ -43,6 +43,6 @@ def pair(comm: Communicator, program: Program, costs: Costs) -> Pair:
 
 
 def errors(pairs: list[Pair]) -> tuple[float, float]:
-    """Return the mean error, and the one that 95 of 100 do not exceed."""
+    """Return the mean error, and the 95th percentile."""
     offs = [p.error for p in pairs]
     return statistics.mean(offs), statistics.quantiles(offs, n=20, method="inclusive")[-1]

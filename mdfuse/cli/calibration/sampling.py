@@ -1,4 +1,4 @@
-"""Samples of what is timed: how many, by which clock, and which one counts."""
+"""Samples of timed calls: their number, their clock, and the one that counts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SAMPLES, _FEW, _CLOSE = 5, 3, 0.01
 #: Runs in a row of which the time of one is known: so are those of the programs to be predicted.
 QUEUED = 8
 
-#: Does what is timed.
+#: Runs the timed work once.
 Call = Callable[[], object]
 
-#: Tells seconds.
+#: Returns a time in seconds.
 Clock = Callable[[], float]
 
 #: The clock on the wall.
@@ -30,7 +30,7 @@ WALL: Clock = time.perf_counter
 def own_clock() -> Clock:
     """Return the clock of work that waits for nobody: processor time, where a thread does it all.
 
-    What else runs takes none of it.
+    Other processes take none of it.
     """
     return time.thread_time if torch.get_num_threads() == 1 else WALL
 
@@ -38,7 +38,7 @@ def own_clock() -> Clock:
 def seconds_of(comm: Communicator, call: Call, runs: int = 2, clock: Clock = WALL) -> float:
     """Return the seconds of a call, on this rank; all ranks call it.
 
-    Some samples are taken, and the least counts, since what else runs on a machine only ever adds
+    Some samples are taken, and the least counts, since other processes on a machine only ever add
     time. On a GPU its own time counts.
     """
     samples = list[float]()

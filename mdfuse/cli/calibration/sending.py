@@ -37,7 +37,7 @@ _SETS: dict[str, tuple[Any, Any]] = {
 }
 
 
-#: The kind of what goes from one rank to another one.
+#: The kind of a transfer from one rank to another one.
 _PAIR = "SendRecv"
 
 
@@ -64,9 +64,9 @@ class Way:
         return f"{self.backend}: {name}" if self.backend else name
 
     def sets(self, fd: FusionDefinition, dtype: torch.dtype, size: int) -> Any:
-        """Define work on about so many bytes, and return what its result is set to.
+        """Define work on about so many bytes, and return a set of its result.
 
-        In programs, too, what is sent has just been written, on the stream that waits for it.
+        In programs, too, the sent data has just been written, on the stream that waits for it.
         """
         moved = fd.ops.set(self.written(fd, dtype, size))
         if self.kind == _PAIR:
@@ -129,8 +129,11 @@ def _products(
 
 
 def _chilled(scale: Scale, way: Way, size: int) -> Subject:
-    """Return the subject of communications behind a product of few rows that has gone through more
-    weights than the cache of a GPU holds: nothing of the library's is there any more."""
+    """Return the subject of communications behind a product that evicts a GPU's cache.
+
+    The product has few rows and more weights than the cache holds, so that the library's own data
+    is evicted, too.
+    """
     m, n, k = scale.rows[1], scale.features[-2], scale.features[-3]
     with FusionDefinition("chilled") as fd:
         fd.add_output(way.sets(fd, scale.dtypes[0], size))
@@ -154,7 +157,7 @@ _BEHIND, _BEHIND_RUNS, _BEHIND_S = 4, 4, 25e-3
 
 
 def _behind(scale: Scale, way: Way, host: HostProgram) -> Subject:
-    """Return the subject of communications each of which comes when its ranks have worked."""
+    """Return the subject of communications, each of them behind other work of its ranks."""
     post = next(i for i in host.instructions if i.op in POSTS)
     behind = _products_first(host)
     others = [i for i in host.instructions if i.fn != "linear"]
@@ -206,7 +209,7 @@ def beside(scale: Scale, way: Way, size: int, *, sends: bool) -> HostProgram:
         scale: what is measured.
         way: the communication.
         size: its bytes.
-        sends: whether there is one; else what would be sent is written all the same.
+        sends: whether there is one; its data is written either way.
     """
     mesh = DeviceMesh.arange(x=way.ranks)
     m, n = scale.beside
@@ -218,7 +221,7 @@ def beside(scale: Scale, way: Way, size: int, *, sends: bool) -> HostProgram:
     return repeated(compile(fd, way.options).host, BESIDE, frees=True)
 
 
-#: How often something is done beside a communication in a run.
+#: Repetitions of work beside a communication in a run.
 BESIDE = 2
 
 

@@ -25,7 +25,7 @@ def examine(console: Console) -> list[str]:
     """Print everything about this process and its host.
 
     Returns:
-        what keeps programs from running, one line each.
+        The problems that keep programs from running, one line each.
     """
     linked, matrix = gpus.links()
     checks = [
@@ -87,7 +87,7 @@ def _setting(name: str) -> list[Finding]:
 
 
 def of_other_ranks() -> list[str]:
-    """Return problems on a rank other than 0: of what may differ by host and is checked fast."""
+    """Return problems on a rank other than 0, from fast checks that may differ by host."""
     checks = [*launcher(os.environ), *host.findings(os.environ), *settings()]
     return findings.problems(checks)
 

@@ -10,11 +10,11 @@ from mdfuse.seeing.events import Event, lane_place, lanes
 from mdfuse.seeing.memory import Life, Memory
 from mdfuse.seeing.report.numbers import size_text, time_text
 
-#: Pixels: width of what is drawn, of the names on its left, and height of a lane.
+#: Pixels: width of the drawing, of the names on its left, and height of a lane.
 _WIDTH, _NAMES, _LANE = 1000.0, 96.0, 20.0
 #: Events narrower than this many pixels, with nothing between them, are drawn as one.
 _NARROW = 0.6
-#: How many points a curve of memory has, and how many buffers it tells apart.
+#: The number of points of a curve of memory, and of buffers that it tells apart.
 _POINTS, _LAYERS = 400, 9
 _HEIGHT = 180.0
 #: Pixels of a letter.
@@ -44,7 +44,7 @@ def lanes_chart(events: Sequence[Event], names: dict[int, str]) -> str:
 
     Args:
         events: of any ranks.
-        names: rank -> what it is called.
+        names: rank -> its title.
     """
     start = min((e.start_ns for e in events), default=0)
     span = max((e.stop_ns for e in events), default=0) - start or 1
@@ -100,7 +100,7 @@ def _mark(share: float, span: int, y: float) -> str:
 
 
 def memory_chart(memory: Memory) -> str:
-    """Return what a rank holds over the instructions of its program, its largest buffers apart."""
+    """Return a chart of a rank's memory over its instructions, its largest buffers apart."""
     points = _sampled(memory)
     inputs = [x for x in memory.lives if x.is_input]
     buffers = [x for x in memory.lives if not x.is_input]
@@ -146,7 +146,7 @@ def _legend(shown: Sequence[tuple[str, str]], y: float) -> tuple[list[str], floa
 
 
 def _sampled(memory: Memory) -> list[int]:
-    """Return for which points of time sizes are drawn: the highest one of each stretch."""
+    """Return the points of time that are drawn: the highest one of each stretch."""
     held = memory.bytes
     if len(held) <= _POINTS:
         return [*range(len(held))]

@@ -32,7 +32,7 @@ from mdfuse.seeing.timeline import Timeline, on_ranks
 
 #: More pictures, and ranks of other classes, are left out.
 _PICTURES, _RANKS = 48, 4
-#: How many values of a layout are named.
+#: The number of values of a layout that are named.
 _NAMES = 6
 
 
@@ -42,13 +42,13 @@ Lies = tuple[tuple[int, ...], Layout]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What a report is about.
+    """The subject of a report.
 
     Attributes:
         host: the host program for all ranks, with numbers for extents.
         definition: the text of the definition, with layouts.
         segments: the texts of its segments.
-        explained: what `program.explain()` says.
+        explained: the text of `program.explain()`.
         values: name -> shape and layout of each value of the fusion.
         costs: predicts times.
         measured: the events of a run; none where nothing ran.
@@ -73,11 +73,11 @@ class Traffic:
         kind: of the communication, with its reduce op.
         where: the axes.
         change: the layouts.
-        shape: of what is sent.
+        shape: of the sent tensor.
         count: how often in a run.
         nbytes: that arrive at a rank each time, at most.
         total: that arrive in a run at the rank that gets most of these.
-        least: what must arrive there at least; None where that is not known.
+        least: the bytes that must arrive there at least; None where they are not known.
     """
 
     kind: str
@@ -91,7 +91,7 @@ class Traffic:
 
     @property
     def ratio(self) -> str:
-        """How many times the bound arrives."""
+        """The bytes that arrive, as a multiple of the bound."""
         if self.least is None:
             return "–"
         return (
@@ -149,7 +149,7 @@ def _facts(
     memories: Sequence[Memory],
     found: Timeline,
 ) -> list[tuple[str, str]]:
-    """Return what is to be seen first: how much, and of what."""
+    """Return the headline figures of a program."""
     host, segments = subject.host, counted(len(subject.segments), "segment")
     counts = (
         counted(sum(map(len, classes.members)), "rank"),
@@ -171,7 +171,7 @@ def _lanes(found: Timeline, shown: Sequence[int], names: dict[int, str]) -> str:
 
 
 def _schedules(subject: Subject, found: Timeline) -> list[tuple[str, str]]:
-    """Return pictures of a schedule, with what each shows: by units, predicted, and measured."""
+    """Return pictures of a schedule with their titles: by units, predicted, and measured."""
     if subject.schedule is None:
         return []
     shown = [("forwards, and each half of a backward, take 1", subject.schedule.timed())]
