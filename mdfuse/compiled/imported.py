@@ -65,8 +65,8 @@ def from_torch(
         mesh: where all of it lives.
         layouts: pattern -> axis -> placement, for names of parameters, for inputs
             (`"input:ids"`, or `"input:0"`) and for outputs (`"output:logits"`, or `"output:0"`).
-            The one without wildcards counts among several that match, then the one with the
-            longest literal part. Tensors that no pattern matches are replicated; the layouts of
+            If several match, the one without wildcards counts, then the one with the longest
+            literal part. Tensors that no pattern matches are replicated; the layouts of
             such outputs are inferred.
         blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
             split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
