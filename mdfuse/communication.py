@@ -327,7 +327,7 @@ class Communication:
 
 
 def _at(layout: Layout, axis: str) -> Hashable:
-    """Return all that a layout says of an axis: its placement, and what it cuts up."""
+    """Return a layout's entries for an axis: the placement, outer axes, the halo and the chunk."""
     placement = layout.placement(axis)
     if not isinstance(placement, Shard):
         return placement

@@ -72,7 +72,7 @@ class HostIrEvaluator:
 
     Args:
         program: the host program for all ranks, or its projection onto this one.
-        communicator: by default what `mdfuse.init()` gives.
+        communicator: by default that of `mdfuse.init()`.
         options: by default those of the environment.
         cache: keeps its plans, which others may share; by default one of its own.
 
@@ -247,7 +247,7 @@ class HostIrEvaluator:
         return plan
 
     def _repeated(self, signature: Signature, arguments: Sequence[Any]) -> Again:
-        """Return what runs the last plan again; the arguments are those that it was found for."""
+        """Return a call that runs the last plan again, for arguments like these."""
         (key, plan), communicator = self._last, self.communicator
         assert plan is not None and communicator is not None
         are_numbers = partial(self._are_numbers, signature) if plan.numbers else None

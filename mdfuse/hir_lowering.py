@@ -136,7 +136,7 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (sink_waits.name, sink_waits.run),
     # Needs the waits where the data is needed: a post moves past the work between them.
     (raise_posts.name, raise_posts.run),
-    # Needs the waits where they stay: they say what a loop need not wait for.
+    # Needs the final places of waits, which tell the work that need not wait.
     (cut_loops.name, cut_loops.run),
     # Needs the parts of loops, which begin on streams of their own, and the waits where they stay:
     # a waiting stream holds up the work that is queued behind.

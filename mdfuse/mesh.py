@@ -31,8 +31,8 @@ class DeviceMesh:
         axes: one name per axis; by default ("x",), ("y", "x") or ("z", "y", "x"), or the names
             that a torch `DeviceMesh` has.
         hosts: the number of each rank's host, nested as the ranks are or in their order;
-            "launcher": what the launcher says, for ranks that are numbered host by host. Reshards
-            then take what is fastest on such hosts. None: not known, and fewest bytes count.
+            "launcher": as the launcher says, for ranks that are numbered host by host. Reshards
+            then take the fastest way on such hosts. None: not known, and fewest bytes count.
 
     Raises:
         MeshError: the ranks are ragged, repeated, negative or not integers, the names do not fit

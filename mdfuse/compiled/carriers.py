@@ -17,7 +17,7 @@ from mdfuse.seeing.report.numbers import size_text
 
 
 def staging(host: HostProgram, options: Options | None) -> Iterator[str]:
-    """Yield lines on the memory through which backends carry what the program posts."""
+    """Yield lines on the staging memory of the backends that carry a program's posts."""
     usual = backend_choice(options_from_environment(options).backend).usual
     for name, named in ((usual, None), *((x, x) for x in host.backends)):
         posted = [*_teams(host, named)]
@@ -50,7 +50,7 @@ def between_carriers(host: HostProgram, options: Options | None) -> Iterator[str
 
 
 def _teams(host: HostProgram, backend: str | None) -> Iterator[object]:
-    """Yield what tells teams apart, for each post that names a backend."""
+    """Yield the key of the teams of each post that names a backend."""
     for i in host.walk():
         if i.comm is not None and i.comm.backend == backend:
             yield i.comm.source.mesh, i.comm.destination.mesh, i.comm.axes

@@ -41,8 +41,8 @@ def differentiable(
         options: how the programs run.
 
     Returns:
-        A function of the inputs, which returns the list of outputs; of a traced function what that
-        returns.
+        A function of the inputs, which returns the list of outputs; for a traced function, its
+        own result.
 
     Raises:
         DefinitionError: `of` is of another type; when called, an op without a rule, a definition
@@ -120,7 +120,7 @@ class _Differentiable:
         wrt = tuple(n for n, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad)
         if not wrt or not torch.is_grad_enabled():
             return compile(self.definition, self.options).run(*inputs)
-        if len(inputs) != len(self.definition.fusion.inputs):  # the plain run says what is wrong
+        if len(inputs) != len(self.definition.fusion.inputs):  # the plain run raises the error
             return compile(self.definition, self.options).run(*inputs)
         forward = self._forwards.get(wrt)
         if forward is None:

@@ -1,4 +1,4 @@
-"""Torch modules as programs: `from_torch`, and what it returns."""
+"""Torch modules as programs: `from_torch`, and the imported module."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def from_torch(
 
     Args:
         module: on any device; on "meta" its parameters have no numbers, and need none.
-        args, kwargs: what `forward` is called with; of tensors (or `TensorSpec`s) only shapes and
-            dtypes count, everything else is a constant of the program.
+        args, kwargs: arguments of `forward`; only shapes and dtypes of tensors (or `TensorSpec`s)
+            count, everything else is a constant of the program.
         mesh: where all of it lives.
         layouts: pattern -> axis -> placement, for names of parameters, for inputs
             (`"input:ids"`, or `"input:0"`) and for outputs (`"output:logits"`, or `"output:0"`).
@@ -211,10 +211,10 @@ class ImportedModel:
         return str(self.definition)
 
     def report(self) -> str:
-        """Say what each pattern placed, what is replicated, tied, unused, left out or skipped.
+        """Return a report of each pattern's tensors, and of replicated, tied and unused ones.
 
-        And where a value that is split is brought together, which costs a communication in the
-        middle of the module: with the line, and the pattern that split it.
+        It also lists values left out or skipped, and split values that are gathered in the middle
+        of the module, which costs a communication: with the line, and the pattern that split it.
         """
         warnings = warnings_of(self.model, self.fusion, self.compile().fusion)
         return report(self.model, self._patterns, self._skipped, self._unexpected, warnings)
@@ -231,11 +231,11 @@ class ImportedModel:
 
         Args:
             args, kwargs: as the module was imported with them, with a value for each tensor.
-            name: what the names of parameters begin with, besides a dot, where a definition has
+            name: prefix of the names of parameters, without the dot, where a definition has
                 several modules.
 
         Returns:
-            What the module returns, of values; and name -> value of each parameter and constant, in
+            The module's result, of values; and name -> value of each parameter and constant, in
             the order of `load`.
 
         Raises:
@@ -274,7 +274,7 @@ class ImportedModel:
         Args:
             loss: a function of the module's tensors, in their order, and of the extra inputs by
                 name; it returns the loss, or a tuple of the loss and other values to return. By
-                default what the module returns as `loss`, or alone.
+                default the `loss` that the module returns, or its only result.
             optimizer: `mf.optim.adamw` or the like: a function (w, dw, *state, **numbers) that
                 returns (w, *state). Numbers are bound by `functools.partial`; those that are
                 needed and not bound, as `lr`, are inputs of each run. `step` is counted.
@@ -337,7 +337,7 @@ class ImportedModel:
         return [x for _, x in paths if isinstance(x, Tensor)]
 
     def outputs(self, results: Sequence[Any]) -> Any:
-        """Return what a run returned in the structure that the module returns.
+        """Return the results of a run in the structure that the module returns.
 
         Args:
             results: of `program.run`, or `.outputs` of `mf.simulate`.
@@ -370,7 +370,7 @@ class ImportedModel:
         device: torch.device | str | None = None,
         rename: Callable[[str], str] | None = None,
     ) -> list[Tensor | None]:
-        """Read parameters and constants: what a program takes before the module's own arguments.
+        """Read parameters and constants: the inputs of a program before the module's arguments.
 
         Args:
             source: a file of safetensors, an index of several, a folder with either, a folder of

@@ -51,7 +51,7 @@ def pipeline(
     each has a stream on them.
 
     Args:
-        definition: what is computed.
+        definition: as `mf.compile` takes it.
         microbatches: how many; each rank cuts its own part of the batch, as `torch.chunk` does.
         batch: name of an input -> its batch dim. All other values with that dim are inferred.
         schedule: the name of one, or a table; by default "1f1b", or "forward" where no gradients

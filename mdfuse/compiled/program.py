@@ -1,4 +1,4 @@
-"""Compiled programs: what `mf.compile` returns."""
+"""Compiled programs, as `mf.compile` returns them."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Program:
         return sum(size for _, size in received(self.host_for(extents), rank))
 
     def timeline(self, costs: Costs, extents: Mapping[str, int] | None = None) -> Timeline:
-        """Return when each rank would do what, by a table of costs; nothing runs.
+        """Return the predicted times of each rank's work, by a table of costs; nothing runs.
 
         Ranks that run alike are there once, so that programs for thousands of ranks take seconds.
 
@@ -256,10 +256,10 @@ class Program:
         Returns:
             Local outputs; None where this rank is outside the output's mesh. Where an input or a
             buffer is a DTensor, DTensors on the same mesh of torch's, which on a rank outside of
-            the mesh are empty; an output with a buffer is what was passed.
+            the mesh are empty; an output with a buffer is that buffer.
 
         Raises:
-            ProgramError: what is passed does not fit the program; on every rank alike before the
+            ProgramError: arguments that do not fit the program; on every rank alike before the
                 first run.
         """
         if extents is None and options is None and self.symbolic is None:
@@ -399,7 +399,7 @@ def _streams(host: HostProgram) -> Iterator[str]:
 
 
 def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:
-    """Yield lines on what is compiled, and on what the last run's evaluator could not compile."""
+    """Yield lines on compiled launches, and on those that the last run could not compile."""
     units = [i for i in host.walk() if i.op == "launch"]
     if not units:
         return
@@ -409,7 +409,7 @@ def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:
 
 
 def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
-    """Yield lines on what is captured as CUDA graphs, and what is not."""
+    """Yield lines on the parts that are captured as CUDA graphs, and on the others."""
     if options_from_environment(options).graph == "never":
         yield 'graphs: none, because graph="never"'
         return

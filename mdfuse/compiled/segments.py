@@ -59,7 +59,7 @@ class Segment:
             inputs (-1, -2, …) that are extents of the definition's inputs.
         orders: the memory orders in which the program writes its results.
         options: those that the program was compiled with.
-        guards: what the symbolic extents of the program must satisfy for it.
+        guards: the conditions on the program's symbolic extents under which it is valid.
         examples: the program's symbolic extents, with examples; none where it has numbers.
 
     >>> import mdfuse as mf
@@ -150,7 +150,7 @@ class Segment:
             output's mesh.
 
         Raises:
-            ProgramError: what is passed does not fit; extents are missing, or others than those
+            ProgramError: arguments that do not fit; extents that are missing, or others than those
                 that the segment is for.
         """
         if not self.examples:

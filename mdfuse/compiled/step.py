@@ -128,7 +128,7 @@ class Step:
         return states.save(self.program, self.state, folder, portable)
 
     def load(self, folder: str | Path, *, cast: bool = False) -> None:
-        """Read what `save` wrote into the tensors of the state: a run then goes on to the bit.
+        """Read a saved state into the tensors of the state: a run then goes on to the bit.
 
         All ranks load together. Any error leaves the state unchanged, unless files of a portable
         folder turn out to be damaged while they are copied.

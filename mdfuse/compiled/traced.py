@@ -72,7 +72,7 @@ class TracedFunction:
                 program.
 
         Returns:
-            What the body returns. For DTensors a DTensor, or a tree of them as the body does.
+            The result of the body; for DTensors a DTensor, or a tree of them as in the body.
 
         Raises:
             DefinitionError: neither values of an open definition nor DTensors; a plain tensor

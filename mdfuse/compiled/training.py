@@ -61,7 +61,7 @@ class TrainingStep:
         """Return the initial state by name: the parameters, and the optimizer's state as zeros.
 
         Args:
-            weights: what `model.load` returned, wholes or a rank's parts; they are copied.
+            weights: as `model.load` returned them, wholes or a rank's parts; they are copied.
 
         Raises:
             ProgramError: another number of them.
@@ -133,7 +133,7 @@ class TrainingStep:
         """Compile the step, and begin to train on this rank.
 
         Args:
-            weights: what `model.load(..., comm=comm)` returned.
+            weights: as `model.load(..., comm=comm)` returned them.
             options: of the program.
         """
         known = self._named(weights)
@@ -181,7 +181,7 @@ class RunningStep:
         """Make a step, on all ranks alike.
 
         Args:
-            inputs: this rank's parts of what a run takes: `TrainingStep.inputs`.
+            inputs: this rank's parts of `TrainingStep.inputs`.
 
         Returns:
             The loss, or a tuple of the loss and the further results.
@@ -193,5 +193,5 @@ class RunningStep:
         return self.step.save(folder, portable=portable)
 
     def load(self, folder: str | Path, *, cast: bool = False) -> None:
-        """Read what `save` wrote; see `Step.load`."""
+        """Read a saved state; see `Step.load`."""
         self.step.load(folder, cast=cast)

@@ -1,4 +1,4 @@
-"""Clocks of several ranks: how far each is from that of rank 0, by asking it often."""
+"""Clocks of several ranks: the offset of each from rank 0's clock, by asking it often."""
 
 from __future__ import annotations
 

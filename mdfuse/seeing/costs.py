@@ -104,7 +104,7 @@ class Costs:
     Attributes:
         name: the origin of the figures, for readers.
         launch_s: seconds that any work takes at least.
-        run_s: seconds that a run takes besides what its instructions do.
+        run_s: fixed seconds of a run, besides its instructions.
         posting_s: additional seconds of a run that communicates.
         switch_s: additional seconds of work behind work of another kind or size; each kernel of a
             launch counts, too.
@@ -285,7 +285,7 @@ class Costs:
         return max(across, self.launch_s, self._modelled(program, i))
 
     def _attention(self, count: int, dtype: str, a: Attention, moved: int) -> float:
-        """Return the seconds of attention: as measured, and at least what its bytes take.
+        """Return the seconds of attention: as measured, and at least those of its bytes.
 
         Heads with one query, as in decoding, are split by keys instead, so that their bytes count,
         as measured if they were. Heads of a size between two measured ones take the time of the
@@ -361,7 +361,7 @@ def _dtype(program: HostProgram, i: Instruction) -> str:
 #: Each piece of work and each communication takes a second: for counting on one's fingers.
 UNIT = Costs(name="1 s for all work and each communication", launch_s=1.0, links={"*": Link(1.0)})
 
-#: An estimate: 60 % of what the data sheet of the H100 SXM says of bf16, memory and NVLink.
+#: An estimate: 60 % of the figures for bf16, memory and NVLink in the H100 SXM's data sheet.
 H100 = Costs(
     name="H100, 60 % of its data sheet",
     launch_s=3e-6,

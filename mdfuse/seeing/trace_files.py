@@ -1,6 +1,6 @@
 """Trace files: the times of a traced run, written by each rank, a JSON object per line.
 
-A file is never closed in the middle of a line, so what a rank wrote before it died can be read. Its
+A file is never closed in the middle of a line, so the lines of a rank that died can be read. Its
 lines, in any order but for the first:
 
     {"rank": 1, "host": "node0"}                                  which rank it is

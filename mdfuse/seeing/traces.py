@@ -186,8 +186,10 @@ class _Reader:
     def _run(
         self, plan: int, run: int, times: Sequence[int], left_at: str | None = None
     ) -> Iterator[_Row]:
-        """Yield the events of a run, from its times; `left_at` says what the first one without a
-        time is marked with, where it did not come to its end."""
+        """Yield the events of a run, from its times.
+
+        `left_at` marks the first event without a time, in a run that did not come to its end.
+        """
         program, entries = self.plans[plan]
         flows: dict[int, int] = {}
         for n, entry in enumerate(entries[: len(times) - 1]):

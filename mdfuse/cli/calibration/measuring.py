@@ -106,7 +106,7 @@ class Measurements:
         self.times["run", "posting"] = {1: self._posting() if is_more else 0.0}
 
     def take(self, advance: Callable[[], object]) -> None:
-        """Measure everything else; `advance` is called for each subject."""
+        """Measure all other subjects; `advance` is called for each."""
         probe = self._probe()
         for n, some in enumerate(self._subjects(advance)):
             self._measure(some)
@@ -117,7 +117,7 @@ class Measurements:
         self._share()
 
     def _subjects(self, advance: Callable[[], object]) -> Iterator[list[Subject]]:
-        """Yield what this rank measures, some at once; of each kind all ranks then know all."""
+        """Yield this rank's subjects in groups; after each kind the ranks share its times."""
         for name, some in subjects(self.scale, self.comm.size, self.backends).items():
             start, mine = time.perf_counter(), self._mine(some(), advance)
             while chunk := [*itertools.islice(mine, _KEPT)]:
@@ -126,7 +126,7 @@ class Measurements:
             self.told(f"{name}: {time.perf_counter() - start:.1f} s")
 
     def _mine(self, some: Iterable[Subject], advance: Callable[[], object]) -> Iterator[Subject]:
-        """Yield those of this rank: ranks share out what each runs by itself."""
+        """Yield the subjects of this rank: ranks share out local work."""
         for n, subject in enumerate(some):
             if self._ranks(subject) is self.comm or n % self.comm.size == self.comm.rank:
                 yield subject
@@ -268,7 +268,7 @@ class Measurements:
 
     @property
     def costs(self) -> Costs:
-        """The table of what was measured so far."""
+        """The table of the measurements so far."""
         by = defaultdict[str, dict[str, dict[Any, float]]](dict)
         for (table, key), points in self.times.items():
             by[table][key] = {at: max(seconds, _LEAST_S) for at, seconds in points.items()}

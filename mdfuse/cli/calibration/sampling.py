@@ -70,7 +70,7 @@ def samples_of(comm: Communicator, call: Call, runs: int, clock: Clock = WALL) -
         yield (_queued(calls, call, comm) if is_gpu else timed(calls, comm, clock)) / runs
 
 
-#: Bytes that a GPU copies before what is timed, and how often: some 2 ms, in which the host queues
+#: Bytes that a GPU copies before the timed work, and how often: some 2 ms, in which the host queues
 #: all of it.
 _HELD_BYTES, _HELD = 1 << 28, 8
 
