@@ -14,7 +14,7 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How this process was started.
+    """The launch of this process.
 
     Attributes:
         name: "default group", "torchrun", "mpirun", "srun", "single", or "null" where nobody
@@ -35,12 +35,12 @@ class Launch:
 
     @property
     def is_one_host(self) -> bool:
-        """Whether all ranks are known to be on one host."""
+        """True if all ranks are known to be on one host."""
         return self.local_size == self.size
 
     @property
     def others(self) -> str:
-        """What errors call the ranks that are not this one."""
+        """The words of errors for the ranks that are not this one."""
         return "the other rank" if self.size == 2 else f"the other {self.size - 1} ranks"
 
 
@@ -50,7 +50,7 @@ class Launcher(Protocol):
     def is_present(self, environment: Mapping[str, str]) -> bool: ...
 
     def launch(self, environment: Mapping[str, str]) -> Launch:
-        """Return what the variables say; only where `is_present`.
+        """Return the launch that the variables describe; only where `is_present`.
 
         Raises:
             BackendError: they contradict each other or are not numbers.
@@ -175,7 +175,7 @@ def _launch(
     """
     number, count = _number(environment, rank), _number(environment, size)
     local = _optional_number(environment, local_rank)
-    here = None if local_size is None else _optional_number(environment, local_size)
+    on_host = None if local_size is None else _optional_number(environment, local_size)
 
     def check(is_right: bool, one: str, other: str | None, rule: str) -> None:
         if not is_right and other is not None:
@@ -186,24 +186,24 @@ def _launch(
             )
 
     check(number < count, rank, size, "a rank is smaller than the number of ranks")
-    if here is not None:
+    if on_host is not None:
         rule = "this rank is on its host, and no host has more ranks than there are"
-        check(0 < here <= count, str(local_size), size, rule)
+        check(0 < on_host <= count, str(local_size), size, rule)
     if local is not None:
         rule = "a rank's number on its host is smaller than the number of ranks there"
-        check(local < (here or count), local_rank, local_size if here else size, rule)
+        check(local < (on_host or count), local_rank, local_size if on_host else size, rule)
     return Launch(
         name=name,
         rank=number,
         size=count,
         local_rank=number if local is None else local,
-        local_size=here,
+        local_size=on_host,
         why=f"{rank}={number} and {size}={count} are set",
     )
 
 
 def detect(environment: Mapping[str, str], default_group: tuple[int, int] | None = None) -> Launch:
-    """Return how this process was started, and by which launcher.
+    """Return the launch of this process, with its launcher.
 
     Args:
         environment: the process's environment variables.

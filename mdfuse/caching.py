@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 class CacheInfo(NamedTuple):
-    """How a cache was used: `CacheInfo(hits=99, misses=1, evictions=0, size=1, limit=32)`."""
+    """Counters of a cache: `CacheInfo(hits=99, misses=1, evictions=0, size=1, limit=32)`."""
 
     hits: int
     misses: int
@@ -39,7 +39,7 @@ class Cache(Generic[Value]):
     _values: OrderedDict[Hashable, Value] = field(default_factory=OrderedDict)
 
     def get(self, key: Hashable) -> Value | None:
-        """The value, which is the most recently used one from now on; None: a miss."""
+        """Return the value, which becomes the most recently used one; None: a miss."""
         value = self._values.get(key)
         if value is None:
             self.misses += 1
@@ -53,9 +53,9 @@ class Cache(Generic[Value]):
         return self._values.get(key)
 
     def again(self, key: Hashable, value: Value) -> bool:
-        """Use a value that was got before; False: it is not kept any more.
+        """Use a value that `get` returned before; False: it is not kept any more.
 
-        The one that was used last is not looked up: no key is hashed.
+        The most recently used one is not looked up: no key is hashed.
         """
         if self.recent is not value:
             if self._values.get(key) is not value:
@@ -69,7 +69,7 @@ class Cache(Generic[Value]):
         self.recent = value
 
     def put(self, key: Hashable, value: Value) -> list[Value]:
-        """Keep a value; those that had to go for it."""
+        """Keep a value; return the values that were dropped for it."""
         self._values[key] = value
         self._use(key, value)
         gone = []

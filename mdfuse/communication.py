@@ -36,18 +36,18 @@ class Communication:
         kind: a row of `mdfuse.layouts.kinds`.
         source: the layout before.
         destination: the layout after.
-        shape: global extents of what is sent.
+        shape: global extents of the sent tensor.
         dtype: element type; None while only layouts are compared.
         axes: the mesh axes along which the placement changes, where it is along some: all-reduces,
             reduce-scatters and all-gathers may go along several at once, the outermost first.
         dim: the dim that is gathered, scattered or exchanged (of the source for AllToAll).
         to_dim: AllToAll: the dim that is split afterwards.
         reduce_op: for the kinds that reduce.
-        backend: who carries it; None: the communicator's first backend.
+        backend: the one that carries it; None: the communicator's first backend.
 
     Raises:
-        CommunicationError: a reduce op where none belongs, or none where one does, or one that the
-            dtype does not have.
+        CommunicationError: a reduce op of a kind that does not reduce, a missing one, or one that
+            the dtype does not have.
     """
 
     kind: str
@@ -122,7 +122,7 @@ class Communication:
 
     @property
     def beside_layouts(self) -> tuple[Hashable, ...]:
-        """All that is said of it but its layouts, as a key."""
+        """All fields but the layouts, as a key."""
         what = self.kind, self.shape, self.dtype, self.axes
         return *what, self.dim, self.to_dim, self.reduce_op, self.backend
 
@@ -133,7 +133,7 @@ class Communication:
 
     @property
     def along(self) -> tuple[str, ...]:
-        """The axes that it is about: its own, or all along which an exchange changes the layout.
+        """The axes concerned: its own, or all along which an exchange changes the layout.
 
         () between meshes.
         """
@@ -146,7 +146,7 @@ class Communication:
 
     @property
     def is_along_axes(self) -> bool:
-        """Whether it goes along axes of one mesh."""
+        """True if it goes along axes of one mesh."""
         return bool(self.axes) and self.source.mesh == self.destination.mesh
 
     @property
@@ -165,8 +165,8 @@ class Communication:
 
     def _pair(self, rank: int) -> tuple[int, ...]:
         source, destination = self.source.mesh, self.destination.mesh
-        here = destination if rank in destination else source
-        position = here.position(rank)
+        mesh = destination if rank in destination else source
+        position = mesh.position(rank)
         if position is None:
             return ()
         sender, receiver = source.ranks[position], destination.ranks[position]
@@ -206,7 +206,7 @@ class Communication:
             return None
         wanted = chunk.rows(self.shape, rank)
         holders = [r for r in team if split.rows(self.shape, r) == wanted]
-        # Several ranks match where the chunk is empty: take the one whose turn it is.
+        # Several ranks match where the chunk is empty: take the one of this iteration.
         turn = [r for i, r in enumerate(team) if i == index and r in holders]
         return (*turn, *holders)[0]
 
@@ -225,7 +225,7 @@ class Communication:
 
     @property
     def is_even(self) -> bool:
-        """Whether all blocks of all teams are surely equally long."""
+        """True if all blocks of all teams are known to be equally long."""
         assert self.dim is not None
         layout, parts = self.whole(), self.size
         for axis in layout.split_axes(self.dim):
@@ -275,8 +275,8 @@ class Communication:
         if self.kind == "AllToAll":
             call = self.part(rank).call
             assert call is not None
-            own = call.recv_counts[call.team.index(rank)]
-            return sum(call.recv_counts) - own
+            local_count = call.recv_counts[call.team.index(rank)]
+            return sum(call.recv_counts) - local_count
         if self.dim is not None:
             _, chunk = self.rows(rank)
             layout = self.whole()
@@ -303,7 +303,7 @@ class Communication:
     # -- one rank's part -------------------------------------------------------------------------
 
     def part(self, rank: int) -> RankPart:
-        """Return what a rank posts, and what it copies by itself."""
+        """Return a rank's part: its posts, and its local copies."""
         part = part_of(self, rank) if is_symbolic(self.shape) else _known_part(self, rank)
         if self.backend is None or part.call is None:
             return part
@@ -327,7 +327,7 @@ class Communication:
 
 
 def _at(layout: Layout, axis: str) -> Hashable:
-    """Return all that a layout says of an axis: its placement, and what it cuts up."""
+    """Return a layout's entries for an axis: the placement, outer axes, the halo and the chunk."""
     placement = layout.placement(axis)
     if not isinstance(placement, Shard):
         return placement
@@ -338,7 +338,7 @@ def _at(layout: Layout, axis: str) -> Hashable:
 
 @lru_cache(maxsize=64)
 def _known_part(comm: Communication, rank: int) -> RankPart:
-    """Return a part that was asked for before: the verifier looks at those of few ranks again."""
+    """Return a part, cached: the verifier asks for those of few ranks again."""
     return part_of(comm, rank)
 
 

@@ -1,4 +1,4 @@
-"""Errors that say what is wrong, where, why, and what to do."""
+"""Errors with the fact, its place, the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PACKAGE = str(Path(__file__).resolve().parent) + "/"
 
 def _directory_of(package: str) -> str:
     """Find the folder of a package without importing it."""
-    found = find_spec(package)
-    return f"{Path(found.origin).parent}/" if found and found.origin else PACKAGE
+    spec = find_spec(package)
+    return f"{Path(spec.origin).parent}/" if spec and spec.origin else PACKAGE
 
 
 #: mdfuse, and torch, whose functions call mdfuse when they meet one of its values.
@@ -47,11 +47,11 @@ def counted(count: object, noun: str) -> str:
     """
     if count == 1:
         return f"1 {noun}"
-    first, *rest = noun.split(" ", 1)
-    return " ".join([f"{count} {_PLURALS.get(first, first + 's')}", *rest])
+    first, *others = noun.split(" ", 1)
+    return " ".join([f"{count} {_PLURALS.get(first, first + 's')}", *others])
 
 
-#: Of nouns that take more than an s.
+#: Plurals of nouns that take more than an s.
 _PLURALS = {"axis": "axes", "class": "classes", "process": "processes"}
 
 
@@ -60,15 +60,15 @@ _LISTED = 12
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names as a list of which an error shows the first.
+    """Return the first names of a list, as errors show it.
 
     >>> listed("xyz"), listed(f"w{n}" for n in range(100))
     ('x, y, z', 'w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11 and 88 others')
     """
-    found = [*names]
-    more = len(found) - _LISTED
-    shown = ", ".join(found[:_LISTED])
-    return f"{shown} and {counted(more, 'other')}" if more > 0 else shown
+    every = [*names]
+    hidden = len(every) - _LISTED
+    shown = ", ".join(every[:_LISTED])
+    return f"{shown} and {counted(hidden, 'other')}" if hidden > 0 else shown
 
 
 #: How much of a value an error shows.
@@ -97,9 +97,9 @@ def near(name: str, names: Iterable[str]) -> str:
     return ", ".join(difflib.get_close_matches(name, [*names], 5, 0.0))
 
 
-#: The note of what a gradient computes once more, instead of keeping it.
+#: The note of values that a gradient recomputes instead of keeping them.
 RECOMPUTED = "recomputed"
-#: The note of what a gradient computes.
+#: The note of values that a gradient computes.
 BACKWARD = "backward"
 
 
@@ -110,7 +110,7 @@ class Source:
     Attributes:
         file: its path.
         line: its number.
-        note: what else is to be said of what stands there, as "backward".
+        note: a remark on the code there, as "backward".
     """
 
     file: str
@@ -163,7 +163,7 @@ class MdfuseError(Exception):
             rank, an instruction.
         because: the rule that was broken.
         hint: what to do instead.
-        follows: another rank raised first, and this error came of it; launchers show that one.
+        follows: this error follows from one that another rank raised; launchers show that one.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class BackendError(MdfuseError):
 
 
 def told(error: BaseException) -> str:
-    """Return what other ranks read of an error: one of mdfuse's says itself what it is."""
+    """Return the text of an error for other ranks; one of mdfuse needs no class name."""
     name = type(error).__name__
     return str(error) if isinstance(error, MdfuseError) else f"{name}: {error}".rstrip(": ")
 

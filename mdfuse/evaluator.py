@@ -60,7 +60,7 @@ _numbers = itertools.count()
 #: The tally of an evaluator before its first run.
 _NOTHING = RunCount(name="", serial=-1)
 
-#: What was run last: the key of its arguments, its plan.
+#: The last run: the key of its arguments, its plan.
 _Last = tuple[Hashable | None, "Runnable | None"]
 
 _NO_RUN = None, None
@@ -72,12 +72,12 @@ class HostIrEvaluator:
 
     Args:
         program: the host program for all ranks, or its projection onto this one.
-        communicator: by default what `mdfuse.init()` gives.
+        communicator: by default that of `mdfuse.init()`.
         options: by default those of the environment.
         cache: keeps its plans, which others may share; by default one of its own.
 
     Attributes:
-        plans: what was prepared, by signature of the arguments; `plans.info()` counts.
+        plans: the plans by signature of the arguments; `plans.info()` counts.
 
     Raises:
         ProgramError: an input is an alias, aliases form a cycle, or a name means nothing.
@@ -90,19 +90,20 @@ class HostIrEvaluator:
     plans: Plans = field(init=False, repr=False)
     _number: int = field(default_factory=_numbers.__next__, init=False, repr=False)
     _last: _Last = field(default=_NO_RUN, init=False, repr=False)
-    #: Runs with arguments that are surely like those of the last two runs, else returns None.
+    #: Runs with arguments that are known to be like those of the last two runs, else returns None.
     _again: Again = field(default_factory=lambda: never, init=False, repr=False)
-    #: What this rank runs, once all ranks agreed to.
+    #: The projection that this rank runs, once all ranks agreed to.
     _local: HostProgram | None = field(default=None, init=False, repr=False)
     _signature: Signature | None = field(default=None, init=False, repr=False)
     #: Tells this evaluator and its runs from others; all ranks make theirs in the same order.
     _tally: RunCount = field(default=_NOTHING, init=False, repr=False)
     _device_type: str = field(default="cpu", init=False, repr=False)
-    #: Memory of what others copy from where it lies.
+    #: Memory of buffers that other ranks copy from in place.
     _arena: Tensor | None = field(default=None, init=False, repr=False)
-    #: Makes for each plan what prepares its posts.
+    #: Makes the poster of each plan.
     _posters: Posters | None = field(default=None, init=False, repr=False)
-    #: Tells whether the caller captures a graph that cannot hold a run; None: none is such.
+    #: Returns True while the caller captures a CUDA graph that cannot contain this program; None:
+    #: no graph is such.
     _is_captured: Callable[[], bool] | None = field(default=None, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -192,7 +193,7 @@ class HostIrEvaluator:
             raise communicator.broke_off(self._tally, error) from error.__cause__
         except IndexRangeError:  # the run came to its end, and all ranks have met
             raise
-        except BaseException as error:  # also Ctrl-C: what this rank posts next would not fit
+        except BaseException as error:  # also Ctrl-C: this rank's next posts would not match
             if concerns_others:
                 communicator.abandon(self._tally, error)
             raise
@@ -246,7 +247,7 @@ class HostIrEvaluator:
         return plan
 
     def _repeated(self, signature: Signature, arguments: Sequence[Any]) -> Again:
-        """Return what runs the last plan again; the arguments are those that it was found for."""
+        """Return a call that runs the last plan again, for arguments like these."""
         (key, plan), communicator = self._last, self.communicator
         assert plan is not None and communicator is not None
         are_numbers = partial(self._are_numbers, signature) if plan.numbers else None
@@ -301,7 +302,7 @@ class HostIrEvaluator:
     def _cached(
         self, arguments: Sequence[Any], out: Sequence[Any] | None, communicator: Communicator
     ) -> tuple[Runnable | None, BaseException | None]:
-        """Return the plan of a signature, made where there is none; or why there cannot be one."""
+        """Return the plan of a signature, built if there is none; or why there cannot be one."""
         assert self._local is not None and self._signature is not None
         key = self._signature.read(arguments, out)
         plan = self.plans.get(key) if key is not None else None
@@ -310,7 +311,7 @@ class HostIrEvaluator:
                 plan = self._first(arguments, out, communicator)
             elif isinstance(plan, Once):
                 plan = self._captured(plan, arguments, out, communicator)
-        except BaseException as error:  # whatever it is, the others are told before it is raised
+        except BaseException as error:  # any error is sent to the others before it is raised
             return None, error
         if key is not None:
             self.plans.keep(key, plan)
@@ -339,14 +340,14 @@ class HostIrEvaluator:
         )
 
     def _memory(self, size: int) -> Tensor | None:
-        """Return memory for the arena, the same for all plans: others remember where it lies."""
+        """Return memory for the arena, the same for all plans: other ranks keep its address."""
         if self._arena is None and self.communicator is not None:
             self._arena = arena(self.communicator, size)
         return self._arena
 
     @cached_property
     def fuser(self) -> Fuser:
-        """What compiles the host units of this program."""
+        """The compiler of the host units of this program."""
         options = options_from_environment(self.options)
         lengths = _COMPILED.setdefault(self.plans, Lengths())
         return Fuser(options.compile == "always", options.timeout_s, lengths)
@@ -384,7 +385,7 @@ class HostIrEvaluator:
         out: Sequence[Any] | None,
         communicator: Communicator,
     ) -> Runnable:
-        """Return what runs from the second run on: graphs, where there is something to capture.
+        """Return the plan from the second run on: graphs, where there is something to capture.
 
         Raises:
             ProgramError: all was to be captured, and some of it cannot.
@@ -410,7 +411,7 @@ class HostIrEvaluator:
         return graphs
 
     def let_go(self, plan: Runnable) -> None:
-        """Hold a plan no longer that is not kept any more; see `Plans`."""
+        """Release a plan that was dropped from the cache; see `Plans`."""
         if self._last[1] is plan:
             self._last, self._again = _NO_RUN, never
 
@@ -455,7 +456,7 @@ class HostIrEvaluator:
             self._is_captured = captured_by_caller(self.program, communicator)
 
     def _refuse(self, problem: BaseException | None, communicator: Communicator) -> None:
-        """Raise a problem in the place of a run that others may have begun, and tell them why."""
+        """Raise a problem instead of a run that others may have begun, and tell them why."""
         assert problem is not None
         self._tally.runs += 1
         self._tally.refused += 1
@@ -467,7 +468,7 @@ class HostIrEvaluator:
 
     @cached_property
     def communicates(self) -> bool:
-        """Whether a run posts to other ranks, or receives from them."""
+        """True if a run posts to other ranks, or receives from them."""
         return any(i.comm is not None or i.op in ("send", "recv") for i in self.program.walk())
 
     def _problem(

@@ -31,7 +31,7 @@ class NewFile:
             raise
 
     def flush(self) -> None:
-        """Hand what was written to the system."""
+        """Hand the written bytes to the system."""
         try:
             self._file.flush()
         except OSError as error:
@@ -39,7 +39,7 @@ class NewFile:
             raise
 
     def tell(self) -> int:
-        """How many bytes were written."""
+        """The number of bytes written."""
         return self._file.tell()
 
 
@@ -71,10 +71,10 @@ def new_file(path: Path) -> Iterator[Any]:
 
 
 def put(part: Path, path: Path) -> None:
-    """Give a file that is whole its name, in the place of one that has it.
+    """Rename a complete file, replacing one of that name.
 
     Raises:
-        ProgramError: that cannot be.
+        ProgramError: it cannot be renamed.
     """
     try:
         part.replace(path)
@@ -83,7 +83,7 @@ def put(part: Path, path: Path) -> None:
 
 
 def remove(*paths: Path) -> None:
-    """Remove what is left of files after an error, as far as that is possible: it is of no use."""
+    """Remove incomplete files after an error, as far as possible."""
     for path in paths:
         with suppress(OSError):
             path.unlink()
@@ -101,7 +101,7 @@ def private_folder(folder: Path) -> None:
     """Make a folder that this user alone can read and write; one that is there becomes so.
 
     Raises:
-        PermissionError: it is somebody else's, or others could have written into it.
+        PermissionError: it has another owner, or others could have written into it.
         OSError: it cannot be made.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -115,9 +115,9 @@ def private_folder(folder: Path) -> None:
 def check_private(folder: Path) -> None:
     """Raise PermissionError where others than this user may have put files into a folder.
 
-    Who may write into the folder around it could put another one in its place: that is this user's,
-    or root's. A group may write there, since some systems let each user's do so everywhere; what
-    somebody else put there has another owner.
+    Users who may write into the parent folder could replace it, so that must be this user's or
+    root's. A group may write there, since some systems let each user's group do so everywhere; a
+    folder that somebody else put there has another owner.
 
     Raises:
         PermissionError: they may.

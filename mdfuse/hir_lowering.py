@@ -57,17 +57,17 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (streams.name, streams.run),
     # Every value needs a layout; no later pass infers one.
     (propagate_layouts.name, propagate_layouts.run),
-    # Needs to know what a view would bring together; what it makes yields Partials.
+    # Needs to know which dims a view would gather; its results yield Partials.
     (sum_rows.name, sum_rows.run),
-    # Needs to know what is split where an op would have it whole; what it makes yields Partials.
+    # Needs to know the split dims that an op needs whole; its results yield Partials.
     (keep_splits.name, keep_splits.run),
-    # As the pass before; it may have found that nobody needs the operand whole.
+    # As the pass before, which may have shown that no op needs the operand whole.
     (split_scans.name, split_scans.run),
-    # Needs to know what is split, of what the passes before make, too; makes Partials.
+    # Needs the split dims, also of the results of earlier passes; makes Partials.
     (decompose.name, decompose.run),
-    # Needs to know who passes a Partial on; infers anew what is computed from those it reduces.
+    # Needs to know the ops that pass a Partial on; infers anew the values after a reduction.
     (settle_partials.name, settle_partials.run),
-    # Needs the layout of what a tensor of numbers lies like; the next passes see who reads what.
+    # Needs the layouts that tensors of numbers copy; the next passes need all readers.
     ("creations.alone", creations.alone),
     # Before sets exist, since it decides which sets reduce-scatter instead of all-reduce.
     (push_slices.name, push_slices.run),
@@ -75,11 +75,11 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("creations.where_read", creations.where_read),
     # Afterwards every expression but set runs without communication.
     (insert_reshards.name, insert_reshards.run),
-    # Knows every layout; what follows only drops values.
+    # Knows every layout; later passes only drop values.
     ("check_stream_lengths", streams.check_lengths),
     # So late that a law on a value that nobody reads still counts where layouts are inferred.
     (drop_unread.name, drop_unread.run),
-    # Needs all sets, at which it ends; what nobody reads would be in a loop, too.
+    # Needs all sets, at which it ends, and no unread values, which would be in a loop, too.
     (spread_streams.name, spread_streams.run),
     # Last: needs to know who reads a value, and which sets communicate.
     (choose_orders.name, choose_orders.run),
@@ -88,7 +88,7 @@ PASSES: tuple[tuple[str, Pass], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is computed in microbatches.
+    """The inputs that are computed in microbatches.
 
     Attributes:
         dims: input -> its dim that is the batch's.
@@ -100,24 +100,24 @@ class Batch:
 
 
 def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pass], ...]:
-    """Return the passes over the fusion, with those that options and a batch ask for."""
-    found: list[tuple[str, Pass]] = []
+    """Return the passes over the fusion, including those for options and a batch."""
+    steps: list[tuple[str, Pass]] = []
     for name, run in PASSES:
-        found.append((name, run))
+        steps.append((name, run))
         if name == insert_reshards.name and options.reduce_dtype is not None:
             # Needs all sets that reduce.
             wide = partial(widen_sums.run, dtype=options.reduce_dtype)
-            found.append((widen_sums.name, wide))
+            steps.append((widen_sums.name, wide))
         if name == insert_reshards.name and options.bucket_bytes:
             # Needs all sets that reduce, in the dtype in which they do.
             dims = batch.dims if batch is not None else None
             together = partial(bucket_sums.run, most=options.bucket_bytes, batch=dims)
-            found.append((bucket_sums.name, together))
+            steps.append((bucket_sums.name, together))
         if name == drop_unread.name and batch is not None:
-            # Needs all sets; the next pass sees what is streamed.
+            # Needs all sets; the next pass sees the streamed values.
             cut = partial(microbatches.run, batch=batch.dims, count=batch.count)
-            found.append((microbatches.name, cut))
-    return tuple(found)
+            steps.append((microbatches.name, cut))
+    return tuple(steps)
 
 
 HostPass = Callable[[HostProgram, Options], HostProgram]
@@ -134,12 +134,12 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (keep_wide.name, keep_wide.run),
     # The emitter puts a wait right behind its post; here it moves to where the data is needed.
     (sink_waits.name, sink_waits.run),
-    # Needs the waits where the data is needed: what stands between them is what a post passes.
+    # Needs the waits where the data is needed: a post moves past the work between them.
     (raise_posts.name, raise_posts.run),
-    # Needs the waits where they stay: they say what a loop need not wait for.
+    # Needs the final places of waits, which tell the work that need not wait.
     (cut_loops.name, cut_loops.run),
     # Needs the parts of loops, which begin on streams of their own, and the waits where they stay:
-    # a stream that waits holds up what is queued behind.
+    # a waiting stream holds up the work that is queued behind.
     (assign_streams.name, assign_streams.run),
     # Likewise, for blocks, which are in no loop.
     (block_streams.name, block_streams.run),
@@ -147,7 +147,7 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (fill_outputs.name, fill_outputs.run),
     # Needs the streams: work of two streams is no unit.
     (group_launches.name, group_launches.run),
-    # Behind what moves uses.
+    # After the passes that move uses.
     (insert_frees.name, insert_frees.run),
     # Last: the others make types.
     (share_types.name, share_types.run),
@@ -201,7 +201,7 @@ def _passed(
 def with_rooms(
     prepared: Fusion, should_merge: ShouldMerge | None, options: Options, rooms: Sequence[int]
 ) -> tuple[tuple[Section, ...], list[HostProgram]]:
-    """Return what `lower_prepared` does, a host program for each of several `prefetch_bytes`.
+    """Return the host programs of `lower_prepared` for each of several `prefetch_bytes`.
 
     Until posts are raised they are one program.
     """
@@ -213,7 +213,7 @@ def with_rooms(
     return sections, [_passed(host, HOST_PASSES[at:], x) for x in each]
 
 
-@no_collection()  # nearly all that is made stays, and would be looked through again and again
+@no_collection()  # nearly all new objects stay alive, and would be scanned again and again
 def lower(
     fusion: Fusion,
     should_merge: ShouldMerge | None = None,
@@ -228,10 +228,10 @@ def lower(
         should_merge: see `mdfuse.passes.segmentation.segment`.
         observe: called after each pass.
         options: how loops over chunks are spread over streams, and in which dtype sums are reduced.
-        batch: what is computed in microbatches; None: all at once.
+        batch: the inputs in microbatches; None: all at once.
 
     Returns:
-        The fusion after all passes, with ids for what they added; its sections, each of which
+        The fusion after all passes, with ids for new values; its sections, each of which
         becomes a segment; and the global host program.
     """
     prepared = with_ids(prepare(fusion, observe, options, batch))
@@ -251,7 +251,7 @@ def lower_prepared(
         prepared: the fusion.
         should_merge: see `mdfuse.passes.segmentation.segment`.
         options: as `lower` takes them.
-        pipeline: what runs once per microbatch in stages, and when.
+        pipeline: the stages that run once per microbatch, and their order.
     """
     if pipeline is not None:
         merge = merge_composite if should_merge is None else should_merge

@@ -31,8 +31,8 @@ class DeviceMesh:
         axes: one name per axis; by default ("x",), ("y", "x") or ("z", "y", "x"), or the names
             that a torch `DeviceMesh` has.
         hosts: the number of each rank's host, nested as the ranks are or in their order;
-            "launcher": what the launcher says, for ranks that are numbered host by host. Reshards
-            then take what is fastest on such hosts. None: not known, and fewest bytes count.
+            "launcher": as the launcher says, for ranks that are numbered host by host. Reshards
+            then take the fastest way on such hosts. None: not known, and fewest bytes count.
 
     Raises:
         MeshError: the ranks are ragged, repeated, negative or not integers, the names do not fit
@@ -167,9 +167,9 @@ class DeviceMesh:
         import numpy as np  # which `import mdfuse` would bring in, too
 
         is_listed = not self.is_consecutive
-        found = np.array(self._ranks) if is_listed else self.first + np.arange(self.size)
-        found.flags.writeable = False
-        return found
+        ranks = np.array(self._ranks) if is_listed else self.first + np.arange(self.size)
+        ranks.flags.writeable = False
+        return ranks
 
     @property
     def first(self) -> int:
@@ -183,7 +183,7 @@ class DeviceMesh:
 
     @property
     def is_consecutive(self) -> bool:
-        """Whether the ranks are consecutive numbers, in row-major order."""
+        """True if the ranks are consecutive numbers, in row-major order."""
         return isinstance(self._ranks, range) and self._ranks.step == 1
 
     @cached_property
@@ -205,8 +205,8 @@ class DeviceMesh:
 
     def axis_size(self, axis: str) -> int:
         """The number of ranks along a named axis; MeshError where there is none."""
-        found = self._sizes.get(axis)
-        return self.shape[self.axis_index(axis)] if found is None else found
+        size = self._sizes.get(axis)
+        return self.shape[self.axis_index(axis)] if size is None else size
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -243,13 +243,13 @@ class DeviceMesh:
 
     def team(self, rank: int, axis: str, *more: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along these axes, the last axis fastest."""
-        positions, here = [*map(self.axis_index, (axis, *more))], self.coordinate(rank)
-        if here is None:
+        positions, coordinate = [*map(self.axis_index, (axis, *more))], self.coordinate(rank)
+        if coordinate is None:
             raise MeshError(f"rank {rank} is not in {self}", hint=f"its ranks: {self._describe()}")
-        places = [self._ravel(here)]
+        places = [self._ravel(coordinate)]
         for position in positions:
             step = math.prod(self.shape[position + 1 :])
-            first, n = here[position] * step, self.shape[position]
+            first, n = coordinate[position] * step, self.shape[position]
             places = [at - first + i * step for at in places for i in range(n)]
         return tuple([self._ranks[at] for at in places])
 
@@ -297,12 +297,12 @@ class DeviceMesh:
 
 @lru_cache(maxsize=1024)
 def _one_of_equal(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the first of equal tuples, so that what equal meshes have is compared at once."""
+    """Return the first of equal tuples, so that equal meshes share them and compare by identity."""
     return key
 
 
 class MeshesByRank:
-    """Which of several meshes have a rank, found without asking each of them.
+    """An index of several meshes by rank: it finds the meshes of a rank without asking each.
 
     >>> a, b = DeviceMesh([0, 1], ["x"]), DeviceMesh([1, 3], ["x"])
     >>> MeshesByRank([a, b]).of(1) == (a, b), MeshesByRank([a, b]).of(2)
@@ -324,19 +324,19 @@ class MeshesByRank:
         self._starts = sorted({*begins, *ends})
         #: the meshes of consecutive ranks that have all ranks from one start to the next
         self._from: list[tuple[DeviceMesh, ...]] = []
-        here: dict[int, DeviceMesh] = {}
+        open_meshes: dict[int, DeviceMesh] = {}
         for start in self._starts:
             for mesh in ends[start]:
-                del here[id(mesh)]
-            here.update((id(mesh), mesh) for mesh in begins[start])
-            self._from.append(tuple(here.values()))
+                del open_meshes[id(mesh)]
+            open_meshes.update((id(mesh), mesh) for mesh in begins[start])
+            self._from.append(tuple(open_meshes.values()))
 
     def of(self, rank: int) -> tuple[DeviceMesh, ...]:
         """Return the meshes that have a rank, in the order in which they were given."""
         at = bisect_right(self._starts, rank) - 1
-        found = self._from[at] if at >= 0 else ()
-        found = (*found, *self._listed.get(rank, ()))
-        return tuple(sorted(found, key=lambda mesh: self._order[id(mesh)]))
+        meshes = self._from[at] if at >= 0 else ()
+        meshes = (*meshes, *self._listed.get(rank, ()))
+        return tuple(sorted(meshes, key=lambda mesh: self._order[id(mesh)]))
 
 
 def _listed(ranks: Sequence[int]) -> tuple[int, ...]:
@@ -345,7 +345,7 @@ def _listed(ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_torch_mesh(x: object) -> bool:
-    """Whether something is a `torch.distributed.DeviceMesh`; torch is not imported for this."""
+    """Return whether x is a `torch.distributed.DeviceMesh`; torch is not imported for this."""
     return hasattr(x, "mesh_dim_names") and hasattr(x, "device_type")
 
 
@@ -443,22 +443,22 @@ def _launched_hosts(word: str, ranks: Sequence[int]) -> tuple[int, ...]:
     hint = "name a host for each rank: hosts=[0, 0, 1, 1]"
     if launch is None:
         raise MeshError(f"hosts={shown(word)}", hint=f'hosts="launcher", or {hint}')
-    here, last = launch.local_size, max(ranks)
-    if here is None or last >= launch.size:
+    per_host, last = launch.local_size, max(ranks)
+    if per_host is None or last >= launch.size:
         is_said = "does not tell how many ranks each host has"
         raise MeshError(
             f"hosts={shown(word)} for ranks up to {last}",
-            because=f"{launch.why}: {is_said if here is None else f'{launch.size} ranks'}",
+            because=f"{launch.why}: {is_said if per_host is None else f'{launch.size} ranks'}",
             hint=hint,
         )
-    if launch.size % here or launch.local_rank != launch.rank % here:
+    if launch.size % per_host or launch.local_rank != launch.rank % per_host:
         raise MeshError(
             f"hosts={shown(word)}: rank {launch.rank} of {launch.size} is number "
-            f"{launch.local_rank} of {here} on its host",
+            f"{launch.local_rank} of {per_host} on its host",
             because="hosts follow from this where ranks are numbered host by host, as many on each",
             hint=hint,
         )
-    return tuple(rank // here for rank in ranks)
+    return tuple(rank // per_host for rank in ranks)
 
 
 def _canonical(flat: list[int]) -> Sequence[int]:

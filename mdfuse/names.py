@@ -1,8 +1,8 @@
 """The one rule for names: of programs, of mesh axes, of values.
 
 A name is letters, digits and underscores of any script, and begins with no digit; a dot may join
-several such words (`x.0`). What has another name is refused where it is defined, so that every
-program prints as text that reads back.
+several such words (`x.0`). Other names are refused in the definition, so that every program prints
+as text that reads back.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import re
 
 #: `NAME` of the grammar of host programs.
 NAME = re.compile(r"[^\W\d]\w*(\.\w+)*")
-#: What may stand behind the % of a value: also what counts things, as `%0`.
+#: The name behind the % of a value, which may be a number, as `%0`.
 VALUE = re.compile(r"\w+(\.\w+)*")
 
 RULE = "a name is letters, digits and underscores, begins with no digit, and may be joined by dots"
 
 
 def is_name(name: object) -> bool:
-    """Whether something is a name.
+    """Return whether a value is a name.
 
     >>> [is_name(x) for x in ("tp", "µ", "mlp.0", "my fusion", "2nd", "")]
     [True, True, True, False, False, False]
@@ -27,7 +27,7 @@ def is_name(name: object) -> bool:
 
 
 def is_value_name(name: object) -> bool:
-    """Whether something may be the name of a value in a host program."""
+    """Return whether a text may be the name of a value in a host program."""
     return isinstance(name, str) and VALUE.fullmatch(name) is not None
 
 
@@ -39,7 +39,7 @@ def as_name(text: str, otherwise: str) -> str:
     """
     if is_name(text):
         return text
-    found = re.sub(r"\W+", "_", text).strip("_")
-    if not found:
+    name = re.sub(r"\W+", "_", text).strip("_")
+    if not name:
         return otherwise
-    return found if is_name(found) else f"_{found}"
+    return name if is_name(name) else f"_{name}"

@@ -1,4 +1,4 @@
-"""What mdfuse uses of torch that torch does not promise to keep.
+"""The parts of torch that mdfuse uses and torch does not promise to keep.
 
 All of it stands here, but for kernels of attention (`ir/attention_kernels.py`) and the compiler
 (`plan/inductor.py`). The tests of this module pass with torch 2.11 to 2.14. Where torch has a
@@ -111,7 +111,7 @@ Likeness = Callable[[Sequence[Any]], "tuple[int, ...] | None"]
 
 
 def likeness(tensors: Sequence[Tensor]) -> Likeness:
-    """Return what tells tensors like these, by where they lie, in a quarter microsecond each.
+    """Return a function of the addresses of tensors like these, a quarter microsecond each.
 
     Alike are type, dispatch keys (so also layout, device type, and whether bits are lazy), dtype,
     device, shape, strides, whether gradients are recorded, and the modes of torch that change what
@@ -173,18 +173,18 @@ def default_store() -> Store:
 def gloo_options(devices: Sequence[Any], threads: int, timeout: timedelta) -> Any:
     """Options of a gloo group that shares its network devices with others."""
     gloo: Any = dist.ProcessGroupGloo
-    made = (getattr(gloo, "_Options", None) or gloo.Options)()
-    made._devices, made._threads, made._timeout = devices, threads, timeout
-    return made
+    options = (getattr(gloo, "_Options", None) or gloo.Options)()
+    options._devices, options._threads, options._timeout = devices, threads, timeout
+    return options
 
 
 def nccl_options(timeout: timedelta) -> Any:
     """Options of an NCCL group."""
     from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
-    made: Any = ProcessGroupNCCL.Options()
-    made._timeout = timeout
-    return made
+    options: Any = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options
 
 
 # -- tensors that are not what they seem -----------------------------------------------------------
@@ -242,9 +242,9 @@ _ATEN: Any = torch.ops.aten
 
 # -- functions -------------------------------------------------------------------------------------
 
-#: What `torch.meshgrid` calls with a list, which is asked for handles in its place.
+#: The function that `torch.meshgrid` calls with a list; it is asked for handles instead.
 MESHGRID = torch._VF.meshgrid  # type: ignore[attr-defined]
-#: What `torch.nn.functional.grouped_mm` calls.
+#: The operation that `torch.nn.functional.grouped_mm` calls.
 GROUPED_MM = torch._grouped_mm
 
 
@@ -270,7 +270,7 @@ def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def has_grouped_kernel(rows: Sequence[Tensor], matrices: Sequence[Tensor] = ()) -> bool:
-    """Whether `grouped_mm` multiplies these by a kernel that reads the groups on the device.
+    """Return whether `grouped_mm` multiplies these by a kernel that reads groups on the device.
 
     It does so in bf16, where rows of memory begin at whole 16 bytes; else it loops on the host.
 
@@ -298,16 +298,16 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def table_grad(ct: Tensor, indices: Tensor, rows: int) -> Tensor:
-    """What the rows of a table get that were looked up: the same bits in every run, on GPUs too."""
-    made: Tensor = _ATEN.embedding_dense_backward(ct, indices, rows, -1, False)
-    return made
+    """Return the gradient of a table of embeddings: the same bits in every run, on GPUs too."""
+    grad: Tensor = _ATEN.embedding_dense_backward(ct, indices, rows, -1, False)
+    return grad
 
 
 # -- operations ------------------------------------------------------------------------------------
 
 
 def writes(target: Any) -> bool:
-    """Whether an operation of a graph writes into an operand; detaching in place does not."""
+    """Return whether an operation of a graph writes into an operand; in-place detach does not."""
     schema = getattr(target, "_schema", None)
     is_detach = target is _ATEN.detach_.default
     return schema is not None and bool(schema.is_mutable) and not is_detach
@@ -338,7 +338,7 @@ def checkpoint_metadata(
     places: Mapping[tuple[str, Any], tuple[str, int, int]],
     save_id: str,
 ) -> Any:
-    """Return what a folder of `torch.distributed.checkpoint` has, as its readers want it.
+    """Return the metadata of a folder of `torch.distributed.checkpoint`.
 
     Args:
         tensors: name -> dtype, shape, and (first element, extents) of each box.
@@ -382,7 +382,7 @@ def untransformed(stream: Any, transforms: Sequence[str]) -> Any:
 
 
 def cache_folder() -> Path:
-    """Return where torch keeps what it compiled, for later processes of this user."""
+    """Return the folder in which torch caches compiled code for later processes of this user."""
     return Path(_cache_dir_utils().cache_dir())
 
 

@@ -1,4 +1,4 @@
-"""Trees of tensors: tuples, lists, dicts, dataclasses, and what else torch knows as such."""
+"""Trees of tensors: tuples, lists, dicts, dataclasses, and other types that torch registers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ pytree.register_pytree_node(
 
 def flattened(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
     """Return (path, leaf) of a tree, besides its structure, for `unflattened`."""
-    found, structure = pytree.tree_flatten_with_path(tree)
-    if any(_is_record(x) for _, x in found):
+    leaves, structure = pytree.tree_flatten_with_path(tree)
+    if any(_is_record(x) for _, x in leaves):
         return pytree.tree_flatten_with_path(_with_records(tree))
-    return found, structure
+    return leaves, structure
 
 
 def unflattened(leaves: Sequence[Any], structure: Any) -> Any:
@@ -44,15 +44,15 @@ def unflattened(leaves: Sequence[Any], structure: Any) -> Any:
 
 
 def children(tree: Any) -> list[tuple[str, Any]]:
-    """Return (key, entry) of the outermost level of a tree; of a leaf nothing.
+    """Return (key, entry) of the outermost level of a tree; none for a leaf.
 
     >>> children({"a": [1, 2], "b": 3}), children(3)
     ([('a', [1, 2]), ('b', 3)], [])
     """
     if _is_record(tree):
         return [(f.name, getattr(tree, f.name)) for f in fields(tree) if f.init]
-    found, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    return [(key_text(path), x) for path, x in found if path]
+    entries, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return [(key_text(path), x) for path, x in entries if path]
 
 
 def key_text(path: Sequence[Any]) -> str:
@@ -62,7 +62,7 @@ def key_text(path: Sequence[Any]) -> str:
 
 
 def _is_record(x: Any) -> bool:
-    """Whether x is a dataclass; those of mdfuse, as specs of tensors, stand for one thing each."""
+    """Return whether x is a dataclass; those of mdfuse, as specs of tensors, are leaves."""
     if not is_dataclass(x) or isinstance(x, type):
         return False
     kind: Any = type(x)
@@ -70,7 +70,7 @@ def _is_record(x: Any) -> bool:
 
 
 def _with_records(tree: Any) -> Any:
-    """Put a record in the place of each dataclass that torch does not know as a tree."""
+    """Replace each dataclass that torch does not know as a tree by a record."""
     return pytree.tree_map(_record, tree)
 
 

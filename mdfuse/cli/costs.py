@@ -22,12 +22,12 @@ def costs_named(text: str | None) -> Costs | None:
 
 
 def _here(backend: str) -> Costs:
-    """Return the table of this machine, and say which one it is and why it is no other."""
-    table, told = here(backend)
+    """Return the table of this machine, and print its name and the reasons for it."""
+    table, lines = here(backend)
     console = screen.output()
     if table is None:
-        *told, because = told
-    for line in told:
+        *lines, because = lines
+    for line in lines:
         console.print(line, soft_wrap=True)
     if table is None:
         raise ProgramError(

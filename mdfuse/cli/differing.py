@@ -23,7 +23,7 @@ from mdfuse.seeing.comparison import Account, account, differing_text, groups_of
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a program is from.
+    """The source of a program.
 
     Attributes:
         file: defines `build`.
@@ -74,7 +74,7 @@ def show(sources: Sequence[Source], costs: str | None, is_full: bool) -> None:
 
 
 def labels(sources: Sequence[Source]) -> list[str]:
-    """Return what tells programs apart: their files, their meshes, their layouts."""
+    """Return labels of programs: the files, meshes or layouts in which they differ."""
     names = [s.file.name for s in sources]
     if len({*names}) == 1:
         names = [str(s.file) for s in sources]
@@ -86,15 +86,15 @@ def labels(sources: Sequence[Source]) -> list[str]:
 
 
 def facts(accounts: Sequence[Account]) -> Table:
-    """Return a table of what is one number for each program."""
-    found = titled("", "", right=[a.label for a in accounts])
-    found.add_row("ranks", *(str(sum(1 for _ in _ranks(a.host))) for a in accounts))
-    found.add_row("instructions", *(str(len(a.host)) for a in accounts))
-    found.add_row("peak memory of a rank", *(size_range(a.peaks) for a in accounts))
+    """Return a table of the figures that are one number for each program."""
+    table = titled("", "", right=[a.label for a in accounts])
+    table.add_row("ranks", *(str(sum(1 for _ in _ranks(a.host))) for a in accounts))
+    table.add_row("instructions", *(str(len(a.host)) for a in accounts))
+    table.add_row("peak memory of a rank", *(size_range(a.peaks) for a in accounts))
     times = [a.seconds for a in accounts]
     if all(t is not None for t in times):
-        found.add_row("predicted time", *(time_text(t) for t in times if t is not None))
-    return found
+        table.add_row("predicted time", *(time_text(t) for t in times if t is not None))
+    return table
 
 
 def _ranks(host: HostProgram) -> set[int]:
@@ -102,19 +102,19 @@ def _ranks(host: HostProgram) -> set[int]:
 
 
 def communications(accounts: Sequence[Account]) -> Table:
-    """Return a table of communications by kind and axis: how many, and bytes that a rank gets."""
+    """Return a table of communications by kind and axis: counts, and bytes that a rank receives."""
     right = [text for a in accounts for text in ("count", a.label)]
-    found = titled("communications per run, bytes received per rank", "kind", "axis", right=right)
+    table = titled("communications per run, bytes received per rank", "kind", "axis", right=right)
     for group in groups_of(accounts):
         cells = []
         for a in accounts:
             traffic = a.traffic.get(group)
             cells += ["-", "-"] if traffic is None else _cells(traffic.times, traffic.bytes)
-        found.add_row(*group, *cells)
-    found.add_section()
+        table.add_row(*group, *cells)
+    table.add_section()
     totals = [text for a in accounts for text in _cells(a.total.times, a.total.bytes)]
-    found.add_row("all", "", *totals)
-    return found
+    table.add_row("all", "", *totals)
+    return table
 
 
 def _cells(times: Sequence[int], sizes: Sequence[int]) -> list[str]:

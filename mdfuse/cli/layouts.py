@@ -24,26 +24,26 @@ def parse_layouts(text: str) -> Layouts:
     """Return the layouts of some inputs from a text.
 
     Raises:
-        DefinitionError: it is none.
+        DefinitionError: the text is no layout of inputs.
 
     >>> parse_layouts("w*=(dp=R, tp=S0); x=(dp=S0)")["w*"]
     {'dp': Replicate(), 'tp': Shard(dim=0)}
     """
-    found: dict[str, dict[str, Placement]] = {}
+    layouts: dict[str, dict[str, Placement]] = {}
     for part in text.split(";"):
         name, sign, inner = (s.strip() for s in part.partition("="))
         placed = [] if inner == "()" else _split(inner.removeprefix("(").removesuffix(")"))
         pairs = {axis: where for axis, _, where in (p.partition("=") for p in placed)}
         is_right = all(_PLACEMENT.fullmatch(where) for where in pairs.values())
-        if not name or not sign or not is_right or name in found or len(pairs) < len(placed):
+        if not name or not sign or not is_right or name in layouts or len(pairs) < len(placed):
             raise DefinitionError(
                 f"{text!r} is no layout of inputs",
                 because="it is a name, in which * stands for anything, and where each axis puts it",
                 hint="write name=(axis=placement, ...), placements as programs print them (S0, "
                 "S0/3, R, P(sum)), several inputs with semicolons: 'w*=(tp=S0); x=(dp=S0)'",
             )
-        found[name] = {axis: placement_of(where) for axis, where in pairs.items()}
-    return found
+        layouts[name] = {axis: placement_of(where) for axis, where in pairs.items()}
+    return layouts
 
 
 def _split(text: str) -> list[str]:
@@ -57,7 +57,7 @@ def placed(named: NamedDefinition, layouts: Layouts) -> NamedDefinition:
     Raises:
         DefinitionError: no input has such a name, or it cannot have the layout.
     """
-    fusion, found = named.fusion, dict[str, Layout]()
+    fusion, changed = named.fusion, dict[str, Layout]()
     known = [x for x in fusion.inputs if fusion.values[x].layout is not None]
     for pattern, placements in layouts.items():
         inputs = [x for x in known if fnmatchcase(x, pattern)]
@@ -67,8 +67,8 @@ def placed(named: NamedDefinition, layouts: Layouts) -> NamedDefinition:
                 because=f"@{fusion.name} has no tensor of that name among its inputs",
                 hint=f"one of {listed(known)}",
             )
-        found |= {x: _placed(fusion, x, placements) for x in inputs}
-    return replace(named, fusion=fusion.with_layouts(found))
+        changed |= {x: _placed(fusion, x, placements) for x in inputs}
+    return replace(named, fusion=fusion.with_layouts(changed))
 
 
 def _placed(fusion: Fusion, name: str, placements: Mapping[str, Placement]) -> Layout:

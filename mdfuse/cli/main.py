@@ -41,7 +41,7 @@ File = Annotated[
 
 
 class Stage(StrEnum):
-    """How far a program is lowered before it is shown."""
+    """The stage of lowering at which a program is shown."""
 
     FUSION = "fusion"
     LAYOUTS = "layouts"
@@ -298,19 +298,19 @@ def bench(
     ],
 ) -> None:
     """Run a benchmark of benchmarks/; further arguments are its own."""
-    found = _benchmarks()
-    if name not in found:
-        known = ", ".join(sorted(found)) or "none here; run it in a checkout of mdfuse"
+    benchmarks = _benchmarks()
+    if name not in benchmarks:
+        known = ", ".join(sorted(benchmarks)) or "none here; run it in a checkout of mdfuse"
         raise typer.BadParameter(f"no benchmark {name!r}. There are: {known}", param_hint="NAME")
-    sys.argv = [str(found[name]), *context.args]
-    sys.path.insert(0, str(found[name].parent))
+    sys.argv = [str(benchmarks[name]), *context.args]
+    sys.path.insert(0, str(benchmarks[name].parent))
     with screen.errors():
         from mdfuse.cli.user_code import user_code
 
         status = 0
-        with user_code(found[name].name, f"the benchmark {name}"):
+        with user_code(benchmarks[name].name, f"the benchmark {name}"):
             try:
-                runpy.run_path(str(found[name]), run_name="__main__")
+                runpy.run_path(str(benchmarks[name]), run_name="__main__")
             except SystemExit as end:  # a benchmark sets its own exit status
                 status = _status(end)
     if status:
@@ -367,7 +367,7 @@ def _stage_text(
 def _benchmarks() -> dict[str, Path]:
     """Return benchmarks by name, of the current folder or else of this package's checkout."""
     for root in (Path.cwd(), Path(__file__).parents[2]):
-        found = {p.stem: p for p in (root / "benchmarks").glob("*.py") if p.stem[0] != "_"}
-        if found:
-            return found
+        files = {p.stem: p for p in (root / "benchmarks").glob("*.py") if p.stem[0] != "_"}
+        if files:
+            return files
     return {}

@@ -97,8 +97,8 @@ def load_build(file: Path) -> Build:
             because="the command line asks a file for its program on a mesh",
             hint="def build(mesh): ... return definition, [global_input, ...]",
         )
-    found: Build = build
-    return found
+    typed: Build = build
+    return typed
 
 
 def call_build(build: Build, mesh: DeviceMesh) -> tuple[FusionDefinition, list[Any]]:

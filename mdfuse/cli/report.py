@@ -55,9 +55,9 @@ def communications(program: Program) -> Table:
     table = titled("communications per run", "kind", "axis", right=right)
     ranks = rank_classes(program.host).firsts
     total = Traffic(len(ranks))
-    for (kind, where), found in by_kind(program.host, ranks).items():
-        table.add_row(kind, where, str(max(found.times)), size_range(found.bytes))
-        total.add(found)
+    for (kind, where), traffic in by_kind(program.host, ranks).items():
+        table.add_row(kind, where, str(max(traffic.times)), size_range(traffic.bytes))
+        total.add(traffic)
     table.add_section()
     table.add_row("all", "", str(max(total.times)), size_range(total.bytes))
     return table

@@ -23,7 +23,7 @@ from mdfuse.seeing.traces import last_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatches:
-    """How `mf.pipeline` takes the batch: its arguments."""
+    """Arguments of `mf.pipeline` on the batch."""
 
     count: int
     batch: dict[str, int]

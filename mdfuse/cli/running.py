@@ -80,17 +80,17 @@ def launch(build: Build, mesh: DeviceMesh | None, name: str) -> None:
         ProgramError: the mesh has more ranks than there are.
         SystemExit: status 1 where an output differs from one device.
     """
-    here = detect(os.environ)
-    mesh = mesh or DeviceMesh.arange(tp=here.size)
-    _check_fits(mesh, here, name)
+    started = detect(os.environ)
+    mesh = mesh or DeviceMesh.arange(tp=started.size)
+    _check_fits(mesh, started, name)
     job = _compiled(build, mesh)
     comm = init()
-    with screen.progress(f"running on {counted(here.size, 'rank')}"):
+    with screen.progress(f"running on {counted(started.size, 'rank')}"):
         outcome = run_on_ranks(job.program, job.inputs, comm)
     time = report.time_text(outcome.median)
     rows = [
         ("mesh", str(mesh)),
-        ("ranks", f"{here.size}, {_started(here)}"),
+        ("ranks", f"{started.size}, {_started(started)}"),
         ("backend", f"{comm.backend} on {comm.device.type}"),
         ("time", f"{time}, median of {counted(len(outcome.seconds), 'run')} on rank 0"),
     ]
@@ -144,14 +144,14 @@ def _check_have_values(inputs: Sequence[Any]) -> None:
 def _report(
     job: _Job, inputs: Sequence[Any], outcome: Outcome, rows: list[tuple[str, str]]
 ) -> str | None:
-    """Print everything about a run; return what is wrong with its outputs, or None."""
+    """Print everything about a run; return the problem with its outputs, or None."""
     program = job.program
     with screen.progress("computing on one device"):
-        found = compare(outcome.outputs, mdfuse.debug.reference(job.definition, inputs))
+        differences = compare(outcome.outputs, mdfuse.debug.reference(job.definition, inputs))
     console = screen.output()
     console.print(report.facts([("program", headline(program)), *rows]))
     console.print()
     console.print(report.communications(program))
-    console.print(report.differences(program.host.outputs, found))
-    wrong = [n for n, d in zip(program.host.outputs, found, strict=True) if not d.is_allowed]
+    console.print(report.differences(program.host.outputs, differences))
+    wrong = [n for n, d in zip(program.host.outputs, differences, strict=True) if not d.is_allowed]
     return f"differs from one device: {', '.join(wrong)}" if wrong else None

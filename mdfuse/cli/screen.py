@@ -51,7 +51,7 @@ def _console(**settings: Any) -> Console:
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Show on a terminal what is being waited for in this context."""
+    """Show on a terminal the task that this context waits for."""
     console = _console(stderr=True)
     if not is_first() or not console.is_terminal:
         yield

@@ -55,13 +55,13 @@ def _text(error: BaseException) -> str:
 
 def _lines(error: BaseException) -> list[str]:
     """Return the user's lines in the traceback of an error, innermost first."""
-    found = []
+    sources = []
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        found.append(Source(error.filename, error.lineno))
+        sources.append(Source(error.filename, error.lineno))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_users(frame.filename) and frame.lineno is not None:
-            found.append(Source(frame.filename, frame.lineno))
-    return [source.quote() for source in found[:_LINES]]
+            sources.append(Source(frame.filename, frame.lineno))
+    return [source.quote() for source in sources[:_LINES]]
 
 
 def _is_users(file: str) -> bool:

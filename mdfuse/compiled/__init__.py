@@ -1,1 +1,1 @@
-"""What `compile` returns: programs, their segments, functions traced into them."""
+"""Compiled programs, their segments, and functions that are traced into programs."""

@@ -1,4 +1,4 @@
-"""Advice: which reshards of a program move most, why, and what to write instead."""
+"""Advice: the largest reshards of a program, their reasons, and cheaper ways to write them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ANOTHER_ORDER = "the axes split a dim in another order", "one order= for both"
 
 
 def advice(fusion: Fusion, carriers: Carriers = ()) -> Iterator[str]:
-    """Yield lines about the reshards that move more than a tenth of what a fusion moves.
+    """Yield lines about the reshards that move more than a tenth of a fusion's bytes.
 
     Args:
         fusion: after all passes.
-        carriers: (axis, backend) of those that have one of their own.
+        carriers: (axis, backend) of the axes that have a backend of their own.
     """
     sets = (e for e in fusion.exprs if e.op == "set" and fusion.values[e.output].is_tensor)
     moved = {e.output: _bytes(fusion, e, carriers) for e in sets}
@@ -55,7 +55,7 @@ def _lines(fusion: Fusion, expr: Expr, size: int, total: int) -> Iterator[str]:
 def _because(
     fusion: Fusion, expr: Expr, value: Value, before: Layout, after: Layout
 ) -> tuple[str, str]:
-    """Return why a reshard is needed, and what to write for less."""
+    """Return the reason for a reshard, and a cheaper way to write it."""
     readers = fusion.consumers[expr.output]
     if before.mesh != after.mesh:
         return f"it is read on {after.mesh}", f"compute what is read on {after.mesh} there"

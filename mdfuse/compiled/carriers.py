@@ -1,4 +1,4 @@
-"""What a program says of the backends that carry its posts: their memory, and other backends."""
+"""Explain the backends that carry a program's posts: their staging memory, mixed backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mdfuse.seeing.report.numbers import size_text
 
 
 def staging(host: HostProgram, options: Options | None) -> Iterator[str]:
-    """Yield lines on the memory through which backends carry what the program posts."""
+    """Yield lines on the staging memory of the backends that carry a program's posts."""
     usual = backend_choice(options_from_environment(options).backend).usual
     for name, named in ((usual, None), *((x, x) for x in host.backends)):
         posted = [*_teams(host, named)]
@@ -36,12 +36,12 @@ def staging(host: HostProgram, options: Options | None) -> Iterator[str]:
 def between_carriers(host: HostProgram, options: Options | None) -> Iterator[str]:
     """Yield a line for each set of axes of several backends along which programs exchange."""
     choice = backend_choice(options_from_environment(options).backend)
-    found = dict[tuple[str, ...], int]()
+    counts = dict[tuple[str, ...], int]()
     for i in host.walk():
         axes = i.comm.along if i.comm is not None and not i.comm.axes else ()
         if choice.carriers and len({choice.by_axis.get(a, choice.usual) for a in axes}) > 1:
-            found[axes] = found.get(axes, 0) + 1
-    for axes, n in found.items():
+            counts[axes] = counts.get(axes, 0) + 1
+    for axes, n in counts.items():
         of = " and ".join(f"{a} ({choice.by_axis.get(a, choice.usual)})" for a in axes)
         yield (
             f"backends: {counted(n, 'exchange')} along {of}, by {choice.usual}, the usual one: it"
@@ -50,7 +50,7 @@ def between_carriers(host: HostProgram, options: Options | None) -> Iterator[str
 
 
 def _teams(host: HostProgram, backend: str | None) -> Iterator[object]:
-    """Yield what tells teams apart, for each post that names a backend."""
+    """Yield the key of the teams of each post that names a backend."""
     for i in host.walk():
         if i.comm is not None and i.comm.backend == backend:
             yield i.comm.source.mesh, i.comm.destination.mesh, i.comm.axes

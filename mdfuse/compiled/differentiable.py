@@ -30,10 +30,10 @@ def differentiable(
     """Return a function that runs a definition, and whose results torch differentiates.
 
     It takes what `Program.run` takes, local tensors or DTensors, and runs one program forwards and
-    one backwards. The gradient is that of the global function: of an input that is replicated each
-    rank gets all of it, reduced (so no wrapper as DDP is needed), of a split one its part. Under
-    `torch.no_grad`, or where no input requires a gradient, the plain program runs. All ranks must
-    ask for the same gradients.
+    one backwards. The gradient is that of the global function: each rank gets the whole reduced
+    gradient of a replicated input (so no wrapper as DDP is needed), and its part of a split one.
+    Under `torch.no_grad`, or where no input requires a gradient, the plain program runs. All ranks
+    must ask for the same gradients.
 
     Args:
         of: a definition; or a function of `mdfuse.fusion`, for which the result takes DTensors as
@@ -41,13 +41,13 @@ def differentiable(
         options: how the programs run.
 
     Returns:
-        A function of the inputs, which returns the list of outputs; of a traced function what that
-        returns.
+        A function of the inputs, which returns the list of outputs; for a traced function, its
+        own result.
 
     Raises:
-        DefinitionError: something else; when called, an op without a rule, a definition that writes
-            into its inputs, one with extents that each run chooses, or one on ranks that hold no
-            input that is differentiated, or no output.
+        DefinitionError: `of` is of another type; when called, an op without a rule, a definition
+            that writes into its inputs, one with extents that each run chooses, or one on ranks
+            that hold no input that is differentiated, or no output.
 
     >>> import torch, mdfuse as mf
     >>> with mf.FusionDefinition() as fd:
@@ -85,11 +85,11 @@ class _Function:
         if function.is_inside(args, kwargs):
             return function(*args, **kwargs)
         traced, tensors = function.on_dtensors(args, kwargs)
-        found = self._known.get(id(traced))
-        if found is None:  # it holds the trace, so that the number stays its
-            found = _Differentiable(traced.definition, self.options, traced)
-            self._known.put(id(traced), found)
-        outputs = found(*tensors)
+        wrapped = self._known.get(id(traced))
+        if wrapped is None:  # it keeps the trace alive, so that no other one gets the same id
+            wrapped = _Differentiable(traced.definition, self.options, traced)
+            self._known.put(id(traced), wrapped)
+        outputs = wrapped(*tensors)
         return traced.made(outputs)
 
 
@@ -120,7 +120,7 @@ class _Differentiable:
         wrt = tuple(n for n, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad)
         if not wrt or not torch.is_grad_enabled():
             return compile(self.definition, self.options).run(*inputs)
-        if len(inputs) != len(self.definition.fusion.inputs):  # the plain run says what is wrong
+        if len(inputs) != len(self.definition.fusion.inputs):  # the plain run raises the error
             return compile(self.definition, self.options).run(*inputs)
         forward = self._forwards.get(wrt)
         if forward is None:
@@ -136,13 +136,13 @@ class _Forward:
         self.phases = self._phases(owner.floating)
         self.program = _lowered(self.phases.forward(), self.options)
         self.count = len(self.phases.outputs)
-        #: name of what is saved -> its place among inputs, and behind them outputs
+        #: name of a saved value -> its position among the inputs, followed by the outputs
         host = self.program.host
         names = [x for x in self.phases.joint.inputs if x not in self.phases.seeds]
         self.places = {x: n for n, x in enumerate((*names, *self.program.fusion.outputs))}
         kinds = [host.types[name] for name in (*host.inputs, *host.outputs)]
         self.layouts = {x: kinds[n].layout for x, n in self.places.items()}
-        #: outputs that do not depend on what is differentiated
+        #: outputs that do not depend on a differentiated input
         self.constant = self._constant(owner.floating)
         self._backwards: dict[tuple[int, ...], tuple[Phases, Program]] = {}
         self._check_ranks()
@@ -169,8 +169,7 @@ class _Forward:
         for layout in self.layouts.values():
             for rank in () if layout is None else layout.mesh.ranks:
                 if any(
-                    all(x is None or rank not in x.mesh for x in found)
-                    for found in (inputs, outputs)
+                    all(x is None or rank not in x.mesh for x in side) for side in (inputs, outputs)
                 ):
                     raise DefinitionError(
                         f"@{self.definition.name} under torch.autograd: rank {rank} holds no input "
@@ -180,7 +179,7 @@ class _Forward:
                     )
 
     def cotangent(self, output: str) -> Layout:
-        """Return how the cotangent of an output lies."""
+        """Return the layout of an output's cotangent."""
         layout = self.layouts[output]
         assert layout is not None
         return dual(layout)
@@ -188,31 +187,31 @@ class _Forward:
     def backward(self, seeded: tuple[int, ...]) -> tuple[Phases, Program]:
         """Return the program backwards for cotangents of some outputs."""
         if seeded not in self._backwards:
-            made = self._phases(seeded)
-            missing = [x for x in made.saved if x not in self.phases.saved]
+            back = self._phases(seeded)
+            missing = [x for x in back.saved if x not in self.phases.saved]
             assert not missing, missing
-            ys = dict(zip(made.seeds, (made.outputs[n] for n in seeded), strict=True))
-            layouts = {x: self.layouts[x] for x in made.saved}
+            ys = dict(zip(back.seeds, (back.outputs[n] for n in seeded), strict=True))
+            layouts = {x: self.layouts[x] for x in back.saved}
             layouts |= {x: self.cotangent(y) for x, y in ys.items()}
-            self._backwards[seeded] = made, _lowered(made.backward(layouts), self.options)
+            self._backwards[seeded] = back, _lowered(back.backward(layouts), self.options)
         return self._backwards[seeded]
 
 
 class _Border(torch.autograd.Function):
-    """What torch's autograd sees of a program."""
+    """The node of torch's autograd graph for a program."""
 
     @staticmethod
     def forward(ctx: Any, forward: _Forward, *inputs: Any) -> tuple[Any, ...]:
         given = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
-        found = forward.program.run(*given)
-        everything = [*given, *found]
-        kept = [everything[forward.places[x]] for x in forward.phases.saved]
+        results = forward.program.run(*given)
+        everything = [*given, *results]
+        saved = [everything[forward.places[x]] for x in forward.phases.saved]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
-        ctx.kept = [None if isinstance(x, Tensor) else x for x in kept]
-        ctx.is_tensor = [isinstance(x, Tensor) for x in kept]
+        ctx.save_for_backward(*(x for x in saved if isinstance(x, Tensor)))
+        ctx.kept = [None if isinstance(x, Tensor) else x for x in saved]
+        ctx.is_tensor = [isinstance(x, Tensor) for x in saved]
         ctx.forward_of, ctx.count = forward, len(inputs)
-        outputs = found[: forward.count]
+        outputs = results[: forward.count]
         ctx.mark_non_differentiable(
             *(x for n, x in enumerate(outputs) if n in forward.constant and x is not None)
         )
@@ -225,23 +224,23 @@ class _Border(torch.autograd.Function):
         seeded = tuple(n for n, ct in enumerate(cotangents) if ct is not None)
         if not seeded:
             return None, *results
-        made, program = forward.backward(seeded)
-        if not made.gradients:
+        back, program = forward.backward(seeded)
+        if not back.gradients:
             return None, *results
         tensors = iter(ctx.saved_tensors)
-        kept = {
+        saved = {
             name: next(tensors) if is_tensor else x
             for name, is_tensor, x in zip(
                 forward.phases.saved, ctx.is_tensor, ctx.kept, strict=True
             )
         }
-        seeds = [_seed(cotangents[n], forward.cotangent(made.outputs[n])) for n in seeded]
+        seeds = [_seed(cotangents[n], forward.cotangent(back.outputs[n])) for n in seeded]
         with torch.no_grad():
-            found = program.run(*(kept[x] for x in made.saved), *seeds)
+            gradients = program.run(*(saved[x] for x in back.saved), *seeds)
         if torch.is_grad_enabled():
-            leaves = [x if x is None else x.detach().requires_grad_() for x in found]
-            found = _Once.apply(forward.definition.name, *leaves)
-        for n, gradient in zip(made.wrt, found, strict=True):
+            leaves = [x if x is None else x.detach().requires_grad_() for x in gradients]
+            gradients = _Once.apply(forward.definition.name, *leaves)
+        for n, gradient in zip(back.wrt, gradients, strict=True):
             results[n] = gradient
         return None, *results
 
@@ -273,5 +272,7 @@ def _seed(ct: Tensor, layout: Layout) -> Tensor:
 
 
 def _lowered(fusion: Fusion, options: Options | None) -> Program:
-    (made, parts, host), found = overlap.lower(fusion, None, options)
-    return Program(made, segments_of(made, parts, host, options), host, options, overlap=found)
+    (prepared, parts, host), decisions = overlap.lower(fusion, None, options)
+    return Program(
+        prepared, segments_of(prepared, parts, host, options), host, options, overlap=decisions
+    )

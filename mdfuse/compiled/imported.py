@@ -86,7 +86,7 @@ class ImportedModel:
         return str(self.definition)
 
     def report(self) -> str:
-        """Say what each pattern placed, what is replicated, tied, unused, left out or skipped.
+        """Return a report of each pattern's tensors, and of replicated, tied and unused ones.
 
         And where a value that is split is brought together, which costs a communication in the
         middle of the module: with the line, and the pattern that split it.
@@ -105,8 +105,8 @@ class ImportedModel:
           weight        tp=S0       1: weight
           (no pattern)  replicated  2: bias, input:input
         """
-        found = warnings_of(self.model, self.fusion, self.compile().fusion)
-        return report(self.model, self._patterns, self._skipped, self._unexpected, found)
+        warnings = warnings_of(self.model, self.fusion, self.compile().fusion)
+        return report(self.model, self._patterns, self._skipped, self._unexpected, warnings)
 
     def compile(self, options: Options | None = None) -> Program:
         """Return the program of the forward, as `mf.compile` does.
@@ -130,18 +130,18 @@ class ImportedModel:
         return compile(self.definition, options)
 
     def record(self, *args: Any, name: str = "", **kwargs: Any) -> tuple[Any, dict[str, Handle]]:
-        """Record the module in the definition under way, of values of it: as a stage is.
+        """Record the module in the open definition, on values of it: as a stage, for example.
 
         Parameters and constants become inputs of that definition, on the module's mesh, and
         buffers that the module writes outputs of it.
 
         Args:
-            args, kwargs: as the module was imported with them, a value in the place of each tensor.
-            name: what the names of parameters begin with, besides a dot, where a definition has
+            args, kwargs: as the module was imported with them, with a value for each tensor.
+            name: prefix of the names of parameters, without the dot, where a definition has
                 several modules.
 
         Returns:
-            What the module returns, of values; and name -> value of each parameter and constant, in
+            The module's result, of values; and name -> value of each parameter and constant, in
             the order of `load`.
 
         Raises:
@@ -175,16 +175,16 @@ class ImportedModel:
     ) -> TrainingStep:
         """Define a step of training: forward, loss, backward and update are one program.
 
-        Parameters from which nothing leads to the loss are left alone, and have no state.
+        Parameters on which the loss does not depend are not updated, and have no state.
 
         Args:
             loss: a function of the module's tensors, in their order, and of the extra inputs by
                 name; it returns the loss, or a tuple of the loss and other values to return. By
-                default what the module returns as `loss`, or alone.
+                default the `loss` that the module returns, or its only result.
             optimizer: `mf.optim.adamw` or the like: a function (w, dw, *state, **numbers) that
                 returns (w, *state). Numbers are bound by `functools.partial`; those that are
                 needed and not bound, as `lr`, are inputs of each run. `step` is counted.
-            extra: name -> what else the loss takes.
+            extra: name -> spec of each further argument of the loss.
             frozen: patterns of parameters that are not trained; nor are those that do not require
                 gradients. By default none; beside adapters, all but these.
             clip: scales all gradients so that their norm together is at most this.
@@ -194,8 +194,8 @@ class ImportedModel:
             The step, not yet compiled; its loss is a tensor of no dims.
 
         Raises:
-            DefinitionError: a loss that is none, nothing to train, nothing that leads to the loss,
-                an op without a gradient.
+            DefinitionError: a loss that is none, nothing to train, no parameter on which the loss
+                depends, an op without a gradient.
             LayoutError: a pattern that matches nothing.
 
         >>> import torch, mdfuse as mf
@@ -256,7 +256,7 @@ class ImportedModel:
         return [x for _, x in paths if isinstance(x, Tensor)]
 
     def outputs(self, results: Sequence[Any]) -> Any:
-        """Return what a run returned in the structure that the module returns.
+        """Return the results of a run in the structure that the module returns.
 
         Args:
             results: of `program.run`, or `.outputs` of `mf.simulate`: one tensor for each output of
@@ -306,7 +306,7 @@ class ImportedModel:
         device: torch.device | str | None = None,
         rename: Callable[[str], str] | None = None,
     ) -> list[Tensor | None]:
-        """Read parameters and constants: what a program takes before the module's own arguments.
+        """Read parameters and constants: the inputs of a program before the module's arguments.
 
         Args:
             source: a file of safetensors, an index of several, a folder with either, a folder of
@@ -400,7 +400,7 @@ class ImportedModel:
             checkpoint, wanted, [*others, *captured.origins.values()]
         )
         there = {*checkpoint.names}
-        found: list[Tensor | None] = []
+        parts: list[Tensor | None] = []
         with progress("loading", len(wanted), shows=not rank) as advance:
             for node, names in zip(self.model.parameters, wanted, strict=True):
                 name, value = next(n for n in names if n in there), node.meta["val"]
@@ -408,16 +408,16 @@ class ImportedModel:
                 read = partial(loading.read, checkpoint, name, value.dtype)
                 for boxes in self.model.boxes(node, rank):
                     part = None if boxes is None else loading.joined(boxes, read)
-                    found.append(part if part is None else part.to(device))
+                    parts.append(part if part is None else part.to(device))
                 advance()
         for node in self.model.constants:
             cut = partial(loading.part_of, folded[node])
             for boxes in self.model.boxes(node, rank):
-                found.append(None if boxes is None else loading.joined(boxes, cut).to(device))
-        return found
+                parts.append(None if boxes is None else loading.joined(boxes, cut).to(device))
+        return parts
 
     def _starts(self, called: Callable[[str], str]) -> dict[str, Tensor]:
-        """What adapters begin with, by name: a checkpoint may lack them."""
+        """The initial values of adapters, by name: a checkpoint may lack them."""
         of = (self.model.captured.parameters[n] for n in self.model.parameters)
         return {called(p.name): p.adapter.start for p in of if p.adapter is not None}
 

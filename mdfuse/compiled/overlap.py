@@ -1,8 +1,8 @@
 """Choose by costs which communications are hidden behind products, and in how many chunks.
 
-The passes know the ways to do so (`mdfuse.passes.overlap`), a timeline what each takes; here the
-times are compared. What is chosen never takes longer than one after the other, by the same table.
-A candidate of which no time can be told is left out, and `explain` says why: the program is right
+The passes know the forms (`mdfuse.passes.overlap`), a timeline predicts the time of each; here the
+times are compared. The chosen form is never slower than the plain program, by the same table. A
+candidate whose time cannot be predicted is left out, and `explain` says why: the program is right
 without it.
 """
 
@@ -32,16 +32,16 @@ from mdfuse.seeing.timeline import on_ranks
 
 T = TypeVar("T")
 
-#: Of forms whose times are within this of the best one, that with the fewest chunks is taken.
+#: The form with the fewest chunks is taken among those within this share of the best time.
 _ALIKE = 0.01
 
-#: For how many of the largest that a post fills there may be room ahead of their place.
+#: How many of the largest receive buffers there may be room for, ahead of their place.
 _ROOMS = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was decided of a window.
+    """The decision on a window.
 
     Attributes:
         window: the window.
@@ -67,22 +67,22 @@ class Choice:
         plain = f"{_ms(self.plain)} one after the other"
         if self.form is not None:
             seconds = _ms(self.times[self.form])
-            told = f"{self.form}: {seconds} predicted, {plain}"
+            text = f"{self.form}: {seconds} predicted, {plain}"
         else:
             best = f"best of {len(self.times)} forms {_ms(min(self.times.values()))}"
-            told = f"left as it is: {plain}, {best}"
+            text = f"left as it is: {plain}, {best}"
         chunks, whole = map(size_text, self.staging)
         staging = f"staging: {chunks} in chunks, {whole} one after the other"
-        return f"{self.window.text}: {told}; {staging}"
+        return f"{self.window.text}: {text}; {staging}"
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What was chosen for a program.
+    """The decisions for a program.
 
     Attributes:
         plain: the host program without it.
-        told: what was chosen, and why, a line each.
+        told: the decisions and their reasons, a line each.
         is_measured: whether the first runs try both.
     """
 
@@ -97,12 +97,12 @@ def left(host: HostProgram, why: str, options: Options) -> Overlap | None:
 
 
 def choose(plain: float, times: Mapping[Form, float], error: float = 0.0) -> Form | None:
-    """Return the form that takes least, of nearly equal ones the simplest; None: none gains.
+    """Return the fastest form, or the simplest of nearly equal ones; None: none gains.
 
     Args:
         plain: seconds one after the other.
         times: seconds of each form.
-        error: how far times are off on average, as a fraction, which a form has to gain at least.
+        error: the mean relative error of predicted times, which a form has to gain at least.
 
     >>> two, eight = Form((0,), 2), Form((0,), 8)
     >>> choose(10.0, {two: 7.0, eight: 6.0}), choose(10.0, {two: 6.02, eight: 6.0}).chunks
@@ -139,11 +139,11 @@ class _Chooser:
     options: Options
     known: dict[object, Choice] = field(default_factory=dict)
     clocked: list[tuple[HostProgram, float]] = field(default_factory=list)
-    #: the candidates of which no time can be told, a line each
+    #: the candidates whose time cannot be predicted, a line each
     left_out: list[str] = field(default_factory=list)
 
     def priced(self, what: str, price: Callable[[], T]) -> T | None:
-        """Return what a candidate takes; None, and a line for the user, where that is not known."""
+        """Return the time of a candidate; None, and a line for the user, where it is not known."""
         try:
             return price()
         except MdfuseError as error:
@@ -154,19 +154,19 @@ class _Chooser:
         return hir_lowering.lower_prepared(with_ids(fusion), self.should_merge, self.options)
 
     def timed(self, fusion: Fusion, rooms: Sequence[int] = (0,)) -> list[Timed]:
-        """Return a whole program with room for what is received ahead; 0: what options say."""
+        """Return a whole program, with room for buffers received ahead; 0: as the options say."""
         each = [room or self.options.prefetch_bytes for room in rooms]
         sections, hosts = hir_lowering.with_rooms(fusion, self.should_merge, self.options, each)
         pairs = zip(hosts, rooms, strict=True)
         return [Timed((fusion, sections, h), self.clock(h), room) for h, room in pairs]
 
     def clock(self, host: HostProgram) -> float:
-        """Return the seconds of a whole program; more room is often no other program."""
-        found = next((seconds for known, seconds in self.clocked if known == host), None)
-        if found is None:
-            found = _seconds(host, self.costs)
-            self.clocked.append((host, found))
-        return found
+        """Return the seconds of a whole program; more room often gives the same program."""
+        predicted = next((seconds for known, seconds in self.clocked if known == host), None)
+        if predicted is None:
+            predicted = _seconds(host, self.costs)
+            self.clocked.append((host, predicted))
+        return predicted
 
     def choice(self, window: Window) -> Choice:
         fusion = overlap.alone(self.fusion, window)
@@ -177,8 +177,8 @@ class _Chooser:
 
     def _decided(self, window: Window, fusion: Fusion, forms: Mapping[Form, Fusion]) -> Choice:
         plain = self._alone(window.text, fusion) if forms else None
-        found = {f: self._alone(f"{window.text}: {f}", x) for f, x in forms.items() if plain}
-        timed = {f: x for f, x in found.items() if x is not None}
+        by_form = {f: self._alone(f"{window.text}: {f}", x) for f, x in forms.items() if plain}
+        timed = {f: x for f, x in by_form.items() if x is not None}
         if plain is None or not timed:
             return Choice(window, None, 0.0, {}, (0, 0))
         times = {f: seconds for f, (_, seconds) in timed.items()}
@@ -196,15 +196,15 @@ class _Chooser:
         return self.priced(what, price)
 
     def choices(self) -> list[Choice]:
-        """Return what is decided of each window; of those that share work, the best go first."""
-        found = {w: self.choice(w) for w in overlap.windows(self.fusion)}
-        found = {w: c for w, c in found.items() if c.times}
-        parts = {w: sum(found[p].gain for p in w.parts if p in found) for w in found}
-        kept = [c for w, c in found.items() if not w.parts or c.gain > parts[w]]
-        kept.sort(key=lambda c: -c.gain)
+        """Return the decision on each window; among those that share work the best go first."""
+        choices = {w: self.choice(w) for w in overlap.windows(self.fusion)}
+        choices = {w: c for w, c in choices.items() if c.times}
+        parts = {w: sum(choices[p].gain for p in w.parts if p in choices) for w in choices}
+        best = [c for w, c in choices.items() if not w.parts or c.gain > parts[w]]
+        best.sort(key=lambda c: -c.gain)
         taken: set[str] = set()
         free = []
-        for c in kept:
+        for c in best:
             if taken.isdisjoint(c.window.values):
                 free.append(c)
                 taken.update(c.window.values if c.form is not None else ())
@@ -214,7 +214,7 @@ class _Chooser:
 def lower(
     fusion: Fusion, should_merge: ShouldMerge | None, options: Options | None
 ) -> tuple[Lowered, Overlap | None]:
-    """Return a lowered fusion, and what was chosen of it; None: nothing was asked for."""
+    """Return a lowered fusion, and the decisions; None: no overlap was asked for."""
     lowered = hir_lowering.lower(fusion, should_merge, options=options)
     chosen = options_from_environment(options)
     if chosen.overlap == "never" or not lowered[-1].communications:
@@ -225,7 +225,7 @@ def lower(
 def find(
     lowered: Lowered, should_merge: ShouldMerge | None, options: Options
 ) -> tuple[Lowered, Overlap]:
-    """Return a program with what is computed in chunks, and the reasons.
+    """Return a program with the chosen windows in chunks, and the reasons.
 
     Args:
         lowered: the program one after the other.
@@ -233,39 +233,39 @@ def find(
         options: as the program is compiled.
     """
     fusion, _, plain = lowered
-    costs, error, told = _table(options)
+    costs, error, lines = _table(options)
     if costs is None:
-        return lowered, Overlap(plain, tuple(told))
+        return lowered, Overlap(plain, tuple(lines))
     chooser = _Chooser(fusion, costs, error, should_merge, options)
     before = chooser.priced("overlap", lambda: Timed(lowered, chooser.clock(plain)))
     if before is None:
-        return lowered, Overlap(plain, (*told, *chooser.left_out))
+        return lowered, Overlap(plain, (*lines, *chooser.left_out))
     choices = chooser.choices()
     place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
     in_order = sorted(choices, key=lambda c: place[c.window.values[0]])
-    told += [str(c) for c in in_order] or _nothing(fusion)
-    found = _ahead(chooser, before)
+    lines += [str(c) for c in in_order] or _nothing(fusion)
+    fastest = _ahead(chooser, before)
     streamed = _streamed(fusion, {c.window: c.form for c in choices if c.form is not None})
     if streamed is not fusion:
-        before, found = _in_chunks(chooser, with_ids(streamed), before, found, told)
-    if found.room:
-        text = f"posted ahead of their place: at most {size_text(found.room)}"
-        told.append(f"{text}: {_ms(found.seconds)} predicted, {_ms(before.seconds)} without")
-    is_new = found.lowered is not lowered
-    told += chooser.left_out
-    return found.lowered, Overlap(plain, tuple(told), is_new and options.overlap == "measure")
+        before, fastest = _in_chunks(chooser, with_ids(streamed), before, fastest, lines)
+    if fastest.room:
+        text = f"posted ahead of their place: at most {size_text(fastest.room)}"
+        lines.append(f"{text}: {_ms(fastest.seconds)} predicted, {_ms(before.seconds)} without")
+    is_new = fastest.lowered is not lowered
+    lines += chooser.left_out
+    return fastest.lowered, Overlap(plain, tuple(lines), is_new and options.overlap == "measure")
 
 
 def _in_chunks(
     chooser: _Chooser, streamed: Fusion, before: Timed, found: Timed, told: list[str]
 ) -> tuple[Timed, Timed]:
-    """Return the best program, without what is posted ahead of its place and with it.
+    """Return the best program, without posts ahead of their place and with them.
 
     Args:
         chooser: of the fusion.
         streamed: the fusion with all forms that were chosen.
         before: the program one after the other.
-        found: the same, with what is posted ahead of its place.
+        found: the same, with posts ahead of their place.
         told: gets a line.
     """
     rooms = (0, found.room) if found.room else (0,)
@@ -282,7 +282,7 @@ def _in_chunks(
 
 
 def _streamed(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion:
-    """Return a fusion with windows in loops; of those that exclude each other, the first ones."""
+    """Return a fusion with windows in loops; the first one among those that exclude each other."""
     if not chosen:
         return fusion
     if (streamed := overlap.apply(fusion, chosen)) is not None:
@@ -293,26 +293,26 @@ def _streamed(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion:
 
 
 def _ahead(chooser: _Chooser, plain: Timed) -> Timed:
-    """Return the program with what is there already posted ahead of its place, where that gains.
+    """Return the program with posts of ready data ahead of their place, where that gains.
 
-    There is room for the largest that a post fills, for two of them, or for four, which is about
-    what the parameters of a layer take. A budget of the user's stays.
+    There is room for the largest receive buffer, for two of them, or for four, which is about
+    the size of the parameters of a layer. A budget that the user sets stays.
     """
     fusion, _, host = plain.lowered
     largest = raise_posts.largest(host)
     if chooser.options.prefetch_bytes or not largest:
         return plain
     rooms = [room * largest for room in _ROOMS]
-    found = chooser.priced("posting ahead", lambda: chooser.timed(fusion, rooms))
-    if found is None:
+    timed = chooser.priced("posting ahead", lambda: chooser.timed(fusion, rooms))
+    if timed is None:
         return plain
-    least = min(x.seconds for x in found)
+    least = min(x.seconds for x in timed)
     enough = min(least * (1 + _ALIKE), plain.seconds * (1 - chooser.error))
-    return next((x for x in found if x.seconds <= enough and x.seconds < plain.seconds), plain)
+    return next((x for x in timed if x.seconds <= enough and x.seconds < plain.seconds), plain)
 
 
 def _seconds(host: HostProgram, costs: Costs) -> float:
-    """Return what a run takes; ranks of a ring are looked at once, since there are many forms."""
+    """Return the seconds of a run; one rank of a ring is timed, since there are many forms."""
     return on_ranks(host, costs, rank_classes(host, are_rings_alike=True)).seconds
 
 
@@ -326,7 +326,7 @@ def _ms(seconds: float) -> str:
 
 
 def _nothing(fusion: Fusion) -> Iterator[str]:
-    """Yield why no window was looked at."""
+    """Yield why no window was tried."""
     if any(v.stream is not None for v in fusion.values.values()):
         yield "left as it is: it has a Stream of its own"
     else:
@@ -334,19 +334,19 @@ def _nothing(fusion: Fusion) -> Iterator[str]:
 
 
 def _table(options: Options) -> tuple[Costs | None, float, list[str]]:
-    """Return the table that counts, the error that a gain has to exceed, and what to tell."""
+    """Return the table that counts, the error that a gain has to exceed, and lines for the user."""
     is_measured = options.overlap == "measure"
-    usual, told = backend_choice(options.backend).usual, list[str]()
+    usual, lines = backend_choice(options.backend).usual, list[str]()
     if options.costs != HERE:
         costs, error = named(options.costs, usual)
     else:
-        table, told = here(usual)
+        table, lines = here(usual)
         if table is None and not is_measured:
-            return None, 0.0, [*told, "left as it is: mdfuse calibrate writes a table of costs"]
+            return None, 0.0, [*lines, "left as it is: mdfuse calibrate writes a table of costs"]
         if table is None:
-            return H100, 0.0, [*told, f"what is tried is chosen by {H100.name}"]
+            return H100, 0.0, [*lines, f"what is tried is chosen by {H100.name}"]
         costs, error = table.costs, table.mean_error
     if not costs.links:  # which `here` says last
-        told = [*told[:-1], f"no links in {costs.name}: those of {H100.name} count"]
+        lines = [*lines[:-1], f"no links in {costs.name}: those of {H100.name} count"]
         costs = replace(costs, links=H100.links)
-    return costs, 0.0 if is_measured else error, told
+    return costs, 0.0 if is_measured else error, lines

@@ -1,4 +1,4 @@
-"""Programs that compute in microbatches, on one mesh or in stages, and add up what they give."""
+"""Programs that compute in microbatches, on one mesh or in stages, and add up their sums."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def pipeline(
 ) -> Program:
     """Compile a definition to a program that takes its batch in microbatches, one after the other.
 
-    What has the dim of the batch is computed a chunk at a time; what that dim is summed over (a
-    loss, the gradients of weights) is added up, f16 and bf16 in f32. Then comes what is computed of
-    the sums, as an optimizer does. So results are those of `mf.compile`, up to the order of sums.
+    Values with the dim of the batch are computed a chunk at a time; sums over that dim (a loss, the
+    gradients of weights) are added up, f16 and bf16 in f32. Then the sums are used, as an optimizer
+    does. So results are those of `mf.compile`, up to the order of sums.
 
-    On one mesh a loop does so, in the memory of one microbatch: gradient accumulation. Microbatches
-    that are empty on all ranks are left out; of a single one the program is that of `mf.compile`,
+    On one mesh it is a loop, in the memory of one microbatch: gradient accumulation. Microbatches
+    that are empty on all ranks are left out; for a single one the program is that of `mf.compile`,
     and nothing is refused. On several meshes each is a stage, or several, and a schedule says in
     which order the stages go forwards and backwards: docs/pipelines.md. Where meshes share ranks,
     each has a stream on them.
 
     Args:
-        definition: what is computed.
+        definition: as `mf.compile` takes it.
         microbatches: how many; each rank cuts its own part of the batch, as `torch.chunk` does.
-        batch: name of an input -> its dim that is the batch's. What else has that dim is found.
+        batch: name of an input -> its batch dim. All other values with that dim are inferred.
         schedule: the name of one, or a table; by default "1f1b", or "forward" where no gradients
             are computed, and a loop on one mesh. `program.schedule` shows it.
         options: as `mf.compile` takes them.
@@ -94,9 +94,9 @@ class _Lower:
     """Lowers a fusion to a loop over microbatches, or to stages.
 
     Attributes:
-        batch: what the microbatches are cut of.
+        batch: the inputs that are cut into microbatches.
         wanted: the schedule, or its name.
-        schedule: that of the last fusion that was lowered; None where it is a loop.
+        schedule: the schedule of the last fusion that was lowered; None where it is a loop.
     """
 
     batch: Batch
@@ -109,20 +109,20 @@ class _Lower:
         meshes = {v.layout.mesh for v in fusion.values.values() if v.layout is not None}
         if len(meshes) > 1 or self.wanted is not None:
             return self.in_stages(fusion)
-        made, parts, host = hir_lowering.lower(
+        prepared, parts, host = hir_lowering.lower(
             fusion, self.should_merge, options=self.options, batch=_with_rows(fusion, self.batch)
         )
-        return made, segments_of(made, parts, host, self.options), host
+        return prepared, segments_of(prepared, parts, host, self.options), host
 
     def program(self, fusion: Fusion, symbolic: Lowerings | None) -> Program:
         """Return the program; with symbolic extents, that of the first lowering."""
         if symbolic is None:
-            made, segments, host = self(fusion)
+            prepared, segments, host = self(fusion)
         else:
             first = symbolic.first()
-            made, segments, host = first.fusion, first.segments, first.host
+            prepared, segments, host = first.fusion, first.segments, first.host
         return Program(
-            made,
+            prepared,
             segments,
             host,
             self.options,
@@ -133,8 +133,8 @@ class _Lower:
 
     def in_stages(self, fusion: Fusion) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
         """Lower a fusion whose stages follow a schedule."""
-        made = with_ids(hir_lowering.prepare(fusion, options=self.options, batch=self.batch))
-        stages = _stages(made, self.wanted)
+        prepared = with_ids(hir_lowering.prepare(fusion, options=self.options, batch=self.batch))
+        stages = _stages(prepared, self.wanted)
         usual = "1f1b" if stages.has_backward else "forward"
         schedule = choose(
             usual if self.wanted is None else self.wanted,
@@ -145,12 +145,12 @@ class _Lower:
         )
         if not schedule.has("I"):
             stages = stages.whole_backward()
-        found = Pipeline(stages=stages, calls=tuple(calls(stages, schedule)))
-        parts, host = hir_lowering.lower_prepared(made, self.should_merge, self.options, found)
+        staged = Pipeline(stages=stages, calls=tuple(calls(stages, schedule)))
+        parts, host = hir_lowering.lower_prepared(prepared, self.should_merge, self.options, staged)
         names = {mesh: f"m{n}" for n, mesh in enumerate(host.meshes)}
         meshes = tuple(names[m] for m in dict.fromkeys(stages.meshes))
         self.schedule = replace(schedule, meshes=meshes)
-        return made, segments_of(made, parts, host, self.options), host
+        return prepared, segments_of(prepared, parts, host, self.options), host
 
 
 def _with_rows(fusion: Fusion, batch: Batch) -> Batch | None:

@@ -1,4 +1,4 @@
-"""Compiled programs: what `mf.compile` returns."""
+"""Compiled programs, as `mf.compile` returns them."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Program:
         options: how the program runs; None: as the environment says.
         symbolic: where the definition has symbolic extents: all its lowerings. `fusion`, `segments`
             and `host` are those of the first.
-        schedule: what each mesh does, and when, where stages lie on several: see `mf.pipeline`.
-        overlap: with `Options.overlap`, what is computed in chunks to hide communications, and why.
+        schedule: the order of stages on each mesh, where there are several: see `mf.pipeline`.
+        overlap: with `Options.overlap`, the windows in chunks that hide communications, and why.
     """
 
     fusion: Fusion
@@ -117,14 +117,14 @@ class Program:
         if self.symbolic is None:
             return self
         key = tuple(extents[name] for name in self.symbolic.symbols)
-        found = self._numbered.get(key)
-        if found is None:
+        program = self._numbered.get(key)
+        if program is None:
             of = self.symbolic.lowering_for(extents)
             segments = tuple(s.with_extents(extents) for s in of.segments)
             fusion = with_numbers(of.fusion, extents)
-            found = Program(fusion, segments, host, self.options, schedule=self.schedule)
-            self._numbered.put(key, found)
-        return found
+            program = Program(fusion, segments, host, self.options, schedule=self.schedule)
+            self._numbered.put(key, program)
+        return program
 
     @cached_property
     def _numbered(self) -> Cache[Program]:
@@ -137,7 +137,7 @@ class Program:
         return last_uses(self.segments, (self.fusion.ids[name] for name in self.fusion.outputs))
 
     def for_rank(self, rank: int, extents: Mapping[str, int] | None = None) -> HostProgram:
-        """What one rank runs: prints, and iterating yields its instructions."""
+        """The program of one rank: it prints, and iterating yields its instructions."""
         return project(self.host_for(extents), rank)
 
     @property
@@ -150,17 +150,17 @@ class Program:
         return sum(size for _, size in received(self.host_for(extents), rank))
 
     def timeline(self, costs: Costs, extents: Mapping[str, int] | None = None) -> Timeline:
-        """Return when each rank would do what, by a table of costs; nothing runs.
+        """Return the predicted times of each rank's work, by a table of costs; nothing runs.
 
         Ranks that run alike are there once, so that programs for thousands of ranks take seconds.
 
         Args:
-            costs: what each instruction takes, for example `mdfuse.seeing.H100`.
+            costs: the time of each instruction, for example `mdfuse.seeing.H100`.
             extents: every symbolic extent by name.
 
         Raises:
             MdfuseError: extents are missing; the ranks wait for each other.
-            ProgramError: what is given is no table of costs.
+            ProgramError: `costs` is no table of costs.
         """
         from mdfuse.seeing.costs import Costs
         from mdfuse.seeing.timeline import timeline
@@ -174,7 +174,7 @@ class Program:
         return timeline(self.with_extents(extents or {}).host, costs)
 
     def explain(self) -> str:
-        """Return as text the choices that were made, and why."""
+        """Return the choices of the compiler as text, with their reasons."""
         lines = [headline(self)]
         posted = (i for i in self.host.walk() if i.comm is not None or i.op == "recv")
         counts = Counter(map(_why, posted))
@@ -218,7 +218,7 @@ class Program:
         """Run with inputs by name, behind those in definition order: `run`.
 
         Raises:
-            ProgramError: a name that is no input, or is given in order, too; inputs that lack.
+            ProgramError: a name that is no input, or is also given in order; missing inputs.
         """
         names = self.fusion.inputs
         left = names[len(inputs) :]
@@ -256,10 +256,10 @@ class Program:
         Returns:
             Local outputs; None where this rank is outside the output's mesh. Where an input or a
             buffer is a DTensor, DTensors on the same mesh of torch's, which on a rank outside of
-            the mesh are empty; an output with a buffer is what was passed.
+            the mesh are empty; an output with a buffer is that buffer.
 
         Raises:
-            ProgramError: what is passed does not fit the program; on every rank alike before the
+            ProgramError: arguments that do not fit the program; on every rank alike before the
                 first run.
         """
         if extents is None and options is None and self.symbolic is None:
@@ -271,7 +271,7 @@ class Program:
             return self._run_other(None, inputs, out, extents, options)
         try:
             shapes = tuple([x.shape if isinstance(x, Tensor) else None for x in inputs])
-        except RuntimeError:  # of what has none, as a nested tensor
+        except RuntimeError:  # of tensors without them, as nested ones
             return self._run_other(None, inputs, out, extents, options)
         key = shapes, tuple(given.items()), options
         evaluator = self._chosen.get(key)
@@ -286,7 +286,7 @@ class Program:
         return self.run(*inputs, extents=extents)
 
     def refuse(self, problem: MdfuseError, options: Options | None = None) -> None:
-        """Raise a problem in the place of a run, so that no rank waits for this one."""
+        """Raise a problem instead of a run, so that no rank waits for this one."""
         self._evaluator(self.host, options or self.options).call((), None, problem)
 
     def _run_other(
@@ -307,14 +307,14 @@ class Program:
 
     @cached_property
     def _usual(self) -> HostIrEvaluator | Trial:
-        """What runs a program without symbolic extents, with the options of `compile`."""
+        """The evaluator of a program without symbolic extents, with the options of `compile`."""
         usual = self._evaluator(self.host, self.options)
         if self.overlap is None or not self.overlap.is_measured:
             return usual
         return Trial(self._evaluator(self.overlap.plain, self.options), usual, self._keep)
 
     def _keep(self, trial: Trial) -> None:
-        """Run what was quicker from now on."""
+        """Run the faster form from now on."""
         self.__dict__["_usual"] = trial.best
         self.__dict__["_measured"] = trial.told
 
@@ -361,13 +361,13 @@ class Program:
 
 
 def headline(program: Program) -> str:
-    """Return a program's name, and how much there is of it."""
+    """Return a program's name and its size."""
     segments = counted(len(program.segments), "segment")
     return f"@{program.host.name}: {segments}, {counted(len(program.host), 'instruction')}"
 
 
 def _stages(host: HostProgram, schedule: Schedule | None) -> Iterator[str]:
-    """Yield a line on each rank group of a pipeline: its idle time is that of unit costs."""
+    """Yield a line on each rank group of a pipeline; its idle time is by unit costs."""
     if schedule is None:
         return
     from mdfuse.seeing.rank_classes import rank_classes
@@ -382,7 +382,7 @@ def _stages(host: HostProgram, schedule: Schedule | None) -> Iterator[str]:
 
 
 def _streams(host: HostProgram) -> Iterator[str]:
-    """Yield lines on what runs on which stream."""
+    """Yield lines on the work of each stream."""
     loops = [i for i in host.instructions if i.op == "for" and any(j.outputs for j in i.body)]
     if not loops:
         yield "streams: every instruction runs on the caller's stream"
@@ -399,7 +399,7 @@ def _streams(host: HostProgram) -> Iterator[str]:
 
 
 def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:
-    """Yield lines on what is compiled, and on what the last run's evaluator could not compile."""
+    """Yield lines on compiled launches, and on those that the last run could not compile."""
     units = [i for i in host.walk() if i.op == "launch"]
     if not units:
         return
@@ -409,7 +409,7 @@ def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:
 
 
 def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
-    """Yield lines on what is captured as CUDA graphs, and what is not."""
+    """Yield lines on the parts that are captured as CUDA graphs, and on the others."""
     if options_from_environment(options).graph == "never":
         yield 'graphs: none, because graph="never"'
         return
@@ -432,7 +432,7 @@ def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
 
 
 def _why(i: Instruction) -> str:
-    """Return what a post or a receive is there for."""
+    """Return the reason for a post or a receive."""
     if i.comm is not None:
         note = f" ({i.source.note})" if i.source is not None and i.source.note else ""
         return f"{i.comm}: {i.comm.source} -> {i.comm.destination}, {_reason(i.comm)}{note}"
@@ -457,7 +457,7 @@ def compile(
 ) -> Program:
     """Lower a definition to a program for all its ranks; this needs no process group and no GPU.
 
-    What was compiled before, in an equal definition, is returned again (`FusionCache`).
+    An equal definition that was compiled before gives the same program (`FusionCache`).
 
     Args:
         definition: a definition whose `with` block has ended.
@@ -468,7 +468,7 @@ def compile(
         The program, which runs on each rank and prints as one for all of them.
 
     Raises:
-        MdfuseError: what does not fit, with the user's line.
+        MdfuseError: the definition cannot be compiled; the error names the user's line.
     """
     check_definition("compile", definition)
     if not isinstance(options, Options | None):
@@ -494,6 +494,6 @@ def lowered(
         why = "it has symbolic extents"
         left = overlap.left(first.host, why, options_from_environment(options))
         return Program(first.fusion, first.segments, first.host, options, symbolic, overlap=left)
-    (fusion, parts, host), found = overlap.lower(named.fusion, should_merge, options)
+    (fusion, parts, host), decisions = overlap.lower(named.fusion, should_merge, options)
     segments = segments_of(fusion, parts, host, options)
-    return Program(fusion, segments, host, options, overlap=found)
+    return Program(fusion, segments, host, options, overlap=decisions)

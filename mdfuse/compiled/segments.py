@@ -43,7 +43,7 @@ LIMIT = 32
 
 
 def kept(options: Options | None) -> int:
-    """Return how many programs of known extents are kept: a plan is found through its program."""
+    """Return the limit on programs of known extents: a plan is reached through its program."""
     return max(LIMIT, options_from_environment(options).plans)
 
 
@@ -59,7 +59,7 @@ class Segment:
             inputs (-1, -2, …) that are extents of the definition's inputs.
         orders: the memory orders in which the program writes its results.
         options: those that the program was compiled with.
-        guards: what the symbolic extents of the program must satisfy for it.
+        guards: the conditions on the program's symbolic extents under which it is valid.
         examples: the program's symbolic extents, with examples; none where it has numbers.
 
     >>> import mdfuse as mf
@@ -150,7 +150,7 @@ class Segment:
             output's mesh.
 
         Raises:
-            ProgramError: what is passed does not fit; extents are missing, or others than those
+            ProgramError: arguments that do not fit; extents that are missing, or others than those
                 that the segment is for.
         """
         if not self.examples:
@@ -176,11 +176,11 @@ class Segment:
             return self
         _check_complete(self, known)
         key = tuple(known[name] for name in self.examples)
-        found = self._numbered.get(key)
-        if found is None:
-            found = replace(with_numbers(self, known), guards=(), examples={})
-            self._numbered.put(key, found)
-        return found
+        numbered = self._numbered.get(key)
+        if numbered is None:
+            numbered = replace(with_numbers(self, known), guards=(), examples={})
+            self._numbered.put(key, numbered)
+        return numbered
 
     @cached_property
     def _numbered(self) -> Cache[Segment]:
@@ -223,16 +223,16 @@ def _segment(
 ) -> Segment:
     names = (*section.inputs, *(n for e in section.exprs for n in e.outputs))
     values = dict(section.fusion.values)
-    for name in section.inputs:  # what comes in is whole, and has elements of its own
+    for name in section.inputs:  # inputs are whole, and not expanded
         value = values[name]
         if value.stream is not None or value.expanded:
             values[name] = replace(value, stream=None, expanded=frozenset())
-    own = replace(section.fusion, values=values, ids={name: i for i, name in enumerate(names)})
+    part = replace(section.fusion, values=values, ids={name: i for i, name in enumerate(names)})
     ids = {i: fusion.ids[name] for i, name in enumerate(names)}
-    dims = {i: extents[dim] for dim, i in input_extents(own).items() if dim in extents}
+    dims = {i: extents[dim] for dim, i in input_extents(part).items() if dim in extents}
     stated = {name: orders[name] for name in section.outputs if name in orders}
     return Segment(
-        name=section.name, fusion=own, map={**ids, **dims}, orders=stated, options=options
+        name=section.name, fusion=part, map={**ids, **dims}, orders=stated, options=options
     )
 
 
@@ -241,12 +241,12 @@ def last_uses(segments: Sequence[Segment], kept: Iterable[int]) -> tuple[tuple[i
 
     Ids in `kept` are needed to the end.
     """
-    needed, found = {*kept}, []
+    needed, unneeded = {*kept}, []
     for segment in reversed(segments):
-        here = dict.fromkeys(segment.map[i] for i in (*segment.inputs, *segment.outputs))
-        found.append(tuple(i for i in here if i not in needed))
-        needed.update(here)
-    return tuple(reversed(found))
+        used = dict.fromkeys(segment.map[i] for i in (*segment.inputs, *segment.outputs))
+        unneeded.append(tuple(i for i in used if i not in needed))
+        needed.update(used)
+    return tuple(reversed(unneeded))
 
 
 # -- memory orders -------------------------------------------------------------------------------
@@ -258,14 +258,14 @@ def _orders(host: HostProgram) -> Orders:
     Results of reductions depend in their last bits on where the elements lie, so a segment leaves
     its results as the program does.
     """
-    found: dict[str, tuple[int, ...] | None] = {}
+    orders: dict[str, tuple[int, ...] | None] = {}
     keeps_buffers = not any(i.op == "set_stream" for i in host.walk())
     for i in host.walk():
         for name in i.outputs if i.op != "launch" else ():
             if name not in host.aliases:
                 order = _row_major(host, i) if keeps_buffers and i.order is None else i.order
-                found.setdefault(name, order)
-    return found
+                orders.setdefault(name, order)
+    return orders
 
 
 def _row_major(host: HostProgram, i: Instruction) -> tuple[int, ...] | None:

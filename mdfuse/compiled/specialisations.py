@@ -24,13 +24,13 @@ Extents = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Lowering:
-    """A lowered fusion, and what the extents must satisfy for it.
+    """A lowered fusion, and the conditions on the extents under which it is valid.
 
     Attributes:
         fusion: the fusion as lowered.
         segments: runs of expressions without a reshard.
         host: the global host program, with symbols where its numbers depend on them.
-        assumed: what was assumed of the symbols.
+        assumed: the assumptions on the symbols.
     """
 
     fusion: Fusion
@@ -40,7 +40,7 @@ class Lowering:
 
     @property
     def guards(self) -> tuple[Guard, ...]:
-        """What the extents must satisfy."""
+        """The conditions that the extents must satisfy."""
         return self.assumed.guards
 
     def __str__(self) -> str:
@@ -58,10 +58,10 @@ class Lowerings:
     Attributes:
         fusion: the fusion as defined, with the definition's examples.
         examples: an example of each symbol.
-        assumed: what the definition itself decided about them.
+        assumed: the assumptions that the definition itself made.
         lower: lowers a fusion: returns it as lowered, its segments and its host program.
         options: those that it is lowered with.
-        chunks: in how many parts the lowering cuts what it computes.
+        chunks: the number of chunks into which the lowering cuts the program.
     """
 
     fusion: Fusion
@@ -93,9 +93,9 @@ class Lowerings:
             fusion, segments, host = self.lower(with_new_examples(self.fusion, examples))
         guards = (*self.assumed.guards, *assumed.guards)
         segments = tuple(replace(s, guards=guards, examples=dict(examples)) for s in segments)
-        made = Lowering(fusion, segments, host, assumed)
-        self.made.append(made)
-        return made
+        lowering = Lowering(fusion, segments, host, assumed)
+        self.made.append(lowering)
+        return lowering
 
     def host_for(self, extents: Extents) -> HostProgram:
         """Return the host program for some extents, with numbers in the place of symbols.
@@ -154,11 +154,11 @@ def lowerings_of(
     should_merge: ShouldMerge | None,
     options: Options | None,
 ) -> Lowerings:
-    """Lower a fusion with symbolic extents once; return what makes the other lowerings."""
+    """Lower a fusion with symbolic extents once; further lowerings are made on demand."""
     lower = partial(_lowered, should_merge=should_merge, options=options)
-    made = Lowerings(fusion, examples, assumed, lower, options)
-    made.first()
-    return made
+    lowerings = Lowerings(fusion, examples, assumed, lower, options)
+    lowerings.first()
+    return lowerings
 
 
 def _lowered(

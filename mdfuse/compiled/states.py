@@ -1,4 +1,4 @@
-"""States of steps in files: each rank's part as it is, or boxes that any layout can be read of."""
+"""States of steps in files: each rank's part as it is, or boxes that any layout can read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mdfuse.runtime.communicator import Communicator, init
 
 State = Mapping[str, Tensor | None]
 
-#: What a file that is missing, cut off or something else makes of reading it.
+#: Errors of reading a file that is missing, truncated, or no state.
 _UNREADABLE = (
     OSError, RuntimeError, LookupError, TypeError, ValueError, EOFError, AttributeError,
     pickle.UnpicklingError,
@@ -89,14 +89,14 @@ def path_of(folder: Path, rank: int) -> Path:
 
 def types_of(fusion: Fusion, state: State) -> dict[str, str]:
     """Return a state as text: dtype, shape of this rank's part, layout."""
-    found = {}
+    types = {}
     for name, x in state.items():
         shape = None if x is None else [*x.shape]
         value = fusion.values[name]
-        found[name] = (
+        types[name] = (
             f"{value.dtype} {shape} on {value.layout and value.layout.mesh} {value.layout}"
         )
-    return found
+    return types
 
 
 def _agreed_id(comm: Communicator) -> str:
@@ -160,20 +160,20 @@ def _check_types(path: Path, types: Mapping[str, str], here: Mapping[str, str], 
 
 
 def _is_fit(there: str | None, here: str, cast: bool) -> bool:
-    """Whether one type is the other; where floats are cast, but for the floating dtype."""
+    """Return whether two types are equal, up to the floating dtype where floats are cast."""
     if there == here or there is None or not cast:
         return there == here
-    (a, rest), (b, other) = (x.partition(" ")[::2] for x in (there, here))
-    return rest == other and loading.is_cast(_dtype(a), _dtype(b))
+    (a, kind), (b, other) = (x.partition(" ")[::2] for x in (there, here))
+    return kind == other and loading.is_cast(_dtype(a), _dtype(b))
 
 
 def _dtype(name: str) -> torch.dtype | None:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _check_same(folder: Path, ids: Sequence[str | None]) -> None:
-    """Raise ProgramError where ranks read what different calls saved: a save was broken off."""
+    """Raise ProgramError where ranks read files of different saves: one was broken off."""
     others = [n for n, id_ in enumerate(ids) if id_ != ids[0]]
     if others:
         raise ProgramError(

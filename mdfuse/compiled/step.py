@@ -17,7 +17,7 @@ from mdfuse.torch_private import untraced
 
 
 class Step:
-    """A program whose state is kept between runs: what some output is written into (`reuse=`).
+    """A program whose state is kept between runs: the inputs that outputs overwrite (`reuse=`).
 
     It holds no copies: a run writes the tensors that were passed, and they stay where they are.
 
@@ -68,14 +68,14 @@ class Step:
         self._others = [name for name in fusion.inputs if name not in written]
         given = [*names, *self._others]
         places = {name: n for n, name in enumerate(given)}
-        #: puts the state and the others in definition order; None where they are
+        #: puts state and other inputs in definition order; None where they are in it already
         self._ordered = (
             None
             if given == [*fusion.inputs]
             else itemgetter(*(places[name] for name in fusion.inputs))
         )
         results = [i for i, name in enumerate(fusion.outputs) if name not in fusion.reuse]
-        #: takes what a call returns from the outputs of a run; None where that is nothing
+        #: picks the outputs that a call returns; None where there are none
         self._results = itemgetter(*results) if results else None
 
     @untraced
@@ -83,14 +83,14 @@ class Step:
         """Run the program on this rank; all ranks run it alike.
 
         Args:
-            inputs: those that are no state, in definition order, as `Program.run` takes them.
+            inputs: all but the state, in definition order, as `Program.run` takes them.
             extents: symbolic extents, as `Program.run` takes them.
 
         Returns:
             The outputs that are written into no input: one, or a tuple of several, or None.
 
         Raises:
-            ProgramError: another number of inputs; what is passed does not fit the program.
+            ProgramError: another number of inputs; inputs that do not fit the program.
         """
         if len(inputs) != len(self._others):
             problem = ProgramError(
@@ -128,10 +128,10 @@ class Step:
         return states.save(self.program, self.state, folder, portable)
 
     def load(self, folder: str | Path, *, cast: bool = False) -> None:
-        """Read what `save` wrote into the tensors of the state: a run then goes on to the bit.
+        """Read a saved state into the tensors of the state: a run then goes on to the bit.
 
-        All ranks load together. An error before the first number is copied leaves the state as it
-        was: that is any but of a portable folder whose files turn out to be damaged.
+        All ranks load together. Any error leaves the state unchanged, unless files of a portable
+        folder turn out to be damaged while they are copied.
 
         Args:
             folder: that `save` was given.

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def check_communicator(call: str, comm: object) -> None:
-    """Raise ProgramError for what is no communicator, nor None."""
+    """Raise ProgramError unless the argument is a communicator or None."""
     if not isinstance(comm, Communicator | None):
         raise refused(
             call,
@@ -33,18 +33,18 @@ def together(comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
 
     Args:
         comm: of the ranks; None: this process does it alone.
-        what: in words, as "load the model".
+        what: the action in words, as "load the model".
         act: does it on this rank.
 
     Raises:
-        Exception: what this rank raised, whatever it is: the others do not wait for it.
+        Exception: the error of this rank, of any type: the others do not wait for it.
         ProgramError: another rank could not.
     """
     if comm is None:
         return act()
-    found, problem = None, None
+    returned, problem = None, None
     try:
-        found = act()
+        returned = act()
     except Exception as error:
         problem = error
     said = comm.all_ok(None if problem is None else told(problem))
@@ -58,7 +58,7 @@ def together(comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
             because=f"all ranks {what.split()[0]}, or none does",
             follows=True,
         )
-    return cast("T", found)
+    return cast("T", returned)
 
 
 def save_together(
@@ -68,14 +68,14 @@ def save_together(
     write: Callable[[], None],
     finish: Callable[[], None],
 ) -> None:
-    """Write a checkpoint: each rank its boxes, then the first one what there is.
+    """Write a checkpoint: each rank writes its boxes, then the first one the index.
 
     Args:
         comm: as for `together`.
         what: likewise.
         folder: of the checkpoint.
         write: writes the boxes of this rank.
-        finish: says what the folder has, which is a checkpoint from then on.
+        finish: writes the index; from then on the folder is a checkpoint.
 
     Raises:
         Exception: as `together` does; the folder is no checkpoint then, and has no files of it.
@@ -94,4 +94,4 @@ def save_together(
 
 
 def _nothing() -> None:
-    """What ranks do that wait for another one."""
+    """Do nothing: the part of ranks that wait for another one."""

@@ -49,8 +49,8 @@ class TracedFunction:
     """A function whose body defines a fusion.
 
     It is traced once for arguments of a kind: the specs of its tensors, and its other arguments as
-    they are, which are constants of the trace. What the function reads besides its arguments counts
-    as it was then. The definitions and programs that were used last are kept.
+    they are, which are constants of the trace. Values that the function reads besides its arguments
+    count as they were then. The definitions and programs that were used last are kept.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -72,7 +72,7 @@ class TracedFunction:
                 program.
 
         Returns:
-            What the body returns. For DTensors a DTensor, or a tree of them as the body does.
+            The result of the body; for DTensors a DTensor, or a tree of them as in the body.
 
         Raises:
             DefinitionError: neither values of an open definition nor DTensors; a plain tensor
@@ -138,11 +138,11 @@ class TracedFunction:
         parts = tuple((name, self._part(name, x)) for name, x in _arguments(bound))
         key = parts, _structures(bound)
         with self._lock:
-            found = self._traces.get(key)
-            if found is None:
-                found = self._trace(bound)
-                self._traces.put(key, found)
-        return found
+            trace = self._traces.get(key)
+            if trace is None:
+                trace = self._trace(bound)
+                self._traces.put(key, trace)
+        return trace
 
     def _check_constant(self, name: str, x: Any) -> None:
         if isinstance(x, Tensor):
@@ -159,7 +159,7 @@ class TracedFunction:
             )
 
     def _part(self, name: str, x: Any) -> Hashable:
-        """Return what a trace depends on in an argument: 1, 1.0 and True are different programs."""
+        """Return the key of an argument in a trace: 1, 1.0 and True give different programs."""
         if isinstance(x, TensorSpec):
             return x.key
         if isinstance(x, tuple | list):
@@ -191,8 +191,8 @@ class TracedFunction:
         if isinstance(result, Handle):
             return Traced(definition=fd, made=itemgetter(0))
         is_flat = type(result) in (tuple, list) and len(outputs) == len(result)
-        made = type(result) if is_flat else partial(unflattened, structure=structure)
-        return Traced(definition=fd, made=made)
+        rebuild = type(result) if is_flat else partial(unflattened, structure=structure)
+        return Traced(definition=fd, made=rebuild)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -262,27 +262,27 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _items(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
-    """Return the arguments by name; those of *args, and sorted those of **kwargs, one by one."""
-    found: list[tuple[str, Any]] = []
+    """Return the arguments by name; *args, and **kwargs in sorted order, one by one."""
+    items: list[tuple[str, Any]] = []
     for name, x in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            found += [(f"{name}.{i}", item) for i, item in enumerate(x)]
+            items += [(f"{name}.{i}", item) for i, item in enumerate(x)]
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            found += [(f"{name}.{key}", item) for key, item in sorted(x.items())]
+            items += [(f"{name}.{key}", item) for key, item in sorted(x.items())]
         else:
-            found.append((name, x))
-    return found
+            items.append((name, x))
+    return items
 
 
 def _leaves(name: str, x: Any) -> list[tuple[str, Any]]:
-    """Return what stands in an argument with tensors in it, by name; any other as it is."""
+    """Return the leaves of an argument with tensors in it, by name; any other as it is."""
     if isinstance(x, _LEAVES):
         return [(name, x)]
-    found, _ = flattened(x)
-    if not any(isinstance(leaf, _TENSORS) for _, leaf in found):
+    leaves, _ = flattened(x)
+    if not any(isinstance(leaf, _TENSORS) for _, leaf in leaves):
         return [(name, x)]
-    return [(f"{name}.{key_text(path)}", leaf) for path, leaf in found]
+    return [(f"{name}.{key_text(path)}", leaf) for path, leaf in leaves]
 
 
 _TENSORS = (Tensor, Handle, TensorSpec)
@@ -290,7 +290,7 @@ _LEAVES = (*_TENSORS, int, float, str, type(None), torch.dtype)
 
 
 def _arguments(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
-    """Return the arguments by name; of dicts, lists and dataclasses what is in them."""
+    """Return the arguments by name; dicts, lists and dataclasses as their entries."""
     return [leaf for name, x in _items(bound) for leaf in _leaves(name, x)]
 
 
@@ -305,17 +305,17 @@ def _structures(bound: inspect.BoundArguments) -> tuple[Hashable, ...]:
 def _replaced(
     bound: inspect.BoundArguments, new: Callable[[str, Any], Any]
 ) -> inspect.BoundArguments:
-    """Return the arguments with what a function makes of each of `_arguments` in its place."""
-    made = {name: _mapped(name, x, new) for name, x in _items(bound)}
+    """Return the arguments with each of `_arguments` replaced by a function of it."""
+    replaced = {name: _mapped(name, x, new) for name, x in _items(bound)}
     changed = bound.signature.bind(*bound.args, **bound.kwargs)
     for name, x in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            changed.arguments[name] = tuple(made[f"{name}.{i}"] for i in range(len(x)))
+            changed.arguments[name] = tuple(replaced[f"{name}.{i}"] for i in range(len(x)))
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            changed.arguments[name] = {key: made[f"{name}.{key}"] for key in x}
+            changed.arguments[name] = {key: replaced[f"{name}.{key}"] for key in x}
         else:
-            changed.arguments[name] = made[name]
+            changed.arguments[name] = replaced[name]
     return changed
 
 
@@ -327,7 +327,7 @@ def _mapped(name: str, x: Any, new: Callable[[str, Any], Any]) -> Any:
 
 
 def _with_specs(bound: inspect.BoundArguments) -> inspect.BoundArguments:
-    """Return the arguments, with the spec of each DTensor in its place."""
+    """Return the arguments, with each DTensor replaced by its spec."""
     from mdfuse.runs.dtensor import spec_of
 
     return _replaced(bound, lambda name, x: spec_of(x) if isinstance(x, Tensor) else x)  # type: ignore[arg-type]

@@ -97,10 +97,10 @@ class TrainingStep:
         return compile(self.definition, options)
 
     def state(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-        """Return what the step begins with, by name: parameters, and the optimizer's state, zeros.
+        """Return the initial state by name: the parameters, and the optimizer's state as zeros.
 
         Args:
-            weights: what `model.load` returned, wholes or a rank's parts; they are copied.
+            weights: as `model.load` returned them, wholes or a rank's parts; they are copied.
 
         Returns:
             name -> tensor, of the shape of what is passed for the parameter; None where this rank
@@ -110,23 +110,23 @@ class TrainingStep:
             ProgramError: another number of them.
         """
         known = self._named(weights)
-        found: dict[str, Tensor | None] = {}
+        state: dict[str, Tensor | None] = {}
         step, values = self._step, self.fusion.values
         is_outside = all(x is None for x in weights)
         for name in self._state_names:
             if name == COUNT and step.counts:
                 device = next((x.device for x in weights if x is not None), None)
                 zero = torch.zeros((), dtype=torch.float64, device=device)
-                found[name] = None if is_outside else zero
+                state[name] = None if is_outside else zero
                 continue
             x = known[step.kept.get(name) or step.masters.get(name) or name]
             if x is None:
-                found[name] = None
+                state[name] = None
             elif name in step.kept:
-                found[name] = torch.zeros_like(x, dtype=values[name].dtype)
+                state[name] = torch.zeros_like(x, dtype=values[name].dtype)
             else:
-                found[name] = x.to(values[name].dtype, copy=True)
-        return found
+                state[name] = x.to(values[name].dtype, copy=True)
+        return state
 
     def arguments(
         self, weights: Sequence[Tensor | None], state: Mapping[str, Any], *inputs: Any
@@ -193,7 +193,7 @@ class TrainingStep:
         """Compile the step, and begin to train on this rank.
 
         Args:
-            weights: what `model.load(..., comm=comm)` returned.
+            weights: as `model.load(..., comm=comm)` returned them.
             options: of the program.
 
         Returns:
@@ -259,7 +259,7 @@ class RunningStep:
         """Make a step, on all ranks alike.
 
         Args:
-            inputs: this rank's parts of what a run takes: `TrainingStep.inputs`.
+            inputs: this rank's parts of `TrainingStep.inputs`.
 
         Returns:
             The loss, or a tuple of the loss and what else is returned.
@@ -274,5 +274,5 @@ class RunningStep:
         return self.step.save(folder, portable=portable)
 
     def load(self, folder: str | Path, *, cast: bool = False) -> None:
-        """Read what `save` wrote; see `Step.load`."""
+        """Read a saved state; see `Step.load`."""
         self.step.load(folder, cast=cast)

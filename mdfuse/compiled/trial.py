@@ -33,7 +33,7 @@ class Trial:
         keep: called when it is decided.
 
     Attributes:
-        best: what was quicker, once it is decided; one after the other until then.
+        best: the faster form, once it is decided; one after the other until then.
         seconds: of both, once it is decided.
     """
 
@@ -50,12 +50,12 @@ class Trial:
 
     @property
     def told(self) -> str:
-        """What was decided, in a line."""
+        """The decision, in a line."""
         assert self.seconds is not None
         plain, chunks = (f"{s * 1e3:.3g} ms" for s in self.seconds)
-        kept = "overlapped" if self.best is self.overlapped else "one after the other"
+        form = "overlapped" if self.best is self.overlapped else "one after the other"
         return (
-            f"measured: {chunks} overlapped, {plain} one after the other; all ranks run it {kept}"
+            f"measured: {chunks} overlapped, {plain} one after the other; all ranks run it {form}"
         )
 
     def call(self, arguments: Sequence[Any], out: Sequence[Any] | None = None) -> list[Any]:
@@ -72,7 +72,8 @@ class Trial:
     def _decide(self) -> None:
         """Agree with all ranks on the quicker form; they all read the same times.
 
-        A form whose runs failed is none; the plans of the slower one, with their buffers, go.
+        A form whose runs failed is not chosen; the plans of the slower one are dropped, with their
+        buffers.
         """
         mine = [statistics.median(times[_FIRST:] or [math.inf]) for times in self._times]
         said = init(self.plain.options).all_ok(json.dumps(mine))
@@ -86,7 +87,7 @@ class Trial:
 
 
 def _now() -> float:
-    """Return the time, in seconds, once the GPU has done what it was given."""
+    """Return the time, in seconds, once the GPU has finished its queued work."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""What people look at: events and their traces, timelines, memory over time, comparisons."""
+"""Profiling: events and their traces, timelines, memory over time, comparisons."""
 
 from mdfuse.seeing.actions import by_action
 from mdfuse.seeing.cost_tables import CostTable, cost_table

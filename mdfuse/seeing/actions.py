@@ -1,4 +1,4 @@
-"""When each action of a schedule was, by the events of a run or of a timeline.
+"""The times of a schedule's actions, from the events of a run or of a timeline.
 
 rank 0   %t_1.i@0 = linear   0 to 3 µs      ->    0F0   0 to 3 µs
 rank 1   %t_2.i@0 = linear   15 to 18 µs          1F0   15 to 27 µs
@@ -27,7 +27,7 @@ def by_action(host: HostProgram, schedule: Schedule, events: Sequence[Event]) ->
     """Return the times of a schedule's actions, in seconds from the first one.
 
     An action is from the start of its first work to the end of its last, with the waits between
-    them. Of the ranks of a rank group it is the first one that has events.
+    them. The first rank of a rank group that has events stands for the group.
 
     Args:
         host: the program of a pipeline, for all ranks.
@@ -37,11 +37,11 @@ def by_action(host: HostProgram, schedule: Schedule, events: Sequence[Event]) ->
     blocks = dict(_blocks(host))
     spans: dict[tuple[int, Action], tuple[int, int]] = {}
     for e in events:
-        found = _MADE.search(e.name) if e.part == "work" else None
-        if found is None or found[1] not in blocks:
+        match = _MADE.search(e.name) if e.part == "work" else None
+        if match is None or match[1] not in blocks:
             continue
-        stage, phase = blocks[found[1]]
-        key = e.rank, Action(stage, phase, int(found[2]))
+        stage, phase = blocks[match[1]]
+        key = e.rank, Action(stage, phase, int(match[2]))
         start, stop = spans.get(key, (e.start_ns, e.stop_ns))
         spans[key] = min(start, e.start_ns), max(stop, e.stop_ns)
     zero = min((start for start, _ in spans.values()), default=0)
@@ -60,9 +60,9 @@ def by_action(host: HostProgram, schedule: Schedule, events: Sequence[Event]) ->
 
 
 def _blocks(host: HostProgram) -> Iterable[tuple[str, tuple[int, Phase]]]:
-    """Yield (name, stage and phase of the block that makes it)."""
+    """Yield (name of a value, stage and phase of the block that computes it)."""
     for i in host.instructions:
-        found = _BLOCK.fullmatch(i.fn) if i.op == "block" else None
-        if found is not None:
-            for made in (x for j in i.body for k in j.walk() for x in k.outputs):
-                yield made, (int(found[2]), cast(Phase, found[1]))
+        match = _BLOCK.fullmatch(i.fn) if i.op == "block" else None
+        if match is not None:
+            for name in (x for j in i.body for k in j.walk() for x in k.outputs):
+                yield name, (int(match[2]), cast(Phase, match[1]))

@@ -10,12 +10,12 @@ from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of
 from mdfuse.hir.orders import Dims
 from mdfuse.hir.program import HostProgram, Instruction
 
-#: Instructions that take no time by themselves; what communications take, a link says.
+#: Instructions that take no time by themselves; links give the times of communications.
 _NOTHING = frozenset(
     (*MEMORY, *PURE_VIEWS, *COMMUNICATIONS, "return", "get_stream", "set_stream", "sync")
 )
 
-#: How many products of the size of the first one there are in an attention, and in its gradient.
+#: The number of products of the size of the first one in an attention, and in its gradient.
 _ATTENTIONS = {"scaled_dot_product_attention": 2, "attention": 2, "attention_grad": 5}
 
 #: Queries of a head that a block of a GPU's attention computes: it goes through all keys.
@@ -36,21 +36,21 @@ def is_work(i: Instruction) -> bool:
 def nbytes(program: HostProgram, i: Instruction) -> int:
     """Return the bytes that an instruction reads and writes on the rank of a projection."""
     if i.fn in _PICKS:
-        made = sum(buffer_bytes(program, x) for x in i.outputs)
+        written = sum(buffer_bytes(program, x) for x in i.outputs)
         indices = (x for x in i.reads if not program.types[x].dtype.is_floating_point)
-        return 2 * made + sum(buffer_bytes(program, x) for x in indices)
+        return 2 * written + sum(buffer_bytes(program, x) for x in indices)
     names = {*i.reads, *i.outputs}
     return sum(buffer_bytes(program, name) for name in names) + added_to(program, i)
 
 
 def added_to(program: HostProgram, i: Instruction) -> int:
-    """Return the bytes of a sum that an instruction reads and writes again as it adds to it."""
+    """Return the bytes of a sum that an instruction adds to: it is read and written again."""
     is_added = i.op == "accumulate" or (i.op == "addmm" and len(i.inputs) == 3)
     return buffer_bytes(program, i.outputs[0]) if is_added else 0
 
 
 def buffer_bytes(program: HostProgram, name: str) -> int:
-    """Return the bytes that the rank of a projection has of a buffer; 0 for what is none."""
+    """Return the bytes that the rank of a projection has of a buffer; 0 for other values."""
     kind = program.types.get(name)
     if kind is None or kind.layout is None or program.rank not in kind.layout.mesh:
         return 0
@@ -79,11 +79,11 @@ def operations(program: HostProgram, i: Instruction) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What an attention or its gradient does on a rank.
+    """The size of an attention, or of its gradient, on a rank.
 
     Attributes:
         passes: how many passes forward it is.
-        heads: of all that are in the batch.
+        heads: of the whole batch.
         queries: of a head.
         keys: likewise.
         features: likewise.
@@ -99,12 +99,12 @@ class Attention:
 
     @property
     def blocks(self) -> int:
-        """How many blocks a GPU computes, each of which goes through all keys."""
+        """The number of blocks on a GPU, each of which goes through all keys."""
         return self.heads * math.ceil(self.queries / QUERIES)
 
 
 def attention(program: HostProgram, i: Instruction) -> Attention | None:
-    """Return what an attention or its gradient does; None: an instruction is neither."""
+    """Return the size of an attention or its gradient; None: the instruction is neither."""
     if i.fn not in _ATTENTIONS:
         return None
     (*batch, queries, features), (*_, keys, _) = _shapes(program, i)[:2]
@@ -121,14 +121,14 @@ def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] |
         count = math.prod(batch)
         return (1, count * m, n, k) if len(shapes[-1]) == 2 else (count, m, n, k)
     if i.fn == "linear" or (i.fn == "matmul" and len(shapes[1]) <= 2):
-        made = program.local_shape(i.outputs[0])
+        shape = program.local_shape(i.outputs[0])
         n = shapes[1][-1 if i.fn == "matmul" else 0] if len(shapes[1]) == 2 else 1
-        return 1, math.prod(made) // max(n, 1), n, shapes[0][-1]
+        return 1, math.prod(shape) // max(n, 1), n, shapes[0][-1]
     if i.fn == "matmul":
-        made = program.local_shape(i.outputs[0])
+        shape = program.local_shape(i.outputs[0])
         m = shapes[0][-2] if len(shapes[0]) > 1 else 1
         n = shapes[1][-1]
-        return math.prod(made) // max(m * n, 1), m, n, shapes[0][-1]
+        return math.prod(shape) // max(m * n, 1), m, n, shapes[0][-1]
     if i.fn == "contract":
         return _contraction(i, shapes)
     return None
@@ -137,12 +137,12 @@ def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] |
 def _contraction(i: Instruction, shapes: list[tuple[int, ...]]) -> tuple[int, int, int, int]:
     """Return the product that a contraction of two labelled operands is."""
     left, right = (dict(zip(i.kwargs[s], x, strict=True)) for s, x in _sides(shapes))
-    both, kept = left.keys() & right.keys(), {*i.kwargs["kept"]}
+    both, in_output = left.keys() & right.keys(), {*i.kwargs["kept"]}
     return (
-        math.prod(max(left[d], right[d]) for d in both & kept),
+        math.prod(max(left[d], right[d]) for d in both & in_output),
         math.prod(n for d, n in left.items() if d not in both),
         math.prod(n for d, n in right.items() if d not in both),
-        math.prod(max(left[d], right[d]) for d in both - kept),
+        math.prod(max(left[d], right[d]) for d in both - in_output),
     )
 
 
@@ -162,28 +162,30 @@ def is_across(program: HostProgram, i: Instruction) -> bool:
 
         %y = add(%x, %z)      %x lies row by row, %z as [1,0]: %z is read column by column
 
-    Each element read is then in another line of a cache, so bytes take longer. What the program
-    does not tell lies row by row, as inputs mostly do.
+    Each element read is then in another cache line, so bytes take longer. Operands whose order is
+    not known count as row-major, as inputs mostly are.
     """
     op = op_of(i)
     return op is not None and op.is_elementwise and are_across(program, i.reads, i.outputs)
 
 
 def are_across(program: HostProgram, reads: Iterable[str], made: Iterable[str]) -> bool:
-    """Return whether what is read lies in different memory orders, of what has the shape of a
-    result; what is repeated for others is read anyhow."""
+    """Return whether full-size operands have different memory orders.
+
+    Full-size operands have the shape of a result; broadcast operands are ignored.
+    """
     shapes = {program.local_shape(x) for x in made if _is_tensor(program, x)}
-    found = (x for x in reads if _is_tensor(program, x) and program.local_shape(x) in shapes)
-    return len({_innermost(program, x) for x in found}) > 1
+    full_size = (x for x in reads if _is_tensor(program, x) and program.local_shape(x) in shapes)
+    return len({_innermost(program, x) for x in full_size}) > 1
 
 
 def _innermost(program: HostProgram, name: str) -> int:
     """Return the dim whose elements are next to each other in a buffer; -1: there is none."""
     shape = program.local_shape(name)
-    told = program.likely_orders.get(name)
+    likely = program.likely_orders.get(name)
     order: Dims = tuple(range(len(shape)))
-    if told is not None and told.lies is not None and len(told.lies) == len(shape):
-        order = told.lies
+    if likely is not None and likely.lies is not None and len(likely.lies) == len(shape):
+        order = likely.lies
     return next((d for d in reversed(order) if shape[d] != 1), -1)
 
 

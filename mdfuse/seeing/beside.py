@@ -1,4 +1,4 @@
-"""Work beside communications: how much longer it takes, as they use what it computes with.
+"""Work beside communications: how much longer it takes, since they share its resources.
 
 work 10 µs, transfer from 4 to 8 µs that takes a quarter of the speed    ->    1 µs more
 """
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from mdfuse.seeing.costs import MOST_SLOWED
 from mdfuse.seeing.events import Event
 
-#: What is left of a share when all transfers are over: sums of floats.
+#: The rounding error of a share that should be 0 when all transfers are over.
 _NOTHING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """When something is transferred, ns, and the share of its speed that work loses meanwhile."""
+    """Start and stop of a transfer, ns, and the share of its speed that work loses meanwhile."""
 
     start: float
     stop: float
@@ -43,30 +43,30 @@ def slowed(
                 transfers[e.rank].append(_Transfer(e.start_ns, e.stop_ns, share))
         elif e.part == "work":
             streams[e.rank, e.lane].append(e)
-    found: dict[tuple[int, int], float] = {}
+    delays: dict[tuple[int, int], float] = {}
     for (rank, _), row in streams.items():
-        found.update(_of_stream(row, _merged(transfers[rank])))
-    return found
+        delays.update(_of_stream(row, _merged(transfers[rank])))
+    return delays
 
 
 def _merged(transfers: Iterable[_Transfer]) -> list[_Transfer]:
-    """Return the times between starts and stops, with what all transfers then take together."""
+    """Return the spans between starts and stops, with the total share of all transfers then."""
     changes: dict[float, float] = defaultdict(float)
     for x in transfers:
         changes[x.start] += x.slows
         changes[x.stop] -= x.slows
-    found, share = [], 0.0
+    spans, share = [], 0.0
     for start, stop in itertools.pairwise(sorted(changes)):
         share += changes[start]
         if share > _NOTHING:
-            found.append(_Transfer(start, stop, min(share, MOST_SLOWED)))
-    return found
+            spans.append(_Transfer(start, stop, min(share, MOST_SLOWED)))
+    return spans
 
 
 def _of_stream(
     row: Iterable[Event], transfers: Sequence[_Transfer]
 ) -> Iterable[tuple[tuple[int, int], float]]:
-    """Yield what the work of a stream takes longer, in order; idle time takes up what is late."""
+    """Yield the delay of each work of a stream, in order; idle time absorbs earlier delays."""
     late, at, stop = 0.0, 0, 0
     for e in sorted(row, key=lambda e: (e.start_ns, e.stop_ns)):
         late = max(0.0, late - (e.start_ns - stop))
@@ -74,10 +74,10 @@ def _of_stream(
         while at < len(transfers) and transfers[at].stop <= start:
             at += 1
         taken = e.stop_ns - e.start_ns
-        more = _end(start, taken, itertools.islice(transfers, at, None)) - start - taken
-        if more > 0:
-            late += more
-            yield (e.rank, e.instruction), more / 1e9
+        delay = _end(start, taken, itertools.islice(transfers, at, None)) - start - taken
+        if delay > 0:
+            late += delay
+            yield (e.rank, e.instruction), delay / 1e9
 
 
 def _end(start: float, work: float, transfers: Iterable[_Transfer]) -> float:

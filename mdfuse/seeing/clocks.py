@@ -1,4 +1,4 @@
-"""Clocks of several ranks: how far each is from that of rank 0, by asking it often."""
+"""Clocks of several ranks: the offset of each from rank 0's clock, by asking it often."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def offset(
     unix: Callable[[], int] = time_ns,
     timeout_s: float | None = None,
 ) -> tuple[int, int]:
-    """Return what to add to this rank's clock to get rank 0's unix time, and the error, in ns.
+    """Return the offset from this rank's clock to rank 0's unix time, and the error, in ns.
 
     All ranks call it. Rank 0 answers the others in turn. A question and its answer take some time;
     rank 0 read its clock somewhere in between, so the error is at most half of it (Cristian 1989).
@@ -51,13 +51,13 @@ def offset(
         return store.get(key)
 
     if rank == 0:
-        found = [_look(clock, unix) for _ in range(_TIMES)]
+        offsets = [_look(clock, unix) for _ in range(_TIMES)]
         for other in range(1, size):
             _answer(store, get, other, unix)
-        trip, best = min(found)
+        trip, best = min(offsets)
         return best, trip // 2
-    found = [_ask(store, get, rank, n, clock) for n in range(_TIMES)]
-    trip, best = min(found)
+    offsets = [_ask(store, get, rank, n, clock) for n in range(_TIMES)]
+    trip, best = min(offsets)
     return best, trip // 2
 
 
@@ -65,11 +65,11 @@ _Get = Callable[[str], bytes]
 
 
 def _look(clock: Callable[[], int], unix: Callable[[], int]) -> tuple[int, int]:
-    """Look at both clocks of rank 0; return how long it took, and the offset."""
+    """Read both clocks of rank 0; return the time that it took, and the offset."""
     start = clock()
-    here = unix()
+    now = unix()
     end = clock()
-    return end - start, here - (start + end) // 2
+    return end - start, now - (start + end) // 2
 
 
 def _answer(store: Store, get: _Get, other: int, unix: Callable[[], int]) -> None:
@@ -79,7 +79,7 @@ def _answer(store: Store, get: _Get, other: int, unix: Callable[[], int]) -> Non
 
 
 def _ask(store: Store, get: _Get, rank: int, n: int, clock: Callable[[], int]) -> tuple[int, int]:
-    """Ask once; return how long it took, and the offset."""
+    """Ask once; return the round trip, and the offset."""
     start = clock()
     store.set(f"{rank}/{n}/ask", "")
     there = int(get(f"{rank}/{n}/answer"))

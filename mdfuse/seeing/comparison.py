@@ -1,4 +1,4 @@
-"""Two programs beside each other: what they send, what they hold, and where their texts differ."""
+"""Two programs beside each other: communications, memory, and differences of their texts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CONTEXT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """What a program takes, on one rank of each class of ranks that run alike.
+    """The costs of a program, on one rank of each class of ranks that run alike.
 
     Attributes:
-        label: what tells it from the other one.
+        label: its name in the comparison.
         host: the program, for all ranks.
         ranks: the ranks that are looked at.
         traffic: by kind and axis, an entry for each of these ranks.
@@ -42,19 +42,19 @@ class Account:
     @property
     def total(self) -> Traffic:
         """The traffic of all kinds together."""
-        found = Traffic(len(self.ranks))
+        total = Traffic(len(self.ranks))
         for traffic in self.traffic.values():
-            found.add(traffic)
-        return found
+            total.add(traffic)
+        return total
 
 
 def account(label: str, host: HostProgram, costs: Costs | None = None) -> Account:
-    """Return what a program takes.
+    """Return the costs of a program.
 
     Args:
-        label: what tells it from others.
+        label: its name in the comparison.
         host: for all ranks, with numbers for extents.
-        costs: predicts its time; None: nobody does.
+        costs: predicts its time; None: no time is predicted.
     """
     ranks = rank_classes(host).firsts
     return Account(
@@ -69,24 +69,24 @@ def account(label: str, host: HostProgram, costs: Costs | None = None) -> Accoun
 
 def groups_of(accounts: Sequence[Account]) -> list[Group]:
     """Return the kinds and axes of several programs, in the order of appearance."""
-    return [*dict.fromkeys(group for found in accounts for group in found.traffic)]
+    return [*dict.fromkeys(group for a in accounts for group in a.traffic)]
 
 
 def differing_text(a: Account, b: Account, is_full: bool = False) -> list[str]:
-    """Return what differs in the texts of two programs, without lines of code: a unified diff.
+    """Return a unified diff of the texts of two programs, without lines of code.
 
     Args:
         a: the first program.
         b: the second one.
         is_full: with the types of all values; else only inputs have layouts, without extents, so
-            that values that are merely split otherwise do not differ.
+            that another split alone makes no difference.
     """
     before, after = _text(a.host, is_full), _text(b.host, is_full)
-    found = difflib.unified_diff(before, after, a.label, b.label, n=_CONTEXT, lineterm="")
-    return list(found)
+    lines = difflib.unified_diff(before, after, a.label, b.label, n=_CONTEXT, lineterm="")
+    return list(lines)
 
 
-#: What is left out in short: types of values; of inputs their extents; layouts of communications.
+#: Left out of the short form: types of values, extents of inputs, layouts of communications.
 _TYPE = r"\w+\[[^\]]*\](?: of \[[^\]]*\])?"
 _LAYOUT = r"(?:m\d+)?\((?:[^()]|\([^()]*\))*\)"
 _SHORT = (

@@ -1,4 +1,4 @@
-"""Tables of costs in files: what machine each is of, how good it is, and which one counts here.
+"""Tables of costs in files: the machine and the errors of each, and the one that counts here.
 
 A local calibration goes before the tables that ship with the package. A file that is damaged, or of
 another machine, is left alone, and the reason is told.
@@ -26,7 +26,7 @@ from mdfuse.torch_private import cache_folder
 
 _LOG = logging.getLogger("mdfuse.costs")
 
-#: What files say that they are.
+#: The format that files declare.
 FORMAT = "mdfuse costs 1"
 
 #: Keys of earlier files, of a table and of its costs, which are left out: timelines no longer model
@@ -39,15 +39,15 @@ _SHIPPED = "seeing/tables"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What costs depend on.
+    """The machine on which costs depend.
 
     Attributes:
         device: the name of the GPU, or of the processor.
-        link: what its ranks communicate by: "host": within a processor's host; "peer": GPUs that
+        link: the way its ranks communicate: "host": within a processor's host; "peer": GPUs that
             reach each other's memory; "alone": one GPU; "network": several hosts.
         backend: which library.
         threads: of torch, on a CPU; 0 on a GPU.
-        versions: of what computes and communicates.
+        versions: of the libraries that compute and communicate.
     """
 
     device: str
@@ -117,9 +117,9 @@ class CostTable:
         ranks: how many took part.
         date: when, as 2026-11-23.
         mean_error: of programs that it was not fitted to: 0.05 for 5 %.
-        p95_error: that 95 of 100 of them do not exceed.
-        held_out: of each: name -> predicted and measured seconds.
-        spread: how far apart the times of the same work were while it was measured: the quartiles.
+        p95_error: the 95th percentile of these errors.
+        held_out: name of each such program -> predicted and measured seconds.
+        spread: between the quartiles of repeated times of the same work, during the measurement.
         is_default: whether it ships with the package.
     """
 
@@ -134,17 +134,17 @@ class CostTable:
     is_default: bool = False
 
     def by(self, backend: str) -> CostTable:
-        """Return the table for programs of a backend, where it has what that one takes."""
+        """Return the table for programs of a backend, where it has costs of that one."""
         usual = self.machine.backend
         costs = self.costs.by(backend, usual) if backend != usual else None
         if costs is None:
             return self
-        found = replace(self, machine=replace(self.machine, backend=backend), costs=costs)
-        return replace(found, costs=replace(costs, name=found.text))
+        table = replace(self, machine=replace(self.machine, backend=backend), costs=costs)
+        return replace(table, costs=replace(costs, name=table.text))
 
     @property
     def text(self) -> str:
-        """What it is, in a line."""
+        """A description in a line."""
         kind = "default" if self.is_default else "calibrated"
         error = f"off by {self.mean_error:.0%} on average"
         return f"{kind}: {self.machine.text}, {self.ranks} ranks, {self.date}, {error}"
@@ -167,19 +167,19 @@ def parsed(text: str) -> CostTable:
     """Return the table of a file's text.
 
     Raises:
-        ProgramError: it is no such text.
+        ProgramError: the text is no table of costs.
     """
     try:
-        found = from_json(text)
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+        entries = from_json(text)
+        if not isinstance(entries, dict) or entries.get("format") != FORMAT:
             raise ValueError(f'it does not say "format": "{FORMAT}"')
-        found = _current(found)
-        del found["format"]
-        machine = Machine(**found.pop("machine"))
-        pairs = {name: (float(a), float(b)) for name, (a, b) in found.pop("held_out").items()}
-        costs = costs_of(found.pop("costs"))
-        found.pop("is_default", None)  # where it lies says so
-        table = CostTable(costs=costs, machine=machine, held_out=pairs, **found)
+        entries = _current(entries)
+        del entries["format"]
+        machine = Machine(**entries.pop("machine"))
+        pairs = {name: (float(a), float(b)) for name, (a, b) in entries.pop("held_out").items()}
+        costs = costs_of(entries.pop("costs"))
+        entries.pop("is_default", None)  # where it lies says so
+        table = CostTable(costs=costs, machine=machine, held_out=pairs, **entries)
         return replace(table, costs=replace(costs, name=table.text))
     except ProgramError as error:
         raise _no_table(f"{error.what}: {error.because}") from error
@@ -282,8 +282,8 @@ def cost_table(comm: Ranks, place: Path | None = None) -> CostTable | None:
         comm: as `mdfuse.init()` returns it.
         place: the folder of calibrations; by default where `mdfuse calibrate` writes.
     """
-    mine, told = found(machine_of(comm.device, comm.backend), place)
-    for line in told:
+    mine, warnings = found(machine_of(comm.device, comm.backend), place)
+    for line in warnings:
         _LOG.warning(line)
     texts = comm.all_ok(mine.as_json() if mine is not None else None)
     if texts[0] is None:
@@ -318,35 +318,35 @@ def file_name(machine: Machine, ranks: int) -> str:
 def found(
     machine: Machine, place: Path | None = None, any_threads: bool = False
 ) -> tuple[CostTable | None, list[str]]:
-    """Return the table that counts on a machine, and why others do not.
+    """Return the table that counts on a machine, and the reasons why others do not.
 
-    Of several calibrations that of the most ranks counts.
+    The calibration with the most ranks counts.
 
     Args:
         machine: this one.
         place: the folder of calibrations; by default that of `folder`.
         any_threads: whether one with another number of threads does, too.
     """
-    told: list[str] = []
+    reasons: list[str] = []
     fitting = []
-    for name, whole in _tables(_files(place or folder()), told):
+    for name, whole in _tables(_files(place or folder()), reasons):
         table = whole.by(machine.backend)
         threads = table.machine.threads if any_threads else machine.threads
         if (why := _differs(table.machine, replace(machine, threads=threads))) is None:
             fitting.append(table)
         else:
-            told.append(f"{name} is of another machine: {why}")
+            reasons.append(f"{name} is of another machine: {why}")
     if fitting:
-        return max(fitting, key=lambda t: (t.machine.threads == machine.threads, t.ranks)), told
-    shipped = _shipped(machine, told)
-    return (_marked(shipped) if shipped is not None else None), told
+        return max(fitting, key=lambda t: (t.machine.threads == machine.threads, t.ranks)), reasons
+    shipped = _shipped(machine, reasons)
+    return (_marked(shipped) if shipped is not None else None), reasons
 
 
 def _shipped(machine: Machine, told: list[str]) -> CostTable | None:
     """Return the table that ships for a device and its link; one of most ranks goes first.
 
-    One GPU alone has no communications. Where a program of several is asked about there, they are
-    those of such GPUs in one host, whose table has them.
+    A table of one GPU alone has no communications. They are then taken from the table of several
+    such GPUs in one host, for programs of several ranks.
     """
     tables = _tables(_files(resources.files("mdfuse").joinpath(_SHIPPED)), told)
     alike = [t.by(machine.backend) for _, t in tables if t.machine.device == machine.device]
@@ -367,7 +367,7 @@ def _shipped(machine: Machine, told: list[str]) -> CostTable | None:
 
 
 def _differs(table: Machine, here: Machine) -> str | None:
-    """Return what is another one than here; None: nothing."""
+    """Return the difference from this machine; None: there is none."""
     a, b = asdict(table), asdict(here)
     wrong = [f"{key} {a[key]!r}, here {b[key]!r}" for key in a if a[key] != b[key]]
     return ", ".join(wrong) or None

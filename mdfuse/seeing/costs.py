@@ -1,8 +1,8 @@
 """Costs: how long an instruction takes, from a table of a few numbers or of measured points.
 
-Work takes what was measured of its kind; else what its operations or its bytes take, whichever is
-longer, and at least a launch. A communication takes a latency, and its bytes over a bandwidth (the
-α-β model: Hockney 1994), or what was measured of its kind among so many ranks.
+Work takes the measured time of its kind; else the time of its operations or of its bytes, whichever
+is longer, and at least a launch. A communication takes a latency, and its bytes over a bandwidth
+(the α-β model: Hockney 1994), or the measured time of its kind among so many ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mdfuse.seeing.amounts import (
 from mdfuse.seeing.curves import Curve, Grid, as_measured
 from mdfuse.seeing.kernels import Kernel, kernels
 
-#: The longest time, in seconds, and the lowest speed: beyond them sums are no numbers any more.
+#: The longest time, in seconds, and the lowest speed: beyond them sums overflow.
 _LONGEST, _LOWEST = 1e9, 1e-9
 
 
@@ -45,21 +45,21 @@ def _check(**numbers: float) -> None:
             )
 
 
-#: Work never comes to a stand beside communications.
+#: The most that communications slow down work: it never stops beside them.
 MOST_SLOWED = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a communication takes.
+    """The costs of a communication.
 
     Attributes:
         latency_s: seconds, however little is sent.
         bandwidth: bytes per second that arrive at a rank.
         curve: measured seconds by bytes, which go before the two numbers.
         slows: the share of its speed that work loses while the communication runs: 0.05 for 5 %.
-        cold: measured seconds by bytes that it takes more once work has gone through all that a
-            cache holds: from the last point on it is that one's time.
+        cold: the measured cache-miss penalty: additional seconds by bytes, once work has replaced
+            the contents of the cache; the last point's time holds for all more bytes.
     """
 
     latency_s: float = 0.0
@@ -89,12 +89,12 @@ class Link:
         >>> [round(link.seconds(n, 0.5) * 1e6, 2) for n in (0, 1000, 2000, 9000)]
         [3.5, 4.5, 6.0, 13.5]
         """
-        more = 0.0
+        penalty = 0.0
         if self.cold is not None and cold:
-            more = cold * self.cold.seconds(min(max(nbytes, 1), self.cold.points[-1][0]))
+            penalty = cold * self.cold.seconds(min(max(nbytes, 1), self.cold.points[-1][0]))
         if self.curve is not None:
-            return self.curve.seconds(max(nbytes, 1)) + more
-        return self.latency_s + nbytes / self.bandwidth + more
+            return self.curve.seconds(max(nbytes, 1)) + penalty
+        return self.latency_s + nbytes / self.bandwidth + penalty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +102,12 @@ class Costs:
     """A table of costs.
 
     Attributes:
-        name: what the figures are of, for readers.
+        name: the origin of the figures, for readers.
         launch_s: seconds that any work takes at least.
-        run_s: seconds that a run takes besides what its instructions do.
-        posting_s: seconds that a run takes more where it communicates.
-        switch_s: seconds that work takes more behind work of another kind or size than behind its
-            like: of each kernel of a launch, too.
+        run_s: fixed seconds of a run, besides its instructions.
+        posting_s: additional seconds of a run that communicates.
+        switch_s: additional seconds of work behind work of another kind or size; each kernel of a
+            launch counts, too.
         flops: floating-point operations per second of products and attention.
         bandwidth: bytes per second of all other work, read and written.
         links: kind of communication, axis, "kind axis", or "kind 4" among so many ranks -> its
@@ -123,9 +123,9 @@ class Costs:
         attentions: "bf16", or "bf16 causal" -> seconds by blocks of 128 queries of all heads, keys
             and features of a head; it goes before the curves.
         multiprocessors: of a GPU: that many blocks are computed at once, so times rise in steps; 0:
-            of which nothing is known. Under a causal mask blocks end one by one.
-        cache: bytes that a GPU's cache holds: so many of work leave nothing there of the last
-            communication; 0: of which nothing is known.
+            not known. Under a causal mask blocks end one by one.
+        cache: bytes of a GPU's cache: work on so many bytes evicts the data of the last
+            communication; 0: not known.
         products: "linear f32", or "matmul f32" for all other products -> seconds by m, n and k.
         is_fused: whether the work of a launch is compiled into few kernels, or done one by one.
 
@@ -175,8 +175,8 @@ class Costs:
     def link(self, kind: str, where: str, ranks: int = 2, backend: str | None = None) -> Link:
         """Return the link of a kind of communication along an axis, or between meshes.
 
-        Among a number of ranks that nobody measured it is that of the next number below; a backend
-        that nobody measured is like the usual one.
+        A number of ranks that was not measured takes the link of the next number below; a backend
+        that was not measured is like the usual one.
         """
         links = self._links(backend) or self._links(None)
         for key in (f"{kind} {where}", where):
@@ -201,7 +201,7 @@ class Costs:
 
         Args:
             backend: their usual one.
-            usual: that of this table, whose links are then those of posts that name it.
+            usual: the backend of this table, whose links are then those of posts that name it.
 
         >>> costs = Costs(links={"*": Link(2e-6), "symmetric: *": Link(1e-6)})
         >>> costs.by("symmetric").link("Allgather", "tp").latency_s, costs.by("mpi")
@@ -226,7 +226,7 @@ class Costs:
     def seconds(self, program: HostProgram, i: Instruction) -> float:
         """Return the seconds that an instruction takes on the rank of a projection.
 
-        Views, buffers and what begins or awaits a communication take none.
+        Views, buffers, posts and waits take none.
         """
         if i.op == "launch":
             return self._launch(program, i)
@@ -237,18 +237,18 @@ class Costs:
         if not self.is_fused:
             return sum(self.seconds(program, j) for j in i.body)
         if self.works:
-            found = kernels(program, i)
-            made = sum(self._kernel(k) for k in found)
-            made += self.switch_s * max(0, len(found) + len(inner) - 1)
-            return sum((self._work(program, j) for j in inner), start=made)
+            units = kernels(program, i)
+            seconds = sum(self._kernel(k) for k in units)
+            seconds += self.switch_s * max(0, len(units) + len(inner) - 1)
+            return sum((self._work(program, j) for j in inner), start=seconds)
         moved = sum(k.nbytes for k in kernels(program, i)) / self.bandwidth
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))
 
     def _kernel(self, k: Kernel) -> float:
-        """Return the seconds of a compiled kernel: as measured of its like, in any type.
+        """Return the seconds of a compiled kernel: as measured for its kind, in any dtype.
 
-        One across memory that goes through rows, too, takes what work takes that is not compiled,
-        where it was not measured: a compiler cannot choose its tiles then.
+        A kernel that reads across memory and reduces rows takes the time of uncompiled work if it
+        was not measured: a compiler cannot choose its tiles then.
         """
         name = _COMPILED.get(k.like, "")
         keys = [f"{name} {k.dtype}", *(x for x in self.works if x.rpartition(" ")[0] == name)]
@@ -259,23 +259,23 @@ class Costs:
 
     def _bytes(self, size: int, dtype: str, like: str = "*") -> float:
         """Return the seconds of work on some bytes: at least those of pointwise work."""
-        found = (self.works.get(f"{key} {dtype}") for key in {"*", like})
-        measured = [curve.seconds(max(size, 1)) for curve in found if curve is not None]
+        curves = (self.works.get(f"{key} {dtype}") for key in {"*", like})
+        measured = [curve.seconds(max(size, 1)) for curve in curves if curve is not None]
         return max(measured, default=max(self.launch_s, size / self.bandwidth))
 
     def _work(self, program: HostProgram, i: Instruction) -> float:
-        """Return the seconds of work: as measured, where it was."""
+        """Return the seconds of work: as measured, if it was."""
         dtype = _dtype(program, i)
         sizes = product(program, i)
         if sizes is not None:
             name = "linear" if i.fn == "linear" else "matmul"
             grid = self.products.get(f"{name} {dtype}", self.products.get(f"matmul {dtype}"))
             if grid is not None and min(sizes) > 0:
-                count, *rest = sizes
-                return count * grid.seconds(*rest)
+                count, *mnk = sizes
+                return count * grid.seconds(*mnk)
         count = operations(program, i)
-        if (found := attention(program, i)) is not None:
-            return self._attention(count, dtype, found, nbytes(program, i))
+        if (heads := attention(program, i)) is not None:
+            return self._attention(count, dtype, heads, nbytes(program, i))
         curve = self.works.get(f"{i.fn} {dtype}")
         if curve is None and not count:
             curve = self.works.get(f"* {dtype}")
@@ -285,11 +285,11 @@ class Costs:
         return max(across, self.launch_s, self._modelled(program, i))
 
     def _attention(self, count: int, dtype: str, a: Attention, moved: int) -> float:
-        """Return the seconds of attention: as measured, and at least what its bytes take.
+        """Return the seconds of attention: as measured, and at least those of its bytes.
 
-        Of heads with one query, as in decoding, the keys are shared out instead, so that bytes are
-        what counts, as measured where that was. Heads of a size between two that were measured take
-        what the next one takes: kernels are made for few sizes.
+        Heads with one query, as in decoding, are split by keys instead, so that their bytes count,
+        as measured if they were. Heads of a size between two measured ones take the time of the
+        next one: kernels are made for few sizes.
         """
         one = self.works.get(f"{ONE_QUERY} {dtype}") if a.queries == 1 else None
         if one is not None:
@@ -309,14 +309,14 @@ class Costs:
         """Return the seconds of attention, as measured with heads of the nearest size.
 
         A core computes query by query, each of which goes through all keys; where that was not
-        measured, operations are what counts.
+        measured, the number of operations counts.
         """
-        made = count / self.flops
+        seconds = count / self.flops
         if (curve := self._nearest(f"query {dtype}", a)) is not None:
-            made = a.passes * a.heads * a.queries * curve.seconds(max(a.keys, 1))
+            seconds = a.passes * a.heads * a.queries * curve.seconds(max(a.keys, 1))
         elif (curve := self._nearest(f"attention {dtype}", a)) is not None:
-            made = a.passes * curve.seconds(max(count / a.passes, 1))
-        return max(self._bytes(moved, dtype), made)
+            seconds = a.passes * curve.seconds(max(count / a.passes, 1))
+        return max(self._bytes(moved, dtype), seconds)
 
     def _nearest(self, key: str, a: Attention) -> Curve | None:
         """Return the curve of heads of the nearest size, with the mask where it was measured."""
@@ -332,17 +332,17 @@ class Costs:
         return max(moved, operations(program, i) / self.flops)
 
 
-#: What compiled kernels are like -> what they are measured as.
+#: The kind of a compiled kernel -> the key of its measurements.
 _COMPILED = {
     "*": "compiled",
     "across": "compiled across",
     "rows across": "compiled rows across",
 }
 
-#: What attention is measured as whose heads have one query each.
+#: The key of measured attention whose heads have one query each.
 ONE_QUERY = "one query"
 
-#: Between a backend and what one of its links is of.
+#: Separates a backend from the key of one of its links.
 _OF = ": "
 
 
@@ -351,7 +351,7 @@ def _is(kind: str, number: str, wanted: str) -> bool:
 
 
 def _dtype(program: HostProgram, i: Instruction) -> str:
-    """Return the type of the first tensor that an instruction reads or makes; of factors first."""
+    """Return the dtype of the first tensor of an instruction; factors of a product go first."""
     read = i.reads[::-1] if i.op == "addmm" else i.reads
     kinds = (program.types.get(x) for x in (*read, *i.outputs))
     floats = [k.dtype for k in kinds if k is not None and k.dtype.is_floating_point]
@@ -361,7 +361,7 @@ def _dtype(program: HostProgram, i: Instruction) -> str:
 #: Each piece of work and each communication takes a second: for counting on one's fingers.
 UNIT = Costs(name="1 s for all work and each communication", launch_s=1.0, links={"*": Link(1.0)})
 
-#: An estimate: 60 % of what the data sheet of the H100 SXM says of bf16, memory and NVLink.
+#: An estimate: 60 % of the figures for bf16, memory and NVLink in the H100 SXM's data sheet.
 H100 = Costs(
     name="H100, 60 % of its data sheet",
     launch_s=3e-6,

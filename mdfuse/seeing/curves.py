@@ -1,7 +1,7 @@
 """Curves: measured seconds by size, with straight lines between the points.
 
-Work takes a time however little there is, and a time per byte or operation: a straight line, which
-one between logarithms would lie above.
+Work takes a fixed time and a time per byte or operation: a straight line. Interpolation between
+logarithms would lie above it.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ class Curve:
 
     @staticmethod
     def of(points: Mapping[float, float]) -> Curve:
-        """Return the curve of measured times; one that is below that of a smaller size counts as
-        that, since it is noise."""
-        found, least = [], 0.0
+        """Return the curve of measured times, made monotone.
+
+        A time below that of a smaller size is noise, and counts as that one.
+        """
+        rising, least = [], 0.0
         for size, seconds in sorted(points.items()):
             least = max(least, seconds)
-            found.append((float(size), least))
-        return Curve(tuple(found))
+            rising.append((float(size), least))
+        return Curve(tuple(rising))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +90,25 @@ class Grid:
             raise _wrong(f"a grid of {len(self.times)} times", "m x n x k times, one for each")
 
     def seconds(self, m: float, n: float, k: float) -> float:
-        """Return the seconds of a product, or of what the three sizes are of."""
+        """Return the seconds of a product, or of an attention of three sizes."""
         places = [_place(axis, x) for axis, x in zip(self.axes, (m, n, k), strict=True)]
-        found = 0.0
+        seconds = 0.0
         for corner in itertools.product((0, 1), repeat=3):
             weight, at = 1.0, 0
             for axis, (low, share, _), up in zip(self.axes, places, corner, strict=True):
                 weight *= share if up else 1 - share
                 at = at * len(axis) + min(low + up, len(axis) - 1)
-            found += weight * self.times[at] if weight else 0.0
-        return found * math.prod(beyond for *_, beyond in places)
+            seconds += weight * self.times[at] if weight else 0.0
+        return seconds * math.prod(beyond for *_, beyond in places)
 
 
 def as_measured(count: float, axis: Sequence[float], at_once: int) -> float:
-    """Return the nearest count of an axis that takes as many turns, or as far between two of them.
+    """Return the nearest count of an axis with as many waves, or as far between two of them.
 
     Args:
-        count: of blocks, of which some are done at once and the next ones then.
+        count: of blocks, which are computed in waves.
         axis: the measured counts, rising.
-        at_once: how many.
+        at_once: the number of blocks of a wave.
 
     >>> [as_measured(n, (32, 128, 256, 512), 132) for n in (64, 132, 136, 264, 265, 396, 529)]
     [64, 128, 256, 256, 384.0, 384.0, 640.0]

@@ -1,4 +1,4 @@
-"""How far a predicted timeline is from a measured run, instruction by instruction."""
+"""Errors of a predicted timeline against a measured run, instruction by instruction."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mdfuse.seeing.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
-    """What an instruction of a rank was predicted to take, and took.
+    """The predicted and the measured time of an instruction of a rank.
 
     Attributes:
-        rank: which rank; of ranks that run alike the first.
+        rank: the first one of ranks that run alike.
         instruction: its number in the rank's written-out program.
-        name: what it does.
-        predicted_ns: what it takes by the table of costs.
-        measured_ns: what it took, the median of ranks that run alike.
+        name: as in events.
+        predicted_ns: by the table of costs.
+        measured_ns: the median of ranks that run alike.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class Deviation:
 
 
 def compare(predicted: Timeline, measured: Sequence[Event]) -> tuple[float, list[Deviation]]:
-    """Return how far the predicted makespan is from the measured one, and each instruction's part.
+    """Return the error of the predicted makespan, and the times of each instruction.
 
     Args:
         predicted: of a program.
@@ -38,14 +38,14 @@ def compare(predicted: Timeline, measured: Sequence[Event]) -> tuple[float, list
 
     Returns:
         (predicted - measured) / measured of the whole, 0.1 for 10 % too much; and the instructions
-        that are in both, those first whose times differ most. Waits are left out: they are what
-        is left of other ranks' work.
+        that are in both, in the order of falling differences. Waits are left out: they follow from
+        other ranks' work.
     """
     guessed = _taken(predicted.events)
-    found = _taken(measured)
+    taken = _taken(measured)
     rows = []
     for (rank, number), (name, ns) in guessed.items():
-        alike = [found[r, number][1] for r in predicted.ranks[rank] if (r, number) in found]
+        alike = [taken[r, number][1] for r in predicted.ranks[rank] if (r, number) in taken]
         if alike:
             middle = sorted(alike)[len(alike) // 2]
             rows.append(
@@ -60,11 +60,11 @@ def compare(predicted: Timeline, measured: Sequence[Event]) -> tuple[float, list
 
 def _taken(events: Iterable[Event]) -> dict[tuple[int, int], tuple[str, int]]:
     """Return (rank, instruction) -> name and time of the work of each instruction."""
-    found: dict[tuple[int, int], int] = defaultdict(int)
+    times: dict[tuple[int, int], int] = defaultdict(int)
     names: dict[tuple[int, int], str] = {}
     for e in events:
         if e.part == "work" and e.instruction >= 0:
             key = e.rank, e.instruction
-            found[key] += e.stop_ns - e.start_ns
+            times[key] += e.stop_ns - e.start_ns
             names.setdefault(key, e.name)
-    return {key: (names[key], ns) for key, ns in found.items()}
+    return {key: (names[key], ns) for key, ns in times.items()}

@@ -1,4 +1,4 @@
-"""Events: what a rank did and when, measured in a run or computed from a cost table."""
+"""Events: the actions of a rank and their times, measured in a run or predicted."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Event:
         rank: which rank.
         lane: where on the rank: "host", "stream 0", "wait", or the link of a communication: "tp",
             "out", "to 1". Events on one lane of a rank do not overlap.
-        name: what programs print: "%y = linear", "allreduce[sum]".
+        name: as programs print it: "%y = linear", "allreduce[sum]".
         start_ns: when it began, nanoseconds.
         stop_ns: when it ended.
         instruction: its number in the rank's written-out program; -1 where there is none.
-        flow: a communication: its post, the transfer and the wait for it have one, on all ranks.
+        flow: the number of a communication: its posts, transfers and waits share it, on all ranks.
         part: which part of a communication it is; "work" for all that is none.
         source: the user's line.
         nbytes: bytes that a transfer brings to this rank.
-        detail: more, for those who look closely: a change of layout.
+        detail: further text, as a change of layout.
     """
 
     rank: int
@@ -48,38 +48,38 @@ class Event:
 
 
 def lane_place(lane: str) -> tuple[int, str]:
-    """Return by what the lanes of a rank are sorted where they are shown."""
+    """Return the sort key of a lane of a rank."""
     first = lane.split(" ")[0]
     return _LANES.index(first) if first in _LANES else len(_LANES), lane
 
 
 def name_of(i: Instruction) -> str:
-    """Return what an instruction does, as programs print it; an iteration has its number: `@2`.
+    """Return an instruction's name as programs print it; an iteration has its number: `@2`.
 
-    So has a sum over chunks, in the iteration that adds to it.
+    A sum over chunks has the number of the iteration that adds to it.
     """
     sums = {n for j in i.walk() if j.op in ("accumulate", "addmm") for n in j.outputs}
     number = next((x.rpartition("@")[2] for x in i.reads if "@" in x), "") if sums else ""
-    made = ", ".join(f"%{n}@{number}" if n in sums and number else f"%{n}" for n in i.outputs)
-    return f"{made} = {i.fn or i.op}" if made else i.fn or i.op
+    outputs = ", ".join(f"%{n}@{number}" if n in sums and number else f"%{n}" for n in i.outputs)
+    return f"{outputs} = {i.fn or i.op}" if outputs else i.fn or i.op
 
 
 def makespan(events: Iterable[Event]) -> int:
     """Return the nanoseconds from the first start to the last stop; 0 without events."""
-    found = [*events]
-    if not found:
+    listed = [*events]
+    if not listed:
         return 0
-    return max(e.stop_ns for e in found) - min(e.start_ns for e in found)
+    return max(e.stop_ns for e in listed) - min(e.start_ns for e in listed)
 
 
 def lanes(events: Iterable[Event]) -> dict[tuple[int, str], list[Event]]:
     """Return the events of each lane of each rank, in the order of their starts."""
-    found: dict[tuple[int, str], list[Event]] = defaultdict(list)
+    by_lane: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in events:
-        found[event.rank, event.lane].append(event)
-    for row in found.values():
+        by_lane[event.rank, event.lane].append(event)
+    for row in by_lane.values():
         row.sort(key=lambda e: (e.start_ns, e.stop_ns))
-    return dict(found)
+    return dict(by_lane)
 
 
 def busy(events: Sequence[Event]) -> int:

@@ -1,7 +1,7 @@
-"""Kernels: what a compiler makes of a launch, as far as bytes go.
+"""Kernels: the compiled kernels of a launch, as far as bytes go.
 
-Work between two calls of a library, each of which reads what another one makes, becomes one kernel;
-what only that kernel reads is neither written nor read again.
+Connected work between two library calls becomes one kernel; values that only that kernel reads are
+neither written nor read again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _ROWS = frozenset(("softmax", "log_softmax", "layer_norm", "rms_norm"))
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What a compiler makes of some work.
+    """The compiled kernel of some work.
 
     Attributes:
         nbytes: that it reads and writes.
         dtype: of its result.
-        like: what is measured that does the same to memory: all pointwise work; what adds rows up;
-            what reads another order than it writes, which adds rows up or does not.
+        like: the measured kind of work with the same memory access: pointwise; a reduction of rows;
+            reads across memory, with or without a reduction of rows.
     """
 
     nbytes: int
@@ -40,7 +40,7 @@ def kernels(program: HostProgram, launch: Instruction) -> list[Kernel]:
     """Return the kernels of a launch, but for those of libraries."""
     body = launch.body
     level: dict[str, int] = {}
-    made = {x: n for n, i in enumerate(body) for x in i.outputs}
+    producers = {x: n for n, i in enumerate(body) for x in i.outputs}
     roots = _roots(body)
     graph: nx.Graph[int] = nx.Graph()
     heights: list[int] = []
@@ -51,22 +51,22 @@ def kernels(program: HostProgram, launch: Instruction) -> list[Kernel]:
         if is_library(i) or not is_work(i):
             continue
         graph.add_node(n)
-        for at in (made.get(roots.get(x, x)) for x in i.reads):
+        for at in (producers.get(roots.get(x, x)) for x in i.reads):
             if at is not None and at in graph and heights[at] == height:
                 graph.add_edge(at, n)
-    found = nx.connected_components(graph)
-    return [_kernel(program, launch, sorted(part), roots) for part in found]
+    parts = nx.connected_components(graph)
+    return [_kernel(program, launch, sorted(part), roots) for part in parts]
 
 
 def _kernel(
     program: HostProgram, launch: Instruction, part: list[int], roots: dict[str, str]
 ) -> Kernel:
     work = [launch.body[n] for n in part]
-    made = [x for i in work for x in i.outputs]
+    outputs = [x for i in work for x in i.outputs]
     first = program.types[work[-1].outputs[0]].dtype
     like: Literal["*", "sum", "across", "rows across"] = "*"
     is_by_rows = any(_is_by_rows(program, i) for i in work)
-    if are_across(program, {x for i in work for x in i.reads} - {*made}, made):
+    if are_across(program, {x for i in work for x in i.reads} - {*outputs}, outputs):
         like = "rows across" if is_by_rows else "across"
     elif is_by_rows:
         like = "sum"
@@ -74,9 +74,9 @@ def _kernel(
 
 
 def _is_by_rows(program: HostProgram, i: Instruction) -> bool:
-    """Return whether work makes less of what it reads, or goes through rows more than once."""
-    made = sum(buffer_bytes(program, x) for x in i.outputs)
-    return i.fn in _ROWS or any(buffer_bytes(program, x) > made for x in i.reads)
+    """Return whether work reduces its operands, or goes through rows more than once."""
+    written = sum(buffer_bytes(program, x) for x in i.outputs)
+    return i.fn in _ROWS or any(buffer_bytes(program, x) > written for x in i.reads)
 
 
 def _moved(
@@ -92,9 +92,9 @@ def _moved(
 
 
 def _roots(body: tuple[Instruction, ...]) -> dict[str, str]:
-    """Return a view -> what it is a view of."""
-    found: dict[str, str] = {}
+    """Return a view -> its base."""
+    roots: dict[str, str] = {}
     for i in body:
         if not is_work(i) and i.reads:
-            found.update(dict.fromkeys(i.outputs, found.get(i.reads[0], i.reads[0])))
-    return found
+            roots.update(dict.fromkeys(i.outputs, roots.get(i.reads[0], i.reads[0])))
+    return roots

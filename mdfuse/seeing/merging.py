@@ -1,4 +1,4 @@
-"""Merging: traces of runs, timelines and what torch's profiler writes, in one file by one clock."""
+"""Merging: traces of runs, timelines and traces of torch's profiler, in one file by one clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mdfuse.seeing.traces import files_of, read_files, writer_of
 #: Each trace has processes of its own: their numbers begin with a multiple of this.
 _PIDS = 100_000
 
-#: host and process -> rank; None where several ranks are said to be there.
+#: host and process -> rank; None where several ranks claim it.
 _Writers = Mapping[tuple[str, int], int | None]
 
 
@@ -30,12 +30,12 @@ def merge(paths: Sequence[str | Path], out: str | Path) -> int:
 
     Args:
         paths: folders and files of traced runs; Chrome trace JSON, packed or not, as torch's
-            profiler and `Timeline.to_perfetto` write it. What has no clock, as a timeline, begins
-            with the rest.
+            profiler and `Timeline.to_perfetto` write it. Traces without a clock, as timelines,
+            begin with the first of the others.
         out: the file, which is replaced.
 
     Raises:
-        ProgramError: one of them is no trace, or is the file that is to be written.
+        ProgramError: one of them is no trace, or is the output file.
         OSError: the file cannot be written.
     """
     given = [*map(Path, paths)]
@@ -80,17 +80,17 @@ def _jobs(paths: Sequence[Path]) -> tuple[list[dict[int, Path]], _Writers]:
     jobs: list[dict[int, Path]] = []
     writers: dict[tuple[str, int], int | None] = {}
     for path in paths:
-        found: dict[int, Path] = {}
+        files: dict[int, Path] = {}
         for file in files_of(path):
             rank, where = writer_of(file)
-            found[rank] = file
+            files[rank] = file
             if where is not None:
                 writers[where] = rank if writers.get(where, rank) == rank else None
-        job = next((j for j in jobs if not j.keys() & found.keys()), None)
+        job = next((j for j in jobs if not j.keys() & files.keys()), None)
         if job is None:
-            jobs.append(found)
+            jobs.append(files)
         else:
-            job.update(found)
+            job.update(files)
     return jobs, writers
 
 
@@ -109,7 +109,7 @@ class _Chrome:
         path: of its file.
         rows: its records.
         base_ns: unix time from which its times count; None: it has no clock.
-        host: where it was written, if it says so.
+        host: on which it was written, if it says so.
     """
 
     path: Path
@@ -119,7 +119,7 @@ class _Chrome:
 
     @property
     def _first_us(self) -> float:
-        """When its first record is that takes time, or stands for a moment."""
+        """The time of its first record that has a duration, or is an instant."""
         return min((r["ts"] for r in self.rows if "ts" in r and r.get("ph") != "M"), default=0.0)
 
     @property
@@ -133,17 +133,17 @@ class _Chrome:
         return [{**r, "ts": r["ts"] + by} if "ts" in r else dict(r) for r in self.rows]
 
     def rank(self, writers: _Writers) -> int | None:
-        """Return which rank's process it shows; None: of none that is known."""
+        """Return the rank whose process it shows; None: it is not known."""
         labels = (r for r in self.rows if r.get("name") == "process_labels")
         hosts = [r.get("pid") for r in labels if r.get("args", {}).get("labels") == "CPU"]
-        found = {writers.get((self.host or "", pid)) for pid in hosts if isinstance(pid, int)}
-        return found.pop() if len(found) == 1 else None
+        ranks = {writers.get((self.host or "", pid)) for pid in hosts if isinstance(pid, int)}
+        return ranks.pop() if len(ranks) == 1 else None
 
 
-#: No record is of a later time: some thirty thousand years.
+#: The latest time of a record: some thirty thousand years.
 _LATEST_US = 1e18
 
-#: What a record has under a key, and in words.
+#: Key of a record -> the types of its value, and these in words.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "ts": ((int, float), "number"),
     "pid": ((int, float, str), "number or name"),
@@ -156,8 +156,8 @@ def _loaded(path: Path) -> _Chrome:
     try:
         packed = path.read_bytes()
         text = gzip.decompress(packed) if packed.startswith(b"\x1f\x8b") else packed
-        found = json.loads(text)
-        rows = found["traceEvents"] if isinstance(found, dict) else found
+        parsed = json.loads(text)
+        rows = parsed["traceEvents"] if isinstance(parsed, dict) else parsed
         if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
             raise ValueError("its traceEvents are no list of records")
         for key, (kinds, what) in _KINDS.items():
@@ -165,7 +165,7 @@ def _loaded(path: Path) -> _Chrome:
                 raise ValueError(f"a record's {key} is no {what}")
         if not all(abs(r["ts"]) < _LATEST_US for r in rows if "ts" in r):
             raise ValueError("a record's ts is no time")
-        about = found if isinstance(found, dict) else {}
+        about = parsed if isinstance(parsed, dict) else {}
         begin = about.get("baseTimeNanoseconds")
         if not isinstance(begin, int | None) or abs(begin or 0) >= 1 << 63:
             raise ValueError("its baseTimeNanoseconds is no integer of 64 bits")
@@ -191,12 +191,12 @@ def _titles(paths: Sequence[Path]) -> list[str]:
 def _apart(
     rows: Sequence[Record], n: int, title: str | None, rank: int | None = None
 ) -> list[Record]:
-    """Give the processes and the flows of the n-th trace numbers and names of their own.
+    """Renumber and rename the processes and the flows of the n-th trace.
 
-    Those of a rank that is known stand beside it.
+    The processes of a known rank are shown beside that rank.
     """
     pids: dict[Any, int] = {}
-    found = []
+    renumbered = []
     for r in rows:
         if "pid" in r and (n or title is not None):
             r = {**r, "pid": n * _PIDS + pids.setdefault(r["pid"], len(pids))}
@@ -206,5 +206,5 @@ def _apart(
             r = {**r, "args": {"name": f"{r.get('args', {}).get('name', '')} ({title})"}}
         if r.get("name") == "process_sort_index" and rank is not None:
             r = {**r, "args": {"sort_index": rank}}
-        found.append(r)
-    return found
+        renumbered.append(r)
+    return renumbered

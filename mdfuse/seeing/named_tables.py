@@ -23,7 +23,7 @@ HERE = "here"
 def named(text: str, backend: str = "auto") -> tuple[Costs, float]:
     """Return a table of costs that is named, or that of a JSON file, and its mean error.
 
-    The error is that of predictions of the machine that was measured; 0 of other tables.
+    The error is of predictions on the measured machine; 0 for other tables.
 
     Args:
         text: the name, or the path of the file.
@@ -52,7 +52,7 @@ def named(text: str, backend: str = "auto") -> tuple[Costs, float]:
 
 
 def told_apart(text: str, backend: str = "auto") -> str:
-    """Return a line that tells a table of costs from others: what it is of, and a digest of it.
+    """Return a line that identifies a table of costs: its name, and a digest of it.
 
     Args:
         text: the name, or the path of a file.
@@ -65,11 +65,11 @@ def told_apart(text: str, backend: str = "auto") -> str:
         if text != HERE:
             costs, _ = named(text, backend)
         else:
-            table, told = here(backend)
+            table, reasons = here(backend)
             if table is None:
-                return told[-1]
+                return reasons[-1]
             costs = table.costs
-    except ProgramError as error:  # the file has gone since
+    except ProgramError as error:  # the file was removed since
         return f"{error.what}: {error.because}"
     return f"{costs.name} ({hashlib.sha256(repr(costs).encode()).hexdigest()[:8]})"
 
@@ -84,7 +84,7 @@ def _wrong(text: str, why: str) -> ProgramError:
 
 
 def here(backend: str = "auto") -> tuple[CostTable | None, list[str]]:
-    """Return the table of this machine, None where there is none, and why it is no other.
+    """Return the table of this machine, None where there is none, and the reasons.
 
     Args:
         backend: the usual one of the programs that are asked about.
@@ -92,14 +92,17 @@ def here(backend: str = "auto") -> tuple[CostTable | None, list[str]]:
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
     usual = "nccl" if is_gpu else "gloo"
-    table, told = found(machine_of(device, usual), any_threads=True)
+    table, reasons = found(machine_of(device, usual), any_threads=True)
     if table is None:
-        return None, [*told, f"nothing was measured on {machine_of(device, usual).text}"]
+        return None, [*reasons, f"nothing was measured on {machine_of(device, usual).text}"]
     if backend not in ("auto", usual):
         table = table.by(backend)
         if table.machine.backend != backend:
-            told = [*told, f"nothing was measured with {backend}: it is taken to be like {usual}"]
+            reasons = [
+                *reasons,
+                f"nothing was measured with {backend}: it is taken to be like {usual}",
+            ]
     if not table.costs.links:
         text = "no communication was measured: they are taken to take no time"
-        told = [*told, f"{text}; mdfuse calibrate on several ranks"]
-    return table, told
+        reasons = [*reasons, f"{text}; mdfuse calibrate on several ranks"]
+    return table, reasons

@@ -26,7 +26,7 @@ def write(
     Args:
         path: of the file, which is replaced.
         events: of any ranks.
-        names: rank -> what it is called; by default "rank 0", ….
+        names: rank -> its title; by default "rank 0", ….
 
     Raises:
         OSError: the file cannot be written.
@@ -57,8 +57,8 @@ def _lanes(events: Sequence[Event]) -> _Lanes:
         by_rank[e.rank].add(e.lane)
     return {
         (rank, lane): n
-        for rank, found in sorted(by_rank.items())
-        for n, lane in enumerate(sorted(found, key=lane_place))
+        for rank, names in sorted(by_rank.items())
+        for n, lane in enumerate(sorted(names, key=lane_place))
     }
 
 
@@ -96,27 +96,27 @@ def _slice(e: Event, lanes: _Lanes) -> Record:
 
 
 def _arrows(events: Sequence[Event], lanes: _Lanes) -> Iterator[Record]:
-    """Yield the arrows of each flow: within each rank, and from who sends to who receives."""
+    """Yield the arrows of each flow: within each rank, and from senders to receivers."""
     flows: dict[int, list[Event]] = defaultdict(list)
     for e in events:
         if e.flow is not None:
             flows[e.flow].append(e)
-    for flow, found in flows.items():
+    for flow, linked in flows.items():
         by_rank: dict[int, list[Event]] = defaultdict(list)
-        for e in found:
+        for e in linked:
             by_rank[e.rank].append(e)
         for rank, mine in by_rank.items():
             order = ("post", "transfer", "wait")
             chain = [e for part in order for e in mine if e.part == part]
             yield from _chain(f"{flow}.{rank}", chain, lanes)
-        transfers = [e for e in found if e.part == "transfer"]
+        transfers = [e for e in linked if e.part == "transfer"]
         to = [e for e in transfers if e.lane == "in" or e.lane.startswith("from ")]
         out = [e for e in transfers if e.lane == "out" or e.lane.startswith("to ")]
-        if not transfers:  # in a run, of which the host sees posts and waits alone
-            posts = [e for e in found if e.part == "post"]
+        if not transfers:  # in a run the host sees posts and waits alone
+            posts = [e for e in linked if e.part == "post"]
             out = [e for e in posts if e.detail.startswith("to ")]
             receivers = {e.rank for e in posts if e.detail.startswith("from ")}
-            to = [e for e in found if e.part == "wait" and e.rank in receivers]
+            to = [e for e in linked if e.part == "wait" and e.rank in receivers]
         yield from _chain(f"{flow}", [*out, *to] if out and to else [], lanes)
 
 

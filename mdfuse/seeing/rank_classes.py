@@ -53,13 +53,13 @@ def rank_classes(program: HostProgram, *, are_rings_alike: bool = False) -> Clas
     if program.rank is not None or not ranks:
         rank = program.rank or 0
         return Classes(((rank,),), {rank: rank})
-    told = _Told(program)
-    plain = told.apart({})
-    if are_rings_alike and (by := told.apart(_turned(program))) != plain:
-        found = _classes(ranks, told, by)
-        if len(found.members) == 1:  # else rings go through several classes, which take turns
-            return found
-    return _classes(ranks, told, plain)
+    keys = _Told(program)
+    plain = keys.apart({})
+    if are_rings_alike and (by := keys.apart(_turned(program))) != plain:
+        classes = _classes(ranks, keys, by)
+        if len(classes.members) == 1:  # else rings go through several classes, which take turns
+            return classes
+    return _classes(ranks, keys, plain)
 
 
 def _classes(ranks: Sequence[int], told: _Told, by: _Apart) -> Classes:
@@ -75,7 +75,7 @@ def _classes(ranks: Sequence[int], told: _Told, by: _Apart) -> Classes:
         members.setdefault(numbers[rank], []).append(rank)
     return Classes(
         tuple(map(tuple, members.values())),
-        {r: found[0] for found in members.values() for r in found},
+        {r: alike[0] for alike in members.values() for r in alike},
     )
 
 
@@ -86,7 +86,7 @@ def _numbered(ranks: Sequence[int], keys: Sequence[Hashable]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Apart:
-    """Which places in meshes tell ranks apart.
+    """The coordinates in meshes that tell ranks apart.
 
     Attributes:
         by_rank: each rank's own number does.
@@ -98,7 +98,7 @@ class _Apart:
 
 
 class _Told:
-    """What tells the ranks of a program apart, each thing once."""
+    """The criteria that tell the ranks of a program apart, each one computed once."""
 
     def __init__(self, program: HostProgram) -> None:
         self.program = program
@@ -107,15 +107,15 @@ class _Told:
         self.communications = [*dict.fromkeys(program.communications)]
         #: the mesh and the axis along which ranks send and receive
         self.ways = [*dict.fromkeys(_ways(program))]
-        #: rank -> what it has of the program, wherever it stands
+        #: rank -> its part of the program, independent of its coordinates
         self.parts: dict[int, Hashable] = {}
 
     def apart(self, turned: Mapping[str, int]) -> _Apart:
-        """Return which places tell ranks apart; see `_terms`."""
-        found = [*_terms(self.program, self.kinds, self.communications, turned)]
-        axes = sorted({t.name for t in found if t.kind == "coord"})
+        """Return the coordinates that tell ranks apart; see `_terms`."""
+        all_terms = [*_terms(self.program, self.kinds, self.communications, turned)]
+        axes = sorted({t.name for t in all_terms if t.kind == "coord"})
         axes += sorted({a for c in self.communications if _turns(c) for a in c.axes})
-        return _Apart(any(t.kind == "rank" for t in found), tuple(axes))
+        return _Apart(any(t.kind == "rank" for t in all_terms), tuple(axes))
 
     def key(self, rank: int, by: _Apart) -> Hashable:
         if by.by_rank:
@@ -131,18 +131,18 @@ class _Told:
         return places, self.parts[rank]
 
     def _part(self, rank: int) -> Hashable:
-        here = tuple(rank in mesh for mesh in self.program.meshes)
+        membership = tuple(rank in mesh for mesh in self.program.meshes)
         shapes = tuple(k.local_shape(rank) if _is_in(k, rank) else None for k in self.kinds)
         moved = tuple(_moved(c, rank) for c in self.communications)
-        return here, shapes, moved
+        return membership, shapes, moved
 
 
-#: Kinds of which the parts of a rank before and after say how much arrives.
+#: Kinds for which a rank's parts before and after determine how much arrives.
 _BY_PARTS = ("Allreduce", "Allgather", "ReduceScatter")
 
 
 def _moved(c: Communication, rank: int) -> Hashable:
-    """Return what tells how much a communication brings to a rank, and whether it is the root."""
+    """Return a key of the bytes that a communication brings to a rank, and of its root."""
     if c.kind in _BY_PARTS and c.is_along_axes:
         if rank not in c.source.mesh:
             return None
@@ -165,12 +165,12 @@ def _turns(c: Communication) -> bool:
 
 
 def _turned(program: HostProgram) -> dict[str, int]:
-    """Return the axes that have one extent in all meshes of a program, and which."""
+    """Return the axes that have one extent in all meshes of a program, with that extent."""
     sizes: dict[str, set[int]] = {}
     for mesh in program.meshes:
         for axis in mesh.axes:
             sizes.setdefault(axis, set()).add(mesh.axis_size(axis))
-    return {axis: found.pop() for axis, found in sizes.items() if len(found) == 1}
+    return {axis: extents.pop() for axis, extents in sizes.items() if len(extents) == 1}
 
 
 def _terms(
@@ -181,7 +181,7 @@ def _terms(
 ) -> Iterator[Term]:
     """Yield the terms in the index expressions of a program that tell ranks apart.
 
-    `turned` has the axes, and their extents, along which the place in a ring does not.
+    The position in a ring along the axes of `turned`, with their extents, does not count.
     """
     for i in program.walk():
         ring = {a: n for a, n in turned.items() if i.op in TRANSFERS and a == i.kwargs.get("axis")}
@@ -199,7 +199,7 @@ def _terms(
 
 
 def _place(i: Instruction) -> Iterator[Term]:
-    """Yield the place by which the peer of a transfer tells ranks apart, where no term does so."""
+    """Yield the coordinate by which a transfer's peer tells ranks apart, where no term does."""
     axis, peer = i.kwargs.get("axis"), i.kwargs["to" if i.op == "send" else "from"]
     if axis is None:
         yield Term("rank")
@@ -228,7 +228,7 @@ def _apart(index: Any, turned: Mapping[str, int]) -> Iterator[Term]:
 
 
 def _addends(index: Any) -> Iterator[Any]:
-    """Yield what an expression adds up, or takes away."""
+    """Yield the addends of an expression, and the subtrahends."""
     if isinstance(index, Calc) and index.op in ("+", "-"):
         yield from _addends(index.left)
         yield from _addends(index.right)
@@ -264,10 +264,10 @@ class _Among:
 
     def team(self, n: int, c: Communication, rank: int) -> frozenset[int] | tuple[int, ...]:
         if c.is_along_axes:
-            here = c.source.mesh.coordinate(rank)
-            if here is None:
+            coordinate = c.source.mesh.coordinate(rank)
+            if coordinate is None:
                 return frozenset()
-            pairs = zip(c.source.mesh.axes, here, strict=True)
+            pairs = zip(c.source.mesh.axes, coordinate, strict=True)
             key = n, tuple(at for axis, at in pairs if axis not in c.axes)
             if key not in self.teams:
                 self.teams[key] = frozenset(self.numbers[r] for r in c.team(rank))
@@ -290,7 +290,7 @@ class _Among:
         return self.rings[team]
 
     def pair(self, c: Communication, rank: int) -> tuple[int, ...]:
-        """Return the classes of those to whom a rank sends, and from whom it receives."""
+        """Return the classes of the ranks that a rank sends to, and receives from."""
         to, of = c.source.mesh.position(rank), c.destination.mesh.position(rank)
         return (
             -1 if to is None else self.numbers[c.destination.mesh.ranks[to]],

@@ -1,4 +1,4 @@
-"""What each rank group of a pipeline does and holds, before anything runs."""
+"""Idle time and memory of each rank group of a pipeline, before anything runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RankGroup:
 
 
 def rank_groups(host: HostProgram, schedule: Schedule, classes: Classes) -> tuple[RankGroup, ...]:
-    """Return what each rank group does and holds, by unit costs.
+    """Return idle time and memory of each rank group, by unit costs.
 
     Args:
         host: the program, for all ranks, with numbers for extents.
@@ -41,12 +41,12 @@ def rank_groups(host: HostProgram, schedule: Schedule, classes: Classes) -> tupl
         classes: of the program's ranks; one of each stands for all.
     """
     meshes = {f"m{n}": mesh for n, mesh in enumerate(host.meshes)}
-    timing, found = schedule.timed(), []
+    timing, groups = schedule.timed(), []
     for group, name in enumerate(schedule.meshes):
         ranks = tuple(meshes[name].ranks)
         stages = tuple(s for s, g in sorted(schedule.owners.items()) if g == group)
         peaks = [memory_of(project(host, r)).peak for r in {classes.of[r] for r in ranks}]
-        found.append(
+        groups.append(
             RankGroup(
                 name=name,
                 ranks=ranks,
@@ -56,4 +56,4 @@ def rank_groups(host: HostProgram, schedule: Schedule, classes: Classes) -> tupl
                 peak=max(peaks),
             )
         )
-    return tuple(found)
+    return tuple(groups)

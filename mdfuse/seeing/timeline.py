@@ -1,4 +1,4 @@
-"""Timelines: when each rank would do what, by a virtual clock over the ranks' host programs.
+"""Timelines: predicted times of each rank's work, by a virtual clock over the host programs.
 
 The ranks go on in lockstep, as in the simulator, with a table of costs in the place of tensors. One
 rank of each class stands for all that run alike (`mdfuse.seeing.rank_classes`), so a program for
@@ -10,7 +10,7 @@ wait holds the stream up until the data is there. Communications of one team sha
 order in which they are posted. Sends and receives share one link out of each rank, and one into it.
 
 Where the table says that communications slow down work beside them, the ranks go through their
-programs once more, with what the work beside the transfers of the first time then takes
+programs once more, with the delays of the work beside the transfers of the first pass
 (`mdfuse.seeing.beside`).
 """
 
@@ -35,20 +35,20 @@ from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event, Part, makespan, name_of
 from mdfuse.seeing.rank_classes import Classes, rank_classes
 
-#: The stream of the caller, whose work is the host's where there are no others.
+#: The stream of the caller; its work is the host's where there are no other streams.
 _CALLER = "host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When each rank would do what.
+    """The predicted times of each rank's work.
 
     Attributes:
         name: of the program.
-        events: in the order of their starts; of ranks that run alike those of the first.
+        events: in the order of their starts; those of the first one of ranks that run alike.
         ranks: rank -> the ranks that run like it, itself included.
         costs: the name of the table that it follows.
-        run_s: seconds of a run that no event is about.
+        run_s: seconds of a run outside of all events.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """The seconds that a run takes: until the last rank is done, and what comes on top."""
+        """The seconds of a run: until the last rank is done, and `run_s`."""
         return makespan(self.events) / 1e9 + self.run_s
 
     def svg(self) -> str:
@@ -79,7 +79,7 @@ class Timeline:
 
     @property
     def _names(self) -> dict[int, str]:
-        return {r: _alike(r, found) for r, found in self.ranks.items()}
+        return {r: _alike(r, alike) for r, alike in self.ranks.items()}
 
     def to_perfetto(self, path: str) -> None:
         """Write the timeline as Chrome trace JSON, which https://ui.perfetto.dev shows.
@@ -92,16 +92,16 @@ class Timeline:
 
 
 def _alike(rank: int, ranks: tuple[int, ...]) -> str:
-    more = len(ranks) - 1
-    return f"rank {rank}" + (f" and {more} like it" if more else "")
+    others = len(ranks) - 1
+    return f"rank {rank}" + (f" and {others} like it" if others else "")
 
 
 def timeline(program: HostProgram, costs: Costs) -> Timeline:
-    """Return when each rank of a program would do what, by a table of costs.
+    """Return the predicted times of each rank's work, by a table of costs.
 
     Args:
         program: for all ranks, with numbers for extents.
-        costs: what each instruction takes.
+        costs: the time of each instruction.
 
     Raises:
         CommunicationError: the ranks wait for each other.
@@ -115,8 +115,8 @@ def on_ranks(program: HostProgram, costs: Costs, classes: Classes) -> Timeline:
     programs = [as_run(project(program, r)) for r in classes.firsts]
     clock = _Clock(costs=costs, classes=classes)
     clock.run([_Rank(p, clock) for p in programs])
-    if more := slowed(clock.events, clock.slows):
-        clock = _Clock(costs=costs, classes=classes, more=more)
+    if delays := slowed(clock.events, clock.slows):
+        clock = _Clock(costs=costs, classes=classes, more=delays)
         clock.run([_Rank(p, clock) for p in programs])
     events = sorted(clock.events, key=lambda e: (e.start_ns, e.rank, e.stop_ns))
     members = {m[0]: m for m in classes.members}
@@ -131,7 +131,7 @@ def on_ranks(program: HostProgram, costs: Costs, classes: Classes) -> Timeline:
 
 @dataclass(slots=True)
 class _Post:
-    """A post of one rank, and its transfer once it is known when that is."""
+    """A post of one rank, and its transfer once its times are known."""
 
     rank: int
     what: str
@@ -159,7 +159,7 @@ class _Meeting:
 
 @dataclass
 class _Clock:
-    """What the ranks share: the links between them, and who has posted what."""
+    """The shared state of the ranks: the links between them, and their posts."""
 
     costs: Costs
     classes: Classes
@@ -168,7 +168,7 @@ class _Clock:
     free: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     meetings: dict[Hashable, _Meeting] = field(default_factory=dict)
     counts: Counter[Hashable] = field(default_factory=Counter)
-    #: the posts of communications that all have posted, and whose time is not known yet
+    #: the posts of complete communications whose times are not known yet
     ready: list[tuple[_Post, ...]] = field(default_factory=list)
     flows: int = 0
     #: (rank, instruction) -> seconds that its work takes longer beside communications
@@ -202,9 +202,9 @@ class _Clock:
         self.ready.append(tuple(meeting.posts.values()))
 
     def _transfer(self) -> bool:
-        """Say when the transfer is that can begin first; False where none can.
+        """Set the times of the transfer that can begin first; False where none can.
 
-        No rank can go on meanwhile, so all that is posted later begins later.
+        No rank can go on meanwhile, so all later posts begin later.
         """
         if not self.ready:
             return False
@@ -228,10 +228,10 @@ class _Clock:
         """Note a post and its transfer."""
         assert p.start is not None
         change = f"{p.i.comm.source} -> {p.i.comm.destination}" if p.i.comm is not None else ""
-        more: dict[str, Any] = {"flow": p.flow, "source": str(p.i.source or "")}
-        self.add(p.rank, p.stream, f"post {p.what}", p.at, p.at, p.number, "post", **more)
-        more |= {"detail": change, "nbytes": p.nbytes}
-        self.add(p.rank, p.lane, p.what, p.start, p.stop, p.number, "transfer", **more)
+        details: dict[str, Any] = {"flow": p.flow, "source": str(p.i.source or "")}
+        self.add(p.rank, p.stream, f"post {p.what}", p.at, p.at, p.number, "post", **details)
+        details |= {"detail": change, "nbytes": p.nbytes}
+        self.add(p.rank, p.lane, p.what, p.start, p.stop, p.number, "transfer", **details)
 
     def add(
         self,
@@ -257,9 +257,9 @@ class _Rank:
     clock: _Clock
     at: int = 0
     stream: str = _CALLER
-    #: stream -> when it is done with what it was given
+    #: stream -> the time at which it has done its queued work
     streams: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    #: name of a handle -> what was posted; of a stream -> the stream
+    #: name of a handle -> its posts; name of a stream -> the stream
     handles: dict[str, list[_Post]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     #: stream -> the kind and the sizes of its last work
@@ -289,11 +289,11 @@ class _Rank:
 
     @property
     def now(self) -> float:
-        """When the current stream comes to the next instruction."""
+        """The time at which the current stream comes to the next instruction."""
         return self.streams[self.stream]
 
     def step(self) -> bool:
-        """Go on up to the next wait for a transfer that is not known, and tell whether any ran."""
+        """Go on up to the next wait for an unknown transfer; return whether any instruction ran."""
         start = self.at
         while not self.is_done and self._run(self.program.instructions[self.at]):
             self.at += 1
@@ -322,7 +322,7 @@ class _Rank:
         return self.names[i.reads[0]] if i.reads else f"stream {i.kwargs['stream']}"
 
     def _kind(self, i: Instruction) -> object:
-        """Return what work has to be like to follow its like: the same, of the same size."""
+        """Return the kind and the sizes of work: behind equal ones it takes no switch."""
         kinds = (self.program.types.get(x) for x in (*i.reads, *i.outputs))
         return i.fn or i.op, tuple(k.shape for k in kinds if k is not None)
 
@@ -387,9 +387,9 @@ class _Rank:
         return self._side(i, i.op, peer, is_send, size, seconds, link.slows)
 
     def _pairs(self, i: Instruction, comm: Communication) -> list[_Post]:
-        """Post what a rank sends, and what it receives, from one mesh to another."""
+        """Post a rank's sends and receives from one mesh to another."""
         call = comm.part(self.rank).call
-        if call is None:  # it has what it needs
+        if call is None:  # its data is local already
             return []
         size = comm.bytes_received(self.rank)
         link = self.clock.costs.link(comm.kind, "meshes", backend=comm.backend)
@@ -412,7 +412,7 @@ class _Rank:
         """Post one side of a transfer between two ranks."""
         other = self._class(peer)
         lane = f"to {other}" if is_send else f"from {other}"
-        if what in TRANSFERS and peer != self.rank:  # whoever it is, the way is the same
+        if what in TRANSFERS and peer != self.rank:  # the link is the same for all peers
             lane = "out" if is_send else "in"
         post = self._made(i, what, lane, 0 if is_send else size, seconds, slows)
         pair = (self.rank, other) if is_send else (other, self.rank)
@@ -428,11 +428,11 @@ class _Rank:
         name = f"{comm.kind}[{comm.reduce_op}]" if comm.reduce_op else comm.kind
         where = ",".join(comm.axes) if comm.is_along_axes else "meshes"
         link = self.clock.costs.link(comm.kind, where, len(team), comm.backend)
-        found = frozenset[Hashable](map(self._class, team))
+        members = frozenset[Hashable](map(self._class, team))
         lane = self._lane(where, team)
         post = self._made(i, name, lane, size, link.seconds(size, self._share_passed()), link.slows)
-        key = where, comm.source.mesh, comm.destination.mesh, found
-        self.clock.meet(key, found, self.rank, post)
+        key = where, comm.source.mesh, comm.destination.mesh, members
+        self.clock.meet(key, members, self.rank, post)
         return [post]
 
     def _lane(self, where: str, team: tuple[int, ...]) -> str:
@@ -444,7 +444,7 @@ class _Rank:
         return f"{where} {n + 1}" if n else where
 
     def _wait(self, i: Instruction) -> bool:
-        posts = self.handles.get(i.reads[0], [])  # none of what this rank has no part in
+        posts = self.handles.get(i.reads[0], [])  # none for posts without this rank
         if any(p.start is None for p in posts):
             return False
         for post in posts:

@@ -1,6 +1,6 @@
-"""Trace files: what each rank of a traced run writes, a JSON object per line.
+"""Trace files: the times of a traced run, written by each rank, a JSON object per line.
 
-A file is never closed in the middle of a line, so what a rank wrote before it died can be read. Its
+A file is never closed in the middle of a line, so the lines of a rank that died can be read. Its
 lines, in any order but for the first:
 
     {"rank": 1, "host": "node0"}                                  which rank it is
@@ -37,7 +37,7 @@ _LOG = logging.getLogger("mdfuse.trace")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a plan does between two times.
+    """The work of a plan between two times.
 
     Attributes:
         name: as in events.
@@ -47,9 +47,9 @@ class Entry:
         source: likewise.
         nbytes: likewise, for a post.
         detail: likewise.
-        handle: of a wait: what it waits for.
-        handles: of a post, or of several at once: what is waited for later.
-        team: the ranks that take part in what is posted.
+        handle: the handle that a wait waits for.
+        handles: of a post, or of several at once, for later waits.
+        team: the ranks that take part in the posted communication.
         to: the rank that it is sent to, where that is one and nothing is received.
         of: the rank that it is received from, where that is one and nothing is sent.
     """
@@ -68,7 +68,7 @@ class Entry:
     of: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields that say something."""
+        """Return the fields that are set."""
         blank = Entry(name="")
         return {k: v for k, v in asdict(self).items() if v != getattr(blank, k)}
 
@@ -81,8 +81,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 class TraceFile:
     """The trace file of this rank in a folder, which is made.
 
-    Where it cannot be written any more, as on a full disk, that is told once, and nothing is noted
-    from then on: runs go on.
+    Where it cannot be written any more, as on a full disk, it warns once, and notes nothing from
+    then on: runs go on.
 
     Args:
         path: of the file.
@@ -110,7 +110,7 @@ class TraceFile:
 
     @property
     def is_over(self) -> bool:
-        """Whether it could not be written any more."""
+        """True once the file could not be written any more."""
         return self._file is None
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -136,11 +136,11 @@ class TraceFile:
         )
 
     def clock(self, offset_ns: int, error_ns: int) -> None:
-        """Note what is to be added to this rank's clock to get unix time by the clock of rank 0."""
+        """Note the offset from this rank's clock to the unix time of rank 0."""
         self.write({"clock": offset_ns, "error": error_ns, "at": perf_counter_ns()})
 
     def stamps(self, program: str, entries: Sequence[Entry | None]) -> Stamps:
-        """Note what a plan does, and return what its runs call between its lines."""
+        """Note the entries of a plan, and return the stamps that its runs call between lines."""
         number = next(self.plans)
         rows = [e.as_json() if e is not None else None for e in entries]
         self.write({"plan": number, "program": program, "entries": rows})
@@ -164,7 +164,7 @@ class Stamps:
         self.note()
 
     def flush(self) -> None:
-        """Write what was noted, before something that may never end; it is an entry, too."""
+        """Write all notes, before something that may never end; the writing is an entry, too."""
         self._write("")
         self.note()
 
@@ -175,13 +175,13 @@ class Stamps:
             is_done: whether it came to its end.
             device: (number of an entry, start, stop) of work on a GPU, ns from the run's begin.
         """
-        more = ""
+        lines = ""
         if device:
             row = json.dumps(device, separators=(",", ":"))
-            more = f'{{"run":{self._run},"plan":{self._plan},"device":{row}}}\n'
+            lines = f'{{"run":{self._run},"plan":{self._plan},"device":{row}}}\n'
         how = "end" if is_done else "broken"
-        more += f'{{"{how}":{self._run},"plan":{self._plan}}}\n'
-        self._write(more)
+        lines += f'{{"{how}":{self._run},"plan":{self._plan}}}\n'
+        self._write(lines)
 
     def _write(self, more: str) -> None:
         if self._file.is_over:
@@ -195,7 +195,7 @@ class Stamps:
 
 
 def _note(times: list[int], now: Callable[[], int] = perf_counter_ns) -> Callable[[], None]:
-    """Return a function that notes the time; what it needs is at hand, as it is called often."""
+    """Return a function that notes the time; it binds all that it needs, as it is called often."""
     append = times.append
 
     def stamp() -> None:
@@ -211,8 +211,8 @@ _FILES: dict[tuple[str, int], TraceFile] = {}
 def trace_file(folder: str, rank: int, ranks: int) -> TraceFile:
     """Return the trace file of a rank in a folder, which is made where it is not there.
 
-    The first call in a process empties the file; that of rank 0 removes those of ranks that there
-    are none of, which an earlier job left.
+    The first call in a process empties the file; that of rank 0 removes the files that an earlier
+    job of more ranks left.
 
     Raises:
         ProgramError: it cannot be written, for another reason than that the disk is full.

@@ -1,4 +1,4 @@
-"""Traces of runs: read what the ranks wrote, by one clock."""
+"""Traces of runs: read the files of all ranks, by one clock."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def read(path: str | Path) -> list[Event]:
     """Return the events of a traced run, in the order of their starts.
 
     Times are unix time by the clock of rank 0, in nanoseconds. A run that an error broke off ends
-    with what it was at: an event without length, "… (did not end)". A rank that was killed leaves
-    what it had written, at the latest before it began to wait: "… (last noted)".
+    with its last action: an event without length, "… (did not end)". A rank that was killed leaves
+    its written notes, at the latest from before its last wait: "… (last noted)".
 
     Args:
         path: a folder that `Options.trace` named, or one file of it.
 
     Raises:
-        ProgramError: there is no trace, or something else.
+        ProgramError: there is no trace, or the files are no traces.
     """
     return read_files(files_of(path))
 
@@ -41,10 +41,10 @@ def files_of(path: str | Path) -> list[Path]:
 
 
 def read_files(files: Sequence[Path]) -> list[Event]:
-    """Return the events of the files of a job, which may be in several folders, likewise."""
+    """Return the events of the files of a job, which may be in several folders; see `read`."""
     flows = _Flows()
-    found = [e for file in files for _, _, e in _Reader(file, flows).events()]
-    return sorted(found, key=_when)
+    events = [e for file in files for _, _, e in _Reader(file, flows).events()]
+    return sorted(events, key=_when)
 
 
 def writer_of(path: Path) -> tuple[int, tuple[str, int] | None]:
@@ -60,7 +60,7 @@ def writer_of(path: Path) -> tuple[int, tuple[str, int] | None]:
 
 
 def last_run(path: str | Path, program: str) -> list[Event]:
-    """Return the events of the last run of a program in a trace, likewise.
+    """Return the events of the last run of a program in a trace; see `read`.
 
     Raises:
         ProgramError: there is no trace, or none of this program.
@@ -68,9 +68,9 @@ def last_run(path: str | Path, program: str) -> list[Event]:
     path = Path(path)
     flows, rows = _Flows(), list[Event]()
     for file in sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]:
-        found = [(run, e) for name, run, e in _Reader(file, flows).events() if name == program]
-        last = max((run for run, _ in found), default=None)
-        rows += [e for run, e in found if run == last]
+        runs = [(run, e) for name, run, e in _Reader(file, flows).events() if name == program]
+        last = max((run for run, _ in runs), default=None)
+        rows += [e for run, e in runs if run == last]
     if not rows:
         raise _no_trace(path, f"it has no run of @{program}")
     return sorted(rows, key=_when)
@@ -109,7 +109,7 @@ class _Reader:
         path: of the file.
         flows: of all ranks.
         rank: which rank wrote it.
-        clocks: when its clock was aligned, and what is to be added to it there.
+        clocks: the times at which its clock was aligned, with the offsets there.
         plans: number -> program and entries.
         counts: how many communications of a team, or between two ranks, there were.
         partial: (plan, run) -> times of a run that has not come to its end yet.
@@ -157,7 +157,7 @@ class _Reader:
             yield from self._run(*key, times, "last noted")
 
     def _offset(self, time: int) -> int:
-        """Return what is to be added to a time: clocks drift evenly from alignment to alignment."""
+        """Return the offset of a time: clocks drift evenly from alignment to alignment."""
         if not self.clocks:
             return 0
         behind = bisect_right(self.clocks, time, key=lambda pair: pair[0])
@@ -186,8 +186,10 @@ class _Reader:
     def _run(
         self, plan: int, run: int, times: Sequence[int], left_at: str | None = None
     ) -> Iterator[_Row]:
-        """Yield the events of a run, from its times; `left_at` says what the first one without a
-        time is marked with, where it did not come to its end."""
+        """Yield the events of a run, from its times.
+
+        `left_at` marks the first event without a time, in a run that did not come to its end.
+        """
         program, entries = self.plans[plan]
         flows: dict[int, int] = {}
         for n, entry in enumerate(entries[: len(times) - 1]):

@@ -86,7 +86,7 @@ def page(text: str) -> str:
         start = f"\n{section}".index("\n- `")
         _, gap, rest = section[start:].partition("\n\n")
         text = before + heading + section[:start] + lines(found).rstrip("\n") + (gap or "\n") + rest
-    for start, operands in (("Of one operand: ", 1), ("Of two: ", 2)):
+    for start, operands in (("With one operand: ", 1), ("With two: ", 2)):
         before, heading, rest = text.partition(start)
         rest = rest.partition(".\n")[2]
         text = before + _wrapped(f"{start}{plain_names(operands)}.") + "\n" + rest

@@ -1,1 +1,1 @@
-"""The command `mdfuse calibrate`: it measures what work and communications take here."""
+"""The command `mdfuse calibrate`: it measures the times of work and communications here."""

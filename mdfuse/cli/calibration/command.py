@@ -32,7 +32,7 @@ from mdfuse.seeing.amounts import QUERIES
 from mdfuse.seeing.cost_tables import CostTable, file_name, folder, machine_of
 from mdfuse.seeing.costs import Costs
 
-#: How far apart the times of one piece of work may be for a table to be written.
+#: The largest spread of the times of one piece of work with which a table is written.
 MOST_SPREAD = 0.2
 
 
@@ -72,7 +72,7 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
 
     Args:
         comm: the ranks.
-        scale: what is measured; by default what its devices call for.
+        scale: the sizes and repeats; by default those for its devices.
     """
     scale = scale or _scale(comm)
     console = screen.output()
@@ -122,21 +122,21 @@ def carriers(comm: Communicator, told: Callable[[str], object]) -> Backends:
 
     A backend that MDFUSE_BACKEND names is measured alone.
     """
-    found: Backends = {None: replace(OPTIONS, backend=comm.backend)}
+    backends: Backends = {None: replace(OPTIONS, backend=comm.backend)}
     is_named = options_from_environment().backend != "auto"
     if comm.size == 1 or is_named or not detect(os.environ).is_one_host:
-        return found
+        return backends
     try:
         comm.open([_BESIDES])
     except BackendError as error:
         told(f"{_BESIDES} is left out: {error.because or error.what}")
-        return found
+        return backends
     named = f"{comm.backend}, x={_BESIDES}, {BETWEEN_MESHES}={_BESIDES}"
-    return {**found, _BESIDES: replace(OPTIONS, backend=named)}
+    return {**backends, _BESIDES: replace(OPTIONS, backend=named)}
 
 
 def refusal(table: CostTable) -> ProgramError | None:
-    """Return why a table is not to be written; None: nothing speaks against it."""
+    """Return the reason why a table is not to be written; None: there is none."""
     if table.spread <= MOST_SPREAD:
         return None
     return ProgramError(
@@ -164,41 +164,41 @@ def _written(path: Path, table: CostTable) -> ProgramError | None:
 
 def kinds(costs: Costs) -> Table:
     """Return a table of the least and the greatest speed of each kind of work."""
-    found = titled("what was measured", "kind", right=("least time", "largest size", "its speed"))
-    found.add_row("run", time_text(costs.run_s), "", "")
+    table = titled("what was measured", "kind", right=("least time", "largest size", "its speed"))
+    table.add_row("run", time_text(costs.run_s), "", "")
     if costs.links:
-        found.add_row("run that communicates", time_text(costs.run_s + costs.posting_s), "", "")
-    found.add_row("behind other work", time_text(costs.switch_s), "", "")
+        table.add_row("run that communicates", time_text(costs.run_s + costs.posting_s), "", "")
+    table.add_row("behind other work", time_text(costs.switch_s), "", "")
     for key, curve in costs.works.items():
         size, seconds = curve.points[-1]
         what, speed = size_text(round(size)), f"{size / seconds / 1e9:.4g} GB/s"
         if key.startswith("query"):
             what, speed = f"{size:.0f} keys", ""
-        found.add_row(key, time_text(curve.points[0][1]), what, speed)
+        table.add_row(key, time_text(curve.points[0][1]), what, speed)
     for key, grid in costs.products.items():
         m, n, k = (axis[-1] for axis in grid.axes)
         speed = f"{2 * m * n * k / grid.times[-1] / 1e9:.4g} GFLOP/s"
-        found.add_row(key, time_text(min(grid.times)), f"{m:.0f} x {n:.0f} x {k:.0f}", speed)
+        table.add_row(key, time_text(min(grid.times)), f"{m:.0f} x {n:.0f} x {k:.0f}", speed)
     for key, grid in costs.attentions.items():
         blocks, keys, features = (axis[-1] for axis in grid.axes)
         count = 4 * blocks * QUERIES * keys * features
         speed = f"{count / grid.times[-1] / 1e9:.4g} GFLOP/s"
         what = f"{count / 1e9:.3g} GFLOP"
-        found.add_row(f"attention {key}", time_text(min(grid.times)), what, speed)
-    return found
+        table.add_row(f"attention {key}", time_text(min(grid.times)), what, speed)
+    return table
 
 
 def communications(costs: Costs) -> Table:
     """Return a table of each kind of communication, by backends, and of work beside it."""
     right = ("least time", "largest size", "its speed", "work beside it is slower by")
-    found = titled("communications", "kind and ranks", right=right)
+    table = titled("communications", "kind and ranks", right=right)
     for key, link in costs.links.items():
         if link.curve is not None and not key.endswith("*"):
             size, seconds = link.curve.points[-1]
             speed, slower = f"{size / seconds / 1e9:.4g} GB/s", f"{link.slows:.1%}"
             least = time_text(link.curve.points[0][1])
-            found.add_row(key, least, size_text(round(size)), speed, slower)
-    return found
+            table.add_row(key, least, size_text(round(size)), speed, slower)
+    return table
 
 
 def judged(table: CostTable) -> Table:
@@ -206,8 +206,8 @@ def judged(table: CostTable) -> Table:
     title = (
         f"programs it did not see: off by {table.mean_error:.1%}, 95 % within {table.p95_error:.1%}"
     )
-    found = titled(title, "program", right=("predicted", "measured", "off by"))
+    rows = titled(title, "program", right=("predicted", "measured", "off by"))
     for name, (predicted, measured) in table.held_out.items():
         off = f"{predicted / measured - 1:+.1%}"
-        found.add_row(name, time_text(predicted), time_text(measured), off)
-    return found
+        rows.add_row(name, time_text(predicted), time_text(measured), off)
+    return rows

@@ -75,9 +75,9 @@ def _attention(length: int, heads: int, head: int) -> _Build:
 
 def _products(*sizes: int) -> _Build:
     def build(fd: FusionDefinition, dtype: torch.dtype, mesh: DeviceMesh, ranks: int) -> Any:
-        rows, width, *rest = sizes
+        rows, width, *widths = sizes
         x: Any = fd.define_tensor([rows, width], dtype, mesh=mesh)
-        for n in rest:
+        for n in widths:
             x, width = F.linear(x, _weight(fd, dtype, mesh, n, width, None)), n
         return x
 
@@ -100,9 +100,9 @@ def _ahead(rows: int, width: int) -> _Build:
     def build(fd: FusionDefinition, dtype: torch.dtype, mesh: DeviceMesh, ranks: int) -> Any:
         x = fd.define_tensor([rows, width], dtype, mesh=mesh)
         for _ in range(2):  # a weight comes beside a product
-            own = _weight(fd, dtype, mesh, width, width, None)
+            local = _weight(fd, dtype, mesh, width, width, None)
             w = fd.ops.set(_weight(fd, dtype, mesh, width, width, 0)).on(mesh, {})
-            x = F.linear(F.linear(x, own), w)
+            x = F.linear(F.linear(x, local), w)
         return x
 
     return build

@@ -1,4 +1,4 @@
-"""How far the predicted times of programs are off that a calibration did not see."""
+"""The errors of predicted times, on programs that a calibration did not see."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Pair:
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, of the measured time."""
+        """The relative error of the prediction."""
         return abs(self.predicted_s - self.measured_s) / self.measured_s
 
 
 def pair(comm: Communicator, program: Program, costs: Costs) -> Pair:
     """Predict and measure a program; all ranks call it, and get the median over ranks."""
     mine = seconds_of(comm, call_of(comm, program), QUEUED)
-    told = comm.all_ok(json.dumps(mine))
-    measured = statistics.median(json.loads(text) for text in told if text is not None)
+    texts = comm.all_ok(json.dumps(mine))
+    measured = statistics.median(json.loads(text) for text in texts if text is not None)
     predicted = program.timeline(costs).seconds
     return Pair(name=program.host.name, predicted_s=predicted, measured_s=measured)
 
 
 def errors(pairs: list[Pair]) -> tuple[float, float]:
-    """Return the mean error, and the one that 95 of 100 do not exceed."""
-    found = [p.error for p in pairs]
-    return statistics.mean(found), statistics.quantiles(found, n=20, method="inclusive")[-1]
+    """Return the mean error, and the 95th percentile."""
+    offs = [p.error for p in pairs]
+    return statistics.mean(offs), statistics.quantiles(offs, n=20, method="inclusive")[-1]

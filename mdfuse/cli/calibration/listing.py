@@ -22,7 +22,7 @@ from mdfuse.mesh import DeviceMesh
 def subjects(
     scale: Scale, ranks: int, backends: Backends = USUAL
 ) -> Mapping[str, Callable[[], Iterator[Subject]]]:
-    """Return what is measured on some ranks: local work first, which communications need."""
+    """Return the subjects for some ranks: local work first, which communications need."""
     mesh = DeviceMesh.arange(x=ranks)
     return {
         "work": lambda: works(scale, mesh),

@@ -41,10 +41,10 @@ from mdfuse.runtime.communicator import Communicator
 from mdfuse.seeing.costs import MOST_SLOWED, Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
 
-#: Subjects between two looks at the same piece of work, whose times say how calm the machine is.
+#: Subjects between two runs of the same probe, whose times say how calm the machine is.
 _EVERY = 16
 
-#: Of the time of a product, how long a communication beside it takes at most.
+#: The longest communication beside a product, as a share of the product's time.
 _SHORTER = 0.8
 
 #: Subjects that are prepared together.
@@ -53,17 +53,17 @@ _KEPT = 4
 
 def arguments(host: HostProgram, comm: Communicator) -> dict[str, Any]:
     """Return random inputs for this rank of a program without numbers and integers."""
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for name in host.inputs:
         kind = host.types[name]
         assert kind.layout is not None
-        found[name] = None
+        inputs[name] = None
         if comm.rank in kind.layout.mesh:
-            found[name] = _random(kind.local_shape(comm.rank), kind.dtype, comm.device)
-    return found
+            inputs[name] = _random(kind.local_shape(comm.rank), kind.dtype, comm.device)
+    return inputs
 
 
-#: Random numbers that are repeated: to draw them takes a CPU longer than to multiply them.
+#: The number of random numbers, which are repeated: a CPU draws them slower than it multiplies.
 _DRAWN = 1 << 16
 
 
@@ -75,14 +75,14 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 @dataclass
 class Measurements:
-    """What was measured so far.
+    """The measurements so far.
 
     Attributes:
         comm: the ranks.
         scale: of the subjects.
         backends: whose communications are measured, and the options that name them.
-        times: table and key -> seconds by size, of one of the times that it was done in a run.
-        calm: seconds of one piece of work, again and again.
+        times: table and key -> seconds by size, of one repetition in a run.
+        calm: seconds of the probe, again and again.
         told: is called with a line for each kind of subjects: how long it took.
         alone: this rank by itself, where ranks share local work out among them; None: each does
             all of it.
@@ -97,16 +97,16 @@ class Measurements:
     alone: Communicator | None = None
 
     def begin(self) -> None:
-        """Measure what a run takes; what this imports is there for all others, too.
+        """Measure the fixed time of a run; its imports then do not count for other subjects.
 
-        Where communications are measured behind other work, they have all that a run takes more.
+        Communications that are measured behind other work include the additional time of a run.
         """
         self.times["run", "run"] = {1: self._run()}
         is_more = self.comm.size > 1 and not self.scale.between_s
         self.times["run", "posting"] = {1: self._posting() if is_more else 0.0}
 
     def take(self, advance: Callable[[], object]) -> None:
-        """Measure everything else; `advance` is called for each subject."""
+        """Measure all other subjects; `advance` is called for each."""
         probe = self._probe()
         for n, some in enumerate(self._subjects(advance)):
             self._measure(some)
@@ -117,7 +117,7 @@ class Measurements:
         self._share()
 
     def _subjects(self, advance: Callable[[], object]) -> Iterator[list[Subject]]:
-        """Yield what this rank measures, some at once; of each kind all ranks then know all."""
+        """Yield this rank's subjects in groups; after each kind the ranks share its times."""
         for name, some in subjects(self.scale, self.comm.size, self.backends).items():
             start, mine = time.perf_counter(), self._mine(some(), advance)
             while chunk := [*itertools.islice(mine, _KEPT)]:
@@ -126,7 +126,7 @@ class Measurements:
             self.told(f"{name}: {time.perf_counter() - start:.1f} s")
 
     def _mine(self, some: Iterable[Subject], advance: Callable[[], object]) -> Iterator[Subject]:
-        """Yield those of this rank: ranks share out what each runs by itself."""
+        """Yield the subjects of this rank: ranks share out local work."""
         for n, subject in enumerate(some):
             if self._ranks(subject) is self.comm or n % self.comm.size == self.comm.rank:
                 yield subject
@@ -134,37 +134,37 @@ class Measurements:
 
     def _measure(self, some: Sequence[Subject]) -> None:
         """Measure subjects that are prepared together."""
-        collected()  # what those before them held is garbage
+        collected()  # buffers of earlier subjects are garbage
         calls = [self._run_of(x.program, x.options, self._ranks(x)) for x in some]
         for subject, call in zip(some, calls, strict=True):
             self._note(subject, self._once(subject, call))
 
     def _probe(self) -> Call:
-        """Return a run of the product that is looked at again and again."""
+        """Return a run of the probe: a product that is timed again and again."""
         n = self.scale.features[1]
         mesh = DeviceMesh.arange(x=self.comm.size)
-        found = linear(self.scale, mesh, self.scale.dtypes[0], self.scale.rows[-1], n, n)
-        return self._run_of(found.program, found.options, self._ranks(found))
+        subject = linear(self.scale, mesh, self.scale.dtypes[0], self.scale.rows[-1], n, n)
+        return self._run_of(subject.program, subject.options, self._ranks(subject))
 
     def _ranks(self, subject: Subject) -> Communicator:
-        """Return who runs a subject: all ranks what communicates, each by itself what does not."""
+        """Return the ranks that run a subject: all for communications, else each by itself."""
         return self.comm if subject.is_sent else self.alone or self.comm
 
     def _note(self, subject: Subject, seconds: float) -> None:
-        """Keep the seconds of a subject, less those of what else its program does."""
+        """Keep the seconds of a subject, less those of the other work of its program."""
         if subject.local:
             mine, costs = project(subject.program, 0), self.costs
             seconds -= sum(costs.seconds(mine, i) for i in subject.local)
         self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
 
     def _once(self, subject: Subject, call: Call) -> float:
-        """Return the seconds of one of the times that a subject is done in a run."""
+        """Return the seconds of one repetition of a subject in a run."""
         comm = self._ranks(subject)
         clock = WALL if subject.is_sent else own_clock()
         seconds = seconds_of(comm, call, subject.runs, clock)
         if subject.without is not None:
-            rest = self._run_of(subject.without, subject.options)
-            seconds -= seconds_of(comm, rest, subject.runs, clock)
+            baseline = self._run_of(subject.without, subject.options)
+            seconds -= seconds_of(comm, baseline, subject.runs, clock)
         else:
             seconds -= self.times["run", "run"][1]
             seconds -= self.times["run", "posting"][1] if subject.is_sent else 0.0
@@ -197,9 +197,9 @@ class Measurements:
         return size, sent
 
     def _run(self) -> float:
-        """Return what a run takes besides its work: what is left when it does nothing.
+        """Return the fixed seconds of a run: the time that is left when it does nothing.
 
-        Of two programs one does twice as much as the other.
+        Two programs are timed, one of which does twice as much as the other.
         """
         few, many = (
             seconds_of(self.comm, call_of(self.comm, program), QUEUED, own_clock())
@@ -208,7 +208,7 @@ class Measurements:
         return max(0.0, 2 * few - many)
 
     def _posting(self) -> float:
-        """Return what a run takes more that communicates: of two one does twice as much of it."""
+        """Return the additional seconds of a run that communicates, from two programs likewise."""
         few, many = (
             seconds_of(self.comm, self._run_of(host, self.backends[None]), QUEUED)
             for host in posting(self.scale, self.comm.size, self.backends[None])
@@ -216,20 +216,20 @@ class Measurements:
         return max(0.0, 2 * few - many - self.times["run", "run"][1])
 
     def _switch(self) -> float:
-        """Return what work takes more behind other work than behind its like: of some the median.
+        """Return the additional seconds of work behind another kind: the median of some pairs.
 
-        Of three programs one does in turns what the other two do by themselves.
+        Three programs are timed: one does in turns the work of the other two.
         """
         mesh = DeviceMesh.arange(x=self.comm.size)
-        found = []
+        switches_s = []
         for between in BETWEEN:
             product, other, both = (
                 seconds_of(self.comm, self._run_of(host, OPTIONS), QUEUED, own_clock())
                 for host in switches(self.scale, mesh, between)
             )
             run_s = self.times["run", "run"][1]
-            found.append((both - product - other + run_s) / (2 * TURNS))
-        return max(0.0, statistics.median(found))
+            switches_s.append((both - product - other + run_s) / (2 * TURNS))
+        return max(0.0, statistics.median(switches_s))
 
     def _run_of(
         self, program: HostProgram, options: Options, comm: Communicator | None = None
@@ -244,23 +244,23 @@ class Measurements:
         self.times = dict(self._middle(json.dumps([rows, self.calm])))
 
     def _middle(self, mine: str) -> Iterator[tuple[tuple[str, str], dict[Any, float]]]:
-        told = self.comm.all_ok(mine)
-        if any(text is None for text in told):
+        texts = self.comm.all_ok(mine)
+        if any(text is None for text in texts):
             raise BackendError("a rank left the calibration")
-        everyone = [json.loads(text) for text in told if text is not None]
-        calms = [calm for _, calm in everyone]  # of a rank with less to do fewer
+        everyone = [json.loads(text) for text in texts if text is not None]
+        calms = [calm for _, calm in everyone]  # ranks with less work have fewer
         self.calm = [statistics.median(x) for x in zip(*calms, strict=False)]
-        found: dict[tuple[str, str], dict[Any, list[float]]] = {}
+        samples: dict[tuple[str, str], dict[Any, list[float]]] = {}
         for table, key, points in (row for rows, _ in everyone for row in rows):
-            of_key = found.setdefault((table, key), {})
+            of_key = samples.setdefault((table, key), {})
             for at, seconds in points:
                 of_key.setdefault(_size(at), []).append(seconds)
-        for name, times in found.items():
+        for name, times in samples.items():
             yield name, {at: statistics.median(seconds) for at, seconds in times.items()}
 
     @property
     def spread(self) -> float:
-        """How far apart the times of the same work are: the quartiles, of the median."""
+        """The spread of times of the same work: between the quartiles, as a share of the median."""
         if len(self.calm) < 2:
             return 0.0
         low, middle, high = statistics.quantiles(self.calm, n=4, method="inclusive")
@@ -268,7 +268,7 @@ class Measurements:
 
     @property
     def costs(self) -> Costs:
-        """The table of what was measured so far."""
+        """The table of the measurements so far."""
         by = defaultdict[str, dict[str, dict[Any, float]]](dict)
         for (table, key), points in self.times.items():
             by[table][key] = {at: max(seconds, _LEAST_S) for at, seconds in points.items()}
@@ -312,7 +312,7 @@ def call_of(comm: Communicator, program: Program) -> Callable[[], object]:
 def share(product: float, communication: float, both: float) -> float:
     """Return the share of its speed that a product loses while a communication runs.
 
-    Of a communication that is not over before the product nothing is known.
+    It is 0 where the communication does not end before the product: nothing is known then.
 
     >>> share(10.0, 4.0, 10.5), share(10.0, 4.0, 9.9), share(10.0, 4.0, 15.0), share(1.0, 4.0, 4.0)
     (0.125, 0.0, 0.95, 0.0)
@@ -323,10 +323,10 @@ def share(product: float, communication: float, both: float) -> float:
 
 
 def _more(points: Mapping[float, float], colds: Mapping[float, float]) -> Curve | None:
-    """Return what communications take more behind work that leaves nothing of them in the cache."""
+    """Return the cache-miss penalty of communications: their additional time behind other work."""
     usual = Curve.of(points)
-    found = {at: max(seconds - usual.seconds(at), _LEAST_S) for at, seconds in colds.items()}
-    return Curve.of(found) if found else None
+    extra = {at: max(seconds - usual.seconds(at), _LEAST_S) for at, seconds in colds.items()}
+    return Curve.of(extra) if extra else None
 
 
 #: Times are above 0.
@@ -344,17 +344,17 @@ def _grid(points: Mapping[tuple[int, int, int], float]) -> Grid:
 
 
 def _flops(products: Mapping[str, Mapping[tuple[int, int, int], float]]) -> float:
-    rates = [2.0 * m * n * k / s for found in products.values() for (m, n, k), s in found.items()]
+    rates = [2.0 * m * n * k / s for grid in products.values() for (m, n, k), s in grid.items()]
     return max(rates, default=float("inf"))
 
 
 def _bandwidth(works: Mapping[str, Curve]) -> float:
-    found = [c.points[-1] for key, c in works.items() if key.startswith("* ")]
-    return max((size / seconds for size, seconds in found), default=float("inf"))
+    largest = [c.points[-1] for key, c in works.items() if key.startswith("* ")]
+    return max((size / seconds for size, seconds in largest), default=float("inf"))
 
 
 def _others(links: Mapping[str, Link]) -> dict[str, Link]:
-    """Return what kinds that nobody measured are like: of each backend what takes longest."""
+    """Return the links for kinds that were not measured: the slowest one of each backend."""
     slowest: dict[str, Link] = {}
     for key, link in links.items():
         backend, colon, _ = key.rpartition(": ")
@@ -365,5 +365,5 @@ def _others(links: Mapping[str, Link]) -> dict[str, Link]:
 
 
 def _much(link: Link) -> float:
-    """Return the seconds that much takes."""
+    """Return the seconds of a large message, 16 MiB."""
     return link.seconds(1 << 24)

@@ -1,4 +1,4 @@
-"""Samples of what is timed: how many, by which clock, and which one counts."""
+"""Samples of timed calls: their number, their clock, and the one that counts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SAMPLES, _FEW, _CLOSE = 5, 3, 0.01
 #: Runs in a row of which the time of one is known: so are those of the programs to be predicted.
 QUEUED = 8
 
-#: Does what is timed.
+#: Runs the timed work once.
 Call = Callable[[], object]
 
-#: Tells seconds.
+#: Returns a time in seconds.
 Clock = Callable[[], float]
 
 #: The clock on the wall.
@@ -30,7 +30,7 @@ WALL: Clock = time.perf_counter
 def own_clock() -> Clock:
     """Return the clock of work that waits for nobody: processor time, where a thread does it all.
 
-    What else runs takes none of it.
+    Other processes take none of it.
     """
     return time.thread_time if torch.get_num_threads() == 1 else WALL
 
@@ -38,15 +38,15 @@ def own_clock() -> Clock:
 def seconds_of(comm: Communicator, call: Call, runs: int = 2, clock: Clock = WALL) -> float:
     """Return the seconds of a call, on this rank; all ranks call it.
 
-    Some samples are taken, and the least counts, since what else runs on a machine only ever adds
+    Some samples are taken, and the least counts, since other processes on a machine only ever add
     time. On a GPU its own time counts.
     """
-    found = list[float]()
+    samples = list[float]()
     for sample in samples_of(comm, call, runs, clock):
-        found.append(sample)
-        if len(found) >= _FEW and _are_close(comm, found):
+        samples.append(sample)
+        if len(samples) >= _FEW and _are_close(comm, samples):
             break
-    return min(found)
+    return min(samples)
 
 
 def _are_close(comm: Communicator, samples: Sequence[float]) -> bool:
@@ -70,7 +70,7 @@ def samples_of(comm: Communicator, call: Call, runs: int, clock: Clock = WALL) -
         yield (_queued(calls, call, comm) if is_gpu else timed(calls, comm, clock)) / runs
 
 
-#: Bytes that a GPU copies before what is timed, and how often: some 2 ms, in which the host queues
+#: Bytes that a GPU copies before the timed work, and how often: some 2 ms, in which the host queues
 #: all of it.
 _HELD_BYTES, _HELD = 1 << 28, 8
 

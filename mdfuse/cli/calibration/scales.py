@@ -1,4 +1,4 @@
-"""How much a calibration measures: sizes and repeats on a CPU and on a GPU."""
+"""Sizes and repeats of a calibration, on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mdfuse.seeing.amounts import QUERIES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What is measured on a kind of device.
+    """The sizes and repeats on a kind of device.
 
     Attributes:
         dtypes: of floats, the usual one first.
@@ -31,7 +31,7 @@ class Scale:
         features: n and k.
         lengths: of the sequences of attention.
         beside: m of a product, and its n and k, beside which there are communications.
-        heads: features of a head of attention; fewer take on a GPU what the next ones take.
+        heads: features of a head of attention; on a GPU sizes in between take as long as the next.
         multiprocessors: of a GPU, whose attention is measured by blocks; 0: by operations.
         compiled: bytes, as of pointwise work, of kernels that are compiled, which takes seconds.
         messages: bytes of communications; on a GPU more of them where NCCL begins to send in
@@ -128,8 +128,10 @@ _WAVES = {"": (1, 4), " causal": (1, 2, 4)}
 
 
 def blocks_of(scale: Scale, mask: str = "") -> list[int]:
-    """Return how many blocks attention is measured with on a GPU: few, and as many as fill all of
-    its multiprocessors some times; each a multiple of what the longest sequence has in a head.
+    """Return the numbers of blocks of measured attention on a GPU.
+
+    They are few, and as many as fill all of its multiprocessors some times; each is a multiple of
+    the blocks of the longest sequence in a head.
 
     >>> blocks_of(GPU), blocks_of(GPU, " causal")
     ([32, 128, 512], [32, 128, 256, 512])

@@ -37,7 +37,7 @@ _SETS: dict[str, tuple[Any, Any]] = {
 }
 
 
-#: The kind of what goes from one rank to another one.
+#: The kind of a transfer from one rank to another one.
 _PAIR = "SendRecv"
 
 
@@ -64,15 +64,15 @@ class Way:
         return f"{self.backend}: {name}" if self.backend else name
 
     def sets(self, fd: FusionDefinition, dtype: torch.dtype, size: int) -> Any:
-        """Define work on about so many bytes, and return what its result is set to.
+        """Define work on about so many bytes, and return a set of its result.
 
-        In programs, too, what is sent has just been written, on the stream that waits for it.
+        In programs, too, the sent data has just been written, on the stream that waits for it.
         """
-        found = fd.ops.set(self.written(fd, dtype, size))
+        moved = fd.ops.set(self.written(fd, dtype, size))
         if self.kind == _PAIR:
-            return found.on(DeviceMesh([1]))
+            return moved.on(DeviceMesh([1]))
         after = _SETS[self.kind][1]
-        return found.on(DeviceMesh.arange(x=self.ranks), {} if after is None else {"x": after})
+        return moved.on(DeviceMesh.arange(x=self.ranks), {} if after is None else {"x": after})
 
     def written(self, fd: FusionDefinition, dtype: torch.dtype, size: int) -> Any:
         """Define that work alone, and return its result."""
@@ -94,9 +94,9 @@ USUAL: Backends = {None: OPTIONS}
 def ways(ranks: int, backends: Backends = USUAL) -> list[Way]:
     """Return each kind among the first 2, 4, … of some ranks, and all of them, on each backend."""
     teams = sorted({1 << n for n in range(1, ranks.bit_length())} | {ranks})
-    found = [(kind, n) for n in teams if 1 < n <= ranks for kind in _SETS]
-    found += [(_PAIR, 2)] if ranks > 1 else []
-    return [Way(*kind, *backend) for backend in backends.items() for kind in found]
+    kinds = [(kind, n) for n in teams if 1 < n <= ranks for kind in _SETS]
+    kinds += [(_PAIR, 2)] if ranks > 1 else []
+    return [Way(*kind, *backend) for backend in backends.items() for kind in kinds]
 
 
 def links(scale: Scale, of: Iterable[Way]) -> Iterator[Subject]:
@@ -129,23 +129,26 @@ def _products(
 
 
 def _chilled(scale: Scale, way: Way, size: int) -> Subject:
-    """Return the subject of communications behind a product of few rows that has gone through more
-    weights than the cache of a GPU holds: nothing of the library's is there any more."""
+    """Return the subject of communications behind a product that evicts a GPU's cache.
+
+    The product has few rows and more weights than the cache holds, so that the library's own data
+    is evicted, too.
+    """
     m, n, k = scale.rows[1], scale.features[-2], scale.features[-3]
     with FusionDefinition("chilled") as fd:
         fd.add_output(way.sets(fd, scale.dtypes[0], size))
         for y in _products(scale, fd, way, m, n, k):
             fd.add_output(y)
     host = _products_first(compile(fd, way.options).host)
-    found = _sent(scale, way, host)
+    subject = _sent(scale, way, host)
     program = repeated(host, _BEHIND, frees=True)
-    return replace(found, table="colds", program=program, times=_BEHIND, runs=_BEHIND_RUNS)
+    return replace(subject, table="colds", program=program, times=_BEHIND, runs=_BEHIND_RUNS)
 
 
 def _products_first(host: HostProgram) -> HostProgram:
     work = [i for i in host.instructions if i.fn == "linear"]
-    rest = [i for i in host.instructions if i.fn != "linear"]
-    return replace(host, instructions=(*work, *rest))
+    others = [i for i in host.instructions if i.fn != "linear"]
+    return replace(host, instructions=(*work, *others))
 
 
 #: How many communications there are in a run, each behind other work; runs of a sample at most, and
@@ -154,19 +157,19 @@ _BEHIND, _BEHIND_RUNS, _BEHIND_S = 4, 4, 25e-3
 
 
 def _behind(scale: Scale, way: Way, host: HostProgram) -> Subject:
-    """Return the subject of communications each of which comes when its ranks have worked."""
+    """Return the subject of communications, each of them behind other work of its ranks."""
     post = next(i for i in host.instructions if i.op in POSTS)
     behind = _products_first(host)
-    rest = [i for i in host.instructions if i.fn != "linear"]
-    sent = {*post.outputs, *(x for i in rest if i.op in (*POSTS, "wait") for x in i.outputs)}
+    others = [i for i in host.instructions if i.fn != "linear"]
+    sent = {*post.outputs, *(x for i in others if i.op in (*POSTS, "wait") for x in i.outputs)}
     left = tuple(i for i in behind.instructions if i.op not in (*POSTS, "wait"))
     without = replace(
         behind, instructions=left, outputs=tuple(x for x in host.outputs if x not in sent)
     )
-    found = _sent(scale, way, behind)
+    subject = _sent(scale, way, behind)
     once = scale.between_s + 4 * received(host) / scale.bandwidth
     return replace(
-        found,
+        subject,
         program=repeated(behind, _BEHIND, frees=True),
         without=repeated(without, _BEHIND, frees=True),
         times=_BEHIND,
@@ -206,7 +209,7 @@ def beside(scale: Scale, way: Way, size: int, *, sends: bool) -> HostProgram:
         scale: what is measured.
         way: the communication.
         size: its bytes.
-        sends: whether there is one; else what would be sent is written all the same.
+        sends: whether there is one; its data is written either way.
     """
     mesh = DeviceMesh.arange(x=way.ranks)
     m, n = scale.beside
@@ -218,7 +221,7 @@ def beside(scale: Scale, way: Way, size: int, *, sends: bool) -> HostProgram:
     return repeated(compile(fd, way.options).host, BESIDE, frees=True)
 
 
-#: How often something is done beside a communication in a run.
+#: Repetitions of work beside a communication in a run.
 BESIDE = 2
 
 

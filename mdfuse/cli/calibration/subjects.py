@@ -1,4 +1,4 @@
-"""What a calibration measures: host programs that do one thing again and again."""
+"""Subjects of a calibration: host programs that do one thing again and again."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Subject:
         program: does it `times` times in a run.
         times: how often.
         runs: how many make a sample, the same on all ranks.
-        local: of a communication: the work beside it in the program, which is taken off.
-        without: of a communication behind other work: the program without it, whose time is taken
-            off instead.
+        local: for a communication, the other work of the program, whose time is subtracted.
+        without: for a communication behind other work, the program without it, whose time is
+            subtracted instead.
         options: that it is run with.
     """
 
@@ -58,20 +58,20 @@ class Subject:
 
     @property
     def is_sent(self) -> bool:
-        """Whether its ranks communicate."""
+        """True if its ranks communicate."""
         return self.table in ("links", "colds")
 
 
 def repeated(program: HostProgram, loops: int, frees: bool = False) -> HostProgram:
-    """Return a program whose instructions are done several times in a run.
+    """Return a program whose instructions are repeated in a run.
 
-    It has no outputs: what it computes stays in buffers of its plan, as most values of a program.
+    It has no outputs: its results stay in buffers of its plan, as most values of a program.
 
     Args:
         program: whose instructions.
         loops: how often.
-        frees: whether its results are freed at once, so that others may take their place: what is
-            reduced then stays where it lies, as in programs.
+        frees: whether its results are freed at once, so that others may take their place: reduced
+            values then stay in place, as in programs.
     """
     work = tuple(i for i in program.instructions if i.op != "return")
     if frees:
@@ -150,17 +150,19 @@ def _across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Su
     with FusionDefinition("across") as fd:
         for _ in range(max(1, min(scale.tensors, scale.stale // size))):
             fd.add_output(_sum_across(fd, mesh, dtype, rows))
-    found = _local(scale, "works", compile(fd, OPTIONS).host)
-    return replace(found, key=f"across {dtype_name(dtype)}")
+    subject = _local(scale, "works", compile(fd, OPTIONS).host)
+    return replace(subject, key=f"across {dtype_name(dtype)}")
 
 
 def _compiled(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Iterator[Subject]:
-    """Yield the subjects of pointwise work and of work across memory, which then goes through rows
-    or does not, in launches, of which a compiler makes one kernel each, where there is one: as
-    programs have it by default."""
+    """Yield the subjects of compiled launches: pointwise work, and work across memory.
+
+    The latter reduces rows or does not. Each launch is one kernel where there is a compiler, as in
+    programs by default.
+    """
     rows = max(1, size // dtype.itemsize // 2 // _WIDTH)
     for name in ("compiled", "compiled across", "compiled rows across"):
-        with FusionDefinition("work") as fd:  # a launch is of two operations at least
+        with FusionDefinition("work") as fd:  # a launch has two operations at least
             if name == "compiled":
                 x, z = (fd.define_tensor([rows, _WIDTH], dtype, mesh=mesh) for _ in range(2))
                 fd.add_output(-(x * z))
@@ -170,8 +172,8 @@ def _compiled(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> 
                 y = _sum_across(fd, mesh, dtype, rows)
                 fd.add_output(fd.ops.rms_norm(y, [_WIDTH]))
         options = replace(OPTIONS, compile="auto")
-        found = _local(scale, "works", compile(fd, options).host)
-        yield replace(found, key=f"{name} {dtype_name(dtype)}", options=options)
+        subject = _local(scale, "works", compile(fd, options).host)
+        yield replace(subject, key=f"{name} {dtype_name(dtype)}", options=options)
 
 
 def _sum_across(fd: FusionDefinition, mesh: DeviceMesh, dtype: torch.dtype, rows: int) -> Any:
@@ -183,9 +185,9 @@ def _sum_across(fd: FusionDefinition, mesh: DeviceMesh, dtype: torch.dtype, rows
 def _local(scale: Scale, table: Literal["works", "products"], host: HostProgram) -> Subject:
     """Return the subject of a program of equal instructions."""
     mine = project(host, host.meshes[0].ranks[0])
-    (first, *more) = [i for i in mine.instructions if is_work(i)]
+    (first, *others) = [i for i in mine.instructions if is_work(i)]
     sizes, count, moved = product(mine, first), operations(mine, first), nbytes(mine, first)
-    works = 1 + len(more)
+    works = 1 + len(others)
     once = max(count / scale.flops, moved / scale.bandwidth, ONCE_S)
     loops = max(1, how_often(scale, once) // works)
     dtype = dtype_name(mine.types[first.outputs[0]].dtype)
@@ -199,7 +201,7 @@ def _local(scale: Scale, table: Literal["works", "products"], host: HostProgram)
     )
 
 
-#: What anything takes at least, a guess.
+#: The least seconds of any work, a guess.
 ONCE_S = 2e-6
 
 #: Runs of a sample at most.
@@ -253,21 +255,23 @@ MASKS = "", " causal"
 
 
 def attentions(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
-    """Yield attention, with and without a causal mask: on a GPU by blocks, keys and features of a
-    head, else of each query by keys."""
+    """Yield attention, with and without a causal mask.
+
+    On a GPU it is measured by blocks, keys and features of a head, else for each query by keys.
+    """
     dtype = scale.dtypes[0]
     name = dtype_name(dtype)
     for mask, head, length in itertools.product(MASKS, scale.heads, scale.lengths):
         if not scale.multiprocessors:
-            found = _attention(scale, mesh, [1, _HEADS, length, head], mask)
-            times = found.times * _HEADS * length
+            subject = _attention(scale, mesh, [1, _HEADS, length, head], mask)
+            times = subject.times * _HEADS * length
             key = f"query {name} {head}{mask}"
-            yield replace(found, key=key, at=float(length), times=times)
+            yield replace(subject, key=key, at=float(length), times=times)
         for blocks in blocks_of(scale, mask):
             heads = blocks // math.ceil(length / QUERIES)
-            found = _attention(scale, mesh, [1, heads, length, head], mask)
+            subject = _attention(scale, mesh, [1, heads, length, head], mask)
             at = blocks, length, head
-            yield replace(found, table="attentions", key=f"{name}{mask}", at=at)
+            yield replace(subject, table="attentions", key=f"{name}{mask}", at=at)
     for length in scale.lengths:
         yield _one_query(scale, mesh, length)
 
@@ -285,8 +289,10 @@ _DECODED = 16, 4, 4, 64
 
 
 def _one_query(scale: Scale, mesh: DeviceMesh, length: int) -> Subject:
-    """Return the subject of attention of one query each, as in decoding, by bytes: its keys are in
-    no core's cache."""
+    """Return the subject of attention of one query each, as in decoding.
+
+    It is measured by bytes: its keys are in no core's cache.
+    """
     (rows, heads, of_each, features), dtype = _DECODED, scale.dtypes[0]
     size = 2 * rows * heads * length * features * dtype.itemsize
     with FusionDefinition("one_query") as fd:
@@ -299,8 +305,8 @@ def _one_query(scale: Scale, mesh: DeviceMesh, length: int) -> Subject:
     host = compile(fd, OPTIONS).host
     mine = project(host, mesh.ranks[0])
     moved = nbytes(mine, next(i for i in mine.instructions if is_work(i)))
-    found = _local(scale, "works", host)
-    return replace(found, key=f"{ONE_QUERY} {dtype_name(dtype)}", at=float(moved))
+    subject = _local(scale, "works", host)
+    return replace(subject, key=f"{ONE_QUERY} {dtype_name(dtype)}", at=float(moved))
 
 
 #: Kinds of work that stand between products.
@@ -325,7 +331,7 @@ def switches(scale: Scale, mesh: DeviceMesh, between: str) -> Iterator[HostProgr
 TURNS = 8
 
 
-#: How often the programs do something that show what a run takes, however little it does.
+#: Repetitions in the programs that show the fixed time of a run.
 CHAINS = 16, 32
 
 

@@ -1,1 +1,1 @@
-"""`mdfuse doctor`: show what this machine has and can use, and the remedy for what it cannot."""
+"""`mdfuse doctor`: show what this machine has and can use, with remedies for the rest."""

@@ -1,4 +1,4 @@
-"""Check with small communications that right values arrive on all ranks, and how fast."""
+"""Check the values and the speed of small communications on all ranks."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _seconds(
 
 
 def wrong_values(comm: Communicator, found: Sequence[Measured]) -> list[str]:
-    """Return what is wrong on any rank, one line each; all ranks call it."""
+    """Return wrong results of any rank, one line each; all ranks call it."""
     mine = "; ".join(m.wrong for m in found if m.wrong)
     texts = comm.all_ok(mine or None)
     return [f"{comm.backend}: rank {r}: {text}" for r, text in enumerate(texts) if text]

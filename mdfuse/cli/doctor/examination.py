@@ -25,10 +25,10 @@ def examine(console: Console) -> list[str]:
     """Print everything about this process and its host.
 
     Returns:
-        what keeps programs from running, one line each.
+        The problems that keep programs from running, one line each.
     """
     linked, matrix = gpus.links()
-    found = [
+    checks = [
         *libraries.versions(),
         *launcher(os.environ),
         *gpus.findings(),
@@ -38,11 +38,11 @@ def examine(console: Console) -> list[str]:
         *variables(os.environ),
         *settings(),
     ]
-    console.print(findings.table(found))
+    console.print(findings.table(checks))
     if matrix is not None:
         console.print(matrix)
     console.print(_backends())
-    return findings.problems(found)
+    return findings.problems(checks)
 
 
 def launcher(environment: Mapping[str, str]) -> list[Finding]:
@@ -71,7 +71,7 @@ def settings() -> list[Finding]:
     except ProgramError as error:
         remedy = error.because or error.hint
         return [Finding(name="settings", what=error.what, remedy=remedy, is_problem=True)]
-    return [found for name in names for found in _setting(name)]
+    return [finding for name in names for finding in _setting(name)]
 
 
 def _setting(name: str) -> list[Finding]:
@@ -87,9 +87,9 @@ def _setting(name: str) -> list[Finding]:
 
 
 def of_other_ranks() -> list[str]:
-    """Return problems on a rank other than 0: of what may differ by host and is checked fast."""
-    found = [*launcher(os.environ), *host.findings(os.environ), *settings()]
-    return findings.problems(found)
+    """Return problems on a rank other than 0, from fast checks that may differ by host."""
+    checks = [*launcher(os.environ), *host.findings(os.environ), *settings()]
+    return findings.problems(checks)
 
 
 def _backends() -> Table:

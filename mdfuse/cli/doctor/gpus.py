@@ -30,8 +30,8 @@ def findings() -> list[Finding]:
 
 
 def _gpu(i: int) -> Finding:
-    found = torch.cuda.get_device_properties(i)
-    return Finding(name=f"GPU {i}", what=f"{found.name}, {size_text(found.total_memory)}")
+    properties = torch.cuda.get_device_properties(i)
+    return Finding(name=f"GPU {i}", what=f"{properties.name}, {size_text(properties.total_memory)}")
 
 
 def links() -> tuple[list[Finding], Table | None]:
@@ -59,11 +59,11 @@ def links() -> tuple[list[Finding], Table | None]:
 def _links(nvml: Any) -> tuple[list[Finding], Table | None]:
     driver = nvml.nvmlSystemGetDriverVersion()
     gpus = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    found = [Finding(name="driver", what=f"{driver}, {len(gpus)} GPUs"), *_unseen(len(gpus))]
+    checks = [Finding(name="driver", what=f"{driver}, {len(gpus)} GPUs"), *_unseen(len(gpus))]
     if len(gpus) < 2:
-        return [*found, Finding(name="links", what="fewer than two GPUs")], None
+        return [*checks, Finding(name="links", what="fewer than two GPUs")], None
     rows = [[_link(nvml, a, b) for b in gpus] for a in gpus]
-    return found, _matrix(rows)
+    return checks, _matrix(rows)
 
 
 def _unseen(count: int) -> list[Finding]:

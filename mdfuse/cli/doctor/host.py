@@ -39,10 +39,10 @@ def processor() -> Finding:
 def shared_memory(folder: Path) -> Finding:
     """Return how much is free of the memory that ranks of one host share."""
     try:
-        found = os.statvfs(folder)
+        stats = os.statvfs(folder)
     except OSError as error:
         return Finding(name="shared memory", what=f"none: {error}", remedy=_LARGER)
-    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    free, total = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
     what = f"{size_text(free)} of {size_text(total)} free in {folder}"
     if not os.access(folder, os.W_OK):
         return Finding(name="shared memory", what=f"{folder} cannot be written", remedy=_LARGER)
@@ -53,9 +53,9 @@ def shared_memory(folder: Path) -> Finding:
 def network(environment: Mapping[str, str]) -> list[Finding]:
     """Return findings on loopback, ports, interfaces, and the address of rank 0 where given."""
     names = ", ".join(name for _, name in socket.if_nameindex()) or "none"
-    found = [loopback(), Finding(name="interfaces", what=names), host_name(socket.gethostname())]
+    checks = [loopback(), Finding(name="interfaces", what=names), host_name(socket.gethostname())]
     chosen = environment.get("GLOO_SOCKET_IFNAME", "")
-    return [*found, *_chosen_interfaces(chosen), *_rank_0(environment)]
+    return [*checks, *_chosen_interfaces(chosen), *_rank_0(environment)]
 
 
 def loopback() -> Finding:

@@ -99,10 +99,10 @@ def ucc() -> Finding:
 
 def mpirun() -> Finding:
     """Find MPI's launcher, beside this Python or on the path."""
-    found = shutil.which("mpirun", path=sys.prefix + "/bin") or shutil.which("mpirun")
-    if found is None:
+    path = shutil.which("mpirun", path=sys.prefix + "/bin") or shutil.which("mpirun")
+    if path is None:
         return Finding(name="mpirun", what="not found", remedy="pip install mdfuse[mpi]")
-    return Finding(name="mpirun", what=found)
+    return Finding(name="mpirun", what=path)
 
 
 def probe(name: str, code: str, remedy: str, environment: Mapping[str, str]) -> Finding:

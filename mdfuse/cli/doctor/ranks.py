@@ -21,12 +21,12 @@ from mdfuse.runtime.null_world import NULL
 #: Deadline of a communication of the check, seconds, where MDFUSE_TIMEOUT_S is not set.
 _TIMEOUT_S = 60.0
 
-#: The backend by which ranks compare what they have: it works everywhere.
+#: The backend by which ranks compare their libraries: it works everywhere.
 _MEETING = "gloo"
 
 
 def run(is_collective: bool) -> None:
-    """Print what this machine has, and with `is_collective` let all ranks communicate.
+    """Print the findings on this machine, and with `is_collective` let all ranks communicate.
 
     Raises:
         SystemExit: status 1 where something keeps programs from running.
@@ -52,7 +52,7 @@ def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SI
         sizes: bytes per communication.
 
     Returns:
-        what is wrong, the same lines on all ranks.
+        The problems, the same lines on all ranks.
 
     Raises:
         BackendError: the ranks do not find each other.
@@ -68,8 +68,8 @@ def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SI
         return problems
     measured: list[Measured] = []
     for name in usable:
-        found, wrong = _measure(options, name, sizes)
-        measured += found
+        times, wrong = _measure(options, name, sizes)
+        measured += times
         problems += wrong
     console.print(collective.table(measured))
     return problems
@@ -107,7 +107,7 @@ def _measure(options: Options, name: str, sizes: Sequence[int]) -> tuple[list[Me
     comm = init(options, backend=name)
     try:
         with screen.progress(f"measuring {name}"):
-            found = collective.measure(comm, sizes)
-        return found, collective.wrong_values(comm, found)
+            times = collective.measure(comm, sizes)
+        return times, collective.wrong_values(comm, times)
     finally:
         comm.close()

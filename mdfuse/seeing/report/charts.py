@@ -10,11 +10,11 @@ from mdfuse.seeing.events import Event, lane_place, lanes
 from mdfuse.seeing.memory import Life, Memory
 from mdfuse.seeing.report.numbers import size_text, time_text
 
-#: Pixels: width of what is drawn, of the names on its left, and height of a lane.
+#: Pixels: width of the drawing, of the names on its left, and height of a lane.
 _WIDTH, _NAMES, _LANE = 1000.0, 96.0, 20.0
 #: Events narrower than this many pixels, with nothing between them, are drawn as one.
 _NARROW = 0.6
-#: How many points a curve of memory has, and how many buffers it tells apart.
+#: The number of points of a curve of memory, and of buffers that it tells apart.
 _POINTS, _LAYERS = 400, 9
 _HEIGHT = 180.0
 #: Pixels of a letter.
@@ -44,18 +44,18 @@ def lanes_chart(events: Sequence[Event], names: dict[int, str]) -> str:
 
     Args:
         events: of any ranks.
-        names: rank -> what it is called.
+        names: rank -> its title.
     """
     start = min((e.start_ns for e in events), default=0)
     span = max((e.stop_ns for e in events), default=0) - start or 1
     rows = sorted(lanes(events).items(), key=lambda row: (row[0][0], lane_place(row[0][1])))
     body, y, last = [], 6.0, None
-    for (rank, lane), found in rows:
+    for (rank, lane), lane_events in rows:
         if rank != last:
             body.append(_text(0, y + 13, names.get(rank, f"rank {rank}"), "mf-head"))
             y, last = y + _LANE, rank
         body.append(_text(8, y + 13, lane))
-        body += [_bar(row, start, span, y) for row in _folded(found, span)]
+        body += [_bar(row, start, span, y) for row in _folded(lane_events, span)]
         y += _LANE
     marks = [_mark(n / 4, span, y) for n in range(5)]
     size = f'viewBox="0 0 {_NAMES + _WIDTH + 60:.0f} {y + 20:.0f}"'
@@ -65,15 +65,15 @@ def lanes_chart(events: Sequence[Event], names: dict[int, str]) -> str:
 
 def _folded(row: Sequence[Event], span: int) -> list[list[Event]]:
     """Return events one by one, but narrow ones that touch together."""
-    found: list[list[Event]] = []
+    bars: list[list[Event]] = []
     least = span * _NARROW / _WIDTH
     for e in row:
         is_narrow = e.stop_ns - e.start_ns < least
-        if is_narrow and found and e.stop_ns - found[-1][0].start_ns < least:
-            found[-1].append(e)
+        if is_narrow and bars and e.stop_ns - bars[-1][0].start_ns < least:
+            bars[-1].append(e)
         elif e.stop_ns > e.start_ns:
-            found.append([e])
-    return found
+            bars.append([e])
+    return bars
 
 
 def _bar(row: Sequence[Event], start: int, span: int, y: float) -> str:
@@ -89,8 +89,8 @@ def _bar(row: Sequence[Event], start: int, span: int, y: float) -> str:
 
 
 def _title(e: Event, took: str) -> str:
-    more = [took, e.source, size_text(e.nbytes) if e.nbytes else "", e.detail]
-    return ", ".join([e.name, *filter(None, more)])
+    details = [took, e.source, size_text(e.nbytes) if e.nbytes else "", e.detail]
+    return ", ".join([e.name, *filter(None, details)])
 
 
 def _mark(share: float, span: int, y: float) -> str:
@@ -100,18 +100,18 @@ def _mark(share: float, span: int, y: float) -> str:
 
 
 def memory_chart(memory: Memory) -> str:
-    """Return what a rank holds over the instructions of its program, its largest buffers apart."""
+    """Return a chart of a rank's memory over its instructions, its largest buffers apart."""
     points = _sampled(memory)
     inputs = [x for x in memory.lives if x.is_input]
-    made = [x for x in memory.lives if not x.is_input]
-    big = sorted(made, key=lambda x: -x.nbytes * (x.last - x.first + 1))[:_LAYERS]
+    buffers = [x for x in memory.lives if not x.is_input]
+    big = sorted(buffers, key=lambda x: -x.nbytes * (x.last - x.first + 1))[:_LAYERS]
     layers: list[tuple[str, list[Life] | None]] = [("inputs", inputs)]
     layers += [(f"%{x.name}", [x]) for x in sorted(big, key=lambda x: x.first)]
     below, body, shown = [0] * len(points), list[str](), list[tuple[str, str]]()
     top = max(memory.peak, 1)
     for n, (name, lives) in enumerate([*layers, ("all others", None)]):
-        rest = [memory.bytes[p] - b for p, b in zip(points, below, strict=True)]
-        sizes = _sizes(lives, points) if lives is not None else rest
+        others = [memory.bytes[p] - b for p, b in zip(points, below, strict=True)]
+        sizes = _sizes(lives, points) if lives is not None else others
         above = [b + size for b, size in zip(below, sizes, strict=True)]
         if any(sizes):
             hue = 210 if name == "inputs" else 0 if name == "all others" else 40 + 36 * n
@@ -134,25 +134,25 @@ def memory_chart(memory: Memory) -> str:
 
 def _legend(shown: Sequence[tuple[str, str]], y: float) -> tuple[list[str], float]:
     """Return names beside their colours, in as many rows as they need, and the lower edge."""
-    found, x = list[str](), _NAMES
+    items, x = list[str](), _NAMES
     for name, colour in shown:
         width = 34 + _LETTER * len(name)
         if x > _NAMES and x + width > _NAMES + _WIDTH:
             x, y = _NAMES, y + 18
         box = f'<rect x="{x:.0f}" y="{y:.0f}" width="10" height="10" fill="{colour}"/>'
-        found += [box, _text(x + 15, y + 9, name)]
+        items += [box, _text(x + 15, y + 9, name)]
         x += width
-    return found, y + 18
+    return items, y + 18
 
 
 def _sampled(memory: Memory) -> list[int]:
-    """Return for which points of time sizes are drawn: the highest one of each stretch."""
+    """Return the points of time that are drawn: the highest one of each stretch."""
     held = memory.bytes
     if len(held) <= _POINTS:
         return [*range(len(held))]
     edges = [n * len(held) // _POINTS for n in range(_POINTS + 1)]
-    found = {max(range(a, b), key=held.__getitem__) for a, b in pairwise(edges)}
-    return sorted(found | {0, len(held) - 1})
+    points = {max(range(a, b), key=held.__getitem__) for a, b in pairwise(edges)}
+    return sorted(points | {0, len(held) - 1})
 
 
 def _sizes(lives: Sequence[Life], points: Sequence[int]) -> list[int]:

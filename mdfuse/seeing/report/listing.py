@@ -35,7 +35,7 @@ class Row:
 
 def rows(program: HostProgram) -> list[Row]:
     """Return the lines of a program; a post and the first wait for it lead to each other."""
-    found: list[Row] = []
+    lines: list[Row] = []
     posts: dict[str, int] = {}
     waits: dict[int, int] = {}
     texts = [_parted(line) for line in str(program).splitlines()]
@@ -53,8 +53,8 @@ def rows(program: HostProgram) -> list[Row]:
         else:
             kind = "post" if _POST.match(text) else "wait" if _WAIT.match(text) else ""
             row = Row(text=text, source=source, kind=kind)
-        found.append(row)
-    return found
+        lines.append(row)
+    return lines
 
 
 def _parted(line: str) -> tuple[str, str]:

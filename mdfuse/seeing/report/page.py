@@ -32,7 +32,7 @@ from mdfuse.seeing.timeline import Timeline, on_ranks
 
 #: More pictures, and ranks of other classes, are left out.
 _PICTURES, _RANKS = 48, 4
-#: How many values of a layout are named.
+#: The number of values of a layout that are named.
 _NAMES = 6
 
 
@@ -42,13 +42,13 @@ Lies = tuple[tuple[int, ...], Layout]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What a report is about.
+    """The subject of a report.
 
     Attributes:
         host: the host program for all ranks, with numbers for extents.
         definition: the text of the definition, with layouts.
         segments: the texts of its segments.
-        explained: what `program.explain()` says.
+        explained: the text of `program.explain()`.
         values: name -> shape and layout of each value of the fusion.
         costs: predicts times.
         measured: the events of a run; none where nothing ran.
@@ -73,11 +73,11 @@ class Traffic:
         kind: of the communication, with its reduce op.
         where: the axes.
         change: the layouts.
-        shape: of what is sent.
+        shape: of the sent tensor.
         count: how often in a run.
         nbytes: that arrive at a rank each time, at most.
         total: that arrive in a run at the rank that gets most of these.
-        least: what must arrive there at least; None where that is not known.
+        least: the bytes that must arrive there at least; None where they are not known.
     """
 
     kind: str
@@ -91,7 +91,7 @@ class Traffic:
 
     @property
     def ratio(self) -> str:
-        """How many times the bound arrives."""
+        """The bytes that arrive, as a multiple of the bound."""
         if self.least is None:
             return "–"
         return (
@@ -105,7 +105,7 @@ def html(subject: Subject) -> str:
 
     host = subject.host
     classes = rank_classes(host)
-    found = on_ranks(host, subject.costs, classes)
+    timeline = on_ranks(host, subject.costs, classes)
     shown = classes.firsts[:_RANKS]
     names = {m[0]: _named(m) for m in classes.members}
     memories = [memory_of(project(host, r)) for r in shown]
@@ -120,7 +120,7 @@ def html(subject: Subject) -> str:
         host=host,
         version=VERSION,
         meshes=[str(m) for m in host.meshes],
-        facts=_facts(subject, classes, traffic, memories, found),
+        facts=_facts(subject, classes, traffic, memories, timeline),
         counted=counted,
         pictures=[(text, Picture(x, shape).svg()) for text, shape, x in drawn[:_PICTURES]],
         pictures_more=max(0, len(drawn) - _PICTURES),
@@ -128,10 +128,10 @@ def html(subject: Subject) -> str:
         lines_more=max(0, len(lines) - listing.MOST),
         traffic=traffic,
         memories=[(names[m.rank], m, memory_chart(m)) for m in memories],
-        simulated=_lanes(found, shown, names),
+        simulated=_lanes(timeline, shown, names),
         measured=lanes_chart(subject.measured, {}) if subject.measured else "",
         more_classes=len(classes.firsts) - len(shown),
-        schedules=_schedules(subject, found),
+        schedules=_schedules(subject, timeline),
         groups=rank_groups(host, subject.schedule, classes) if subject.schedule else (),
     )
 
@@ -149,7 +149,7 @@ def _facts(
     memories: Sequence[Memory],
     found: Timeline,
 ) -> list[tuple[str, str]]:
-    """Return what is to be seen first: how much, and of what."""
+    """Return the headline figures of a program."""
     host, segments = subject.host, counted(len(subject.segments), "segment")
     counts = (
         counted(sum(map(len, classes.members)), "rank"),
@@ -171,7 +171,7 @@ def _lanes(found: Timeline, shown: Sequence[int], names: dict[int, str]) -> str:
 
 
 def _schedules(subject: Subject, found: Timeline) -> list[tuple[str, str]]:
-    """Return pictures of a schedule, with what each shows: by units, predicted, and measured."""
+    """Return pictures of a schedule with their titles: by units, predicted, and measured."""
     if subject.schedule is None:
         return []
     shown = [("forwards, and each half of a backward, take 1", subject.schedule.timed())]
@@ -182,17 +182,17 @@ def _schedules(subject: Subject, found: Timeline) -> list[tuple[str, str]]:
 
 
 def _named(members: Sequence[int]) -> str:
-    more = len(members) - 1
-    return f"rank {members[0]}" + (f" (and {more} alike)" if more else "")
+    others = len(members) - 1
+    return f"rank {members[0]}" + (f" (and {others} alike)" if others else "")
 
 
 def values_of(fusion: Fusion) -> dict[str, Lies]:
     """Return name -> shape and layout of each tensor of a fusion that has one."""
-    found = {}
+    values = {}
     for name, value in fusion.values.items():
         if value.layout is not None:
-            found[name] = value.shape, value.layout.with_stream(value.stream)
-    return found
+            values[name] = value.shape, value.layout.with_stream(value.stream)
+    return values
 
 
 def by_layout(values: Mapping[str, Lies]) -> list[tuple[str, tuple[int, ...], Layout]]:
@@ -201,12 +201,12 @@ def by_layout(values: Mapping[str, Lies]) -> list[tuple[str, tuple[int, ...], La
     for name, key in values.items():
         alike.setdefault(key, []).append(name)
     rows = sorted(alike.items(), key=lambda row: -len(row[1]))
-    found = []
+    pictures = []
     for (shape, layout), names in rows:
         text = ", ".join(f"%{n}" for n in names[:_NAMES])
-        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-        found.append((text + more, shape, layout))
-    return found
+        others = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+        pictures.append((text + others, shape, layout))
+    return pictures
 
 
 def communications(host: HostProgram, classes: Classes) -> list[Traffic]:
