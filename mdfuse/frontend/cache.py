@@ -99,11 +99,11 @@ class Node:
 
     def path(self) -> list[Node]:
         """The nodes from the first operation to this."""
-        found, node = [], self
+        nodes, node = [], self
         while node.parent is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        return nodes[::-1]
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ class Leaf:
 
     def add(self, made: NamedDefinition) -> NamedDefinition:
         """Keep a definition, and return it, or the equal one that another thread kept meanwhile."""
-        found = self.find(made.wording)
-        if found is not None:
-            return found
+        existing = self.find(made.wording)
+        if existing is not None:
+            return existing
         self.named = [made, *self.named[: _WORDINGS - 1]]
         return made
 
@@ -243,11 +243,11 @@ class FusionCache:
         """Return the node of the trie that has the same calls as a node outside of it."""
         at = self.root
         for step in node.path():
-            found = at.children.get(step.key)
-            if found is None:
-                found = Node(at, step.key, step.call, step.site, step.fact, step.id, step.symbols)
-                at.children[step.key] = found
-            at = found
+            child = at.children.get(step.key)
+            if child is None:
+                child = Node(at, step.key, step.call, step.site, step.fact, step.id, step.symbols)
+                at.children[step.key] = child
+            at = child
         return at
 
     def _evict(self) -> None:
@@ -296,12 +296,12 @@ def _count(n: int, one: str, more: str | None = None) -> str:
 
 def _described(leaf: Leaf) -> str:
     operations = _count(sum(n.call.method == "op" for n in leaf.node.path() if n.call), "operation")
-    found = f"found {_count(leaf.hits, 'time')}"
+    hits = f"found {_count(leaf.hits, 'time')}"
     if not leaf.named:
-        return f"  {operations}, {found}, not lowered"
+        return f"  {operations}, {hits}, not lowered"
     fusion = leaf.named[0].fusion
     inputs = (f"{n} {fusion.values[n].type_text()}" for n in fusion.inputs)
-    return "  " + ", ".join((f"@{fusion.name}: {operations}", *inputs, found))
+    return "  " + ", ".join((f"@{fusion.name}: {operations}", *inputs, hits))
 
 
 def program_of(

@@ -147,9 +147,9 @@ class FusionDefinition:
             )
         leaf = self._leaf or Leaf(self._at)
         wording = self._wording()
-        found = leaf.find(wording)
-        if found is not None:
-            return found
+        existing = leaf.find(wording)
+        if existing is not None:
+            return existing
         recorder = self._recorded()
         assumed = self.assumed.copy()
         for guard in recorder.assumed.guards:

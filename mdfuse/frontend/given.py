@@ -69,13 +69,13 @@ def check_definition(call: str, value: Any) -> None:
 
 def names(call: str, name: str, value: Any) -> tuple[str, ...]:
     """Return names; one that stands alone, too, and of None none."""
-    found = (value,) if isinstance(value, str) else () if value is None else value
-    if not isinstance(found, list | tuple | set | frozenset) or not all(
-        isinstance(x, str) for x in found
+    listed = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(listed, list | tuple | set | frozenset) or not all(
+        isinstance(x, str) for x in listed
     ):
         because, hint = "it is a name, or several", f'{name}=["first", "second"]'
         raise refused(call, name, value, because=because, hint=hint)
-    return tuple(found)
+    return tuple(listed)
 
 
 def flag(call: str, name: str, value: Any, kind: type[MdfuseError] = ProgramError) -> bool:
@@ -90,8 +90,8 @@ def function(call: str, name: str, value: Any, hint: str) -> Callable[..., Any]:
     """Return what can be called."""
     if not callable(value):
         raise refused(call, name, value, because="it is a function", hint=hint)
-    found: Callable[..., Any] = value
-    return found
+    callee: Callable[..., Any] = value
+    return callee
 
 
 def rank_of(call: str, value: Any) -> int:

@@ -61,8 +61,8 @@ def _path(recorder: Recorder, of: Sequence[str], wrt: Sequence[str]) -> set[str]
     for expr in recorder.exprs:
         if expr.op in NO_GRADIENT or after.isdisjoint(expr.reads):
             continue
-        made = [values[name] for name in expr.outputs]
-        after.update(x.name for x in made if x.is_tensor and _is_differentiable(x))
+        outputs = [values[name] for name in expr.outputs]
+        after.update(x.name for x in outputs if x.is_tensor and _is_differentiable(x))
     before = {*of} & after
     for expr in reversed(recorder.exprs):
         if not before.isdisjoint(expr.outputs):
@@ -138,13 +138,13 @@ class _Scribe:
         self, op: str, operands: Sequence[Any], attrs: Mapping[str, Any] | None = None
     ) -> Any:
         ids = [ValueId(x.id) if isinstance(x, Handle) else x for x in operands]
-        found = self.recorder.op(self.line, op, ids, attrs or {})
+        recorded = self.recorder.op(self.line, op, ids, attrs or {})
         names = self.recorder.names
-        facts = (found,) if isinstance(found, Fact) else found
+        facts = (recorded,) if isinstance(recorded, Fact) else recorded
         first = len(names) - len(facts)
         self.ids.update({names[at]: at for at in range(first, len(names))})
-        made = [Handle(self, first + n, fact) for n, fact in enumerate(facts)]  # type: ignore[arg-type]
-        return made[0] if isinstance(found, Fact) else tuple(made)
+        handles = [Handle(self, first + n, fact) for n, fact in enumerate(facts)]  # type: ignore[arg-type]
+        return handles[0] if isinstance(recorded, Fact) else tuple(handles)
 
     #: of an op with several results, which come as a tuple
     record_several = record
@@ -252,8 +252,8 @@ class _Backward:
             return
         self.scribe.line = Derived(_backward(expr.source))
         cts = [self._total(x) if x in self.parts else None for x in expr.outputs]
-        found = RULES[expr.op](applied, cts[0] if len(cts) == 1 else cts)
-        for x, part in zip(expr.inputs, found, strict=True):
+        cotangents = RULES[expr.op](applied, cts[0] if len(cts) == 1 else cts)
+        for x, part in zip(expr.inputs, cotangents, strict=True):
             if part is not None and isinstance(x, str) and x in self.path:
                 if not isinstance(part, Window):  # that has shape and dtype of the operand
                     part = self._fitted(part, self.recorder.values[x])
@@ -272,13 +272,15 @@ class _Backward:
         """Return what comes back to an operand in its shape and dtype: summed where it repeats."""
         skip = part.ndim - len(x.shape)
         new = tuple(range(skip))
-        kept = tuple(
+        repeated = tuple(
             d for d, n in enumerate(part.shape) if d >= skip and _grows(x.shape[d - skip], n)
         )
-        if new or kept:
-            is_mixed = bool(new) and bool(kept)
+        if new or repeated:
+            is_mixed = bool(new) and bool(repeated)
             part = self.scribe.record(
-                "sum", (part,), {"dims": (*new, *kept), "keepdim": bool(kept), "dtype": None}
+                "sum",
+                (part,),
+                {"dims": (*new, *repeated), "keepdim": bool(repeated), "dtype": None},
             )
             part = self.scribe.record("squeeze", (part,), {"dims": new}) if is_mixed else part
         if part.dtype.is_complex and not x.dtype.is_complex:
@@ -323,9 +325,11 @@ class _Backward:
         operands = [
             self.scribe.handle(inside.get(x, x)) if isinstance(x, str) else x for x in expr.inputs
         ]
-        made = self.scribe.record(expr.op, operands, expr.kwargs)
+        recomputed = self.scribe.record(expr.op, operands, expr.kwargs)
         values = self.recorder.values
-        for name, new in zip(expr.outputs, [made] if len(expr.outputs) == 1 else made, strict=True):
+        for name, new in zip(
+            expr.outputs, [recomputed] if len(expr.outputs) == 1 else recomputed, strict=True
+        ):
             old = values[name]
             law = {"layout": old.layout, "is_law": old.is_law, "like": old.like}
             values[new.name] = replace(values[new.name], **law)  # type: ignore[arg-type]
@@ -354,25 +358,25 @@ class _Backward:
             wanted.setdefault(x, name or f"{x}.grad")
         totals = {x: self._total(x) for x in wanted if x in self.parts}
         shared = Counter(total.id for total in totals.values())
-        found: dict[str, Handle] = {}
+        gradients: dict[str, Handle] = {}
         renamed: dict[int, str] = {}
         for x, name in wanted.items():
             self.scribe.line = Derived(self.site.source, name)
             if x not in totals:
                 zeros = {"dtype": self.recorder.values[x].dtype}
-                found[x] = self.scribe.record("full_like", (self.scribe.handle(x), 0), zeros)
+                gradients[x] = self.scribe.record("full_like", (self.scribe.handle(x), 0), zeros)
             elif shared[totals[x].id] == 1 and self._is_free(totals[x], x):
-                found[x] = totals[x]
-                renamed[found[x].id] = name
+                gradients[x] = totals[x]
+                renamed[gradients[x].id] = name
             else:
-                found[x] = self.scribe.record("set", (totals[x],))
+                gradients[x] = self.scribe.record("set", (totals[x],))
             if self.recorder.is_placed(x):
-                self._place(found[x], Like(x))
+                self._place(gradients[x], Like(x))
         self.recorder.rename(renamed)
         lacks = [x for x in wanted if x not in totals]
         leading = _leading(self.recorder, [*self.of]) if lacks else {*wanted}
-        facts = {x: replace(y.fact, is_missing=x not in leading) for x, y in found.items()}
-        return tuple((found[x].id, facts[x]) for x in self.wrt)
+        facts = {x: replace(y.fact, is_missing=x not in leading) for x, y in gradients.items()}
+        return tuple((gradients[x].id, facts[x]) for x in self.wrt)
 
     def _is_free(self, total: Handle, of: str) -> bool:
         """Whether a value was made here, and nobody reads it or has placed it otherwise."""

@@ -92,8 +92,8 @@ def hint_for(name: str) -> str:
     """Return what to write instead of something of torch that has this name."""
     if name in REASONS:
         return REASONS[name][1]
-    found = REPLACEMENTS.get(name)
-    return f"for example {found}" if found else "docs/operations.md lists what there is"
+    replacement = REPLACEMENTS.get(name)
+    return f"for example {replacement}" if replacement else "docs/operations.md lists what there is"
 
 
 def reason_for(name: str) -> str:

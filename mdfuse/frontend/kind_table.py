@@ -78,10 +78,10 @@ def _is_several(x: Any) -> bool:
 
 def all_of(one: Callable[[Any], Any], items: Iterable[Any]) -> Any:
     """Take each item by `one`; a list or tuple whose items all stay is returned itself."""
-    found = tuple(map(one, items))
-    if type(items) in (list, tuple) and all(map(operator.is_, found, items)):
+    taken = tuple(map(one, items))
+    if type(items) in (list, tuple) and all(map(operator.is_, taken, items)):
         return items
-    return REFUSED if any(x is REFUSED for x in found) else found
+    return REFUSED if any(x is REFUSED for x in taken) else taken
 
 
 # -- values --------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def _tensors(x: Any) -> Any:
 
 def _or(*takes: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def take(x: Any) -> Any:
-        found = (t(x) for t in takes)
-        return next((y for y in found if y is not REFUSED), REFUSED)
+        attempts = (t(x) for t in takes)
+        return next((y for y in attempts if y is not REFUSED), REFUSED)
 
     return take
 

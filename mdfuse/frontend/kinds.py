@@ -95,16 +95,16 @@ def learn(
     if len(args) > _MOST:
         return
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    found: dict[Any, Kind] = {}
+    by_argument: dict[Any, Kind] = {}
     for name, at in signature.bind(*range(len(args)), **{k: k for k in kwargs}).arguments.items():
-        found |= dict.fromkeys(at if isinstance(at, tuple) else (at,), kinds[name])
+        by_argument |= dict.fromkeys(at if isinstance(at, tuple) else (at,), kinds[name])
     lists = [n for n, x in given.items() if type(x) in (list, tuple)]
-    if not all(n in lists or type(x) in found[n].usual for n, x in given.items()):
+    if not all(n in lists or type(x) in by_argument[n].usual for n, x in given.items()):
         return
     for n, x in given.items():
         step = known.setdefault(n, {}) if isinstance(n, str) else known
         known = step.setdefault(type(x), {})
-    known[None] = tuple((n, found[n].take) for n in lists)
+    known[None] = tuple((n, by_argument[n].take) for n in lists)
 
 
 def taken(
@@ -130,10 +130,10 @@ def taken(
     for key, x in bound.arguments.items():
         is_more = signature.parameters[key].kind is inspect.Parameter.VAR_POSITIONAL
         kind = kinds[key]
-        found = all_of(kind.take, x) if is_more else kind.take(x)
-        if found is REFUSED:
+        accepted = all_of(kind.take, x) if is_more else kind.take(x)
+        if accepted is REFUSED:
             raise refused(name, key, x, kind)
-        bound.arguments[key] = found
+        bound.arguments[key] = accepted
     return bound
 
 

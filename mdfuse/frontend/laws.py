@@ -46,17 +46,17 @@ def layout(
     if not isinstance(mesh, Layout):
         mesh = Layout(mesh, dict(placements or ()), dict(order), stream)
     try:
-        found = mesh.normalized(len(shape))
-        for dim, blocks in found.blocked.items():
+        normalized = mesh.normalized(len(shape))
+        for dim, blocks in normalized.blocked.items():
             segments(blocks, shape[dim])  # refuses those of another extent
-        for placement in found.placements:
+        for placement in normalized.placements:
             if isinstance(placement, Partial):
                 check_reduce_op(placement.op, dtype)
     except (LayoutError, CommunicationError) as error:
         raise LayoutError(
             f"%{name}: {error.what}", where=site.where, because=error.because, hint=error.hint
         ) from error
-    return found
+    return normalized
 
 
 def check_unplaced(value: Value, law: str, site: Site, first: Source | None) -> None:

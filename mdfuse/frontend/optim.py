@@ -144,16 +144,16 @@ def _numbers_of(
     """
     given = step, lr, *betas, weight_decay
     numbers = ((type(x), x.id if isinstance(x, Handle) else x) for x in given)
-    made, key = step.definition.shared, ("adamw", dtype, *numbers)
-    if key not in made:
+    cached, key = step.definition.shared, ("adamw", dtype, *numbers)
+    if key not in cached:
         count, rate, *means, decay = (
             as_dtype(x, torch.float64) if isinstance(x, Handle) and x.is_tensor else x
             for x in given
         )
         first, second = (1.0 - ROWS["pow"](beta, count) for beta in means)
-        found = rate / first, ROWS["sqrt"](second), 1.0 - rate * decay
-        made[key] = tuple(as_dtype(x, dtype) if isinstance(x, Handle) else x for x in found)
-    return made[key]
+        factors = rate / first, ROWS["sqrt"](second), 1.0 - rate * decay
+        cached[key] = tuple(as_dtype(x, dtype) if isinstance(x, Handle) else x for x in factors)
+    return cached[key]
 
 
 def clip_by_global_norm(

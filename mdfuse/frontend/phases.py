@@ -46,8 +46,8 @@ class Phases:
     def forward(self) -> Fusion:
         """Return the fusion of the outputs, and behind them what is saved of it."""
         inputs = tuple(x for x in self.joint.inputs if x not in self.seeds)
-        made = (x for x in self.saved if x not in (*inputs, *self.outputs))
-        outputs = (*self.outputs, *made)
+        extra = (x for x in self.saved if x not in (*inputs, *self.outputs))
+        outputs = (*self.outputs, *extra)
         exprs = _leading_to(self.joint, outputs, lambda _: True)
         return _part(f"{self.joint.name}_forward", self.joint, exprs, inputs, outputs, {})
 
@@ -104,8 +104,8 @@ def phases(definition: FusionDefinition, wrt: Sequence[int], seeded: Sequence[in
         of[ids[y.name]] = len(recorder.names) - 1
         laws[recorder.names[-1]] = dual(placed.layout(y.name))
     wanted = [ids[recorded.inputs[n]] for n in wrt]
-    made = gradients.append(recorder, site, of, wanted)
-    existing = {at: n for at, (n, fact) in zip(wrt, made, strict=True) if not fact.is_missing}
+    appended = gradients.append(recorder, site, of, wanted)
+    existing = {at: n for at, (n, fact) in zip(wrt, appended, strict=True) if not fact.is_missing}
     names = [recorder.names[n] for n in existing.values()]
     joint = recorder.fusion()
     lawful = {x: replace(joint.values[x], layout=law, is_law=True) for x, law in laws.items()}
@@ -174,12 +174,12 @@ def _leading_to(
     joint: Fusion, names: Iterable[str], follows: Callable[[str], bool]
 ) -> tuple[Expr, ...]:
     """Return the expressions that values are computed by, from those that are not followed."""
-    needed, found = {x for x in names if follows(x)}, []
+    needed, exprs = {x for x in names if follows(x)}, []
     for expr in reversed(joint.exprs):
         if not needed.isdisjoint(expr.outputs):
-            found.append(expr)
+            exprs.append(expr)
             needed.update(x for x in expr.reads if follows(x))
-    return tuple(reversed(found))
+    return tuple(reversed(exprs))
 
 
 def _part(

@@ -109,12 +109,12 @@ class Recorder:
             )
         dims = tuple(range(len(extents)))
         if order is not None:
-            found = dims_of(order, len(dims))
-            if found is None:
+            permutation = dims_of(order, len(dims))
+            if permutation is None:
                 raise no_permutation(
                     order, len(dims), f"a tensor of {counted(len(dims), 'dim')}", site.where
                 )
-            dims = found
+            dims = permutation
         name = self._fresh.fresh(self.values, self._symbols.unused(site.name or "in"))
         if any(type(n) is int and n == -1 for n in extents):
             extents = self._symbols.made(name, extents)
@@ -155,13 +155,13 @@ class Recorder:
         names = [x for x in inputs if isinstance(x, str)]
         if not any(self.values[n].is_tensor for n in names) and not TABLE[op].is_creation:
             return self._scalar_op(site, op, inputs, attrs)
-        found = self._inferred(op, inputs, attrs, site.source)
+        results = self._inferred(op, inputs, attrs, site.source)
         for name in names:
             self._used.setdefault(name, site.source)
         settings = settings_of(self._symbols.current(attrs))
-        if len(found) == 1:
-            return self._expr(site, op, inputs, settings, (site.name,), found)[0]
-        return self._expr(site, op, inputs, settings, site.names(len(found)), found)
+        if len(results) == 1:
+            return self._expr(site, op, inputs, settings, (site.name,), results)[0]
+        return self._expr(site, op, inputs, settings, site.names(len(results)), results)
 
     def grad(self, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> gradients.Made:
         """Record the expressions of a gradient; see `mdfuse.grad`."""
@@ -285,8 +285,8 @@ class Recorder:
         overwritten = {*self._reuse, *self._reuse.values()}
         if reuse is not None:
             overwritten |= {of, reuse}
-        kept = [i for i in (of, reuse) if i in self._inputs and i in (of, *self._outputs)]
-        wrong = [self.names[i] for i in kept if i in overwritten]
+        returned = [i for i in (of, reuse) if i in self._inputs and i in (of, *self._outputs)]
+        wrong = [self.names[i] for i in returned if i in overwritten]
         if wrong:
             raise DefinitionError(
                 f"%{wrong[0]} is an input and an output, and reuse= is said of it",
@@ -310,12 +310,12 @@ class Recorder:
             try:
                 return inferred(row, inputs, attrs, self.values, source)
             except DefinitionError:
-                made = ("",) * row.results
-                expr = Expr(op=op, inputs=inputs, outputs=made, attrs=settings_of(attrs))
-                found = symbols.unified(self.values, self._exprs, expr)
-                if found is None:
+                outputs = ("",) * row.results
+                expr = Expr(op=op, inputs=inputs, outputs=outputs, attrs=settings_of(attrs))
+                unified = symbols.unified(self.values, self._exprs, expr)
+                if unified is None:
                     raise
-            self.values, self._exprs = found
+            self.values, self._exprs = unified
             inputs, attrs = symbols.current((inputs, attrs))
             return inferred(row, inputs, attrs, self.values, source)
 
@@ -334,10 +334,10 @@ class Recorder:
             self._made_by[len(self.names)] = number
             outputs.append(self._fresh.fresh(self.values, name or "t"))
             facts.append(self._add(outputs[-1], site.source, **fields))
-        made = Expr(
+        expr = Expr(
             op=op, inputs=inputs, outputs=tuple(outputs), attrs=settings, source=site.source
         )
-        self._exprs.append(made)
+        self._exprs.append(expr)
         return tuple(facts)
 
     def _scalar_op(
@@ -401,9 +401,9 @@ class Recorder:
         for i in names:
             old = self.names[i]
             self.names[i] = new[old]
-            made = self._exprs[self._made_by[i]]
-            outputs = tuple(new[x] if x == old else x for x in made.outputs)
-            self._exprs[self._made_by[i]] = replace(made, outputs=outputs)
+            expr = self._exprs[self._made_by[i]]
+            outputs = tuple(new[x] if x == old else x for x in expr.outputs)
+            self._exprs[self._made_by[i]] = replace(expr, outputs=outputs)
         if new:
             self.values = {
                 new.get(n, n): replace(v, name=new[n]) if n in new else v
@@ -427,8 +427,8 @@ class Recorder:
             }
         if of in self._made_by:
             n = self._made_by[of]
-            made = tuple(new if name == old else name for name in self._exprs[n].outputs)
-            self._exprs[n] = replace(self._exprs[n], outputs=made)
+            outputs = tuple(new if name == old else name for name in self._exprs[n].outputs)
+            self._exprs[n] = replace(self._exprs[n], outputs=outputs)
         self._stated[new] = self._stated.pop(old)
         self.values, self._exprs = self._symbols.rename(old, new, self.values, self._exprs)
 
@@ -490,8 +490,8 @@ def replay(
     name: str, decided: Assumptions, calls: Sequence[Recorded | None], sites: Sequence[Site]
 ) -> Recorder:
     """Return a recorder of calls, each from its line."""
-    made = Recorder(name, decided)
+    recorder = Recorder(name, decided)
     for call, site in zip(calls, sites, strict=True):
         assert call is not None
-        made.call(call, site)
-    return made
+        recorder.call(call, site)
+    return recorder

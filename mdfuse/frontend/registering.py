@@ -161,11 +161,11 @@ def _check_example(op: Op, call: Callable[..., Any], example: Sequence[Any]) -> 
     for label in filter(labels.may_split, everything):
         cut = [_halves(x, w, label) for x, w in zip(operands, labels.operands, strict=True)]
         parts = [as_results(op.call(*half, **attrs)) for half in zip(*cut, strict=True)]
-        for want, words, *found in zip(whole, labels.results, *parts, strict=True):
+        for want, words, *halves in zip(whole, labels.results, *parts, strict=True):
             if label in words:
-                joined = torch.cat(found, words.index(label))
+                joined = torch.cat(halves, words.index(label))
             else:
-                rows = torch.stack(found).flatten(1)
+                rows = torch.stack(halves).flatten(1)
                 joined = combine(labels.reduces[label], rows).reshape(want.shape)
             if joined.shape != want.shape or not torch.allclose(joined, want, **_near(want)):
                 where = [(n, w.index(label)) for n, w in enumerate(labels.operands) if label in w]
@@ -199,20 +199,22 @@ def _checked(name: str, vjp: Rule) -> Rule:
         )
 
     def rule(e: Applied, ct: Any) -> Sequence[Handle | None]:
-        found = vjp(e, ct)
-        if not isinstance(found, tuple | list) or len(found) != e.count:
+        cotangents = vjp(e, ct)
+        if not isinstance(cotangents, tuple | list) or len(cotangents) != e.count:
             raise refused(
-                counted(len(found), "value") if isinstance(found, tuple | list) else brief(found),
+                counted(len(cotangents), "value")
+                if isinstance(cotangents, tuple | list)
+                else brief(cotangents),
                 f"it returns a value or None for each of {counted(e.count, 'operand')}",
             )
-        for n, x in enumerate(found):
+        for n, x in enumerate(cotangents):
             if x is not None and not isinstance(x, Handle):
                 raise refused(brief(x), "it is made of operations on e[0], e.y and ct")
             if x is not None and (not e.wants(n) or x.shape == e.shape(n)):
                 continue
             if x is not None:
                 raise refused(shown(x), f"operand {n} has the shape {list(e.shape(n))}")
-        return found
+        return cotangents
 
     return rule
 

@@ -52,13 +52,13 @@ class Site:
     @property
     def name(self) -> str | None:
         """`h` for the call in `h = f(...)`; None for other calls."""
-        found = _names_after(self.code, self.offset)
-        return self.said or (found[0] if len(found) == 1 else None)
+        variables = _names_after(self.code, self.offset)
+        return self.said or (variables[0] if len(variables) == 1 else None)
 
     def names(self, n: int) -> tuple[str | None, ...]:
         """`(v, i)` for the call in `v, i = f(...)`, which gives n results; else n times None."""
-        found = _names_after(self.code, self.offset)
-        return found if len(found) == n else (None,) * n
+        variables = _names_after(self.code, self.offset)
+        return variables if len(variables) == n else (None,) * n
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,21 +78,21 @@ class Symbols:
         None where there is no such example.
         """
         trial = fresh_name(values, "trial")
-        made = tuple(f"{trial}.{n}" for n in range(len(refused.outputs)))
-        some = {name: Value(name=name, shape=(), dtype=torch.float32) for name in made}
+        outputs = tuple(f"{trial}.{n}" for n in range(len(refused.outputs)))
+        some = {name: Value(name=name, shape=(), dtype=torch.float32) for name in outputs}
         fusion = Fusion(
             name=trial,
             values={**values, **some},
-            exprs=(*exprs, replace(refused, outputs=made)),
+            exprs=(*exprs, replace(refused, outputs=outputs)),
             inputs=(),
             outputs=(),
         )
         for examples in unified(fusion, self.examples, _numbers(values, refused)):
             if all(a.hold(examples) for a in self._assumed):
-                found = with_new_examples(fusion, examples)
+                updated = with_new_examples(fusion, examples)
                 self.examples = examples
-                kept = {n: v for n, v in found.values.items() if n not in some}
-                return kept, list(found.exprs[:-1])
+                remaining = {n: v for n, v in updated.values.items() if n not in some}
+                return remaining, list(updated.exprs[:-1])
         return None
 
 

@@ -75,14 +75,14 @@ _FIRST = ("input", "self")
 def equals() -> dict[Any, str]:
     """Return torch function -> the name of the operation that means the same."""
     names = ops.BY_NAME.keys() - _OTHER_MEANING
-    found = {
+    by_function = {
         getattr(space, name): name
         for space in _NAMESPACES
         for name in names
         if hasattr(space, name) and not (space is torch and name in _FUNCTIONAL)
     }
-    del found[torch.embedding]  # it takes the table first
-    return found | _RENAMED
+    del by_function[torch.embedding]  # it takes the table first
+    return by_function | _RENAMED
 
 
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

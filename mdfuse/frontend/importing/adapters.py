@@ -52,9 +52,9 @@ class Adapter:
 
     def layout(self, name: str, weight: Layout) -> Layout:
         """Where a matrix of the adapter lives, by where the layer's matrix lives."""
-        taken, own = Shard(self.dim(name)), Shard(self.own_dim(name))
+        taken, split = Shard(self.dim(name)), Shard(self.own_dim(name))
         order = {self.own_dim(name): weight.split_axes(self.dim(name))}
-        placed = {a: own for a, p in weight.by_axis().items() if p == taken}
+        placed = {a: split for a, p in weight.by_axis().items() if p == taken}
         return Layout(weight.mesh, placed, order if placed else None)
 
 
@@ -77,20 +77,20 @@ def adapted(module: nn.Module, said: Mapping[str, Any]) -> Iterator[dict[str, Ad
     for pattern in said:
         if not any(fnmatchcase(name, pattern) for name in layers):
             raise unmatched("adapters", pattern, layers)
-    found: dict[str, Adapter] = {}
+    adapters: dict[str, Adapter] = {}
     hooks = []
     try:
         for name, layer in layers.items():
             match = matching(said, [name], "adapters")
             if match is not None:
-                hooks.append(_add(layer, name, *match, found))
-        yield found
+                hooks.append(_add(layer, name, *match, adapters))
+        yield adapters
     finally:
         for hook in hooks:
             hook.remove()
-        for name in found:
-            layer_name, _, own = name.rpartition(".")
-            delattr(module.get_submodule(layer_name), own)
+        for name in adapters:
+            layer_name, _, attribute = name.rpartition(".")
+            delattr(module.get_submodule(layer_name), attribute)
 
 
 def _features(layer: nn.Module) -> tuple[int, int] | None:
@@ -125,10 +125,10 @@ def _add(
     bound = 1 / math.sqrt(features[0])  # as nn.Linear begins; the same on every rank
     numbers = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     first = torch.empty(rank, features[0]).uniform_(-bound, bound, generator=numbers)
-    for own, start in ((A, first), (B, torch.zeros(features[1], rank))):
+    for attribute, start in ((A, first), (B, torch.zeros(features[1], rank))):
         start = start.to(weight.dtype)
-        layer.register_parameter(own, nn.Parameter(start.to(weight.device)))
-        key = f"{name}.{own}" if name else own
+        layer.register_parameter(attribute, nn.Parameter(start.to(weight.device)))
+        key = f"{name}.{attribute}" if name else attribute
         of = f"{name}.weight" if name else "weight"
         found[key] = Adapter(of, not isinstance(layer, nn.Linear), start)
     return layer.register_forward_hook(partial(_forward, scale=alpha / rank))

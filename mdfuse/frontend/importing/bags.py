@@ -47,8 +47,8 @@ def embedding_bag(
     if size is not None:
         matrix = ops.reshape(indices, (-1, size))
         factors = None if factors is None else ops.reshape(factors, (-1, size))
-        found = ops.embedding_bag(matrix, weight, mode=_MODES[mode], per_sample_weights=factors)
-        return found, None, None, None
+        joined = ops.embedding_bag(matrix, weight, mode=_MODES[mode], per_sample_weights=factors)
+        return joined, None, None, None
     if mode == _MODES.index("max"):
         raise DefinitionError(
             "embedding_bag with mode='max' of bags of several sizes",
@@ -63,12 +63,12 @@ def embedding_bag(
     rows = ops.embedding(indices, weight)
     rows = rows if factors is None else rows * ops.unsqueeze(factors, -1)
     nothing = ops.zeros((bags, weight.shape[1]), dtype=rows.dtype)
-    found = ops.index_add(nothing, 0, bag, rows)
+    joined = ops.index_add(nothing, 0, bag, rows)
     if _MODES[mode] == "mean":
         ones = ops.ones((indices.shape[0],), dtype=rows.dtype)
         counts = ops.index_add(ops.zeros((bags,), dtype=rows.dtype), 0, bag, ones)
-        found = found / ops.unsqueeze(ops.clamp_min(counts, 1), -1)
-    return found, None, None, None
+        joined = joined / ops.unsqueeze(ops.clamp_min(counts, 1), -1)
+    return joined, None, None, None
 
 
 def wanted(weight: Any, indices: Any, offsets: Any, *given: Any, **named: Any) -> list[Any]:

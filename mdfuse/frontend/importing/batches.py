@@ -41,7 +41,7 @@ def on_batches(
     if target in _OF_ROWS and args[1] not in (1, 2, -1, -2):
         return None
     values = [x for x in args if isinstance(x, Handle)]
-    front = next((found for x in values if x.ndim == 3 and (found := views.front(x))), None)
+    front = next((extents for x in values if x.ndim == 3 and (extents := views.front(x))), None)
     if front is None or any(x.ndim > 3 for x in values):
         return None
     given: list[Any] = []
@@ -52,8 +52,8 @@ def on_batches(
         given.append(apart)
     if target in _OF_ROWS:
         given[1] = args[1] % 3 - 3
-    found = dispatch(TARGETS[target], given, kwargs)
-    return views.reshape(found, (math.prod(front), *found.shape[-2:]))
+    batched = dispatch(TARGETS[target], given, kwargs)
+    return views.reshape(batched, (math.prod(front), *batched.shape[-2:]))
 
 
 def _apart(views: Views, x: Handle, front: Sequence[int]) -> Handle | None:

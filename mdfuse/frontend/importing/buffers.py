@@ -23,7 +23,7 @@ def numbers_of(captured: Captured, said: Mapping[str, Any]) -> dict[str, Tensor]
     """
     tensors = dict(captured.module.named_buffers(remove_duplicate=False))
     tensors |= {name: captured.constants[node] for node, name in captured.origins.items()}
-    found: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for name, x in said.items():
         if name not in tensors:
             raise DefinitionError(
@@ -42,8 +42,8 @@ def numbers_of(captured: Captured, said: Mapping[str, Any]) -> dict[str, Tensor]
                 because=why,
                 hint="a tensor of the shape and dtype of the buffer",
             )
-        found[name] = x
-    return found
+        buffers[name] = x
+    return buffers
 
 
 def made_again(module: nn.Module, name: str) -> Tensor | None:
@@ -69,8 +69,8 @@ def made_again(module: nn.Module, name: str) -> Tensor | None:
             by_model(stand_in)
         elif by_itself:
             by_itself()
-    found = fresh[attribute]
-    return None if found is None or bool(_is_unset(found).any()) else found
+    tensor = fresh[attribute]
+    return None if tensor is None or bool(_is_unset(tensor).any()) else tensor
 
 
 def _unset(x: Tensor) -> Tensor:

@@ -136,29 +136,29 @@ class Model:
         shape = tuple(n if type(n) is int else -1 for n in value.shape)
         if node not in self.blocks:
             return [(name, shape, 0)]
-        dim, found, start = self.blocks[node].dim, [], 0
+        dim, parts, start = self.blocks[node].dim, [], 0
         for i, size in enumerate(self.blocks[node].sizes):
-            found.append((f"{name}.{i}", (*shape[:dim], size, *shape[dim + 1 :]), start))
+            parts.append((f"{name}.{i}", (*shape[:dim], size, *shape[dim + 1 :]), start))
             start += size
-        return found
+        return parts
 
     def boxes(self, node: Node, rank: int | None) -> list[Boxes | None]:
         """What a rank has of each input of a parameter or a constant; None outside of its mesh.
 
         Of each input one box, and where it lies in the rank's part; several of dims in blocks.
         """
-        layout, found = self.layout(node), list[Boxes | None]()
+        layout, boxes = self.layout(node), list[Boxes | None]()
         for _, shape, start in self.parts(node, ""):
             if rank is not None and rank not in layout.mesh:
-                found.append(None)
+                boxes.append(None)
                 continue
             rows: list[Rows] = [((0, n),) for n in shape]
             rows = rows if rank is None else [*layout.rows(shape, rank)]
             if node in self.blocks:
                 dim = self.blocks[node].dim
                 rows[dim] = tuple((start + first, start + last) for first, last in rows[dim])
-            found.append(tuple(boxes_of(rows)))
-        return found
+            boxes.append(tuple(boxes_of(rows)))
+        return boxes
 
     def gathered(self, node: Node, x: Handle | Joined) -> Handle | Joined:
         """Bring a parameter together along the axes that are gathered; the backward does so too."""
@@ -176,10 +176,10 @@ class Model:
         layout = self.placed[node].layout if node in self.placed else None
         if layout is None or not any(isinstance(layout.placement(a), Shard) for a in self.gather):
             return x
-        kept = {a: p for a, p in zip(layout.mesh.axes, layout.placements, strict=True)
+        placements = {a: p for a, p in zip(layout.mesh.axes, layout.placements, strict=True)
                 if a not in self.gather}  # fmt: skip
         with recompute():
-            whole = set_(x).on(layout.mesh, kept)
+            whole = set_(x).on(layout.mesh, placements)
         return whole
 
 
@@ -267,7 +267,7 @@ def constants_of(live: Mapping[Node, None], folded: Folded) -> dict[Node, Node]:
 
     Each with the first one that has the same value.
     """
-    found: dict[Node, Node] = {}
+    constants: dict[Node, Node] = {}
     for node in live:
         if node.op != "call_function":
             continue
@@ -277,9 +277,9 @@ def constants_of(live: Mapping[Node, None], folded: Folded) -> dict[Node, Node]:
         asked = [*leaves(wanted(*args, **kwargs) if wanted else (args, kwargs))]
         for n, x in known.items():
             if isinstance(x, Tensor) and any(x is y for y in asked) and not is_made(x):
-                same = (m for m in found.values() if _are_equal(folded[m], x))
-                found[n] = found.get(n) or next(same, n)
-    return found
+                same = (m for m in constants.values() if _are_equal(folded[m], x))
+                constants[n] = constants.get(n) or next(same, n)
+    return constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,8 +370,8 @@ class _Recording:
         if node not in self.model.captured.parameters:
             return self.known[node]
         if node not in self._gathered:
-            found = self._gathered[node] = self.model.gathered(node, self.known[node])
-            for x in found.parts if isinstance(found, Joined) else [found]:
+            gathered = self._gathered[node] = self.model.gathered(node, self.known[node])
+            for x in gathered.parts if isinstance(gathered, Joined) else [gathered]:
                 self._parts[x.id] = self.model.parts_of_rows(node)
         return self._gathered[node]
 
@@ -396,8 +396,8 @@ class _Recording:
         args, kwargs = map_arg((node.args, node.kwargs), self.read)
         if str(node.target) == "aten.index.Tensor":
             asked: Any = node.args[1]
-            found: Any = args[1]
-            pairs = zip(asked, found, strict=True)
+            indices: Any = args[1]
+            pairs = zip(asked, indices, strict=True)
             args = args[0], [self._index(i, x) for i, x in pairs]
         kwargs = {key: x for key, x in kwargs.items() if key not in IGNORED}
         line = line_of(node.meta.get("stack_trace"))
@@ -415,9 +415,9 @@ class _Recording:
             parts=self._parts_of,
             known=lambda x: self._constants.get(x.id, x) if isinstance(x, Handle) else x,
         )
-        found = routes.on_rows(call, args, kwargs)
-        if found is not None:
-            return found
+        routed = routes.on_rows(call, args, kwargs)
+        if routed is not None:
+            return routed
         return self._apply(target, *map_aggregate((args, kwargs), routes.sorted_again))
 
     def _index(self, node: Any, x: Any) -> Any:
@@ -427,8 +427,8 @@ class _Recording:
     def _apply(self, target: str, args: Any, kwargs: Any) -> Any:
         if target not in BY_VALUE:
             args, kwargs = map_aggregate((args, kwargs), self._as_handle)
-        found = on_batches(self.views, target, args, kwargs, self._dispatch)
-        return self._on_rows(target, args, kwargs) if found is None else found
+        batched = on_batches(self.views, target, args, kwargs, self._dispatch)
+        return self._on_rows(target, args, kwargs) if batched is None else batched
 
     def _on_rows(self, target: str, args: Any, kwargs: Any) -> Any:
         """Apply a linear map to rows that several dims make up, without joining these."""
@@ -438,18 +438,18 @@ class _Recording:
         apart = self.views.rows(x) if isinstance(x, Handle) and is_matrix else None
         if at is None or apart is None or not isinstance(x, Handle):
             return self._dispatch(target, args, kwargs)
-        found = self._dispatch(target, (*args[:at], apart, *args[at + 1 :]), kwargs)
+        product = self._dispatch(target, (*args[:at], apart, *args[at + 1 :]), kwargs)
         n = x.shape[0]
-        if isinstance(found, Joined):
-            return found.mapped(lambda part: self.views.reshape(part, (n, part.shape[-1])), 1)
-        return self.views.reshape(found, (n, found.shape[-1]))
+        if isinstance(product, Joined):
+            return product.mapped(lambda part: self.views.reshape(part, (n, part.shape[-1])), 1)
+        return self.views.reshape(product, (n, product.shape[-1]))
 
     def _dispatch(self, target: str, args: Any, kwargs: Any) -> Any:
         if any(isinstance(x, Joined) for x in leaves((args, kwargs))):
             rule = RULES.get(target)
-            found = rule(self.views, *args, **kwargs) if rule else None
-            if found is not None:
-                return found
+            joined = rule(self.views, *args, **kwargs) if rule else None
+            if joined is not None:
+                return joined
             args, kwargs = map_aggregate((args, kwargs), whole)
         args = [list(x) if isinstance(x, list) else x for x in args]  # a graph has its own lists
         if target in VIEWS:

@@ -47,12 +47,12 @@ def called(
     start = f"{prefix}." if prefix else ""
     inputs = model.define_inputs(values[0].definition, given, start)
     results = record(model, inputs)
-    made = [o.constant if o.place is None else results[o.place] for o in captured.outputs]
+    returned = [o.constant if o.place is None else results[o.place] for o in captured.outputs]
     weights: dict[str, Handle] = {}
     for node in (*model.parameters, *model.constants):
         x = inputs.nodes[node]
         weights |= {part.name: part for part in (x.parts if isinstance(x, Joined) else (x,))}
-    return unflattened(made, captured.structure[1]), weights
+    return unflattened(returned, captured.structure[1]), weights
 
 
 def _placed(model: Model, node: Node, x: Handle) -> Handle:

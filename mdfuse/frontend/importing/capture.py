@@ -139,12 +139,12 @@ class _Whole(nn.Module):
         leaves = [next(given) if isinstance(x, Tensor) else x for x in self.leaves]
         args, kwargs = unflattened(leaves, self.structure)
         paths, self.seen.structure = flattened(self.module(*args, **kwargs))
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         outputs: list[Output] = []
         for path, x in paths:
             is_tensor = isinstance(x, Tensor)
-            place = len(found) if is_tensor else None
-            found += [x] if is_tensor else []
+            place = len(results) if is_tensor else None
+            results += [x] if is_tensor else []
             is_plain = isinstance(x, _PLAIN)
             outputs.append(
                 Output(
@@ -155,7 +155,7 @@ class _Whole(nn.Module):
                 )
             )
         self.seen.outputs = tuple(outputs)
-        return tuple(found)
+        return tuple(results)
 
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -200,7 +200,7 @@ def _captured(
     names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
     dynamic = dims_of_tensors(module, args, kwargs or {}, dynamic_shapes, names)
     try:
-        with warnings.catch_warnings(), own_backwards() as own:
+        with warnings.catch_warnings(), own_backwards() as backwards:
             warnings.simplefilter("ignore")
             dims = None if dynamic is None else (tuple(dynamic),)
             exported = torch.export.export(whole, tensors, dynamic_shapes=dims, strict=False)
@@ -211,23 +211,23 @@ def _captured(
     except Exception as error:
         raise _not_exported(module, error) from error
     parameters = [_of_adapter(p, adapters.get(p.name)) for p in _parameters(module)]
-    found = _Places()
-    found.sort(exported, {name: p for p in parameters for name in p.names}, names)
-    mutated = _mutated(module, exported, found)
-    read = {p.name for n, p in found.parameters.items() if n.users}
+    places = _Places()
+    places.sort(exported, {name: p for p in parameters for name in p.names}, names)
+    mutated = _mutated(module, exported, places)
+    read = {p.name for n, p in places.parameters.items() if n.users}
     return Captured(
         module=module,
         name=type(module).__name__,
         graph=exported.graph_module,
-        parameters=found.parameters,
-        constants=found.constants,
-        origins=found.origins,
-        inputs=found.inputs,
+        parameters=places.parameters,
+        constants=places.constants,
+        origins=places.origins,
+        inputs=places.inputs,
         outputs=whole.seen.outputs,
         mutated=mutated,
         unused=tuple(p for p in parameters if p.name not in read),
         structure=(structure, whole.seen.structure),
-        own_backwards=tuple(own),
+        own_backwards=tuple(backwards),
     )
 
 
@@ -247,14 +247,14 @@ def _check(module: Any, args: Any) -> None:
 
 def _mutated(module: nn.Module, exported: ExportedProgram, places: _Places) -> tuple[Node, ...]:
     """The placeholders of buffers that are written; writes into anything else are refused."""
-    found = []
+    written = []
     buffers = {f"{_PREFIX}{p.name}": n for n, p in places.parameters.items() if p.is_buffer}
     (output,) = (n for n in exported.graph.nodes if n.op == "output")
     for spec, node in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
         if spec.kind.name == "USER_OUTPUT":
             continue
         if spec.kind.name == "BUFFER_MUTATION" and spec.target in buffers:
-            found.append(buffers[spec.target])
+            written.append(buffers[spec.target])
             continue
         inputs = {n.name: name for n, name in places.inputs.items()}
         name = inputs.get(str(spec.target), str(spec.target).removeprefix(_PREFIX))
@@ -265,7 +265,7 @@ def _mutated(module: nn.Module, exported: ExportedProgram, places: _Places) -> t
             because="a program writes into no argument and no parameter",
             hint="make a new tensor: x = x + 1 for x += 1",
         )
-    return tuple(found)
+    return tuple(written)
 
 
 @dataclass(slots=True)
@@ -343,15 +343,15 @@ def _argument_names(
     """Return a name for each tensor among the arguments, as `forward` calls them."""
     parameters = inspect.signature(module.forward).parameters.values()
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    known += [f"{rest}.{i}" for i in range(max(len(args) - len(known), 0))]
-    found: list[str] = []
-    for kind, first, *more in paths:
+    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    known += [f"{variadic}.{i}" for i in range(max(len(args) - len(known), 0))]
+    names: list[str] = []
+    for kind, first, *keys in paths:
         at = key_text([first])
         name = known[int(at)] if key_text([kind]) == "0" else at
-        words = (as_name(w, "_") if not w.isdigit() else w for w in key_text(more).split("."))
-        found.append(".".join([name, *words]) if more else name)
-    return found
+        words = (as_name(w, "_") if not w.isdigit() else w for w in key_text(keys).split("."))
+        names.append(".".join([name, *words]) if keys else name)
+    return names
 
 
 def _not_exported(module: nn.Module, error: Exception) -> DefinitionError:

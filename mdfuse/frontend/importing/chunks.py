@@ -65,10 +65,10 @@ def _fill(file: BinaryIO, into: memoryview) -> int:
     """Read into all of a buffer, or to the end of the file."""
     count = 0
     while count < len(into):
-        more = file.readinto(into[count:])  # type: ignore[attr-defined]
-        if not more:
+        length = file.readinto(into[count:])  # type: ignore[attr-defined]
+        if not length:
             break
-        count += more
+        count += length
     return count
 
 
@@ -109,16 +109,16 @@ def read_box(path: Path, place: Place, sizes: Sequence[int], box: Box, into: Ten
         at = place.start + _begin(part, before + like.nbytes) + before
         ordered = tuple(box[d] for d in order)
         target = into.permute(order)
-        made = target if target.is_contiguous() else target.new_empty(box_shape(ordered))
-        _read(file, at, tuple(lies.shape), ordered, made)
-        if made is not target:
-            target.copy_(made)
+        dense = target if target.is_contiguous() else target.new_empty(box_shape(ordered))
+        _read(file, at, tuple(lies.shape), ordered, dense)
+        if dense is not target:
+            target.copy_(dense)
 
 
 def _check(x: Any, sizes: Sequence[int], dtype: torch.dtype) -> None:
     if not isinstance(x, Tensor) or x.dtype != dtype or tuple(x.shape) != tuple(sizes):
-        found = f"{x.dtype} of {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"there is {found} where {dtype} of {tuple(sizes)} should be")
+        actual = f"{x.dtype} of {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"there is {actual} where {dtype} of {tuple(sizes)} should be")
 
 
 def _begin(part: PartOfFile, nbytes: int) -> int:

@@ -43,14 +43,14 @@ def dims_of_tensors(
         return None
     by_name, by_tensor = _by_name(module, args, kwargs, said, names)
     dims = _Dims(_named(said))
-    found: list[dict[int, Any] | None] = []
+    chosen: list[dict[int, Any] | None] = []
     for name, x, of in _arguments(module, args, kwargs, by_name):
-        found += dims.of(name, x, of)
+        chosen += dims.of(name, x, of)
     given = dict(zip(names, _tensors((*args, *kwargs.values())), strict=True))
     at = {name: n for n, name in enumerate(names)}
     for name, of in by_tensor.items():
-        (found[at[name]],) = dims.of(name, given[name], of)
-    return found
+        (chosen[at[name]],) = dims.of(name, given[name], of)
+    return chosen
 
 
 def _by_name(
@@ -95,10 +95,10 @@ def _arguments(
     """Yield name, value, and what is said of it, for each argument in the order of the call."""
     kinds = {p.name: p.kind for p in inspect.signature(module.forward).parameters.values()}
     plain = [n for n, kind in kinds.items() if kind.name.startswith("POSITIONAL_")]
-    rest = next((n for n, kind in kinds.items() if kind.name == "VAR_POSITIONAL"), "args")
+    variadic = next((n for n, kind in kinds.items() if kind.name == "VAR_POSITIONAL"), "args")
     others = next((n for n, kind in kinds.items() if kind.name == "VAR_KEYWORD"), "kwargs")
     yield from zip(plain, args, (said.get(n) for n in plain), strict=False)
-    yield from _inner(rest, args[len(plain) :], said.get(rest))
+    yield from _inner(variadic, args[len(plain) :], said.get(variadic))
     named = {n: x for n, x in kwargs.items() if n in kinds or n in said}
     yield from ((n, x, said.get(n)) for n, x in named.items())
     yield from _inner(others, {n: x for n, x in kwargs.items() if n not in named}, said.get(others))

@@ -110,8 +110,8 @@ class Folded:
         elif tensor.is_meta and not tensor.numel():
             return _blank(tensor)
         elif tensor.is_meta:
-            made = made_again(self.captured.module, name)
-            if made is None:
+            numbers = made_again(self.captured.module, name)
+            if numbers is None:
                 raise DefinitionError(
                     f"the buffer {name} has no numbers",
                     because="the module is on the meta device, what is computed of this buffer is "
@@ -119,7 +119,7 @@ class Folded:
                     "reset_parameters sets it",
                     hint=f"from_torch(..., buffers={{{name!r}: tensor}})",
                 )
-            tensor = made
+            tensor = numbers
         return tensor.detach().cpu()
 
 

@@ -19,15 +19,15 @@ def warnings_of(model: Model, recorded: Fusion, lowered: Fusion) -> list[str]:
         lowered: the fusion with all reshards.
     """
     asked = {e.output for e in recorded.exprs if e.op == "set"}
-    made = {name: e for e in lowered.exprs for name in e.outputs}
-    found: Counter[str] = Counter()
+    producers = {name: e for e in lowered.exprs for name in e.outputs}
+    counts: Counter[str] = Counter()
     for expr in lowered.exprs:
         if expr.op != "set" or expr.output in asked:
             continue
         axes = _joined(lowered.layout(expr.reads[0]), lowered.layout(expr.output))
         if axes:
-            found[_line(model, lowered, made, expr, axes)] += 1
-    return [f"{text}{f', {n} times' if n > 1 else ''}" for text, n in found.items()]
+            counts[_line(model, lowered, producers, expr, axes)] += 1
+    return [f"{text}{f', {n} times' if n > 1 else ''}" for text, n in counts.items()]
 
 
 def _joined(before: Layout, after: Layout) -> list[str]:

@@ -45,8 +45,8 @@ def _middles(n: int, corners: bool, like: Handle) -> Any:
 
 def channel_shuffle(x: Handle, groups: int) -> Any:
     """Channels [groups, m] in the order [m, groups]."""
-    _, c, *rest = x.shape
-    apart = ops.reshape(x, (x.shape[0], groups, c // groups, *rest))
+    _, c, *spatial = x.shape
+    apart = ops.reshape(x, (x.shape[0], groups, c // groups, *spatial))
     return ops.reshape(ops.transpose(apart, 1, 2), x.shape)
 
 

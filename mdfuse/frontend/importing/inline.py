@@ -56,9 +56,9 @@ def _block_of(node: Node) -> tuple[str, tuple[Any, ...], Node] | None:
 def _detached(graph: GraphModule, x: Any) -> Any:
     if not isinstance(x, Node):
         return x
-    made = graph.graph.call_function(torch.ops.aten.detach.default, (x,))
-    made.meta = dict(x.meta)
-    return made
+    detached = graph.graph.call_function(torch.ops.aten.detach.default, (x,))
+    detached.meta = dict(x.meta)
+    return detached
 
 
 def part_detached(graph: GraphModule) -> None:

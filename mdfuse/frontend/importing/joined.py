@@ -166,9 +166,9 @@ def _split(views: Views, x: Joined, size: int | Sequence[int], dim: int = 0) -> 
     ends = [0]
     for n in wanted:
         ends.append(ends[-1] + n)
-    found = [_whole_blocks(x, first, last) for first, last in pairwise(ends)]
-    is_by_blocks = ends[-1] == extent and all(piece is not None for piece in found)
-    return found if is_by_blocks else None
+    pieces = [_whole_blocks(x, first, last) for first, last in pairwise(ends)]
+    is_by_blocks = ends[-1] == extent and all(piece is not None for piece in pieces)
+    return pieces if is_by_blocks else None
 
 
 def _chunk(views: Views, x: Joined, chunks: int, dim: int = 0) -> Any:
@@ -182,8 +182,8 @@ def _whole_blocks(x: Joined, first: int, last: int) -> Handle | Joined | None:
         ends.append(ends[-1] + size)
     if first not in ends or last not in ends or first >= last:
         return None
-    kept = x.parts[ends.index(first) : ends.index(last)]
-    return kept[0] if len(kept) == 1 else Joined(kept, x.dim)
+    blocks = x.parts[ends.index(first) : ends.index(last)]
+    return blocks[0] if len(blocks) == 1 else Joined(blocks, x.dim)
 
 
 def _slice(

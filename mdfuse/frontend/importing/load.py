@@ -118,8 +118,8 @@ class InFiles:
         """A box of a tensor, and nothing else of it."""
         with _opened(self.files[name]) as file:
             if not box:
-                found: Tensor = file.get_tensor(name)
-                return found
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
             part: Tensor = file.get_slice(name)[tuple(slice(*interval) for interval in box)]
             return part.clone(memory_format=torch.contiguous_format)
 
@@ -135,8 +135,8 @@ class Distributed:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        found = metadata.read(folder)
-        self._tensors, self.id = found.tensors, found.id
+        contents = metadata.read(folder)
+        self._tensors, self.id = contents.tensors, contents.id
         self.names = [*self._tensors]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -282,19 +282,19 @@ def is_portable(folder: Path) -> bool:
 
 
 def _of_files(files: Sequence[Path]) -> InFiles:
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for path in files:
         with _opened(path) as file:
             names = [*file.keys()]
         for name in names:
-            if name in found:
+            if name in paths:
                 raise ProgramError(
-                    f"{path} has {name}, and so has {found[name].name}",
+                    f"{path} has {name}, and so has {paths[name].name}",
                     because="no index says which of the two counts",
                     hint="pass one of the files, or an index that names the file of each tensor",
                 )
-            found[name] = path
-    return InFiles(found)
+            paths[name] = path
+    return InFiles(paths)
 
 
 def _of_index(index: Path) -> InFiles:
@@ -322,12 +322,12 @@ def _of_index(index: Path) -> InFiles:
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON; ValueError where it says two things of one name."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"it says two things of {twice}")
-    return found
+    return mapping
 
 
 def _inside(file: Any) -> str:
@@ -424,14 +424,14 @@ def state_of(folder: Path, fusion: Fusion, names: Sequence[str], cast: bool) -> 
         )
     for name in names:
         check_shape(checkpoint, name, fusion.values[name].shape)
-        there, here = checkpoint.dtype(name), fusion.values[name].dtype
-        if there != here and not (cast and is_cast(there, here)):
+        there, wanted = checkpoint.dtype(name), fusion.values[name].dtype
+        if there != wanted and not (cast and is_cast(there, wanted)):
             raise ProgramError(
                 f"{folder} is of another state: %{name} is {dtype_name(there)} there, "
-                f"{dtype_name(here)} here",
+                f"{dtype_name(wanted)} here",
                 because="a state that is rounded does not go on as it was",
                 hint="load(folder, cast=True) casts floats"
-                if is_cast(there, here)
+                if is_cast(there, wanted)
                 else "load what a step with the same parameters and optimizer saved",
             )
     return checkpoint
@@ -461,8 +461,8 @@ def copy_state(
 
 def joined(boxes: Boxes, read: Callable[[Box], Tensor]) -> Tensor:
     """Return a rank's part of a tensor: one box as it is read, several in their places."""
-    (box, _), *more = boxes
-    if not more:
+    (box, _), *others = boxes
+    if not others:
         return read(box)
     pieces = [read(box) for box, _ in boxes]
     ends = zip(*([stop for _, stop in place] for _, place in boxes), strict=True)

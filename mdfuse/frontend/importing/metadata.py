@@ -57,10 +57,10 @@ class Place:
         if path.is_absolute() or ".." in path.parts or not path.parts:
             raise ValueError(f"it names the file {short(file)}, which is not in the folder")
         start, length = _extents((start, length))
-        found = () if transforms is None else transforms
-        if not _is_short(found) or not all(isinstance(x, str) for x in found):
+        names = () if transforms is None else transforms
+        if not _is_short(names) or not all(isinstance(x, str) for x in names):
             raise ValueError(f"it names the transforms {short(transforms)}")
-        return Place(str(file), start, length, tuple(found))
+        return Place(str(file), start, length, tuple(names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,8 +93,8 @@ class _Reader:
             act(self)
         if op != _STOP:
             raise ValueError(f"it has the instruction {op:#04x}, which no data need")
-        (found,) = self.stack
-        return found
+        (content,) = self.stack
+        return content
 
     # -- bytes -----------------------------------------------------------------------------------
 
@@ -106,9 +106,9 @@ class _Reader:
 
     def number(self, form: struct.Struct) -> Any:
         """A number of a form."""
-        (found,) = form.unpack_from(self.data, self.at)
+        (number,) = form.unpack_from(self.data, self.at)
         self.at += form.size
-        return found
+        return number
 
     def line(self) -> str:
         """Text to the end of the line."""
@@ -145,10 +145,10 @@ class _Reader:
 
     def several(self) -> list[Any]:
         """Take the values behind the last mark."""
-        found: list[Any] = []
+        items: list[Any] = []
         while (x := self.stack.pop()) is not _MARK:
-            found.append(x)
-        return found[::-1]
+            items.append(x)
+        return items[::-1]
 
     def fixed(self, count: int) -> None:
         """Make a tuple of the last values."""
@@ -213,8 +213,8 @@ def _key(x: Any) -> Hashable:
     for part in x if type(x) is tuple else (x,):
         if not isinstance(part, _KEYS) and type(part).__module__ != "torch":
             raise ValueError(f"a {type(part).__name__} is the key of a dict")
-    found: Hashable = x
-    return found
+    key: Hashable = x
+    return key
 
 
 _STOP = ord(".")

@@ -79,9 +79,9 @@ class Patterns:
     def _chosen(self, names: Sequence[str]) -> list[str]:
         """The patterns that count, which say the same; those for one name before those for all."""
         best = (matching(self._layouts, [name], "layouts") for name in names)
-        found = dict.fromkeys(match[0] for match in best if match is not None)
-        special = [p for p in found if not all(_matches(name, p) for name in names)]
-        asked = special or [*found]
+        patterns = dict.fromkeys(match[0] for match in best if match is not None)
+        special = [p for p in patterns if not all(_matches(name, p) for name in names)]
+        asked = special or [*patterns]
         for other in asked[1:]:
             if self._layouts[other] != self._layouts[asked[0]]:
                 raise LayoutError(
@@ -106,12 +106,12 @@ def matching(said: Mapping[str, Any], names: Sequence[str], what: str) -> tuple[
     Raises:
         LayoutError: two patterns that are equally exact.
     """
-    found = sorted(
+    matches = sorted(
         (p for p in said if any(_matches(n, p) for n in names)), key=_exactness, reverse=True
     )
-    if len(found) > 1 and _exactness(found[0]) == _exactness(found[1]):
-        raise _equally(what, found, names[0])
-    return (found[0], said[found[0]]) if found else None
+    if len(matches) > 1 and _exactness(matches[0]) == _exactness(matches[1]):
+        raise _equally(what, matches, names[0])
+    return (matches[0], said[matches[0]]) if matches else None
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -104,15 +104,15 @@ def _style(path: str, style: Any) -> str:
 
 def _parameters(module: nn.Module, path: str) -> list[tuple[str, Tensor, bool]] | None:
     """Return name, parameter, and whether it is a table, for what a path means; None: nothing."""
-    found = []
+    parameters = []
     inner = [(n, m) for n, m in module.named_modules(remove_duplicate=False) if _leads(path, n)]
     for name, part in inner:
         is_table = isinstance(part, nn.Embedding)
-        own = part.named_parameters(recurse=False)
-        found += [(f"{name}.{key}" if name else key, x, is_table) for key, x in own]
+        direct = part.named_parameters(recurse=False)
+        parameters += [(f"{name}.{key}" if name else key, x, is_table) for key, x in direct]
     all_ = module.named_parameters(remove_duplicate=False)
-    found += [(name, x, False) for name, x in all_ if _leads(path, name)]
-    return found if found or inner else None
+    parameters += [(name, x, False) for name, x in all_ if _leads(path, name)]
+    return parameters if parameters or inner else None
 
 
 def _nowhere(module: nn.Module, path: str) -> LayoutError:

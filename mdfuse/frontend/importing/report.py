@@ -50,9 +50,9 @@ def report(
         "skipped of the plan": ", ".join(skipped),
     }
     lines += [f"  {name}: {text}" for name, text in notes.items() if text]
-    own = (f"the backward of {name} is not captured: gradients are those of its forward"
+    uncaptured = (f"the backward of {name} is not captured: gradients are those of its forward"
            for name in captured.own_backwards)  # fmt: skip
-    return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *own))])
+    return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *uncaptured))])
 
 
 def _said(patterns: Patterns, pattern: str) -> str:
@@ -64,5 +64,5 @@ def _said(patterns: Patterns, pattern: str) -> str:
 
 def _counted(names: Iterable[str]) -> str:
     all_ = [*names]
-    more = ", …" if len(all_) > _SHOWN else ""
-    return f"{len(all_)}: {', '.join(all_[:_SHOWN])}{more}" if all_ else ""
+    ellipsis = ", …" if len(all_) > _SHOWN else ""
+    return f"{len(all_)}: {', '.join(all_[:_SHOWN])}{ellipsis}" if all_ else ""

@@ -321,8 +321,8 @@ def _grouped(call: Call, x: Any, weight: Any, offs: Any = None, *how: Any) -> An
         return ops.routed_mm(rows, cut, x.order.ids)
 
     apart = (parts, each) if x.apart is None else None
-    made = weight.mapped(product, 1 + bool(apart)) if is_joined else product(weight)
-    return InOrder(x.order, made, apart)
+    products = weight.mapped(product, 1 + bool(apart)) if is_joined else product(weight)
+    return InOrder(x.order, products, apart)
 
 
 # -- what leaves rows where they are ---------------------------------------------------------------
@@ -330,22 +330,22 @@ def _grouped(call: Call, x: Any, weight: Any, offs: Any = None, *how: Any) -> An
 
 def _mapped(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Apply what goes row by row, or element by element, to the rows before."""
-    found = [x for x in leaves((args, kwargs)) if isinstance(x, InOrder)]
+    ordered = [x for x in leaves((args, kwargs)) if isinstance(x, InOrder)]
     others = [x for x in leaves((args, kwargs)) if isinstance(x, Handle | Tensor | Joined)]
     counted = [x for x in leaves((args, kwargs)) if isinstance(x, Counted)]
-    if counted and not found and not others and len(counted) == 1 and call.target in CASTS:
+    if counted and not ordered and not others and len(counted) == 1 and call.target in CASTS:
         (x,) = counted
-        made = call.apply(call.target, (x.made, *args[1:]), kwargs)
-        return Counted(x.order, x.experts, made, x.are_ends)
-    if not found or counted or any(isinstance(x.base, int) for x in found):
+        counts = call.apply(call.target, (x.made, *args[1:]), kwargs)
+        return Counted(x.order, x.experts, counts, x.are_ends)
+    if not ordered or counted or any(isinstance(x.base, int) for x in ordered):
         return None
-    first = found[0]
-    are_alike = all(x.order is first.order and x.ndim == first.ndim for x in found)
+    first = ordered[0]
+    are_alike = all(x.order is first.order and x.ndim == first.ndim for x in ordered)
     if call.target in ROW_BY_ROW and not _has_rows(call, first, args):
         return None
     if not are_alike or (call.is_pointwise and not all(_is_in_each(x, first.ndim) for x in others)):
         return None
-    apart = next((x.apart for x in found if x.apart), None)
+    apart = next((x.apart for x in ordered if x.apart), None)
     return _made(call, first.order, apart, args, kwargs)
 
 
@@ -379,11 +379,11 @@ def _along(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Any:
-    found = [x for x in tensors if isinstance(x, InOrder) and not isinstance(x.base, int)]
-    first = found[0] if found else None
-    if first is None or len(found) < len(tensors) or dim % first.ndim == 0:
+    ordered = [x for x in tensors if isinstance(x, InOrder) and not isinstance(x.base, int)]
+    first = ordered[0] if ordered else None
+    if first is None or len(ordered) < len(tensors) or dim % first.ndim == 0:
         return None
-    are_alike = all(x.order is first.order and x.apart == first.apart for x in found)
+    are_alike = all(x.order is first.order and x.apart == first.apart for x in ordered)
     at = dim % first.ndim - first.ndim
     return _made(call, first.order, first.apart, (tensors, at), {}) if are_alike else None
 
@@ -400,10 +400,10 @@ def _reshape(call: Call, x: Any, shape: Sequence[Any]) -> Any:
 def _made(
     call: Call, order: Order, apart: tuple[int, int] | None, args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    made = call.apply(call.target, *_before((args, dict(kwargs))))
-    if isinstance(made, tuple | list):
-        return [InOrder(order, x, apart) for x in made]
-    return InOrder(order, made, apart)
+    applied = call.apply(call.target, *_before((args, dict(kwargs))))
+    if isinstance(applied, tuple | list):
+        return [InOrder(order, x, apart) for x in applied]
+    return InOrder(order, applied, apart)
 
 
 def _before(tree: Any) -> Any:

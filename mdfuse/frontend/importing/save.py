@@ -97,7 +97,7 @@ def of_state(fusion: Fusion, names: Iterable[str]) -> list[Saved]:
     Raises:
         ProgramError: one is no whole, or of no shape that is known.
     """
-    found = []
+    saved = []
     for name in names:
         value, layout = fusion.values[name], fusion.layout(name)
         if layout.partial_axes or is_symbolic(value.shape):
@@ -111,8 +111,8 @@ def of_state(fusion: Fusion, names: Iterable[str]) -> list[Saved]:
             for box, _ in boxes_of(layout.rows(value.shape, rank)):
                 if all(first < last for first, last in box):
                     boxes.setdefault(box, rank)
-        found.append(Saved(names=(name,), shape=value.shape, dtype=value.dtype, boxes=boxes))
-    return found
+        saved.append(Saved(names=(name,), shape=value.shape, dtype=value.dtype, boxes=boxes))
+    return saved
 
 
 def write_parts(folder: Path, parts: Parts, rank: int) -> None:
@@ -237,12 +237,14 @@ def _noted(
     note, wanted = _note(folder, rank), set[tuple[str, tuple[int, ...]]]()
     for x in tensors:
         wanted |= {
-            (x.names[0], tuple(a for a, _ in box)) for box, own in x.boxes.items() if own == rank
+            (x.names[0], tuple(a for a, _ in box))
+            for box, writer in x.boxes.items()
+            if writer == rank
         }
     try:
         rows: list[_Row] = json.loads(note.read_bytes())
         name = _data(folder, rank).name
-        found = {(of, tuple(first)): metadata.Place.of(name, *where) for of, first, *where in rows}
+        places = {(of, tuple(first)): metadata.Place.of(name, *where) for of, first, *where in rows}
     except FileNotFoundError as error:
         raise ProgramError(
             f"{note} is not there",
@@ -251,9 +253,9 @@ def _noted(
         ) from error
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _no_note(note, str(error)) from error
-    if {*found} != wanted:
+    if {*places} != wanted:
         raise _no_note(note, "it is of other boxes than those that this rank writes")
-    return found
+    return places
 
 
 def _no_note(note: Path, why: str) -> ProgramError:

@@ -141,8 +141,8 @@ def _itself(x: Any, *_: Any, **__: Any) -> Any:
 
 
 def _expand(x: Handle, shape: Sequence[int]) -> Any:
-    kept = (are_same(n, -1) or are_same(n, m) for n, m in zip(shape, x.shape, strict=False))
-    return x if len(shape) == x.ndim and all(kept) else ops.expand(x, shape)
+    unchanged = (are_same(n, -1) or are_same(n, m) for n, m in zip(shape, x.shape, strict=False))
+    return x if len(shape) == x.ndim and all(unchanged) else ops.expand(x, shape)
 
 
 def _broadcast(tensors: Sequence[Handle]) -> list[Any]:
@@ -168,9 +168,9 @@ def _to(x: Handle, *said: Any, dtype: torch.dtype | None = None) -> Any:
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join tensors, of which an empty vector is left out, as caches begin with one."""
-    kept = [x for x in tensors if not is_nothing(x)]
-    kept = [as_value(x) if isinstance(x, Tensor) else x for x in kept]
-    return kept[0] if len(kept) == 1 else ops.cat(kept, dim)
+    operands = [x for x in tensors if not is_nothing(x)]
+    operands = [as_value(x) if isinstance(x, Tensor) else x for x in operands]
+    return operands[0] if len(operands) == 1 else ops.cat(operands, dim)
 
 
 #: What joins tensors.

@@ -66,11 +66,11 @@ class Optimizer:
                 hint="mf.optim.adamw, or functools.partial(mf.optim.sgd, lr=0.1)",
             )
         momentum = bound.get("momentum", 0)
-        kept = [p for p in places[2:] if p.default is p.empty or momentum]
+        state = [p for p in places[2:] if p.default is p.empty or momentum]
         return Optimizer(
             call=call,
-            state=tuple(p.name for p in kept if p.name != "step"),
-            counts=any(p.name == "step" for p in kept),
+            state=tuple(p.name for p in state if p.name != "step"),
+            counts=any(p.name == "step" for p in state),
             numbers=tuple(
                 p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty
             ),
@@ -115,13 +115,13 @@ def define_step(
         numbers = {n: fd.define_tensor([], mesh=model.mesh, name=n) for n in optimizer.numbers}
         count = _count(fd, model) if optimizer.counts else None
         handles = {h.name: (h, node) for node in trained for h in _parts(inputs, node)}
-        value, *more = _loss(model, record(model, inputs), loss, others)
+        value, *extras = _loss(model, record(model, inputs), loss, others)
         gradients = _existing(model, value, {key: h for key, (h, _) in handles.items()})
         slots = {
             key: _state(fd, model, handles[key][1], handles[key][0], optimizer, master)
             for key in gradients
         }
-        shown = [value, *more]
+        shown = [value, *extras]
         if clip is not None:
             clipped, norm = clip_by_global_norm([*gradients.values()], clip)
             gradients = dict(zip(gradients, clipped, strict=True))
@@ -133,12 +133,12 @@ def define_step(
             _update(fd, optimizer, handles[key][0], dw, slots[key], now, numbers)
         if count is not None and now is not None:
             fd.add_output(now, reuse=count)
-    kept = {x.name: key for key, slot in slots.items() for x in slot.state}
+    owners = {x.name: key for key, slot in slots.items() for x in slot.state}
     masters = {slot.master.name: key for key, slot in slots.items() if slot.master is not None}
     return StepDefinition(
         definition=fd,
         trained=tuple(gradients),
-        kept=kept,
+        kept=owners,
         masters=masters,
         counts=count is not None,
     )
@@ -187,9 +187,11 @@ def _state(
     layout = model.layout(node)
     is_narrow = master and w.dtype.itemsize < torch.float32.itemsize
     dtype = torch.float32 if is_narrow else w.dtype
-    made = [fd.define_tensor(w.shape, dtype, layout, name=f"{w.name}.{n}") for n in optimizer.state]
+    slots = [
+        fd.define_tensor(w.shape, dtype, layout, name=f"{w.name}.{n}") for n in optimizer.state
+    ]
     wide = fd.define_tensor(w.shape, dtype, layout, name=f"{w.name}.master") if is_narrow else None
-    return _Slot(tuple(made), wide)
+    return _Slot(tuple(slots), wide)
 
 
 def _update(
@@ -237,21 +239,21 @@ def trained_nodes(model: Model, frozen: Sequence[str] | None) -> list[Node]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise unmatched("frozen", pattern, names)
-    found = [
+    trained = [
         node
         for node in model.parameters
         if of[node].tensor.requires_grad
         and not (alone and of[node].adapter is None)
         and not any(fnmatchcase(name, p) for name in of[node].names for p in patterns)
     ]
-    if not found:
+    if not trained:
         raise DefinitionError(
             f"training_step of {model.captured.name} with nothing to train",
             because="its parameters are frozen, or do not require gradients",
             hint="leave a pattern of frozen= out, or module.requires_grad_(True) before the import",
         )
-    _check_apart([of[node] for node in found])
-    return found
+    _check_apart([of[node] for node in trained])
+    return trained
 
 
 def _check_apart(parameters: Sequence[Parameter]) -> None:
@@ -287,10 +289,10 @@ def _loss(
     """The loss, and what else the function returns; without one the module's own loss."""
     if loss is None:
         by_path = {o.path: results[o.place] for o in model.captured.outputs if o.place is not None}
-        found: Any = by_path.get("loss", results[0] if len(results) == 1 else None)
+        returned: Any = by_path.get("loss", results[0] if len(results) == 1 else None)
     else:
-        found = loss(*results, **extra)
-    given = found if isinstance(found, tuple) else (found,)
+        returned = loss(*results, **extra)
+    given = returned if isinstance(returned, tuple) else (returned,)
     value = given[0] if given else None
     is_loss = isinstance(value, Handle) and value.is_tensor and value.ndim == 0
     if not is_loss or not all(isinstance(x, Handle) for x in given):

@@ -58,8 +58,8 @@ class Views:
         """Dims in another order."""
         view = self._of(x)
         dims = [d % x.ndim for d in dims]
-        found = view.dims
-        order = tuple(a for d in dims for a in found[d])
+        atoms = view.dims
+        order = tuple(a for d in dims for a in atoms[d])
         groups = tuple(view.groups[d] for d in dims)
         return self._handle(View(view.base, view.atoms, order, groups))
 
@@ -80,8 +80,8 @@ class Views:
         is_fitting = not is_empty and are_same(math.prod(shape), whole)
         cut = _cut(self._of(x), shape) if is_fitting else None
         if cut is None:
-            made: Handle = ops.reshape(x, shape)
-            return made
+            reshaped: Handle = ops.reshape(x, shape)
+            return reshaped
         return self._handle(cut)
 
     def flatten(self, x: Handle, start_dim: int = 0, end_dim: int = -1) -> Handle:

@@ -27,8 +27,8 @@ def fill(x: Handle, value: Any) -> Any:
 
 def copy(x: Handle, source: Handle) -> Any:
     """The elements of another value, in the shape and the dtype of x."""
-    found = source if source.dtype == x.dtype else ops.cast(source, x.dtype)
-    return found if found.shape == x.shape else ops.expand(found, x.shape)
+    converted = source if source.dtype == x.dtype else ops.cast(source, x.dtype)
+    return converted if converted.shape == x.shape else ops.expand(converted, x.shape)
 
 
 def slice_scatter(

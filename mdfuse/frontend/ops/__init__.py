@@ -67,15 +67,19 @@ ALIASES = {
 
 def defined_in(family: ModuleType) -> dict[str, Operation]:
     """The operations that a module defines, by name."""
-    own = (f for name, f in vars(family).items() if not name.startswith("_") and isfunction(f))
-    return {f.__name__: f for f in own if f.__module__ == family.__name__}
+    functions = (
+        f for name, f in vars(family).items() if not name.startswith("_") and isfunction(f)
+    )
+    return {f.__name__: f for f in functions if f.__module__ == family.__name__}
 
 
 def _by_name() -> dict[str, Operation]:
-    found = {name: f for family in FAMILIES for name, f in defined_in(family).items()}
+    operations = {name: f for family in FAMILIES for name, f in defined_in(family).items()}
     rows = pointwise.ROWS
-    made = {name: _taking_kinds(f, f is rows.get(name)) for name, f in (rows | found).items()}
-    return made | {alias: made[name] for alias, name in ALIASES.items()}
+    checked = {
+        name: _taking_kinds(f, f is rows.get(name)) for name, f in (rows | operations).items()
+    }
+    return checked | {alias: checked[name] for alias, name in ALIASES.items()}
 
 
 #: Every operation by name.

@@ -26,14 +26,14 @@ Numbers = int | Sequence[int]
 
 def _numbers(name: str, x: Any, n: int, least: int) -> tuple[int, ...]:
     """One number for each of n dims."""
-    found = tuple(x) if isinstance(x, Sequence) else (x,) * n
-    found = found * n if len(found) == 1 else found
-    if len(found) != n or any(k < least for k in found):
+    numbers = tuple(x) if isinstance(x, Sequence) else (x,) * n
+    numbers = numbers * n if len(numbers) == 1 else numbers
+    if len(numbers) != n or any(k < least for k in numbers):
         raise DefinitionError(
             f"{name}={x}", because=f"it is a number from {least} on for each of {n} dims",
             hint="one number stands for all dims",
         )  # fmt: skip
-    return found
+    return numbers
 
 
 # -- convolutions --------------------------------------------------------------------------------
@@ -59,8 +59,8 @@ def _convolution(n: int) -> Operation:
             whole, padding = _padded_by_name(name, whole, weight, padding, how)
         how["padding"] = _numbers("padding", padding, n, 0)
         _check_weight(name, x, weight, bias, weight.shape[0] if weight.ndim else 0, n)
-        found = record("convolution", whole, weight, groups=groups, **how)
-        return _unbatched(_with_bias(found, bias), x)
+        convolved = record("convolution", whole, weight, groups=groups, **how)
+        return _unbatched(_with_bias(convolved, bias), x)
 
     function.__name__ = f"conv{n}d"
     function.__doc__ = _CONVOLUTION.format(dims=("l", "h,w", "d,h,w")[n - 1])
@@ -153,8 +153,8 @@ def _transposed(n: int) -> Operation:
             "dilation": _numbers("dilation", dilation, n, 1),
             "more": _numbers("output_padding", output_padding, n, 0),
         }
-        found = record("convolution", whole, weight, groups=groups, transposed=True, **how)
-        return _unbatched(_with_bias(found, bias), x)
+        convolved = record("convolution", whole, weight, groups=groups, transposed=True, **how)
+        return _unbatched(_with_bias(convolved, bias), x)
 
     function.__name__ = f"conv_transpose{n}d"
     function.__doc__ = (
@@ -175,13 +175,13 @@ def _windows(
     _with_batch(name, x, n)
     sizes = _numbers("kernel_size", kernel, n, 1)
     is_given = stride is not None and stride != []
-    found = {
+    windows = {
         "kernel": sizes,
         "stride": _numbers("stride", stride, n, 1) if is_given else sizes,
         "padding": _numbers("padding", padding, n, 0),
         "dilation": _numbers("dilation", dilation, n, 1),
     }
-    return found
+    return windows
 
 
 def _max_pool(n: int) -> Operation:
@@ -228,18 +228,20 @@ def _avg_pool(n: int) -> Operation:
             )
         how = _windows(name, x, n, kernel_size, stride, padding)
         how.pop("dilation")
-        made = tuple(_count(x, x.ndim - n + at, _own(how, at), ceil_mode) for at in range(n))
+        window_counts = tuple(
+            _count(x, x.ndim - n + at, _own(how, at), ceil_mode) for at in range(n)
+        )
         counts = [_counts(x.shape[at - n], m, _own(how, at), count_include_pad)
-                  for at, m in enumerate(made)]  # fmt: skip
+                  for at, m in enumerate(window_counts)]  # fmt: skip
         are_full = all({*c} == {k} for c, k in zip(counts, how["kernel"], strict=True))
         divisor = divisor_override or (math.prod(how["kernel"]) if are_full else 1)
         is_one_step = divisor_override is not None or are_full
-        found = _sums(x if is_one_step else in_f32(x), _cut_to(x, how), made, divisor)
+        means = _sums(x if is_one_step else in_f32(x), _cut_to(x, how), window_counts, divisor)
         if is_one_step:
-            return found
+            return means
         for at, c in enumerate(counts):
-            found = _divided(found, x.ndim - n + at, c)
-        return back(found, x)
+            means = _divided(means, x.ndim - n + at, c)
+        return back(means, x)
 
     function.__name__ = f"avg_pool{n}d"
     function.__doc__ = f"The mean of each window of the last {n} dim{'s' * (n > 1)}."
@@ -337,8 +339,8 @@ def _adaptive(n: int, name: str, join: Operation, words: str) -> Operation:
             )
         _with_batch(f"adaptive_{name}_pool{n}d", x, n)
         given = list(output_size) if isinstance(output_size, Sequence) else [output_size] * n
-        own = [x.shape[x.ndim - n + at] if m is None else m for at, m in enumerate(given)]
-        sizes = _numbers("output_size", own, n, 1)
+        extents = [x.shape[x.ndim - n + at] if m is None else m for at, m in enumerate(given)]
+        sizes = _numbers("output_size", extents, n, 1)
         result = in_f32(x) if n > 1 and join is mean else x
         for at, m in reversed([*enumerate(sizes)]):  # so that of equal elements the first counts
             result = _in_parts(result, x.ndim - n + at, m, join)
@@ -402,9 +404,9 @@ def im2col(
         for i in range(kh)
         for j in range(kw)
     ]
-    found = parts.stack(rows, 2)
-    found = views.reshape(found, (*whole.shape[:1], -1, h * w))
-    return found if x.ndim == 4 else record("squeeze", found, dims=(0,))
+    columns = parts.stack(rows, 2)
+    columns = views.reshape(columns, (*whole.shape[:1], -1, h * w))
+    return columns if x.ndim == 4 else record("squeeze", columns, dims=(0,))
 
 
 def col2im(
@@ -439,5 +441,5 @@ def col2im(
         )
         total = spread if total is None else total + spread
     assert total is not None
-    found = moves.pad(total, (-pw, -pw, -ph, -ph)) if ph or pw else total
-    return found if x.ndim == 3 else record("squeeze", found, dims=(0,))
+    images = moves.pad(total, (-pw, -pw, -ph, -ph)) if ph or pw else total
+    return images if x.ndim == 3 else record("squeeze", images, dims=(0,))

@@ -30,8 +30,8 @@ def cosine_similarity(x1: Handle, x2: Handle, dim: int = 1, eps: float = 1e-8) -
     real_only("cosine_similarity", x1, x2)
     first, second = (in_f32(floating(x)) for x in (x1, x2))
     sizes = [ROWS["maximum"](norm(x, 2, dim, keepdim=True), eps) for x in (first, second)]
-    found = sum((first / sizes[0]) * (second / sizes[1]), dim)
-    return _as(found, torch.promote_types(x1.dtype, x2.dtype))
+    cosine = sum((first / sizes[0]) * (second / sizes[1]), dim)
+    return _as(cosine, torch.promote_types(x1.dtype, x2.dtype))
 
 
 def _as(x: Handle, dtype: torch.dtype) -> Handle:
@@ -89,8 +89,8 @@ def matrix_norm(
     rows, columns = (d % x.ndim for d in over)
     first, second = (rows, columns) if abs(ord) == 1 else (columns, rows)
     total = sum(ROWS["abs"](in_f32(with_fractions(x))), first, True)
-    found = (reductions.amax if ord > 0 else reductions.amin)(total, second, True)
-    return back(found if keepdim else record("squeeze", found, dims=(rows, columns)), x, True)
+    norms = (reductions.amax if ord > 0 else reductions.amin)(total, second, True)
+    return back(norms if keepdim else record("squeeze", norms, dims=(rows, columns)), x, True)
 
 
 def cross(x: Handle, other: Handle, dim: int | None = None) -> Handle:

@@ -49,8 +49,8 @@ def _as_in_torch(name: str, over: Reduction, pairwise: Reduction) -> Operation:
             dims = checked(x, dim) or ()
             at = tuple(d % x.ndim for d in dims)
             values = first_extreme(name, x, dims, keepdim)
-            kept = values if keepdim or not at else record("unsqueeze", values, dims=at)
-            return Extremes(values, amin(first_place(x, kept, at), dims, keepdim))
+            with_dims = values if keepdim or not at else record("unsqueeze", values, dims=at)
+            return Extremes(values, amin(first_place(x, with_dims, at), dims, keepdim))
         return over(x, dim, keepdim, dims=dims)
 
     function.__name__ = name

@@ -70,8 +70,8 @@ def at_indices(x: Handle, first: int, indices: Sequence[Handle]) -> Handle:
     extents = x.shape[first : first + count]
     flat = None
     for dim, (n, index) in enumerate(zip(extents, indices, strict=True), first):
-        own = from_the_end(check_index("x[…]", index, x, dim, from_end=True), n)
-        flat = own if flat is None else flat * n + own
+        positions = from_the_end(check_index("x[…]", index, x, dim, from_end=True), n)
+        flat = positions if flat is None else flat * n + positions
     assert flat is not None
     if count > 1:
         merged = math.prod(extents)

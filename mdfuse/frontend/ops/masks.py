@@ -19,8 +19,8 @@ from mdfuse.frontend.ops.recording import own_place, place, record, shown
 
 def _places(n: int, behind: int = 0, dtype: torch.dtype = torch.int64) -> Handle:
     """The numbers from 0 to n - 1 along a dim with so many dims behind it."""
-    found = creations.arange(n, dtype=dtype)
-    return views.reshape(found, (n, *(1,) * behind)) if behind else found
+    numbers = creations.arange(n, dtype=dtype)
+    return views.reshape(numbers, (n, *(1,) * behind)) if behind else numbers
 
 
 def _zero(x: Handle) -> float | bool:
@@ -78,15 +78,15 @@ def diagonal(x: Handle, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Handle
     n, m = x.shape[first], x.shape[second]
     x = views.movedim(x, (first, second), (-2, -1))
     is_there = ROWS["eq"](_places(m) - _places(n, 1), offset)
-    kept = where(is_there, x, _zero(x))
-    found = (
-        reductions.any(kept, -1)
+    masked = where(is_there, x, _zero(x))
+    elements = (
+        reductions.any(masked, -1)
         if x.dtype == torch.bool
-        else reductions.sum(kept, -1, dtype=x.dtype)
+        else reductions.sum(masked, -1, dtype=x.dtype)
     )
     start = larger(-offset, 0)
     end = larger(start, smaller(n, m - offset))
-    return indexing.index(found, (..., builtins.slice(start, end)))
+    return indexing.index(elements, (..., builtins.slice(start, end)))
 
 
 def diag_embed(x: Handle, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Handle:
@@ -158,8 +158,8 @@ def isin(
 ) -> Handle:
     """Whether each element of x is among the test elements."""
     flat = views.flatten(test_elements) if test_elements.ndim != 1 else test_elements
-    found = reductions.any(ROWS["eq"](views.unsqueeze(x, -1), flat), -1)
-    return ROWS["logical_not"](found) if invert else found
+    is_member = reductions.any(ROWS["eq"](views.unsqueeze(x, -1), flat), -1)
+    return ROWS["logical_not"](is_member) if invert else is_member
 
 
 def searchsorted(
@@ -226,7 +226,7 @@ def histc(x: Handle, bins: int = 100, min: float = 0, max: float = 0) -> Handle:
             because="the bins are known when the fusion is defined; x is floating",
             hint="histc(x, bins, min, max) with min < max",
         )
-    found = ROWS["floor"]((x - min) * (bins / (max - min)))
-    found = where(ROWS["eq"](x, max), float(bins - 1), found)
-    is_there = ROWS["eq"](views.unsqueeze(found, -1), _places(bins, dtype=x.dtype))
+    bin_numbers = ROWS["floor"]((x - min) * (bins / (max - min)))
+    bin_numbers = where(ROWS["eq"](x, max), float(bins - 1), bin_numbers)
+    is_there = ROWS["eq"](views.unsqueeze(bin_numbers, -1), _places(bins, dtype=x.dtype))
     return reductions.sum(is_there, dims=tuple(range(x.ndim)), dtype=x.dtype)

@@ -96,9 +96,9 @@ def layer_norm(
 
 def _check_factors(x: Handle, factors: list[Handle]) -> None:
     """Weight and bias have x's dtype; of 16-bit x they may both be float32, as torch has it."""
-    found = {f.dtype for f in factors}
+    dtypes = {f.dtype for f in factors}
     is_narrow = x.dtype in (torch.bfloat16, torch.float16)
-    if found <= {x.dtype} or (is_narrow and found == {torch.float32}):
+    if dtypes <= {x.dtype} or (is_narrow and dtypes == {torch.float32}):
         return
     raise DefinitionError(
         f"layer_norm(%{x.name}: {x.value.type_text()}) with "
@@ -224,10 +224,10 @@ def _of_one_batch(*operands: Handle) -> list[Handle]:
     if len({*map(len, fronts)}) > 1:
         return [*operands]
     front = [next((n for n in of if not are_same(n, 1)), 1) for of in zip(*fronts, strict=True)]
-    kept = [all(map(are_same, of, front)) for of in fronts]
+    are_full = [all(map(are_same, of, front)) for of in fronts]
     return [
         x if is_kept else expand(x, (*front, *x.shape[-2:]))
-        for x, is_kept in zip(operands, kept, strict=True)
+        for x, is_kept in zip(operands, are_full, strict=True)
     ]
 
 
@@ -286,8 +286,8 @@ def cross_entropy(
         of_each = as_dtype(target, wide.dtype)
         if label_smoothing:
             of_each = of_each * (1 - label_smoothing) + label_smoothing / n
-        found = sum(of_each * (above + (top - wide)), at)
-        return back(reduced(found, reduction), x)
+        losses = sum(of_each * (above + (top - wide)), at)
+        return back(reduced(losses, reduction), x)
     target = class_numbers(target)
     classes, behind = arange(n, dtype=target.dtype), x.ndim - 1 - at
     classes = reshape(classes, (n, *(1,) * behind)) if behind else classes
@@ -298,10 +298,10 @@ def cross_entropy(
         score = score * (1 - label_smoothing) + _share(wide, at, label_smoothing)
     counts = ROWS["ne"](target, ignore_index)
     top, above = (record("squeeze", x, dims=(at,)) for x in (top, above))
-    found = where(counts, above + (top - score), 0.0)  # what is large goes first
+    losses = where(counts, above + (top - score), 0.0)  # what is large goes first
     if reduction != "mean":
-        return back(reduced(found, reduction), x)
-    return back(sum(found) / sum(as_dtype(counts, found.dtype)), x)
+        return back(reduced(losses, reduction), x)
+    return back(sum(losses) / sum(as_dtype(counts, losses.dtype)), x)
 
 
 def _share(x: Handle, at: int, smoothing: float) -> Handle:

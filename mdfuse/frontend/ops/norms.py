@@ -162,8 +162,8 @@ def local_response_norm(
             hint="x: [batch, channels, width]",
         )
     wide = in_f32(x)
-    rest = [0] * (2 * (x.ndim - 2))
-    square = moves.pad(wide * wide, [*rest, size // 2, (size - 1) // 2])
+    unpadded = [0] * (2 * (x.ndim - 2))
+    square = moves.pad(wide * wide, [*unpadded, size // 2, (size - 1) // 2])
     total = None
     for i in range(size):
         part = parts.narrow(square, 1, i, x.shape[1])

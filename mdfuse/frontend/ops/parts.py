@@ -76,10 +76,10 @@ def _equal_parts(x: Handle, size: int, extent: int) -> tuple[int, ...]:
             because="a part has at least one element",
             hint="a positive size, or a list of sizes",
         )
-    whole, rest = divmod(extent, size)
+    whole, remainder = divmod(extent, size)
     _check_parts(x, whole)
     parts = (size,) * whole  # a symbolic number of parts is fixed from here on
-    return (*parts, rest) if rest or not parts else parts
+    return (*parts, remainder) if remainder or not parts else parts
 
 
 def chunk(x: Handle, chunks: int, dim: int = 0) -> tuple[Handle, ...]:

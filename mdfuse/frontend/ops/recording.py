@@ -86,14 +86,14 @@ def shown(x: Any) -> str:
 def listed(name: str, tensors: Sequence[Any]) -> tuple[Handle, ...]:
     """Values that were passed one by one, or as one list; at least one."""
     is_list = len(tensors) == 1 and not isinstance(tensors[0], Handle)
-    found = tuple(tensors[0] if is_list else tensors)
-    if not found or not all(isinstance(x, Handle) for x in found):
+    operands = tuple(tensors[0] if is_list else tensors)
+    if not operands or not all(isinstance(x, Handle) for x in operands):
         raise DefinitionError(
-            f"{name} of {counted(len(found), 'operand')}",
+            f"{name} of {counted(len(operands), 'operand')}",
             because="it takes values of the fusion, one by one or as one list, and at least one",
             hint=f"{name}(x, y)",
         )
-    return found
+    return operands
 
 
 # -- dtypes --------------------------------------------------------------------------------------
@@ -219,17 +219,17 @@ def checked(x: Handle, dim: Dims, dims: Dims = None) -> tuple[int, ...] | None:
         ndim = len(x.fact.shape)
         if -ndim <= dims < ndim:
             return (dims,)
-    found = tuple(dims) if isinstance(dims, Sequence) else (dims,)
+    given = tuple(dims) if isinstance(dims, Sequence) else (dims,)
     ndim = max(x.ndim, 1)  # torch lets a scalar have dims 0 and -1
-    if not all(_is_dim(d) and -ndim <= d < ndim for d in found):
-        raise out_of_range(x, found)
-    if len({d % ndim for d in found}) < len(found):
+    if not all(_is_dim(d) and -ndim <= d < ndim for d in given):
+        raise out_of_range(x, given)
+    if len({d % ndim for d in given}) < len(given):
         raise DefinitionError(
-            f"dims {found} of {shown(x)}",
+            f"dims {given} of {shown(x)}",
             because="a dim is named once",
             hint="leave the repeated ones out",
         )
-    return found if x.ndim else ()
+    return given if x.ndim else ()
 
 
 def _is_dim(dim: Any) -> bool:

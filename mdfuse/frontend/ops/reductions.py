@@ -129,10 +129,10 @@ def _moments(
     squares = sum(_squared_distance(wide, centre), over, keepdim)
     if isinstance(count, Extent) and isinstance(correction, int) and correction >= 0:
         return squares / larger(count - correction, 0), centre  # without a look at how many
-    rest = count - correction if count else 0  # of no elements it is NaN, whatever is subtracted
-    if rest > 0 or x.dtype.is_complex:
-        return squares / max(rest, 0), centre
-    return _of_too_few(squares, wide, centre, over, keepdim, rest), centre
+    divisor = count - correction if count else 0  # of no elements it is NaN, whatever is subtracted
+    if divisor > 0 or x.dtype.is_complex:
+        return squares / max(divisor, 0), centre
+    return _of_too_few(squares, wide, centre, over, keepdim, divisor), centre
 
 
 def _of_too_few(

@@ -95,8 +95,8 @@ def _nearest(n: int, m: int, scale: float | None, is_exact: bool) -> list[int]:
     row = torch.arange(int(n), dtype=torch.float64)[None, None]
     mode = "nearest-exact" if is_exact else "nearest"
     how: dict[str, Any] = {"size": m} if scale is None else {"scale_factor": scale}
-    found = torch.nn.functional.interpolate(row, mode=mode, **how)
-    return [int(k) for k in found[0, 0].tolist()]
+    nearest = torch.nn.functional.interpolate(row, mode=mode, **how)
+    return [int(k) for k in nearest[0, 0].tolist()]
 
 
 def _sources(n: int, m: int, scale: float | None, corners: bool) -> list[float]:
@@ -117,10 +117,10 @@ def _shares(
     """
     how: dict[str, Any] = {"size": (m, 2)} if scale is None else {"scale_factor": (scale, 1.0)}
     columns = torch.eye(n, dtype=torch.float64)[None, :, :, None].repeat(1, 1, 1, 2)
-    made = torch.nn.functional.interpolate(
+    resampled = torch.nn.functional.interpolate(
         columns, mode=mode, align_corners=corners, antialias=antialias, **how
     )
-    return made[0, :, :, 0].T
+    return resampled[0, :, :, 0].T
 
 
 def _shared(x: Handle, dim: int, shares: Tensor) -> Handle:
@@ -207,11 +207,11 @@ def _sampled(flat: Handle, row: Handle, column: Handle, h: int, w: int) -> Handl
     n, c = flat.shape[:2]
     inside = None
     for p, extent in ((row, h), (column, w)):
-        here = ROWS["logical_and"](ROWS["ge"](p, 0), ROWS["le"](p, extent - 1))
-        inside = here if inside is None else ROWS["logical_and"](inside, here)
+        within = ROWS["logical_and"](ROWS["ge"](p, 0), ROWS["le"](p, extent - 1))
+        inside = within if inside is None else ROWS["logical_and"](inside, within)
     assert inside is not None
     place = clamp(row, 0, h - 1) * w + clamp(column, 0, w - 1)
     places = views.reshape(cast(place, torch.int64), (n, 1, -1))
-    found = record("gather", views.expand(places, (n, c, -1)), flat, along=2)
-    found = views.reshape(found, (n, c, *row.shape[1:]))
-    return where(views.unsqueeze(inside, 1), found, 0.0)
+    sampled = record("gather", views.expand(places, (n, c, -1)), flat, along=2)
+    sampled = views.reshape(sampled, (n, c, *row.shape[1:]))
+    return where(views.unsqueeze(inside, 1), sampled, 0.0)

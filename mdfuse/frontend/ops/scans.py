@@ -45,8 +45,8 @@ def _running(op: str, doc: str) -> Operation:
         if dtype is None and not is_inexact(x):
             dtype = torch.int64
         x = x if dtype is None or dtype == x.dtype else cast(x, dtype)
-        found = record(op, x, dim=at)  # of integers in int64
-        return found if dtype in (None, found.dtype) else cast(found, dtype)
+        scanned = record(op, x, dim=at)  # of integers in int64
+        return scanned if dtype in (None, scanned.dtype) else cast(scanned, dtype)
 
     function.__name__, function.__doc__ = op, doc
     return function
@@ -101,10 +101,10 @@ def kthvalue(x: Handle, k: int, dim: int = -1, keepdim: bool = False) -> orderin
 
 
 def _ranked(x: Handle, rank: int, at: int, keepdim: bool) -> ordering.Ordered:
-    found = ordering.sort(x, at, stable=True)
+    in_order = ordering.sort(x, at, stable=True)
     if not x.ndim:
-        return found
-    cut = (parts.narrow(y, at, rank, 1) for y in found)
+        return in_order
+    cut = (parts.narrow(y, at, rank, 1) for y in in_order)
     return ordering.Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in cut))
 
 
@@ -208,12 +208,12 @@ def quantile(
     if not x.ndim:
         return record("set", x)
     in_order = ordering.sort(flat, at).values
-    found = _between(in_order, q, at, interpolation)
+    between = _between(in_order, q, at, interpolation)
     strange = reductions.any(ROWS["isnan"](flat), at, True)
-    found = where(strange, parts.narrow(in_order, at, flat.shape[at] - 1, 1), found)
+    between = where(strange, parts.narrow(in_order, at, flat.shape[at] - 1, 1), between)
     if given is None:
-        return views.reshape(found, (1,) * x.ndim if keepdim else ())
-    return found if keepdim else record("squeeze", found, dims=(at,))
+        return views.reshape(between, (1,) * x.ndim if keepdim else ())
+    return between if keepdim else record("squeeze", between, dims=(at,))
 
 
 def _between(in_order: Handle, q: float, at: int, interpolation: str) -> Handle:
@@ -280,9 +280,9 @@ def renorm(x: Handle, p: float, dim: int, maxnorm: float) -> Handle:
             because="it takes floats of two dims or more, a positive p and a maxnorm from 0 on",
             hint="normalize(x, p, dim)",
         )
-    rest = tuple(d for d in range(x.ndim) if d != at)
+    others = tuple(d for d in range(x.ndim) if d != at)
     wide = in_f32(x)
-    is_above = ROWS["gt"](reductions.norm(record("detach", wide), p, rest, True), maxnorm)
+    is_above = ROWS["gt"](reductions.norm(record("detach", wide), p, others, True), maxnorm)
     above = where(is_above, wide, 0.0)  # no slope of a norm reaches the others, which may be NaN
-    factor = maxnorm / (reductions.norm(above, p, rest, True) + 1e-7)
+    factor = maxnorm / (reductions.norm(above, p, others, True) + 1e-7)
     return back(where(is_above, above * factor, wide), x)

@@ -25,15 +25,15 @@ def index(x: Handle, where: Any) -> Handle:
     y = indexing.index(
         x, tuple(builtins.slice(None) if isinstance(i, Handle) else i for i in items)
     )
-    at, places, found = 0, [], []
+    at, places, indices = 0, [], []
     for item in items:
         if isinstance(item, Handle):
             places.append(at)
-            found.append(item)
+            indices.append(item)
         at += item is None or isinstance(item, Handle | builtins.slice)
     if places != [*range(places[0], places[0] + len(places))]:
         y, places = views.movedim(y, places, [*range(len(places))]), [0]
-    return at_indices(y, places[0], found)
+    return at_indices(y, places[0], indices)
 
 
 def _check_numbers(x: Handle, items: list[Any]) -> None:
@@ -56,5 +56,5 @@ def _without_dots(x: Handle, items: list[Any]) -> list[Any]:
     """A slice for each dim that `...`, or nothing, stands for."""
     used = sum(item is not None and item is not Ellipsis for item in items)
     at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
-    rest = [builtins.slice(None)] * max(x.ndim - used, 0)
-    return [*items[:at], *rest, *items[at + 1 :]]
+    slices = [builtins.slice(None)] * max(x.ndim - used, 0)
+    return [*items[:at], *slices, *items[at + 1 :]]

@@ -26,20 +26,20 @@ def _attention(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
     if of_sums is None and not (e.count > 3 and e.wants(3)):
         mask = [e[3]] if e.count > 3 else []
         operands = (e[0], e[1], e[2], *e.results, ct, *mask)
-        found = record_several("attention_grad", *operands, **e.attrs)
-        return (*found, *(None for _ in mask))
+        recorded = record_several("attention_grad", *operands, **e.attrs)
+        return (*recorded, *(None for _ in mask))
     p, q, value, d_scores = _weights(e, 3), e[0], None, None
     if ct is not None:
         d_scores = _through(p, in_f32(product(ct, views.transpose(_per_head(e, e[2])))))
         value = _joined(e, product(views.transpose(back(p, q)), ct))
     if of_sums is not None:
-        more = p * views.unsqueeze(in_f32(of_sums), -1)
-        d_scores = more if d_scores is None else d_scores + more
+        from_sums = p * views.unsqueeze(in_f32(of_sums), -1)
+        d_scores = from_sums if d_scores is None else d_scores + from_sums
     assert d_scores is not None
     small = back(d_scores * _scale(e), q)
     key = _joined(e, product(views.transpose(small), q))
-    own = (product(small, _per_head(e, e[1])), key, value)
-    return (*own, d_scores) if e.count > 3 else own
+    gradients = (product(small, _per_head(e, e[1])), key, value)
+    return (*gradients, d_scores) if e.count > 3 else gradients
 
 
 @rule("attention_grad")
@@ -59,8 +59,8 @@ def _attention_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
     m = (product(a, views.transpose(wk)) + product(wq, views.transpose(b))) * scale
     row = reductions.sum(p * m, -1, True)
     to_dp = p * (m - row)
-    own = dp - reductions.sum(p * dp, -1, True)
-    to_s = _through(p, m * own - dp * row + product(wct, views.transpose(c)))
+    centred = dp - reductions.sum(p * dp, -1, True)
+    to_s = _through(p, m * centred - dp * row + product(wct, views.transpose(c)))
     return (
         (product(ds, b) + product(to_s, wk)) * scale,
         _joined(e, product(views.transpose(ds), a) + product(views.transpose(to_s), wq)) * scale,
@@ -112,8 +112,8 @@ def _weights(e: Applied, at: int) -> Handle:
     if e.attrs.get("is_causal"):
         rows, columns = creations.arange(q.shape[-2]), creations.arange(k.shape[-2])
         scores = where(ge(views.unsqueeze(rows, 1), columns), scores, -math.inf)
-    found: Handle = record("softmax", scores, dim=-1)
+    weights: Handle = record("softmax", scores, dim=-1)
     if mask is None:
-        return found
+        return weights
     # a row that sees nothing has no weights, which softmax would not say
-    return where(eq(reductions.amax(scores, -1, True), -math.inf), 0.0, found)
+    return where(eq(reductions.amax(scores, -1, True), -math.inf), 0.0, weights)

@@ -18,8 +18,8 @@ COMPLEX = frozenset(
 
 
 def _pair(a: Handle, b: Handle) -> Handle:
-    made: Handle = record("complex", a, b)
-    return made
+    pair: Handle = record("complex", a, b)
+    return pair
 
 
 def _real(z: Handle) -> Handle:

@@ -128,16 +128,16 @@ def _layer_norm(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     scale = rsqrt(variance + e.attrs["eps"])
     normal = distance * scale
     inner = ct if weight is None else ct * weight
-    found: list[Handle | None] = [None, None, None]
+    gradients: list[Handle | None] = [None, None, None]
     if e.wants(0):
         lost = reductions.mean(inner, over, True)
         turned = normal * reductions.mean(inner * normal, over, True)
-        found[0] = (inner - lost - turned) * scale
+        gradients[0] = (inner - lost - turned) * scale
     if e.wants(1):
-        found[1] = ct * normal
+        gradients[1] = ct * normal
     if e.wants(2):
-        found[2] = ct
-    return found
+        gradients[2] = ct
+    return gradients
 
 
 @rule("rms_norm")

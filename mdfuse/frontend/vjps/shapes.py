@@ -56,10 +56,10 @@ def _slice_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("cat")
 def _cat(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    dim, found, start = e.attrs["dim"] % ct.ndim, [], 0
+    dim, pieces, start = e.attrs["dim"] % ct.ndim, [], 0
     for i in range(e.count):
         end = start + e.shape(i)[dim]
         where = (*[slice(None)] * dim, slice(start, end))
-        found.append(indexing.index(ct, where) if e.wants(i) else None)
+        pieces.append(indexing.index(ct, where) if e.wants(i) else None)
         start = end
-    return found
+    return pieces

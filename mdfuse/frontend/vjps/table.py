@@ -162,21 +162,21 @@ def product_of_others(
         has_zero: from the places of zeros, whether torch multiplies the others; None: beside zeros.
     """
     is_zero = eq(x, 0)
-    rest, own = where(is_zero, 1.0, x), where(is_zero, x, 0.0)
+    nonzero, at_zeros = where(is_zero, 1.0, x), where(is_zero, x, 0.0)
     count = total(record("cast", is_zero, dtype=x.dtype))
     of_other, of_zero = where(eq(count, 0), 1.0, 0.0), where(eq(count, 1), 1.0, 0.0)
     without: Any = 1.0
-    for n, of_n in enumerate(symmetric(own, total), 1):
-        without = of_n - own * without
+    for n, of_n in enumerate(symmetric(at_zeros, total), 1):
+        without = of_n - at_zeros * without
         of_other = where(eq(count, n), of_n, of_other)
         of_zero = where(eq(count, n + 1), without, of_zero)
-    others = product(rest) * where(is_zero, of_zero, of_other) / rest
+    others = product(nonzero) * where(is_zero, of_zero, of_other) / nonzero
     strange = op("logical_not")(op("isfinite")(x))
     is_lone = logical_and(strange, eq(total(record("cast", strange, dtype=x.dtype)), 1))
     beside = gt(count, 0)
     if has_zero is None:
         return where(logical_and(is_lone, beside), 0.0, others)
-    finite_others = where(beside, 0.0, product(where(strange, 1.0, rest)))
+    finite_others = where(beside, 0.0, product(where(strange, 1.0, nonzero)))
     return where(logical_and(is_lone, has_zero(is_zero)), finite_others, others)
 
 
@@ -198,9 +198,9 @@ def symmetric(x: Handle, total: Callable[[Handle], Handle]) -> list[Handle]:
     while len(sums) < ORDERS - 1:
         power = power * x
         sums.append(total(power))
-    found: list[Handle] = []
-    for n, made in enumerate(sums, 1):
+    elementary: list[Handle] = []
+    for n, term in enumerate(sums, 1):
         for i in range(n - 1, 0, -1):
-            made = found[n - i - 1] * sums[i - 1] - made
-        found.append(made / n if n > 1 else made)
-    return found
+            term = elementary[n - i - 1] * sums[i - 1] - term
+        elementary.append(term / n if n > 1 else term)
+    return elementary

@@ -42,8 +42,8 @@ class Window:
     def in_zeros(self) -> Handle:
         """Return it in the operand's shape."""
         where = {"shape": self.shape, "starts": self.starts, "steps": self.steps}
-        made: Handle = record("slice_grad", self.ct, **where)
-        return made
+        spread: Handle = record("slice_grad", self.ct, **where)
+        return spread
 
 
 #: What comes back to an operand.
@@ -52,11 +52,11 @@ Part = Handle | Window
 
 def joined(parts: Sequence[Part]) -> list[Handle]:
     """Return what comes back to a value, its slices that make up a dim as one tensor."""
-    found: list[Handle] = []
+    merged: list[Handle] = []
     windows = [x for x in parts if isinstance(x, Window)]
     for part in parts:
         if not isinstance(part, Window):
-            found.append(part)
+            merged.append(part)
         elif part in windows:
             row = _row(part, windows)
             whole = (
@@ -64,9 +64,9 @@ def joined(parts: Sequence[Part]) -> list[Handle]:
                 if len(row) == 1
                 else record("cat", *(x.ct for x in row), dim=part.dim)
             )
-            found.append(whole)
+            merged.append(whole)
             windows = [x for x in windows if x not in row]
-    return found
+    return merged
 
 
 def _row(part: Window, windows: Sequence[Window]) -> list[Window]:
