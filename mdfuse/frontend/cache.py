@@ -2,11 +2,11 @@
 
 Each recorded operation is an edge. Its key is what the operation does: the op, its operands by id,
 its arguments, and for inputs and `.on()` the shapes, dtypes, memory orders, meshes, layouts and
-streams. Walking an edge that is there tells the result's shape and dtype, so nothing is inferred.
+streams. An existing edge holds the result's shape and dtype, so nothing is inferred again.
 
-Names of variables and lines of the user's file are no part of it. They are the *wording* of a
-definition: each wording that a leaf has met has programs of its own, so that prints and errors
-show the names and lines of the code that runs.
+Names of variables and lines of the user's file are not part of the key. They are the *wording* of a
+definition: each wording of a leaf has its own programs, so that prints and errors show the names
+and lines of the code that runs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from mdfuse.extents.assumptions import Assumptions
 from mdfuse.frontend.sites import Site
 from mdfuse.ir.graph import Fusion
 
-#: What is made of a definition: a program, of which this layer knows nothing.
+#: The program lowered from a definition; this layer knows nothing of its type.
 Made = TypeVar("Made")
 
-#: How many definitions are kept.
+#: The number of definitions that are kept.
 LIMIT = 128
 
-#: How many wordings of one definition, and how many programs of one wording.
+#: The number of wordings per definition, and of programs per wording.
 _WORDINGS = _PROGRAMS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What is known of a recorded value, apart from its name."""
+    """The facts of a recorded value, apart from its name."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class Recorded:
 
     @property
     def has_symbols(self) -> bool:
-        """Whether this call defines an input with symbolic extents."""
+        """Return whether this call defines an input with symbolic extents."""
         shape = self.arguments[0] if self.method == "tensor" else ()
         return isinstance(shape, tuple) and any(type(n) is int and n == -1 for n in shape)
 
@@ -73,18 +73,18 @@ class Symbolic:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A definition up to some operation.
+    """A node of the trie: a definition up to some operation.
 
     Attributes:
         parent: up to the operation before; None for the empty definition.
         key: of the last operation.
         call: the last operation.
         site: where the user's code made that call the last time.
-        fact: of the value that it made, if it made one; a tuple where it made several.
-        id: of the value that was made last.
+        fact: of the value that the call returned; a tuple where it returned several.
+        id: of the last value recorded so far.
         symbols: of the definition so far.
         children: by key of the next operation.
-        leaf: what ends here.
+        leaf: the definition that ends with this node, if one does.
     """
 
     parent: Node | None = None
@@ -108,7 +108,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Wording:
-    """How one place of the user's code wrote a definition: names, guards on extents, calls."""
+    """The names, guards on extents and call sites with which user code wrote a definition."""
 
     name: str
     guards: tuple[str, ...]
@@ -143,11 +143,11 @@ class Leaf:
     hits: int = 0
 
     def find(self, wording: Wording) -> NamedDefinition | None:
-        """Return what was defined with these names, at these lines; None where nothing was."""
+        """Return the definition with these names and lines, or None."""
         return next((s for s in self.named if s.wording == wording), None)
 
     def add(self, made: NamedDefinition) -> NamedDefinition:
-        """Keep a definition, and return it, or the equal one that another thread kept meanwhile."""
+        """Keep a definition, and return it, or the equal one that another thread added first."""
         existing = self.find(made.wording)
         if existing is not None:
             return existing
@@ -156,10 +156,10 @@ class Leaf:
 
 
 class FusionCache:
-    """The definitions of this process, the least recently used one dropped first.
+    """The definitions of this process; the least recently used one is dropped first.
 
-    What is kept is what `compile` returned, with its plans and their buffers. Every rank defines
-    the same programs, so every rank keeps the same ones; drop them on all ranks alike.
+    The cache keeps the programs that `compile` returned, with their plans and buffers. Every rank
+    defines the same programs, so every rank keeps the same ones; drop them on all ranks alike.
 
     >>> import mdfuse as mf
     >>> mf.FusionCache.reset()
@@ -198,7 +198,7 @@ class FusionCache:
 
     @property
     def limit(self) -> int:
-        """How many definitions are kept; setting it drops those that are too many."""
+        """The most definitions that are kept; setting it drops the excess."""
         return self._limit
 
     @limit.setter
@@ -214,7 +214,7 @@ class FusionCache:
             self._evict()
 
     def info(self) -> CacheInfo:
-        """Definitions that were found, not found and dropped; how many there are and may be."""
+        """Return hits, misses and evictions, and the number of definitions and its limit."""
         with self._lock:
             return CacheInfo(self.hits, self.misses, self.evictions, len(self), self._limit)
 
@@ -257,7 +257,7 @@ class FusionCache:
             _prune(leaf.node)
 
     def nodes(self) -> int:
-        """How many operations are kept; equal beginnings of definitions count once."""
+        """The number of recorded operations; common prefixes of definitions count once."""
         with self._lock:
             return sum(1 for _ in _walk(self.root)) - 1
 
@@ -275,7 +275,7 @@ _CACHE = FusionCache()
 
 
 def _prune(node: Node) -> None:
-    """Take a leaf's node out, and those before it that lead nowhere else."""
+    """Remove a leaf's node, and its ancestors without other descendants."""
     node.leaf = None
     while node.parent is not None and not node.children and node.leaf is None:
         node.parent.children.pop(node.key, None)
@@ -307,7 +307,7 @@ def _described(leaf: Leaf) -> str:
 def program_of(
     named: NamedDefinition, key: Hashable, lower: Callable[[NamedDefinition], Made]
 ) -> Made:
-    """Return the program for some options and predicate (`key`), lowered where there is none."""
+    """Return the program for options and predicate (`key`), lowered if it is missing."""
     with named.lock:
         program: Made | None = named.programs.get(key)
         if program is None:

@@ -1,6 +1,6 @@
 """Hints for operations that do not exist: why, and replacements that compute the same.
 
-Where there is none, nothing is proposed: a name that looks alike means something else.
+Only exact replacements are proposed: a name that looks alike means something else.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ REASONS: dict[str, tuple[str, str]] = {
 
 
 def hint_for(name: str) -> str:
-    """Return what to write instead of something of torch that has this name."""
+    """Return a replacement for the torch name, as a hint."""
     if name in REASONS:
         return REASONS[name][1]
     replacement = REPLACEMENTS.get(name)
@@ -97,5 +97,5 @@ def hint_for(name: str) -> str:
 
 
 def reason_for(name: str) -> str:
-    """Return why there is no operation of this name."""
+    """Return the reason why no operation has this name."""
     return REASONS.get(name, ("there is no operation of the same meaning", ""))[0]

@@ -1,8 +1,8 @@
-"""What the arguments of operations may be: each is taken as its kind says, or refused.
+"""Checks of operations' arguments: each is converted by its kind, or refused.
 
-An operation is called through `taking_kinds`. Each argument is taken as its kind says (numbers of
-numpy become Python's), or refused. Where all are of usual types, what is to be looked at is known
-from their types: whether integers are of 64 bits, and what is in lists.
+An operation is called through `taking_kinds`. Each argument is converted by its kind (numbers of
+numpy become Python's), or refused. If all arguments have usual types, only integers (for 64 bits)
+and the items of lists are checked.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def learn(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Enter the types of a call, where usual arguments of these types are taken as they are.
+    """Remember the types of a call whose arguments are accepted unchanged.
 
     Args:
         known: a tree: from each argument to the next by its type; where it is named, by its name
-            and then its type. Behind the last, under None, the places of lists, each with what
-            takes it.
+            and then its type. After the last, under None, the positions of lists, each with its
+            kind's `take`.
         signature, kinds: of the operation.
         args, kwargs: of the call.
     """
@@ -161,7 +161,7 @@ def refused(name: str, key: str, x: Any, kind: Kind) -> DefinitionError:
 
 
 def no_value(name: str, x: Any, where: Sequence[str] = ()) -> DefinitionError:
-    """Return the error for what is no operand."""
+    """Return the error for an argument that is not an operand."""
     if isinstance(x, int):
         return DefinitionError(
             f"{name}: {brief(x)} is no operand",

@@ -1,4 +1,4 @@
-"""Turn layouts as users state them into keys by which definitions are looked up."""
+"""Turn layouts as users state them into keys of the definition cache."""
 
 from __future__ import annotations
 

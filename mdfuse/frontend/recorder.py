@@ -33,13 +33,13 @@ _SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 class Recorder:
-    """A definition's fusion as far as it is recorded.
+    """The part of a definition's fusion that is recorded so far.
 
     Each public method records one call: it takes the site of the user's call and the arguments, and
-    returns what is known of the value made. A call that raises leaves everything as it was.
+        returns the fact of the new value. A call that raises changes nothing.
 
     Attributes:
-        assumed: what the calls decided about extents.
+        assumed: guards on extents from the calls.
     """
 
     def __init__(self, name: str, decided: Assumptions) -> None:
@@ -147,7 +147,7 @@ class Recorder:
     def op(
         self, site: Site | Derived, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]
     ) -> Fact | tuple[Fact, ...]:
-        """Record an expression; of one with several results, return what is known of each."""
+        """Record an expression; return a fact, or one per result if there are several."""
         for key, setting in attrs.items():
             check_setting(op, key, setting, site)
         inputs = tuple(self._operand(x, op, site) for x in operands)
@@ -202,7 +202,7 @@ class Recorder:
         self._note_place(of, site)
 
     def place_like(self, site: Site, of: int, other: int) -> None:
-        """State that a value lies as another one; see `Handle.on`."""
+        """Give a value the layout of another one; see `Handle.on`."""
         name, referee = self.names[of], self.names[other]
         value, shown = self.values[name], self.values[referee]
         self._check_unplaced(value, f"lies as %{referee}", site)
@@ -218,7 +218,7 @@ class Recorder:
             raise laws.too_late(value.name, site, self._used[value.name])
 
     def _note_place(self, of: int, site: Site) -> None:
-        """Note where a value was placed; it is named after the variable that it then is."""
+        """Note the line that placed a value; the value takes the name of the assigned variable."""
         name = self.names[of]
         self._stated[name] = site.source
         if site.name and name.rstrip("_0123456789") in ("t", "in"):
@@ -245,7 +245,7 @@ class Recorder:
             self._reuse[of] = reuse
         self._outputs.append(of)
 
-    # -- how -------------------------------------------------------------------------------------
+    # -- steps of a call -------------------------------------------------------------------------
 
     def _check_reuse(self, of: int, reuse: int, site: Site) -> None:
         name, other = self.names[of], self.names[reuse]
@@ -299,13 +299,13 @@ class Recorder:
     def _inferred(
         self, op: str, inputs: tuple[Operand, ...], attrs: Mapping[str, Any], source: Source | None
     ) -> tuple[dict[str, Any], ...]:
-        """Infer an operation's results; where it refuses the examples of symbols, try others."""
+        """Infer an operation's results; if it refuses the examples of symbols, try others."""
         row, symbols = TABLE[op], self._symbols
         attrs = dict(attrs)
         if not symbols.examples:
             return inferred(row, inputs, attrs, self.values, source)
-        # What inference decides counts when the fusion is lowered, which infers again. Here it
-        # would be wrong to go by it: a definition's extents hold whatever the symbols are.
+        # Guards of inference are taken at lowering, which infers again. They must not apply here,
+        # because a definition's extents hold for all values of the symbols.
         with assuming(None):
             try:
                 return inferred(row, inputs, attrs, self.values, source)
@@ -375,17 +375,17 @@ class Recorder:
         return self._symbols.current(shape)
 
     def is_placed(self, name: str) -> bool:
-        """Whether a value is an input, or has a law."""
+        """Return whether a value is an input, or has a law."""
         value = self.values[name]
         is_input = any(self.names[i] == name for i in self._inputs)
         return is_input or value.layout is not None or value.like is not None
 
     def is_used(self, name: str) -> bool:
-        """Whether something reads a value."""
+        """Return whether something reads a value."""
         return name in self._used
 
     def keep_sums(self, of: Container[str]) -> None:
-        """Let attention give the sums that its gradient reads, where it makes one of these."""
+        """Add the log-sum-exp output to an attention expression whose gradient reads it."""
         for at, expr in enumerate(self._exprs):
             if expr.op != "scaled_dot_product_attention" or expr.output not in of:
                 continue
@@ -396,7 +396,7 @@ class Recorder:
             self._exprs[at] = replace(expr, op="attention", outputs=(expr.output, name))
 
     def rename(self, names: Mapping[int, str]) -> None:
-        """Give values that nothing reads yet these names, or the like."""
+        """Rename values that nothing reads yet; names may get a suffix."""
         new = {self.names[i]: self._fresh.fresh(self.values, name) for i, name in names.items()}
         for i in names:
             old = self.names[i]
@@ -413,12 +413,12 @@ class Recorder:
             self._fresh.free(old)
 
     def _rename(self, of: int, name: str) -> None:
-        """Give a value the name of the variable it is assigned to, once that is known."""
+        """Rename a value to the variable that it is assigned to."""
         new = self._fresh.fresh(self.values, name)
         old, self.names[of] = self.names[of], new
         self._fresh.free(old)
         value = replace(self.values[old], name=new)
-        if next(reversed(self.values)) == old:  # nearly always: it was made by the call before
+        if next(reversed(self.values)) == old:  # usual case: the previous call made it
             del self.values[old]
             self.values[new] = value
         else:
@@ -450,7 +450,7 @@ class Recorder:
     def _add(self, name: str, source: Source | None, **fields: Any) -> Fact:
         value = Value(name=name, source=source, **fields)
         self.values[name] = value
-        is_computed = len(self.names) in self._made_by  # an input is there already
+        is_computed = len(self.names) in self._made_by  # an input exists already
         if self.is_recomputing and value.is_tensor and is_computed:
             self.recomputed[len(self.names)] = self._blocks
         self.names.append(name)

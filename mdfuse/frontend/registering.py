@@ -1,4 +1,4 @@
-"""Operations that users add: a kernel of theirs with labels, as any row of the op table."""
+"""Operations that users add: a kernel with labels, as a row of the op table."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def register_op(
 ) -> Operation:
     """Add an operation that runs a kernel of your own, and return the function that records it.
 
-    Layouts, communications, verification, text, simulation and plans follow from the labels. Each
-    process that reads or runs a program registers its ops.
+    Layouts, communications, verification, text, simulation and plans follow from the labels.
+    Register the op in each process that reads or runs a program with it.
 
     Args:
         name: of the operation: `mf.ops.NAME`, and in programs.
@@ -54,10 +54,10 @@ def register_op(
             any leading dims; or a function (operands' shapes, attributes) -> labels.
         vjp: the gradient: a function (e, ct), of operations, that returns a value or None for each
             operand: `e[0]`, `e.y` (`e.results`) and `e.attrs` are what there is, ct the cotangent.
-        reduces: label that results lack -> how ranks join what each makes of its part: "sum", ...
-        results: how many there are, where rule is a function.
-        meta: what to call on the meta device, if `call` cannot be called there.
-        example: operands (and a dict of attributes) on which the call must make the same of parts.
+        reduces: label that results lack -> the reduction of the ranks' partial results: "sum", ...
+        results: their number, where rule is a function.
+        meta: the function for the meta device, if `call` cannot run there.
+        example: operands (and a dict of attributes) to check the rule: parts must give the same.
         overload: of torch's registry, `torch.ops.my.norm.default`, with arguments of the same
             names: in modules that are imported it is this operation.
 
@@ -140,11 +140,11 @@ def _taken() -> dict[str, Collection[str]]:
     }
 
 
-# -- checks of what users say ----------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _check_example(op: Op, call: Callable[..., Any], example: Sequence[Any]) -> None:
-    """Raise ValueError where parts of the example make other results than the rule says."""
+    """Raise ValueError if parts of the example give other results than the rule says."""
     given = inspect.signature(call).parameters
     attrs = {a.name: given[a.name].default for a in op.attrs if not a.required}
     attrs |= next((x for x in example if isinstance(x, dict)), {})
@@ -174,7 +174,7 @@ def _check_example(op: Op, call: Callable[..., Any], example: Sequence[Any]) -> 
 
 
 def _halves(x: Tensor | None, words: Sequence[int | None], label: int) -> Sequence[Any]:
-    """Return two parts of an operand, uneven where they cannot be even; twice what is not split."""
+    """Return two parts of an operand, maybe uneven; an unsplit operand twice."""
     if x is None or label not in words:
         return x, x
     dim = words.index(label)
@@ -184,14 +184,14 @@ def _halves(x: Tensor | None, words: Sequence[int | None], label: int) -> Sequen
 
 
 def _near(x: Tensor) -> dict[str, Any]:
-    """Return how much sums in another sequence may differ."""
+    """Return the tolerance for sums in another order."""
     exact = not (x.is_floating_point() or x.is_complex())
     eps = 0.0 if exact else torch.finfo(x.dtype).eps
     return {"rtol": eps**0.5, "atol": eps**0.5, "equal_nan": True}
 
 
 def _checked(name: str, vjp: Rule) -> Rule:
-    """Return the gradient of an op; what it returns is looked at."""
+    """Return the gradient rule of an op, with its results checked."""
 
     def refused(what: str, because: str) -> DefinitionError:
         return DefinitionError(
@@ -219,7 +219,7 @@ def _checked(name: str, vjp: Rule) -> Rule:
     return rule
 
 
-# -- what users call -------------------------------------------------------------------------------
+# -- the public function ---------------------------------------------------------------------------
 
 
 def _operation(op: Op, call: Callable[..., Any]) -> Operation:

@@ -1,7 +1,7 @@
 """Low-rank adapters: matrices A and B beside a linear layer, y = x W^T + scale * x A^T B^T.
 
 Hu et al. 2021. The module has them while it is exported; its own code and parameters stay as they
-are. They live as their matrix does: B is split as its outputs are, A as its inputs.
+are. Their layouts follow the layer's matrix: B is split as its outputs, A as its inputs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ A, B = "lora_A", "lora_B"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What a parameter is that an adapter brings.
+    """The origin of an adapter's parameter.
 
     Attributes:
-        of: the name of the matrix beside which it stands.
-        is_transposed: whether that has its inputs first, as GPT-2's.
-        start: what it begins with.
+        of: the name of the layer's matrix.
+        is_transposed: whether the matrix has its inputs first, as in GPT-2.
+        start: its initial numbers.
     """
 
     of: str
@@ -43,15 +43,15 @@ class Adapter:
     start: Tensor
 
     def own_dim(self, name: str) -> int:
-        """The dim of a matrix of the adapter that is one of the layer's matrix."""
+        """The dim of an adapter's matrix that it shares with the layer's matrix."""
         return int(name.endswith(A))
 
     def dim(self, name: str) -> int:
-        """That dim of the layer's matrix."""
+        """The shared dim of the layer's matrix."""
         return 1 - self.own_dim(name) if self.is_transposed else self.own_dim(name)
 
     def layout(self, name: str, weight: Layout) -> Layout:
-        """Where a matrix of the adapter lives, by where the layer's matrix lives."""
+        """Return the layout of an adapter's matrix, given that of the layer's matrix."""
         taken, split = Shard(self.dim(name)), Shard(self.own_dim(name))
         order = {self.own_dim(name): weight.split_axes(self.dim(name))}
         placed = {a: split for a, p in weight.by_axis().items() if p == taken}
@@ -60,17 +60,17 @@ class Adapter:
 
 @contextmanager
 def adapted(module: nn.Module, said: Mapping[str, Any]) -> Iterator[dict[str, Adapter]]:
-    """Give layers of a module adapters, for as long as the block runs.
+    """Add adapters to layers of a module while the block runs.
 
     Args:
         module: any.
         said: pattern of names of layers -> the rank, or (rank, alpha): the scale is alpha / rank.
 
     Yields:
-        Name of each parameter of an adapter -> what it is.
+        Name of each adapter's parameter -> its origin.
 
     Raises:
-        DefinitionError: what is no rank; a layer without one matrix.
+        DefinitionError: an invalid rank; a layer without a single matrix.
         LayoutError: a pattern that matches no linear layer, or two that are equally exact.
     """
     layers = {n: m for n, m in module.named_modules() if _features(m) is not None}
@@ -94,7 +94,7 @@ def adapted(module: nn.Module, said: Mapping[str, Any]) -> Iterator[dict[str, Ad
 
 
 def _features(layer: nn.Module) -> tuple[int, int] | None:
-    """How many inputs and outputs a linear layer has; None for any other.
+    """Return the numbers of inputs and outputs of a linear layer; None for other modules.
 
     Linear is also the `Conv1D` of transformers; others may have a class of that name.
     """

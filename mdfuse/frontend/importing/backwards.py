@@ -1,4 +1,4 @@
-"""Which functions of a module have a backward of their own, which export does not see."""
+"""Find functions of a module with a custom backward, which export does not capture."""
 
 from __future__ import annotations
 

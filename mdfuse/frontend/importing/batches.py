@@ -1,6 +1,6 @@
-"""Batches and heads that a module joins to one dim, as `bmm` wants it: kept apart.
+"""Keep batch and head dims apart that a module merges to one dim for `bmm`.
 
-By `[b*h,s,d]` heads could not stay split. What is made of such a value is made of `[b,h,s,d]`.
+With `[b*h,s,d]` heads could not stay split, so operations run on `[b,h,s,d]`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mdfuse.frontend.importing.views import Views
 
 Dispatch = Callable[[str, Sequence[Any], Mapping[str, Any]], Any]
 
-#: overload -> what stands for it where matrices have several dims in front.
+#: overload -> its replacement for matrices with several batch dims.
 TARGETS: Mapping[str, str] = {
     **dict.fromkeys(("aten.bmm.default", "aten.matmul.default"), "aten.matmul.default"),
     "aten.baddbmm.default": "aten.addmm.default",
@@ -35,7 +35,7 @@ _OF_ROWS = ("aten.softmax.int", "aten._softmax.default")
 def on_batches(
     views: Views, target: str, args: Sequence[Any], kwargs: Mapping[str, Any], dispatch: Dispatch
 ) -> Handle | None:
-    """Apply an operation with the first dim apart; None where that is one dim, or must be."""
+    """Apply an operation with the first dim unmerged; None if it is one dim, or must be."""
     if target not in TARGETS or any(isinstance(x, Joined) for x in args):
         return None
     if target in _OF_ROWS and args[1] not in (1, 2, -1, -2):

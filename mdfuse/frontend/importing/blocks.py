@@ -1,4 +1,4 @@
-"""Say by patterns which parameters are several blocks, one behind the other."""
+"""Select parameters by patterns that consist of several consecutive blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def blocks_of(model: Model, said: Mapping[str, Any]) -> dict[Node, Blocks]:
     """Return the blocks of each parameter that a pattern matches.
 
     Raises:
-        LayoutError: a pattern that matches nothing, or what does not fit the parameter.
+        LayoutError: a pattern that matches nothing, or blocks that do not fit the parameter.
     """
     blocks: dict[Node, Blocks] = {}
     used: set[str] = set()

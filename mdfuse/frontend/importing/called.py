@@ -1,4 +1,4 @@
-"""Record an imported module in another definition, of values that are there: as a stage is."""
+"""Record an imported module in an existing definition, on its values, as pipeline stages do."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def called(
 
 
 def _placed(model: Model, node: Node, x: Handle) -> Handle:
-    """Return an argument, where a pattern says that it lives.
+    """Return an argument with the layout of its pattern.
 
     Raises:
         DefinitionError: it has another shape or dtype than the module was imported with.

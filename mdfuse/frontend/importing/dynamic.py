@@ -1,4 +1,4 @@
-"""Which extents of a module's arguments each run chooses: `dynamic_shapes`, as torch's export."""
+"""Dynamic extents of a module's arguments: `dynamic_shapes`, as torch's export takes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def dims_of_tensors(
     said: Any,
     names: Sequence[str],
 ) -> list[dict[int, Any] | None] | None:
-    """Return the dims that a run chooses of each tensor among the arguments.
+    """Return the dynamic dims of each tensor among the arguments.
 
     Args:
         module: that is called with the arguments.
@@ -60,7 +60,7 @@ def _by_name(
     said: Any,
     names: Sequence[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what is said by names of arguments, and by full names of tensors."""
+    """Return the settings by argument name, and those by full tensor name."""
     if not isinstance(said, Mapping | list | tuple) and hasattr(said, "dynamic_shapes"):
         said = said.dynamic_shapes(module, tuple(args), dict(kwargs))
     try:
@@ -92,7 +92,7 @@ def _by_name(
 def _arguments(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], said: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, value, and what is said of it, for each argument in the order of the call."""
+    """Yield name, value and setting of each argument in the order of the call."""
     kinds = {p.name: p.kind for p in inspect.signature(module.forward).parameters.values()}
     plain = [n for n, kind in kinds.items() if kind.name.startswith("POSITIONAL_")]
     variadic = next((n for n, kind in kinds.items() if kind.name == "VAR_POSITIONAL"), "args")
@@ -105,7 +105,7 @@ def _arguments(
 
 
 def _inner(name: str, x: Any, said: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, value, and what is said of it, for each thing in a container."""
+    """Yield name, value and setting of each item of a container."""
     inside = children(x)
     if isinstance(said, list | tuple):
         _check_count(name, said, inside, "item")
@@ -133,7 +133,7 @@ def _tensors(x: Any) -> Iterator[Any]:
 
 
 def _named(said: Any) -> dict[str, Any]:
-    """Return the dims of torch's own among what is said, by name: those of one name are one."""
+    """Return the torch dims among the settings by name; equal names are one dim."""
     if isinstance(said, torch.export.Dim):
         return {said.__name__: said}
     if isinstance(said, Mapping | list | tuple):
@@ -144,12 +144,12 @@ def _named(said: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Dims:
-    """Dims of torch's by name, which grow by those that a name alone says."""
+    """Torch dims by name; a name alone adds a new one."""
 
     known: dict[str, Any]
 
     def of(self, name: str, x: Any, said: Any) -> list[dict[int, Any] | None]:
-        """Return what is said of each tensor in an argument, by its dims."""
+        """Return the settings of each tensor in an argument, by dim."""
         if isinstance(x, _TENSORS):
             return [self._of_tensor(name, len(x.shape), said)]
         if children(x) or (isinstance(said, Mapping | list | tuple) and not said):

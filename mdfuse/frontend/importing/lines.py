@@ -18,8 +18,8 @@ _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in ', re.MULTILINE)
 def line_of(stack: str | None) -> Source | None:
     """Return the line of the model in a stack trace: the innermost one that is not torch's own.
 
-    Where all are torch's, as those of `torch.nn.TransformerEncoder`, the innermost of these. What
-    torch wrote itself, as the branches of `torch.cond`, has no line.
+    If all frames are torch's, as for `torch.nn.TransformerEncoder`, return the innermost of these.
+    Code that torch generates, as the branches of `torch.cond`, has no line.
     """
     lines = _FRAME.findall(stack or "")
     located = [(file, int(line)) for file, line in lines if not file.startswith("<eval_with_key>")]

@@ -60,9 +60,9 @@ def network(name: str) -> Callable[..., Any]:
 def _run(
     cell: Callable[..., Any], steps: Sequence[Handle], state: list[Any], weights: Sequence[Handle]
 ) -> list[list[Any]]:
-    """The states after each step of one layer in one direction, of which the first is shown.
+    """Return the states after each step of one layer in one direction; the first is the output.
 
-    An odd weight, the last one, is the projection of what is shown.
+    An odd last weight is the projection of the output.
     """
     projection = weights[-1] if len(weights) % 2 else None
     weights = weights[: len(weights) // 2 * 2]

@@ -1,4 +1,4 @@
-"""Tables of what was imported, for people."""
+"""Readable reports of an import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mdfuse.frontend.importing.build import Model
 from mdfuse.frontend.importing.place import Patterns
 from mdfuse.layouts.layout import Replicate
 
-#: Names that a line of the report shows.
+#: The most names in a line of the report.
 _SHOWN = 3
 
 
@@ -20,7 +20,7 @@ def report(
     unexpected: Sequence[str] | None,
     warnings: Sequence[str],
 ) -> str:
-    """Return what each pattern placed, what is replicated, and what is out of the ordinary."""
+    """Return a table of the patterns' matches, with replicated inputs and notes."""
     captured = model.captured
     lines = [
         f"{captured.name} on {model.mesh}: {counted(len(model.parameters), 'parameter')}, "

@@ -36,9 +36,9 @@ class Optimizer:
 
     Attributes:
         call: the function; numbers that are known are bound to it by `functools.partial`.
-        state: names of what it keeps for each parameter.
-        counts: whether it takes which step this is.
-        numbers: names of numbers that are not bound: inputs of each run.
+        state: names of the state tensors of each parameter.
+        counts: whether it takes the number of the step.
+        numbers: names of unbound numbers, which are inputs of each run.
     """
 
     call: Callable[..., Any]
@@ -51,7 +51,7 @@ class Optimizer:
         """Read an optimizer's parameters.
 
         Raises:
-            DefinitionError: it is no function of a parameter and its gradient.
+            DefinitionError: call is no function of a parameter and its gradient.
         """
         bound = call.keywords if isinstance(call, partial) else {}
         try:
@@ -86,7 +86,7 @@ class StepDefinition:
             optimizer, and its state; the outputs that are written into no input come first.
         trained: names of parameters that are updated: those that lead to the loss.
         kept: name of a state -> the name of the parameter that it belongs to.
-        masters: names of f32 copies -> their parameters.
+        masters: name of an f32 copy -> its parameter.
     """
 
     definition: FusionDefinition
@@ -145,10 +145,10 @@ def define_step(
 
 
 def _existing(model: Model, loss: Handle, of: Mapping[str, Handle]) -> dict[str, Handle]:
-    """Return the gradients that exist: what does not lead to the loss is left alone, as in torch.
+    """Return the gradients of parameters that the loss reads; others are skipped, as in torch.
 
     Raises:
-        DefinitionError: nothing leads to the loss.
+        DefinitionError: the loss depends on no parameter.
     """
     gradients = dict(zip(of, grad(loss, [*of.values()]), strict=True))
     existing = {key: dw for key, dw in gradients.items() if not dw.fact.is_missing}
@@ -163,13 +163,13 @@ def _existing(model: Model, loss: Handle, of: Mapping[str, Handle]) -> dict[str,
 
 
 def _count(fd: FusionDefinition, model: Model) -> Handle:
-    """How many steps there were: of 64 bits, since 1 - 0.999**n has few digits in 32."""
+    """Define the step count, with 64 bits, because 1 - 0.999**n has few digits in 32."""
     return fd.define_tensor([], torch.float64, model.mesh, name=COUNT)
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """What an optimizer keeps for a parameter."""
+    """The optimizer state of a parameter."""
 
     state: tuple[Handle, ...]
     master: Handle | None
@@ -183,7 +183,7 @@ def _parts(inputs: Inputs, node: Node) -> tuple[Handle, ...]:
 def _state(
     fd: FusionDefinition, model: Model, node: Node, w: Handle, optimizer: Optimizer, master: bool
 ) -> _Slot:
-    """Define what the optimizer keeps for a parameter, where the parameter lives."""
+    """Define the optimizer state of a parameter, in the parameter's layout."""
     layout = model.layout(node)
     is_narrow = master and w.dtype.itemsize < torch.float32.itemsize
     dtype = torch.float32 if is_narrow else w.dtype
@@ -226,7 +226,7 @@ def _update(
 def trained_nodes(model: Model, frozen: Sequence[str] | None) -> list[Node]:
     """Return the parameters that are trained: those that require gradients, and are not frozen.
 
-    Without a word on what is frozen, of a model with adapters these alone are trained.
+    If frozen is None, only the adapters of a model with adapters are trained.
 
     Raises:
         DefinitionError: nothing is left to train.
@@ -257,7 +257,7 @@ def trained_nodes(model: Model, frozen: Sequence[str] | None) -> list[Node]:
 
 
 def _check_apart(parameters: Sequence[Parameter]) -> None:
-    """Raise DefinitionError for parameters that lie in one memory: each would have its own."""
+    """Raise DefinitionError for parameters that share memory, because each is a separate input."""
     seen: dict[int, str] = {}
     for p in parameters:
         memory = 0 if p.tensor.is_meta else p.tensor.untyped_storage().data_ptr()
@@ -286,7 +286,7 @@ def _extra(fd: FusionDefinition, model: Model, name: str, spec: TensorSpec) -> H
 def _loss(
     model: Model, results: Sequence[Any], loss: Callable[..., Any] | None, extra: Mapping[str, Any]
 ) -> Iterator[Handle]:
-    """The loss, and what else the function returns; without one the module's own loss."""
+    """Return the loss, and further results of the function; by default the module's loss."""
     if loss is None:
         by_path = {o.path: results[o.place] for o in model.captured.outputs if o.place is not None}
         returned: Any = by_path.get("loss", results[0] if len(results) == 1 else None)

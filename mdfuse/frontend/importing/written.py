@@ -1,4 +1,4 @@
-"""Writes into parts of a value, as new values: what stands before, what is written, what is behind.
+"""Functional writes into parts of a value: new values instead of in-place writes.
 
 Export makes these of `x[1:3] = y` and of operations in place.
 """
@@ -51,7 +51,7 @@ def select_scatter(x: Handle, source: Handle, dim: int, index: int) -> Any:
 
 
 def _spread(x: Handle, source: Handle, dim: int, length: int) -> Any:
-    """What is written, expanded to the part of x that it is written into."""
+    """Expand the source to the written part of x."""
     wanted = (*x.shape[:dim], length, *x.shape[dim + 1 :])
     return source if source.shape == wanted else ops.expand(source, wanted)
 

@@ -39,7 +39,7 @@ def _top(x: Handle, over: tuple[int, ...] | None) -> Handle:
 
 
 def _may_be_none(x: Handle, over: tuple[int, ...] | None) -> bool:
-    """Whether a dim of those has no element, or as many as a run chooses."""
+    """Return whether a dim of those has no element, or as many as a run chooses."""
     extents = x.shape if over is None else [x.shape[d] for d in over]
     return any(isinstance(n, Extent) or n == 0 for n in extents)
 

@@ -100,7 +100,7 @@ def _combined(op: str, x: Any, other: Any, alpha: Any) -> Handle:
 
 
 def _are_rounded(tensors: Sequence[Handle]) -> bool:
-    """Whether all are floats, and some of 16 bits."""
+    """Return whether all are floats, and some of 16 bits."""
     return any(map(is_narrow, tensors)) and all(x.dtype.is_floating_point for x in tensors)
 
 

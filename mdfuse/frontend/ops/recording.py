@@ -105,7 +105,7 @@ def as_dtype(x: Handle, dtype: torch.dtype) -> Handle:
 
 
 def is_narrow(x: Handle) -> bool:
-    """Whether x has 16 bits with fractions."""
+    """Return whether x has 16 bits with fractions."""
     return x.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -126,7 +126,7 @@ def with_fractions(x: Handle) -> Handle:
 
 
 def is_inexact(x: Handle) -> bool:
-    """Whether x has fractions: floating and complex dtypes."""
+    """Return whether x has fractions: floating and complex dtypes."""
     return x.dtype.is_floating_point or x.dtype.is_complex
 
 

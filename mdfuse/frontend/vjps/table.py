@@ -28,7 +28,7 @@ class Applied(Protocol):
 
     @property
     def is_square(self) -> bool:
-        """Whether both operands are one value."""
+        """Return whether both operands are one value."""
 
     @property
     def y(self) -> Handle:
@@ -42,7 +42,7 @@ class Applied(Protocol):
         """An operand: a value, a number, or None."""
 
     def wants(self, position: int) -> bool:
-        """Whether the cotangent of an operand is asked for."""
+        """Return whether the cotangent of an operand is asked for."""
 
     def shape(self, position: int) -> tuple[int, ...]:
         """The shape of an operand, which is not computed again for that."""
