@@ -19,7 +19,7 @@ def grad(
     """Append the gradients of a value to its definition.
 
     Gradients are ordinary values: their layouts are inferred, they can be differentiated again, and
-        unread ones are dropped. The gradient of an input, or of a value with a law, has its layout.
+    unread ones are dropped. The gradient of an input, or of a value with a law, has its layout.
 
     Args:
         y: a floating tensor; without dims, or with a seed.

@@ -36,7 +36,7 @@ class Recorder:
     """The part of a definition's fusion that is recorded so far.
 
     Each public method records one call: it takes the site of the user's call and the arguments, and
-        returns the fact of the new value. A call that raises changes nothing.
+    returns the fact of the new value. A call that raises changes nothing.
 
     Attributes:
         assumed: guards on extents from the calls.

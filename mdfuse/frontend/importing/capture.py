@@ -311,7 +311,7 @@ def _example(x: Any, device: torch.device) -> Any:
     """Return an argument as export takes it; only shape and dtype of a tensor count.
 
     Each result is a new object, so that a tensor passed twice, or a buffer of the module, is still
-        an input.
+    an input.
     """
     if isinstance(x, Tensor) and x.device == device:
         return x.detach()

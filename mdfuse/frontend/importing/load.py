@@ -102,7 +102,7 @@ class InFiles:
     """Tensors in files of safetensors; each is opened for a tensor at a time.
 
     Closing the file returns its pages to the system: pages read from an open file count as memory
-        of the process.
+    of the process.
     """
 
     def __init__(self, files: Mapping[str, Path]) -> None:

@@ -1,8 +1,8 @@
 """The operations of `fd.ops` and `mf.ops`, with the arguments that a torch user expects.
 
 Every function takes handles (and numbers where torch takes numbers) and records one expression, or
-a few where an operation is made of others. The result is always a value of its own, so that placing
-it with `.on()` never places an operand. `docs/operations.md` lists them all.
+several for composed operations. The result is always a new value, so that placing it with `.on()`
+never places an operand. `docs/operations.md` lists them all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mdfuse.frontend.ops.recording import current as current
 from mdfuse.frontend.ops.tensor_indices import index as index
 from mdfuse.frontend.ops.views import stride_order as stride_order
 
-#: The families of operations: each function without an underscore is one, by its own name.
+#: The families of operations: each public function is an operation of its name.
 FAMILIES = (
     views, parts, joining, moves, masks, pointwise, special, reductions, extremes, ordering, scans,
     lookups, products, einsums, matrices, distances, neural, norms, cells, losses, convolutions,
@@ -89,7 +89,7 @@ methods.provide(BY_NAME)
 methods.OPERATIONS.update(index=index, as_dtype=_as_dtype)
 
 
-#: What `dir` shows, and an import of everything brings.
+#: The names for `dir` and `import *`.
 __all__ = sorted(BY_NAME)
 
 

@@ -21,15 +21,15 @@ def _gates(
     count: int,
     cell: Handle | None = None,
 ) -> list[tuple[Handle, Handle]]:
-    """What comes from the input and from the last state, for each gate.
+    """Return the contributions of input and last state to each gate.
 
     Args:
         x: the input.
-        hidden: the last state; of an LSTM what was returned of it, maybe projected.
+        hidden: the last state; for an LSTM its output, maybe projected.
         weights: of both.
         biases: of both.
         count: of gates.
-        cell: the state that has as many places as a gate, where it is another one.
+        cell: the state with the extent of a gate, if it is not the hidden state.
 
     Raises:
         DefinitionError: the weights do not have `count` rows for each place of the state.
@@ -175,8 +175,8 @@ def multi_head_attention_forward(
         in_proj_weight, in_proj_bias: [3e,e] and [3e], for query, key and value.
         out_proj_weight, out_proj_bias: [e,e] and [e].
         bias_k, bias_v, add_zero_attn: None, None and False; dropout_p is 0 in training.
-        key_padding_mask, attn_mask: [b,s], [l,s]: bools (what is left out), or floats to add.
-        need_weights: whether weights are given, else None; without, no scores are kept.
+        key_padding_mask, attn_mask: [b,s], [l,s]: bools (True is left out), or floats to add.
+        need_weights: whether weights are returned, else None; without them no scores are kept.
         average_attn_weights: the mean over the heads.
         is_causal: taken with an attn_mask that says so.
     """
@@ -213,7 +213,7 @@ def _for_heads(x: Handle, heads: int) -> Handle:
 
 
 def _joined_mask(attn: Handle | None, padding: Handle | None, q: Handle, k: Handle) -> Any:
-    """What is added to the scores [b,heads,l,s]."""
+    """Return the sum to add to the scores [b,heads,l,s], or None."""
     total = None
     for mask, shape in ((attn, None), (padding, (k.shape[0], 1, 1, k.shape[2]))):
         if mask is None:

@@ -1,8 +1,8 @@
 """Convolutions, windows of images, pooling.
 
-Batches may be split, and channels: those of the result with the weight's rows, those of the input
-as the rows of a product, of which ranks add up their shares. Where places are split, ranks receive
-the rows of others that their windows reach.
+Batches and channels may be split: channels of the result with the weight's rows, channels of the
+input as the contracted dim of a product, whose partial sums the ranks add. If spatial dims are
+split, ranks receive the halo rows of their windows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Numbers = int | Sequence[int]
 
 
 def _numbers(name: str, x: Any, n: int, least: int) -> tuple[int, ...]:
-    """One number for each of n dims."""
+    """Return one number for each of n dims."""
     numbers = tuple(x) if isinstance(x, Sequence) else (x,) * n
     numbers = numbers * n if len(numbers) == 1 else numbers
     if len(numbers) != n or any(k < least for k in numbers):
@@ -249,14 +249,14 @@ def _avg_pool(n: int) -> Operation:
 
 
 def _cut_to(x: Handle, how: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Windows that reach no further behind x than from the first of them to the end."""
+    """Return window settings with kernels cut to the extent of x and its padding."""
     extents = zip(x.shape[-len(how["kernel"]) :], how["kernel"], how["padding"], strict=True)
     kernel = (builtins.min(k, n + p) if type(n) is int else k for n, k, p in extents)
     return {**how, "kernel": tuple(kernel)}
 
 
 def _own(how: dict[str, tuple[int, ...]], at: int) -> tuple[int, int, int]:
-    """Windows along one dim: how long, how far apart, and by how much it is padded."""
+    """Return kernel, stride and padding along one dim."""
     return how["kernel"][at], how["stride"][at], how["padding"][at]
 
 
@@ -274,10 +274,10 @@ def _count(x: Handle, dim: int, own: tuple[int, int, int], ceil: bool) -> int:
 def _sums(
     x: Handle, how: dict[str, tuple[int, ...]], made: tuple[int, ...], divisor: int
 ) -> Handle:
-    """The sums of windows, the padding counted as zeros, divided."""
+    """Return the sums of windows, with zeros for padding, divided."""
     if all(type(n) is int for n in (*x.shape[-len(made) :], *made)):
         return record("mean_pool", x, made=made, divisor=divisor, **how)
-    for at, count in enumerate(made):  # a run chooses how many there are
+    for at, count in enumerate(made):  # a run chooses the number of windows
         x = _added(x, x.ndim - len(made) + at, count, *_own(how, at))
     return x / divisor
 
@@ -306,7 +306,7 @@ def _strided(x: Handle, dim: int, start: int, count: int, step: int) -> Handle:
 
 
 def _counts(n: int, windows: int, own: tuple[int, int, int], counts_pad: bool) -> list[int]:
-    """How many elements each window has along one dim."""
+    """Return the number of elements of each window along one dim."""
     k, s, p = own
     low, high = (-p, n + p) if counts_pad else (0, n)
     starts = (i * s - p for i in range(windows))
@@ -314,7 +314,7 @@ def _counts(n: int, windows: int, own: tuple[int, int, int], counts_pad: bool) -
 
 
 def _divided(x: Handle, dim: int, counts: list[int]) -> Handle:
-    """Divided by how many elements each window has along one dim."""
+    """Divide by the number of elements of each window along one dim."""
     if len({*counts}) == 1:
         return x / counts[0]
     behind = (1,) * (x.ndim - 1 - dim)
@@ -325,7 +325,7 @@ avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))
 
 
 def _spans(n: int, parts: int) -> list[tuple[int, int]]:
-    """From where to where the parts of a dim go that adaptive pooling makes."""
+    """Return start and end of each part of a dim for adaptive pooling."""
     return [(i * n // parts, -(-(i + 1) * n // parts)) for i in range(parts)]
 
 

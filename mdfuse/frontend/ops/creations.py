@@ -1,6 +1,6 @@
 """Tensors made of numbers: no rank sends anything for them, each makes its own part.
 
-Where nothing says where one lives (`mesh=`, `layout=`, `.on()`), it lies as what reads it wants it.
+Without `mesh=`, `layout=` or `.on()`, the layout is inferred from the readers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mdfuse.frontend.ops.recording import Shape, check_fill, definition_of, reco
 from mdfuse.frontend.plain import brief, is_in_range
 from mdfuse.layouts.layout import Layout
 
-#: How many numbers a constant may have: they stand in the program.
+#: The most numbers of a constant; they stand in the program.
 _LIMIT = 4096
 
 

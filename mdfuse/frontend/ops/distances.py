@@ -42,7 +42,7 @@ def pairwise_distance(
     x1: Handle, x2: Handle, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Handle:
     """The p-norm of x1 - x2 + eps along the last dim."""
-    if isinstance(eps, int) and abs(eps) < 2**63:  # a float, also to torch, and so the sum
+    if isinstance(eps, int) and abs(eps) < 2**63:  # a float, as in torch
         eps = float(eps)
     return norm(x1 - x2 + eps, p, -1, keepdim)
 
@@ -50,7 +50,7 @@ def pairwise_distance(
 def cdist(x1: Handle, x2: Handle, p: float = 2.0) -> Handle:
     """The p-norms of the differences of all rows: [*,n,d], [*,m,d] -> [*,n,m].
 
-    All differences are formed, n * m * d numbers, of which none travels.
+    All n * m * d differences are computed; none is communicated.
     """
     if min(x1.ndim, x2.ndim) < 2 or x1.shape[-1] != x2.shape[-1] or p < 0:
         raise DefinitionError(

@@ -1,7 +1,7 @@
-"""Contractions of any dims: einsum and what is made of it.
+"""Contractions of any dims: einsum and operations composed of it.
 
-Two tensors at a time, in the order that `opt_einsum` finds. Every dim may be split: one that is
-summed over gives what ranks add up.
+Two tensors are contracted at a time, in the order of `opt_einsum`. Every dim may be split: a summed
+dim gives partial sums, which the ranks add.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _once(term: str, x: Handle) -> tuple[str, Handle]:
 
 
 def _path(terms: Sequence[str], result: str, sizes: dict[str, int]) -> list[tuple[int, ...]]:
-    """Which two to contract next, until one is left."""
+    """Return the pairs to contract, in order, until one operand is left."""
     if len(terms) == 1:
         return []
     if len(terms) == 2:
@@ -124,7 +124,7 @@ def _path(terms: Sequence[str], result: str, sizes: dict[str, int]) -> list[tupl
     count = len(terms)
     for step in path:
         many = sorted(step)
-        while len(many) > 2:  # of more than two at once, the last two
+        while len(many) > 2:  # contract the last two of more than two
             pairs.append(tuple(many[-2:]))
             many = [*many[:-2], count - 2]
             count -= 1
@@ -140,14 +140,14 @@ def _pair(first: str, second: str, kept: Sequence[str], a: Handle, b: Handle) ->
 
 
 def _arranged(term: str, result: str, x: Handle) -> Handle:
-    """Summed over what the result lacks, in its order."""
+    """Sum over letters that the result lacks, and transpose to its order."""
     gone = tuple(d for d, c in enumerate(term) if c not in result)
     x = reductions.sum(x, gone, dtype=x.dtype) if gone else x
     left = [c for c in term if c in result]
     return views.permute(x, [left.index(c) for c in result]) if result else record("set", x)
 
 
-# -- made of it ----------------------------------------------------------------------------------
+# -- composed of einsum ----------------------------------------------------------------------------
 
 
 def tensordot(x: Handle, other: Handle, dims: Any = 2) -> Handle:

@@ -17,7 +17,7 @@ from mdfuse.frontend.ops.recording import listed, own_place, record, shown
 
 
 def _each(name: str, tensors: Sequence[Any], one: Any) -> Any:
-    """The result for a single tensor, or a tuple of them for several."""
+    """Return the result for a single tensor, or a tuple for several."""
     shaped = tuple(map(one, listed(name, tensors)))
     return shaped[0] if len(tensors) == 1 and isinstance(tensors[0], Handle) else shaped
 
@@ -26,7 +26,7 @@ def _at_least(ndim: int) -> Any:
     def widened(x: Handle) -> Handle:
         if x.ndim >= ndim:
             return record("set", x)
-        if ndim == 3 and x.ndim:  # as torch has it: a matrix gets its new dim behind
+        if ndim == 3 and x.ndim:  # as in torch: the new dim of a matrix is the last one
             return views.reshape(x, (1, *x.shape, 1) if x.ndim == 1 else (*x.shape, 1))
         return views.reshape(x, (*(1,) * (ndim - x.ndim), *x.shape))
 

@@ -1,8 +1,8 @@
 """Elements by tensors of indices: looked up, written, added up.
 
-The dim that indices run over may be split: the table stays where it is, and what ranks have of the
-result is joined. Indices count from 0 (in `x[i]` also from the end) and are in range; those that
-are not are not found out, unless `Options.check_indices` is set.
+The indexed dim may be split: the table is not moved, and the ranks' partial results are added.
+Indices count from 0 (in `x[i]` also from the end) and must be in range; they are only checked if
+`Options.check_indices` is set.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def gather(x: Handle, dim: int, index: Handle, *, sparse_grad: bool = False) -> 
 
 
 def _alike(name: str, x: Handle, dim: int, index: Handle) -> tuple[Handle, Handle]:
-    """x cut to the extents of the index but along the dim, and the index in 64 bits."""
+    """Return x cut to the index's extents except along the dim, and the index in 64 bits."""
     at = own_place(x, dim) if x.ndim else 0
     index = check_index(name, index, x, at)
     fits = index.ndim == x.ndim and builtins.all(
@@ -78,7 +78,7 @@ def _alike(name: str, x: Handle, dim: int, index: Handle) -> tuple[Handle, Handl
 
 
 def _first(x: Handle, shape: Sequence[int], but: int) -> Handle:
-    """The first places of each dim but one."""
+    """Return the first places of each dim except one."""
     window = tuple(
         builtins.slice(None) if d == but or n == x.shape[d] else builtins.slice(0, n)
         for d, n in enumerate(shape)
@@ -90,7 +90,7 @@ def _first(x: Handle, shape: Sequence[int], but: int) -> Handle:
 def take_along_dim(x: Handle, indices: Handle, dim: int | None = None) -> Handle:
     """`gather` with x and the indices repeated to one shape; without a dim of both flattened.
 
-    As in torch, indices go round: the one behind the last is the first.
+    As in torch, indices wrap around: the index after the last is the first.
     """
     if dim is None:
         x, indices, dim = views.flatten(x), views.flatten(indices), 0
@@ -183,7 +183,7 @@ _WITH_SELF: dict[str, Callable[[Handle, Handle], Handle]] = {
 def _written(
     name: str, x: Handle, dim: int, index: Handle, src: Handle
 ) -> tuple[int, Handle, Handle]:
-    """The dim counted from the first, the index in 64 bits, and src cut to its shape."""
+    """Return the dim counted from the first, the index in 64 bits, and src cut to its shape."""
     at = own_place(x, dim)
     index = check_index(name, index, x, at)
     fits = index.ndim == x.ndim == src.ndim and builtins.all(
@@ -201,7 +201,7 @@ def _written(
 
 
 def _scattered(x: Handle, dim: int, index: Handle, src: Handle, op: str) -> Handle:
-    """What is joined at each place of x; beside the index nothing, which is 0."""
+    """Return the reduced elements of src at each place of x; 0 outside of the index's extents."""
     shape = tuple(x.shape[d] if d == dim else n for d, n in enumerate(index.shape))
     scattered = record("scatter_reduce", index, src, shape=shape, along=dim, reduce=op)
     beside = [0] * (2 * x.ndim)
@@ -293,7 +293,7 @@ def index_copy(x: Handle, dim: int, index: Handle, source: Handle) -> Handle:
 
 
 def _replaced(x: Handle, at: int, index: Handle, source: Handle) -> Handle:
-    """By the last place of the index that names each place of the dim, or 0 for none."""
+    """Replace each place of the dim by the last source place that names it."""
     (count,) = index.shape
     if not count:
         return record("set", x)
@@ -357,7 +357,7 @@ def index_put(
 
 
 def _put_where(x: Handle, mask: Handle, values: Handle, accumulate: bool) -> Handle:
-    """x with the same values wherever a mask holds."""
+    """Write the same values wherever a mask holds."""
     behind = x.ndim - mask.ndim
     is_one = values.ndim <= behind or (values.ndim == behind + 1 and are_same(values.shape[0], 1))
     is_of_x = behind >= 0 and all(map(are_same, mask.shape, x.shape))
@@ -400,7 +400,7 @@ def slice_scatter(
 ) -> Handle:
     """x with src in place of x[start:end:step] along a dim.
 
-    What is written must be whole along the dim; x may be split.
+    src is replicated along the dim; x may be split.
     """
     at = own_place(x, dim)
     n = x.shape[at]

@@ -31,7 +31,7 @@ def nll_loss(
     Args:
         x: logarithms of probabilities: [rows, classes], [rows, classes, …] or [classes]; the
             classes may be split.
-        target: the index of a class for each row; one that is none of a class is not found out.
+        target: the index of a class for each row; its range is not checked.
         weight: of each class.
         ignore_index: rows with this target count nothing.
         reduction: "mean" (by the weights of the rows that count), "sum" or "none".

@@ -1,6 +1,6 @@
 """Operations that are masks of places: triangles, diagonals, one-hot rows, counts of what is less.
 
-A mask is made of numbers that each rank makes for its own part, so what is masked stays split.
+Each rank makes its own part of a mask, so masked values stay split.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mdfuse.frontend.ops.recording import own_place, place, record, shown
 
 
 def _places(n: int, behind: int = 0, dtype: torch.dtype = torch.int64) -> Handle:
-    """The numbers from 0 to n - 1 along a dim with so many dims behind it."""
+    """Return the numbers from 0 to n - 1 along a dim followed by `behind` dims."""
     numbers = creations.arange(n, dtype=dtype)
     return views.reshape(numbers, (n, *(1,) * behind)) if behind else numbers
 
@@ -95,13 +95,13 @@ def diag_embed(x: Handle, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Ha
     first, second = _two(x, dim1, dim2, new=1)
     n = x.shape[-1] + builtins.abs(offset)
     wide = _with_zeros(x, builtins.abs(offset))
-    wide = views.unsqueeze(wide, -1 if offset >= 0 else -2)  # rows know their element, or columns
+    wide = views.unsqueeze(wide, -1 if offset >= 0 else -2)  # index by rows, or by columns
     is_there = ROWS["eq"](_places(n) - _places(n, 1), offset)
     return views.movedim(where(is_there, wide, _zero(x)), (-2, -1), (first, second))
 
 
 def _with_zeros(x: Handle, more: int) -> Handle:
-    """The last dim with zeros behind it."""
+    """Append zeros to the last dim."""
     shape = (*x.shape[:-1], x.shape[-1] + more)
     if not more:
         return x
@@ -142,7 +142,7 @@ def one_hot(x: Handle, num_classes: int = -1) -> Handle:
 
     Args:
         x: integers of 64 bits.
-        num_classes: how long a row is; it is not read off the indices, as torch's -1 does.
+        num_classes: the length of a row; unlike torch's -1, it is not taken from the indices.
     """
     if num_classes < 1 or x.dtype != torch.int64:
         raise DefinitionError(
@@ -176,10 +176,10 @@ def searchsorted(
 
     Args:
         x: [n], or […,n] with the leading dims of the values.
-        values: what is looked for.
+        values: the searched values.
         out_int32: the counts have 32 bits.
         right: count equal ones as well.
-        side: "left" or "right", another way to say that.
+        side: "left" or "right", the same choice as right.
     """
     if side not in (None, "left", "right") or (side == "left" and right):
         raise DefinitionError(
@@ -216,8 +216,8 @@ def histc(x: Handle, bins: int = 100, min: float = 0, max: float = 0) -> Handle:
     """How many elements are in each of some bins of one width, from min to max.
 
     Args:
-        x: a floating tensor; what is out of the range, and NaN, is not counted.
-        bins: how many.
+        x: a floating tensor; elements out of the range, and NaN, are not counted.
+        bins: their number.
         min, max: the range; torch's 0 and 0, which stand for that of x, are refused.
     """
     if bins < 1 or not min < max or not x.dtype.is_floating_point:

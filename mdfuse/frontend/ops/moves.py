@@ -118,8 +118,8 @@ def pad(
     Args:
         x: a tensor.
         pad: how many before and behind the last dim, before and behind the one before it, …
-        mode: "constant", or what is there: "reflect" (without the end itself), "replicate" (the
-            end), "circular" (the other end).
+        mode: "constant", or a source of elements: "reflect" (without the end itself), "replicate"
+            (the end), "circular" (the other end).
         value: of a constant; 0 by default.
     """
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad) - 1, 2)]
@@ -171,7 +171,7 @@ def _with_constant(x: Handle, before: Sequence[int], behind: Sequence[int], valu
 
 
 def _inside(x: Handle, starts: Sequence[int], shape: Sequence[int]) -> Handle:
-    """Where in a shape x stands."""
+    """Return the mask of a shape that is true where x lies."""
     inside = None
     for d, (start, n, extent) in enumerate(zip(starts, x.shape, shape, strict=True)):
         if n == extent:
@@ -220,7 +220,7 @@ def unfold(x: Handle, dimension: int, size: int, step: int) -> Handle:
 
     Args:
         x: a tensor.
-        dimension: the dim, in whose place the windows are counted.
+        dimension: the dim, which becomes the dim of windows.
         size: of a window.
         step: from one window to the next.
     """

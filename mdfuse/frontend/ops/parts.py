@@ -105,7 +105,7 @@ def unbind(x: Handle, dim: int = 0) -> tuple[Handle, ...]:
 
 
 def _check_parts(x: Handle, count: int) -> None:
-    """Each part is an expression of the program."""
+    """Check the number of parts, because each is an expression of the program."""
     if count > _MOST_PARTS:
         raise DefinitionError(
             f"{count} parts of %{x.name}: {x.value.type_text()}",

@@ -1,7 +1,7 @@
-"""Along a dim: running sums and products, running extremes, what stands at a rank in order.
+"""Scans along a dim: cumulative sums, products and extremes, and order statistics.
 
-The dim is made whole on every rank, but for a running sum of equal parts, to which the sums of
-those before are added; other dims may be split.
+Every rank gathers the dim, except for a cumulative sum of equal parts, which adds the sums of
+earlier parts; other dims may be split.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _running(op: str, doc: str) -> Operation:
         if dtype is None and not is_inexact(x):
             dtype = torch.int64
         x = x if dtype is None or dtype == x.dtype else cast(x, dtype)
-        scanned = record(op, x, dim=at)  # of integers in int64
+        scanned = record(op, x, dim=at)  # integers become int64
         return scanned if dtype in (None, scanned.dtype) else cast(scanned, dtype)
 
     function.__name__, function.__doc__ = op, doc
@@ -69,7 +69,7 @@ def logcumsumexp(x: Handle, dim: int) -> Handle:
 
 
 class Running(NamedTuple):
-    """What `cummax` and `cummin` give, as in torch: the extremes so far, and where they stood."""
+    """The results of `cummax` and `cummin`, as in torch: running extremes, and their indices."""
 
     values: Handle
     indices: Handle
@@ -130,7 +130,7 @@ def _median(name: str, skips_nan: bool) -> Operation:
 
 
 def _shared_by_equals(x: Handle, value: Handle) -> Handle:
-    """A value that x has, whose gradient is divided evenly among the elements that equal it."""
+    """Return a value of x, whose gradient is divided evenly among equal elements."""
     value = record("detach", value)
     other = where(ROWS["isnan"](value), value, -math.inf)
     return reductions.amax(where(ROWS["eq"](x, value), x, other))
@@ -260,7 +260,7 @@ nanmean = _skipping("nanmean", reductions.mean, "Mean over dims (all by default)
 
 
 class Ends(NamedTuple):
-    """What `aminmax` gives, as in torch."""
+    """The result of `aminmax`, as in torch."""
 
     min: Handle
     max: Handle

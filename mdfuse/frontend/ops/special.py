@@ -1,4 +1,4 @@
-"""Elementwise operations that are made of others: angles, closeness, activations, quantisation."""
+"""Composed elementwise operations: angles, closeness, activations, quantisation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def isclose(
         is_equal = ROWS["logical_or"](is_equal, both)
     if x.dtype == torch.bool:
         x, other = cast(x, torch.int64), cast(other, torch.int64)
-    other = floating(other)  # as torch: the difference of integers may be too large for them
+    other = floating(other)  # as torch: a difference may overflow integers
     distance = ROWS["abs"](x - other)
     is_near = ROWS["le"](distance, atol + ROWS["abs"](other * rtol))
     is_near = ROWS["logical_and"](ROWS["isfinite"](distance), is_near)
@@ -153,7 +153,7 @@ def prelu(x: Handle, weight: Handle) -> Handle:
             hint=f"weight.to({x.dtype})",
         )
     ones = (1,) * max(x.ndim - 2, 0)
-    if weight.ndim:  # along dim 1 where there is one
+    if weight.ndim:  # along dim 1 if it exists
         weight = reshape(weight, (*weight.shape, *ones) if x.ndim else ())
     with again(x):
         slope = where(ROWS["gt"](x, 0), 1.0, weight)

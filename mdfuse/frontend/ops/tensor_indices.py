@@ -13,8 +13,8 @@ from mdfuse.frontend.ops.lookup_parts import at_indices
 def index(x: Handle, where: Any) -> Handle:
     """`x[where]`; a list of integers stands for a tensor of them.
 
-    Slices and integers come first. Then the tensors, repeated to one shape, take the place of their
-    dims; where these are apart, the shape comes in front.
+    Slices and integers are applied first. Then the tensors, broadcast to one shape, replace their
+    dims; if these are not adjacent, the new dims come first.
     """
     items = [where] if not isinstance(where, tuple) else [*where]
     if not any(isinstance(item, Handle | list) for item in items):
@@ -37,7 +37,7 @@ def index(x: Handle, where: Any) -> Handle:
 
 
 def _check_numbers(x: Handle, items: list[Any]) -> None:
-    """Check the integers of lists, which are known here; those of tensors are known in a run."""
+    """Check the integers of lists; those of tensors are only known in a run."""
     dims = [item for item in items if item is not None]
     for dim, item in enumerate(dims[: x.ndim]):
         for i in item if _is_list(item) else ():
@@ -53,7 +53,7 @@ def _as_tensor(item: Any) -> Any:
 
 
 def _without_dots(x: Handle, items: list[Any]) -> list[Any]:
-    """A slice for each dim that `...`, or nothing, stands for."""
+    """Replace `...` and missing items by a slice for each dim."""
     used = sum(item is not None and item is not Ellipsis for item in items)
     at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
     slices = [builtins.slice(None)] * max(x.ndim - used, 0)

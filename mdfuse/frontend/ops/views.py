@@ -1,4 +1,4 @@
-"""Operations that move no numbers: dims in another order, other shapes, parts, copies of views."""
+"""Views: permutations, reshapes, broadcasts, memory orders."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def unflatten(x: Handle, dim: int, sizes: Sequence[int]) -> Handle:
 
 
 def _completed(sizes: Sequence[int], extent: int) -> tuple[int, ...]:
-    """Extents with the number in the place of -1, so that they make up `extent`."""
+    """Return extents with -1 replaced, so that their product is `extent`."""
     if sizes.count(-1) != 1:
         return tuple(sizes)
     known = -math.prod(sizes)

@@ -1,4 +1,4 @@
-"""Gradients of lookups, of what joins by an index, of running sums, contractions."""
+"""Gradients of lookups, indexed reductions, cumulative ops and contractions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _scatter(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 
 def _at(e: Applied, x: Handle) -> Handle:
-    """What stands at the place that each element was joined to."""
+    """Return the value at the target place of each element."""
     return record("gather", e[0], x, along=e.attrs["along"])
 
 
@@ -65,9 +65,9 @@ def _summed(e: Applied, x: Handle) -> Handle:
 
 
 def _through_extreme(e: Applied, ct: Handle) -> Handle:
-    """Evenly among equals."""
+    """Divide the cotangent evenly among equal extremes."""
     is_there = eq(e[1], _at(e, e.y))
-    wide = in_f32(ct)  # in 16 bits many equals cannot be counted
+    wide = in_f32(ct)  # 16 bits cannot count many equals
     equals = _summed(e, record("cast", is_there, dtype=wide.dtype))
     return where(is_there, _at(e, back(wide / equals, ct)), 0.0)
 
@@ -85,7 +85,7 @@ def _through_product(e: Applied, ct: Handle) -> Handle:
 
 @rule("index_copy")
 def _index_copy(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """Of x to what stays, of the source to the last of those with one index."""
+    """x gets the cotangent of untouched places, the source that of the last write per index."""
     index, dim, (count,) = e[0], e.attrs["along"], e.shape(0)
     zeros = creations.zeros_like(e[1]) if e.wants(2) else None
     of_x = None if zeros is None else record("index_copy", index, zeros, ct, along=dim)
@@ -113,7 +113,7 @@ def _flip(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 
 def _from_behind(x: Handle, dim: int) -> Handle:
-    """The sum of what stands here and behind it."""
+    """Return the reverse cumulative sum."""
     if not x.ndim:
         return x
     turned = record("cumsum", record("flip", x, dims=(dim,)), dim=dim)
@@ -128,9 +128,9 @@ def _cumsum(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 @rule("cumprod")
 @widely
 def _cumprod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """The sum, from here on, of the products so far without this element.
+    """Each element gets the sum of later products without it.
 
-    As `product_of_others`: by the product of what is not 0, and a polynomial of the zeros.
+    As `product_of_others`: by the product of nonzero elements, and a polynomial of the zeros.
     """
     x, dim = e[0], e.attrs["dim"]
     if not x.ndim:
@@ -161,9 +161,9 @@ def _cumprod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 @rule("logcumsumexp")
 @widely
 def _logcumsumexp(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """exp(x) times the sum of ct * exp(-y) from here on, in logarithms, of either sign of ct.
+    """exp(x) times the reverse cumulative sum of ct * exp(-y), in logarithms, per sign of ct.
 
-    A ct of 0 stands on both sides as little that cancels, so that it has a derivative.
+    A ct of 0 becomes a small number on both sides, which cancels, so that it has a derivative.
     """
     if not e.y.ndim:
         return (ct,)
@@ -226,16 +226,16 @@ def _contract(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 
 def _factor(e: Applied, ct: Handle, labels: Sequence[tuple[int, ...]], mine: int) -> Handle:
-    """The cotangent with the other factor, summed over what this one lacks."""
+    """Contract the cotangent with the other factor over the dims that this one lacks."""
     own_labels, other, result_labels = labels[mine], labels[1 - mine], e.attrs["kept"]
     shared = [x for x in own_labels if x in result_labels or x in other]
     contracted = record(
         "contract", ct, e[1 - mine], left=result_labels, right=other, kept=tuple(shared)
     )
-    for d, x in enumerate(own_labels):  # what this factor alone had, and was summed over
+    for d, x in enumerate(own_labels):  # a summed dim of this factor alone
         if x not in shared:
             contracted = views.unsqueeze(contracted, d)
-    for d, n in enumerate(e.shape(mine)):  # one that the other factor repeated
+    for d, n in enumerate(e.shape(mine)):  # a broadcast dim
         if contracted.shape[d] != n and n == 1:
             contracted = reductions.sum(contracted, d, True)
     return (
