@@ -1,6 +1,6 @@
-"""The cache of definitions: a trie of what they record, and what was lowered from them.
+"""The cache of definitions: a trie of their recorded calls, with the lowered programs.
 
-Each recorded operation is an edge. Its key is what the operation does: the op, its operands by id,
+Each recorded operation is an edge. Its key describes the operation: the op, its operands by id,
 its arguments, and for inputs and `.on()` the shapes, dtypes, memory orders, meshes, layouts and
 streams. An existing edge holds the result's shape and dtype, so nothing is inferred again.
 
@@ -121,7 +121,7 @@ class NamedDefinition:
     """A definition as one place of the user's code wrote it: the fusion with names and lines.
 
     Attributes:
-        assumed: what the definition decided about its symbolic extents.
+        assumed: the definition's guards on its symbolic extents.
         programs: by options and predicate.
         lock: held while one is lowered, so that threads get the same one.
     """

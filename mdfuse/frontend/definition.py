@@ -1,4 +1,4 @@
-"""Fusion definitions: what users record, mutable until the `with` block ends."""
+"""Fusion definitions: recorded by users, mutable until the `with` block ends."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class FusionDefinition:
             mesh: where it lives; alone: replicated; without mesh and layout: inferred.
             layout: axis -> placement.
             order: dim -> the axes that split it, outermost first.
-            stride_order: the memory order of what is passed: the place of each dim, 0 the fastest.
+            stride_order: the memory order of the argument: the place of each dim, 0 the fastest.
             name: how programs print it; by default the variable that it is assigned to.
 
         Raises:
@@ -218,7 +218,7 @@ class FusionDefinition:
 
         Args:
             value: the constant.
-            dtype: of an input: float (the default), int, bool or a torch dtype.
+            dtype: the dtype of an input: float (the default), int, bool or a torch dtype.
             name: how programs print it.
         """
         key = ("scalar", self._key(value), self._key(dtype))

@@ -1,4 +1,4 @@
-"""`grad` and `recompute`: what users call to differentiate values of a definition."""
+"""`grad` and `recompute`: gradients of values of a definition."""
 
 from __future__ import annotations
 

@@ -120,5 +120,5 @@ class Handle(Methods):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Record what a function of torch does to handles: `torch.softmax(x, -1)`."""
+        """Record a function of torch that is called with handles: `torch.softmax(x, -1)`."""
         return cls.torch_call(func, args, kwargs or {})

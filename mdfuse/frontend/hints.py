@@ -5,7 +5,7 @@ Only exact replacements are proposed: a name that looks alike means something el
 
 from __future__ import annotations
 
-#: name -> what to write instead, for x[5,4], y[5,4], p[5,4] in (0, 1), i[5] and v[4]; `fd` is the
+#: name -> its replacement, for x[5,4], y[5,4], p[5,4] in (0, 1), i[5] and v[4]; `fd` is the
 #: definition. `tests/frontend/test_hints.py` runs each beside torch's own.
 REPLACEMENTS: dict[str, str] = {
     "bincount": "fd.ops.one_hot(i, 4).sum(0)",

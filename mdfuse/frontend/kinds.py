@@ -28,7 +28,7 @@ _UNKNOWN: dict[Any, Any] = {}
 
 
 def taking_kinds(function: F, elementwise: bool = False) -> F:
-    """Return the function with its arguments checked: those of other kinds are refused.
+    """Return the function with its arguments checked and converted.
 
     Args:
         function: an operation.

@@ -48,7 +48,7 @@ def layout(
     try:
         normalized = mesh.normalized(len(shape))
         for dim, blocks in normalized.blocked.items():
-            segments(blocks, shape[dim])  # refuses those of another extent
+            segments(blocks, shape[dim])  # refuses blocks of another extent
         for placement in normalized.placements:
             if isinstance(placement, Partial):
                 check_reduce_op(placement.op, dtype)

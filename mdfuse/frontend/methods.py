@@ -226,7 +226,7 @@ class Methods:
 
     @property
     def H(self) -> Handle:
-        """A matrix with its dims swapped; of complex numbers their conjugates."""
+        """A matrix with its dims swapped, and conjugated if complex."""
         if self.ndim not in (0, 2):
             raise DefinitionError(
                 f"%{self.name}.H", because="it is about matrices", hint="x.mH for batches of them"
@@ -235,7 +235,7 @@ class Methods:
 
     @property
     def mH(self) -> Handle:
-        """The last two dims swapped; of complex numbers their conjugates."""
+        """The last two dims swapped, and conjugated if complex."""
         return self._call("transpose", -2, -1)._call("conj")
 
     # -- numbers ---------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class Methods:
         return self.to(dtype)
 
     def to(self, dtype: Any = None, *more: Any, **settings: Any) -> Handle:
-        """Another dtype (or that of another value); the value itself where it is that already."""
+        """Another dtype (or another value's); the value itself if it has it already."""
         if not isinstance(dtype, torch.dtype) and isinstance(dtype, Methods):
             dtype = dtype.dtype
         if settings.get("memory_format") == torch.channels_last and self.ndim == 4 and not more:

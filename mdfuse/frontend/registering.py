@@ -50,10 +50,10 @@ def register_op(
         name: of the operation: `mf.ops.NAME`, and in programs.
         call: computes new tensors of tensors, wholes or one rank's parts. Parameters behind `*` are
             attributes: numbers, flags, dtypes, words, tuples of numbers.
-        rule: labels of all dims: of one label they are split together, `d!` is whole, `...` are
+        rule: labels of all dims: dims with one label are split together, `d!` is whole, `...` are
             any leading dims; or a function (operands' shapes, attributes) -> labels.
         vjp: the gradient: a function (e, ct), of operations, that returns a value or None for each
-            operand: `e[0]`, `e.y` (`e.results`) and `e.attrs` are what there is, ct the cotangent.
+            operand: `e[0]`, `e.y` (`e.results`) and `e.attrs` are available, ct is the cotangent.
         reduces: label that results lack -> the reduction of the ranks' partial results: "sum", ...
         results: their number, where rule is a function.
         meta: the function for the meta device, if `call` cannot run there.

@@ -29,8 +29,8 @@ _NAMESPACES = (torch, torch.nn.functional, torch.Tensor)
 #: Operations whose name means something else in torch, or whose arguments do.
 _OTHER_MEANING = {"dropout", "set", "slice", "broadcast", "cast", "index", "uniform"}
 
-#: Operations that mean what torch.nn.functional calls so: torch's own function takes a reduction
-#: as a number, or gives more.
+#: Operations that match torch.nn.functional only: torch's function of this name takes a reduction
+#: as a number, or returns more.
 _FUNCTIONAL = {
     "binary_cross_entropy_with_logits", "kl_div", "triplet_margin_loss", "margin_ranking_loss",
     "hinge_embedding_loss", "cosine_embedding_loss", "poisson_nll_loss", "batch_norm",

@@ -1,4 +1,4 @@
-"""Import of torch modules: capture, fold what is constant, place by names, record the rest.
+"""Import of torch modules: capture, fold what is constant, place by names, record the nodes.
 
 `capture` exports the module, `fold` computes constants, `place` assigns layouts to parameters and
 inputs by patterns of names, `table` has a function of handles for each operation of aten, `build`

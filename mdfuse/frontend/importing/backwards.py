@@ -13,7 +13,7 @@ _FUNCTION: Any = Function
 
 @contextmanager
 def own_backwards() -> Iterator[dict[str, None]]:
-    """Note the names of the `torch.autograd.Function`s that are called; not those of torch."""
+    """Note the names of called `torch.autograd.Function`s, except torch's own."""
     names: dict[str, None] = {}
     plain = vars(Function)["apply"]
 

@@ -178,7 +178,7 @@ def capture(
         adapters: pattern of names of layers -> rank; see `adapted`.
 
     Raises:
-        DefinitionError: the module cannot be exported: its line, and what torch says.
+        DefinitionError: the module cannot be exported; with its line, and torch's error.
     """
     _check(module, args)
     with adapted(module, adapters or {}) as brought:

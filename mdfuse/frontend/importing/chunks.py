@@ -89,7 +89,7 @@ def read_box(path: Path, place: Place, sizes: Sequence[int], box: Box, into: Ten
         into: the destination, of the shape of the box.
 
     Raises:
-        Exception: there is no such tensor; torch, and what it calls, raise errors of all kinds.
+        Exception: there is no such tensor; torch may raise errors of any type.
     """
     with opened(path) as file:
         part = PartOfFile(file, place.start, place.length)

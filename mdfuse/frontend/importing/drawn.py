@@ -107,7 +107,7 @@ def draws(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def kind_of_mask(mask: Any, rows: Any, columns: Any) -> str | None:
-    """Return whether a mask that is known hides nothing ("none"), or what is ahead ("causal")."""
+    """Return the kind of a known mask: "none" hides nothing, "causal" hides later positions."""
     if not isinstance(mask, Tensor):
         return None
     shown = mask if mask.dtype == torch.bool else mask == 0

@@ -30,10 +30,10 @@ def dims_of_tensors(
     Args:
         module: that is called with the arguments.
         args, kwargs: of its forward.
-        said: a mapping by the names of arguments, or a sequence in their order, of what is said of
-            each, in its structure; beside these, a mapping may have the full names of tensors. Of
-            a tensor a dict by dims, a sequence of all, or None. What is not named is fixed.
-            Objects that make such a mapping of arguments, as `torch.export.ShapesCollection`.
+        said: the settings of arguments, in their structure: a mapping by names, or a sequence in
+            their order; a mapping may also have full names of tensors. The setting of a tensor is a
+            dict by dims, a sequence of all dims, or None. Unnamed dims are fixed. Objects that make
+            such a mapping of arguments, as `torch.export.ShapesCollection`.
         names: of the tensors, as "batch.mask", in the order of the arguments.
 
     Raises:

@@ -347,7 +347,7 @@ def check_names(
     """Return the names of a checkpoint that nothing reads.
 
     Args:
-        checkpoint: what is read.
+        checkpoint: the source.
         wanted: all names of each tensor that is read.
         known: other names that the module has.
 

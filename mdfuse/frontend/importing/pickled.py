@@ -1,8 +1,8 @@
 """Read a pickle as data: lists, dicts, texts, numbers, and stand-ins for names.
 
-Python's own unpickler calls what a file names, and trusts its numbers: eight bytes make it set up a
-table of gigabytes. Here only functions passed by the reader are called, and time and memory are
-linear in the file's length.
+Python's own unpickler calls any function that a file names, and trusts its numbers: eight bytes
+make it allocate a table of gigabytes. Here only functions passed by the reader are called, and time
+and memory are linear in the file's length.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def read(data: bytes, name: Callable[[str, str], Any]) -> Any:
 
 
 class _Reader:
-    """A stack of values, and those that were noted, by number.
+    """A stack of values, and noted values by number.
 
     Attributes:
         data, at: the bytes, and the position.
@@ -157,7 +157,7 @@ class _Reader:
     # -- lists and dicts -------------------------------------------------------------------------
 
     def append(self, items: list[Any]) -> None:
-        """Put items behind those of the last list."""
+        """Append items to the last list."""
         self.last(list).extend(items)
 
     def enter(self, items: list[Any]) -> None:

@@ -115,7 +115,7 @@ def matching(said: Mapping[str, Any], names: Sequence[str], what: str) -> tuple[
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a name; those of inputs and outputs have a prefix."""
+    """Return whether a pattern matches a name; names of inputs and outputs have a prefix."""
     kinds = [x.split(":")[0] if ":" in x else "" for x in (name, pattern)]
     return kinds[0] == kinds[1] and fnmatchcase(name, pattern)
 

@@ -1,4 +1,4 @@
-"""Plans of `parallelize_module`, and those that models of transformers bring, as layouts."""
+"""Plans of `parallelize_module`, and plans of transformers' models, as layouts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def from_plan(
 
     Returns:
         `layouts` by names of parameters, `blocks` where a matrix is packed of two, and `skipped`,
-        paths that lead nowhere: plans name what other configurations of a model have.
+        paths that lead nowhere, because plans name modules of other configurations.
 
     Raises:
         LayoutError: no plan, a style that is not known, or no path that leads anywhere.
@@ -136,6 +136,6 @@ def _dim(style: str, x: Tensor, is_table: bool) -> int | None:
         return None
     if is_table:
         return 0 if style in _ROWS else 1
-    if x.ndim < 2:  # of a bias
+    if x.ndim < 2:  # a bias
         return 0 if style in _COLUMNS else None
     return x.ndim - 2 if style in _COLUMNS else x.ndim - 1

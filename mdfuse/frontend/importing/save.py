@@ -58,7 +58,7 @@ def check_folder(folder: Path) -> None:
         )
 
 
-#: The boxes that a rank writes: those that no lower rank has.
+#: The boxes that a rank writes, which no lower rank has.
 Parts = Iterable[tuple[Saved, Box, Tensor]]
 
 
@@ -145,7 +145,7 @@ def _alone(x: Tensor) -> Tensor:
 def _parts(
     model: Model, weights: Sequence[Tensor | None], rank: int | None
 ) -> Iterator[tuple[Saved, Box, Tensor]]:
-    """Yield the boxes that this rank writes: those that no lower rank has."""
+    """Yield the boxes that this rank writes, which no lower rank has."""
     names = model.weight_names()
     hint = "pass what model.load() returned, or `running.weights` of a step of training"
     weights = as_parts(f"save of {model.captured.name}", "weights", weights, hint)

@@ -84,7 +84,7 @@ class StepDefinition:
     Attributes:
         definition: parameters, constants, arguments of the module, extra inputs, numbers of the
             optimizer, and its state; the outputs that are written into no input come first.
-        trained: names of parameters that are updated: those that lead to the loss.
+        trained: names of updated parameters, on which the loss depends.
         kept: name of a state -> the name of the parameter that it belongs to.
         masters: name of an f32 copy -> its parameter.
     """
@@ -224,7 +224,7 @@ def _update(
 
 
 def trained_nodes(model: Model, frozen: Sequence[str] | None) -> list[Node]:
-    """Return the parameters that are trained: those that require gradients, and are not frozen.
+    """Return the trained parameters, which require gradients and are not frozen.
 
     If frozen is None, only the adapters of a model with adapters are trained.
 

@@ -342,7 +342,7 @@ def _adaptive(n: int, name: str, join: Operation, words: str) -> Operation:
         extents = [x.shape[x.ndim - n + at] if m is None else m for at, m in enumerate(given)]
         sizes = _numbers("output_size", extents, n, 1)
         result = in_f32(x) if n > 1 and join is mean else x
-        for at, m in reversed([*enumerate(sizes)]):  # so that of equal elements the first counts
+        for at, m in reversed([*enumerate(sizes)]):  # so that the first of equal elements counts
             result = _in_parts(result, x.ndim - n + at, m, join)
         return record("set", back(result, x))
 

@@ -30,7 +30,7 @@ def index_select(x: Handle, dim: int, index: Handle) -> Handle:
 
     Args:
         x: a tensor.
-        dim: which may be split: then what ranks have is joined, and x stays where it is.
+        dim: may be split: ranks then add partial results, and x is not moved.
         index: integers of one dim (or a number), from 0 on.
     """
     if index.ndim > 1:
@@ -50,7 +50,7 @@ def gather(x: Handle, dim: int, index: Handle, *, sparse_grad: bool = False) -> 
 
     Args:
         x: a tensor.
-        dim: which may be split: then what ranks have is joined, and x stays where it is.
+        dim: may be split: ranks then add partial results, and x is not moved.
         index: of as many dims as x, along the others no longer than it.
         sparse_grad: taken as in torch; gradients are dense.
     """

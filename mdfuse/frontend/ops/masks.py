@@ -1,4 +1,4 @@
-"""Operations that are masks of places: triangles, diagonals, one-hot rows, counts of what is less.
+"""Operations by masks of indices: triangles, diagonals, one-hot rows, searches, histograms.
 
 Each rank makes its own part of a mask, so masked values stay split.
 """

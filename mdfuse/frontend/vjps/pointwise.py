@@ -388,7 +388,7 @@ def _phi(x: Handle) -> Handle:
 
 
 def _gelu_twice(x: Handle, approximate: str = "none") -> Handle:
-    """phi(x) * (2 - x^2), or that of the approximation by tanh."""
+    """phi(x) * (2 - x^2), or its approximation by tanh."""
     if approximate == "none":
         return _phi(x) * (2.0 - x * x)
     scale, cubic = math.sqrt(2.0 / math.pi), 0.044715

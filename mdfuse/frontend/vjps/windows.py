@@ -1,6 +1,7 @@
 """Cotangents of slices of a value: adjacent ones are concatenated, others padded by zeros.
 
-%q, %k, %v = parts of %h                    what comes back to %h: cat(%dq, %dk, %dv)
+%q, %k, %v = parts of %h                                        the cotangent of %h: cat(%dq, %dk,
+%dv)
 """
 
 from __future__ import annotations
