@@ -32,8 +32,8 @@ def dims_of_tensors(
         args, kwargs: of its forward.
         said: the settings of arguments, in their structure: a mapping by names, or a sequence in
             their order; a mapping may also have full names of tensors. The setting of a tensor is a
-            dict by dims, a sequence of all dims, or None. Unnamed dims are fixed. Objects that make
-            such a mapping of arguments, as `torch.export.ShapesCollection`.
+            dict by dims, a sequence of all dims, or None. Unnamed dims are fixed. An object that
+            makes such a mapping, as `torch.export.ShapesCollection`, is taken too.
         names: of the tensors, as "batch.mask", in the order of the arguments.
 
     Raises:

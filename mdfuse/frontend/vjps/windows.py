@@ -1,7 +1,6 @@
 """Cotangents of slices of a value: adjacent ones are concatenated, others padded by zeros.
 
-%q, %k, %v = parts of %h                                        the cotangent of %h: cat(%dq, %dk,
-%dv)
+%q, %k, %v = parts of %h                    cotangent of %h: cat(%dq, %dk, %dv)
 """
 
 from __future__ import annotations
