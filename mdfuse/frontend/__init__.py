@@ -1,1 +1,1 @@
-"""How users write fusions: definitions, operators on handles, traced functions."""
+"""The frontend: definitions, operators on handles, traced functions, import of torch modules."""

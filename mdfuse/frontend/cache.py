@@ -1,12 +1,12 @@
-"""The cache of definitions: a trie of what they record, and what was lowered from them.
+"""The cache of definitions: a trie of their recorded calls, with the lowered programs.
 
-Each recorded operation is an edge. Its key is what the operation does: the op, its operands by id,
+Each recorded operation is an edge. Its key describes the operation: the op, its operands by id,
 its arguments, and for inputs and `.on()` the shapes, dtypes, memory orders, meshes, layouts and
-streams. Walking an edge that is there tells the result's shape and dtype, so nothing is inferred.
+streams. An existing edge holds the result's shape and dtype, so nothing is inferred again.
 
-Names of variables and lines of the user's file are no part of it. They are the *wording* of a
-definition: each wording that a leaf has met has programs of its own, so that prints and errors
-show the names and lines of the code that runs.
+Names of variables and lines of the user's file are not part of the key. They are the *wording* of a
+definition: each wording of a leaf has its own programs, so that prints and errors show the names
+and lines of the code that runs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from mdfuse.extents.assumptions import Assumptions
 from mdfuse.frontend.sites import Site
 from mdfuse.ir.graph import Fusion
 
-#: What is made of a definition: a program, of which this layer knows nothing.
+#: The program lowered from a definition; this layer knows nothing of its type.
 Made = TypeVar("Made")
 
-#: How many definitions are kept.
+#: The number of definitions that are kept.
 LIMIT = 128
 
-#: How many wordings of one definition, and how many programs of one wording.
+#: The number of wordings per definition, and of programs per wording.
 _WORDINGS = _PROGRAMS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What is known of a recorded value, apart from its name."""
+    """The facts of a recorded value, apart from its name."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class Recorded:
 
     @property
     def has_symbols(self) -> bool:
-        """Whether this call defines an input with symbolic extents."""
+        """Return whether this call defines an input with symbolic extents."""
         shape = self.arguments[0] if self.method == "tensor" else ()
         return isinstance(shape, tuple) and any(type(n) is int and n == -1 for n in shape)
 
@@ -73,18 +73,18 @@ class Symbolic:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A definition up to some operation.
+    """A node of the trie: a definition up to some operation.
 
     Attributes:
         parent: up to the operation before; None for the empty definition.
         key: of the last operation.
         call: the last operation.
         site: where the user's code made that call the last time.
-        fact: of the value that it made, if it made one; a tuple where it made several.
-        id: of the value that was made last.
+        fact: of the value that the call returned; a tuple where it returned several.
+        id: of the last value recorded so far.
         symbols: of the definition so far.
         children: by key of the next operation.
-        leaf: what ends here.
+        leaf: the definition that ends with this node, if one does.
     """
 
     parent: Node | None = None
@@ -99,16 +99,16 @@ class Node:
 
     def path(self) -> list[Node]:
         """The nodes from the first operation to this."""
-        found, node = [], self
+        nodes, node = [], self
         while node.parent is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        return nodes[::-1]
 
 
 @dataclass(frozen=True)
 class Wording:
-    """How one place of the user's code wrote a definition: names, guards on extents, calls."""
+    """The names, guards on extents and call sites with which user code wrote a definition."""
 
     name: str
     guards: tuple[str, ...]
@@ -121,7 +121,7 @@ class NamedDefinition:
     """A definition as one place of the user's code wrote it: the fusion with names and lines.
 
     Attributes:
-        assumed: what the definition decided about its symbolic extents.
+        assumed: the definition's guards on its symbolic extents.
         programs: by options and predicate.
         lock: held while one is lowered, so that threads get the same one.
     """
@@ -143,23 +143,23 @@ class Leaf:
     hits: int = 0
 
     def find(self, wording: Wording) -> NamedDefinition | None:
-        """Return what was defined with these names, at these lines; None where nothing was."""
+        """Return the definition with these names and lines, or None."""
         return next((s for s in self.named if s.wording == wording), None)
 
     def add(self, made: NamedDefinition) -> NamedDefinition:
-        """Keep a definition, and return it, or the equal one that another thread kept meanwhile."""
-        found = self.find(made.wording)
-        if found is not None:
-            return found
+        """Keep a definition, and return it, or the equal one that another thread added first."""
+        existing = self.find(made.wording)
+        if existing is not None:
+            return existing
         self.named = [made, *self.named[: _WORDINGS - 1]]
         return made
 
 
 class FusionCache:
-    """The definitions of this process, the least recently used one dropped first.
+    """The definitions of this process; the least recently used one is dropped first.
 
-    What is kept is what `compile` returned, with its plans and their buffers. Every rank defines
-    the same programs, so every rank keeps the same ones; drop them on all ranks alike.
+    The cache keeps the programs that `compile` returned, with their plans and buffers. Every rank
+    defines the same programs, so every rank keeps the same ones; drop them on all ranks alike.
 
     >>> import mdfuse as mf
     >>> mf.debug.FusionCache.reset()
@@ -198,7 +198,7 @@ class FusionCache:
 
     @property
     def limit(self) -> int:
-        """How many definitions are kept; setting it drops those that are too many."""
+        """The most definitions that are kept; setting it drops the excess."""
         return self._limit
 
     @limit.setter
@@ -214,7 +214,7 @@ class FusionCache:
             self._evict()
 
     def info(self) -> CacheInfo:
-        """Definitions that were found, not found and dropped; how many there are and may be."""
+        """Return hits, misses and evictions, and the number of definitions and its limit."""
         with self._lock:
             return CacheInfo(self.hits, self.misses, self.evictions, len(self), self._limit)
 
@@ -243,11 +243,11 @@ class FusionCache:
         """Return the node of the trie that has the same calls as a node outside of it."""
         at = self.root
         for step in node.path():
-            found = at.children.get(step.key)
-            if found is None:
-                found = Node(at, step.key, step.call, step.site, step.fact, step.id, step.symbols)
-                at.children[step.key] = found
-            at = found
+            child = at.children.get(step.key)
+            if child is None:
+                child = Node(at, step.key, step.call, step.site, step.fact, step.id, step.symbols)
+                at.children[step.key] = child
+            at = child
         return at
 
     def _evict(self) -> None:
@@ -257,7 +257,7 @@ class FusionCache:
             _prune(leaf.node)
 
     def nodes(self) -> int:
-        """How many operations are kept; equal beginnings of definitions count once."""
+        """The number of recorded operations; common prefixes of definitions count once."""
         with self._lock:
             return sum(1 for _ in _walk(self.root)) - 1
 
@@ -275,7 +275,7 @@ _CACHE = FusionCache()
 
 
 def _prune(node: Node) -> None:
-    """Take a leaf's node out, and those before it that lead nowhere else."""
+    """Remove a leaf's node, and its ancestors without other descendants."""
     node.leaf = None
     while node.parent is not None and not node.children and node.leaf is None:
         node.parent.children.pop(node.key, None)
@@ -296,18 +296,18 @@ def _count(n: int, one: str, more: str | None = None) -> str:
 
 def _described(leaf: Leaf) -> str:
     operations = _count(sum(n.call.method == "op" for n in leaf.node.path() if n.call), "operation")
-    found = f"found {_count(leaf.hits, 'time')}"
+    hits = f"found {_count(leaf.hits, 'time')}"
     if not leaf.named:
-        return f"  {operations}, {found}, not lowered"
+        return f"  {operations}, {hits}, not lowered"
     fusion = leaf.named[0].fusion
     inputs = (f"{n} {fusion.values[n].type_text()}" for n in fusion.inputs)
-    return "  " + ", ".join((f"@{fusion.name}: {operations}", *inputs, found))
+    return "  " + ", ".join((f"@{fusion.name}: {operations}", *inputs, hits))
 
 
 def program_of(
     named: NamedDefinition, key: Hashable, lower: Callable[[NamedDefinition], Made]
 ) -> Made:
-    """Return the program for some options and predicate (`key`), lowered where there is none."""
+    """Return the program for options and predicate (`key`), lowered if it is missing."""
     with named.lock:
         program: Made | None = named.programs.get(key)
         if program is None:

@@ -1,4 +1,4 @@
-"""Fusion definitions: what users record, mutable until the `with` block ends."""
+"""Fusion definitions: recorded by users, mutable until the `with` block ends."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _ITSELF = frozenset((str, type(None), torch.dtype))
 class FusionDefinition:
     """Record a fusion, operation by operation.
 
-    What was recorded before, in this or another definition, is looked up (`FusionCache`); names and
-    expressions are made when something new is recorded, or when they are asked for.
+    Calls recorded before, in this or another definition, are looked up (`FusionCache`); names and
+    expressions are made when something new is recorded, or when they are read.
 
     >>> import mdfuse as mf
     >>> mesh = mf.DeviceMesh.arange(tp=2)
@@ -63,22 +63,22 @@ class FusionDefinition:
         self.name = name
         self.inputs: list[int] = []
         self.outputs: list[int] = []
-        #: what the user's code, and operations that look at extents, decided about them
+        #: guards on extents, from user code and from operations that read them
         self.assumed = Assumptions()
-        #: what functions of values keep for later calls that need the same
+        #: values that later calls share, by key
         self.shared: dict[Hashable, tuple[Any, ...]] = {}
         self._dims = 0
         self._streams = 0
-        #: how many blocks of `recompute` are open
+        #: number of open `recompute` blocks
         self._recomputing = 0
         self._open = False
         self._token: Token[FusionDefinition | None] | None = None
         self._assuming = assuming(self.assumed)
         self._at = FusionCache.get().root
-        #: where a call is looked up; empty where looking it up is not all that is to be done
+        #: the children of the current node; empty where a call needs more than a lookup
         self._children: Mapping[Hashable, Node] = _NONE
         self._calls: list[Site] = []
-        self.numbers: dict[int, torch.Tensor] = {}  # those of constants, by id
+        self.numbers: dict[int, torch.Tensor] = {}  # numbers of constants, by id
         self._recorder: Recorder | None = None
         self._leaf: Leaf | None = None
 
@@ -139,7 +139,7 @@ class FusionDefinition:
 
     @cached_property
     def named(self) -> NamedDefinition:
-        """What is kept of this definition, with its names and lines."""
+        """The cached definition, with the names and lines of this code."""
         if self._open:
             raise DefinitionError(
                 f"@{self.name} is still being defined",
@@ -147,9 +147,9 @@ class FusionDefinition:
             )
         leaf = self._leaf or Leaf(self._at)
         wording = self._wording()
-        found = leaf.find(wording)
-        if found is not None:
-            return found
+        existing = leaf.find(wording)
+        if existing is not None:
+            return existing
         recorder = self._recorded()
         assumed = self.assumed.copy()
         for guard in recorder.assumed.guards:
@@ -169,7 +169,7 @@ class FusionDefinition:
         return str(propagate_layouts.run(self.fusion))
 
     def check_extents(self, extents: Mapping[str, int]) -> None:
-        """Raise DefinitionError where the definition's code decides otherwise for these extents."""
+        """Raise DefinitionError if these extents violate a guard of the definition's code."""
         check_definition(self.name, self.named.assumed, extents)
 
     # -- defining --------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class FusionDefinition:
             mesh: where it lives; alone: replicated; without mesh and layout: inferred.
             layout: axis -> placement.
             order: dim -> the axes that split it, outermost first.
-            stride_order: the memory order of what is passed: the place of each dim, 0 the fastest.
+            stride_order: the memory order of the argument: the place of each dim, 0 the fastest.
             name: how programs print it; by default the variable that it is assigned to.
 
         Raises:
@@ -218,7 +218,7 @@ class FusionDefinition:
 
         Args:
             value: the constant.
-            dtype: of an input: float (the default), int, bool or a torch dtype.
+            dtype: the dtype of an input: float (the default), int, bool or a torch dtype.
             name: how programs print it.
         """
         key = ("scalar", self._key(value), self._key(dtype))
@@ -278,7 +278,7 @@ class FusionDefinition:
             )
         return t
 
-    # -- what handles and operations call --------------------------------------------------------
+    # -- calls from handles and operations -------------------------------------------------------
 
     def next_stream(self) -> int:
         """Return another stream of random numbers, so that two draws with one seed differ."""
@@ -345,7 +345,7 @@ class FusionDefinition:
         self._do(("place", handle.id, place), (handle.id, *place))
 
     def place_like(self, handle: Handle, other: Handle) -> None:
-        """State that a value lies as another one; see `Handle.on`."""
+        """Give a value the layout of another one; see `Handle.on`."""
         if other.definition is not self:
             raise self._foreign(other)
         self._do(("place_like", handle.id, other.id), (handle.id, other.id))
@@ -385,9 +385,9 @@ class FusionDefinition:
     def _do(
         self, key: tuple[Any, ...], arguments: tuple[Any, ...], name: str | None = None
     ) -> Node:
-        """Record a call of a method of `Recorder`, or find that it was recorded before.
+        """Record a call of a method of `Recorder`, or look it up.
 
-        The key is the method's name, and what tells this call from others.
+        The key is the method's name and its arguments.
         """
         node = self._children.get(key)
         if node is None:
@@ -400,19 +400,19 @@ class FusionDefinition:
         return node
 
     def _moved(self, node: Node, site: Site, name: str | None = None) -> Site:
-        """Return the site of a call that was made elsewhere the last time, and keep it."""
+        """Return the site of a call whose line differs from the last time, and keep it."""
         node.site = site = site.naming(name)
         return site
 
     def _newly(self, key: tuple[Any, ...], call: Recorded, site: Site, name: str | None) -> Node:
-        """Return the node after a call that is new, or that must be recorded with its names."""
+        """Return the node after a call that is new, or must be recorded because of its names."""
         self._check_open()
         at, call, site = self._at, Recorded(call.method, _ids(call.arguments)), site.naming(name)
         written = site.code, site.offset, name
         if at.symbols is not None:
             key = (*key, written)
         elif call.has_symbols:
-            # symbols are called as their inputs: from here on all names matter
+            # symbols are named after their inputs, so all names matter from this call on
             key = (*key, written, tuple((s.code, s.offset, s.said) for s in self._calls))
         node = at.children.get(key)
         if node is None or self._recorder is not None:
@@ -434,12 +434,12 @@ class FusionDefinition:
         return self._recorder
 
     def replayed(self) -> tuple[Recorder, Site | None]:
-        """Return another recorder of the calls so far, and where the last one was made."""
+        """Return a new recorder of the calls so far, and the site of the last one."""
         calls, sites = [node.call for node in self._at.path()], self._calls
         return replay(self.name, self.assumed, calls, sites), sites[-1] if sites else None
 
     def _key(self, x: Any) -> Any:
-        """Return a key of an argument: 1, 1.0 and True have three, and 0.0 and -0.0 have two.
+        """Return a key of an argument: 1, 1.0 and True differ, and so do 0.0 and -0.0.
 
         A handle is its id: where one may stand there are no plain numbers.
         """
@@ -464,7 +464,7 @@ class FusionDefinition:
         return (kind, id(x) if kind.__hash__ is None else x)
 
     def value_of(self, id_: int) -> Value:
-        """Return the IR value of an id, as it is now."""
+        """Return the current IR value of an id."""
         recorder = self._recorded()
         return recorder.values[recorder.names[id_]]
 

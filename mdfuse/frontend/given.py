@@ -1,6 +1,6 @@
-"""What users pass, by its sort: each check returns it, or raises the error that says what is it.
+"""Checks of arguments by type: each returns the argument, or raises a DefinitionError.
 
-`call` is what was called, in words, as "load of Linear"; `name` is the argument's.
+`call` names the call in messages, as "load of Linear"; `name` is the argument's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def refused(
     hint: str,
     kind: type[MdfuseError] = DefinitionError,
 ) -> MdfuseError:
-    """Return the error for an argument that is of another sort."""
+    """Return the error for an argument of the wrong type."""
     return kind(f"{call} with {name}={brief(value)}", because=because, hint=hint)
 
 
@@ -49,7 +49,7 @@ def by_name(
 
 
 def check_module(call: str, value: Any) -> None:
-    """Raise DefinitionError for what is no module of torch."""
+    """Raise DefinitionError unless x is a torch module."""
     if not isinstance(value, nn.Module):
         raise DefinitionError(
             f"{call} of {type(value).__name__}",
@@ -59,7 +59,7 @@ def check_module(call: str, value: Any) -> None:
 
 
 def check_definition(call: str, value: Any) -> None:
-    """Raise DefinitionError for what is no definition."""
+    """Raise DefinitionError unless x is a definition."""
     if not isinstance(value, FusionDefinition):
         raise DefinitionError(
             f"{call} takes a FusionDefinition, not {type(value).__name__}",
@@ -68,14 +68,14 @@ def check_definition(call: str, value: Any) -> None:
 
 
 def names(call: str, name: str, value: Any) -> tuple[str, ...]:
-    """Return names; one that stands alone, too, and of None none."""
-    found = (value,) if isinstance(value, str) else () if value is None else value
-    if not isinstance(found, list | tuple | set | frozenset) or not all(
-        isinstance(x, str) for x in found
+    """Return a tuple of names, from several, a single one, or None."""
+    listed = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(listed, list | tuple | set | frozenset) or not all(
+        isinstance(x, str) for x in listed
     ):
         because, hint = "it is a name, or several", f'{name}=["first", "second"]'
         raise refused(call, name, value, because=because, hint=hint)
-    return tuple(found)
+    return tuple(listed)
 
 
 def flag(call: str, name: str, value: Any, kind: type[MdfuseError] = ProgramError) -> bool:
@@ -87,11 +87,11 @@ def flag(call: str, name: str, value: Any, kind: type[MdfuseError] = ProgramErro
 
 
 def function(call: str, name: str, value: Any, hint: str) -> Callable[..., Any]:
-    """Return what can be called."""
+    """Return a callable argument."""
     if not callable(value):
         raise refused(call, name, value, because="it is a function", hint=hint)
-    found: Callable[..., Any] = value
-    return found
+    callee: Callable[..., Any] = value
+    return callee
 
 
 def rank_of(call: str, value: Any) -> int:
@@ -103,7 +103,7 @@ def rank_of(call: str, value: Any) -> int:
 
 
 def device_of(call: str, value: Any, kind: type[MdfuseError] = ProgramError) -> torch.device:
-    """Return a device on which tensors can be."""
+    """Return a device that can hold tensors."""
     because = "a device is text, or a torch.device"
     try:
         if isinstance(value, str | torch.device):
@@ -115,7 +115,7 @@ def device_of(call: str, value: Any, kind: type[MdfuseError] = ProgramError) -> 
 
 
 def why_no_numbers(x: Any) -> str | None:
-    """Why something is no tensor of which numbers can be taken; None where it is one."""
+    """Return why x is not a tensor with readable numbers; None if it is one."""
     if not isinstance(x, Tensor):
         return f"it is {brief(x)}, and no tensor"
     if x.is_nested or x.layout != torch.strided:
@@ -124,7 +124,7 @@ def why_no_numbers(x: Any) -> str | None:
 
 
 def parts(call: str, name: str, value: Any, hint: str) -> Sequence[Tensor | None]:
-    """Return tensors in their order; None stands for what this rank has not."""
+    """Return a sequence of tensors; None stands for a part that this rank lacks."""
     if not isinstance(value, list | tuple):
         because = "they are a list of tensors"
         raise refused(call, name, value, because=because, hint=hint, kind=ProgramError)

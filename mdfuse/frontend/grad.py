@@ -1,4 +1,4 @@
-"""`grad` and `recompute`: what users call to differentiate values of a definition."""
+"""`grad` and `recompute`: gradients of values of a definition."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def grad(
 ) -> tuple[Handle, ...]:
     """Append the gradients of a value to its definition.
 
-    They are values as all others: their layouts are inferred, they have gradients themselves, and
-    what nobody reads is left out. The gradient of an input, or of a value with a law, lies as that.
+    Gradients are ordinary values: their layouts are inferred, they can be differentiated again, and
+    unread ones are dropped. The gradient of an input, or of a value with a law, has its layout.
 
     Args:
         y: a floating tensor; without dims, or with a seed.
-        wrt: inputs or other values; what does not lead to y has a gradient of zeros.
+        wrt: inputs or other values; one that y does not depend on has a gradient of zeros.
         seed: the cotangent of y, in its shape and dtype; by default one.
 
     Returns:
@@ -54,10 +54,10 @@ def grad(
 
 
 class recompute:
-    """A `with` block: gradients compute its values again where they read them, and keep none.
+    """A `with` block whose values the backward recomputes instead of keeping.
 
-    What the block reads is kept. A gathered weight of a sharded parameter that is defined inside is
-    gathered once more for the backward.
+    Values read by the block are kept. A weight that is gathered inside the block is gathered once
+    more for the backward.
 
     >>> import mdfuse as mf
     >>> mesh = mf.DeviceMesh.arange(dp=2)

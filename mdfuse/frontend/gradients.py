@@ -1,10 +1,10 @@
 """Gradients: append to a definition the expressions that compute them.
 
-The definition's expressions are gone through from the last to the first. Each hands what came back
-to its result (the cotangent) on to its operands, as the rule of its op says (`vjps.py`); what comes
-back to a value from several readers is added. Where the backward goes is a matter of layouts, which
-are inferred as all others are, but for two laws by reference: the gradient of an input, or of a
-value with a law, lies as that; what comes back through a `set` lies where the set's operand did.
+Reverse mode: the definition's expressions are visited from the last to the first. Each passes the
+cotangent of its result on to its operands by the rule of its op (`vjps.py`); cotangents from
+several readers are added. Layouts of the backward are inferred as all others are, except for two
+laws by reference: the gradient of an input, or of a value with a law, has its layout; a cotangent
+that goes back through a `set` has the layout of the set's operand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mdfuse.ir.graph import Expr, Like, Value
 if TYPE_CHECKING:
     from mdfuse.frontend.recorder import Recorder
 
-#: What a call of `grad` made: (id, what is known of it) of each gradient.
+#: The gradients of a call of `grad`: (id, fact) of each.
 Made = tuple[tuple[int, Fact], ...]
 
 
@@ -38,7 +38,7 @@ def append(
     """Append the expressions that compute the gradients of values; see `mdfuse.grad`.
 
     Args:
-        recorder: what is recorded so far.
+        recorder: of the calls so far.
         site: the user's call.
         of: id of each value -> id of its cotangent; None: one.
         wrt: ids of the values with respect to which they are differentiated.
@@ -56,13 +56,13 @@ def append(
 
 
 def _path(recorder: Recorder, of: Sequence[str], wrt: Sequence[str]) -> set[str]:
-    """Return the values between those that are asked for and those that are differentiated."""
+    """Return the values on paths from the values of wrt to those differentiated."""
     values, after = recorder.values, {*wrt}
     for expr in recorder.exprs:
         if expr.op in NO_GRADIENT or after.isdisjoint(expr.reads):
             continue
-        made = [values[name] for name in expr.outputs]
-        after.update(x.name for x in made if x.is_tensor and _is_differentiable(x))
+        outputs = [values[name] for name in expr.outputs]
+        after.update(x.name for x in outputs if x.is_tensor and _is_differentiable(x))
     before = {*of} & after
     for expr in reversed(recorder.exprs):
         if not before.isdisjoint(expr.outputs):
@@ -71,7 +71,7 @@ def _path(recorder: Recorder, of: Sequence[str], wrt: Sequence[str]) -> set[str]
 
 
 def _leading(recorder: Recorder, of: Sequence[str]) -> set[str]:
-    """Return what leads to some values so that torch gives it a gradient, be it of zeros."""
+    """Return the ancestors of some values to which torch gives a gradient, even of zeros."""
     values, leading = recorder.values, {*of}
     for expr in reversed(recorder.exprs):
         is_passed = expr.op not in NO_GRADIENT or expr.op in STEPS
@@ -123,10 +123,10 @@ def _are_alike(a: Sequence[int], b: Sequence[int]) -> bool:
 
 
 class _Scribe:
-    """Stands for the definition while the rules run: what operations record goes to the recorder.
+    """Stands in for the definition while rules run: operations record into the recorder.
 
     Attributes:
-        line: the line that is noted as the origin of what is recorded.
+        line: the origin that is noted for recorded expressions.
     """
 
     def __init__(self, recorder: Recorder, line: Derived) -> None:
@@ -138,15 +138,15 @@ class _Scribe:
         self, op: str, operands: Sequence[Any], attrs: Mapping[str, Any] | None = None
     ) -> Any:
         ids = [ValueId(x.id) if isinstance(x, Handle) else x for x in operands]
-        found = self.recorder.op(self.line, op, ids, attrs or {})
+        recorded = self.recorder.op(self.line, op, ids, attrs or {})
         names = self.recorder.names
-        facts = (found,) if isinstance(found, Fact) else found
+        facts = (recorded,) if isinstance(recorded, Fact) else recorded
         first = len(names) - len(facts)
         self.ids.update({names[at]: at for at in range(first, len(names))})
-        made = [Handle(self, first + n, fact) for n, fact in enumerate(facts)]  # type: ignore[arg-type]
-        return made[0] if isinstance(found, Fact) else tuple(made)
+        handles = [Handle(self, first + n, fact) for n, fact in enumerate(facts)]  # type: ignore[arg-type]
+        return handles[0] if isinstance(recorded, Fact) else tuple(handles)
 
-    #: of an op with several results, which come as a tuple
+    #: an op with several results returns a tuple
     record_several = record
 
     def handle(self, name: str) -> Handle:
@@ -161,7 +161,7 @@ class _Scribe:
         return self.recorder.current(shape)
 
     def begin_recompute(self, begins: bool | None = True) -> None:
-        """Do nothing: what is recorded for a gradient is kept for the next one."""
+        """Do nothing: values of a gradient are kept for the next one."""
 
     def end_recompute(self) -> None:
         """Do nothing."""
@@ -190,11 +190,11 @@ class _Backward:
         names = recorder.names
         self.of = {names[y]: None if seed is None else names[seed] for y, seed in of.items()}
         self.wrt = [recorder.names[i] for i in wrt]
-        #: what has come back to each value, from its last reader to its first
+        #: the cotangents of each value, from its last reader to its first
         self.parts: dict[str, list[Part]] = {}
-        #: the sum of that, for values that are gone through
+        #: their sums, for visited values
         self.totals: dict[str, Handle] = {}
-        #: values of `recompute` regions -> what is computed again
+        #: value of a `recompute` region -> its recomputed value
         self.again: dict[str, str] = {}
 
     def run(self) -> Made:
@@ -219,7 +219,7 @@ class _Backward:
         one: Handle = self.scribe.record("full_like", (y, 1), {"dtype": y.dtype})
         return one
 
-    # -- which -----------------------------------------------------------------------------------
+    # -- selection -------------------------------------------------------------------------------
 
     def _check_rules(self) -> None:
         path = self.path
@@ -243,7 +243,7 @@ class _Backward:
                     hint="detach what it reads, or compute it by other operations",
                 )
 
-    # -- backwards -------------------------------------------------------------------------------
+    # -- backward --------------------------------------------------------------------------------
 
     def _pass_on(self, expr: Expr) -> None:
         """Hand the cotangent of an expression's result on to its operands."""
@@ -252,15 +252,15 @@ class _Backward:
             return
         self.scribe.line = Derived(_backward(expr.source))
         cts = [self._total(x) if x in self.parts else None for x in expr.outputs]
-        found = RULES[expr.op](applied, cts[0] if len(cts) == 1 else cts)
-        for x, part in zip(expr.inputs, found, strict=True):
+        cotangents = RULES[expr.op](applied, cts[0] if len(cts) == 1 else cts)
+        for x, part in zip(expr.inputs, cotangents, strict=True):
             if part is not None and isinstance(x, str) and x in self.path:
-                if not isinstance(part, Window):  # that has shape and dtype of the operand
+                if not isinstance(part, Window):  # a Window has the operand's shape and dtype
                     part = self._fitted(part, self.recorder.values[x])
                 self.parts.setdefault(x, []).append(part)
 
     def _total(self, name: str) -> Handle:
-        """Return the sum of what came back to a value, in the order of its readers."""
+        """Return the sum of a value's cotangents, in the order of its readers."""
         if name not in self.totals:
             total, *others = joined(self.parts[name][::-1])
             for part in others:
@@ -269,16 +269,18 @@ class _Backward:
         return self.totals[name]
 
     def _fitted(self, part: Handle, x: Value) -> Handle:
-        """Return what comes back to an operand in its shape and dtype: summed where it repeats."""
+        """Return a cotangent in the operand's shape and dtype, summed over broadcast dims."""
         skip = part.ndim - len(x.shape)
         new = tuple(range(skip))
-        kept = tuple(
+        repeated = tuple(
             d for d, n in enumerate(part.shape) if d >= skip and _grows(x.shape[d - skip], n)
         )
-        if new or kept:
-            is_mixed = bool(new) and bool(kept)
+        if new or repeated:
+            is_mixed = bool(new) and bool(repeated)
             part = self.scribe.record(
-                "sum", (part,), {"dims": (*new, *kept), "keepdim": bool(kept), "dtype": None}
+                "sum",
+                (part,),
+                {"dims": (*new, *repeated), "keepdim": bool(repeated), "dtype": None},
             )
             part = self.scribe.record("squeeze", (part,), {"dims": new}) if is_mixed else part
         if part.dtype.is_complex and not x.dtype.is_complex:
@@ -288,9 +290,9 @@ class _Backward:
         return part
 
     def again_of(self, name: str) -> str:
-        """Return a value as the backward reads it: computed again if it is to be.
+        """Return a value as the backward reads it: recomputed if it is in a `recompute` block.
 
-        Of its block, what leads to it from what the block reads is recorded again.
+        The expressions between the block's inputs and the value are recorded again.
         """
         block = self._block(name)
         if block is None or name in self.again:
@@ -323,16 +325,18 @@ class _Backward:
         operands = [
             self.scribe.handle(inside.get(x, x)) if isinstance(x, str) else x for x in expr.inputs
         ]
-        made = self.scribe.record(expr.op, operands, expr.kwargs)
+        recomputed = self.scribe.record(expr.op, operands, expr.kwargs)
         values = self.recorder.values
-        for name, new in zip(expr.outputs, [made] if len(expr.outputs) == 1 else made, strict=True):
+        for name, new in zip(
+            expr.outputs, [recomputed] if len(expr.outputs) == 1 else recomputed, strict=True
+        ):
             old = values[name]
             law = {"layout": old.layout, "is_law": old.is_law, "like": old.like}
             values[new.name] = replace(values[new.name], **law)  # type: ignore[arg-type]
             self.again[name] = new.name
 
     def returned(self, ct: Handle, expr: Expr) -> Handle:
-        """Return a cotangent as it comes back through a set to its operand."""
+        """Return the cotangent of a set's operand, with its layout."""
         out = self.recorder.values[expr.output]
         if out.layout is None and out.like is None:
             return ct
@@ -347,35 +351,35 @@ class _Backward:
     # -- results ---------------------------------------------------------------------------------
 
     def _gradients(self) -> Made:
-        """Return the gradients, each a value of its own with a name and, of inputs, a law."""
+        """Return the gradients, each a separate named value; those of inputs have a law."""
         names = self.site.names(len(self.wrt))
         wanted: dict[str, str] = {}
         for x, name in zip(self.wrt, names, strict=True):
             wanted.setdefault(x, name or f"{x}.grad")
         totals = {x: self._total(x) for x in wanted if x in self.parts}
         shared = Counter(total.id for total in totals.values())
-        found: dict[str, Handle] = {}
+        gradients: dict[str, Handle] = {}
         renamed: dict[int, str] = {}
         for x, name in wanted.items():
             self.scribe.line = Derived(self.site.source, name)
             if x not in totals:
                 zeros = {"dtype": self.recorder.values[x].dtype}
-                found[x] = self.scribe.record("full_like", (self.scribe.handle(x), 0), zeros)
+                gradients[x] = self.scribe.record("full_like", (self.scribe.handle(x), 0), zeros)
             elif shared[totals[x].id] == 1 and self._is_free(totals[x], x):
-                found[x] = totals[x]
-                renamed[found[x].id] = name
+                gradients[x] = totals[x]
+                renamed[gradients[x].id] = name
             else:
-                found[x] = self.scribe.record("set", (totals[x],))
+                gradients[x] = self.scribe.record("set", (totals[x],))
             if self.recorder.is_placed(x):
-                self._place(found[x], Like(x))
+                self._place(gradients[x], Like(x))
         self.recorder.rename(renamed)
         lacks = [x for x in wanted if x not in totals]
         leading = _leading(self.recorder, [*self.of]) if lacks else {*wanted}
-        facts = {x: replace(y.fact, is_missing=x not in leading) for x, y in found.items()}
-        return tuple((found[x].id, facts[x]) for x in self.wrt)
+        facts = {x: replace(y.fact, is_missing=x not in leading) for x, y in gradients.items()}
+        return tuple((gradients[x].id, facts[x]) for x in self.wrt)
 
     def _is_free(self, total: Handle, of: str) -> bool:
-        """Whether a value was made here, and nobody reads it or has placed it otherwise."""
+        """Return whether a value is new, unread and without another layout."""
         name = self.recorder.names[total.id]
         like = self.recorder.values[name].like
         is_placed = like is not None and like.of != of
@@ -425,7 +429,7 @@ def _is_differentiable(x: Value) -> bool:
 
 
 def _grows(before: int, after: int) -> bool:
-    """Whether an operand's dim is repeated in the result; no guard is left where none need be."""
+    """Return whether an operand's dim is broadcast in the result; it avoids needless guards."""
     if are_same(before, after):
         return False
     return (type(before) is int and before == 1) or before != after

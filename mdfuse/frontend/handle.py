@@ -1,4 +1,4 @@
-"""Handles: the values that users compute with while a fusion is being defined."""
+"""Handles: the values of a fusion while it is being defined."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 
 
 class ValueId(int):
-    """The id of a value, told from operands that are numbers by its type."""
+    """The id of a value; the type distinguishes it from operands that are numbers."""
 
 
 class Handle(Methods):
     """A value of a definition: a tensor in global view, or a host scalar.
 
-    Operators and methods (`Methods`) record expressions; `.on(mesh, {...})` states where the value
-    lives.
+    Operators and methods (`Methods`) record expressions; `.on(mesh, {...})` states the layout.
     """
 
     __slots__ = ("definition", "fact", "id")
@@ -49,12 +48,12 @@ class Handle(Methods):
 
     @property
     def constant(self) -> float | int | bool | None:
-        """The number itself, where it is a constant of the definition; else None."""
+        """The number, if the handle is a constant of the definition; else None."""
         return self.fact.constant
 
     @property
     def is_tensor(self) -> bool:
-        """Whether this is a tensor, and not a number that the host holds."""
+        """Return whether this is a tensor, and not a number that the host holds."""
         return self.fact.is_tensor
 
     @property
@@ -91,7 +90,7 @@ class Handle(Methods):
 
         Args:
             mesh: a mesh (anything `DeviceMesh` takes), or a `Layout`, or another value: this one
-                lies as that one does, whole where that one is Partial; its stream is not taken.
+                gets its layout, replicated along Partial axes and without its stream.
             layout: axis -> placement; axes not named are replicated.
             order: dim -> the axes that split it, outermost first.
             stream: a host loop over chunks.
@@ -121,5 +120,5 @@ class Handle(Methods):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Record what a function of torch does to handles: `torch.softmax(x, -1)`."""
+        """Record a function of torch that is called with handles: `torch.softmax(x, -1)`."""
         return cls.torch_call(func, args, kwargs or {})

@@ -1,11 +1,11 @@
 """Hints for operations that do not exist: why, and replacements that compute the same.
 
-Where there is none, nothing is proposed: a name that looks alike means something else.
+Only exact replacements are proposed: a name that looks alike means something else.
 """
 
 from __future__ import annotations
 
-#: name -> what to write instead, for x[5,4], y[5,4], p[5,4] in (0, 1), i[5] and v[4]; `fd` is the
+#: name -> its replacement, for x[5,4], y[5,4], p[5,4] in (0, 1), i[5] and v[4]; `fd` is the
 #: definition. `tests/frontend/test_hints.py` runs each beside torch's own.
 REPLACEMENTS: dict[str, str] = {
     "bincount": "fd.ops.one_hot(i, 4).sum(0)",
@@ -89,13 +89,13 @@ REASONS: dict[str, tuple[str, str]] = {
 
 
 def hint_for(name: str) -> str:
-    """Return what to write instead of something of torch that has this name."""
+    """Return a replacement for the torch name, as a hint."""
     if name in REASONS:
         return REASONS[name][1]
-    found = REPLACEMENTS.get(name)
-    return f"for example {found}" if found else "docs/operations.md lists what there is"
+    replacement = REPLACEMENTS.get(name)
+    return f"for example {replacement}" if replacement else "docs/operations.md lists what there is"
 
 
 def reason_for(name: str) -> str:
-    """Return why there is no operation of this name."""
+    """Return the reason why no operation has this name."""
     return REASONS.get(name, ("there is no operation of the same meaning", ""))[0]

@@ -13,7 +13,7 @@ from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.plain import END, LEAST, is_in_range, plain_number
 
-#: What a kind makes of an argument that it does not take.
+#: The marker that a kind returns for an argument that it refuses.
 REFUSED: Any = object()
 _NUMBERS = frozenset((int,))
 
@@ -23,9 +23,9 @@ class Kind:
     """A kind of arguments.
 
     Attributes:
-        words: what it is, for messages.
-        usual: types that are taken at once; of integers, those of 64 bits.
-        take: returns what is made of an argument of any type, or `REFUSED`.
+        words: its description in messages.
+        usual: types that are accepted at once; integers only within 64 bits.
+        take: converts an argument of any type, or returns `REFUSED`.
     """
 
     words: str
@@ -59,7 +59,7 @@ def _flag(x: Any) -> Any:
 
 
 def _several(one: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return what takes a list or tuple of items as `one` takes them, or a single item."""
+    """Return a function that takes a single item, or a list or tuple of items, by `one`."""
 
     def take(x: Any) -> Any:
         if type(x) in (list, tuple) and _NUMBERS.issuperset(map(type, x)):
@@ -78,10 +78,10 @@ def _is_several(x: Any) -> bool:
 
 def all_of(one: Callable[[Any], Any], items: Iterable[Any]) -> Any:
     """Take each item by `one`; a list or tuple whose items all stay is returned itself."""
-    found = tuple(map(one, items))
-    if type(items) in (list, tuple) and all(map(operator.is_, found, items)):
+    taken = tuple(map(one, items))
+    if type(items) in (list, tuple) and all(map(operator.is_, taken, items)):
         return items
-    return REFUSED if any(x is REFUSED for x in found) else found
+    return REFUSED if any(x is REFUSED for x in taken) else taken
 
 
 # -- values --------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def _tensors(x: Any) -> Any:
 
 def _or(*takes: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def take(x: Any) -> Any:
-        found = (t(x) for t in takes)
-        return next((y for y in found if y is not REFUSED), REFUSED)
+        attempts = (t(x) for t in takes)
+        return next((y for y in attempts if y is not REFUSED), REFUSED)
 
     return take
 
@@ -160,7 +160,7 @@ _DTYPE_OR_NONE = _kind("a torch dtype, or None", _is(torch.dtype, _N), torch.dty
 _TEXT = _kind("a string", _is(str), str)
 _TEXT_OR_NONE = _kind("a string, or None", _is(str, _N), str, _N)
 
-#: Of any type: the code that uses the argument checks it.
+#: Any type: the code that uses the argument checks it.
 _ANYTHING = _kind("anything", lambda x: x, Handle, int, float, bool, list, tuple, dict, _N)
 
 #: parameter -> its kind, in every operation that has it.
@@ -236,7 +236,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("mesh", "layout", "data", "hx"), _ANYTHING),
 }  # fmt: skip
 
-#: (operation, parameter) -> its kind, where it is not that of all others.
+#: (operation, parameter) -> its kind, where it differs from the common table.
 _SPECIAL: dict[tuple[str, str], Kind] = {
     **{(name, "x"): VALUE for name in ("add", "sub", "rsub", "div", "where")},
     ("cast", "dtype"): _DTYPE,

@@ -1,8 +1,8 @@
-"""What the arguments of operations may be: each is taken as its kind says, or refused.
+"""Checks of operations' arguments: each is converted by its kind, or refused.
 
-An operation is called through `taking_kinds`. Each argument is taken as its kind says (numbers of
-numpy become Python's), or refused. Where all are of usual types, what is to be looked at is known
-from their types: whether integers are of 64 bits, and what is in lists.
+An operation is called through `taking_kinds`. Each argument is converted by its kind (numbers of
+numpy become Python's), or refused. If all arguments have usual types, only integers (for 64 bits)
+and the items of lists are checked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNKNOWN: dict[Any, Any] = {}
 
 
 def taking_kinds(function: F, elementwise: bool = False) -> F:
-    """Return the function with its arguments checked: those of other kinds are refused.
+    """Return the function with its arguments checked and converted.
 
     Args:
         function: an operation.
@@ -83,28 +83,28 @@ def learn(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Enter the types of a call, where usual arguments of these types are taken as they are.
+    """Remember the types of a call whose arguments are accepted unchanged.
 
     Args:
         known: a tree: from each argument to the next by its type; where it is named, by its name
-            and then its type. Behind the last, under None, the places of lists, each with what
-            takes it.
+            and then its type. After the last, under None, the positions of lists, each with its
+            kind's `take`.
         signature, kinds: of the operation.
         args, kwargs: of the call.
     """
     if len(args) > _MOST:
         return
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    found: dict[Any, Kind] = {}
+    by_argument: dict[Any, Kind] = {}
     for name, at in signature.bind(*range(len(args)), **{k: k for k in kwargs}).arguments.items():
-        found |= dict.fromkeys(at if isinstance(at, tuple) else (at,), kinds[name])
+        by_argument |= dict.fromkeys(at if isinstance(at, tuple) else (at,), kinds[name])
     lists = [n for n, x in given.items() if type(x) in (list, tuple)]
-    if not all(n in lists or type(x) in found[n].usual for n, x in given.items()):
+    if not all(n in lists or type(x) in by_argument[n].usual for n, x in given.items()):
         return
     for n, x in given.items():
         step = known.setdefault(n, {}) if isinstance(n, str) else known
         known = step.setdefault(type(x), {})
-    known[None] = tuple((n, found[n].take) for n in lists)
+    known[None] = tuple((n, by_argument[n].take) for n in lists)
 
 
 def taken(
@@ -130,10 +130,10 @@ def taken(
     for key, x in bound.arguments.items():
         is_more = signature.parameters[key].kind is inspect.Parameter.VAR_POSITIONAL
         kind = kinds[key]
-        found = all_of(kind.take, x) if is_more else kind.take(x)
-        if found is REFUSED:
+        accepted = all_of(kind.take, x) if is_more else kind.take(x)
+        if accepted is REFUSED:
             raise refused(name, key, x, kind)
-        bound.arguments[key] = found
+        bound.arguments[key] = accepted
     return bound
 
 
@@ -161,7 +161,7 @@ def refused(name: str, key: str, x: Any, kind: Kind) -> DefinitionError:
 
 
 def no_value(name: str, x: Any, where: Sequence[str] = ()) -> DefinitionError:
-    """Return the error for what is no operand."""
+    """Return the error for an argument that is not an operand."""
     if isinstance(x, int):
         return DefinitionError(
             f"{name}: {brief(x)} is no operand",

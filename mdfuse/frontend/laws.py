@@ -1,4 +1,4 @@
-"""Layouts as users state them, checked against the values they are stated of."""
+"""Layouts as users state them, checked against their values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layout(
     order: tuple[tuple[int, tuple[str, ...]], ...],
     stream: Stream | None,
 ) -> Layout:
-    """Return the layout that the user stated of a value, checked against it."""
+    """Return the layout that the user stated for a value, checked against it."""
     if mesh is None:
         raise LayoutError(
             f"%{name} has a layout but no mesh", where=site.where, hint="pass mesh= as well"
@@ -46,21 +46,21 @@ def layout(
     if not isinstance(mesh, Layout):
         mesh = Layout(mesh, dict(placements or ()), dict(order), stream)
     try:
-        found = mesh.normalized(len(shape))
-        for dim, blocks in found.blocked.items():
-            segments(blocks, shape[dim])  # refuses those of another extent
-        for placement in found.placements:
+        normalized = mesh.normalized(len(shape))
+        for dim, blocks in normalized.blocked.items():
+            segments(blocks, shape[dim])  # refuses blocks of another extent
+        for placement in normalized.placements:
             if isinstance(placement, Partial):
                 check_reduce_op(placement.op, dtype)
     except (LayoutError, CommunicationError) as error:
         raise LayoutError(
             f"%{name}: {error.what}", where=site.where, because=error.because, hint=error.hint
         ) from error
-    return found
+    return normalized
 
 
 def check_unplaced(value: Value, law: str, site: Site, first: Source | None) -> None:
-    """Raise LayoutError where a law is stated of a scalar, or of what has one since `first`."""
+    """Raise LayoutError for a law on a scalar, or on a value with a law since `first`."""
     name = value.name
     if not value.is_tensor:
         raise LayoutError(
@@ -80,7 +80,7 @@ def check_unplaced(value: Value, law: str, site: Site, first: Source | None) -> 
 
 
 def check_referee(value: Value, other: Value, site: Site) -> None:
-    """Raise LayoutError unless a value may lie as the other one."""
+    """Raise LayoutError unless a value may have the layout of the other one."""
     if not other.is_tensor or len(other.shape) != len(value.shape):
         raise LayoutError(
             f"%{value.name}: {value.type_text()} lies as {value_text(other)}"
@@ -99,7 +99,7 @@ def check_referee(value: Value, other: Value, site: Site) -> None:
 
 
 def too_late(name: str, site: Site, used: Source | None) -> LayoutError:
-    """Return the error for a law that is stated of a value after it was used."""
+    """Return the error for a law stated after the first use of its value."""
     return LayoutError(
         f"%{name} is placed after its first use",
         where=[*site.where, f"used at {used.quote()}" if used else ""],

@@ -1,4 +1,4 @@
-"""Operators and methods of handles: those that a torch user would type.
+"""Operators and methods of handles, as torch users write them.
 
 The operations themselves are in `mdfuse.frontend.ops`, which cannot be imported here (its functions
 take handles); it provides them when it is imported, before there can be a handle.
@@ -52,7 +52,7 @@ def _sign(op: str) -> Callable[[Any], Handle]:
 
 
 def _unknown_number(kind: str) -> Callable[[Any], NoReturn]:
-    """Return a method that refuses to make a Python number of a handle."""
+    """Return a method that refuses to convert a handle to a Python number."""
 
     def method(self: Any) -> NoReturn:
         raise DefinitionError(
@@ -66,7 +66,7 @@ def _unknown_number(kind: str) -> Callable[[Any], NoReturn]:
 
 
 class Methods:
-    """Operators and methods of handles; `Handle` adds the value that they stand for."""
+    """Operators and methods of handles; `Handle` adds the value."""
 
     __slots__ = ()
 
@@ -111,7 +111,7 @@ class Methods:
     #: numpy leaves `np.float64(2) * x` to x, instead of looking for an array in it.
     __array_ufunc__ = None
 
-    # -- what a value that is not there yet cannot do --------------------------------------------
+    # -- refused conversions ---------------------------------------------------------------------
 
     __float__, __int__, __index__, __complex__ = map(
         _unknown_number, ("float", "int", "operator.index", "complex")
@@ -142,7 +142,7 @@ class Methods:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Raise an error that says what to use instead of a missing attribute."""
+        """Raise an error with a replacement for a missing attribute."""
         if name.startswith("_") or hasattr(type(self), name):  # a slot that is not set yet
             raise AttributeError(name)
         if name.endswith("_") and name not in REASONS:
@@ -181,18 +181,18 @@ class Methods:
         return int(dim)
 
     def dim(self) -> int:
-        """How many dims."""
+        """The number of dims."""
         return self.ndim
 
     def numel(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         n = 1
         for extent in self.shape:
             n *= extent
         return n
 
     def is_floating_point(self) -> bool:
-        """Whether the dtype is a floating one."""
+        """Return whether the dtype is a floating one."""
         return self.dtype.is_floating_point
 
     # -- shapes ----------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Methods:
 
     @property
     def H(self) -> Handle:
-        """A matrix with its dims swapped; of complex numbers their conjugates."""
+        """A matrix with its dims swapped, and conjugated if complex."""
         if self.ndim not in (0, 2):
             raise DefinitionError(
                 f"%{self.name}.H", because="it is about matrices", hint="x.mH for batches of them"
@@ -235,7 +235,7 @@ class Methods:
 
     @property
     def mH(self) -> Handle:
-        """The last two dims swapped; of complex numbers their conjugates."""
+        """The last two dims swapped, and conjugated if complex."""
         return self._call("transpose", -2, -1)._call("conj")
 
     # -- numbers ---------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class Methods:
         return self.to(dtype)
 
     def to(self, dtype: Any = None, *more: Any, **settings: Any) -> Handle:
-        """Another dtype (or that of another value); the value itself where it is that already."""
+        """Another dtype (or another value's); the value itself if it has it already."""
         if not isinstance(dtype, torch.dtype) and isinstance(dtype, Methods):
             dtype = dtype.dtype
         if settings.get("memory_format") == torch.channels_last and self.ndim == 4 and not more:
@@ -312,7 +312,7 @@ for _name, _other in {"nelement": "numel", "ndimension": "dim"}.items():
 
 
 def provide(operations: Mapping[str, Callable[..., Any]]) -> None:
-    """Make operations known: those whose name torch's tensors have are methods as they are."""
+    """Register operations; those named as methods of torch's tensors become methods unchanged."""
     OPERATIONS.update(operations)
     for name, operation in operations.items():
         if hasattr(torch.Tensor, name) and name not in vars(Methods):

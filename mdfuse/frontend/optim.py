@@ -1,13 +1,13 @@
-"""Steps of optimizers, as functions of values: what a parameter and its state become.
+"""Optimizer steps as functions of values: parameter and state before -> after.
 
-They are made of elementwise operations, so where parameter, gradient and state lie alike nothing is
-posted. Hyperparameters are numbers, or tensors without dims, which each run may choose; a number
-that a run chooses as a scalar would keep the update out of CUDA graphs. Groups of parameters with
-hyperparameters of their own are calls with other arguments. A gradient that does not exist, of
+They are made of elementwise operations, so nothing is communicated if parameter, gradient and state
+have one layout. Hyperparameters are numbers, or tensors without dims, which each run may choose; a
+number that a run chooses as a scalar would keep the update out of CUDA graphs. Groups of parameters
+with hyperparameters of their own are calls with other arguments. A gradient that does not exist, of
 which `mf.grad` makes zeros, leaves parameter and state as they are.
 
-A parameter is computed in f32 and rounded once where it has 16 bits. One that small steps shall not
-be lost of is kept in f32 besides, the *master*, which is what the step takes:
+A 16-bit parameter is updated in f32 and rounded once. To keep small steps, keep an f32 copy, the
+*master*, and pass it to the step:
 
 >>> import torch, mdfuse as mf
 >>> with mf.FusionDefinition("step") as fd:
@@ -97,11 +97,11 @@ def adamw(
         dw: its gradient.
         m: the mean of gradients before the step, zeros at first.
         v: the mean of their squares.
-        step: which step this is, from 1: a floating tensor without dims.
+        step: the number of this step, from 1: a floating tensor without dims.
         lr: the learning rate.
         betas: how much of the moments stays.
         eps: added to the root of the second moment.
-        weight_decay: the part of the parameter that goes, times the learning rate.
+        weight_decay: the fraction of the parameter that is removed, times the learning rate.
 
     Raises:
         DefinitionError: gradient or moments of another shape; a step with dims, or no tensor.
@@ -127,7 +127,7 @@ def adamw(
 
 
 def _number(x: Number, like: Handle) -> Number:
-    """Return a number, or a tensor without dims in the dtype of what it goes with."""
+    """Return a number, or a tensor without dims in the dtype of the parameter."""
     return as_dtype(x, like.dtype) if isinstance(x, Handle) and x.is_tensor else x
 
 
@@ -138,22 +138,22 @@ def _numbers_of(
     weight_decay: Number,
     dtype: torch.dtype,
 ) -> tuple[Any, ...]:
-    """Return the rate, the root, and which part stays: once for all parameters of a dtype.
+    """Return step size, root and decay factor, shared by all parameters of a dtype.
 
-    They are computed in f64, as torch does of numbers: of one minus 0.999 little is left in f32.
+    They are computed in f64, as torch computes numbers: 1 - 0.999 has few digits in f32.
     """
     given = step, lr, *betas, weight_decay
     numbers = ((type(x), x.id if isinstance(x, Handle) else x) for x in given)
-    made, key = step.definition.shared, ("adamw", dtype, *numbers)
-    if key not in made:
+    cached, key = step.definition.shared, ("adamw", dtype, *numbers)
+    if key not in cached:
         count, rate, *means, decay = (
             as_dtype(x, torch.float64) if isinstance(x, Handle) and x.is_tensor else x
             for x in given
         )
         first, second = (1.0 - ROWS["pow"](beta, count) for beta in means)
-        found = rate / first, ROWS["sqrt"](second), 1.0 - rate * decay
-        made[key] = tuple(as_dtype(x, dtype) if isinstance(x, Handle) else x for x in found)
-    return made[key]
+        factors = rate / first, ROWS["sqrt"](second), 1.0 - rate * decay
+        cached[key] = tuple(as_dtype(x, dtype) if isinstance(x, Handle) else x for x in factors)
+    return cached[key]
 
 
 def clip_by_global_norm(
@@ -161,8 +161,8 @@ def clip_by_global_norm(
 ) -> tuple[tuple[Handle, ...], Handle]:
     """Return gradients times min(1, max_norm / norm), and the norm of all of them together.
 
-    Squares are added up in f32 at least; of split gradients each rank adds up its own, and all of
-    them meet in one small all-reduce for each way of being split. As `torch.nn.utils`.
+    Squares are summed in at least f32; each rank sums its shards of split gradients, and one small
+    all-reduce per kind of split adds these. As `torch.nn.utils`.
 
     Args:
         gradients: floating tensors, at least one.

@@ -1,7 +1,7 @@
 """Split a definition and its gradients into two fusions: forward, and backward.
 
-The forward one also returns what the backward reads of it; the backward one takes that, and the
-cotangents of the outputs. Views and numbers are made again, not handed over.
+The forward fusion also returns the values that the backward reads; the backward fusion takes these
+values, and the cotangents of the outputs. Views and numbers are recomputed, not passed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.passes import propagate_layouts
 
-#: Rows that are views, and may post all the same.
+#: Views whose lowering may communicate.
 _PLACING = frozenset({"set", "detach"})
 
 
@@ -27,12 +27,12 @@ class Phases:
 
     Attributes:
         joint: both, as they were recorded.
-        placed: the same with the layouts that are inferred.
+        placed: the same with inferred layouts.
         outputs: the definition's.
         seeds: the cotangents of some of them, in their order.
-        wrt: positions of the inputs that have a gradient, of those that were asked for.
+        wrt: positions of the requested inputs that have a gradient.
         gradients: one for each of them.
-        saved: what the backward takes of inputs and of what the forward makes.
+        saved: inputs and forward values that the backward reads.
     """
 
     joint: Fusion
@@ -44,10 +44,10 @@ class Phases:
     saved: tuple[str, ...]
 
     def forward(self) -> Fusion:
-        """Return the fusion of the outputs, and behind them what is saved of it."""
+        """Return the fusion of the outputs, followed by the saved values."""
         inputs = tuple(x for x in self.joint.inputs if x not in self.seeds)
-        made = (x for x in self.saved if x not in (*inputs, *self.outputs))
-        outputs = (*self.outputs, *made)
+        extra = (x for x in self.saved if x not in (*inputs, *self.outputs))
+        outputs = (*self.outputs, *extra)
         exprs = _leading_to(self.joint, outputs, lambda _: True)
         return _part(f"{self.joint.name}_forward", self.joint, exprs, inputs, outputs, {})
 
@@ -55,7 +55,7 @@ class Phases:
         """Return the fusion of the gradients.
 
         Args:
-            layouts: of what is saved and of the cotangents; None for numbers.
+            layouts: of the saved values and of the cotangents; None for numbers.
         """
         inputs = (*self.saved, *self.seeds)
         exprs = _leading_to(self.joint, self.gradients, lambda x: x not in inputs)
@@ -72,7 +72,7 @@ class Phases:
 
 
 def dual(layout: Layout) -> Layout:
-    """Return how the cotangent of a value lies: whole where that is Partial."""
+    """Return the layout of a value's cotangent: replicated where the value is Partial."""
     for axis in layout.partial_axes:
         layout = layout.with_placement(axis, Replicate())
     return layout.with_stream(None)
@@ -104,8 +104,8 @@ def phases(definition: FusionDefinition, wrt: Sequence[int], seeded: Sequence[in
         of[ids[y.name]] = len(recorder.names) - 1
         laws[recorder.names[-1]] = dual(placed.layout(y.name))
     wanted = [ids[recorded.inputs[n]] for n in wrt]
-    made = gradients.append(recorder, site, of, wanted)
-    existing = {at: n for at, (n, fact) in zip(wrt, made, strict=True) if not fact.is_missing}
+    appended = gradients.append(recorder, site, of, wanted)
+    existing = {at: n for at, (n, fact) in zip(wrt, appended, strict=True) if not fact.is_missing}
     names = [recorder.names[n] for n in existing.values()]
     joint = recorder.fusion()
     lawful = {x: replace(joint.values[x], layout=law, is_law=True) for x, law in laws.items()}
@@ -148,7 +148,7 @@ def _check(definition: FusionDefinition) -> None:
 def _saved(
     joint: Fusion, outputs: Sequence[str], gradients: Sequence[str], seeds: set[str]
 ) -> tuple[str, ...]:
-    """Return what the gradients need of inputs and of what leads to the outputs."""
+    """Return the inputs and forward values that the gradients need."""
     forward = {x for e in _leading_to(joint, outputs, lambda _: True) for x in e.outputs}
     forward.update(set(joint.inputs) - seeds)
 
@@ -162,7 +162,7 @@ def _saved(
 
 
 def _is_cheap(joint: Fusion, name: str) -> bool:
-    """Tell whether a value is a view, or a number, of others."""
+    """Return whether a value is a view of others, or a number."""
     value, expr = joint.values[name], joint.producers.get(name)
     if expr is None or value.layout is not None or value.like is not None:
         return False
@@ -173,13 +173,13 @@ def _is_cheap(joint: Fusion, name: str) -> bool:
 def _leading_to(
     joint: Fusion, names: Iterable[str], follows: Callable[[str], bool]
 ) -> tuple[Expr, ...]:
-    """Return the expressions that values are computed by, from those that are not followed."""
-    needed, found = {x for x in names if follows(x)}, []
+    """Return the expressions that compute values from the values that are not followed."""
+    needed, exprs = {x for x in names if follows(x)}, []
     for expr in reversed(joint.exprs):
         if not needed.isdisjoint(expr.outputs):
-            found.append(expr)
+            exprs.append(expr)
             needed.update(x for x in expr.reads if follows(x))
-    return tuple(reversed(found))
+    return tuple(reversed(exprs))
 
 
 def _part(

@@ -1,4 +1,4 @@
-"""Turn layouts as users state them into keys by which definitions are looked up."""
+"""Turn layouts as users state them into keys of the definition cache."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def placed(
         )
     if stream is not None and type(stream) is not Stream:
         raise LayoutError(f"stream={brief(stream)}", hint="stream=Stream(dim, chunks), or none")
-    found = tuple(placements.items()) if placements else ()
-    for axis, placement in found:
+    pairs = tuple(placements.items()) if placements else ()
+    for axis, placement in pairs:
         is_placement = type(placement) in _PLACEMENTS or isinstance(placement, Placement | Stream)
         if type(axis) is not str or not is_placement:
             raise LayoutError(
@@ -48,7 +48,7 @@ def placed(
                 hint="mdfuse's own: mdfuse.Shard(dim), mdfuse.Replicate(), mdfuse.Partial(op)",
             )
     ordered = tuple([(d, tuple(axes)) for d, axes in order.items()]) if order else ()
-    return mesh, found, ordered, stream
+    return mesh, pairs, ordered, stream
 
 
 def _names_axes(item: tuple[Any, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Python's own numbers, those that 64 bits hold, and values as messages show them."""
+"""Python numbers, the range of 64 bits, and short texts of values for messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST, END = -(1 << 63), 1 << 63
 
 
 def plain_number(x: Any) -> Any:
-    """Return a number of numpy, or of an enumeration, as Python's own; anything else as it is."""
+    """Return a number of numpy or of an enumeration as a Python number; others unchanged."""
     if isinstance(x, bool):
         return x
     if isinstance(x, numbers.Integral):
@@ -27,12 +27,12 @@ def plain_number(x: Any) -> Any:
 
 
 def is_in_range(x: Any) -> bool:
-    """Whether x is anything but an integer that 64 bits cannot hold."""
+    """Return whether x is anything but an integer that 64 bits cannot hold."""
     return not isinstance(x, int) or LEAST <= x < END
 
 
 def is_finite(x: Any) -> bool:
-    """Whether x is a number that a float can be."""
+    """Return whether x is a number that a float can be."""
     is_number = isinstance(x, int | float) and not isinstance(x, bool)
     return is_number and abs(x) <= sys.float_info.max
 

@@ -33,13 +33,13 @@ _SCALAR_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 class Recorder:
-    """A definition's fusion as far as it is recorded.
+    """The part of a definition's fusion that is recorded so far.
 
     Each public method records one call: it takes the site of the user's call and the arguments, and
-    returns what is known of the value made. A call that raises leaves everything as it was.
+    returns the fact of the new value. A call that raises changes nothing.
 
     Attributes:
-        assumed: what the calls decided about extents.
+        assumed: guards on extents from the calls.
     """
 
     def __init__(self, name: str, decided: Assumptions) -> None:
@@ -109,12 +109,12 @@ class Recorder:
             )
         dims = tuple(range(len(extents)))
         if order is not None:
-            found = dims_of(order, len(dims))
-            if found is None:
+            permutation = dims_of(order, len(dims))
+            if permutation is None:
                 raise no_permutation(
                     order, len(dims), f"a tensor of {counted(len(dims), 'dim')}", site.where
                 )
-            dims = found
+            dims = permutation
         name = self._fresh.fresh(self.values, self._symbols.unused(site.name or "in"))
         if any(type(n) is int and n == -1 for n in extents):
             extents = self._symbols.made(name, extents)
@@ -147,7 +147,7 @@ class Recorder:
     def op(
         self, site: Site | Derived, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]
     ) -> Fact | tuple[Fact, ...]:
-        """Record an expression; of one with several results, return what is known of each."""
+        """Record an expression; return a fact, or one per result if there are several."""
         for key, setting in attrs.items():
             check_setting(op, key, setting, site)
         inputs = tuple(self._operand(x, op, site) for x in operands)
@@ -155,13 +155,13 @@ class Recorder:
         names = [x for x in inputs if isinstance(x, str)]
         if not any(self.values[n].is_tensor for n in names) and not TABLE[op].is_creation:
             return self._scalar_op(site, op, inputs, attrs)
-        found = self._inferred(op, inputs, attrs, site.source)
+        results = self._inferred(op, inputs, attrs, site.source)
         for name in names:
             self._used.setdefault(name, site.source)
         settings = settings_of(self._symbols.current(attrs))
-        if len(found) == 1:
-            return self._expr(site, op, inputs, settings, (site.name,), found)[0]
-        return self._expr(site, op, inputs, settings, site.names(len(found)), found)
+        if len(results) == 1:
+            return self._expr(site, op, inputs, settings, (site.name,), results)[0]
+        return self._expr(site, op, inputs, settings, site.names(len(results)), results)
 
     def grad(self, site: Site, of: int, wrt: Sequence[int], seed: int | None) -> gradients.Made:
         """Record the expressions of a gradient; see `mdfuse.grad`."""
@@ -202,7 +202,7 @@ class Recorder:
         self._note_place(of, site)
 
     def place_like(self, site: Site, of: int, other: int) -> None:
-        """State that a value lies as another one; see `Handle.on`."""
+        """Give a value the layout of another one; see `Handle.on`."""
         name, referee = self.names[of], self.names[other]
         value, shown = self.values[name], self.values[referee]
         self._check_unplaced(value, f"lies as %{referee}", site)
@@ -218,7 +218,7 @@ class Recorder:
             raise laws.too_late(value.name, site, self._used[value.name])
 
     def _note_place(self, of: int, site: Site) -> None:
-        """Note where a value was placed; it is named after the variable that it then is."""
+        """Note the line that placed a value; the value takes the name of the assigned variable."""
         name = self.names[of]
         self._stated[name] = site.source
         if site.name and name.rstrip("_0123456789") in ("t", "in"):
@@ -245,7 +245,7 @@ class Recorder:
             self._reuse[of] = reuse
         self._outputs.append(of)
 
-    # -- how -------------------------------------------------------------------------------------
+    # -- steps of a call -------------------------------------------------------------------------
 
     def _check_reuse(self, of: int, reuse: int, site: Site) -> None:
         name, other = self.names[of], self.names[reuse]
@@ -285,8 +285,8 @@ class Recorder:
         overwritten = {*self._reuse, *self._reuse.values()}
         if reuse is not None:
             overwritten |= {of, reuse}
-        kept = [i for i in (of, reuse) if i in self._inputs and i in (of, *self._outputs)]
-        wrong = [self.names[i] for i in kept if i in overwritten]
+        returned = [i for i in (of, reuse) if i in self._inputs and i in (of, *self._outputs)]
+        wrong = [self.names[i] for i in returned if i in overwritten]
         if wrong:
             raise DefinitionError(
                 f"%{wrong[0]} is an input and an output, and reuse= is said of it",
@@ -299,23 +299,23 @@ class Recorder:
     def _inferred(
         self, op: str, inputs: tuple[Operand, ...], attrs: Mapping[str, Any], source: Source | None
     ) -> tuple[dict[str, Any], ...]:
-        """Infer an operation's results; where it refuses the examples of symbols, try others."""
+        """Infer an operation's results; if it refuses the examples of symbols, try others."""
         row, symbols = TABLE[op], self._symbols
         attrs = dict(attrs)
         if not symbols.examples:
             return inferred(row, inputs, attrs, self.values, source)
-        # What inference decides counts when the fusion is lowered, which infers again. Here it
-        # would be wrong to go by it: a definition's extents hold whatever the symbols are.
+        # Guards of inference are taken at lowering, which infers again. They must not apply here,
+        # because a definition's extents hold for all values of the symbols.
         with assuming(None):
             try:
                 return inferred(row, inputs, attrs, self.values, source)
             except DefinitionError:
-                made = ("",) * row.results
-                expr = Expr(op=op, inputs=inputs, outputs=made, attrs=settings_of(attrs))
-                found = symbols.unified(self.values, self._exprs, expr)
-                if found is None:
+                outputs = ("",) * row.results
+                expr = Expr(op=op, inputs=inputs, outputs=outputs, attrs=settings_of(attrs))
+                unified = symbols.unified(self.values, self._exprs, expr)
+                if unified is None:
                     raise
-            self.values, self._exprs = found
+            self.values, self._exprs = unified
             inputs, attrs = symbols.current((inputs, attrs))
             return inferred(row, inputs, attrs, self.values, source)
 
@@ -334,10 +334,10 @@ class Recorder:
             self._made_by[len(self.names)] = number
             outputs.append(self._fresh.fresh(self.values, name or "t"))
             facts.append(self._add(outputs[-1], site.source, **fields))
-        made = Expr(
+        expr = Expr(
             op=op, inputs=inputs, outputs=tuple(outputs), attrs=settings, source=site.source
         )
-        self._exprs.append(made)
+        self._exprs.append(expr)
         return tuple(facts)
 
     def _scalar_op(
@@ -375,17 +375,17 @@ class Recorder:
         return self._symbols.current(shape)
 
     def is_placed(self, name: str) -> bool:
-        """Whether a value is an input, or has a law."""
+        """Return whether a value is an input, or has a law."""
         value = self.values[name]
         is_input = any(self.names[i] == name for i in self._inputs)
         return is_input or value.layout is not None or value.like is not None
 
     def is_used(self, name: str) -> bool:
-        """Whether something reads a value."""
+        """Return whether something reads a value."""
         return name in self._used
 
     def keep_sums(self, of: Container[str]) -> None:
-        """Let attention give the sums that its gradient reads, where it makes one of these."""
+        """Add the log-sum-exp output to an attention expression whose gradient reads it."""
         for at, expr in enumerate(self._exprs):
             if expr.op != "scaled_dot_product_attention" or expr.output not in of:
                 continue
@@ -396,14 +396,14 @@ class Recorder:
             self._exprs[at] = replace(expr, op="attention", outputs=(expr.output, name))
 
     def rename(self, names: Mapping[int, str]) -> None:
-        """Give values that nothing reads yet these names, or the like."""
+        """Rename values that nothing reads yet; names may get a suffix."""
         new = {self.names[i]: self._fresh.fresh(self.values, name) for i, name in names.items()}
         for i in names:
             old = self.names[i]
             self.names[i] = new[old]
-            made = self._exprs[self._made_by[i]]
-            outputs = tuple(new[x] if x == old else x for x in made.outputs)
-            self._exprs[self._made_by[i]] = replace(made, outputs=outputs)
+            expr = self._exprs[self._made_by[i]]
+            outputs = tuple(new[x] if x == old else x for x in expr.outputs)
+            self._exprs[self._made_by[i]] = replace(expr, outputs=outputs)
         if new:
             self.values = {
                 new.get(n, n): replace(v, name=new[n]) if n in new else v
@@ -413,12 +413,12 @@ class Recorder:
             self._fresh.free(old)
 
     def _rename(self, of: int, name: str) -> None:
-        """Give a value the name of the variable it is assigned to, once that is known."""
+        """Rename a value to the variable that it is assigned to."""
         new = self._fresh.fresh(self.values, name)
         old, self.names[of] = self.names[of], new
         self._fresh.free(old)
         value = replace(self.values[old], name=new)
-        if next(reversed(self.values)) == old:  # nearly always: it was made by the call before
+        if next(reversed(self.values)) == old:  # usual case: the previous call made it
             del self.values[old]
             self.values[new] = value
         else:
@@ -427,8 +427,8 @@ class Recorder:
             }
         if of in self._made_by:
             n = self._made_by[of]
-            made = tuple(new if name == old else name for name in self._exprs[n].outputs)
-            self._exprs[n] = replace(self._exprs[n], outputs=made)
+            outputs = tuple(new if name == old else name for name in self._exprs[n].outputs)
+            self._exprs[n] = replace(self._exprs[n], outputs=outputs)
         self._stated[new] = self._stated.pop(old)
         self.values, self._exprs = self._symbols.rename(old, new, self.values, self._exprs)
 
@@ -450,7 +450,7 @@ class Recorder:
     def _add(self, name: str, source: Source | None, **fields: Any) -> Fact:
         value = Value(name=name, source=source, **fields)
         self.values[name] = value
-        is_computed = len(self.names) in self._made_by  # an input is there already
+        is_computed = len(self.names) in self._made_by  # an input exists already
         if self.is_recomputing and value.is_tensor and is_computed:
             self.recomputed[len(self.names)] = self._blocks
         self.names.append(name)
@@ -490,8 +490,8 @@ def replay(
     name: str, decided: Assumptions, calls: Sequence[Recorded | None], sites: Sequence[Site]
 ) -> Recorder:
     """Return a recorder of calls, each from its line."""
-    made = Recorder(name, decided)
+    recorder = Recorder(name, decided)
     for call, site in zip(calls, sites, strict=True):
         assert call is not None
-        made.call(call, site)
-    return made
+        recorder.call(call, site)
+    return recorder

@@ -1,4 +1,4 @@
-"""Operations that users add: a kernel of theirs with labels, as any row of the op table."""
+"""Operations that users add: a kernel with labels, as a row of the op table."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def register_op(
 ) -> Operation:
     """Add an operation that runs a kernel of your own, and return the function that records it.
 
-    Layouts, communications, verification, text, simulation and plans follow from the labels. Each
-    process that reads or runs a program registers its ops.
+    Layouts, communications, verification, text, simulation and plans follow from the labels.
+    Register the op in each process that reads or runs a program with it.
 
     Args:
         name: of the operation: `mf.ops.NAME`, and in programs.
         call: computes new tensors of tensors, wholes or one rank's parts. Parameters behind `*` are
             attributes: numbers, flags, dtypes, words, tuples of numbers.
-        rule: labels of all dims: of one label they are split together, `d!` is whole, `...` are
+        rule: labels of all dims: dims with one label are split together, `d!` is whole, `...` are
             any leading dims; or a function (operands' shapes, attributes) -> labels.
         vjp: the gradient: a function (e, ct), of operations, that returns a value or None for each
-            operand: `e[0]`, `e.y` (`e.results`) and `e.attrs` are what there is, ct the cotangent.
-        reduces: label that results lack -> how ranks join what each makes of its part: "sum", ...
-        results: how many there are, where rule is a function.
-        meta: what to call on the meta device, if `call` cannot be called there.
-        example: operands (and a dict of attributes) on which the call must make the same of parts.
+            operand: `e[0]`, `e.y` (`e.results`) and `e.attrs` are available, ct is the cotangent.
+        reduces: label that results lack -> the reduction of the ranks' partial results: "sum", ...
+        results: their number, where rule is a function.
+        meta: the function for the meta device, if `call` cannot run there.
+        example: operands (and a dict of attributes) to check the rule: parts must give the same.
         overload: of torch's registry, `torch.ops.my.norm.default`, with arguments of the same
             names: in modules that are imported it is this operation.
 
@@ -140,11 +140,11 @@ def _taken() -> dict[str, Collection[str]]:
     }
 
 
-# -- checks of what users say ----------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _check_example(op: Op, call: Callable[..., Any], example: Sequence[Any]) -> None:
-    """Raise ValueError where parts of the example make other results than the rule says."""
+    """Raise ValueError if parts of the example give other results than the rule says."""
     given = inspect.signature(call).parameters
     attrs = {a.name: given[a.name].default for a in op.attrs if not a.required}
     attrs |= next((x for x in example if isinstance(x, dict)), {})
@@ -161,11 +161,11 @@ def _check_example(op: Op, call: Callable[..., Any], example: Sequence[Any]) -> 
     for label in filter(labels.may_split, everything):
         cut = [_halves(x, w, label) for x, w in zip(operands, labels.operands, strict=True)]
         parts = [as_results(op.call(*half, **attrs)) for half in zip(*cut, strict=True)]
-        for want, words, *found in zip(whole, labels.results, *parts, strict=True):
+        for want, words, *halves in zip(whole, labels.results, *parts, strict=True):
             if label in words:
-                joined = torch.cat(found, words.index(label))
+                joined = torch.cat(halves, words.index(label))
             else:
-                rows = torch.stack(found).flatten(1)
+                rows = torch.stack(halves).flatten(1)
                 joined = combine(labels.reduces[label], rows).reshape(want.shape)
             if joined.shape != want.shape or not torch.allclose(joined, want, **_near(want)):
                 where = [(n, w.index(label)) for n, w in enumerate(labels.operands) if label in w]
@@ -174,7 +174,7 @@ def _check_example(op: Op, call: Callable[..., Any], example: Sequence[Any]) -> 
 
 
 def _halves(x: Tensor | None, words: Sequence[int | None], label: int) -> Sequence[Any]:
-    """Return two parts of an operand, uneven where they cannot be even; twice what is not split."""
+    """Return two parts of an operand, maybe uneven; an unsplit operand twice."""
     if x is None or label not in words:
         return x, x
     dim = words.index(label)
@@ -184,14 +184,14 @@ def _halves(x: Tensor | None, words: Sequence[int | None], label: int) -> Sequen
 
 
 def _near(x: Tensor) -> dict[str, Any]:
-    """Return how much sums in another sequence may differ."""
+    """Return the tolerance for sums in another order."""
     exact = not (x.is_floating_point() or x.is_complex())
     eps = 0.0 if exact else torch.finfo(x.dtype).eps
     return {"rtol": eps**0.5, "atol": eps**0.5, "equal_nan": True}
 
 
 def _checked(name: str, vjp: Rule) -> Rule:
-    """Return the gradient of an op; what it returns is looked at."""
+    """Return the gradient rule of an op, with its results checked."""
 
     def refused(what: str, because: str) -> DefinitionError:
         return DefinitionError(
@@ -199,25 +199,27 @@ def _checked(name: str, vjp: Rule) -> Rule:
         )
 
     def rule(e: Applied, ct: Any) -> Sequence[Handle | None]:
-        found = vjp(e, ct)
-        if not isinstance(found, tuple | list) or len(found) != e.count:
+        cotangents = vjp(e, ct)
+        if not isinstance(cotangents, tuple | list) or len(cotangents) != e.count:
             raise refused(
-                counted(len(found), "value") if isinstance(found, tuple | list) else brief(found),
+                counted(len(cotangents), "value")
+                if isinstance(cotangents, tuple | list)
+                else brief(cotangents),
                 f"it returns a value or None for each of {counted(e.count, 'operand')}",
             )
-        for n, x in enumerate(found):
+        for n, x in enumerate(cotangents):
             if x is not None and not isinstance(x, Handle):
                 raise refused(brief(x), "it is made of operations on e[0], e.y and ct")
             if x is not None and (not e.wants(n) or x.shape == e.shape(n)):
                 continue
             if x is not None:
                 raise refused(shown(x), f"operand {n} has the shape {list(e.shape(n))}")
-        return found
+        return cotangents
 
     return rule
 
 
-# -- what users call -------------------------------------------------------------------------------
+# -- the public function ---------------------------------------------------------------------------
 
 
 def _operation(op: Op, call: Callable[..., Any]) -> Operation:

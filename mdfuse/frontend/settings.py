@@ -15,7 +15,7 @@ from mdfuse.frontend.sites import Derived, Site
 
 
 def check_setting(op: str, key: str, x: Any, site: Site | Derived) -> None:
-    """Raise DefinitionError for attributes that are no numbers, words, dtypes or lists of these."""
+    """Raise DefinitionError for attributes other than numbers, words, dtypes or lists of these."""
     if isinstance(x, Handle | ValueId):
         raise DefinitionError(
             f"{op}: {key} is a value of the fusion",

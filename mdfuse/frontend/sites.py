@@ -1,4 +1,4 @@
-"""Where the user's code calls: its line, and the variable that the call is assigned to."""
+"""Call sites of user code: the line, and the variable that the call is assigned to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mdfuse.names import is_name
 
 _STORES = ("STORE_NAME", "STORE_FAST", "STORE_GLOBAL", "STORE_DEREF")
 
-#: Whether a file is one of mdfuse's, or of torch's.
+#: File -> whether it belongs to mdfuse or torch.
 _KNOWN: dict[str, bool] = {}
 
 
@@ -25,8 +25,8 @@ class Site:
         code: the code object that calls.
         offset: of the instruction that calls.
         file: where the code stands; equal code may stand in several files.
-        depth: how many frames of mdfuse lie between the call and where it is looked up.
-        said: the name that the call itself gives its result.
+        depth: the number of mdfuse frames between the call and the lookup.
+        said: the name that the call passes for its result.
     """
 
     code: CodeType
@@ -52,18 +52,18 @@ class Site:
     @property
     def name(self) -> str | None:
         """`h` for the call in `h = f(...)`; None for other calls."""
-        found = _names_after(self.code, self.offset)
-        return self.said or (found[0] if len(found) == 1 else None)
+        variables = _names_after(self.code, self.offset)
+        return self.said or (variables[0] if len(variables) == 1 else None)
 
     def names(self, n: int) -> tuple[str | None, ...]:
         """`(v, i)` for the call in `v, i = f(...)`, which gives n results; else n times None."""
-        found = _names_after(self.code, self.offset)
-        return found if len(found) == n else (None,) * n
+        variables = _names_after(self.code, self.offset)
+        return variables if len(variables) == n else (None,) * n
 
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """The origin of what mdfuse itself records: a line of the user's, and a name if it has one."""
+    """The origin of values that mdfuse records by itself: a user's line, and maybe a name."""
 
     source: Source | None
     name: str | None = None
@@ -81,7 +81,7 @@ class Derived:
 def find_site() -> Site:
     """Return the innermost place on the stack outside of mdfuse, seen from the caller.
 
-    Where all of the stack is mdfuse's, as in its command line, the outermost one.
+    If the whole stack is mdfuse's, as in its command line, return the outermost one.
     """
     frame, depth = sys._getframe(2), 1
     while True:
@@ -96,7 +96,7 @@ def find_site() -> Site:
 
 
 def is_at(site: Site) -> bool:
-    """Whether the caller was called from a site, as the last time: one look at one frame."""
+    """Return whether the caller was called from a site, as the last time: one look at one frame."""
     try:
         frame = sys._getframe(site.depth + 1)
     except ValueError:  # the stack is not as deep
@@ -115,14 +115,14 @@ def _source(file: str, code: CodeType, offset: int) -> Source | None:
 
 @lru_cache(maxsize=4096)
 def _names_after(code: CodeType, offset: int) -> tuple[str | None, ...]:
-    """Return the variables that the result of a call is assigned to; None for what is none."""
+    """Return the variables that a call's result is assigned to; None for other targets."""
     following = [i for i in dis.get_instructions(code) if i.offset > offset]
     n = 1
     if following and following[0].opname == "UNPACK_SEQUENCE":
         n, following = following[0].arg or 1, following[1:]
     names: list[str | None] = [None] * n
     for at, i in enumerate(following[:n]):
-        if i.opname not in _STORES:  # where one is no variable, the others stand elsewhere
+        if i.opname not in _STORES:  # one is no variable, so the offsets of the others differ
             return (None,) * n
         names[at] = str(i.argval) if is_name(i.argval) else None
     return tuple(names)

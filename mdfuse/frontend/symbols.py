@@ -1,4 +1,4 @@
-"""The symbolic extents of a definition: their names, and what they are while it is defined."""
+"""The symbolic extents of a definition: their names, and their examples while defining."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mdfuse.ir.symbolic import unified, with_new_examples
 
 T = TypeVar("T")
 
-#: What a symbolic extent is at first: divisible by most sizes of meshes.
+#: The first example of a symbolic extent: divisible by most mesh sizes.
 _EXAMPLE = 1680
 
 Recorded = tuple[dict[str, Value], list[Expr]]
@@ -25,19 +25,19 @@ Recorded = tuple[dict[str, Value], list[Expr]]
 class Symbols:
     """Names and examples of symbolic extents; both may change until the definition ends.
 
-    An example changes where an operation refuses it, a name where `.on()` tells the variable. What
-    the user's code holds is brought up to date when it comes back (`current`).
+    An example changes if an operation refuses it, a name if `.on()` reveals the variable. Extents
+    held by user code are updated when they are passed back (`current`).
     """
 
     def __init__(self, *assumed: Assumptions) -> None:
         self.examples: dict[str, int] = {}
         self._assumed = assumed
-        #: names of symbols and inputs that are others now
+        #: old name -> current name of symbols and inputs
         self._renamed: dict[str, str] = {}
 
     @property
     def now(self) -> Symbolic | None:
-        """What brings up to date what was read of the definition before; None without symbols."""
+        """The function that updates extents read earlier; None without symbols."""
         return Symbolic(self.examples, self._renamed) if self.examples else None
 
     def unused(self, name: str) -> str:
@@ -78,21 +78,21 @@ class Symbols:
         None where there is no such example.
         """
         trial = fresh_name(values, "trial")
-        made = tuple(f"{trial}.{n}" for n in range(len(refused.outputs)))
-        some = {name: Value(name=name, shape=(), dtype=torch.float32) for name in made}
+        outputs = tuple(f"{trial}.{n}" for n in range(len(refused.outputs)))
+        some = {name: Value(name=name, shape=(), dtype=torch.float32) for name in outputs}
         fusion = Fusion(
             name=trial,
             values={**values, **some},
-            exprs=(*exprs, replace(refused, outputs=made)),
+            exprs=(*exprs, replace(refused, outputs=outputs)),
             inputs=(),
             outputs=(),
         )
         for examples in unified(fusion, self.examples, _numbers(values, refused)):
             if all(a.hold(examples) for a in self._assumed):
-                found = with_new_examples(fusion, examples)
+                updated = with_new_examples(fusion, examples)
                 self.examples = examples
-                kept = {n: v for n, v in found.values.items() if n not in some}
-                return kept, list(found.exprs[:-1])
+                remaining = {n: v for n, v in updated.values.items() if n not in some}
+                return remaining, list(updated.exprs[:-1])
         return None
 
 

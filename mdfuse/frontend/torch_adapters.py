@@ -1,6 +1,6 @@
-"""Functions of torch whose arguments stand in another order than those of the operation.
+"""Functions of torch whose arguments differ in order from those of the operation.
 
-Each takes what torch's function takes, and calls the operation.
+Each has the signature of torch's function, and calls the operation.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _grouped(
     return BY_NAME["grouped_mm"](mat_a, mat_b, offs)
 
 
-#: Function of torch -> what takes its arguments.
+#: Function of torch -> its adapter.
 ADAPTED: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout), _dropout),
     F.embedding: _embedding,

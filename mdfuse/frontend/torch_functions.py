@@ -23,14 +23,14 @@ from mdfuse.frontend.torch_adapters import ADAPTED
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-#: Where a function of torch and an operation of the same name are meant to be the same.
+#: The namespaces of torch whose functions match operations by name.
 _NAMESPACES = (torch, torch.nn.functional, torch.Tensor)
 
 #: Operations whose name means something else in torch, or whose arguments do.
 _OTHER_MEANING = {"dropout", "set", "slice", "broadcast", "cast", "index", "uniform"}
 
-#: Operations that mean what torch.nn.functional calls so: torch's own function takes a reduction
-#: as a number, or gives more.
+#: Operations that match torch.nn.functional only: torch's function of this name takes a reduction
+#: as a number, or returns more.
 _FUNCTIONAL = {
     "binary_cross_entropy_with_logits", "kl_div", "triplet_margin_loss", "margin_ranking_loss",
     "hinge_embedding_loss", "cosine_embedding_loss", "poisson_nll_loss", "batch_norm",
@@ -61,7 +61,7 @@ _RENAMED: dict[Callable[..., Any], str] = {
     torch.special.erfinv: "erfinv",
 }
 
-#: Functions that ask for a fact: what answers.
+#: Functions that ask for a fact -> the answer.
 _FACTS: dict[Callable[..., Any], Callable[[Handle], Any]] = {
     torch.numel: Handle.numel,
     torch.is_floating_point: Handle.is_floating_point,
@@ -73,16 +73,16 @@ _FIRST = ("input", "self")
 
 @lru_cache(maxsize=1)
 def equals() -> dict[Any, str]:
-    """Return torch function -> the name of the operation that means the same."""
+    """Return torch function -> the name of the equivalent operation."""
     names = ops.BY_NAME.keys() - _OTHER_MEANING
-    found = {
+    by_function = {
         getattr(space, name): name
         for space in _NAMESPACES
         for name in names
         if hasattr(space, name) and not (space is torch and name in _FUNCTIONAL)
     }
-    del found[torch.embedding]  # it takes the table first
-    return found | _RENAMED
+    del by_function[torch.embedding]  # it takes the table first
+    return by_function | _RENAMED
 
 
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -102,7 +102,7 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _refuse_tensors(func: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    """Raise DefinitionError for tensors: a fusion runs again with others."""
+    """Raise DefinitionError for tensors, because a fusion runs again with others."""
     for x in arguments:
         if isinstance(x, list | tuple):
             _refuse_tensors(func, x)
@@ -122,7 +122,7 @@ def _as_ours(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Arguments:
-    """Return a call's arguments as the operation takes them, without those that say nothing."""
+    """Return a call's arguments as the operation takes them, without None and defaults."""
     named = [kwargs[name] for name in _FIRST if name in kwargs]
     known = inspect.signature(operation).parameters
     usual = _defaults(func)
@@ -135,12 +135,12 @@ def _as_ours(
 
 
 def _says_nothing(x: Any, usual: Any) -> bool:
-    """Whether an argument is None, or has its default value."""
+    """Return whether an argument is None, or has its default value."""
     return x is None or (isinstance(x, bool | int | float | str) and x == usual)
 
 
 def _defaults(func: Callable[..., Any]) -> dict[str, Any]:
-    """Return the defaults of a function that is written in Python; of others none are known."""
+    """Return the defaults of a function written in Python; those of others are unknown."""
     code = getattr(func, "__code__", None)
     if code is None:
         return {}

@@ -1,7 +1,7 @@
 """Low-rank adapters: matrices A and B beside a linear layer, y = x W^T + scale * x A^T B^T.
 
 Hu et al. 2021. The module has them while it is exported; its own code and parameters stay as they
-are. They live as their matrix does: B is split as its outputs are, A as its inputs.
+are. Their layouts follow the layer's matrix: B is split as its outputs, A as its inputs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ A, B = "lora_A", "lora_B"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What a parameter is that an adapter brings.
+    """The origin of an adapter's parameter.
 
     Attributes:
-        of: the name of the matrix beside which it stands.
-        is_transposed: whether that has its inputs first, as GPT-2's.
-        start: what it begins with.
+        of: the name of the layer's matrix.
+        is_transposed: whether the matrix has its inputs first, as in GPT-2.
+        start: its initial numbers.
     """
 
     of: str
@@ -43,58 +43,58 @@ class Adapter:
     start: Tensor
 
     def own_dim(self, name: str) -> int:
-        """The dim of a matrix of the adapter that is one of the layer's matrix."""
+        """The dim of an adapter's matrix that it shares with the layer's matrix."""
         return int(name.endswith(A))
 
     def dim(self, name: str) -> int:
-        """That dim of the layer's matrix."""
+        """The shared dim of the layer's matrix."""
         return 1 - self.own_dim(name) if self.is_transposed else self.own_dim(name)
 
     def layout(self, name: str, weight: Layout) -> Layout:
-        """Where a matrix of the adapter lives, by where the layer's matrix lives."""
-        taken, own = Shard(self.dim(name)), Shard(self.own_dim(name))
+        """Return the layout of an adapter's matrix, given that of the layer's matrix."""
+        taken, split = Shard(self.dim(name)), Shard(self.own_dim(name))
         order = {self.own_dim(name): weight.split_axes(self.dim(name))}
-        placed = {a: own for a, p in weight.by_axis().items() if p == taken}
+        placed = {a: split for a, p in weight.by_axis().items() if p == taken}
         return Layout(weight.mesh, placed, order if placed else None)
 
 
 @contextmanager
 def adapted(module: nn.Module, said: Mapping[str, Any]) -> Iterator[dict[str, Adapter]]:
-    """Give layers of a module adapters, for as long as the block runs.
+    """Add adapters to layers of a module while the block runs.
 
     Args:
         module: any.
         said: pattern of names of layers -> the rank, or (rank, alpha): the scale is alpha / rank.
 
     Yields:
-        Name of each parameter of an adapter -> what it is.
+        Name of each adapter's parameter -> its origin.
 
     Raises:
-        DefinitionError: what is no rank; a layer without one matrix.
+        DefinitionError: an invalid rank; a layer without a single matrix.
         LayoutError: a pattern that matches no linear layer, or two that are equally exact.
     """
     layers = {n: m for n, m in module.named_modules() if _features(m) is not None}
     for pattern in said:
         if not any(fnmatchcase(name, pattern) for name in layers):
             raise unmatched("adapters", pattern, layers)
-    found: dict[str, Adapter] = {}
+    adapters: dict[str, Adapter] = {}
     hooks = []
     try:
         for name, layer in layers.items():
             match = matching(said, [name], "adapters")
             if match is not None:
-                hooks.append(_add(layer, name, *match, found))
-        yield found
+                hooks.append(_add(layer, name, *match, adapters))
+        yield adapters
     finally:
         for hook in hooks:
             hook.remove()
-        for name in found:
-            layer_name, _, own = name.rpartition(".")
-            delattr(module.get_submodule(layer_name), own)
+        for name in adapters:
+            layer_name, _, attribute = name.rpartition(".")
+            delattr(module.get_submodule(layer_name), attribute)
 
 
 def _features(layer: nn.Module) -> tuple[int, int] | None:
-    """How many inputs and outputs a linear layer has; None for any other.
+    """Return the numbers of inputs and outputs of a linear layer; None for other modules.
 
     Linear is also the `Conv1D` of transformers; others may have a class of that name.
     """
@@ -125,10 +125,10 @@ def _add(
     bound = 1 / math.sqrt(features[0])  # as nn.Linear begins; the same on every rank
     numbers = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     first = torch.empty(rank, features[0]).uniform_(-bound, bound, generator=numbers)
-    for own, start in ((A, first), (B, torch.zeros(features[1], rank))):
+    for attribute, start in ((A, first), (B, torch.zeros(features[1], rank))):
         start = start.to(weight.dtype)
-        layer.register_parameter(own, nn.Parameter(start.to(weight.device)))
-        key = f"{name}.{own}" if name else own
+        layer.register_parameter(attribute, nn.Parameter(start.to(weight.device)))
+        key = f"{name}.{attribute}" if name else attribute
         of = f"{name}.weight" if name else "weight"
         found[key] = Adapter(of, not isinstance(layer, nn.Linear), start)
     return layer.register_forward_hook(partial(_forward, scale=alpha / rank))

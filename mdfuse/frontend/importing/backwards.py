@@ -1,4 +1,4 @@
-"""Which functions of a module have a backward of their own, which export does not see."""
+"""Find functions of a module with a custom backward, which export does not capture."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _FUNCTION: Any = Function
 
 @contextmanager
 def own_backwards() -> Iterator[dict[str, None]]:
-    """Note the names of the `torch.autograd.Function`s that are called; not those of torch."""
-    found: dict[str, None] = {}
+    """Note the names of called `torch.autograd.Function`s, except torch's own."""
+    names: dict[str, None] = {}
     plain = vars(Function)["apply"]
 
     def noted(kind: type, *args: Any, **kwargs: Any) -> Any:
         if not kind.__module__.startswith("torch."):
-            found[kind.__name__] = None
+            names[kind.__name__] = None
         return plain.__get__(None, kind)(*args, **kwargs)
 
     _FUNCTION.apply = classmethod(noted)
     try:
-        yield found
+        yield names
     finally:
         _FUNCTION.apply = plain

@@ -1,4 +1,4 @@
-"""Bags of rows of a table, as aten has them: a row of indices, and where each bag begins."""
+"""Bags of embedding rows as aten passes them: a vector of indices, and offsets of bags."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """Rows weight[v,d] at indices[n], joined to one for each bag; sparse is how torch keeps dw.
+    """Reduce rows weight[v,d] at indices[n] to one per bag; sparse only concerns torch's dw.
 
     Args:
         weight: the table.
         indices: of rows.
-        offsets: where each bag begins in the indices; where these are known and all bags are of
-            one size, bags are rows of a matrix.
+        offsets: the first index of each bag; if they are known and all bags have one size, the bags
+            become rows of a matrix.
         mode: 0 sum, 1 mean, 2 max; `factors` of each row go with a sum.
     """
     if padding_idx is not None or scale_grad_by_freq:
@@ -47,8 +47,8 @@ def embedding_bag(
     if size is not None:
         matrix = ops.reshape(indices, (-1, size))
         factors = None if factors is None else ops.reshape(factors, (-1, size))
-        found = ops.embedding_bag(matrix, weight, mode=_MODES[mode], per_sample_weights=factors)
-        return found, None, None, None
+        joined = ops.embedding_bag(matrix, weight, mode=_MODES[mode], per_sample_weights=factors)
+        return joined, None, None, None
     if mode == _MODES.index("max"):
         raise DefinitionError(
             "embedding_bag with mode='max' of bags of several sizes",
@@ -63,16 +63,16 @@ def embedding_bag(
     rows = ops.embedding(indices, weight)
     rows = rows if factors is None else rows * ops.unsqueeze(factors, -1)
     nothing = ops.zeros((bags, weight.shape[1]), dtype=rows.dtype)
-    found = ops.index_add(nothing, 0, bag, rows)
+    joined = ops.index_add(nothing, 0, bag, rows)
     if _MODES[mode] == "mean":
         ones = ops.ones((indices.shape[0],), dtype=rows.dtype)
         counts = ops.index_add(ops.zeros((bags,), dtype=rows.dtype), 0, bag, ones)
-        found = found / ops.unsqueeze(ops.clamp_min(counts, 1), -1)
-    return found, None, None, None
+        joined = joined / ops.unsqueeze(ops.clamp_min(counts, 1), -1)
+    return joined, None, None, None
 
 
 def wanted(weight: Any, indices: Any, offsets: Any, *given: Any, **named: Any) -> list[Any]:
-    """The operands that must be values: the offsets unless all bags are of one size."""
+    """Return the operands that must be values: the offsets, unless all bags have one size."""
     factors = given[3] if len(given) > 3 else named.get("per_sample_weights")
     with_last = given[4] if len(given) > 4 else named.get("include_last_offset", False)
     n = None if indices.shape is None else indices.shape[0]
@@ -81,7 +81,7 @@ def wanted(weight: Any, indices: Any, offsets: Any, *given: Any, **named: Any) -
 
 
 def _size(offsets: Any, n: int, include_last_offset: bool) -> int | None:
-    """How many rows each bag has, if that is known, and one number."""
+    """Return the number of rows of each bag, if it is known and equal for all."""
     if not isinstance(offsets, Tensor):
         return None
     starts = offsets[:-1] if include_last_offset else offsets

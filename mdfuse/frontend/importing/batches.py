@@ -1,6 +1,6 @@
-"""Batches and heads that a module joins to one dim, as `bmm` wants it: kept apart.
+"""Keep batch and head dims apart that a module merges to one dim for `bmm`.
 
-By `[b*h,s,d]` heads could not stay split. What is made of such a value is made of `[b,h,s,d]`.
+With `[b*h,s,d]` heads could not stay split, so operations run on `[b,h,s,d]`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mdfuse.frontend.importing.views import Views
 
 Dispatch = Callable[[str, Sequence[Any], Mapping[str, Any]], Any]
 
-#: overload -> what stands for it where matrices have several dims in front.
+#: overload -> its replacement for matrices with several batch dims.
 TARGETS: Mapping[str, str] = {
     **dict.fromkeys(("aten.bmm.default", "aten.matmul.default"), "aten.matmul.default"),
     "aten.baddbmm.default": "aten.addmm.default",
@@ -35,13 +35,13 @@ _OF_ROWS = ("aten.softmax.int", "aten._softmax.default")
 def on_batches(
     views: Views, target: str, args: Sequence[Any], kwargs: Mapping[str, Any], dispatch: Dispatch
 ) -> Handle | None:
-    """Apply an operation with the first dim apart; None where that is one dim, or must be."""
+    """Apply an operation with the first dim unmerged; None if it is one dim, or must be."""
     if target not in TARGETS or any(isinstance(x, Joined) for x in args):
         return None
     if target in _OF_ROWS and args[1] not in (1, 2, -1, -2):
         return None
     values = [x for x in args if isinstance(x, Handle)]
-    front = next((found for x in values if x.ndim == 3 and (found := views.front(x))), None)
+    front = next((extents for x in values if x.ndim == 3 and (extents := views.front(x))), None)
     if front is None or any(x.ndim > 3 for x in values):
         return None
     given: list[Any] = []
@@ -52,8 +52,8 @@ def on_batches(
         given.append(apart)
     if target in _OF_ROWS:
         given[1] = args[1] % 3 - 3
-    found = dispatch(TARGETS[target], given, kwargs)
-    return views.reshape(found, (math.prod(front), *found.shape[-2:]))
+    batched = dispatch(TARGETS[target], given, kwargs)
+    return views.reshape(batched, (math.prod(front), *batched.shape[-2:]))
 
 
 def _apart(views: Views, x: Handle, front: Sequence[int]) -> Handle | None:

@@ -1,4 +1,4 @@
-"""Say by patterns which parameters are several blocks, one behind the other."""
+"""Select parameters by patterns that consist of several consecutive blocks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def blocks_of(model: Model, said: Mapping[str, Any]) -> dict[Node, Blocks]:
     """Return the blocks of each parameter that a pattern matches.
 
     Raises:
-        LayoutError: a pattern that matches nothing, or what does not fit the parameter.
+        LayoutError: a pattern that matches nothing, or blocks that do not fit the parameter.
     """
-    found: dict[Node, Blocks] = {}
+    blocks: dict[Node, Blocks] = {}
     used: set[str] = set()
     names: list[str] = []
     for node in model.parameters:
@@ -30,11 +30,11 @@ def blocks_of(model: Model, said: Mapping[str, Any]) -> dict[Node, Blocks]:
         match = matching(said, parameter.names, "blocks")
         if match is not None:
             used.add(match[0])
-            found[node] = _blocks(model, node, parameter.name, *match)
+            blocks[node] = _blocks(model, node, parameter.name, *match)
     for pattern in said:
         if pattern not in used:
             raise unmatched("blocks", pattern, names)
-    return found | dict(_of_adapters(model, found))
+    return blocks | dict(_of_adapters(model, blocks))
 
 
 def _of_adapters(model: Model, found: Mapping[Node, Blocks]) -> Iterator[tuple[Node, Blocks]]:

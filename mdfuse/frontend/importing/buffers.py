@@ -1,4 +1,4 @@
-"""Buffers of a module on the meta device, of which no checkpoint has the numbers."""
+"""Numbers for buffers of a module on the meta device that no checkpoint contains."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def numbers_of(captured: Captured, said: Mapping[str, Any]) -> dict[str, Tensor]
     """Return the numbers that a caller gives to buffers, by name.
 
     Raises:
-        DefinitionError: a name of none; what is no tensor, or has another shape.
+        DefinitionError: an unknown name; a value that is no tensor, or has another shape.
     """
     tensors = dict(captured.module.named_buffers(remove_duplicate=False))
     tensors |= {name: captured.constants[node] for node, name in captured.origins.items()}
-    found: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for name, x in said.items():
         if name not in tensors:
             raise DefinitionError(
@@ -42,12 +42,12 @@ def numbers_of(captured: Captured, said: Mapping[str, Any]) -> dict[str, Tensor]
                 because=why,
                 hint="a tensor of the shape and dtype of the buffer",
             )
-        found[name] = x
-    return found
+        buffers[name] = x
+    return buffers
 
 
 def made_again(module: nn.Module, name: str) -> Tensor | None:
-    """Return the numbers that a module gives a buffer when it is initialised; None where it cannot.
+    """Return a buffer's numbers after the module's initialisation; None if it has no initialiser.
 
     The submodule is initialised as its library does it: by `_init_weights` of the model (as models
     of transformers have it), or by its own `reset_parameters`. Parameters stay where they are.
@@ -55,7 +55,7 @@ def made_again(module: nn.Module, name: str) -> Tensor | None:
     path, _, attribute = name.rpartition(".")
     try:
         owner = module.get_submodule(path)
-    except AttributeError:  # a tensor of the graph that is none of the module's
+    except AttributeError:  # a tensor of the graph that does not belong to the module
         return None
     stand_in = copy.copy(owner)
     fresh = {n: None if x is None else _unset(x) for n, x in owner.named_buffers(recurse=False)}
@@ -69,12 +69,12 @@ def made_again(module: nn.Module, name: str) -> Tensor | None:
             by_model(stand_in)
         elif by_itself:
             by_itself()
-    found = fresh[attribute]
-    return None if found is None or bool(_is_unset(found).any()) else found
+    tensor = fresh[attribute]
+    return None if tensor is None or bool(_is_unset(tensor).any()) else tensor
 
 
 def _unset(x: Tensor) -> Tensor:
-    """A tensor on the CPU whose elements say that nothing has set them."""
+    """Return a tensor on the CPU filled with a marker for unset elements."""
     return torch.full(tuple(x.shape), _mark(x.dtype), dtype=x.dtype)
 
 

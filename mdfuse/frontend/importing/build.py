@@ -47,19 +47,19 @@ from mdfuse.names import is_value_name
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is recorded.
+    """The graph to record, with layouts, constants and blocks.
 
     Attributes:
         captured: the graph.
         live: its nodes that depend on inputs or parameters, in order.
-        folded: the values of the others.
-        mesh: where all of it lives.
-        placed: placeholder -> where it lives; what is not there is replicated.
-        outputs: place of a result -> where it lives; the others lie as it is inferred.
+        folded: the values of nodes that are not live.
+        mesh: the mesh of all values.
+        placed: placeholder -> its layout; placeholders without an entry are replicated.
+        outputs: position of a result -> its layout; other results have inferred layouts.
         constants: nodes whose values are inputs, each with its name.
-        same: nodes with the value of one of these.
+        same: node -> the constant with an equal value.
         blocks: placeholder of a parameter in blocks -> the dim, and their extents.
-        gather: axes along which parameters are brought together where they are read.
+        gather: axes along which parameters are gathered before they are read.
     """
 
     captured: Captured
@@ -75,7 +75,7 @@ class Model:
 
     @property
     def parameters(self) -> list[Node]:
-        """Parameters and buffers that something reads, in the order of inputs."""
+        """The parameters and buffers that the graph reads, in the order of inputs."""
         return [n for n in self.captured.parameters if n.users or n in self.captured.mutated]
 
     def weight_names(self) -> list[str]:
@@ -94,8 +94,8 @@ class Model:
 
         Args:
             fd: the definition.
-            arguments: values that are there already, instead of inputs.
-            prefix: what the names of parameters and constants begin with.
+            arguments: existing values to use instead of inputs.
+            prefix: of the names of parameters and constants.
         """
         captured = self.captured
         names = {n: prefix + captured.parameters[n].name for n in self.parameters}
@@ -127,47 +127,48 @@ class Model:
         return Joined(tuple(parts), self.blocks[node].dim) if node in self.blocks else parts[0]
 
     def layout(self, node: Node) -> Layout:
-        """Where a parameter, a constant or an argument lives."""
+        """Return the layout of a parameter, a constant or an argument."""
         return self.placed[node].layout if node in self.placed else Layout(self.mesh)
 
     def parts(self, node: Node, name: str) -> list[tuple[str, tuple[int, ...], int]]:
-        """Return name, shape and where it begins in the blocks' dim, of each input of a node."""
+        """Return name, shape and start along the blocks' dim of each input of a node."""
         value = self.folded[node] if node in self.constants else node.meta["val"]
         shape = tuple(n if type(n) is int else -1 for n in value.shape)
         if node not in self.blocks:
             return [(name, shape, 0)]
-        dim, found, start = self.blocks[node].dim, [], 0
+        dim, parts, start = self.blocks[node].dim, [], 0
         for i, size in enumerate(self.blocks[node].sizes):
-            found.append((f"{name}.{i}", (*shape[:dim], size, *shape[dim + 1 :]), start))
+            parts.append((f"{name}.{i}", (*shape[:dim], size, *shape[dim + 1 :]), start))
             start += size
-        return found
+        return parts
 
     def boxes(self, node: Node, rank: int | None) -> list[Boxes | None]:
-        """What a rank has of each input of a parameter or a constant; None outside of its mesh.
+        """Return a rank's boxes of each input of a parameter or constant; None outside its mesh.
 
-        Of each input one box, and where it lies in the rank's part; several of dims in blocks.
+        Each box comes with its place in the rank's part; inputs with blocked dims have several
+        boxes.
         """
-        layout, found = self.layout(node), list[Boxes | None]()
+        layout, boxes = self.layout(node), list[Boxes | None]()
         for _, shape, start in self.parts(node, ""):
             if rank is not None and rank not in layout.mesh:
-                found.append(None)
+                boxes.append(None)
                 continue
             rows: list[Rows] = [((0, n),) for n in shape]
             rows = rows if rank is None else [*layout.rows(shape, rank)]
             if node in self.blocks:
                 dim = self.blocks[node].dim
                 rows[dim] = tuple((start + first, start + last) for first, last in rows[dim])
-            found.append(tuple(boxes_of(rows)))
-        return found
+            boxes.append(tuple(boxes_of(rows)))
+        return boxes
 
     def gathered(self, node: Node, x: Handle | Joined) -> Handle | Joined:
-        """Bring a parameter together along the axes that are gathered; the backward does so too."""
+        """Gather a parameter along the `gather` axes; the backward gathers it again."""
         if isinstance(x, Joined):
             return x.mapped(lambda part: self._brought(node, part))
         return self._brought(node, x)
 
     def parts_of_rows(self, node: Node) -> int:
-        """Over how many ranks the first dim of a parameter is split where it is read."""
+        """Return the number of ranks that split the first dim of a parameter where it is read."""
         layout = self.layout(node)
         split = [a for a in layout.mesh.axes if a not in self.gather]
         return math.prod(layout.mesh.axis_size(a) for a in split if layout.placement(a) == Shard(0))
@@ -176,16 +177,16 @@ class Model:
         layout = self.placed[node].layout if node in self.placed else None
         if layout is None or not any(isinstance(layout.placement(a), Shard) for a in self.gather):
             return x
-        kept = {a: p for a, p in zip(layout.mesh.axes, layout.placements, strict=True)
+        placements = {a: p for a, p in zip(layout.mesh.axes, layout.placements, strict=True)
                 if a not in self.gather}  # fmt: skip
         with recompute():
-            whole = set_(x).on(layout.mesh, kept)
+            whole = set_(x).on(layout.mesh, placements)
         return whole
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A parameter that is several, one behind the other along a dim."""
+    """A parameter of several consecutive blocks along a dim."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -203,11 +204,11 @@ def _value_name(name: str) -> str | None:
     return name if is_value_name(name) else None
 
 
-# -- before ----------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def check_known(captured: Captured, live: Mapping[Node, None]) -> None:
-    """Raise DefinitionError for operations that are not in the table: all of them at once."""
+    """Raise DefinitionError that lists all operations that are not in the table."""
     unknown = [n for n in live if n.op == "call_function" and not is_known(str(n.target))]
     if not unknown:
         return
@@ -228,7 +229,7 @@ def check_known(captured: Captured, live: Mapping[Node, None]) -> None:
 
 
 def _why_not(target: str) -> tuple[str, str]:
-    """Why an operation is not in the table, and what to write instead."""
+    """Return why an operation is not in the table, and a replacement."""
     name = target.removeprefix("aten.").removeprefix("_")
     return next((why for names, why in _WHY.items() if name.startswith(names)), _NONE)
 
@@ -263,11 +264,11 @@ _WHY: Mapping[tuple[str, ...], tuple[str, str]] = {
 
 
 def constants_of(live: Mapping[Node, None], folded: Folded) -> dict[Node, Node]:
-    """Return the nodes whose values must be inputs: what is known, and no rank can make.
+    """Return known tensors that must be inputs, because no rank can make them.
 
-    Each with the first one that has the same value.
+    Each node maps to the first node with an equal value.
     """
-    found: dict[Node, Node] = {}
+    constants: dict[Node, Node] = {}
     for node in live:
         if node.op != "call_function":
             continue
@@ -277,14 +278,14 @@ def constants_of(live: Mapping[Node, None], folded: Folded) -> dict[Node, Node]:
         asked = [*leaves(wanted(*args, **kwargs) if wanted else (args, kwargs))]
         for n, x in known.items():
             if isinstance(x, Tensor) and any(x is y for y in asked) and not is_made(x):
-                same = (m for m in found.values() if _are_equal(folded[m], x))
-                found[n] = found.get(n) or next(same, n)
-    return found
+                same = (m for m in constants.values() if _are_equal(folded[m], x))
+                constants[n] = constants.get(n) or next(same, n)
+    return constants
 
 
 @dataclass(frozen=True, slots=True)
 class _Unknown:
-    """What a run computes: of tensors the shape is known."""
+    """A value that a run computes; the shape of a tensor is known."""
 
     shape: Any
 
@@ -301,12 +302,12 @@ def _are_equal(x: Tensor, y: Tensor) -> bool:
 
 
 def record(model: Model, inputs: Inputs) -> list[Any]:
-    """Record the graph, and return its results: handles, and tensors that are known.
+    """Record the graph, and return its results: handles, and known tensors.
 
-    What is written into buffers is an output that reuses these.
+    New values of buffers become outputs that reuse the buffers.
 
     Args:
-        model: the graph, and where things live.
+        model: the graph and its layouts.
         inputs: of the definition.
     """
     recording = _Recording(model, inputs)
@@ -341,14 +342,14 @@ def _not_made(model: Model, place: int, node: Node) -> DefinitionError:
 
 
 def whole(x: Any) -> Any:
-    """A value, of one in parts their concatenation, of rows that were to be sorted these."""
+    """Return a value as one handle: joined parts are concatenated, deferred sorts are done."""
     while isinstance(x, (Joined, *routes.KINDS)):
         x = x.whole()
     return x
 
 
 class _Recording:
-    """What is known of a graph so far."""
+    """The values of a graph that are recorded so far."""
 
     def __init__(self, model: Model, inputs: Inputs) -> None:
         given = inputs.nodes
@@ -364,19 +365,19 @@ class _Recording:
         self._is_routed = any(str(n.target) in GROUPED for n in model.live)
 
     def read(self, node: Node) -> Any:
-        """The value of a node: parameters are gathered when they are first read."""
+        """Return the value of a node; parameters are gathered at their first read."""
         if node not in self.known:
             return self.model.folded[node]
         if node not in self.model.captured.parameters:
             return self.known[node]
         if node not in self._gathered:
-            found = self._gathered[node] = self.model.gathered(node, self.known[node])
-            for x in found.parts if isinstance(found, Joined) else [found]:
+            gathered = self._gathered[node] = self.model.gathered(node, self.known[node])
+            for x in gathered.parts if isinstance(gathered, Joined) else [gathered]:
                 self._parts[x.id] = self.model.parts_of_rows(node)
         return self._gathered[node]
 
     def keep(self, node: Node, value: Any) -> None:
-        """Note the value of a node; of matrices of experts over how many ranks they are split."""
+        """Note the value of a node, and the number of ranks that split experts' matrices."""
         self.known[node] = value
         if not self._is_routed or not isinstance(value, Handle):
             return
@@ -388,7 +389,7 @@ class _Recording:
             self._parts.setdefault(value.id, self._parts_of(operand))
 
     def _parts_of(self, x: Handle) -> int:
-        """Over how many ranks matrices of experts are split."""
+        """Return the number of ranks that split experts' matrices."""
         return self._parts.get(self.views.beginning(x).id, 1)
 
     def call(self, node: Node) -> Any:
@@ -396,15 +397,15 @@ class _Recording:
         args, kwargs = map_arg((node.args, node.kwargs), self.read)
         if str(node.target) == "aten.index.Tensor":
             asked: Any = node.args[1]
-            found: Any = args[1]
-            pairs = zip(asked, found, strict=True)
+            indices: Any = args[1]
+            pairs = zip(asked, indices, strict=True)
             args = args[0], [self._index(i, x) for i, x in pairs]
         kwargs = {key: x for key, x in kwargs.items() if key not in IGNORED}
         line = line_of(node.meta.get("stack_trace"))
         return called_at(line, node.name, self._call)(node, args, kwargs)
 
     def _call(self, node: Node, args: Any, kwargs: Any) -> Any:
-        """Apply a node; rows that are sorted by their experts stay as they are."""
+        """Apply a node; rows that are sorted by their experts stay unsorted."""
         target = str(node.target)
         if not self._is_routed:
             return self._apply(target, args, kwargs)
@@ -415,41 +416,41 @@ class _Recording:
             parts=self._parts_of,
             known=lambda x: self._constants.get(x.id, x) if isinstance(x, Handle) else x,
         )
-        found = routes.on_rows(call, args, kwargs)
-        if found is not None:
-            return found
+        routed = routes.on_rows(call, args, kwargs)
+        if routed is not None:
+            return routed
         return self._apply(target, *map_aggregate((args, kwargs), routes.sorted_again))
 
     def _index(self, node: Any, x: Any) -> Any:
-        """An index: where a run computes it, what it is known to count."""
+        """Return an index; if a run computes it as a count from 0, the `Ramp`."""
         return (ramp_of(node, self.read) or x) if isinstance(x, Handle) else x
 
     def _apply(self, target: str, args: Any, kwargs: Any) -> Any:
         if target not in BY_VALUE:
             args, kwargs = map_aggregate((args, kwargs), self._as_handle)
-        found = on_batches(self.views, target, args, kwargs, self._dispatch)
-        return self._on_rows(target, args, kwargs) if found is None else found
+        batched = on_batches(self.views, target, args, kwargs, self._dispatch)
+        return self._on_rows(target, args, kwargs) if batched is None else batched
 
     def _on_rows(self, target: str, args: Any, kwargs: Any) -> Any:
-        """Apply a linear map to rows that several dims make up, without joining these."""
+        """Apply a linear map to rows of several dims, without merging these."""
         at = ROWS.get(target)
         x = args[at] if at is not None else None
         is_matrix = isinstance(x, Handle) and (at == 0 or args[0].ndim == 1)
         apart = self.views.rows(x) if isinstance(x, Handle) and is_matrix else None
         if at is None or apart is None or not isinstance(x, Handle):
             return self._dispatch(target, args, kwargs)
-        found = self._dispatch(target, (*args[:at], apart, *args[at + 1 :]), kwargs)
+        product = self._dispatch(target, (*args[:at], apart, *args[at + 1 :]), kwargs)
         n = x.shape[0]
-        if isinstance(found, Joined):
-            return found.mapped(lambda part: self.views.reshape(part, (n, part.shape[-1])), 1)
-        return self.views.reshape(found, (n, found.shape[-1]))
+        if isinstance(product, Joined):
+            return product.mapped(lambda part: self.views.reshape(part, (n, part.shape[-1])), 1)
+        return self.views.reshape(product, (n, product.shape[-1]))
 
     def _dispatch(self, target: str, args: Any, kwargs: Any) -> Any:
         if any(isinstance(x, Joined) for x in leaves((args, kwargs))):
             rule = RULES.get(target)
-            found = rule(self.views, *args, **kwargs) if rule else None
-            if found is not None:
-                return found
+            joined = rule(self.views, *args, **kwargs) if rule else None
+            if joined is not None:
+                return joined
             args, kwargs = map_aggregate((args, kwargs), whole)
         args = [list(x) if isinstance(x, list) else x for x in args]  # a graph has its own lists
         if target in VIEWS:
@@ -459,7 +460,7 @@ class _Recording:
         return TABLE[target](*args, **kwargs)
 
     def _as_handle(self, x: Any) -> Any:
-        """A tensor that is known as a value, made once."""
+        """Return a known tensor as a value, made once."""
         if not isinstance(x, Tensor):
             return x
         if id(x) not in self._made:

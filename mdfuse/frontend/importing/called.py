@@ -1,4 +1,4 @@
-"""Record an imported module in another definition, of values that are there: as a stage is."""
+"""Record an imported module in an existing definition, on its values, as pipeline stages do."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def called(
     start = f"{prefix}." if prefix else ""
     inputs = model.define_inputs(values[0].definition, given, start)
     results = record(model, inputs)
-    made = [o.constant if o.place is None else results[o.place] for o in captured.outputs]
+    returned = [o.constant if o.place is None else results[o.place] for o in captured.outputs]
     weights: dict[str, Handle] = {}
     for node in (*model.parameters, *model.constants):
         x = inputs.nodes[node]
         weights |= {part.name: part for part in (x.parts if isinstance(x, Joined) else (x,))}
-    return unflattened(made, captured.structure[1]), weights
+    return unflattened(returned, captured.structure[1]), weights
 
 
 def _placed(model: Model, node: Node, x: Handle) -> Handle:
-    """Return an argument, where a pattern says that it lives.
+    """Return an argument with the layout of its pattern.
 
     Raises:
         DefinitionError: it has another shape or dtype than the module was imported with.

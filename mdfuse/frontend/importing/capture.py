@@ -41,7 +41,7 @@ class Parameter:
         names: all of them; several where it is tied.
         tensor: the parameter itself; on the meta device it has no numbers.
         is_buffer: whether it is a buffer, which nothing trains.
-        adapter: of one that an adapter brings, what it is.
+        adapter: the origin of an adapter's parameter; else None.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A leaf of what the module returns.
+    """A leaf of the module's result.
 
     Attributes:
         path: its keys, joined by dots.
-        place: of a tensor, its number among the tensors.
-        constant: a number or a text that it is; None for what is neither.
-        is_other: whether it is of a type that is left out, as a cache is.
+        place: the position among the tensors; None for other leaves.
+        constant: the number or text of a leaf; None for other leaves.
+        is_other: whether its type is left out, as for a cache.
     """
 
     path: str
@@ -84,7 +84,8 @@ class Captured:
         mutated: placeholders of buffers that the module writes, in the order of the first results.
         unused: parameters that nothing reads.
         structure: of the arguments, and of the result, as `unflattened` takes them.
-        own_backwards: the functions of torch.autograd that it calls; of these the forward is seen.
+        own_backwards: the functions of torch.autograd that it calls; only their forward is
+            captured.
     """
 
     module: nn.Module
@@ -102,12 +103,12 @@ class Captured:
 
     @property
     def results(self) -> tuple[Any, ...]:
-        """The nodes of what the module returns."""
+        """The nodes of the module's results."""
         return self._all_results[len(self.mutated) :]
 
     @property
     def written(self) -> tuple[tuple[Node, Any], ...]:
-        """Placeholders of buffers, each with the node of what is written into it."""
+        """The placeholders of written buffers, each with the node of its new value."""
         return tuple(zip(self.mutated, self._all_results, strict=False))
 
     @property
@@ -118,14 +119,14 @@ class Captured:
 
 @dataclass(slots=True)
 class _Seen:
-    """What a module returned while it was exported; export undoes what becomes of a module."""
+    """The result of a module during export, which undoes changes to the module."""
 
     outputs: tuple[Output, ...] = ()
     structure: Any = None
 
 
 class _Whole(nn.Module):
-    """A module as a function of the leaves that are tensors, which returns tensors alone."""
+    """A module as a function from tensor leaves to tensors."""
 
     def __init__(self, module: nn.Module, leaves: Sequence[Any], structure: Any) -> None:
         super().__init__()
@@ -134,17 +135,17 @@ class _Whole(nn.Module):
         self.seen = _Seen()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Put the tensors in their places, call the module, and take its result apart."""
+        """Rebuild the arguments from tensors, call the module, and flatten its result."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(x, Tensor) else x for x in self.leaves]
         args, kwargs = unflattened(leaves, self.structure)
         paths, self.seen.structure = flattened(self.module(*args, **kwargs))
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         outputs: list[Output] = []
         for path, x in paths:
             is_tensor = isinstance(x, Tensor)
-            place = len(found) if is_tensor else None
-            found += [x] if is_tensor else []
+            place = len(results) if is_tensor else None
+            results += [x] if is_tensor else []
             is_plain = isinstance(x, _PLAIN)
             outputs.append(
                 Output(
@@ -155,7 +156,7 @@ class _Whole(nn.Module):
                 )
             )
         self.seen.outputs = tuple(outputs)
-        return tuple(found)
+        return tuple(results)
 
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -173,11 +174,11 @@ def capture(
     Args:
         module: to export.
         args, kwargs: of its forward.
-        dynamic_shapes: which extents a run chooses; see `dims_of_tensors`.
+        dynamic_shapes: the extents that each run chooses; see `dims_of_tensors`.
         adapters: pattern of names of layers -> rank; see `adapted`.
 
     Raises:
-        DefinitionError: the module cannot be exported: its line, and what torch says.
+        DefinitionError: the module cannot be exported; with its line, and torch's error.
     """
     _check(module, args)
     with adapted(module, adapters or {}) as brought:
@@ -200,7 +201,7 @@ def _captured(
     names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
     dynamic = dims_of_tensors(module, args, kwargs or {}, dynamic_shapes, names)
     try:
-        with warnings.catch_warnings(), own_backwards() as own:
+        with warnings.catch_warnings(), own_backwards() as backwards:
             warnings.simplefilter("ignore")
             dims = None if dynamic is None else (tuple(dynamic),)
             exported = torch.export.export(whole, tensors, dynamic_shapes=dims, strict=False)
@@ -211,23 +212,23 @@ def _captured(
     except Exception as error:
         raise _not_exported(module, error) from error
     parameters = [_of_adapter(p, adapters.get(p.name)) for p in _parameters(module)]
-    found = _Places()
-    found.sort(exported, {name: p for p in parameters for name in p.names}, names)
-    mutated = _mutated(module, exported, found)
-    read = {p.name for n, p in found.parameters.items() if n.users}
+    places = _Places()
+    places.sort(exported, {name: p for p in parameters for name in p.names}, names)
+    mutated = _mutated(module, exported, places)
+    read = {p.name for n, p in places.parameters.items() if n.users}
     return Captured(
         module=module,
         name=type(module).__name__,
         graph=exported.graph_module,
-        parameters=found.parameters,
-        constants=found.constants,
-        origins=found.origins,
-        inputs=found.inputs,
+        parameters=places.parameters,
+        constants=places.constants,
+        origins=places.origins,
+        inputs=places.inputs,
         outputs=whole.seen.outputs,
         mutated=mutated,
         unused=tuple(p for p in parameters if p.name not in read),
         structure=(structure, whole.seen.structure),
-        own_backwards=tuple(own),
+        own_backwards=tuple(backwards),
     )
 
 
@@ -235,7 +236,7 @@ _TENSORS = (Tensor, TensorSpec)
 
 
 def _check(module: Any, args: Any) -> None:
-    """Raise DefinitionError for what is no module, and for arguments that are no sequence."""
+    """Raise DefinitionError unless module is a module and args a sequence."""
     check_module("from_torch", module)
     if isinstance(args, Tensor | TensorSpec | str) or not isinstance(args, Sequence):
         raise DefinitionError(
@@ -246,15 +247,15 @@ def _check(module: Any, args: Any) -> None:
 
 
 def _mutated(module: nn.Module, exported: ExportedProgram, places: _Places) -> tuple[Node, ...]:
-    """The placeholders of buffers that are written; writes into anything else are refused."""
-    found = []
+    """Return the placeholders of written buffers; other writes raise DefinitionError."""
+    written = []
     buffers = {f"{_PREFIX}{p.name}": n for n, p in places.parameters.items() if p.is_buffer}
     (output,) = (n for n in exported.graph.nodes if n.op == "output")
     for spec, node in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
         if spec.kind.name == "USER_OUTPUT":
             continue
         if spec.kind.name == "BUFFER_MUTATION" and spec.target in buffers:
-            found.append(buffers[spec.target])
+            written.append(buffers[spec.target])
             continue
         inputs = {n.name: name for n, name in places.inputs.items()}
         name = inputs.get(str(spec.target), str(spec.target).removeprefix(_PREFIX))
@@ -265,12 +266,12 @@ def _mutated(module: nn.Module, exported: ExportedProgram, places: _Places) -> t
             because="a program writes into no argument and no parameter",
             hint="make a new tensor: x = x + 1 for x += 1",
         )
-    return tuple(found)
+    return tuple(written)
 
 
 @dataclass(slots=True)
 class _Places:
-    """The placeholders of a graph by what they stand for."""
+    """The placeholders of a graph by kind: parameters, constants, inputs."""
 
     parameters: dict[Node, Parameter] = field(default_factory=dict)
     constants: dict[Node, Tensor] = field(default_factory=dict)
@@ -280,7 +281,7 @@ class _Places:
     def sort(
         self, exported: ExportedProgram, parameters: Mapping[str, Parameter], names: Sequence[str]
     ) -> None:
-        """Enter each placeholder; of several for one parameter the first takes all uses."""
+        """Enter each placeholder; the first of several for one parameter takes all uses."""
         nodes = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
         held = {**exported.constants, **exported.state_dict}
         written = {*exported.graph_signature.buffers_to_mutate.values()}
@@ -307,10 +308,10 @@ class _Places:
 
 
 def _example(x: Any, device: torch.device) -> Any:
-    """An argument as export takes it: of a tensor only shape and dtype count.
+    """Return an argument as export takes it; only shape and dtype of a tensor count.
 
-    Each is an object of its own: what is passed twice, or is a buffer of the module, is an input
-    all the same.
+    Each result is a new object, so that a tensor passed twice, or a buffer of the module, is still
+    an input.
     """
     if isinstance(x, Tensor) and x.device == device:
         return x.detach()
@@ -333,7 +334,7 @@ def _parameters(module: nn.Module) -> list[Parameter]:
 
 
 def _of_adapter(p: Parameter, adapter: Adapter | None) -> Parameter:
-    """A parameter; of an adapter with the numbers that it begins with, also of a module on meta."""
+    """Return a parameter; an adapter's gets its initial numbers, even on the meta device."""
     return p if adapter is None else replace(p, adapter=adapter, tensor=nn.Parameter(adapter.start))
 
 
@@ -343,19 +344,19 @@ def _argument_names(
     """Return a name for each tensor among the arguments, as `forward` calls them."""
     parameters = inspect.signature(module.forward).parameters.values()
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    known += [f"{rest}.{i}" for i in range(max(len(args) - len(known), 0))]
-    found: list[str] = []
-    for kind, first, *more in paths:
+    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    known += [f"{variadic}.{i}" for i in range(max(len(args) - len(known), 0))]
+    names: list[str] = []
+    for kind, first, *keys in paths:
         at = key_text([first])
         name = known[int(at)] if key_text([kind]) == "0" else at
-        words = (as_name(w, "_") if not w.isdigit() else w for w in key_text(more).split("."))
-        found.append(".".join([name, *words]) if more else name)
-    return found
+        words = (as_name(w, "_") if not w.isdigit() else w for w in key_text(keys).split("."))
+        names.append(".".join([name, *words]) if keys else name)
+    return names
 
 
 def _not_exported(module: nn.Module, error: Exception) -> DefinitionError:
-    """What torch's export says, with the line of the model where it stopped."""
+    """Return the error of torch's export, with the line of the model where it stopped."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [f for f in frames if not f.filename.startswith(OWN) and f.lineno]
     stack = "".join(f'File "{f.filename}", line {f.lineno}, in {f.name}\n' for f in users)

@@ -1,7 +1,7 @@
-"""Read boxes of tensors that `torch.save` wrote into a part of a file, and nothing else of them.
+"""Read only boxes of tensors that `torch.save` wrote into a part of a file.
 
-Such a part is an archive, in which the numbers of a tensor stand as they lie in memory. Torch
-itself says how they lie (`torch.load` to the meta device), `zipfile` where they begin.
+Such a part is a zip archive that holds a tensor's storage. `torch.load` to the meta device gives
+shape and strides, `zipfile` the offset.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mdfuse.frontend.importing.metadata import Place, check_file
 from mdfuse.layouts.boxes import Box, box_shape, index_of
 from mdfuse.torch_private import untransformed
 
-#: Where rows have no more bytes, they are read whole: a system reads pages.
+#: Rows up to this many bytes are read whole, because systems read pages.
 _SHORT = 512
-#: How many bytes of such rows are read at once.
+#: The number of bytes of such rows per read.
 _SLAB = 1 << 20
-#: Of a file in an archive, what stands before its name, and where the lengths of that are told.
+#: The size of a local file header in an archive, and the offset of its lengths.
 _HEADER, _LENGTHS = 30, 26
 
 
@@ -43,16 +43,16 @@ class PartOfFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Where it is."""
+        """Return the position."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place."""
+        """Set the position."""
         self._at = (0, self._at, self._length)[whence] + offset
         return self._at
 
     def readinto(self, buffer: object) -> int:
-        """Fill a buffer as far as there are bytes."""
+        """Fill a buffer with the bytes that are left."""
         into = memoryview(buffer).cast("B")  # type: ignore[arg-type]
         into = into[: max(min(len(into), self._length - self._at), 0)]
         self._file.seek(self._start + self._at)
@@ -62,13 +62,13 @@ class PartOfFile(io.RawIOBase):
 
 
 def _fill(file: BinaryIO, into: memoryview) -> int:
-    """Read into all of a buffer, or to the end of the file."""
+    """Fill a buffer, or read to the end of the file."""
     count = 0
     while count < len(into):
-        more = file.readinto(into[count:])  # type: ignore[attr-defined]
-        if not more:
+        length = file.readinto(into[count:])  # type: ignore[attr-defined]
+        if not length:
             break
-        count += more
+        count += length
     return count
 
 
@@ -83,13 +83,13 @@ def read_box(path: Path, place: Place, sizes: Sequence[int], box: Box, into: Ten
 
     Args:
         path: the file.
-        place: the part; where it is compressed, all of it is read.
+        place: the part; a compressed one is read whole.
         sizes: the shape of the tensor.
         box: of the tensor.
-        into: of the shape of the box, where it is put.
+        into: the destination, of the shape of the box.
 
     Raises:
-        Exception: there is no such tensor; torch, and what it calls, raise errors of all kinds.
+        Exception: there is no such tensor; torch may raise errors of any type.
     """
     with opened(path) as file:
         part = PartOfFile(file, place.start, place.length)
@@ -109,20 +109,20 @@ def read_box(path: Path, place: Place, sizes: Sequence[int], box: Box, into: Ten
         at = place.start + _begin(part, before + like.nbytes) + before
         ordered = tuple(box[d] for d in order)
         target = into.permute(order)
-        made = target if target.is_contiguous() else target.new_empty(box_shape(ordered))
-        _read(file, at, tuple(lies.shape), ordered, made)
-        if made is not target:
-            target.copy_(made)
+        dense = target if target.is_contiguous() else target.new_empty(box_shape(ordered))
+        _read(file, at, tuple(lies.shape), ordered, dense)
+        if dense is not target:
+            target.copy_(dense)
 
 
 def _check(x: Any, sizes: Sequence[int], dtype: torch.dtype) -> None:
     if not isinstance(x, Tensor) or x.dtype != dtype or tuple(x.shape) != tuple(sizes):
-        found = f"{x.dtype} of {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"there is {found} where {dtype} of {tuple(sizes)} should be")
+        actual = f"{x.dtype} of {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"there is {actual} where {dtype} of {tuple(sizes)} should be")
 
 
 def _begin(part: PartOfFile, nbytes: int) -> int:
-    """Return where the numbers of the only tensor of an archive begin, which has some bytes."""
+    """Return the offset of an archive's only storage, which has this many bytes."""
     with zipfile.ZipFile(cast("IO[bytes]", part)) as archive:
         (data,) = (i for i in archive.infolist() if "/data/" in i.filename)
     if data.compress_type != zipfile.ZIP_STORED or data.file_size < nbytes:

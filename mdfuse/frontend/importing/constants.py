@@ -12,12 +12,12 @@ from mdfuse.frontend import ops as operations
 
 ops: Any = operations
 
-#: How many numbers may stand in the program.
+#: The most numbers of a constant in the program.
 _FEW = 8
 
 
 def is_made(x: Tensor) -> bool:
-    """Whether a tensor is made by each rank: one number everywhere, a row of steps, a few."""
+    """Return whether each rank makes a tensor: one number, an arithmetic row, few numbers."""
     return (
         _uniform(x) is not None
         or _steps(x) is not None
@@ -26,7 +26,7 @@ def is_made(x: Tensor) -> bool:
 
 
 def as_value(x: Tensor) -> Any:
-    """Return the value of a tensor of the definition that is open.
+    """Return a tensor as a value of the open definition.
 
     Raises:
         DefinitionError: it has too many numbers to stand in the program.
@@ -49,7 +49,7 @@ def as_value(x: Tensor) -> Any:
 
 
 def _uniform(x: Tensor) -> Any:
-    """The number that a tensor has everywhere; of none, and of NaN, None."""
+    """Return the number of a uniform tensor; None for an empty one, and for NaN."""
     if not x.numel() or x.is_complex():
         return None
     first = x.reshape(-1)[0]
@@ -57,7 +57,7 @@ def _uniform(x: Tensor) -> Any:
 
 
 def _steps(x: Tensor) -> tuple[int, int, int] | None:
-    """Start, end and step of integers along the one dim that is not 1."""
+    """Return start, end and step of integers along the only dim longer than 1."""
     if x.dtype not in (torch.int64, torch.int32) or sum(n != 1 for n in x.shape) != 1:
         return None
     row = x.reshape(-1).long()

@@ -1,4 +1,4 @@
-"""What draws random numbers in training, dropout and attention, and which masks these know."""
+"""Operations that draw random numbers in training, and masks of attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ops: Any = operations
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What is known of a recording besides its graph: a seed."""
+    """The context of a recording besides its graph: a seed."""
 
     seed: Handle | None
 
@@ -98,7 +98,7 @@ def _attention_with_dropout(
 
 
 def draws(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a node draws random numbers, which take a seed."""
+    """Return whether a node draws random numbers, which take a seed."""
     if target == "aten.dropout.default":
         p, train = [*args, *(kwargs.get(k) for k in ("p", "train")[len(args) - 1 :])][1:3]
         return bool(p and train)
@@ -107,7 +107,7 @@ def draws(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def kind_of_mask(mask: Any, rows: Any, columns: Any) -> str | None:
-    """Whether a mask that is known hides nothing ("none"), or what is ahead ("causal")."""
+    """Return the kind of a known mask: "none" hides nothing, "causal" hides later positions."""
     if not isinstance(mask, Tensor):
         return None
     shown = mask if mask.dtype == torch.bool else mask == 0

@@ -1,4 +1,4 @@
-"""Which extents of a module's arguments each run chooses: `dynamic_shapes`, as torch's export."""
+"""Dynamic extents of a module's arguments: `dynamic_shapes`, as torch's export takes it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def dims_of_tensors(
     said: Any,
     names: Sequence[str],
 ) -> list[dict[int, Any] | None] | None:
-    """Return the dims that a run chooses of each tensor among the arguments.
+    """Return the dynamic dims of each tensor among the arguments.
 
     Args:
         module: that is called with the arguments.
         args, kwargs: of its forward.
-        said: a mapping by the names of arguments, or a sequence in their order, of what is said of
-            each, in its structure; beside these, a mapping may have the full names of tensors. Of
-            a tensor a dict by dims, a sequence of all, or None. What is not named is fixed.
-            Objects that make such a mapping of arguments, as `torch.export.ShapesCollection`.
+        said: the settings of arguments, in their structure: a mapping by names, or a sequence in
+            their order; a mapping may also have full names of tensors. The setting of a tensor is a
+            dict by dims, a sequence of all dims, or None. Unnamed dims are fixed. An object that
+            makes such a mapping, as `torch.export.ShapesCollection`, is taken too.
         names: of the tensors, as "batch.mask", in the order of the arguments.
 
     Raises:
@@ -43,14 +43,14 @@ def dims_of_tensors(
         return None
     by_name, by_tensor = _by_name(module, args, kwargs, said, names)
     dims = _Dims(_named(said))
-    found: list[dict[int, Any] | None] = []
+    chosen: list[dict[int, Any] | None] = []
     for name, x, of in _arguments(module, args, kwargs, by_name):
-        found += dims.of(name, x, of)
+        chosen += dims.of(name, x, of)
     given = dict(zip(names, _tensors((*args, *kwargs.values())), strict=True))
     at = {name: n for n, name in enumerate(names)}
     for name, of in by_tensor.items():
-        (found[at[name]],) = dims.of(name, given[name], of)
-    return found
+        (chosen[at[name]],) = dims.of(name, given[name], of)
+    return chosen
 
 
 def _by_name(
@@ -60,7 +60,7 @@ def _by_name(
     said: Any,
     names: Sequence[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what is said by names of arguments, and by full names of tensors."""
+    """Return the settings by argument name, and those by full tensor name."""
     if not isinstance(said, Mapping | list | tuple) and hasattr(said, "dynamic_shapes"):
         said = said.dynamic_shapes(module, tuple(args), dict(kwargs))
     try:
@@ -92,20 +92,20 @@ def _by_name(
 def _arguments(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], said: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, value, and what is said of it, for each argument in the order of the call."""
+    """Yield name, value and setting of each argument in the order of the call."""
     kinds = {p.name: p.kind for p in inspect.signature(module.forward).parameters.values()}
     plain = [n for n, kind in kinds.items() if kind.name.startswith("POSITIONAL_")]
-    rest = next((n for n, kind in kinds.items() if kind.name == "VAR_POSITIONAL"), "args")
+    variadic = next((n for n, kind in kinds.items() if kind.name == "VAR_POSITIONAL"), "args")
     others = next((n for n, kind in kinds.items() if kind.name == "VAR_KEYWORD"), "kwargs")
     yield from zip(plain, args, (said.get(n) for n in plain), strict=False)
-    yield from _inner(rest, args[len(plain) :], said.get(rest))
+    yield from _inner(variadic, args[len(plain) :], said.get(variadic))
     named = {n: x for n, x in kwargs.items() if n in kinds or n in said}
     yield from ((n, x, said.get(n)) for n, x in named.items())
     yield from _inner(others, {n: x for n, x in kwargs.items() if n not in named}, said.get(others))
 
 
 def _inner(name: str, x: Any, said: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, value, and what is said of it, for each thing in a container."""
+    """Yield name, value and setting of each item of a container."""
     inside = children(x)
     if isinstance(said, list | tuple):
         _check_count(name, said, inside, "item")
@@ -133,7 +133,7 @@ def _tensors(x: Any) -> Iterator[Any]:
 
 
 def _named(said: Any) -> dict[str, Any]:
-    """Return the dims of torch's own among what is said, by name: those of one name are one."""
+    """Return the torch dims among the settings by name; equal names are one dim."""
     if isinstance(said, torch.export.Dim):
         return {said.__name__: said}
     if isinstance(said, Mapping | list | tuple):
@@ -144,12 +144,12 @@ def _named(said: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Dims:
-    """Dims of torch's by name, which grow by those that a name alone says."""
+    """Torch dims by name; a name alone adds a new one."""
 
     known: dict[str, Any]
 
     def of(self, name: str, x: Any, said: Any) -> list[dict[int, Any] | None]:
-        """Return what is said of each tensor in an argument, by its dims."""
+        """Return the settings of each tensor in an argument, by dim."""
         if isinstance(x, _TENSORS):
             return [self._of_tensor(name, len(x.shape), said)]
         if children(x) or (isinstance(said, Mapping | list | tuple) and not said):

@@ -1,6 +1,6 @@
-"""What a graph computes of neither inputs nor parameters: known once, before the program is made.
+"""Constant folding: values of a graph that depend on neither inputs nor parameters.
 
-Masks, positions and tables of cosines are such; they are run on the CPU, once.
+Masks, positions and tables of cosines are examples; they are computed once, on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mdfuse.frontend.importing.drawn import draws
 from mdfuse.frontend.importing.lines import line_of
 from mdfuse.frontend.importing.table import IN_CONTEXT
 
-#: Operations that read of their first operand its shape and dtype alone.
+#: Operations that read only shape and dtype of their first operand.
 _SHAPE_ONLY = {
     f"aten.{name}.default"
     for name in ("zeros_like", "ones_like", "full_like", "new_full", "new_zeros", "new_ones")
@@ -82,7 +82,7 @@ class Folded:
         return self._known[node]
 
     def _before(self, node: Node) -> list[Node]:
-        """What is to be computed for a node, in the order of the graph."""
+        """Return the nodes to compute for a node, in the order of the graph."""
         wanted, left = {node}, [node]
         while left:
             new = [n for n in _read_by(left.pop()) if n not in self._known and n not in wanted]
@@ -103,15 +103,15 @@ class Folded:
             return run_node(node, known)
 
     def _held(self, node: Node) -> Tensor:
-        """A buffer, or a tensor that the graph holds."""
+        """Return a buffer, or a tensor that the graph holds."""
         name, tensor = self.captured.origins[node], self.captured.constants[node]
         if name in self._buffers:
             tensor = self._buffers[name]
         elif tensor.is_meta and not tensor.numel():
             return _blank(tensor)
         elif tensor.is_meta:
-            made = made_again(self.captured.module, name)
-            if made is None:
+            numbers = made_again(self.captured.module, name)
+            if numbers is None:
                 raise DefinitionError(
                     f"the buffer {name} has no numbers",
                     because="the module is on the meta device, what is computed of this buffer is "
@@ -119,12 +119,12 @@ class Folded:
                     "reset_parameters sets it",
                     hint=f"from_torch(..., buffers={{{name!r}: tensor}})",
                 )
-            tensor = made
+            tensor = numbers
         return tensor.detach().cpu()
 
 
 def _draws(node: Node) -> bool:
-    """Whether a node draws random numbers: torch marks what may, `draws` knows when some do not."""
+    """Return whether a node draws random numbers: marked by torch, and not excluded by `draws`."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     target = str(node.target)
@@ -142,7 +142,7 @@ def _frozen(node: Node) -> DefinitionError:
 
 
 def _blank(value: Tensor) -> Tensor:
-    """A tensor of which only the shape and the dtype are read."""
+    """Return a tensor of which only shape and dtype are read."""
     return torch.zeros(tuple(value.shape), dtype=value.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a layout of a parameter makes an inner value come together for: seen before a run."""
+"""Warnings of gathers of inner values that layouts of parameters cause."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ def warnings_of(model: Model, recorded: Fusion, lowered: Fusion) -> list[str]:
 
     Args:
         model: with the patterns that placed parameters.
-        recorded: the fusion as it was recorded: what is set there was asked for.
+        recorded: the fusion as recorded; its `set` expressions are wanted.
         lowered: the fusion with all reshards.
     """
     asked = {e.output for e in recorded.exprs if e.op == "set"}
-    made = {name: e for e in lowered.exprs for name in e.outputs}
-    found: Counter[str] = Counter()
+    producers = {name: e for e in lowered.exprs for name in e.outputs}
+    counts: Counter[str] = Counter()
     for expr in lowered.exprs:
         if expr.op != "set" or expr.output in asked:
             continue
         axes = _joined(lowered.layout(expr.reads[0]), lowered.layout(expr.output))
         if axes:
-            found[_line(model, lowered, made, expr, axes)] += 1
-    return [f"{text}{f', {n} times' if n > 1 else ''}" for text, n in found.items()]
+            counts[_line(model, lowered, producers, expr, axes)] += 1
+    return [f"{text}{f', {n} times' if n > 1 else ''}" for text, n in counts.items()]
 
 
 def _joined(before: Layout, after: Layout) -> list[str]:
-    """The axes along which a value is split before, and otherwise after."""
+    """Return the axes that split a value before, and not in the same way after."""
     pairs = zip(before.mesh.axes, before.placements, strict=True)
     return [
         axis
@@ -58,12 +58,12 @@ def _line(model: Model, fusion: Fusion, made: dict[str, Expr], expr: Expr, axes:
 
 
 def _pattern(of: dict[str, str], name: str) -> str | None:
-    """The pattern of a parameter, or of one of its blocks."""
+    """Return the pattern of a parameter, or of one of its blocks."""
     return of.get(name) or of.get(name.rpartition(".")[0])
 
 
 def _before(made: dict[str, Expr], name: str) -> Iterator[Expr | str]:
-    """Yield what leads to a value, the nearest first: expressions, and names of inputs."""
+    """Yield the ancestors of a value, the nearest first: expressions, and names of inputs."""
     left, seen = [name], {name}
     while left:
         name = left.pop(0)

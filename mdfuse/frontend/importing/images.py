@@ -1,4 +1,4 @@
-"""What aten says of images in numbers, or in several results: sizes, grids, channels, pools."""
+"""Adapters of aten's image operations: sizes, grids, channels, pools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def grid_sample(x: Handle, grid: Handle, mode: int, padding: int, corners: bool)
 
 
 def affine_grid(theta: Handle, size: Sequence[int], corners: bool) -> Any:
-    """Where each element of [n,c,h,w] comes from by theta[n,2,3]: (x, y) in [n,h,w,2]."""
+    """Return the source place (x, y) of each element of [n,c,h,w] by theta[n,2,3]: [n,h,w,2]."""
     n, _, h, w = size
     x, y = (_middles(m, corners, theta) for m in (w, h))
     x, y = ops.expand(ops.unsqueeze(x, 0), (h, w)), ops.expand(ops.unsqueeze(y, 1), (h, w))
@@ -45,8 +45,8 @@ def _middles(n: int, corners: bool, like: Handle) -> Any:
 
 def channel_shuffle(x: Handle, groups: int) -> Any:
     """Channels [groups, m] in the order [m, groups]."""
-    _, c, *rest = x.shape
-    apart = ops.reshape(x, (x.shape[0], groups, c // groups, *rest))
+    _, c, *spatial = x.shape
+    apart = ops.reshape(x, (x.shape[0], groups, c // groups, *spatial))
     return ops.reshape(ops.transpose(apart, 1, 2), x.shape)
 
 

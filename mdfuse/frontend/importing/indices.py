@@ -20,7 +20,7 @@ from mdfuse.frontend.ops.lookup_parts import at_indices
 
 ops: Any = operations
 
-#: The end of a slice that takes all that is there.
+#: The end of a slice to the end of a dim.
 END = (1 << 63) - 1
 
 
@@ -34,7 +34,7 @@ class Ramp:
 
 
 def ramp_of(node: Any, read: Callable[[Any], Any]) -> Ramp | None:
-    """Return what a node of a graph counts along one dim; None where it does not.
+    """Return the `Ramp` of a node that counts along one dim, or None.
 
     Args:
         node: of a graph.
@@ -67,13 +67,13 @@ def take(x: Any, where: Sequence[Any]) -> Any:
     at = [d for d, i in enumerate(where) if i is not None]
     _check(x, [where[d] for d in at])
     if at != [*range(at[0], at[-1] + 1)]:  # torch puts indexed dims that are apart in front
-        rest = [d for d in range(x.ndim) if d not in at]
-        x, where = ops.permute(x, (*at, *rest)), [where[d] for d in at]
+        others = [d for d in range(x.ndim) if d not in at]
+        x, where = ops.permute(x, (*at, *others)), [where[d] for d in at]
         at = [*range(len(at))]
     known = [_counted(x, where[d], d) for d in at]
-    found = _spread(x, at, known)
-    if found is not None:
-        return found
+    spread = _spread(x, at, known)
+    if spread is not None:
+        return spread
     if len(known) == 1 and isinstance(known[0], Handle):
         return _looked_up(x, at[0], known[0])
     if _is_one_of_each(x, at, known):
@@ -91,35 +91,35 @@ def take(x: Any, where: Sequence[Any]) -> Any:
 
 
 def put(x: Any, where: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    """Write values where tensors index, or add them; None takes a dim whole."""
+    """Write or add values at tensor indices; None takes a dim whole."""
     where = _without_masks(where)
     x, values = (as_value(y) if isinstance(y, Tensor) else y for y in (x, values))
     at = [d for d, i in enumerate(where) if i is not None]
     given = [as_value(where[d]) if isinstance(where[d], Tensor) else where[d] for d in at]
     if at == [*range(len(at))]:
         return ops.index_put(x, given, values, accumulate=accumulate)
-    rest = [d for d in range(x.ndim) if d not in at]
+    others = [d for d in range(x.ndim) if d not in at]
     indexed = torch.broadcast_shapes(*(tuple(i.shape) for i in given))
     is_one_block = at == [*range(at[0], at[-1] + 1)]
     first = at[0] if is_one_block else 0  # torch puts indexed dims that are apart in front
-    own = [x.shape[d] for d in rest]
-    values = ops.expand(values, (*own[:first], *indexed, *own[first:]))
+    extents = [x.shape[d] for d in others]
+    values = ops.expand(values, (*extents[:first], *indexed, *extents[first:]))
     front = [*range(first, first + len(indexed))]
     order = [*front, *(d for d in range(values.ndim) if d not in front)]
-    turned = [*at, *rest]
-    made = ops.index_put(
+    turned = [*at, *others]
+    written = ops.index_put(
         ops.permute(x, turned), given, ops.permute(values, order), accumulate=accumulate
     )
-    return ops.permute(made, [turned.index(d) for d in range(x.ndim)])
+    return ops.permute(written, [turned.index(d) for d in range(x.ndim)])
 
 
 def _without_masks(where: Sequence[Any]) -> list[Any]:
-    """The positions where masks that are known hold, in the place of these."""
-    found: list[Any] = []
+    """Return indices with known masks replaced by the positions where they hold."""
+    indices: list[Any] = []
     for i in where:
         is_mask = isinstance(i, Tensor) and i.dtype == torch.bool
-        found += i.nonzero(as_tuple=True) if is_mask else [i]
-    return found
+        indices += i.nonzero(as_tuple=True) if is_mask else [i]
+    return indices
 
 
 def _counted(x: Handle, i: Any, dim: int) -> Any:
@@ -149,7 +149,7 @@ def _check(x: Handle, known: Sequence[Any]) -> None:
 
 
 def _is_one_of_each(x: Handle, at: Sequence[int], known: Sequence[Any]) -> bool:
-    """Whether `x[arange(n), i]` is asked for: of each row the element at an index."""
+    """Return whether `x[arange(n), i]` is wanted: the element of each row at an index."""
     if len(at) != 2 or not isinstance(known[1], Handle) or known[1].ndim != 1:
         return False
     rows, n = known[0], x.shape[at[0]]
@@ -160,11 +160,11 @@ def _is_one_of_each(x: Handle, at: Sequence[int], known: Sequence[Any]) -> bool:
 
 
 def _one_of_each(x: Handle, dim: int, index: Handle) -> Any:
-    """Of each place along a dim what stands at its index along the next; the dim may be split."""
+    """Return the element of each row at its index along the next dim; the dim may be split."""
     index = _from_the_first(index, x.shape[dim + 1])
     shape = (*(1,) * dim, index.shape[0], *(1,) * (x.ndim - dim - 1))
-    found = ops.take_along_dim(x, ops.reshape(index, shape), dim + 1)
-    return ops.squeeze(found, dim + 1)
+    elements = ops.take_along_dim(x, ops.reshape(index, shape), dim + 1)
+    return ops.squeeze(elements, dim + 1)
 
 
 def _spread(x: Handle, at: Sequence[int], known: Sequence[Any]) -> Any:
@@ -197,10 +197,10 @@ def _spread(x: Handle, at: Sequence[int], known: Sequence[Any]) -> Any:
 
 
 def _rows(x: Handle, at: Sequence[int], known: Sequence[Tensor]) -> Any:
-    """Look up rows: the indexed dims as one in front, and what they gave back in its place."""
-    first, *rest = torch.broadcast_tensors(*(i.to(torch.int64) for i in known))
+    """Look up rows: merge the indexed dims, and put the index's dims in their place."""
+    first, *others = torch.broadcast_tensors(*(i.to(torch.int64) for i in known))
     linear: Any = first
-    for i, d in zip(rest, at[1:], strict=True):
+    for i, d in zip(others, at[1:], strict=True):
         n: Any = x.shape[d]
         if type(n) is not int and isinstance(linear, Tensor):  # a run chooses it
             linear = as_value(linear)
@@ -209,7 +209,7 @@ def _rows(x: Handle, at: Sequence[int], known: Sequence[Tensor]) -> Any:
 
 
 def _looked_up(x: Handle, dim: int, index: Handle) -> Any:
-    """Rows at indices that a run computes; negative ones count from the last."""
+    """Look up rows at indices that a run computes; negative ones count from the end."""
     return _of_table(x, [dim], _from_the_first(index, x.shape[dim]))
 
 
@@ -218,12 +218,12 @@ def _from_the_first(index: Handle, n: Any) -> Any:
 
 
 def _of_table(x: Handle, at: Sequence[int], rows: Handle) -> Any:
-    """Look up rows of the indexed dims, which are one; they stand in the place of these."""
+    """Look up rows along the merged indexed dims; the rows take their place."""
     first, behind = at[0], x.shape[at[-1] + 1 :]
     if len(at) > 1:
         x = ops.reshape(x, (*x.shape[:first], math.prod(x.shape[d] for d in at), *behind))
     row = rows if rows.ndim == 1 else ops.reshape(rows, (-1,))
-    found = ops.index_select(x, first, row)
+    looked_up = ops.index_select(x, first, row)
     if rows.ndim == 1:
-        return found
-    return ops.reshape(found, (*x.shape[:first], *rows.shape, *behind))
+        return looked_up
+    return ops.reshape(looked_up, (*x.shape[:first], *rows.shape, *behind))

@@ -1,4 +1,4 @@
-"""Write out blocks such as `with torch.no_grad():`, of which export makes calls of submodules."""
+"""Inline blocks such as `with torch.no_grad():`, which export turns into submodules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.fx import GraphModule, Node
 
 
 def inline(graph: GraphModule) -> None:
-    """Write the submodules out that hold what stood under `no_grad`, or without autocast.
+    """Inline the submodules of code under `no_grad`, or without autocast.
 
-    What was computed under `no_grad` is detached.
+    Values computed under `no_grad` are detached.
     """
     left = [n for n in graph.graph.nodes if _block_of(n)]
     while left:
@@ -56,16 +56,16 @@ def _block_of(node: Node) -> tuple[str, tuple[Any, ...], Node] | None:
 def _detached(graph: GraphModule, x: Any) -> Any:
     if not isinstance(x, Node):
         return x
-    made = graph.graph.call_function(torch.ops.aten.detach.default, (x,))
-    made.meta = dict(x.meta)
-    return made
+    detached = graph.graph.call_function(torch.ops.aten.detach.default, (x,))
+    detached.meta = dict(x.meta)
+    return detached
 
 
 def part_detached(graph: GraphModule) -> None:
-    """Make copies of what is detached, where nothing else reads its memory.
+    """Replace detached values by copies where nothing else reads their memory.
 
-    What is written into a detached value in place is not detached. But a value that shares memory
-    is made again of what was written, when operations in place become new values: by `detach`.
+    An in-place write into a detached value is not detached. But functionalisation recomputes values
+    that share memory from the written one: by `detach`.
     """
     aten = torch.ops.aten
     for node in graph.graph.nodes:
@@ -74,7 +74,7 @@ def part_detached(graph: GraphModule) -> None:
 
 
 def _is_alone(x: Any) -> bool:
-    """Whether the memory of a value, which has one reader, is read and written by nothing else."""
+    """Return whether only its one reader reads or writes the memory of a value."""
     while isinstance(x, Node) and x.op == "call_function" and len(x.users) == 1:
         schema = getattr(x.target, "_schema", None)
         if schema is None:

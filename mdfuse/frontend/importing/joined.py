@@ -1,8 +1,8 @@
-"""Parameters of several blocks, as queries, keys and values in one matrix: kept apart.
+"""Keep the blocks of a parameter apart, as queries, keys and values in one matrix.
 
-A `Joined` is a concatenation that is not made: a linear map gives one for each block, and a split
-gives the blocks back, so that each block may be split over ranks. What none of the rules here takes
-is concatenated, which needs blocks that are whole.
+A `Joined` is a deferred concatenation: a linear map gives one result per block, and a split returns
+the blocks, so that each block may be split over ranks. Operations without a rule here concatenate
+the blocks, which gathers them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from mdfuse.frontend.importing.views import Views
 ops: Any = operations
 
 
-#: Products of rows of groups with a matrix each: torch's, and what transformers have for it.
+#: Grouped matrix products: of torch, and of transformers.
 GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Tensors that stand one behind the other along a dim.
+    """Consecutive tensors along a dim.
 
     Attributes:
         parts: the tensors.
-        dim: along which, counted from the first.
+        dim: of the concatenation, counted from the first.
     """
 
     parts: tuple[Handle, ...]
@@ -53,7 +53,7 @@ class Joined:
 
     @property
     def ndim(self) -> int:
-        """How many dims."""
+        """The number of dims."""
         return self.parts[0].ndim
 
     @property
@@ -66,7 +66,7 @@ class Joined:
         return ops.cat(list(self.parts), self.dim)
 
     def mapped(self, call: Callable[[Handle], Handle], dim: int | None = None) -> Joined:
-        """Return the same of each part, joined along this dim or another one."""
+        """Apply a function to each part; return them joined along this dim or another one."""
         return Joined(tuple(map(call, self.parts)), self.dim if dim is None else dim)
 
 
@@ -124,7 +124,7 @@ def _index(views: Views, x: Joined, where: Sequence[Any]) -> Any:
 
 
 def _reshape(views: Views, x: Joined, shape: Sequence[int]) -> Any:
-    """Other dims before the joined last one; or the last one as blocks and what is in them."""
+    """Reshape the dims before the joined last one, or unflatten the last one into blocks."""
     last, extent = x.ndim - 1, sum(x.sizes)
     if x.dim != last:
         return None
@@ -166,9 +166,9 @@ def _split(views: Views, x: Joined, size: int | Sequence[int], dim: int = 0) -> 
     ends = [0]
     for n in wanted:
         ends.append(ends[-1] + n)
-    found = [_whole_blocks(x, first, last) for first, last in pairwise(ends)]
-    is_by_blocks = ends[-1] == extent and all(piece is not None for piece in found)
-    return found if is_by_blocks else None
+    pieces = [_whole_blocks(x, first, last) for first, last in pairwise(ends)]
+    is_by_blocks = ends[-1] == extent and all(piece is not None for piece in pieces)
+    return pieces if is_by_blocks else None
 
 
 def _chunk(views: Views, x: Joined, chunks: int, dim: int = 0) -> Any:
@@ -176,20 +176,20 @@ def _chunk(views: Views, x: Joined, chunks: int, dim: int = 0) -> Any:
 
 
 def _whole_blocks(x: Joined, first: int, last: int) -> Handle | Joined | None:
-    """The blocks from an element to another; None where these begin or end within one."""
+    """Return the blocks between two elements; None if they cut a block."""
     ends = [0]
     for size in x.sizes:
         ends.append(ends[-1] + size)
     if first not in ends or last not in ends or first >= last:
         return None
-    kept = x.parts[ends.index(first) : ends.index(last)]
-    return kept[0] if len(kept) == 1 else Joined(kept, x.dim)
+    blocks = x.parts[ends.index(first) : ends.index(last)]
+    return blocks[0] if len(blocks) == 1 else Joined(blocks, x.dim)
 
 
 def _slice(
     views: Views, x: Joined, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Any:
-    """The blocks that a slice takes whole."""
+    """Return the blocks that a slice takes whole."""
     extent = sum(x.sizes)
     if dim % x.ndim != x.dim or step != 1:
         return None
@@ -233,7 +233,7 @@ def _itself(views: Views, x: Joined, *_: Any, **__: Any) -> Any:
     return x
 
 
-#: overload -> what it makes of `Joined` arguments; None where these must be one.
+#: overload -> its rule for `Joined` arguments, which returns None to concatenate them.
 RULES: dict[str, Callable[..., Any]] = {
     str(operator.getitem): _piece,
     "aten.linear.default": _linear,

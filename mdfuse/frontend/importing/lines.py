@@ -18,12 +18,12 @@ _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in ', re.MULTILINE)
 def line_of(stack: str | None) -> Source | None:
     """Return the line of the model in a stack trace: the innermost one that is not torch's own.
 
-    Where all are torch's, as those of `torch.nn.TransformerEncoder`, the innermost of these. What
-    torch wrote itself, as the branches of `torch.cond`, has no line.
+    If all frames are torch's, as for `torch.nn.TransformerEncoder`, return the innermost of these.
+    Code that torch generates, as the branches of `torch.cond`, has no line.
     """
     lines = _FRAME.findall(stack or "")
-    found = [(file, int(line)) for file, line in lines if not file.startswith("<eval_with_key>")]
-    frames = [(file, line) for file, line in found if not file.startswith(PACKAGE)]
+    located = [(file, int(line)) for file, line in lines if not file.startswith("<eval_with_key>")]
+    frames = [(file, line) for file, line in located if not file.startswith(PACKAGE)]
     users = [(file, line) for file, line in frames if not file.startswith(OWN)] or frames
     return Source(_in_path(users[-1][0]), users[-1][1]) if users else None
 
@@ -48,8 +48,8 @@ def called_at(source: Source | None, name: str, call: Callable[..., Any]) -> Cal
 def _line(file: str, line: int, name: str) -> Callable[..., Any]:
     """Make a function of one line, which stands at that line of that file."""
     text = f"def line(call, args, kwargs): {name} = call(*args, **kwargs); return {name}"
-    made: dict[str, Any] = {}
-    exec(compile(text, file, "exec"), made)
-    function: Callable[..., Any] = made["line"]
+    namespace: dict[str, Any] = {}
+    exec(compile(text, file, "exec"), namespace)
+    function: Callable[..., Any] = namespace["line"]
     function.__code__ = function.__code__.replace(co_firstlineno=line)
     return function

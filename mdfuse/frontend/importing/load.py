@@ -35,11 +35,11 @@ _INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint(Protocol):
-    """Where tensors are read from."""
+    """A source of tensors."""
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of its tensors."""
+        """Return the names of its tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -60,11 +60,11 @@ class InMemory:
         return tuple(self._of(name).shape)
 
     def part(self, name: str, box: Box) -> Tensor:
-        """A copy of a box of a tensor."""
+        """Return a copy of a box of a tensor."""
         return part_of(self._of(name), box)
 
     def _of(self, name: str) -> Tensor:
-        """A tensor that is read; what else stands in a state may be anything."""
+        """Return a tensor to read; other entries of a state may be anything."""
         x = self.tensors[name]
         if (why := why_no_numbers(x)) is not None:
             raise ProgramError(
@@ -101,8 +101,8 @@ class _Completed:
 class InFiles:
     """Tensors in files of safetensors; each is opened for a tensor at a time.
 
-    So what was read is given back to the system: an open file counts as memory of the process, as
-    far as it was read.
+    Closing the file returns its pages to the system: pages read from an open file count as memory
+    of the process.
     """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
@@ -115,11 +115,11 @@ class InFiles:
             return tuple(file.get_slice(name).get_shape())
 
     def part(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor, and nothing else of it."""
+        """Read only a box of a tensor."""
         with _opened(self.files[name]) as file:
             if not box:
-                found: Tensor = file.get_tensor(name)
-                return found
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
             part: Tensor = file.get_slice(name)[tuple(slice(*interval) for interval in box)]
             return part.clone(memory_format=torch.contiguous_format)
 
@@ -127,16 +127,16 @@ class InFiles:
 class Distributed:
     """A folder that `torch.distributed.checkpoint` wrote, whatever the layout it was saved in.
 
-    Of the chunks in its files the boxes that are asked for are read; compressed ones whole.
+    Only the wanted boxes of chunks are read; compressed chunks are read whole.
 
     Raises:
-        ProgramError: it cannot be read, or is something else.
+        ProgramError: the folder cannot be read, or holds no such checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        found = metadata.read(folder)
-        self._tensors, self.id = found.tensors, found.id
+        contents = metadata.read(folder)
+        self._tensors, self.id = contents.tensors, contents.id
         self.names = [*self._tensors]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -173,7 +173,7 @@ class Distributed:
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Whether two boxes of a tensor meet, compared along the dim that splits them most."""
+    """Return whether two boxes of a tensor meet, compared along the dim that splits them most."""
     if len(boxes) < 2:
         return False
     d = max(range(len(boxes[0])), key=lambda d: len({box[d] for box in boxes}))
@@ -204,7 +204,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _no_file(path: Path, error: Exception) -> ProgramError:
-    """Return the error for a file that is none of safetensors, or cannot be read at all."""
+    """Return the error for a file that is not of safetensors, or cannot be read."""
     is_torch = path.suffix in (".bin", ".pt", ".pth")
     return ProgramError(
         f"{path} cannot be read",
@@ -216,14 +216,14 @@ def _no_file(path: Path, error: Exception) -> ProgramError:
 
 
 def opened(source: Any) -> Checkpoint:
-    """Return what a checkpoint is read from.
+    """Return the reader of a checkpoint.
 
     Args:
         source: a file of safetensors, an index of several, a folder with either, a folder of
             `torch.distributed.checkpoint`, or tensors by name.
 
     Raises:
-        ProgramError: there is no such file, or it is none; what is none of these.
+        ProgramError: the file does not exist or is invalid; a source of another kind.
     """
     if isinstance(source, Mapping):
         return InMemory(by_name("load", "source", source, ProgramError))
@@ -257,7 +257,7 @@ def names_of(call: str, rename: Any) -> Callable[[str], str]:
     """Return the function from a parameter's name to that in the checkpoint.
 
     Raises:
-        MdfuseError: it is none; or, when it is called, it returns something else than a name.
+        MdfuseError: it is not callable; or, when it is called, it returns no name.
     """
     if rename is None:
         return str
@@ -277,24 +277,24 @@ def names_of(call: str, rename: Any) -> Callable[[str], str]:
 
 
 def is_portable(folder: Path) -> bool:
-    """Whether a folder says that it is one of `torch.distributed.checkpoint`."""
+    """Return whether a folder says that it is one of `torch.distributed.checkpoint`."""
     return os.path.exists(folder / metadata.NAME)
 
 
 def _of_files(files: Sequence[Path]) -> InFiles:
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for path in files:
         with _opened(path) as file:
             names = [*file.keys()]
         for name in names:
-            if name in found:
+            if name in paths:
                 raise ProgramError(
-                    f"{path} has {name}, and so has {found[name].name}",
+                    f"{path} has {name}, and so has {paths[name].name}",
                     because="no index says which of the two counts",
                     hint="pass one of the files, or an index that names the file of each tensor",
                 )
-            found[name] = path
-    return InFiles(found)
+            paths[name] = path
+    return InFiles(paths)
 
 
 def _of_index(index: Path) -> InFiles:
@@ -303,7 +303,7 @@ def _of_index(index: Path) -> InFiles:
         said = from_json(index.read_text(encoding="utf-8"), pairs=_once)
         files = {name: _inside(file) for name, file in said["weight_map"].items()}
         for name, file in files.items():
-            f"{name}{file}".encode()  # what JSON may write, and no name can be
+            f"{name}{file}".encode()  # JSON may hold it, but no name can
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ProgramError(
             f"{index} cannot be read",
@@ -321,17 +321,17 @@ def _of_index(index: Path) -> InFiles:
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; ValueError where it says two things of one name."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return an object of JSON; ValueError if a name occurs twice."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"it says two things of {twice}")
-    return found
+    return mapping
 
 
 def _inside(file: Any) -> str:
-    """Return the path of a file beside an index; ValueError where it leads elsewhere.
+    """Return the path of a file beside an index; ValueError if it leaves the folder.
 
     A file may be a link, as in the cache of the Hub.
     """
@@ -347,12 +347,12 @@ def check_names(
     """Return the names of a checkpoint that nothing reads.
 
     Args:
-        checkpoint: what is read.
+        checkpoint: the source.
         wanted: all names of each tensor that is read.
         known: other names that the module has.
 
     Raises:
-        ProgramError: tensors that are wanted and not there: all of them at once.
+        ProgramError: missing tensors, all of them in one error.
     """
     there = {*checkpoint.names}
     missing = [names[0] for names in wanted if not there & {*names}]
@@ -369,7 +369,7 @@ def check_names(
 
 
 def check_shape(checkpoint: Checkpoint, name: str, shape: Sequence[int]) -> None:
-    """Raise ProgramError where a tensor has another shape than the module says."""
+    """Raise ProgramError if a tensor has another shape than in the module."""
     there = checkpoint.shape(name)
     if there != tuple(shape):
         raise ProgramError(
@@ -380,7 +380,7 @@ def check_shape(checkpoint: Checkpoint, name: str, shape: Sequence[int]) -> None
 
 
 def is_cast(there: torch.dtype | None, here: torch.dtype | None) -> bool:
-    """Whether numbers of a dtype are read as those of another one: floats as floats."""
+    """Return whether numbers of a dtype are read as those of another one: floats as floats."""
     if there is None or here is None:
         return False
     return there == here or (there.is_floating_point and here.is_floating_point)
@@ -408,11 +408,11 @@ def state_of(folder: Path, fusion: Fusion, names: Sequence[str], cast: bool) -> 
     Args:
         folder: where it is.
         fusion: whose inputs it has.
-        names: of these inputs.
+        names: of the inputs to read.
         cast: whether floats may have another floating dtype.
 
     Raises:
-        ProgramError: it cannot be read, or has others, or of other shapes or dtypes.
+        ProgramError: it cannot be read, or has other names, shapes or dtypes.
     """
     checkpoint = Distributed(folder)
     others = check_names(checkpoint, [(name,) for name in names])
@@ -424,14 +424,14 @@ def state_of(folder: Path, fusion: Fusion, names: Sequence[str], cast: bool) -> 
         )
     for name in names:
         check_shape(checkpoint, name, fusion.values[name].shape)
-        there, here = checkpoint.dtype(name), fusion.values[name].dtype
-        if there != here and not (cast and is_cast(there, here)):
+        there, wanted = checkpoint.dtype(name), fusion.values[name].dtype
+        if there != wanted and not (cast and is_cast(there, wanted)):
             raise ProgramError(
                 f"{folder} is of another state: %{name} is {dtype_name(there)} there, "
-                f"{dtype_name(here)} here",
+                f"{dtype_name(wanted)} here",
                 because="a state that is rounded does not go on as it was",
                 hint="load(folder, cast=True) casts floats"
-                if is_cast(there, here)
+                if is_cast(there, wanted)
                 else "load what a step with the same parameters and optimizer saved",
             )
     return checkpoint
@@ -451,7 +451,7 @@ def read_state(
 def copy_state(
     checkpoint: Distributed, fusion: Fusion, state: Mapping[str, Tensor | None], rank: int
 ) -> None:
-    """Read a rank's boxes out of a checkpoint that fits; ProgramError where it is damaged."""
+    """Read a rank's boxes from a checked checkpoint; ProgramError if it is damaged."""
     for name, x in state.items():
         if x is not None:
             shape = fusion.values[name].shape
@@ -460,9 +460,9 @@ def copy_state(
 
 
 def joined(boxes: Boxes, read: Callable[[Box], Tensor]) -> Tensor:
-    """Return a rank's part of a tensor: one box as it is read, several in their places."""
-    (box, _), *more = boxes
-    if not more:
+    """Return a rank's part of a tensor: a single box as read, several in their places."""
+    (box, _), *others = boxes
+    if not others:
         return read(box)
     pieces = [read(box) for box, _ in boxes]
     ends = zip(*([stop for _, stop in place] for _, place in boxes), strict=True)
@@ -473,6 +473,6 @@ def joined(boxes: Boxes, read: Callable[[Box], Tensor]) -> Tensor:
 
 
 def part_of(x: Tensor, box: Box) -> Tensor:
-    """A copy of a box of a tensor, dense."""
+    """Return a dense copy of a box of a tensor."""
     part = x.detach()[tuple(slice(*interval) for interval in box)]
     return part.clone(memory_format=torch.contiguous_format)

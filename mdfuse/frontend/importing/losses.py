@@ -45,16 +45,16 @@ def cross_entropy(
     n = x.shape[at]
     all_classes = logs * ops.reshape(weight, (n, *(1,) * (x.ndim - 1 - at)))
     if target.dtype.is_floating_point:
-        found = -ops.sum(all_classes * (target * (1 - label_smoothing) + label_smoothing / n), at)
-        return ops.mean(found) if reduction == 1 else _reduced(found, reduction)
+        losses = -ops.sum(all_classes * (target * (1 - label_smoothing) + label_smoothing / n), at)
+        return ops.mean(losses) if reduction == 1 else _reduced(losses, reduction)
     how["reduction"], target = "none", class_numbers(target)
     smooth = ops.where(ops.eq(target, ignore_index), 0.0, -ops.sum(all_classes, at))
     of_targets = ops.nll_loss(logs, target, weight, **how)
-    found = of_targets * (1 - label_smoothing) + smooth * (label_smoothing / n)
+    losses = of_targets * (1 - label_smoothing) + smooth * (label_smoothing / n)
     if reduction != 1:
-        return _reduced(found, reduction)
+        return _reduced(losses, reduction)
     counted = ops.nll_loss(ops.full_like(logs, -1.0), target, weight, **how)
-    return ops.sum(found) / ops.sum(counted)
+    return ops.sum(losses) / ops.sum(counted)
 
 
 def _reduced(found: Handle, reduction: int) -> Any:

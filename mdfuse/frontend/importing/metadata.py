@@ -1,8 +1,8 @@
-"""What a checkpoint of `torch.distributed.checkpoint` has: `.metadata`, a pickle, read as data.
+"""Contents of a `torch.distributed.checkpoint`: its pickle `.metadata`, read as data.
 
-A pickle may call whatever it names. Here names have meanings of their own: of the few that torch
-writes, values and records without behaviour, and any other is an error. So no file that is read
-runs code, and none changes a class of torch's.
+A pickle may call any function that it names. Here the few names that torch writes stand for values
+and records without behaviour, and any other name is an error. So reading a file runs no code and
+changes no class of torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mdfuse.errors import ProgramError, shown
 from mdfuse.frontend.importing import pickled
 from mdfuse.torch_private import checkpoint_metadata
 
-#: The file of a folder that has one.
+#: The name of the metadata file in a folder.
 NAME = ".metadata"
 
 Extents = tuple[int, ...]
@@ -37,7 +37,7 @@ class Place:
     Attributes:
         file: its name in the folder.
         start, length: the bytes.
-        transforms: how they were changed, as compressed, by torch's names; none: as they are.
+        transforms: torch's names of transforms of the bytes, as compression; none: plain bytes.
     """
 
     file: str
@@ -47,25 +47,25 @@ class Place:
 
     @staticmethod
     def of(file: Any, start: Any, length: Any, transforms: Any = None) -> Place:
-        """Return a place as some file says it.
+        """Return a place from values that a file holds.
 
         Raises:
-            ValueError: it is none, or not in the folder.
+            ValueError: it is not a place, or not in the folder.
         """
         is_path = isinstance(file, str) and len(file) <= _LONGEST
         path = PurePosixPath(file if is_path else "/")
         if path.is_absolute() or ".." in path.parts or not path.parts:
             raise ValueError(f"it names the file {short(file)}, which is not in the folder")
         start, length = _extents((start, length))
-        found = () if transforms is None else transforms
-        if not _is_short(found) or not all(isinstance(x, str) for x in found):
+        names = () if transforms is None else transforms
+        if not _is_short(names) or not all(isinstance(x, str) for x in names):
             raise ValueError(f"it names the transforms {short(transforms)}")
-        return Place(str(file), start, length, tuple(found))
+        return Place(str(file), start, length, tuple(names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A box of a tensor: its extents, and where it lies."""
+    """A box of a tensor: its extents, and its place."""
 
     sizes: Extents
     place: Place
@@ -89,21 +89,21 @@ class Contents:
 
 
 def read(folder: Path) -> Contents:
-    """Return what a folder has.
+    """Return the contents of a folder.
 
     Raises:
-        ProgramError: it cannot be read, or is something else.
+        ProgramError: the folder cannot be read, or holds no such checkpoint.
     """
     try:
         check_file(folder / NAME)
         return _contents(pickled.read((folder / NAME).read_bytes(), _name))
-    except Exception as error:  # half a pickle raises whatever its last words lead to
+    except Exception as error:  # a truncated pickle may raise any error
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise unreadable(folder, why) from error
 
 
 def check_file(path: Path) -> None:
-    """Raise OSError for what is there and no file: a pipe that nobody writes into never ends."""
+    """Raise OSError for a path other than a file, because reading a pipe may never end."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError("it is no file")
 
@@ -142,7 +142,7 @@ _RECORDS = {
         "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
     )
 } | {(f"{_TORCH}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}  # fmt: skip
-#: Other names, each with what a call of it makes here: a value, or nothing that is read.
+#: Other names -> the function that stands for a call: it returns a value, or an unread object.
 _VALUES: dict[tuple[str, str], pickled.Made] = {
     ("torch", "Size"): lambda args: _only(args, tuple),
     ("collections", "OrderedDict"): lambda args: {},
@@ -156,7 +156,7 @@ _NOT_READ = {
 
 
 def _name(module: str, name: str) -> Any:
-    """Return what stands for a name in `.metadata`."""
+    """Return the stand-in for a name in `.metadata`."""
     key = (module, name)
     if key in _RECORDS:
         return pickled.Named(lambda args: pickled.Record(name))
@@ -178,11 +178,11 @@ def _only(args: tuple[Any, ...], kind: type) -> Any:
 
 
 def _contents(found: Any) -> Contents:
-    """Return what a record of torch's says, checked."""
+    """Return the contents of torch's metadata record, checked."""
     said, places = found["state_dict_metadata"], dict[tuple[str, Extents], Place]()
     for index, info in (found["storage_data"] or {}).items():
         first = index.fields.get("offset")
-        if first is None:  # it is no tensor
+        if first is None:  # an entry other than a tensor
             continue
         key = _text(index["fqn"]), _extents(first)
         if key in places:
@@ -222,7 +222,7 @@ def _text(x: Any) -> str:
 
 
 def _is_short(x: object) -> bool:
-    """Whether something is a list that need not be looked through again and again."""
+    """Return whether something is a list that need not be looked through again and again."""
     return isinstance(x, list | tuple) and len(x) <= _MOST
 
 

@@ -1,4 +1,4 @@
-"""Batch normalisation in training, and what its statistics become; norms of weights and vectors."""
+"""Batch normalisation in training, with updated statistics; norms of weights and vectors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Read a pickle as data: lists, dicts, texts, numbers, and what the reader makes of names.
+"""Read a pickle as data: lists, dicts, texts, numbers, and stand-ins for names.
 
-Python's own unpickler calls what a file names, and trusts its numbers: eight bytes make it set up a
-table of gigabytes. Here nothing is called but what the reader passes, and a file takes time and
-memory in proportion to its length.
+Python's own unpickler calls any function that a file names, and trusts its numbers: eight bytes
+make it allocate a table of gigabytes. Here only functions passed by the reader are called, and time
+and memory are linear in the file's length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Record:
 
     Attributes:
         kind: the name of the class.
-        fields: what the file says of it, as a dict or a tuple.
+        fields: from the file, as a dict or a tuple.
     """
 
     __slots__ = ("fields", "kind")
@@ -30,7 +30,7 @@ class Record:
         return self.fields[name]
 
 
-#: Makes what a name stands for of the arguments that a file calls it with.
+#: A function of the arguments with which a file calls a name.
 Made = Callable[[tuple[Any, ...]], Any]
 
 
@@ -38,7 +38,7 @@ class Named:
     """A name in a file that is called there.
 
     Attributes:
-        call: makes what the call returns.
+        call: the function that stands for the name.
     """
 
     __slots__ = ("call",)
@@ -47,30 +47,30 @@ class Named:
         self.call = call
 
 
-#: What stands on the stack where a list of things begins.
+#: The mark on the stack where a list of items begins.
 _MARK = object()
 #: Keys of dicts, besides tuples of these: their hashes take no time.
 _KEYS = (str, bytes, int, float, type(None), Record, Named)
 
 
 def read(data: bytes, name: Callable[[str, str], Any]) -> Any:
-    """Return what a pickle says.
+    """Return the data of a pickle.
 
     Args:
         data: of protocol 2 or a later one.
-        name: of a module and a name in it makes what it stands for: a value, or a `Named`.
+        name: maps a module and a name in it to a stand-in: a value, or a `Named`.
 
     Raises:
-        ValueError, IndexError, KeyError, struct.error: it ends too early, or says what no data say.
+        ValueError, IndexError, KeyError, struct.error: it is truncated, or is not plain data.
     """
     return _Reader(data, name).result()
 
 
 class _Reader:
-    """A stack of values, and those that were noted, by number.
+    """A stack of values, and noted values by number.
 
     Attributes:
-        data, at: the bytes, and where it is.
+        data, at: the bytes, and the position.
         stack: values, and marks.
         noted: values by number.
     """
@@ -93,8 +93,8 @@ class _Reader:
             act(self)
         if op != _STOP:
             raise ValueError(f"it has the instruction {op:#04x}, which no data need")
-        (found,) = self.stack
-        return found
+        (content,) = self.stack
+        return content
 
     # -- bytes -----------------------------------------------------------------------------------
 
@@ -106,9 +106,9 @@ class _Reader:
 
     def number(self, form: struct.Struct) -> Any:
         """A number of a form."""
-        (found,) = form.unpack_from(self.data, self.at)
+        (number,) = form.unpack_from(self.data, self.at)
         self.at += form.size
-        return found
+        return number
 
     def line(self) -> str:
         """Text to the end of the line."""
@@ -145,19 +145,19 @@ class _Reader:
 
     def several(self) -> list[Any]:
         """Take the values behind the last mark."""
-        found: list[Any] = []
+        items: list[Any] = []
         while (x := self.stack.pop()) is not _MARK:
-            found.append(x)
-        return found[::-1]
+            items.append(x)
+        return items[::-1]
 
     def fixed(self, count: int) -> None:
         """Make a tuple of the last values."""
         self.push(tuple([self.pop() for _ in range(count)][::-1]))
 
-    # -- what grows ------------------------------------------------------------------------------
+    # -- lists and dicts -------------------------------------------------------------------------
 
     def append(self, items: list[Any]) -> None:
-        """Put items behind those of the last list."""
+        """Append items to the last list."""
         self.last(list).extend(items)
 
     def enter(self, items: list[Any]) -> None:
@@ -182,7 +182,7 @@ class _Reader:
         self.push(self.noted[number])
 
     def named(self) -> None:
-        """Put what a name stands for on the stack."""
+        """Put the stand-in for a name on the stack."""
         name, module = self.pop(), self.pop()
         if not (isinstance(name, str) and isinstance(module, str)):
             raise ValueError("it has a name that is no text")
@@ -193,7 +193,7 @@ class _Reader:
         self.push(self._name(self.line(), self.line()))
 
     def call(self) -> None:
-        """Call what a name stands for."""
+        """Call the stand-in for a name."""
         args, of = self.pop(), self.pop()
         if not isinstance(of, Named) or type(args) is not tuple:
             raise ValueError(f"it calls a {type(of).__name__}")
@@ -213,8 +213,8 @@ def _key(x: Any) -> Hashable:
     for part in x if type(x) is tuple else (x,):
         if not isinstance(part, _KEYS) and type(part).__module__ != "torch":
             raise ValueError(f"a {type(part).__name__} is the key of a dict")
-    found: Hashable = x
-    return found
+    key: Hashable = x
+    return key
 
 
 _STOP = ord(".")
@@ -234,10 +234,10 @@ def _small(r: _Reader) -> None:
     r.at += 1
 
 
-#: Instruction -> what it does. Those for old protocols, and for objects of all kinds, are not here.
+#: Instruction -> its action. Instructions of old protocols, and for arbitrary objects, are missing.
 _OPS: dict[int, Callable[[_Reader], object]] = {
     0x80: lambda r: r.number(_B),  # the protocol
-    0x95: lambda r: r.number(_Q),  # how many bytes belong together: nothing depends on it
+    0x95: lambda r: r.number(_Q),  # the size of a frame, which is not needed
     ord("("): lambda r: r.push(_MARK),
     ord("0"): lambda r: r.pop(),
     ord("1"): lambda r: r.several(),
@@ -278,6 +278,6 @@ _OPS: dict[int, Callable[[_Reader], object]] = {
     ord("c"): lambda r: r.in_lines(),
     0x93: lambda r: r.named(),
     ord("R"): lambda r: r.call(),
-    0x81: lambda r: r.call(),  # of a class without more ado
+    0x81: lambda r: r.call(),  # a class without arguments
     ord("b"): lambda r: r.build(),
 }

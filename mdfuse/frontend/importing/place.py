@@ -1,4 +1,4 @@
-"""Say by patterns of names where parameters, inputs and outputs live."""
+"""Layouts of parameters, inputs and outputs, by patterns of names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WILD = re.compile(r"\*|\?|\[[^\]]*\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Where something lives: the pattern that said so, and the layout."""
+    """A layout, and the pattern that gave it."""
 
     pattern: str
     layout: Layout
@@ -29,11 +29,11 @@ class Patterns:
 
     Args:
         layouts: pattern -> axis -> placement, or a `Layout`.
-        mesh: where all of it lives.
+        mesh: of all layouts.
     """
 
     def __init__(self, layouts: Mapping[str, Any], mesh: DeviceMesh) -> None:
-        self.mesh = Layout(mesh).mesh  # what is no mesh is refused there
+        self.mesh = Layout(mesh).mesh  # Layout refuses an invalid mesh
         self._layouts: dict[str, Layout] = {}
         for pattern, placements in layouts.items():
             self._layouts[pattern] = self._layout(pattern, placements)
@@ -50,10 +50,10 @@ class Patterns:
             raise _of_pattern(pattern, error) from error
 
     def find(self, names: Sequence[str], ndim: int) -> Placed | None:
-        """Return where what has these names lives; None where no pattern matches any of them.
+        """Return the layout for these names of one tensor; None if no pattern matches.
 
         Raises:
-            LayoutError: patterns that are equally exact; names of one thing that disagree; a
+            LayoutError: equally exact patterns; contradicting patterns for names of one tensor; a
                 layout that does not fit; a Partial.
         """
         chosen = self._chosen(names)
@@ -77,11 +77,11 @@ class Patterns:
         return Placed(pattern=pattern, layout=layout)
 
     def _chosen(self, names: Sequence[str]) -> list[str]:
-        """The patterns that count, which say the same; those for one name before those for all."""
+        """Return the patterns that apply, which agree; those for one name precede those for all."""
         best = (matching(self._layouts, [name], "layouts") for name in names)
-        found = dict.fromkeys(match[0] for match in best if match is not None)
-        special = [p for p in found if not all(_matches(name, p) for name in names)]
-        asked = special or [*found]
+        patterns = dict.fromkeys(match[0] for match in best if match is not None)
+        special = [p for p in patterns if not all(_matches(name, p) for name in names)]
+        asked = special or [*patterns]
         for other in asked[1:]:
             if self._layouts[other] != self._layouts[asked[0]]:
                 raise LayoutError(
@@ -101,21 +101,21 @@ class Patterns:
 
 
 def matching(said: Mapping[str, Any], names: Sequence[str], what: str) -> tuple[str, Any] | None:
-    """Return the most exact pattern that matches one of some names, and what is said of it.
+    """Return the most exact pattern that matches one of the names, and its setting.
 
     Raises:
         LayoutError: two patterns that are equally exact.
     """
-    found = sorted(
+    matches = sorted(
         (p for p in said if any(_matches(n, p) for n in names)), key=_exactness, reverse=True
     )
-    if len(found) > 1 and _exactness(found[0]) == _exactness(found[1]):
-        raise _equally(what, found, names[0])
-    return (found[0], said[found[0]]) if found else None
+    if len(matches) > 1 and _exactness(matches[0]) == _exactness(matches[1]):
+        raise _equally(what, matches, names[0])
+    return (matches[0], said[matches[0]]) if matches else None
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern means a name: those of inputs and outputs begin with what they are."""
+    """Return whether a pattern matches a name; names of inputs and outputs have a prefix."""
     kinds = [x.split(":")[0] if ":" in x else "" for x in (name, pattern)]
     return kinds[0] == kinds[1] and fnmatchcase(name, pattern)
 

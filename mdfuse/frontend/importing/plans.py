@@ -1,4 +1,4 @@
-"""Plans of `parallelize_module`, and those that models of transformers bring, as layouts."""
+"""Plans of `parallelize_module`, and plans of transformers' models, as layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mdfuse.frontend.given import by_name, check_module, refused
 from mdfuse.frontend.importing.place import nearest
 from mdfuse.layouts.layout import Shard
 
-#: Styles whose matrices are split by what they give, by what they take, or not at all.
+#: Styles whose matrices are split by outputs, by inputs, or not at all.
 _COLUMNS = {
     "ColwiseParallel", "colwise", "colwise_rep", "colwise_gather_output", "embedding_colwise",
     "packed_colwise",
@@ -34,7 +34,7 @@ def from_plan(
 ) -> dict[str, Any]:
     """Return what `from_torch` takes for a plan of tensor parallelism.
 
-    Of a style only the parameters count: where activations are follows from them.
+    Only a style's parameters count: layouts of activations follow from them.
 
     Args:
         module: that the plan is for.
@@ -45,7 +45,7 @@ def from_plan(
 
     Returns:
         `layouts` by names of parameters, `blocks` where a matrix is packed of two, and `skipped`,
-        paths that lead nowhere: plans name what other configurations of a model have.
+        paths that lead nowhere, because plans name modules of other configurations.
 
     Raises:
         LayoutError: no plan, a style that is not known, or no path that leads anywhere.
@@ -103,16 +103,16 @@ def _style(path: str, style: Any) -> str:
 
 
 def _parameters(module: nn.Module, path: str) -> list[tuple[str, Tensor, bool]] | None:
-    """Return name, parameter, and whether it is a table, for what a path means; None: nothing."""
-    found = []
+    """Return (name, parameter, is_table) for a path; None if it matches nothing."""
+    parameters = []
     inner = [(n, m) for n, m in module.named_modules(remove_duplicate=False) if _leads(path, n)]
     for name, part in inner:
         is_table = isinstance(part, nn.Embedding)
-        own = part.named_parameters(recurse=False)
-        found += [(f"{name}.{key}" if name else key, x, is_table) for key, x in own]
+        direct = part.named_parameters(recurse=False)
+        parameters += [(f"{name}.{key}" if name else key, x, is_table) for key, x in direct]
     all_ = module.named_parameters(remove_duplicate=False)
-    found += [(name, x, False) for name, x in all_ if _leads(path, name)]
-    return found if found or inner else None
+    parameters += [(name, x, False) for name, x in all_ if _leads(path, name)]
+    return parameters if parameters or inner else None
 
 
 def _nowhere(module: nn.Module, path: str) -> LayoutError:
@@ -125,17 +125,17 @@ def _nowhere(module: nn.Module, path: str) -> LayoutError:
 
 
 def _leads(path: str, name: str) -> bool:
-    """Whether each word of a name is that of the path."""
+    """Return whether each word of a name matches that of the path."""
     words, said = name.split("."), path.split(".")
     return len(words) == len(said) and all(map(fnmatchcase, words, said))
 
 
 def _dim(style: str, x: Tensor, is_table: bool) -> int | None:
-    """The dim of a parameter that a style splits: a linear's weight is [gives, takes]."""
+    """Return the dim of a parameter that a style splits: a linear's weight is [outputs, inputs]."""
     if style in _WHOLE:
         return None
     if is_table:
         return 0 if style in _ROWS else 1
-    if x.ndim < 2:  # of a bias
+    if x.ndim < 2:  # a bias
         return 0 if style in _COLUMNS else None
     return x.ndim - 2 if style in _COLUMNS else x.ndim - 1

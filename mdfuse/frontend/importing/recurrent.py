@@ -38,15 +38,19 @@ def network(name: str) -> Callable[..., Any]:
         size = len(weights) // (layers * sides)
         last = []
         for layer in range(layers):
-            found = []
+            directions = []
             for side in range(sides):
                 n = layer * sides + side
                 start = [s[n] for s in states]
-                own = weights[n * size : (n + 1) * size]
-                ran = _run(cell, steps[:: 1 - 2 * side], start, own)
+                side_weights = weights[n * size : (n + 1) * size]
+                ran = _run(cell, steps[:: 1 - 2 * side], start, side_weights)
                 last.append(ran[-1])
-                found.append([h[0] for h in ran][:: 1 - 2 * side])
-            steps = found[0] if sides == 1 else [ops.cat(h, -1) for h in zip(*found, strict=True)]
+                directions.append([h[0] for h in ran][:: 1 - 2 * side])
+            steps = (
+                directions[0]
+                if sides == 1
+                else [ops.cat(h, -1) for h in zip(*directions, strict=True)]
+            )
         ends = [ops.stack(s) for s in zip(*last, strict=True)]
         return (ops.stack(steps, 1 if batch_first else 0), *ends)
 
@@ -56,9 +60,9 @@ def network(name: str) -> Callable[..., Any]:
 def _run(
     cell: Callable[..., Any], steps: Sequence[Handle], state: list[Any], weights: Sequence[Handle]
 ) -> list[list[Any]]:
-    """The states after each step of one layer in one direction, of which the first is shown.
+    """Return the states after each step of one layer in one direction; the first is the output.
 
-    An odd weight, the last one, is the projection of what is shown.
+    An odd last weight is the projection of the output.
     """
     projection = weights[-1] if len(weights) % 2 else None
     weights = weights[: len(weights) // 2 * 2]

@@ -1,4 +1,4 @@
-"""Tables of what was imported, for people."""
+"""Readable reports of an import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mdfuse.frontend.importing.build import Model
 from mdfuse.frontend.importing.place import Patterns
 from mdfuse.layouts.layout import Replicate
 
-#: Names that a line of the report shows.
+#: The most names in a line of the report.
 _SHOWN = 3
 
 
@@ -20,7 +20,7 @@ def report(
     unexpected: Sequence[str] | None,
     warnings: Sequence[str],
 ) -> str:
-    """Return what each pattern placed, what is replicated, and what is out of the ordinary."""
+    """Return a table of the patterns' matches, with replicated inputs and notes."""
     captured = model.captured
     lines = [
         f"{captured.name} on {model.mesh}: {counted(len(model.parameters), 'parameter')}, "
@@ -50,9 +50,9 @@ def report(
         "skipped of the plan": ", ".join(skipped),
     }
     lines += [f"  {name}: {text}" for name, text in notes.items() if text]
-    own = (f"the backward of {name} is not captured: gradients are those of its forward"
+    uncaptured = (f"the backward of {name} is not captured: gradients are those of its forward"
            for name in captured.own_backwards)  # fmt: skip
-    return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *own))])
+    return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *uncaptured))])
 
 
 def _said(patterns: Patterns, pattern: str) -> str:
@@ -64,5 +64,5 @@ def _said(patterns: Patterns, pattern: str) -> str:
 
 def _counted(names: Iterable[str]) -> str:
     all_ = [*names]
-    more = ", …" if len(all_) > _SHOWN else ""
-    return f"{len(all_)}: {', '.join(all_[:_SHOWN])}{more}" if all_ else ""
+    ellipsis = ", …" if len(all_) > _SHOWN else ""
+    return f"{len(all_)}: {', '.join(all_[:_SHOWN])}{ellipsis}" if all_ else ""

@@ -1,10 +1,10 @@
-"""Rows sorted by their expert, multiplied by its matrix, and put back: all of that without a sort.
+"""Route rows to experts without a sort: rows sorted by expert, multiplied, and put back.
 
-A module sorts rows so that those of an expert stand together. Where rows are split over ranks that
-would bring all of them together, though no result depends on their order. So a sort of numbers of
-experts is put off: what is `InOrder` is kept as it was before, and by which matrix a row is
-multiplied follows from its number (`mf.ops.routed_mm`). What none of the rules here takes is
-sorted. Where the matrices are split over ranks, what lies between two products is apart: see there.
+A module sorts rows by expert. If rows are split over ranks, the sort would gather all of them,
+though no result depends on their order. So a sort of expert numbers is deferred: an `InOrder` keeps
+the unsorted rows, and the expert number of a row selects its matrix (`mf.ops.routed_mm`).
+Operations without a rule here sort the rows. If the matrices are split over ranks, values between
+two products keep a dim of parts: see `routed_mm`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from mdfuse.frontend.importing.joined import GROUPED, Joined
 
 ops: Any = operations
 
-#: What is put off.
+#: The deferred sorts.
 SORTS = ("aten.sort.default", "aten.sort.stable")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """A sort of numbers that was put off.
+    """A deferred sort of numbers.
 
     Attributes:
         ids: the numbers.
-        sort: makes it: the numbers in order, and where each was.
+        sort: does the sort: returns the sorted numbers, and their places before.
     """
 
     ids: Handle
@@ -45,13 +45,13 @@ class Order:
 
     @property
     def places(self) -> Any:
-        """Where each row in order was, for what needs to know."""
+        """Return the place of each sorted row before the sort."""
         if not self._made:
             self._made.append(self.sort()[1])
         return self._made[0]
 
     def counts(self, x: Any) -> int:
-        """How often known numbers have each of 0, 1, … before they go on; 0: they do not."""
+        """Return how often known numbers repeat each of 0, 1, … in turn; 0 for other numbers."""
         n = self.ids.shape[0]
         if not isinstance(x, Tensor) or x.ndim != 1 or not are_same(x.numel(), n) or not n:
             return 0
@@ -62,13 +62,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InOrder:
-    """Rows as they would be sorted.
+    """Rows of a deferred sort.
 
     Attributes:
-        order: by what.
-        base: the rows before; an integer: their numbers from 0, each that often.
-        apart: how many parts of the experts the base has rows of, in a dim in front, and how many
-            experts each has; None: rows are whole.
+        order: the deferred sort.
+        base: the unsorted rows; an integer n stands for the numbers from 0, each n times.
+        apart: the number of parts of experts in a leading dim of the base, and of experts per part;
+            None: no such dim.
     """
 
     order: Order
@@ -84,11 +84,11 @@ class InOrder:
 
     @property
     def ndim(self) -> int:
-        """How many dims."""
+        """The number of dims."""
         return len(self.shape)
 
     def together(self) -> Any:
-        """The rows before the sort, from whichever part has them."""
+        """Return the unsorted rows, summed over the parts."""
         if self.apart is None:
             return self.base
         rows = self.base.whole() if isinstance(self.base, Joined) else self.base
@@ -101,7 +101,7 @@ class InOrder:
         return ops.sum(ops.where(is_there, rows, 0.0), 0)
 
     def whole(self) -> Any:
-        """The rows, sorted."""
+        """Return the sorted rows."""
         places, rows = self.order.places, self.together()
         if isinstance(rows, int):
             return places if rows == 1 else ops.floor_divide(places, rows)
@@ -111,18 +111,18 @@ class InOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Back:
-    """Where each row came to lie: what puts them back."""
+    """The inverse of a deferred sort: the sorted place of each row."""
 
     order: Order
 
     def whole(self) -> Any:
-        """The places."""
+        """Return the places."""
         return ops.argsort(self.order.places)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counted:
-    """How many rows each expert has, or behind which row in order each ends."""
+    """The number of rows of each expert, or the end of its rows in sorted order."""
 
     order: Order
     experts: int
@@ -130,7 +130,7 @@ class Counted:
     are_ends: bool = False
 
     def whole(self) -> Any:
-        """The numbers."""
+        """Return the numbers."""
         return self.made
 
 
@@ -145,8 +145,8 @@ class Call:
         target: the overload.
         is_pointwise: whether it goes element by element.
         apply: makes an operation of other values.
-        parts: over how many ranks the matrices of a value are split.
-        known: the numbers of a value that is a constant, or counts; itself where it is neither.
+        parts: the number of ranks that split the matrices of a value.
+        known: the numbers of a constant or a count; other values unchanged.
     """
 
     target: str
@@ -156,7 +156,7 @@ class Call:
     known: Callable[[Any], Any]
 
     def each(self, order: Order, x: Any) -> int:
-        """How often places, or known numbers, have each of 0, 1, … in turn; 0: they do not."""
+        """Return how often places or known numbers repeat each of 0, 1, … in turn; 0 for others."""
         known = self.known(x)
         if isinstance(known, Ramp):
             return int(known.ndim == 1 and are_same(known.extent, order.ids.shape[0]))
@@ -164,12 +164,12 @@ class Call:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether the operation of a node goes element by element."""
+    """Return whether the operation of a node goes element by element."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def on_rows(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Apply a call to rows as they were before they were sorted; None where it needs them so."""
+    """Apply a call to unsorted rows; None if it needs sorted ones."""
     if call.target in SORTS:
         return _put_off(call, args, kwargs)
     if not any(isinstance(x, KINDS) for x in leaves((args, kwargs))):
@@ -184,12 +184,12 @@ def on_rows(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def sorted_again(x: Any) -> Any:
-    """Rows as the module has them."""
+    """Return rows in the module's order."""
     return x.whole() if isinstance(x, KINDS) else x
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """What stands in lists and dicts."""
+    """Yield the leaves of lists and dicts."""
     if isinstance(tree, tuple | list | dict):
         for x in tree.values() if isinstance(tree, dict) else tree:
             yield from leaves(x)
@@ -207,7 +207,7 @@ def _put_off(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return InOrder(order, x), InOrder(order, 1)
 
 
-# -- where rows come from, and go ------------------------------------------------------------------
+# -- rows by their places --------------------------------------------------------------------------
 
 
 def _index(call: Call, x: Any, where: Sequence[Any], *_: Any) -> Any:
@@ -219,7 +219,7 @@ def _index_select(call: Call, x: Any, dim: int, index: Any) -> Any:
 
 
 def _taken(call: Call, x: Any, index: Any) -> Any:
-    """Rows at places that are in order; or rows that are put back."""
+    """Take rows at sorted places, or put rows back."""
     if isinstance(index, Back):
         is_its = isinstance(x, InOrder) and x.order is index.order and not isinstance(x.base, int)
         return x.together() if is_its else None
@@ -241,7 +241,7 @@ def _taken(call: Call, x: Any, index: Any) -> Any:
 def _index_put(
     call: Call, x: Any, where: Sequence[Any], values: Any, accumulate: bool = False
 ) -> Any:
-    """`inverse[places] = arange(n)`, and rows written to where they came from."""
+    """`inverse[places] = arange(n)`, and sorted rows written to their original places."""
     at = where[0] if len(where) == 1 else None
     if not isinstance(at, InOrder) or at.base != 1 or accumulate:
         return None
@@ -258,7 +258,7 @@ def _argsort(call: Call, x: Any, *how: Any, **said: Any) -> Any:
 
 
 def _index_add(call: Call, x: Any, dim: int, index: Any, rows: Any, *, alpha: float = 1) -> Any:
-    """Rows added to where they came from, each to one of several."""
+    """Add sorted rows to their original places, maybe several to one."""
     are_both = isinstance(index, InOrder) and isinstance(rows, InOrder)
     if not are_both or index.order is not rows.order or dim != 0 or isinstance(x, KINDS):
         return None
@@ -270,14 +270,14 @@ def _index_add(call: Call, x: Any, dim: int, index: Any, rows: Any, *, alpha: fl
 
 
 def _floor_divide(call: Call, x: Any, by: Any, **said: Any) -> Any:
-    """The numbers of rows that stand for several."""
+    """Divide row numbers by the number of copies per row."""
     is_floor = "rounding_mode" not in said or said["rounding_mode"] == "floor"
     is_places = isinstance(x, InOrder) and isinstance(x.base, int) and type(by) is int and by > 0
     return InOrder(x.order, x.base * by) if is_places and is_floor else None
 
 
 def _like(call: Call, x: Any, *how: Any, **said: Any) -> Any:
-    """What has the shape of rows, and none of their numbers."""
+    """Return a value of the rows' shape that does not read them."""
     is_plain = isinstance(x, InOrder) and not x.apart
     base = x.order.ids if is_plain and isinstance(x.base, int) else getattr(x, "base", None)
     return call.apply(call.target, (base, *how), said) if is_plain else None
@@ -287,7 +287,7 @@ def _like(call: Call, x: Any, *how: Any, **said: Any) -> Any:
 
 
 def _histc(call: Call, x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
-    """How many rows each expert has: in any order."""
+    """Count the rows of each expert, which needs no order."""
     if not isinstance(x, InOrder) or isinstance(x.base, int) or (min, max) != (0, bins - 1):
         return None
     return Counted(x.order, bins, call.apply(call.target, (x.base, bins, min, max), {}))
@@ -300,7 +300,7 @@ def _cumsum(call: Call, x: Any, dim: int, **said: Any) -> Any:
 
 
 def _grouped(call: Call, x: Any, weight: Any, offs: Any = None, *how: Any) -> Any:
-    """Rows by the matrix of their expert."""
+    """Multiply each row by the matrix of its expert."""
     is_by_ends = isinstance(x, InOrder) and isinstance(offs, Counted) and offs.are_ends
     if not is_by_ends or x.order is not offs.order or any(y is not None for y in how):
         return None
@@ -321,47 +321,47 @@ def _grouped(call: Call, x: Any, weight: Any, offs: Any = None, *how: Any) -> An
         return ops.routed_mm(rows, cut, x.order.ids)
 
     apart = (parts, each) if x.apart is None else None
-    made = weight.mapped(product, 1 + bool(apart)) if is_joined else product(weight)
-    return InOrder(x.order, made, apart)
+    products = weight.mapped(product, 1 + bool(apart)) if is_joined else product(weight)
+    return InOrder(x.order, products, apart)
 
 
-# -- what leaves rows where they are ---------------------------------------------------------------
+# -- operations that keep the order of rows --------------------------------------------------------
 
 
 def _mapped(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Apply what goes row by row, or element by element, to the rows before."""
-    found = [x for x in leaves((args, kwargs)) if isinstance(x, InOrder)]
+    """Apply a rowwise or elementwise operation to the unsorted rows."""
+    ordered = [x for x in leaves((args, kwargs)) if isinstance(x, InOrder)]
     others = [x for x in leaves((args, kwargs)) if isinstance(x, Handle | Tensor | Joined)]
     counted = [x for x in leaves((args, kwargs)) if isinstance(x, Counted)]
-    if counted and not found and not others and len(counted) == 1 and call.target in CASTS:
+    if counted and not ordered and not others and len(counted) == 1 and call.target in CASTS:
         (x,) = counted
-        made = call.apply(call.target, (x.made, *args[1:]), kwargs)
-        return Counted(x.order, x.experts, made, x.are_ends)
-    if not found or counted or any(isinstance(x.base, int) for x in found):
+        counts = call.apply(call.target, (x.made, *args[1:]), kwargs)
+        return Counted(x.order, x.experts, counts, x.are_ends)
+    if not ordered or counted or any(isinstance(x.base, int) for x in ordered):
         return None
-    first = found[0]
-    are_alike = all(x.order is first.order and x.ndim == first.ndim for x in found)
+    first = ordered[0]
+    are_alike = all(x.order is first.order and x.ndim == first.ndim for x in ordered)
     if call.target in ROW_BY_ROW and not _has_rows(call, first, args):
         return None
     if not are_alike or (call.is_pointwise and not all(_is_in_each(x, first.ndim) for x in others)):
         return None
-    apart = next((x.apart for x in found if x.apart), None)
+    apart = next((x.apart for x in ordered if x.apart), None)
     return _made(call, first.order, apart, args, kwargs)
 
 
 def _has_rows(call: Call, x: InOrder, args: Sequence[Any]) -> bool:
-    """Whether an operation of trailing dims leaves the rows alone."""
+    """Return whether an operation of trailing dims leaves the rows alone."""
     trailing = 1 if call.target == ROW_BY_ROW[0] else len(args[1])
     return args[0] is x and x.ndim > trailing
 
 
 def _is_in_each(x: Any, ndim: int) -> bool:
-    """Whether each row meets the same numbers of a value."""
+    """Return whether all rows are combined with the same numbers of a value."""
     return x.ndim < ndim or (x.ndim == ndim and are_same(x.shape[0], 1))
 
 
 def _along(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply what goes along a dim behind the rows."""
+    """Apply an operation along a dim after the rows."""
     place = ALONG[call.target]
     if not isinstance(x, InOrder) or isinstance(x.base, int):
         return None
@@ -379,17 +379,17 @@ def _along(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Any:
-    found = [x for x in tensors if isinstance(x, InOrder) and not isinstance(x.base, int)]
-    first = found[0] if found else None
-    if first is None or len(found) < len(tensors) or dim % first.ndim == 0:
+    ordered = [x for x in tensors if isinstance(x, InOrder) and not isinstance(x.base, int)]
+    first = ordered[0] if ordered else None
+    if first is None or len(ordered) < len(tensors) or dim % first.ndim == 0:
         return None
-    are_alike = all(x.order is first.order and x.apart == first.apart for x in found)
+    are_alike = all(x.order is first.order and x.apart == first.apart for x in ordered)
     at = dim % first.ndim - first.ndim
     return _made(call, first.order, first.apart, (tensors, at), {}) if are_alike else None
 
 
 def _reshape(call: Call, x: Any, shape: Sequence[Any]) -> Any:
-    """Other dims behind the rows."""
+    """Reshape the dims after the rows."""
     is_kept = isinstance(x, InOrder) and not isinstance(x.base, int) and len(shape) > 0
     if not is_kept or not are_same(shape[0], x.shape[0]):
         return None
@@ -400,14 +400,14 @@ def _reshape(call: Call, x: Any, shape: Sequence[Any]) -> Any:
 def _made(
     call: Call, order: Order, apart: tuple[int, int] | None, args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    made = call.apply(call.target, *_before((args, dict(kwargs))))
-    if isinstance(made, tuple | list):
-        return [InOrder(order, x, apart) for x in made]
-    return InOrder(order, made, apart)
+    applied = call.apply(call.target, *_before((args, dict(kwargs))))
+    if isinstance(applied, tuple | list):
+        return [InOrder(order, x, apart) for x in applied]
+    return InOrder(order, applied, apart)
 
 
 def _before(tree: Any) -> Any:
-    """The rows before they were sorted, in the place of those in order."""
+    """Return arguments with unsorted rows in place of sorted ones."""
     if isinstance(tree, dict):
         return {key: _before(x) for key, x in tree.items()}
     if isinstance(tree, tuple | list):
@@ -415,7 +415,7 @@ def _before(tree: Any) -> Any:
     return tree.base if isinstance(tree, InOrder) else tree
 
 
-#: What leaves the dims alone, and is no pointwise operation by its tag.
+#: Operations that keep the dims without the pointwise tag.
 CASTS = ("aten.to.dtype", "aten._to_copy.default", "aten.to.dtype_layout", "aten.to.device")
 ROW_BY_ROW = ("aten.linear.default", "aten.layer_norm.default", "aten.rms_norm.default")
 MAPPED = frozenset(
@@ -423,7 +423,7 @@ MAPPED = frozenset(
      "aten.detach.default", "aten.detach_.default", "aten.dropout.default", *ROW_BY_ROW)
 )  # fmt: skip
 
-#: overload -> which argument is the dim, or a list of dims.
+#: overload -> position of the dim argument, or of the list of dims.
 ALONG: Mapping[str, int] = {
     "aten.chunk.default": 2, "aten.split.Tensor": 2, "aten.split_with_sizes.default": 2,
     "aten.split.sizes": 2, "aten.slice.Tensor": 1, "aten.select.int": 1, "aten.unbind.int": 1,

@@ -1,9 +1,9 @@
 """Write parameters, or a state, as `torch.distributed.checkpoint` does, each rank its own boxes.
 
-The files are those of torch's own writer, so that its `load` reads them in any layout; nothing is
-sent between ranks, and no process group of torch's is needed. A rank notes in a file of JSON where
-its boxes lie in its file; one rank reads these notes, and writes `.metadata` last: a folder without
-it is no checkpoint.
+The files have the format of torch's own writer, so that its `load` reads them in any layout; ranks
+do not communicate, and need no process group of torch. Each rank writes the places of its boxes to
+a JSON note; one rank reads these notes, and writes `.metadata` last: a folder without it is no
+checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Saved:
     """A tensor of a checkpoint.
 
     Attributes:
-        names: all of its names; the first one is that of its files.
+        names: all of its names; the first one is used in the files.
         shape, dtype: of the whole.
         boxes: box -> the rank that writes it.
     """
@@ -48,7 +48,7 @@ def check_folder(folder: Path) -> None:
     """Raise ProgramError for a folder with a checkpoint, which would be neither old nor new."""
     try:
         there = os.listdir(folder)
-    except OSError:  # it is not there yet, or whoever writes into it is told why that cannot be
+    except OSError:  # the folder does not exist yet, or writing into it will raise the error
         return
     if any(name == metadata.NAME or name.endswith(".safetensors") for name in there):
         raise ProgramError(
@@ -58,18 +58,18 @@ def check_folder(folder: Path) -> None:
         )
 
 
-#: What a rank writes: boxes that no rank before it has.
+#: The boxes that a rank writes, which no lower rank has.
 Parts = Iterable[tuple[Saved, Box, Tensor]]
 
 
 def write(folder: Path, model: Model, weights: Sequence[Tensor | None], rank: int | None) -> None:
-    """Write the boxes of one rank of a model, and what `finish` reads about them.
+    """Write the boxes of one rank of a model, and its note for `finish`.
 
     Args:
         folder: of the checkpoint.
         model: whose parameters are saved.
         weights: as they are loaded: this rank's parts, or wholes.
-        rank: whose; None: there are only wholes.
+        rank: the writer; None: all tensors are whole.
 
     Raises:
         ProgramError: other weights; the folder cannot be written.
@@ -92,12 +92,12 @@ def write_state(
 
 
 def of_state(fusion: Fusion, names: Iterable[str]) -> list[Saved]:
-    """Return inputs of a fusion, with the boxes in which they are written, and by whom.
+    """Return inputs of a fusion, with their boxes and the rank that writes each.
 
     Raises:
-        ProgramError: one is no whole, or of no shape that is known.
+        ProgramError: an input is Partial, or has symbolic extents.
     """
-    found = []
+    saved = []
     for name in names:
         value, layout = fusion.values[name], fusion.layout(name)
         if layout.partial_axes or is_symbolic(value.shape):
@@ -111,8 +111,8 @@ def of_state(fusion: Fusion, names: Iterable[str]) -> list[Saved]:
             for box, _ in boxes_of(layout.rows(value.shape, rank)):
                 if all(first < last for first, last in box):
                     boxes.setdefault(box, rank)
-        found.append(Saved(names=(name,), shape=value.shape, dtype=value.dtype, boxes=boxes))
-    return found
+        saved.append(Saved(names=(name,), shape=value.shape, dtype=value.dtype, boxes=boxes))
+    return saved
 
 
 def write_parts(folder: Path, parts: Parts, rank: int) -> None:
@@ -128,16 +128,16 @@ def write_parts(folder: Path, parts: Parts, rank: int) -> None:
 
 
 def remove_parts(folder: Path, rank: int) -> None:
-    """Remove what a rank wrote of a checkpoint that came to nothing."""
+    """Remove the files of a rank for a failed checkpoint."""
     files.remove(_data(folder, rank), _note(folder, rank), _part(folder))
 
 
-#: What a note says of a box: of which tensor, where it begins there, and its bytes in the file.
+#: A box in a note: tensor, first element, and bytes in the file.
 _Row = tuple[str, list[int], int, int]
 
 
 def _alone(x: Tensor) -> Tensor:
-    """A tensor on the CPU whose memory has its numbers alone, in their order."""
+    """Return a contiguous CPU tensor whose storage holds only its numbers."""
     x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
@@ -145,7 +145,7 @@ def _alone(x: Tensor) -> Tensor:
 def _parts(
     model: Model, weights: Sequence[Tensor | None], rank: int | None
 ) -> Iterator[tuple[Saved, Box, Tensor]]:
-    """Yield what this rank writes: boxes that no rank before it has."""
+    """Yield the boxes that this rank writes, which no lower rank has."""
     names = model.weight_names()
     hint = "pass what model.load() returned, or `running.weights` of a step of training"
     weights = as_parts(f"save of {model.captured.name}", "weights", weights, hint)
@@ -173,7 +173,7 @@ def _parts(
 
 
 def _tensors(model: Model, is_whole: bool) -> Iterator[Saved]:
-    """Yield each parameter, with the boxes in which it is written, and by whom."""
+    """Yield each parameter, with its boxes and the rank that writes each."""
     for node in model.parameters:
         value = node.meta["val"]
         ranks = [None] if is_whole else sorted(model.layout(node).mesh.ranks)
@@ -189,12 +189,12 @@ def _tensors(model: Model, is_whole: bool) -> Iterator[Saved]:
 
 
 def finish(folder: Path, model: Model, ranks: int | None) -> None:
-    """Write what the checkpoint of a model has, once all ranks have written their boxes.
+    """Write the metadata of a model's checkpoint, after all ranks have written their boxes.
 
     Args:
         folder: of the checkpoint.
         model: whose parameters are saved.
-        ranks: how many; None: wholes were written.
+        ranks: their number; None: all tensors are whole.
 
     Raises:
         ProgramError: a rank wrote elsewhere.
@@ -203,12 +203,12 @@ def finish(folder: Path, model: Model, ranks: int | None) -> None:
 
 
 def finish_state(folder: Path, fusion: Fusion, names: Iterable[str], ranks: int) -> None:
-    """Write what the checkpoint of inputs of a fusion has; as `finish`."""
+    """Write the metadata of a checkpoint of a fusion's inputs; as `finish`."""
     finish_parts(folder, of_state(fusion, names), ranks)
 
 
 def finish_parts(folder: Path, tensors: Sequence[Saved], ranks: int) -> None:
-    """Write what a checkpoint has; as `finish`."""
+    """Write the metadata of a checkpoint; as `finish`."""
     places: dict[tuple[str, metadata.Extents], metadata.Place] = {}
     for rank in range(ranks):
         places |= _noted(folder, rank, tensors)
@@ -229,20 +229,22 @@ def finish_parts(folder: Path, tensors: Sequence[Saved], ranks: int) -> None:
 def _noted(
     folder: Path, rank: int, tensors: Sequence[Saved]
 ) -> dict[tuple[str, tuple[int, ...]], metadata.Place]:
-    """Return where the boxes of a rank lie, by tensor and first element.
+    """Return the places of a rank's boxes, by tensor and first element.
 
     Raises:
-        ProgramError: there is no note of it, or one that is not of these tensors.
+        ProgramError: its note is missing, or of other tensors.
     """
     note, wanted = _note(folder, rank), set[tuple[str, tuple[int, ...]]]()
     for x in tensors:
         wanted |= {
-            (x.names[0], tuple(a for a, _ in box)) for box, own in x.boxes.items() if own == rank
+            (x.names[0], tuple(a for a, _ in box))
+            for box, writer in x.boxes.items()
+            if writer == rank
         }
     try:
         rows: list[_Row] = json.loads(note.read_bytes())
         name = _data(folder, rank).name
-        found = {(of, tuple(first)): metadata.Place.of(name, *where) for of, first, *where in rows}
+        places = {(of, tuple(first)): metadata.Place.of(name, *where) for of, first, *where in rows}
     except FileNotFoundError as error:
         raise ProgramError(
             f"{note} is not there",
@@ -251,9 +253,9 @@ def _noted(
         ) from error
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _no_note(note, str(error)) from error
-    if {*found} != wanted:
+    if {*places} != wanted:
         raise _no_note(note, "it is of other boxes than those that this rank writes")
-    return found
+    return places
 
 
 def _no_note(note: Path, why: str) -> ProgramError:
@@ -271,5 +273,5 @@ def _note(folder: Path, rank: int) -> Path:
 
 
 def _part(folder: Path) -> Path:
-    """Where what the checkpoint has is written before it has its name."""
+    """Return the temporary path of the metadata file."""
     return folder / f"{metadata.NAME}.part"

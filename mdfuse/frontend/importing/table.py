@@ -1,7 +1,7 @@
-"""What each operation of aten is, as a function of handles; most are operations of `mf.ops`.
+"""Table of aten operations as functions of handles; most are operations of `mf.ops`.
 
-A key is an overload as graphs name it. `SAME` are those whose arguments are those of the operation
-of that name, `TABLE` has the others, too.
+A key is an overload as graphs name it. `SAME` has those with the arguments of the operation of that
+name, `TABLE` has all.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from mdfuse.frontend.importing.views import Views
 Call = Callable[..., Any]
 ops: Any = operations
 
-#: What says where memory is, not what is in it.
+#: Arguments about memory, not about numbers.
 IGNORED = frozenset(
     ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "implicit",
      "output_size", "cudnn_enable")
 )  # fmt: skip
 
-#: operation -> the overloads whose arguments it takes as they are.
+#: operation -> the overloads whose arguments it takes unchanged.
 SAME: Mapping[str, str] = {
     **dict.fromkeys(
         ("abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "cos",
@@ -136,13 +136,13 @@ def _addmm(bias: Handle, x: Handle, weight: Handle, *, beta: float = 1, alpha: f
 
 
 def _itself(x: Any, *_: Any, **__: Any) -> Any:
-    """What moves no numbers: whoever reads the result reads x."""
+    """Return x, for operations that change no numbers."""
     return x
 
 
 def _expand(x: Handle, shape: Sequence[int]) -> Any:
-    kept = (are_same(n, -1) or are_same(n, m) for n, m in zip(shape, x.shape, strict=False))
-    return x if len(shape) == x.ndim and all(kept) else ops.expand(x, shape)
+    unchanged = (are_same(n, -1) or are_same(n, m) for n, m in zip(shape, x.shape, strict=False))
+    return x if len(shape) == x.ndim and all(unchanged) else ops.expand(x, shape)
 
 
 def _broadcast(tensors: Sequence[Handle]) -> list[Any]:
@@ -157,7 +157,7 @@ def _slice(x: Handle, dim: int = 0, start: Any = None, end: Any = None, step: in
 
 
 def _to(x: Handle, *said: Any, dtype: torch.dtype | None = None) -> Any:
-    """`to` in any of its overloads: where a value lives is what its layout says."""
+    """`to` in any of its overloads; the device is ignored, because layouts decide it."""
     for item in said:
         if isinstance(item, Handle | Tensor):
             dtype = item.dtype
@@ -167,18 +167,18 @@ def _to(x: Handle, *said: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Join tensors, of which an empty vector is left out, as caches begin with one."""
-    kept = [x for x in tensors if not is_nothing(x)]
-    kept = [as_value(x) if isinstance(x, Tensor) else x for x in kept]
-    return kept[0] if len(kept) == 1 else ops.cat(kept, dim)
+    """Join tensors without empty vectors, with which caches begin."""
+    operands = [x for x in tensors if not is_nothing(x)]
+    operands = [as_value(x) if isinstance(x, Tensor) else x for x in operands]
+    return operands[0] if len(operands) == 1 else ops.cat(operands, dim)
 
 
-#: What joins tensors.
+#: Overloads that join tensors.
 _JOINS = ("aten.cat.default", "aten.concat.default", "aten.concatenate.default")
 
 
 def is_nothing(x: Any) -> bool:
-    """Whether `cat` leaves an operand out."""
+    """Return whether `cat` leaves an operand out."""
     return isinstance(x, Tensor) and tuple(x.shape) == (0,)
 
 
@@ -200,13 +200,13 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Rows of a table; the one of padding gets no gradient. Sparse is how torch keeps dw."""
+    """Rows of a table; the padding row gets no gradient. `sparse` only concerns torch's dw."""
     padding = padding_idx if padding_idx >= 0 else None
     return ops.embedding(indices, weight, padding, scale_grad_by_freq)
 
 
 def _grouped_mm(x: Handle, weight: Handle, offs: Any = None, bias: Any = None, *how: Any) -> Any:
-    """Rows of groups times a matrix each, by torch or by what transformers have for it."""
+    """Rows of groups times a matrix each, with torch's or transformers' arguments."""
     if offs is None or bias is not None or x.ndim != 2 or how not in ((), (None,), (x.dtype,)):
         raise DefinitionError(
             "grouped_mm without offs, with a bias, of groups of columns, or of another dtype",
@@ -344,7 +344,7 @@ def _is_mask(x: Any) -> bool:
 
 
 def is_known(target: str) -> bool:
-    """Whether the table has an operation."""
+    """Return whether the table has an operation."""
     return target in TABLE or target in IN_CONTEXT or target in VIEWS
 
 
@@ -363,7 +363,7 @@ VIEWS: dict[str, Call] = {
     ),
 }
 
-#: overload -> which of its arguments is a matrix whose rows may stay several dims.
+#: overload -> position of the matrix whose rows may stay several dims.
 ROWS: Mapping[str, int] = {
     "aten.linear.default": 0,
     "aten.mm.default": 0,
@@ -376,7 +376,7 @@ IN_CONTEXT: dict[str, Call] = {
     "aten.scaled_dot_product_attention.default": drawn.attention,
 }
 
-#: overload -> which of its arguments must be handles; it takes the others as tensors.
+#: overload -> the arguments that must be handles; others stay tensors.
 BY_VALUE: Mapping[str, Call] = {
     **dict.fromkeys(_JOINS, lambda tensors, *_: [x for x in tensors if not is_nothing(x)]),
     "aten.index.Tensor": lambda x, indices: [x],

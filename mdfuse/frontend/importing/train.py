@@ -36,9 +36,9 @@ class Optimizer:
 
     Attributes:
         call: the function; numbers that are known are bound to it by `functools.partial`.
-        state: names of what it keeps for each parameter.
-        counts: whether it takes which step this is.
-        numbers: names of numbers that are not bound: inputs of each run.
+        state: names of the state tensors of each parameter.
+        counts: whether it takes the number of the step.
+        numbers: names of unbound numbers, which are inputs of each run.
     """
 
     call: Callable[..., Any]
@@ -51,7 +51,7 @@ class Optimizer:
         """Read an optimizer's parameters.
 
         Raises:
-            DefinitionError: it is no function of a parameter and its gradient.
+            DefinitionError: call is no function of a parameter and its gradient.
         """
         bound = call.keywords if isinstance(call, partial) else {}
         try:
@@ -66,11 +66,11 @@ class Optimizer:
                 hint="mf.optim.adamw, or functools.partial(mf.optim.sgd, lr=0.1)",
             )
         momentum = bound.get("momentum", 0)
-        kept = [p for p in places[2:] if p.default is p.empty or momentum]
+        state = [p for p in places[2:] if p.default is p.empty or momentum]
         return Optimizer(
             call=call,
-            state=tuple(p.name for p in kept if p.name != "step"),
-            counts=any(p.name == "step" for p in kept),
+            state=tuple(p.name for p in state if p.name != "step"),
+            counts=any(p.name == "step" for p in state),
             numbers=tuple(
                 p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty
             ),
@@ -84,9 +84,9 @@ class StepDefinition:
     Attributes:
         definition: parameters, constants, arguments of the module, extra inputs, numbers of the
             optimizer, and its state; the outputs that are written into no input come first.
-        trained: names of parameters that are updated: those that lead to the loss.
+        trained: names of updated parameters, on which the loss depends.
         kept: name of a state -> the name of the parameter that it belongs to.
-        masters: names of f32 copies -> their parameters.
+        masters: name of an f32 copy -> its parameter.
     """
 
     definition: FusionDefinition
@@ -115,13 +115,13 @@ def define_step(
         numbers = {n: fd.define_tensor([], mesh=model.mesh, name=n) for n in optimizer.numbers}
         count = _count(fd, model) if optimizer.counts else None
         handles = {h.name: (h, node) for node in trained for h in _parts(inputs, node)}
-        value, *more = _loss(model, record(model, inputs), loss, others)
+        value, *extras = _loss(model, record(model, inputs), loss, others)
         gradients = _existing(model, value, {key: h for key, (h, _) in handles.items()})
         slots = {
             key: _state(fd, model, handles[key][1], handles[key][0], optimizer, master)
             for key in gradients
         }
-        shown = [value, *more]
+        shown = [value, *extras]
         if clip is not None:
             clipped, norm = clip_by_global_norm([*gradients.values()], clip)
             gradients = dict(zip(gradients, clipped, strict=True))
@@ -133,22 +133,22 @@ def define_step(
             _update(fd, optimizer, handles[key][0], dw, slots[key], now, numbers)
         if count is not None and now is not None:
             fd.add_output(now, reuse=count)
-    kept = {x.name: key for key, slot in slots.items() for x in slot.state}
+    owners = {x.name: key for key, slot in slots.items() for x in slot.state}
     masters = {slot.master.name: key for key, slot in slots.items() if slot.master is not None}
     return StepDefinition(
         definition=fd,
         trained=tuple(gradients),
-        kept=kept,
+        kept=owners,
         masters=masters,
         counts=count is not None,
     )
 
 
 def _existing(model: Model, loss: Handle, of: Mapping[str, Handle]) -> dict[str, Handle]:
-    """Return the gradients that exist: what does not lead to the loss is left alone, as in torch.
+    """Return the gradients of parameters that the loss reads; others are skipped, as in torch.
 
     Raises:
-        DefinitionError: nothing leads to the loss.
+        DefinitionError: the loss depends on no parameter.
     """
     gradients = dict(zip(of, grad(loss, [*of.values()]), strict=True))
     existing = {key: dw for key, dw in gradients.items() if not dw.fact.is_missing}
@@ -163,13 +163,13 @@ def _existing(model: Model, loss: Handle, of: Mapping[str, Handle]) -> dict[str,
 
 
 def _count(fd: FusionDefinition, model: Model) -> Handle:
-    """How many steps there were: of 64 bits, since 1 - 0.999**n has few digits in 32."""
+    """Define the step count, with 64 bits, because 1 - 0.999**n has few digits in 32."""
     return fd.define_tensor([], torch.float64, model.mesh, name=COUNT)
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """What an optimizer keeps for a parameter."""
+    """The optimizer state of a parameter."""
 
     state: tuple[Handle, ...]
     master: Handle | None
@@ -183,13 +183,15 @@ def _parts(inputs: Inputs, node: Node) -> tuple[Handle, ...]:
 def _state(
     fd: FusionDefinition, model: Model, node: Node, w: Handle, optimizer: Optimizer, master: bool
 ) -> _Slot:
-    """Define what the optimizer keeps for a parameter, where the parameter lives."""
+    """Define the optimizer state of a parameter, in the parameter's layout."""
     layout = model.layout(node)
     is_narrow = master and w.dtype.itemsize < torch.float32.itemsize
     dtype = torch.float32 if is_narrow else w.dtype
-    made = [fd.define_tensor(w.shape, dtype, layout, name=f"{w.name}.{n}") for n in optimizer.state]
+    slots = [
+        fd.define_tensor(w.shape, dtype, layout, name=f"{w.name}.{n}") for n in optimizer.state
+    ]
     wide = fd.define_tensor(w.shape, dtype, layout, name=f"{w.name}.master") if is_narrow else None
-    return _Slot(tuple(made), wide)
+    return _Slot(tuple(slots), wide)
 
 
 def _update(
@@ -222,9 +224,9 @@ def _update(
 
 
 def trained_nodes(model: Model, frozen: Sequence[str] | None) -> list[Node]:
-    """Return the parameters that are trained: those that require gradients, and are not frozen.
+    """Return the trained parameters, which require gradients and are not frozen.
 
-    Without a word on what is frozen, of a model with adapters these alone are trained.
+    If frozen is None, only the adapters of a model with adapters are trained.
 
     Raises:
         DefinitionError: nothing is left to train.
@@ -237,25 +239,25 @@ def trained_nodes(model: Model, frozen: Sequence[str] | None) -> list[Node]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise unmatched("frozen", pattern, names)
-    found = [
+    trained = [
         node
         for node in model.parameters
         if of[node].tensor.requires_grad
         and not (alone and of[node].adapter is None)
         and not any(fnmatchcase(name, p) for name in of[node].names for p in patterns)
     ]
-    if not found:
+    if not trained:
         raise DefinitionError(
             f"training_step of {model.captured.name} with nothing to train",
             because="its parameters are frozen, or do not require gradients",
             hint="leave a pattern of frozen= out, or module.requires_grad_(True) before the import",
         )
-    _check_apart([of[node] for node in found])
-    return found
+    _check_apart([of[node] for node in trained])
+    return trained
 
 
 def _check_apart(parameters: Sequence[Parameter]) -> None:
-    """Raise DefinitionError for parameters that lie in one memory: each would have its own."""
+    """Raise DefinitionError for parameters that share memory, because each is a separate input."""
     seen: dict[int, str] = {}
     for p in parameters:
         memory = 0 if p.tensor.is_meta else p.tensor.untyped_storage().data_ptr()
@@ -284,13 +286,13 @@ def _extra(fd: FusionDefinition, model: Model, name: str, spec: TensorSpec) -> H
 def _loss(
     model: Model, results: Sequence[Any], loss: Callable[..., Any] | None, extra: Mapping[str, Any]
 ) -> Iterator[Handle]:
-    """The loss, and what else the function returns; without one the module's own loss."""
+    """Return the loss, and further results of the function; by default the module's loss."""
     if loss is None:
         by_path = {o.path: results[o.place] for o in model.captured.outputs if o.place is not None}
-        found: Any = by_path.get("loss", results[0] if len(results) == 1 else None)
+        returned: Any = by_path.get("loss", results[0] if len(results) == 1 else None)
     else:
-        found = loss(*results, **extra)
-    given = found if isinstance(found, tuple) else (found,)
+        returned = loss(*results, **extra)
+    given = returned if isinstance(returned, tuple) else (returned,)
     value = given[0] if given else None
     is_loss = isinstance(value, Handle) and value.is_tensor and value.ndim == 0
     if not is_loss or not all(isinstance(x, Handle) for x in given):

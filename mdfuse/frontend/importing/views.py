@@ -1,8 +1,8 @@
-"""Views of views: a chain of reshapes and permutations from where it began.
+"""Chains of reshapes and permutations, simplified to one view of their base.
 
-`[s,b,e] -> [s,b*h,d] -> [b*h,s,d] -> [b,h,s,d]` needs no dim that joins b and h, by which neither
-could stay split. So each view is made of the value where its chain began, which is cut into atoms:
-the finest dims of all that the chain has shown; what nobody reads is left out of the program.
+`[s,b,e] -> [s,b*h,d] -> [b*h,s,d] -> [b,h,s,d]` needs no dim that merges b and h, which would
+prevent a split of either. So each view is made directly from the base of its chain, whose dims are
+cut into atoms: the finest dims of the chain. Unread views are dropped from the program.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ops: Any = operations
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A value as its beginning, cut into atoms, in another order, and joined to dims.
+    """A view of a base: its atoms, permuted and grouped to dims.
 
     Attributes:
-        base: where the chain began.
+        base: the first value of the chain.
         atoms: extents whose row-major order is that of base.
-        order: place of each atom in the view's order -> its number in `atoms`.
-        groups: how many atoms each dim of the view has.
+        order: the index in `atoms` of each atom, in the view's order.
+        groups: the number of atoms of each dim of the view.
     """
 
     base: Handle
@@ -48,7 +48,7 @@ class View:
 
 
 class Views:
-    """The views of a recording: what was made is made once."""
+    """The views of a recording; equal views are made once."""
 
     def __init__(self) -> None:
         self._known: dict[int, View] = {}
@@ -58,8 +58,8 @@ class Views:
         """Dims in another order."""
         view = self._of(x)
         dims = [d % x.ndim for d in dims]
-        found = view.dims
-        order = tuple(a for d in dims for a in found[d])
+        atoms = view.dims
+        order = tuple(a for d in dims for a in atoms[d])
         groups = tuple(view.groups[d] for d in dims)
         return self._handle(View(view.base, view.atoms, order, groups))
 
@@ -80,8 +80,8 @@ class Views:
         is_fitting = not is_empty and are_same(math.prod(shape), whole)
         cut = _cut(self._of(x), shape) if is_fitting else None
         if cut is None:
-            made: Handle = ops.reshape(x, shape)
-            return made
+            reshaped: Handle = ops.reshape(x, shape)
+            return reshaped
         return self._handle(cut)
 
     def flatten(self, x: Handle, start_dim: int = 0, end_dim: int = -1) -> Handle:
@@ -101,11 +101,11 @@ class Views:
         return self.reshape(x, (*x.shape[:at], *whole, *x.shape[at + 1 :]))
 
     def beginning(self, x: Handle) -> Handle:
-        """The value of which another is a view; itself where it is none."""
+        """Return the base of a view; other values unchanged."""
         return self._of(x).base
 
     def rows(self, x: Handle) -> Handle | None:
-        """Return a matrix whose rows are several dims with these dims apart; None for others."""
+        """Return a matrix with its merged row dims unmerged; None for others."""
         view = self._known.get(x.id)
         if view is None or len(view.groups) != 2 or view.groups[0] < 2:
             return None
@@ -113,7 +113,7 @@ class Views:
         return self._handle(View(view.base, view.atoms, view.order, groups))
 
     def front(self, x: Handle) -> tuple[int, ...] | None:
-        """Return the extents that the first dim joins; None where it is one."""
+        """Return the extents that the first dim merges; None if it is a single dim."""
         view = self._known.get(x.id)
         if view is None or view.groups[0] < 2:
             return None
@@ -124,7 +124,7 @@ class Views:
         return self._known.get(x.id) or View(x, x.shape, tuple(range(ndim)), (1,) * ndim)
 
     def _handle(self, view: View) -> Handle:
-        """Make a view of its base: cut, in order, joined."""
+        """Make a view of its base: reshape to atoms, permute, merge."""
         x = self._once("reshape", view.base, view.atoms)
         if view.order != tuple(range(len(view.order))):
             x = self._once("permute", x, view.order)
@@ -143,7 +143,7 @@ class Views:
 
 
 def _cut(view: View, shape: Sequence[int]) -> View | None:
-    """Return a view in another shape, its atoms cut where dims of it end; None where none is."""
+    """Return a view in another shape, its atoms cut at the new dims; None if impossible."""
     atoms = [view.atoms[a] for a in view.order]
     pieces: list[list[int]] = [[] for _ in atoms]
     groups: list[int] = []
@@ -164,7 +164,7 @@ def _cut(view: View, shape: Sequence[int]) -> View | None:
 
 
 def _piece(left: int, need: int) -> int | None:
-    """The smaller of two extents, where it divides the other whatever a run chooses."""
+    """Return the smaller of two extents, if it divides the other in all runs."""
     for small, large in ((left, need), (need, left)):
         if type(small) is type(large) is int:
             if small <= large:

@@ -1,4 +1,4 @@
-"""Writes into parts of a value, as new values: what stands before, what is written, what is behind.
+"""Functional writes into parts of a value: new values instead of in-place writes.
 
 Export makes these of `x[1:3] = y` and of operations in place.
 """
@@ -27,8 +27,8 @@ def fill(x: Handle, value: Any) -> Any:
 
 def copy(x: Handle, source: Handle) -> Any:
     """The elements of another value, in the shape and the dtype of x."""
-    found = source if source.dtype == x.dtype else ops.cast(source, x.dtype)
-    return found if found.shape == x.shape else ops.expand(found, x.shape)
+    converted = source if source.dtype == x.dtype else ops.cast(source, x.dtype)
+    return converted if converted.shape == x.shape else ops.expand(converted, x.shape)
 
 
 def slice_scatter(
@@ -51,7 +51,7 @@ def select_scatter(x: Handle, source: Handle, dim: int, index: int) -> Any:
 
 
 def _spread(x: Handle, source: Handle, dim: int, length: int) -> Any:
-    """What is written, expanded to the part of x that it is written into."""
+    """Expand the source to the written part of x."""
     wanted = (*x.shape[:dim], length, *x.shape[dim + 1 :])
     return source if source.shape == wanted else ops.expand(source, wanted)
 

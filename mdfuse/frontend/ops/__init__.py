@@ -1,8 +1,8 @@
 """The operations of `fd.ops` and `mf.ops`, with the arguments that a torch user expects.
 
 Every function takes handles (and numbers where torch takes numbers) and records one expression, or
-a few where an operation is made of others. The result is always a value of its own, so that placing
-it with `.on()` never places an operand. `docs/operations.md` lists them all.
+several for composed operations. The result is always a new value, so that placing it with `.on()`
+never places an operand. `docs/operations.md` lists them all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mdfuse.frontend.ops.recording import current as current
 from mdfuse.frontend.ops.tensor_indices import index as index
 from mdfuse.frontend.ops.views import stride_order as stride_order
 
-#: The families of operations: each function without an underscore is one, by its own name.
+#: The families of operations: each public function is an operation of its name.
 FAMILIES = (
     views, parts, joining, moves, masks, pointwise, special, reductions, extremes, ordering, scans,
     lookups, products, einsums, matrices, distances, neural, norms, cells, losses, convolutions,
@@ -67,15 +67,19 @@ ALIASES = {
 
 def defined_in(family: ModuleType) -> dict[str, Operation]:
     """The operations that a module defines, by name."""
-    own = (f for name, f in vars(family).items() if not name.startswith("_") and isfunction(f))
-    return {f.__name__: f for f in own if f.__module__ == family.__name__}
+    functions = (
+        f for name, f in vars(family).items() if not name.startswith("_") and isfunction(f)
+    )
+    return {f.__name__: f for f in functions if f.__module__ == family.__name__}
 
 
 def _by_name() -> dict[str, Operation]:
-    found = {name: f for family in FAMILIES for name, f in defined_in(family).items()}
+    operations = {name: f for family in FAMILIES for name, f in defined_in(family).items()}
     rows = pointwise.ROWS
-    made = {name: _taking_kinds(f, f is rows.get(name)) for name, f in (rows | found).items()}
-    return made | {alias: made[name] for alias, name in ALIASES.items()}
+    checked = {
+        name: _taking_kinds(f, f is rows.get(name)) for name, f in (rows | operations).items()
+    }
+    return checked | {alias: checked[name] for alias, name in ALIASES.items()}
 
 
 #: Every operation by name.
@@ -85,7 +89,7 @@ methods.provide(BY_NAME)
 methods.OPERATIONS.update(index=index, as_dtype=_as_dtype)
 
 
-#: What `dir` shows, and an import of everything brings.
+#: The names for `dir` and `import *`.
 __all__ = sorted(BY_NAME)
 
 

@@ -21,15 +21,15 @@ def _gates(
     count: int,
     cell: Handle | None = None,
 ) -> list[tuple[Handle, Handle]]:
-    """What comes from the input and from the last state, for each gate.
+    """Return the contributions of input and last state to each gate.
 
     Args:
         x: the input.
-        hidden: the last state; of an LSTM what was returned of it, maybe projected.
+        hidden: the last state; for an LSTM its output, maybe projected.
         weights: of both.
         biases: of both.
         count: of gates.
-        cell: the state that has as many places as a gate, where it is another one.
+        cell: the state with the extent of a gate, if it is not the hidden state.
 
     Raises:
         DefinitionError: the weights do not have `count` rows for each place of the state.
@@ -42,9 +42,9 @@ def _gates(
                 because=f"of a state of [b,n] weights are [{count}*n,k]: a matrix for each gate",
                 hint="a state with n places in its last dim",
             )
-    found = [linear(a, w, b) for a, w, b in zip((x, hidden), weights, biases, strict=True)]
-    own = [parts.chunk(y, count, y.ndim - 1) if count > 1 else (y,) for y in found]
-    return list(zip(*own, strict=True))
+    products = [linear(a, w, b) for a, w, b in zip((x, hidden), weights, biases, strict=True)]
+    chunks = [parts.chunk(y, count, y.ndim - 1) if count > 1 else (y,) for y in products]
+    return list(zip(*chunks, strict=True))
 
 
 def lstm_cell(
@@ -58,9 +58,9 @@ def lstm_cell(
     """One step of a long short-term memory: x[b,i], (h, c)[b,n], w_ih[4n,i] -> (h, c)."""
     hidden, cell = _two_states(hx)
     gates = _gates(x, hidden, (w_ih, w_hh), (b_ih, b_hh), 4, cell)
-    into, kept, new, out = (a + b for a, b in gates)
+    into, forget, new, out = (a + b for a, b in gates)
     sigmoid, tanh = ROWS["sigmoid"], ROWS["tanh"]
-    cell = sigmoid(kept) * cell + sigmoid(into) * tanh(new)
+    cell = sigmoid(forget) * cell + sigmoid(into) * tanh(new)
     return sigmoid(out) * tanh(cell), cell
 
 
@@ -84,8 +84,8 @@ def gru_cell(
     """One step of a gated recurrent unit: x[b,i], h[b,n], w_ih[3n,i], w_hh[3n,n] -> h."""
     reset, update, new = _gates(x, hx, (w_ih, w_hh), (b_ih, b_hh), 3)
     sigmoid = ROWS["sigmoid"]
-    own = ROWS["tanh"](new[0] + sigmoid(reset[0] + reset[1]) * new[1])
-    return own + sigmoid(update[0] + update[1]) * (hx - own)
+    candidate = ROWS["tanh"](new[0] + sigmoid(reset[0] + reset[1]) * new[1])
+    return candidate + sigmoid(update[0] + update[1]) * (hx - candidate)
 
 
 def rnn_tanh_cell(
@@ -140,8 +140,8 @@ def embedding_bag(
     rows = embedding(indices, weight)
     if per_sample_weights is not None:
         rows = rows * views.unsqueeze(per_sample_weights, -1)
-    found: Handle = known[mode](rows, 1)
-    return found
+    joined: Handle = known[mode](rows, 1)
+    return joined
 
 
 # -- attention -----------------------------------------------------------------------------------
@@ -175,8 +175,8 @@ def multi_head_attention_forward(
         in_proj_weight, in_proj_bias: [3e,e] and [3e], for query, key and value.
         out_proj_weight, out_proj_bias: [e,e] and [e].
         bias_k, bias_v, add_zero_attn: None, None and False; dropout_p is 0 in training.
-        key_padding_mask, attn_mask: [b,s], [l,s]: bools (what is left out), or floats to add.
-        need_weights: whether weights are given, else None; without, no scores are kept.
+        key_padding_mask, attn_mask: [b,s], [l,s]: bools (True is left out), or floats to add.
+        need_weights: whether weights are returned, else None; without them no scores are kept.
         average_attn_weights: the mean over the heads.
         is_causal: taken with an attn_mask that says so.
     """
@@ -196,11 +196,14 @@ def multi_head_attention_forward(
     if need_weights:
         scores = q @ k.mT * (e // num_heads) ** -0.5
         weights = softmax(scores if mask is None else scores + mask, -1)
-        found, own = weights @ v, reductions.mean(weights, 1) if average_attn_weights else weights
+        attended, returned_weights = (
+            weights @ v,
+            reductions.mean(weights, 1) if average_attn_weights else weights,
+        )
     else:
-        found, own = scaled_dot_product_attention(q, k, v, mask), None
-    found = views.reshape(views.permute(found, (2, 0, 1, 3)), query.shape)
-    return linear(found, out_proj_weight, out_proj_bias), own
+        attended, returned_weights = scaled_dot_product_attention(q, k, v, mask), None
+    attended = views.reshape(views.permute(attended, (2, 0, 1, 3)), query.shape)
+    return linear(attended, out_proj_weight, out_proj_bias), returned_weights
 
 
 def _for_heads(x: Handle, heads: int) -> Handle:
@@ -210,15 +213,15 @@ def _for_heads(x: Handle, heads: int) -> Handle:
 
 
 def _joined_mask(attn: Handle | None, padding: Handle | None, q: Handle, k: Handle) -> Any:
-    """What is added to the scores [b,heads,l,s]."""
-    found = None
+    """Return the sum to add to the scores [b,heads,l,s], or None."""
+    total = None
     for mask, shape in ((attn, None), (padding, (k.shape[0], 1, 1, k.shape[2]))):
         if mask is None:
             continue
-        own = views.reshape(mask, shape) if shape is not None else mask
-        if own.ndim == 3:
-            own = views.reshape(own, (q.shape[0], q.shape[1], *own.shape[1:]))
-        if not own.dtype.is_floating_point:
-            own = where(own, -float("inf"), creations.zeros((), dtype=q.dtype))
-        found = own if found is None else found + own
-    return found
+        added = views.reshape(mask, shape) if shape is not None else mask
+        if added.ndim == 3:
+            added = views.reshape(added, (q.shape[0], q.shape[1], *added.shape[1:]))
+        if not added.dtype.is_floating_point:
+            added = where(added, -float("inf"), creations.zeros((), dtype=q.dtype))
+        total = added if total is None else total + added
+    return total

@@ -1,8 +1,8 @@
 """Convolutions, windows of images, pooling.
 
-Batches may be split, and channels: those of the result with the weight's rows, those of the input
-as the rows of a product, of which ranks add up their shares. Where places are split, ranks receive
-the rows of others that their windows reach.
+Batches and channels may be split: channels of the result with the weight's rows, channels of the
+input as the contracted dim of a product, whose partial sums the ranks add. If spatial dims are
+split, ranks receive the halo rows of their windows.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Numbers = int | Sequence[int]
 
 
 def _numbers(name: str, x: Any, n: int, least: int) -> tuple[int, ...]:
-    """One number for each of n dims."""
-    found = tuple(x) if isinstance(x, Sequence) else (x,) * n
-    found = found * n if len(found) == 1 else found
-    if len(found) != n or any(k < least for k in found):
+    """Return one number for each of n dims."""
+    numbers = tuple(x) if isinstance(x, Sequence) else (x,) * n
+    numbers = numbers * n if len(numbers) == 1 else numbers
+    if len(numbers) != n or any(k < least for k in numbers):
         raise DefinitionError(
             f"{name}={x}", because=f"it is a number from {least} on for each of {n} dims",
             hint="one number stands for all dims",
         )  # fmt: skip
-    return found
+    return numbers
 
 
 # -- convolutions --------------------------------------------------------------------------------
@@ -59,8 +59,8 @@ def _convolution(n: int) -> Operation:
             whole, padding = _padded_by_name(name, whole, weight, padding, how)
         how["padding"] = _numbers("padding", padding, n, 0)
         _check_weight(name, x, weight, bias, weight.shape[0] if weight.ndim else 0, n)
-        found = record("convolution", whole, weight, groups=groups, **how)
-        return _unbatched(_with_bias(found, bias), x)
+        convolved = record("convolution", whole, weight, groups=groups, **how)
+        return _unbatched(_with_bias(convolved, bias), x)
 
     function.__name__ = f"conv{n}d"
     function.__doc__ = _CONVOLUTION.format(dims=("l", "h,w", "d,h,w")[n - 1])
@@ -153,8 +153,8 @@ def _transposed(n: int) -> Operation:
             "dilation": _numbers("dilation", dilation, n, 1),
             "more": _numbers("output_padding", output_padding, n, 0),
         }
-        found = record("convolution", whole, weight, groups=groups, transposed=True, **how)
-        return _unbatched(_with_bias(found, bias), x)
+        convolved = record("convolution", whole, weight, groups=groups, transposed=True, **how)
+        return _unbatched(_with_bias(convolved, bias), x)
 
     function.__name__ = f"conv_transpose{n}d"
     function.__doc__ = (
@@ -175,13 +175,13 @@ def _windows(
     _with_batch(name, x, n)
     sizes = _numbers("kernel_size", kernel, n, 1)
     is_given = stride is not None and stride != []
-    found = {
+    windows = {
         "kernel": sizes,
         "stride": _numbers("stride", stride, n, 1) if is_given else sizes,
         "padding": _numbers("padding", padding, n, 0),
         "dilation": _numbers("dilation", dilation, n, 1),
     }
-    return found
+    return windows
 
 
 def _max_pool(n: int) -> Operation:
@@ -228,18 +228,20 @@ def _avg_pool(n: int) -> Operation:
             )
         how = _windows(name, x, n, kernel_size, stride, padding)
         how.pop("dilation")
-        made = tuple(_count(x, x.ndim - n + at, _own(how, at), ceil_mode) for at in range(n))
+        window_counts = tuple(
+            _count(x, x.ndim - n + at, _own(how, at), ceil_mode) for at in range(n)
+        )
         counts = [_counts(x.shape[at - n], m, _own(how, at), count_include_pad)
-                  for at, m in enumerate(made)]  # fmt: skip
+                  for at, m in enumerate(window_counts)]  # fmt: skip
         are_full = all({*c} == {k} for c, k in zip(counts, how["kernel"], strict=True))
         divisor = divisor_override or (math.prod(how["kernel"]) if are_full else 1)
         is_one_step = divisor_override is not None or are_full
-        found = _sums(x if is_one_step else in_f32(x), _cut_to(x, how), made, divisor)
+        means = _sums(x if is_one_step else in_f32(x), _cut_to(x, how), window_counts, divisor)
         if is_one_step:
-            return found
+            return means
         for at, c in enumerate(counts):
-            found = _divided(found, x.ndim - n + at, c)
-        return back(found, x)
+            means = _divided(means, x.ndim - n + at, c)
+        return back(means, x)
 
     function.__name__ = f"avg_pool{n}d"
     function.__doc__ = f"The mean of each window of the last {n} dim{'s' * (n > 1)}."
@@ -247,14 +249,14 @@ def _avg_pool(n: int) -> Operation:
 
 
 def _cut_to(x: Handle, how: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Windows that reach no further behind x than from the first of them to the end."""
+    """Return window settings with kernels cut to the extent of x and its padding."""
     extents = zip(x.shape[-len(how["kernel"]) :], how["kernel"], how["padding"], strict=True)
     kernel = (builtins.min(k, n + p) if type(n) is int else k for n, k, p in extents)
     return {**how, "kernel": tuple(kernel)}
 
 
 def _own(how: dict[str, tuple[int, ...]], at: int) -> tuple[int, int, int]:
-    """Windows along one dim: how long, how far apart, and by how much it is padded."""
+    """Return kernel, stride and padding along one dim."""
     return how["kernel"][at], how["stride"][at], how["padding"][at]
 
 
@@ -272,10 +274,10 @@ def _count(x: Handle, dim: int, own: tuple[int, int, int], ceil: bool) -> int:
 def _sums(
     x: Handle, how: dict[str, tuple[int, ...]], made: tuple[int, ...], divisor: int
 ) -> Handle:
-    """The sums of windows, the padding counted as zeros, divided."""
+    """Return the sums of windows, with zeros for padding, divided."""
     if all(type(n) is int for n in (*x.shape[-len(made) :], *made)):
         return record("mean_pool", x, made=made, divisor=divisor, **how)
-    for at, count in enumerate(made):  # a run chooses how many there are
+    for at, count in enumerate(made):  # a run chooses the number of windows
         x = _added(x, x.ndim - len(made) + at, count, *_own(how, at))
     return x / divisor
 
@@ -304,7 +306,7 @@ def _strided(x: Handle, dim: int, start: int, count: int, step: int) -> Handle:
 
 
 def _counts(n: int, windows: int, own: tuple[int, int, int], counts_pad: bool) -> list[int]:
-    """How many elements each window has along one dim."""
+    """Return the number of elements of each window along one dim."""
     k, s, p = own
     low, high = (-p, n + p) if counts_pad else (0, n)
     starts = (i * s - p for i in range(windows))
@@ -312,7 +314,7 @@ def _counts(n: int, windows: int, own: tuple[int, int, int], counts_pad: bool) -
 
 
 def _divided(x: Handle, dim: int, counts: list[int]) -> Handle:
-    """Divided by how many elements each window has along one dim."""
+    """Divide by the number of elements of each window along one dim."""
     if len({*counts}) == 1:
         return x / counts[0]
     behind = (1,) * (x.ndim - 1 - dim)
@@ -323,7 +325,7 @@ avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))
 
 
 def _spans(n: int, parts: int) -> list[tuple[int, int]]:
-    """From where to where the parts of a dim go that adaptive pooling makes."""
+    """Return start and end of each part of a dim for adaptive pooling."""
     return [(i * n // parts, -(-(i + 1) * n // parts)) for i in range(parts)]
 
 
@@ -337,10 +339,10 @@ def _adaptive(n: int, name: str, join: Operation, words: str) -> Operation:
             )
         _with_batch(f"adaptive_{name}_pool{n}d", x, n)
         given = list(output_size) if isinstance(output_size, Sequence) else [output_size] * n
-        own = [x.shape[x.ndim - n + at] if m is None else m for at, m in enumerate(given)]
-        sizes = _numbers("output_size", own, n, 1)
+        extents = [x.shape[x.ndim - n + at] if m is None else m for at, m in enumerate(given)]
+        sizes = _numbers("output_size", extents, n, 1)
         result = in_f32(x) if n > 1 and join is mean else x
-        for at, m in reversed([*enumerate(sizes)]):  # so that of equal elements the first counts
+        for at, m in reversed([*enumerate(sizes)]):  # so that the first of equal elements counts
             result = _in_parts(result, x.ndim - n + at, m, join)
         return record("set", back(result, x))
 
@@ -402,9 +404,9 @@ def im2col(
         for i in range(kh)
         for j in range(kw)
     ]
-    found = parts.stack(rows, 2)
-    found = views.reshape(found, (*whole.shape[:1], -1, h * w))
-    return found if x.ndim == 4 else record("squeeze", found, dims=(0,))
+    columns = parts.stack(rows, 2)
+    columns = views.reshape(columns, (*whole.shape[:1], -1, h * w))
+    return columns if x.ndim == 4 else record("squeeze", columns, dims=(0,))
 
 
 def col2im(
@@ -439,5 +441,5 @@ def col2im(
         )
         total = spread if total is None else total + spread
     assert total is not None
-    found = moves.pad(total, (-pw, -pw, -ph, -ph)) if ph or pw else total
-    return found if x.ndim == 3 else record("squeeze", found, dims=(0,))
+    images = moves.pad(total, (-pw, -pw, -ph, -ph)) if ph or pw else total
+    return images if x.ndim == 3 else record("squeeze", images, dims=(0,))

@@ -1,6 +1,6 @@
 """Tensors made of numbers: no rank sends anything for them, each makes its own part.
 
-Where nothing says where one lives (`mesh=`, `layout=`, `.on()`), it lies as what reads it wants it.
+Without `mesh=`, `layout=` or `.on()`, the layout is inferred from the readers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mdfuse.frontend.ops.recording import Shape, check_fill, definition_of, reco
 from mdfuse.frontend.plain import brief, is_in_range
 from mdfuse.layouts.layout import Layout
 
-#: How many numbers a constant may have: they stand in the program.
+#: The most numbers of a constant; they stand in the program.
 _LIMIT = 4096
 
 
@@ -149,8 +149,8 @@ def eye(
     """A matrix of n rows and m columns (n by default) with ones along its diagonal."""
     rows = record("unsqueeze", arange(n), dims=(1,))
     is_there = record("eq", rows, arange(n if m is None else m))
-    made = record("cast", is_there, dtype=dtype or torch.get_default_dtype())
-    return _placed(made, mesh, layout)
+    diagonal = record("cast", is_there, dtype=dtype or torch.get_default_dtype())
+    return _placed(diagonal, mesh, layout)
 
 
 def scalar_tensor(fill_value: Any, *, dtype: torch.dtype | None = None) -> Handle:
@@ -204,9 +204,9 @@ def tensor(
         "dtype": whole.dtype,
     }
     definition = definition_of()
-    made = definition.record("constant", (), attrs)
-    definition.numbers[made.id] = whole
-    return _placed(made, mesh, layout)
+    constant = definition.record("constant", (), attrs)
+    definition.numbers[constant.id] = whole
+    return _placed(constant, mesh, layout)
 
 
 def _numbers(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
@@ -217,21 +217,23 @@ def _numbers(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
         and type(given) is torch.Tensor
     )
     try:
-        made = given.detach().to(dtype or given.dtype) if given is not None and is_plain else None
-        made = torch.tensor(data, dtype=dtype) if given is None else made
+        converted = (
+            given.detach().to(dtype or given.dtype) if given is not None and is_plain else None
+        )
+        converted = torch.tensor(data, dtype=dtype) if given is None else converted
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise DefinitionError(
             f"a constant of {brief(data)}",
             because=f"torch says: {str(error).splitlines()[0]}",
             hint="a number, or nested lists of numbers of one length",
         ) from error
-    if made is None or made.is_complex():
+    if converted is None or converted.is_complex():
         raise DefinitionError(
             f"a constant of {brief(data)}",
             because="a constant is a dense tensor of real numbers that nothing trains",
             hint="make it an input with fd.define_tensor",
         )
-    return made
+    return converted
 
 
 # -- like another --------------------------------------------------------------------------------

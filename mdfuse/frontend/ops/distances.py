@@ -30,8 +30,8 @@ def cosine_similarity(x1: Handle, x2: Handle, dim: int = 1, eps: float = 1e-8) -
     real_only("cosine_similarity", x1, x2)
     first, second = (in_f32(floating(x)) for x in (x1, x2))
     sizes = [ROWS["maximum"](norm(x, 2, dim, keepdim=True), eps) for x in (first, second)]
-    found = sum((first / sizes[0]) * (second / sizes[1]), dim)
-    return _as(found, torch.promote_types(x1.dtype, x2.dtype))
+    cosine = sum((first / sizes[0]) * (second / sizes[1]), dim)
+    return _as(cosine, torch.promote_types(x1.dtype, x2.dtype))
 
 
 def _as(x: Handle, dtype: torch.dtype) -> Handle:
@@ -42,7 +42,7 @@ def pairwise_distance(
     x1: Handle, x2: Handle, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Handle:
     """The p-norm of x1 - x2 + eps along the last dim."""
-    if isinstance(eps, int) and abs(eps) < 2**63:  # a float, also to torch, and so the sum
+    if isinstance(eps, int) and abs(eps) < 2**63:  # a float, as in torch
         eps = float(eps)
     return norm(x1 - x2 + eps, p, -1, keepdim)
 
@@ -50,7 +50,7 @@ def pairwise_distance(
 def cdist(x1: Handle, x2: Handle, p: float = 2.0) -> Handle:
     """The p-norms of the differences of all rows: [*,n,d], [*,m,d] -> [*,n,m].
 
-    All differences are formed, n * m * d numbers, of which none travels.
+    All n * m * d differences are computed; none is communicated.
     """
     if min(x1.ndim, x2.ndim) < 2 or x1.shape[-1] != x2.shape[-1] or p < 0:
         raise DefinitionError(
@@ -89,8 +89,8 @@ def matrix_norm(
     rows, columns = (d % x.ndim for d in over)
     first, second = (rows, columns) if abs(ord) == 1 else (columns, rows)
     total = sum(ROWS["abs"](in_f32(with_fractions(x))), first, True)
-    found = (reductions.amax if ord > 0 else reductions.amin)(total, second, True)
-    return back(found if keepdim else record("squeeze", found, dims=(rows, columns)), x, True)
+    norms = (reductions.amax if ord > 0 else reductions.amin)(total, second, True)
+    return back(norms if keepdim else record("squeeze", norms, dims=(rows, columns)), x, True)
 
 
 def cross(x: Handle, other: Handle, dim: int | None = None) -> Handle:

@@ -1,7 +1,7 @@
-"""Contractions of any dims: einsum and what is made of it.
+"""Contractions of any dims: einsum and operations composed of it.
 
-Two tensors at a time, in the order that `opt_einsum` finds. Every dim may be split: one that is
-summed over gives what ranks add up.
+Two tensors are contracted at a time, in the order of `opt_einsum`. Every dim may be split: a summed
+dim gives partial sums, which the ranks add.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ def _terms(equation: str, operands: Sequence[Handle]) -> tuple[list[str], str]:
     if len(terms) != len(operands):
         raise _refused(equation, operands, f"it has {counted(len(terms), 'term')}")
     free = [c for c in _LETTERS if c not in equation]
-    widest, found = 0, []
+    widest, full_terms = 0, []
     for term, x in zip(terms, operands, strict=True):
-        rest = x.ndim - len(term.replace("...", ""))
-        if rest < 0 or (rest and "..." not in term) or rest > len(free):
+        implied = x.ndim - len(term.replace("...", ""))
+        if implied < 0 or (implied and "..." not in term) or implied > len(free):
             raise _refused(equation, operands, f"{term!r} stands for {shown(x)}")
-        widest = max(widest, rest if "..." in term else 0)
-        dots = "".join(free[:rest][::-1])  # aligned from the right
-        found.append(term.replace("...", dots))
+        widest = max(widest, implied if "..." in term else 0)
+        dots = "".join(free[:implied][::-1])  # aligned from the right
+        full_terms.append(term.replace("...", dots))
     dots = "".join(free[:widest][::-1])
     if arrow:
         result = right.replace("...", dots)
     else:
-        every = "".join(found)
+        every = "".join(full_terms)
         result = dots + "".join(sorted(c for c in {*every} - {*dots} if every.count(c) == 1))
-    strange = [c for c in "".join((*found, result)) if c not in _LETTERS]
-    if strange or len({*result}) < len(result) or not {*result} <= {*"".join(found)}:
+    strange = [c for c in "".join((*full_terms, result)) if c not in _LETTERS]
+    if strange or len({*result}) < len(result) or not {*result} <= {*"".join(full_terms)}:
         raise _refused(equation, operands, "each letter of the result is in a term")
-    return found, result
+    return full_terms, result
 
 
 def _contracted(equation: str, terms: list[str], result: str, values: list[Handle]) -> Handle:
@@ -91,10 +91,10 @@ def _contracted(equation: str, terms: list[str], result: str, values: list[Handl
         taken = sorted(pair, reverse=True)
         (second, b), (first, a) = ((terms.pop(i), values.pop(i)) for i in taken)
         wanted = {*result, *"".join(terms)}
-        kept = [c for c in dict.fromkeys(first + second) if c in wanted]
-        kept = [*result] if not terms else kept
-        terms.append("".join(kept))
-        values.append(_pair(first, second, kept, a, b))
+        letters = [c for c in dict.fromkeys(first + second) if c in wanted]
+        letters = [*result] if not terms else letters
+        terms.append("".join(letters))
+        values.append(_pair(first, second, letters, a, b))
     return _arranged(terms[0], result, values[0])
 
 
@@ -110,7 +110,7 @@ def _once(term: str, x: Handle) -> tuple[str, Handle]:
 
 
 def _path(terms: Sequence[str], result: str, sizes: dict[str, int]) -> list[tuple[int, ...]]:
-    """Which two to contract next, until one is left."""
+    """Return the pairs to contract, in order, until one operand is left."""
     if len(terms) == 1:
         return []
     if len(terms) == 2:
@@ -120,17 +120,17 @@ def _path(terms: Sequence[str], result: str, sizes: dict[str, int]) -> list[tupl
     shapes = [tuple(example(sizes[c]) for c in term) for term in terms]
     equation = f"{','.join(terms)}->{result}"
     path, _ = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize="auto")
-    found: list[tuple[int, ...]] = []
+    pairs: list[tuple[int, ...]] = []
     count = len(terms)
     for step in path:
         many = sorted(step)
-        while len(many) > 2:  # of more than two at once, the last two
-            found.append(tuple(many[-2:]))
+        while len(many) > 2:  # contract the last two of more than two
+            pairs.append(tuple(many[-2:]))
             many = [*many[:-2], count - 2]
             count -= 1
-        found.append(tuple(many))
+        pairs.append(tuple(many))
         count -= 1
-    return [step for step in found if len(step) == 2]
+    return [step for step in pairs if len(step) == 2]
 
 
 def _pair(first: str, second: str, kept: Sequence[str], a: Handle, b: Handle) -> Handle:
@@ -140,14 +140,14 @@ def _pair(first: str, second: str, kept: Sequence[str], a: Handle, b: Handle) ->
 
 
 def _arranged(term: str, result: str, x: Handle) -> Handle:
-    """Summed over what the result lacks, in its order."""
+    """Sum over letters that the result lacks, and transpose to its order."""
     gone = tuple(d for d, c in enumerate(term) if c not in result)
     x = reductions.sum(x, gone, dtype=x.dtype) if gone else x
     left = [c for c in term if c in result]
     return views.permute(x, [left.index(c) for c in result]) if result else record("set", x)
 
 
-# -- made of it ----------------------------------------------------------------------------------
+# -- composed of einsum ----------------------------------------------------------------------------
 
 
 def tensordot(x: Handle, other: Handle, dims: Any = 2) -> Handle:
@@ -167,7 +167,7 @@ def tensordot(x: Handle, other: Handle, dims: Any = 2) -> Handle:
     fits = (
         len(pair) == 2
         and len(pair[0]) == len(pair[1])
-        and all(-y.ndim <= d < y.ndim for y, own in zip(shapes, pair, strict=True) for d in own)
+        and all(-y.ndim <= d < y.ndim for y, axes in zip(shapes, pair, strict=True) for d in axes)
     )
     if not fits:
         raise DefinitionError(
@@ -246,5 +246,5 @@ def bilinear(x1: Handle, x2: Handle, weight: Handle, bias: Handle | None = None)
         raise DefinitionError(
             "bilinear without a weight of three dims", because="it is [o,i,j]", hint="einsum"
         )
-    found = einsum("...i,oij,...j->...o", x1, weight, x2)
-    return found if bias is None else found + bias
+    product = einsum("...i,oij,...j->...o", x1, weight, x2)
+    return product if bias is None else product + bias

@@ -1,4 +1,4 @@
-"""The logarithm of a sum of exponentials, as operations that need it compute it."""
+"""The logarithm of a sum of exponentials, for composed operations."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def log_of_sum(wide: Handle, over: tuple[int, ...] | None) -> Handle:
 
 
 def parts_of_log(wide: Handle, over: tuple[int, ...]) -> tuple[Handle, Handle]:
-    """The largest element over dims, and what log(sum(exp(x))) is above it; NaN of infinities.
+    """Return the largest element over dims, and log(sum(exp(x))) minus it; NaN of infinities.
 
-    No gradient goes through the largest element: what it takes away and adds is the same. Of
-    complex numbers it is that of the real parts, which say how large the exponentials are.
+    No gradient goes through the largest element, because it is subtracted and added again. For
+    complex numbers it is the largest real part, which gives the size of the exponentials.
 
     Args:
-        wide: x of at least 32 bits, computed in a block of `again`, which this goes on with.
+        wide: x of at least 32 bits, computed in a block of `again`, which is continued.
         over: the dims, which are kept.
     """
     top = _top(wide, over)
@@ -33,13 +33,13 @@ def parts_of_log(wide: Handle, over: tuple[int, ...]) -> tuple[Handle, Handle]:
 
 
 def _top(x: Handle, over: tuple[int, ...] | None) -> Handle:
-    """The largest element over dims, which are kept; -inf of none."""
+    """Return the largest element over dims, which are kept; -inf without elements."""
     some = {"identity": True} if _may_be_none(x, over) else {}
     return record("detach", record("max", x, dims=over, keepdim=True, **some))
 
 
 def _may_be_none(x: Handle, over: tuple[int, ...] | None) -> bool:
-    """Whether a dim of those has no element, or as many as a run chooses."""
+    """Return whether a reduced dim may be empty: extent 0, or chosen by each run."""
     extents = x.shape if over is None else [x.shape[d] for d in over]
     return any(isinstance(n, Extent) or n == 0 for n in extents)
 

@@ -1,7 +1,7 @@
-"""The largest and the smallest elements: how large, and where they stand.
+"""The largest and the smallest elements, and their indices.
 
-An index is the smallest place at which the extreme stands, so it is joined from the ranks' parts as
-values are, and a dim may be split.
+An index is the smallest place of the extreme, so the ranks' indices can be reduced as values are,
+and the dim may be split.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ argmax, argmin = _place_of("max", amax), _place_of("min", amin)
 
 
 class Extremes(NamedTuple):
-    """What `max` and `min` along a dim give, as in torch."""
+    """The result of `max` and `min` along a dim, as in torch."""
 
     values: Handle
     indices: Handle
@@ -49,8 +49,8 @@ def _as_in_torch(name: str, over: Reduction, pairwise: Reduction) -> Operation:
             dims = checked(x, dim) or ()
             at = tuple(d % x.ndim for d in dims)
             values = first_extreme(name, x, dims, keepdim)
-            kept = values if keepdim or not at else record("unsqueeze", values, dims=at)
-            return Extremes(values, amin(first_place(x, kept, at), dims, keepdim))
+            with_dims = values if keepdim or not at else record("unsqueeze", values, dims=at)
+            return Extremes(values, amin(first_place(x, with_dims, at), dims, keepdim))
         return over(x, dim, keepdim, dims=dims)
 
     function.__name__ = name

@@ -1,4 +1,4 @@
-"""Where extremes stand first, as operations and gradients that need it compute it."""
+"""The first index of extremes, for operations and gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def first_extreme(name: str, x: Handle, dims: tuple[int, ...], keepdim: bool) ->
 
 
 def first_place(x: Handle, extreme: Handle, over: tuple[int, ...]) -> Handle:
-    """Where along dims, in row-major order, the extreme (with its dims kept) stands first."""
+    """Return the first row-major index along dims of the extreme (with its dims kept)."""
     is_there = ROWS["eq"](x, extreme)
     if x.dtype.is_floating_point:  # a NaN is the extreme, and equals nothing
         is_there = ROWS["logical_or"](is_there, ROWS["isnan"](x))

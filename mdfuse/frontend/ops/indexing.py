@@ -20,12 +20,12 @@ _WHOLE = builtins.slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Indexing:
-    """What an index does.
+    """The effect of an index on a value.
 
     Attributes:
-        window: starts, ends and steps; None where all of the value is taken.
-        gone: dims that an integer chose one place of.
-        new: places of new dims in the result.
+        window: starts, ends and steps; None if the whole value is taken.
+        gone: dims that an integer index removes.
+        new: positions of new dims in the result.
     """
 
     window: tuple[tuple[int, ...], ...] | None
@@ -33,7 +33,7 @@ class Indexing:
     new: tuple[int, ...]
 
 
-#: Plans of indices that were met before, by shape and index.
+#: Plans of earlier indices, by shape and index.
 _PLANS: dict[Hashable, Indexing] = {}
 _LIMIT = 4096
 
@@ -63,7 +63,7 @@ def along(x: Handle, dim: int, item: Any) -> Handle:
 
 
 def _key(shape: tuple[int, ...], where: Any) -> Hashable | None:
-    """A shape and an index of numbers; None where there is something else in them."""
+    """Return a key of a shape and an index of numbers; None for other indices."""
     items: list[Any] = []
     for item in where if type(where) is tuple else (where,):
         if type(item) is builtins.slice:
@@ -94,7 +94,7 @@ def _plan(x: Handle, where: Any) -> Indexing:
 
 
 def _items(x: Handle, where: Any) -> list[Any]:
-    """One item per dim, besides the Nones: `...` is written out."""
+    """Return one item per dim, and the Nones, with `...` expanded."""
     items = [_plain(x, i) for i in (where if isinstance(where, tuple) else (where,))]
     dots = used = 0
     for item in items:
@@ -122,7 +122,7 @@ def _items(x: Handle, where: Any) -> list[Any]:
 
 
 def _plain(x: Handle, item: Any) -> Any:
-    """An item with numbers of numpy as Python's, and none that 64 bits cannot hold."""
+    """Return an item with Python numbers for numpy's; refuse numbers beyond 64 bits."""
     if isinstance(item, builtins.slice):
         bounds = [_plain(x, bound) for bound in (item.start, item.stop, item.step)]
         is_whole = builtins.all(bound is None for bound in bounds)
@@ -158,7 +158,7 @@ def window_of(x: Handle, item: Any, dim: int) -> Window:
 
 
 def check_in_range(x: Handle, item: Any, dim: int) -> None:
-    """Raise DefinitionError where an index is none of a dim."""
+    """Raise DefinitionError if an index is out of range."""
     extent = x.shape[dim]
     if not -extent <= item < extent:
         of = f"%{x.name}: {x.value.type_text()}"

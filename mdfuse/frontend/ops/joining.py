@@ -17,16 +17,16 @@ from mdfuse.frontend.ops.recording import listed, own_place, record, shown
 
 
 def _each(name: str, tensors: Sequence[Any], one: Any) -> Any:
-    """The result for a single tensor, or a tuple of them for several."""
-    found = tuple(map(one, listed(name, tensors)))
-    return found[0] if len(tensors) == 1 and isinstance(tensors[0], Handle) else found
+    """Return the result for a single tensor, or a tuple for several."""
+    shaped = tuple(map(one, listed(name, tensors)))
+    return shaped[0] if len(tensors) == 1 and isinstance(tensors[0], Handle) else shaped
 
 
 def _at_least(ndim: int) -> Any:
     def widened(x: Handle) -> Handle:
         if x.ndim >= ndim:
             return record("set", x)
-        if ndim == 3 and x.ndim:  # as torch has it: a matrix gets its new dim behind
+        if ndim == 3 and x.ndim:  # as in torch: the new dim of a matrix is the last one
             return views.reshape(x, (1, *x.shape, 1) if x.ndim == 1 else (*x.shape, 1))
         return views.reshape(x, (*(1,) * (ndim - x.ndim), *x.shape))
 
@@ -116,12 +116,12 @@ def meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Handle, ...]:
         )
     flat = [_at_least(1)(x) for x in given]
     shape = tuple(x.shape[0] for x in flat)
-    made = tuple(
+    grids = tuple(
         views.expand(views.reshape(x, (-1, *(1,) * (len(flat) - 1 - d))), shape)
         for d, x in enumerate(flat)
     )
-    is_swapped = indexing == "xy" and len(made) > 1
-    return tuple(views.transpose(x, 0, 1) for x in made) if is_swapped else made
+    is_swapped = indexing == "xy" and len(grids) > 1
+    return tuple(views.transpose(x, 0, 1) for x in grids) if is_swapped else grids
 
 
 def broadcast_tensors(*tensors: Any) -> tuple[Handle, ...]:

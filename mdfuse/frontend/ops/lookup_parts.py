@@ -1,4 +1,4 @@
-"""What lookups by tensors of indices are made of."""
+"""Parts of lookups by tensors of indices."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def check_index(name: str, index: Handle, x: Handle, dim: int, from_end: bool = False) -> Handle:
-    """The index in 64 bits; where it is a constant, its numbers are places of that dim of x.
+    """Return the index in 64 bits; check the numbers of a constant against the dim of x.
 
     Args:
         name: of the operation.
         index: the index.
-        x: what it runs over.
+        x: the indexed value.
         dim: along which.
         from_end: negative numbers count from the end.
     """
@@ -38,7 +38,7 @@ def check_index(name: str, index: Handle, x: Handle, dim: int, from_end: bool = 
 
 
 def check_places(name: str, index: Handle, x: Handle, dim: int, from_end: bool = False) -> None:
-    """Raise DefinitionError where a constant has an index that is none; see `check_index`."""
+    """Raise DefinitionError if a constant has an index out of range; see `check_index`."""
     extent = x.shape[dim] if x.ndim else 1
     numbers = index.definition.numbers.get(index.id)
     if numbers is not None and numbers.numel() and not isinstance(extent, Extent):
@@ -53,7 +53,7 @@ def check_places(name: str, index: Handle, x: Handle, dim: int, from_end: bool =
 
 
 def added_up(x: Handle, looked_up: Callable[[Handle], Handle]) -> Handle:
-    """A lookup in x; bools, of which ranks add up no parts, as bytes."""
+    """Look up in x; bools as bytes, because ranks add partial results."""
     if x.dtype != torch.bool:
         return looked_up(x)
     return cast(looked_up(cast(x, torch.uint8)), torch.bool)
@@ -62,7 +62,7 @@ def added_up(x: Handle, looked_up: Callable[[Handle], Handle]) -> Handle:
 def at_indices(x: Handle, first: int, indices: Sequence[Handle]) -> Handle:
     """`x[:, i, j]`: dims from `first` on by tensors of indices, which are repeated to one shape.
 
-    Several indices are one into their dims as one; the outermost of these may be split.
+    Several indices become one index into the merged dims; the outermost dim may be split.
     """
     count = len(indices)
     if (count == 1 and indices[0].dtype == torch.bool) or x.ndim < first + count:
@@ -70,8 +70,8 @@ def at_indices(x: Handle, first: int, indices: Sequence[Handle]) -> Handle:
     extents = x.shape[first : first + count]
     flat = None
     for dim, (n, index) in enumerate(zip(extents, indices, strict=True), first):
-        own = from_the_end(check_index("x[…]", index, x, dim, from_end=True), n)
-        flat = own if flat is None else flat * n + own
+        positions = from_the_end(check_index("x[…]", index, x, dim, from_end=True), n)
+        flat = positions if flat is None else flat * n + positions
     assert flat is not None
     if count > 1:
         merged = math.prod(extents)

@@ -1,8 +1,8 @@
 """Elements by tensors of indices: looked up, written, added up.
 
-The dim that indices run over may be split: the table stays where it is, and what ranks have of the
-result is joined. Indices count from 0 (in `x[i]` also from the end) and are in range; those that
-are not are not found out, unless `Options.check_indices` is set.
+The indexed dim may be split: the table is not moved, and the ranks' partial results are added.
+Indices count from 0 (in `x[i]` also from the end) and must be in range; they are only checked if
+`Options.check_indices` is set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def index_select(x: Handle, dim: int, index: Handle) -> Handle:
 
     Args:
         x: a tensor.
-        dim: which may be split: then what ranks have is joined, and x stays where it is.
+        dim: may be split: ranks then add partial results, and x is not moved.
         index: integers of one dim (or a number), from 0 on.
     """
     if index.ndim > 1:
@@ -40,9 +40,9 @@ def index_select(x: Handle, dim: int, index: Handle) -> Handle:
             hint="x[index] takes an index of any shape",
         )
     at = own_place(x, dim)
-    found = check_index("index_select", index, x, at)
-    found = found if found.ndim else views.reshape(found, (1,))
-    return added_up(x, lambda table: record("index_select", found, table, along=at))
+    positions = check_index("index_select", index, x, at)
+    positions = positions if positions.ndim else views.reshape(positions, (1,))
+    return added_up(x, lambda table: record("index_select", positions, table, along=at))
 
 
 def gather(x: Handle, dim: int, index: Handle, *, sparse_grad: bool = False) -> Handle:
@@ -50,7 +50,7 @@ def gather(x: Handle, dim: int, index: Handle, *, sparse_grad: bool = False) -> 
 
     Args:
         x: a tensor.
-        dim: which may be split: then what ranks have is joined, and x stays where it is.
+        dim: may be split: ranks then add partial results, and x is not moved.
         index: of as many dims as x, along the others no longer than it.
         sparse_grad: taken as in torch; gradients are dense.
     """
@@ -62,7 +62,7 @@ def gather(x: Handle, dim: int, index: Handle, *, sparse_grad: bool = False) -> 
 
 
 def _alike(name: str, x: Handle, dim: int, index: Handle) -> tuple[Handle, Handle]:
-    """x cut to the extents of the index but along the dim, and the index in 64 bits."""
+    """Return x cut to the index's extents except along the dim, and the index in 64 bits."""
     at = own_place(x, dim) if x.ndim else 0
     index = check_index(name, index, x, at)
     fits = index.ndim == x.ndim and builtins.all(
@@ -78,7 +78,7 @@ def _alike(name: str, x: Handle, dim: int, index: Handle) -> tuple[Handle, Handl
 
 
 def _first(x: Handle, shape: Sequence[int], but: int) -> Handle:
-    """The first places of each dim but one."""
+    """Return the first places of each dim except one."""
     window = tuple(
         builtins.slice(None) if d == but or n == x.shape[d] else builtins.slice(0, n)
         for d, n in enumerate(shape)
@@ -90,7 +90,7 @@ def _first(x: Handle, shape: Sequence[int], but: int) -> Handle:
 def take_along_dim(x: Handle, indices: Handle, dim: int | None = None) -> Handle:
     """`gather` with x and the indices repeated to one shape; without a dim of both flattened.
 
-    As in torch, indices go round: the one behind the last is the first.
+    As in torch, indices wrap around: the index after the last is the first.
     """
     if dim is None:
         x, indices, dim = views.flatten(x), views.flatten(indices), 0
@@ -197,7 +197,7 @@ _WITH_SELF: dict[str, Callable[[Handle, Handle], Handle]] = {
 def _written(
     name: str, x: Handle, dim: int, index: Handle, src: Handle
 ) -> tuple[int, Handle, Handle]:
-    """The dim counted from the first, the index in 64 bits, and src cut to its shape."""
+    """Return the dim counted from the first, the index in 64 bits, and src cut to its shape."""
     at = own_place(x, dim)
     index = check_index(name, index, x, at)
     fits = index.ndim == x.ndim == src.ndim and builtins.all(
@@ -215,13 +215,13 @@ def _written(
 
 
 def _scattered(x: Handle, dim: int, index: Handle, src: Handle, op: str) -> Handle:
-    """What is joined at each place of x; beside the index nothing, which is 0."""
-    made = tuple(x.shape[d] if d == dim else n for d, n in enumerate(index.shape))
-    found = record("scatter_reduce", index, src, shape=made, along=dim, reduce=op)
+    """Return the reduced elements of src at each place of x; 0 outside of the index's extents."""
+    shape = tuple(x.shape[d] if d == dim else n for d, n in enumerate(index.shape))
+    scattered = record("scatter_reduce", index, src, shape=shape, along=dim, reduce=op)
     beside = [0] * (2 * x.ndim)
-    for d, n in enumerate(made):
+    for d, n in enumerate(shape):
         beside[2 * (x.ndim - 1 - d) + 1] = x.shape[d] - n
-    return moves.pad(found, beside) if made != x.shape else found
+    return moves.pad(scattered, beside) if shape != x.shape else scattered
 
 
 def scatter(x: Handle, dim: int, index: Handle, src: Any, *, reduce: str | None = None) -> Handle:
@@ -257,8 +257,8 @@ def scatter(x: Handle, dim: int, index: Handle, src: Any, *, reduce: str | None 
     if not n:
         return record("set", x)
     chosen = _first(ROWS["maximum"](last, 1) - 1, index.shape, at)
-    found = added_up(src, lambda table: record("gather", chosen, table, along=at))
-    return where(is_hit, moves.pad(found, _beside(found, x)), x)
+    written = added_up(src, lambda table: record("gather", chosen, table, along=at))
+    return where(is_hit, moves.pad(written, _beside(written, x)), x)
 
 
 def _beside(x: Handle, whole: Handle) -> list[int]:
@@ -276,8 +276,8 @@ def index_add(x: Handle, dim: int, index: Handle, source: Handle, *, alpha: floa
         alpha: a factor.
     """
     at, index, source = _sources("index_add", x, dim, index, source)
-    made = record("index_sum", index, source, shape=x.shape, along=at)
-    return x + (made if alpha == 1 else made * alpha)
+    sums = record("index_sum", index, source, shape=x.shape, along=at)
+    return x + (sums if alpha == 1 else sums * alpha)
 
 
 def _sources(
@@ -307,7 +307,7 @@ def index_copy(x: Handle, dim: int, index: Handle, source: Handle) -> Handle:
 
 
 def _replaced(x: Handle, at: int, index: Handle, source: Handle) -> Handle:
-    """By the last place of the index that names each place of the dim, or 0 for none."""
+    """Replace each place of the dim by the last source place that names it."""
     (count,) = index.shape
     if not count:
         return record("set", x)
@@ -315,9 +315,9 @@ def _replaced(x: Handle, at: int, index: Handle, source: Handle) -> Handle:
     n = x.shape[at]
     last = record("scatter_reduce", index, places, shape=(n,), along=0, reduce="max")
     chosen = ROWS["maximum"](last, 1) - 1
-    found = added_up(source, lambda table: record("index_select", chosen, table, along=at))
+    written = added_up(source, lambda table: record("index_select", chosen, table, along=at))
     is_hit = views.reshape(ROWS["gt"](last, 0), (n, *(1,) * (x.ndim - 1 - at)))
-    return where(is_hit, found, x)
+    return where(is_hit, written, x)
 
 
 def index_fill(x: Handle, dim: int, index: Handle, value: Any) -> Handle:
@@ -356,23 +356,25 @@ def index_put(
         return _put_where(x, indices[0], values, accumulate)
     flat = None
     for dim, (n, index) in enumerate(zip(x.shape, indices, strict=False)):
-        own = from_the_end(check_index("index_put", index, x, dim, from_end=True), n)
-        flat = own if flat is None else flat * n + own
+        positions = from_the_end(check_index("index_put", index, x, dim, from_end=True), n)
+        flat = positions if flat is None else flat * n + positions
     assert flat is not None
-    rest = x.shape[count:]
-    merged = views.reshape(x, (math.prod(x.shape[:count]), *rest))
-    source = views.expand(values, (*flat.shape, *rest))
-    source = views.reshape(source, (math.prod(flat.shape), *rest))
+    behind = x.shape[count:]
+    merged = views.reshape(x, (math.prod(x.shape[:count]), *behind))
+    source = views.expand(values, (*flat.shape, *behind))
+    source = views.reshape(source, (math.prod(flat.shape), *behind))
     flat = views.reshape(flat, (math.prod(flat.shape),))
-    made = index_add(merged, 0, flat, source) if accumulate else _replaced(merged, 0, flat, source)
-    return views.reshape(made, x.shape)
+    written = (
+        index_add(merged, 0, flat, source) if accumulate else _replaced(merged, 0, flat, source)
+    )
+    return views.reshape(written, x.shape)
 
 
 def _put_where(x: Handle, mask: Handle, values: Handle, accumulate: bool) -> Handle:
-    """x with the same values wherever a mask holds."""
-    rest = x.ndim - mask.ndim
-    is_one = values.ndim <= rest or (values.ndim == rest + 1 and are_same(values.shape[0], 1))
-    is_of_x = rest >= 0 and all(map(are_same, mask.shape, x.shape))
+    """Write the same values wherever a mask holds."""
+    behind = x.ndim - mask.ndim
+    is_one = values.ndim <= behind or (values.ndim == behind + 1 and are_same(values.shape[0], 1))
+    is_of_x = behind >= 0 and all(map(are_same, mask.shape, x.shape))
     if not is_of_x or not is_one:
         raise DefinitionError(
             f"index_put of {shown(x)} where {shown(mask)} holds, with {shown(values)}",
@@ -380,7 +382,7 @@ def _put_where(x: Handle, mask: Handle, values: Handle, accumulate: bool) -> Han
             hint="where(mask, values, x), or positions as integers",
         )
     added = x + values if accumulate else values
-    return where(views.reshape(mask, (*mask.shape, *(1,) * rest)), added, x)
+    return where(views.reshape(mask, (*mask.shape, *(1,) * behind)), added, x)
 
 
 def masked_scatter(x: Handle, mask: Handle, source: Handle) -> Handle:
@@ -395,8 +397,8 @@ def masked_scatter(x: Handle, mask: Handle, source: Handle) -> Handle:
     place = record("cumsum", cast(wide, torch.int64), dim=0) - 1
     source = views.flatten(source)
     place = ROWS["minimum"](ROWS["maximum"](place, 0), larger(source.shape[0] - 1, 0))
-    found = record("index_select", place, source, along=0)
-    return where(mask, views.reshape(found, x.shape), x)
+    elements = record("index_select", place, source, along=0)
+    return where(mask, views.reshape(elements, x.shape), x)
 
 
 # -- slices --------------------------------------------------------------------------------------
@@ -412,7 +414,7 @@ def slice_scatter(
 ) -> Handle:
     """x with src in place of x[start:end:step] along a dim.
 
-    What is written must be whole along the dim; x may be split.
+    src is replicated along the dim; x may be split.
     """
     at = own_place(x, dim)
     n = x.shape[at]

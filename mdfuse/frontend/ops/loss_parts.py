@@ -1,4 +1,4 @@
-"""What losses are made of: differences, and one number or none of them."""
+"""Parts of losses: differences, and reductions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mdfuse.frontend.ops.reductions import mean, sum
 
 
 def alike(x: Handle, target: Handle) -> list[Handle]:
-    """Two values in the dtype of tensors of one shape: torch expands them before."""
+    """Return two values in one dtype and shape, as torch expands them."""
     dtype = torch.promote_types(x.dtype, target.dtype)
     return [y if y.dtype == dtype else as_dtype(y, dtype) for y in (x, target)]
 
 
 def distance(x: Handle, target: Handle) -> Handle:
-    """Differences of two such values."""
+    """Return the differences of two such values."""
     first, second = alike(x, target)
     return first - second
 
 
 def class_numbers(target: Handle) -> Handle:
-    """Indices of classes in a dtype that has all of them, and the numbers that stand for none.
+    """Return class indices in a dtype that holds all classes and ignored numbers.
 
     In 8 bits class 256 would be class 0 again, and -100 would be 156.
     """

@@ -31,7 +31,7 @@ def nll_loss(
     Args:
         x: logarithms of probabilities: [rows, classes], [rows, classes, …] or [classes]; the
             classes may be split.
-        target: the index of a class for each row; one that is none of a class is not found out.
+        target: the index of a class for each row; its range is not checked.
         weight: of each class.
         ignore_index: rows with this target count nothing.
         reduction: "mean" (by the weights of the rows that count), "sum" or "none".
@@ -62,12 +62,12 @@ def nll_loss(
     score = sum(where(is_it, in_f32(x), 0.0), at)
     share = as_dtype(counts, score.dtype)
     if weight is not None:
-        own = reshape(in_f32(weight), (n, *(1,) * behind)) if behind else in_f32(weight)
-        share = where(counts, sum(where(is_it, own, 0.0), at), 0.0)
-    found = where(counts, -score * share, 0.0)
+        factors = reshape(in_f32(weight), (n, *(1,) * behind)) if behind else in_f32(weight)
+        share = where(counts, sum(where(is_it, factors, 0.0), at), 0.0)
+    losses = where(counts, -score * share, 0.0)
     if reduction == "mean":
-        return back(sum(found) / sum(share), x)
-    return back(reduced(found, reduction), x)
+        return back(sum(losses) / sum(share), x)
+    return back(reduced(losses, reduction), x)
 
 
 def _probabilities(name: str, x: Handle, target: Handle) -> None:
@@ -111,8 +111,8 @@ def binary_cross_entropy_with_logits(
     with again(x):
         wide, goal = in_f32(x), in_f32(target)
         factor = 1.0 if pos_weight is None else (pos_weight - 1.0) * goal + 1.0
-        found = (1.0 - goal) * wide - logsigmoid(wide) * factor
-    return back(reduced(found if weight is None else found * weight, reduction), x)
+        losses = (1.0 - goal) * wide - logsigmoid(wide) * factor
+    return back(reduced(losses if weight is None else losses * weight, reduction), x)
 
 
 def smooth_l1_loss(
@@ -153,12 +153,12 @@ def kl_div(
         log_target: whether the target holds logarithms.
     """
     if log_target:
-        found = ROWS["exp"](target) * (target - x)
+        losses = ROWS["exp"](target) * (target - x)
     else:
-        found = ROWS["xlogy"](target, target) - target * x
+        losses = ROWS["xlogy"](target, target) - target * x
     if reduction == "batchmean":
-        return sum(found) / (found.shape[0] if found.ndim else 1)
-    return reduced(found, reduction)
+        return sum(losses) / (losses.shape[0] if losses.ndim else 1)
+    return reduced(losses, reduction)
 
 
 def _margin(margin: float, distances: Handle, reduction: str) -> Handle:
@@ -198,9 +198,9 @@ def cosine_embedding_loss(
     dim = x1.ndim - 1
     product, first, second = (sum(a * b, dim) for a, b in ((x1, x2), (x1, x1), (x2, x2)))
     cosine = product / ROWS["sqrt"]((first + _TINY) * (second + _TINY))
-    found = where(ROWS["eq"](target, 1), 1.0 - cosine, 0.0)
-    found = found + where(ROWS["eq"](target, -1), clamp_min(cosine - margin, 0), 0.0)
-    return reduced(found, reduction)
+    losses = where(ROWS["eq"](target, 1), 1.0 - cosine, 0.0)
+    losses = losses + where(ROWS["eq"](target, -1), clamp_min(cosine - margin, 0), 0.0)
+    return reduced(losses, reduction)
 
 
 #: As torch has it.
@@ -217,8 +217,8 @@ def hinge_embedding_loss(
 
 def soft_margin_loss(x: Handle, target: Handle, *, reduction: str = "mean") -> Handle:
     """log(1 + exp(-target * x)), in the dtype of x where that has fractions."""
-    found = ROWS["log1p"](ROWS["exp"](-target * x))
-    return reduced(back(found, x) if x.dtype.is_floating_point else found, reduction)
+    losses = ROWS["log1p"](ROWS["exp"](-target * x))
+    return reduced(back(losses, x) if x.dtype.is_floating_point else losses, reduction)
 
 
 def poisson_nll_loss(
@@ -231,8 +231,8 @@ def poisson_nll_loss(
     reduction: str = "mean",
 ) -> Handle:
     """exp(x) - target * x; with log_input=False x - target * log(x + eps)."""
-    found = ROWS["exp"](x) - target * x if log_input else x - target * ROWS["log"](x + eps)
+    losses = ROWS["exp"](x) - target * x if log_input else x - target * ROWS["log"](x + eps)
     if full:  # Stirling
-        rest = target * ROWS["log"](target) - target + ROWS["log"](target * (2 * math.pi)) * 0.5
-        found = found + where(ROWS["le"](target, 1), 0.0, rest)
-    return reduced(found, reduction)
+        stirling = target * ROWS["log"](target) - target + ROWS["log"](target * (2 * math.pi)) * 0.5
+        losses = losses + where(ROWS["le"](target, 1), 0.0, stirling)
+    return reduced(losses, reduction)

@@ -1,6 +1,6 @@
-"""Operations that are masks of places: triangles, diagonals, one-hot rows, counts of what is less.
+"""Operations by masks of indices: triangles, diagonals, one-hot rows, searches, histograms.
 
-A mask is made of numbers that each rank makes for its own part, so what is masked stays split.
+Each rank makes its own part of a mask, so masked values stay split.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mdfuse.frontend.ops.recording import own_place, place, record, shown
 
 
 def _places(n: int, behind: int = 0, dtype: torch.dtype = torch.int64) -> Handle:
-    """The numbers from 0 to n - 1 along a dim with so many dims behind it."""
-    found = creations.arange(n, dtype=dtype)
-    return views.reshape(found, (n, *(1,) * behind)) if behind else found
+    """Return the numbers from 0 to n - 1 along a dim followed by `behind` dims."""
+    numbers = creations.arange(n, dtype=dtype)
+    return views.reshape(numbers, (n, *(1,) * behind)) if behind else numbers
 
 
 def _zero(x: Handle) -> float | bool:
@@ -78,15 +78,15 @@ def diagonal(x: Handle, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Handle
     n, m = x.shape[first], x.shape[second]
     x = views.movedim(x, (first, second), (-2, -1))
     is_there = ROWS["eq"](_places(m) - _places(n, 1), offset)
-    kept = where(is_there, x, _zero(x))
-    found = (
-        reductions.any(kept, -1)
+    masked = where(is_there, x, _zero(x))
+    elements = (
+        reductions.any(masked, -1)
         if x.dtype == torch.bool
-        else reductions.sum(kept, -1, dtype=x.dtype)
+        else reductions.sum(masked, -1, dtype=x.dtype)
     )
     start = larger(-offset, 0)
     end = larger(start, smaller(n, m - offset))
-    return indexing.index(found, (..., builtins.slice(start, end)))
+    return indexing.index(elements, (..., builtins.slice(start, end)))
 
 
 def diag_embed(x: Handle, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Handle:
@@ -95,13 +95,13 @@ def diag_embed(x: Handle, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Ha
     first, second = _two(x, dim1, dim2, new=1)
     n = x.shape[-1] + builtins.abs(offset)
     wide = _with_zeros(x, builtins.abs(offset))
-    wide = views.unsqueeze(wide, -1 if offset >= 0 else -2)  # rows know their element, or columns
+    wide = views.unsqueeze(wide, -1 if offset >= 0 else -2)  # index by rows, or by columns
     is_there = ROWS["eq"](_places(n) - _places(n, 1), offset)
     return views.movedim(where(is_there, wide, _zero(x)), (-2, -1), (first, second))
 
 
 def _with_zeros(x: Handle, more: int) -> Handle:
-    """The last dim with zeros behind it."""
+    """Append zeros to the last dim."""
     shape = (*x.shape[:-1], x.shape[-1] + more)
     if not more:
         return x
@@ -142,7 +142,7 @@ def one_hot(x: Handle, num_classes: int = -1) -> Handle:
 
     Args:
         x: integers of 64 bits.
-        num_classes: how long a row is; it is not read off the indices, as torch's -1 does.
+        num_classes: the length of a row; unlike torch's -1, it is not taken from the indices.
     """
     if num_classes < 1 or x.dtype != torch.int64:
         raise DefinitionError(
@@ -158,8 +158,8 @@ def isin(
 ) -> Handle:
     """Whether each element of x is among the test elements."""
     flat = views.flatten(test_elements) if test_elements.ndim != 1 else test_elements
-    found = reductions.any(ROWS["eq"](views.unsqueeze(x, -1), flat), -1)
-    return ROWS["logical_not"](found) if invert else found
+    is_member = reductions.any(ROWS["eq"](views.unsqueeze(x, -1), flat), -1)
+    return ROWS["logical_not"](is_member) if invert else is_member
 
 
 def searchsorted(
@@ -176,10 +176,10 @@ def searchsorted(
 
     Args:
         x: [n], or […,n] with the leading dims of the values.
-        values: what is looked for.
+        values: the searched values.
         out_int32: the counts have 32 bits.
         right: count equal ones as well.
-        side: "left" or "right", another way to say that.
+        side: "left" or "right", the same choice as right.
     """
     if side not in (None, "left", "right") or (side == "left" and right):
         raise DefinitionError(
@@ -216,8 +216,8 @@ def histc(x: Handle, bins: int = 100, min: float = 0, max: float = 0) -> Handle:
     """How many elements are in each of some bins of one width, from min to max.
 
     Args:
-        x: a floating tensor; what is out of the range, and NaN, is not counted.
-        bins: how many.
+        x: a floating tensor; elements out of the range, and NaN, are not counted.
+        bins: their number.
         min, max: the range; torch's 0 and 0, which stand for that of x, are refused.
     """
     if bins < 1 or not min < max or not x.dtype.is_floating_point:
@@ -226,7 +226,7 @@ def histc(x: Handle, bins: int = 100, min: float = 0, max: float = 0) -> Handle:
             because="the bins are known when the fusion is defined; x is floating",
             hint="histc(x, bins, min, max) with min < max",
         )
-    found = ROWS["floor"]((x - min) * (bins / (max - min)))
-    found = where(ROWS["eq"](x, max), float(bins - 1), found)
-    is_there = ROWS["eq"](views.unsqueeze(found, -1), _places(bins, dtype=x.dtype))
+    bin_numbers = ROWS["floor"]((x - min) * (bins / (max - min)))
+    bin_numbers = where(ROWS["eq"](x, max), float(bins - 1), bin_numbers)
+    is_there = ROWS["eq"](views.unsqueeze(bin_numbers, -1), _places(bins, dtype=x.dtype))
     return reductions.sum(is_there, dims=tuple(range(x.ndim)), dtype=x.dtype)

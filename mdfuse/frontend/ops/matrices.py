@@ -26,8 +26,8 @@ def inverse(x: Handle) -> Handle:
 def cholesky(x: Handle, upper: bool = False) -> Handle:
     """The triangle l of which each symmetric matrix is l @ l.mT; with upper its transpose."""
     _check_square("cholesky", x)
-    found = record("cholesky", x)
-    return views.transpose(found, -2, -1) if upper else found
+    lower = record("cholesky", x)
+    return views.transpose(lower, -2, -1) if upper else lower
 
 
 def linalg_solve(x: Handle, other: Handle) -> Handle:
@@ -49,5 +49,5 @@ def linalg_solve(x: Handle, other: Handle) -> Handle:
             hint="x: […, n, n], other: […, n, k]",
         )
     x = views.expand(x, (*batch, *x.shape[-2:]))
-    found = record("solve", x, views.expand(sides, (*batch, *sides.shape[-2:])))
-    return record("squeeze", found, dims=(found.ndim - 1,)) if is_vector else found
+    solution = record("solve", x, views.expand(sides, (*batch, *sides.shape[-2:])))
+    return record("squeeze", solution, dims=(solution.ndim - 1,)) if is_vector else solution

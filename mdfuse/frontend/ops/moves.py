@@ -89,17 +89,17 @@ def _rolled(x: Handle, shift: int, dim: int) -> Handle:
 
 def rot90(x: Handle, k: int = 1, dims: Sequence[int] = (0, 1)) -> Handle:
     """Two dims turned by k quarters of a circle, from the first towards the second."""
-    found = [own_place(x, d) for d in dims]
-    if len({*found}) != 2 or len(found) != 2:
+    plane = [own_place(x, d) for d in dims]
+    if len({*plane}) != 2 or len(plane) != 2:
         raise DefinitionError(
             f"rot90 of {shown(x)} with dims={list(dims)}",
             because="a plane has two dims",
             hint="two different dims",
         )
-    first, second = found
+    first, second = plane
     turns = k % 4
     if turns == 2:
-        return flip(x, found)
+        return flip(x, plane)
     if turns == 1:
         return views.transpose(flip(x, (second,)), first, second)
     return flip(views.transpose(x, first, second), (second,)) if turns else views.set(x)
@@ -118,8 +118,8 @@ def pad(
     Args:
         x: a tensor.
         pad: how many before and behind the last dim, before and behind the one before it, …
-        mode: "constant", or what is there: "reflect" (without the end itself), "replicate" (the
-            end), "circular" (the other end).
+        mode: "constant", or a source of elements: "reflect" (without the end itself), "replicate"
+            (the end), "circular" (the other end).
         value: of a constant; 0 by default.
     """
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad) - 1, 2)]
@@ -171,16 +171,16 @@ def _with_constant(x: Handle, before: Sequence[int], behind: Sequence[int], valu
 
 
 def _inside(x: Handle, starts: Sequence[int], shape: Sequence[int]) -> Handle:
-    """Where in a shape x stands."""
-    found = None
+    """Return the mask of a shape that is true where x lies."""
+    inside = None
     for d, (start, n, extent) in enumerate(zip(starts, x.shape, shape, strict=True)):
         if n == extent:
             continue
         at = views.reshape(creations.arange(extent), (extent, *(1,) * (len(shape) - 1 - d)))
-        here = ROWS["logical_and"](ROWS["ge"](at, start), ROWS["lt"](at, start + n))
-        found = here if found is None else ROWS["logical_and"](found, here)
-    assert found is not None
-    return found
+        within = ROWS["logical_and"](ROWS["ge"](at, start), ROWS["lt"](at, start + n))
+        inside = within if inside is None else ROWS["logical_and"](inside, within)
+    assert inside is not None
+    return inside
 
 
 def _with_ends(x: Handle, dim: int, before: int, behind: int, mode: str) -> Handle:
@@ -220,7 +220,7 @@ def unfold(x: Handle, dimension: int, size: int, step: int) -> Handle:
 
     Args:
         x: a tensor.
-        dimension: the dim, in whose place the windows are counted.
+        dimension: the dim, which becomes the dim of windows.
         size: of a window.
         step: from one window to the next.
     """

@@ -95,10 +95,10 @@ def layer_norm(
 
 
 def _check_factors(x: Handle, factors: list[Handle]) -> None:
-    """Weight and bias have x's dtype; of 16-bit x they may both be float32, as torch has it."""
-    found = {f.dtype for f in factors}
+    """Check that weight and bias have x's dtype; for 16-bit x both may be float32, as in torch."""
+    dtypes = {f.dtype for f in factors}
     is_narrow = x.dtype in (torch.bfloat16, torch.float16)
-    if found <= {x.dtype} or (is_narrow and found == {torch.float32}):
+    if dtypes <= {x.dtype} or (is_narrow and dtypes == {torch.float32}):
         return
     raise DefinitionError(
         f"layer_norm(%{x.name}: {x.value.type_text()}) with "
@@ -185,7 +185,7 @@ def scaled_dot_product_attention(
 
 
 class Attended(NamedTuple):
-    """What `attention` gives: its result, and log(sum(exp(scores))) of each row."""
+    """The results of `attention`: its value, and log(sum(exp(scores))) of each row."""
 
     output: Handle
     lse: Handle
@@ -202,13 +202,13 @@ def attention(
 ) -> Attended:
     """Attention with the logarithm of each row's sum of powers, of which parts can be joined.
 
-    It keeps no scores. Batches and heads may be split, without is_causal the query's rows as well.
+    No scores are kept. Batches and heads may be split; without is_causal also the query's rows.
 
     Args:
         query: […,l,e].
         key: […,s,e]; its leading dims are those of the query.
         value: […,s,f].
-        attn_mask: of bools (what counts), or of floats that are added to the scores.
+        attn_mask: bools (True counts), or floats that are added to the scores.
         is_causal: row i sees the keys 0 to i.
         scale: of the scores; 1/sqrt(e) by default.
         enable_gqa: each head of key and value serves as many heads of query as there are to one.
@@ -219,15 +219,15 @@ def attention(
 
 
 def _of_one_batch(*operands: Handle) -> list[Handle]:
-    """Operands whose leading dims of extent 1 are repeated for those of the others."""
+    """Expand leading dims of extent 1 to those of the other operands."""
     fronts = [x.shape[:-2] for x in operands]
     if len({*map(len, fronts)}) > 1:
         return [*operands]
     front = [next((n for n in of if not are_same(n, 1)), 1) for of in zip(*fronts, strict=True)]
-    kept = [all(map(are_same, of, front)) for of in fronts]
+    are_full = [all(map(are_same, of, front)) for of in fronts]
     return [
         x if is_kept else expand(x, (*front, *x.shape[-2:]))
-        for x, is_kept in zip(operands, kept, strict=True)
+        for x, is_kept in zip(operands, are_full, strict=True)
     ]
 
 
@@ -268,8 +268,8 @@ def cross_entropy(
 ) -> Handle:
     """-log(softmax(x))[target] along dim 1 (of a vector: 0): mean, sum, or "none" for each.
 
-    The classes may be split: ranks exchange three numbers per row. An index that is none of a class
-    is not found out.
+    The classes may be split: ranks exchange three numbers per row. The range of indices is not
+    checked.
 
     Args:
         x: [rows, classes], [rows, classes, …] or [classes].
@@ -286,8 +286,8 @@ def cross_entropy(
         of_each = as_dtype(target, wide.dtype)
         if label_smoothing:
             of_each = of_each * (1 - label_smoothing) + label_smoothing / n
-        found = sum(of_each * (above + (top - wide)), at)
-        return back(reduced(found, reduction), x)
+        losses = sum(of_each * (above + (top - wide)), at)
+        return back(reduced(losses, reduction), x)
     target = class_numbers(target)
     classes, behind = arange(n, dtype=target.dtype), x.ndim - 1 - at
     classes = reshape(classes, (n, *(1,) * behind)) if behind else classes
@@ -298,14 +298,14 @@ def cross_entropy(
         score = score * (1 - label_smoothing) + _share(wide, at, label_smoothing)
     counts = ROWS["ne"](target, ignore_index)
     top, above = (record("squeeze", x, dims=(at,)) for x in (top, above))
-    found = where(counts, above + (top - score), 0.0)  # what is large goes first
+    losses = where(counts, above + (top - score), 0.0)  # subtract the large terms first
     if reduction != "mean":
-        return back(reduced(found, reduction), x)
-    return back(sum(found) / sum(as_dtype(counts, found.dtype)), x)
+        return back(reduced(losses, reduction), x)
+    return back(sum(losses) / sum(as_dtype(counts, losses.dtype)), x)
 
 
 def _share(x: Handle, at: int, smoothing: float) -> Handle:
-    """A share of the mean over the classes; as a product, ranks join it with another sum."""
+    """Return a share of the mean over classes, as a product that ranks add to another sum."""
     n = x.shape[at]
     if isinstance(n, Extent):
         return mean(x, at) * smoothing
@@ -313,7 +313,7 @@ def _share(x: Handle, at: int, smoothing: float) -> Handle:
 
 
 def _of_classes(x: Handle, target: Handle, smoothing: float) -> int:
-    """The dim of the classes, where target and label smoothing fit x; else an error."""
+    """Return the dim of the classes; raise DefinitionError unless target and smoothing fit x."""
     at = 1 if x.ndim > 1 else 0
     rows = (*x.shape[:at], *x.shape[at + 1 :])
     wanted = x.shape if target.dtype.is_floating_point else rows

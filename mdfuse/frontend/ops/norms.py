@@ -11,7 +11,7 @@ from mdfuse.frontend.ops.reductions import mean
 
 
 def _standard(x: Handle, over: tuple[int, ...], eps: float) -> Handle:
-    """x less its mean over dims, divided by its standard deviation, of at least 32 bits."""
+    """Return x minus its mean over dims, divided by its standard deviation, in at least 32 bits."""
     with again(x):
         wide = in_f32(x)
     centre = mean(wide, over, True)
@@ -23,14 +23,14 @@ def _standard(x: Handle, over: tuple[int, ...], eps: float) -> Handle:
 
 
 def _scaled(x: Handle, weight: Handle | None, bias: Handle | None) -> Handle:
-    """x by a factor and plus a number for each place of dim 1."""
+    """Return x scaled and shifted by a number for each place of dim 1."""
     shape = (-1, *(1,) * (x.ndim - 2))
     x = x if weight is None else x * views.reshape(weight, shape)
     return x if bias is None else x + views.reshape(bias, shape)
 
 
 def _check_channels(name: str, x: Handle, *factors: Handle | None) -> None:
-    """Raise DefinitionError unless there is a number for each place of dim 1."""
+    """Raise DefinitionError unless weight and bias have a number for each place of dim 1."""
     given = [f for f in factors if f is not None]
     fits = x.ndim > 1 and x.dtype.is_floating_point
     if not fits or any(f.shape != x.shape[1:2] for f in given):
@@ -82,8 +82,8 @@ def batch_norm(
 ) -> Handle:
     """x less a mean, by a standard deviation, for each channel: those that are given.
 
-    In training those of x itself are taken; then no running ones may be given, since a value of a
-    fusion is computed once.
+    In training mean and variance are those of x; running ones are refused then, because values of a
+    fusion are not updated.
 
     Args:
         x: [batch, channels, …]; every dim may be split.
@@ -162,8 +162,8 @@ def local_response_norm(
             hint="x: [batch, channels, width]",
         )
     wide = in_f32(x)
-    rest = [0] * (2 * (x.ndim - 2))
-    square = moves.pad(wide * wide, [*rest, size // 2, (size - 1) // 2])
+    unpadded = [0] * (2 * (x.ndim - 2))
+    square = moves.pad(wide * wide, [*unpadded, size // 2, (size - 1) // 2])
     total = None
     for i in range(size):
         part = parts.narrow(square, 1, i, x.shape[1])

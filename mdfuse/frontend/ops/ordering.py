@@ -1,7 +1,7 @@
-"""Elements in order along a dim: what they are, and where they stood.
+"""Sorted elements along a dim, and their indices.
 
-Both results come from one expression. Along a dim that is split in equal parts, `topk` takes the
-largest of each, of which few travel; else the dim is made whole on every rank.
+Both results come from one expression. Along a dim split in equal parts, `topk` first takes the
+largest of each part, so that few elements are sent; otherwise every rank gathers the dim.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mdfuse.frontend.ops.recording import place, record_several, shown
 
 
 class Ordered(NamedTuple):
-    """What `topk` and `sort` give, as in torch: elements, and their places along the dim."""
+    """The results of `topk` and `sort`, as in torch: elements, and their indices."""
 
     values: Handle
     indices: Handle

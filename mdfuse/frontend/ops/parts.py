@@ -76,10 +76,10 @@ def _equal_parts(x: Handle, size: int, extent: int) -> tuple[int, ...]:
             because="a part has at least one element",
             hint="a positive size, or a list of sizes",
         )
-    whole, rest = divmod(extent, size)
+    whole, remainder = divmod(extent, size)
     _check_parts(x, whole)
     parts = (size,) * whole  # a symbolic number of parts is fixed from here on
-    return (*parts, rest) if rest or not parts else parts
+    return (*parts, remainder) if remainder or not parts else parts
 
 
 def chunk(x: Handle, chunks: int, dim: int = 0) -> tuple[Handle, ...]:
@@ -105,7 +105,7 @@ def unbind(x: Handle, dim: int = 0) -> tuple[Handle, ...]:
 
 
 def _check_parts(x: Handle, count: int) -> None:
-    """Each part is an expression of the program."""
+    """Check the number of parts, because each is an expression of the program."""
     if count > _MOST_PARTS:
         raise DefinitionError(
             f"{count} parts of %{x.name}: {x.value.type_text()}",

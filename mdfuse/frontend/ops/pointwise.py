@@ -1,4 +1,4 @@
-"""Elementwise operations: rows of the op table, and what is made of them."""
+"""Elementwise operations: rows of the op table, and compositions of these."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def type_as(x: Handle, other: Handle) -> Handle:
 def add(x: Any, other: Any, *, alpha: float = 1) -> Handle:
     """x + alpha * other."""
     if all(map(_is_bool, (x, other))):
-        alpha = bool(alpha)  # as torch takes it then
+        alpha = bool(alpha)  # torch converts it so
     return _combined("add", x, other, alpha)
 
 
@@ -88,7 +88,7 @@ def sub(x: Any, other: Any, *, alpha: float = 1) -> Handle:
 
 
 def _combined(op: str, x: Any, other: Any, alpha: Any) -> Handle:
-    """x and alpha * other by one op; of 16 bits in f32, as torch's own kernel computes it."""
+    """Combine x and alpha * other by one op; 16 bits are computed in f32, as in torch's kernel."""
     if not isinstance(alpha, Handle) and alpha == 1:
         return record(op, x, other)
     tensors = [y for y in (x, other) if isinstance(y, Handle) and y.is_tensor]
@@ -100,18 +100,18 @@ def _combined(op: str, x: Any, other: Any, alpha: Any) -> Handle:
 
 
 def _are_rounded(tensors: Sequence[Handle]) -> bool:
-    """Whether all are floats, and some of 16 bits."""
+    """Return whether all are floats, and some have 16 bits."""
     return any(map(is_narrow, tensors)) and all(x.dtype.is_floating_point for x in tensors)
 
 
 def _as_promoted(y: Handle, tensors: Sequence[Handle]) -> Handle:
-    """A result in the dtype to which torch promotes floats: those with dims decide."""
+    """Return a result in the dtype to which torch promotes floats with dims."""
     deciding = [x.dtype for x in tensors if x.ndim] or [x.dtype for x in tensors]
     return as_dtype(y, functools.reduce(torch.promote_types, deciding))
 
 
 def _raised(other: Any, x: Any) -> Any:
-    """The second of two operands in the dtype of the first, where that is the one of the result."""
+    """Return the second operand in the first's dtype, if that is the result's dtype."""
     both = isinstance(x, Handle) and isinstance(other, Handle) and x.is_tensor and other.is_tensor
     if not both or x.dtype == other.dtype or (is_inexact(other) and other.ndim and not x.ndim):
         return other
@@ -138,7 +138,7 @@ def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Handle:
         return record("div", x, other)
     if not (_is_whole(x) and _is_whole(other)):
         return trunc(record("div", x, other))
-    # In integers, which a quotient of floats may not be able to hold.
+    # Integer division, because a float quotient may not hold large integers.
     return record("floor_divide", record("sub", x, record("fmod", x, other)), other)
 
 
@@ -161,7 +161,7 @@ def addcmul(x: Handle, tensor1: Handle, tensor2: Handle, *, value: Any = 1) -> H
 
 
 def _with_value(name: str, x: Handle, tensor1: Handle, tensor2: Handle, value: Any) -> Handle:
-    """One op with a number; a tensor without dims is a factor of the first tensor."""
+    """Record one op with a number; a tensor without dims becomes a factor of the first tensor."""
     if not isinstance(value, Handle) or not value.is_tensor:
         return record(name, x, tensor1, tensor2, value)
     of = (x, tensor1, tensor2)
@@ -223,7 +223,7 @@ def clamp(x: Handle, min: Any = None, max: Any = None) -> Handle:
     if isinstance(min, Handle) or isinstance(max, Handle):
         return record("limit", x, min, max)
     if any(isinstance(limit, float) and math.isnan(limit) for limit in (min, max)):
-        min = max = math.nan  # of a single one torch 2.11 makes nothing
+        min = max = math.nan  # torch 2.11 ignores a single one
     return record("clamp", x, min=min, max=max)
 
 

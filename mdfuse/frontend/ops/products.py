@@ -1,4 +1,4 @@
-"""Products of tensors: contractions, and what is made of them."""
+"""Products of tensors: contractions, and operations composed of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def matmul(x: Handle, other: Handle) -> Handle:
 
 
 def _of_dims(name: str, *operands: tuple[Handle, int]) -> None:
-    """Refuse operands with another number of dims than the name of the operation says."""
+    """Refuse operands with another number of dims than the operation takes."""
     for x, ndim in operands:
         if x.ndim != ndim:
             raise DefinitionError(
@@ -98,7 +98,7 @@ def _added(
     beta: float,
     alpha: float,
 ) -> Handle:
-    """beta * x + alpha * the product; of 16 bits in f32, and rounded once, as torch does."""
+    """Return beta * x + alpha * the product; 16 bits are rounded once, from f32, as in torch."""
     is_fraction = any(type(factor) is float for factor in (alpha, beta))
     if is_fraction and not all(map(is_inexact, (x, *factors))):
         raise DefinitionError(
@@ -108,8 +108,8 @@ def _added(
         )
     for key, factor in (("alpha", alpha), ("beta", beta)):
         check_factor(key, factor, x, is_wide=True)
-    if beta == 0:  # NaN in x is not read then
-        # What a small factor makes of a large product, 16 bits may have.
+    if beta == 0:  # then x is not read, not even NaN
+        # A small factor may bring a large product into the range of 16 bits.
         product = product_of(*factors) if alpha == 1 else product_of(*map(in_f32, factors)) * alpha
         return _as_factors(product, factors)
     if alpha == beta == 1 and product_of is mm and _is_bias(x, *factors):
@@ -124,13 +124,13 @@ def _added(
 
 
 def _is_bias(x: Handle, left: Handle, right: Handle) -> bool:
-    """Whether x has a number of 16 bits for each column: one kernel adds it, and rounds once."""
+    """Return whether x is a 16-bit number per column: one kernel adds it, and rounds once."""
     is_row = x.ndim == 1 and left.ndim == right.ndim == 2 and are_same(x.shape[0], right.shape[1])
     return is_row and is_narrow(x) and x.dtype == left.dtype == right.dtype
 
 
 def _as_factors(y: Handle, of: Sequence[Handle]) -> Handle:
-    """A result in the dtype of 16 bits that all operands have."""
+    """Return a result in the common 16-bit dtype of the operands."""
     kinds = {x.dtype for x in of}
     return back(y, of[0]) if len(kinds) == 1 and is_narrow(of[0]) else y
 
@@ -177,7 +177,7 @@ def embedding(
 def grouped_mm(x: Handle, weight: Handle, offs: Handle) -> Handle:
     """Rows of x[t,k] times the matrix of their group in weight[e,k,n], as experts compute them.
 
-    Experts may be split: ranks compute the rows of their own, which are joined.
+    Experts may be split: each rank computes the rows of its experts, and results are added.
 
     Args:
         x: the rows of a group one after the other.
@@ -199,10 +199,10 @@ def grouped_mm(x: Handle, weight: Handle, offs: Handle) -> Handle:
 def routed_mm(x: Handle, weight: Handle, ids: Handle) -> Handle:
     """Each row of x[t,k] times the matrix of its number, of those in weight[p,e,k,n].
 
-    Matrices stand in p parts, which may be split over ranks. The product is apart, [p,t,n]: of each
-    part the rows whose matrix it has, zeros for the others. What x is apart, [p,t,k], is together
-    again, [t,n]: rows of other parts are not read. So rows stay where the matrices are from one
-    product to the next, and are summed over the ranks at the end.
+    Matrices stand in p parts, which may be split over ranks. The product has a dim of parts,
+    [p,t,n]: each part holds the rows of its matrices, and zeros for the others. If x has this dim,
+    [p,t,k], the product has none, [t,n], and rows of other parts are not read. So rows stay with
+    their matrices from one product to the next, and are summed over the ranks at the end.
 
     Args:
         x: rows in any order; they may be split.

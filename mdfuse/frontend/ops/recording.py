@@ -1,4 +1,4 @@
-"""What all operations share: where they are recorded, and the dims that they are given."""
+"""Shared helpers of operations: recording, dtypes and checks of dims."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: The definition whose `with` block runs; operations without operands go there.
 current: ContextVar[FusionDefinition | None] = ContextVar("mdfuse.definition", default=None)
 
-#: Most return a handle, some several.
+#: Operations return a handle, or several.
 Operation = Callable[..., Any]
 Elementwise = Callable[..., Handle]
 Dims = int | Sequence[int] | None
@@ -29,7 +29,7 @@ _INTEGERS = (int, Extent)
 
 
 def definition_of(*operands: Any) -> FusionDefinition:
-    """The definition of the first operand that is a value, else the one being defined."""
+    """Return the definition of the first operand that is a value, else the open one."""
     for x in operands:
         if isinstance(x, Handle):
             return x.definition
@@ -56,13 +56,13 @@ def record_several(op: str, *operands: Any, **attrs: Any) -> tuple[Handle, ...]:
 
 @contextmanager
 def again(x: Handle, is_more: bool = False) -> Iterator[None]:
-    """Of what is computed inside gradients keep nothing: they compute it again, of what it reads.
+    """Recompute the values of the block in gradients, instead of keeping them.
 
-    For the elementwise parts of an operation that is made of several; not for sums over dims.
+    Use it for elementwise parts of composed operations; not for sums over dims.
 
     Args:
         x: a value of the definition.
-        is_more: the parts belong to those of the last such block.
+        is_more: continue the last such block.
     """
     definition = x.definition
     definition.begin_recompute(None if is_more else True)
@@ -73,7 +73,7 @@ def again(x: Handle, is_more: bool = False) -> Iterator[None]:
 
 
 def shown(x: Any) -> str:
-    """A value with its type, for messages; what is no value at all is the worse mistake."""
+    """Return a value with its type, for messages; refuse an argument that is no value."""
     if not isinstance(x, Handle):
         raise DefinitionError(
             f"{type(x).__name__} is no value of a fusion",
@@ -84,38 +84,38 @@ def shown(x: Any) -> str:
 
 
 def listed(name: str, tensors: Sequence[Any]) -> tuple[Handle, ...]:
-    """Values that were passed one by one, or as one list; at least one."""
+    """Return values passed one by one, or as one list; at least one."""
     is_list = len(tensors) == 1 and not isinstance(tensors[0], Handle)
-    found = tuple(tensors[0] if is_list else tensors)
-    if not found or not all(isinstance(x, Handle) for x in found):
+    operands = tuple(tensors[0] if is_list else tensors)
+    if not operands or not all(isinstance(x, Handle) for x in operands):
         raise DefinitionError(
-            f"{name} of {counted(len(found), 'operand')}",
+            f"{name} of {counted(len(operands), 'operand')}",
             because="it takes values of the fusion, one by one or as one list, and at least one",
             hint=f"{name}(x, y)",
         )
-    return found
+    return operands
 
 
 # -- dtypes --------------------------------------------------------------------------------------
 
 
 def as_dtype(x: Handle, dtype: torch.dtype) -> Handle:
-    """Another dtype, without a copy where it is that already."""
+    """Return x in another dtype, without a copy if it has it already."""
     return record("set", x) if x.dtype == dtype else record("cast", x, dtype=dtype)
 
 
 def is_narrow(x: Handle) -> bool:
-    """Whether x has 16 bits with fractions."""
+    """Return whether x has 16 bits with fractions."""
     return x.dtype in (torch.float16, torch.bfloat16)
 
 
 def in_f32(x: Handle) -> Handle:
-    """f16 and bf16 in f32, which sums and squares need; other dtypes as they are."""
+    """Return f16 and bf16 in f32, which sums and squares need; other dtypes unchanged."""
     return record("cast", x, dtype=torch.float32) if is_narrow(x) else x
 
 
 def with_fractions(x: Handle) -> Handle:
-    """Return a value of which norms are taken; raise DefinitionError for integers."""
+    """Return a value that has norms; raise DefinitionError for integers."""
     if not is_inexact(x):
         raise DefinitionError(
             f"a norm of {shown(x)}",
@@ -126,17 +126,17 @@ def with_fractions(x: Handle) -> Handle:
 
 
 def is_inexact(x: Handle) -> bool:
-    """Whether x has fractions: floating and complex dtypes."""
+    """Return whether x has fractions: floating and complex dtypes."""
     return x.dtype.is_floating_point or x.dtype.is_complex
 
 
 def floating(x: Handle) -> Handle:
-    """Integers and bools in torch's default dtype; floating and complex numbers as they are."""
+    """Return integers and bools in torch's default dtype; other dtypes unchanged."""
     return x if is_inexact(x) else record("cast", x, dtype=torch.get_default_dtype())
 
 
 def real_only(name: str, *operands: Handle) -> None:
-    """Raise DefinitionError for an operand of complex numbers, which an op has none of."""
+    """Raise DefinitionError for complex operands of an op on real numbers."""
     for x in operands:
         if x.dtype.is_complex:
             raise DefinitionError(
@@ -147,7 +147,7 @@ def real_only(name: str, *operands: Handle) -> None:
 
 
 def squared(x: Handle) -> Handle:
-    """The squares of the distances from 0: real numbers, also of complex ones."""
+    """Return the squares of absolute values: real numbers, also for complex x."""
     if not x.dtype.is_complex:
         return x * x
     real, imag = record("real", x), record("imag", x)
@@ -155,13 +155,13 @@ def squared(x: Handle) -> Handle:
 
 
 def back(y: Handle, x: Handle, is_real: bool = False) -> Handle:
-    """A result in the dtype that x had; of complex x, where it is real, in that of the parts."""
+    """Return a result in x's dtype; a real result of complex x in the dtype of its parts."""
     dtype = x.dtype.to_real() if is_real else x.dtype
     return y if y.dtype == dtype else record("cast", y, dtype=dtype)
 
 
 def check_fill(name: str, value: Any, dtype: torch.dtype) -> None:
-    """Raise DefinitionError for a number that a dtype has not; one of a run is looked at then."""
+    """Raise DefinitionError for a number that a dtype cannot hold; inputs are checked in runs."""
     if isinstance(value, Handle):
         if value.is_tensor:
             raise DefinitionError(
@@ -182,12 +182,12 @@ def check_fill(name: str, value: Any, dtype: torch.dtype) -> None:
 
 
 def check_factor(name: str, value: Any, x: Any, is_wide: bool = False) -> None:
-    """Raise DefinitionError for a number that is too large for the floats that it goes with.
+    """Raise DefinitionError for a number that is too large for the dtype of x.
 
     Args:
         name: of the operation, and of the number.
-        value: a number; other things are not looked at.
-        x: the floats; other things are not looked at.
+        value: a number; other values are not checked.
+        x: the floats; other dtypes are not checked.
         is_wide: torch computes with the number in f32 where these have 16 bits.
     """
     if isinstance(value, float) and isinstance(x, Handle) and x.dtype.is_floating_point:
@@ -198,7 +198,7 @@ def check_factor(name: str, value: Any, x: Any, is_wide: bool = False) -> None:
 
 
 def chosen(dim: Dims, dims: Dims) -> Dims:
-    """What was said with `dim=` (as torch calls it) or with `dims=`."""
+    """Return the argument `dim=` (torch's name) or `dims=`."""
     if dims is None:
         return dim
     if dim is None:
@@ -211,7 +211,7 @@ def chosen(dim: Dims, dims: Dims) -> Dims:
 
 
 def checked(x: Handle, dim: Dims, dims: Dims = None) -> tuple[int, ...] | None:
-    """What was said with `dim=` or `dims=` as a tuple, each checked against x; None stays."""
+    """Return `dim=` or `dims=` as a tuple, each checked against x; None stays."""
     dims = dim if dims is None else chosen(dim, dims)
     if dims is None:
         return None
@@ -219,26 +219,26 @@ def checked(x: Handle, dim: Dims, dims: Dims = None) -> tuple[int, ...] | None:
         ndim = len(x.fact.shape)
         if -ndim <= dims < ndim:
             return (dims,)
-    found = tuple(dims) if isinstance(dims, Sequence) else (dims,)
+    given = tuple(dims) if isinstance(dims, Sequence) else (dims,)
     ndim = max(x.ndim, 1)  # torch lets a scalar have dims 0 and -1
-    if not all(_is_dim(d) and -ndim <= d < ndim for d in found):
-        raise out_of_range(x, found)
-    if len({d % ndim for d in found}) < len(found):
+    if not all(_is_dim(d) and -ndim <= d < ndim for d in given):
+        raise out_of_range(x, given)
+    if len({d % ndim for d in given}) < len(given):
         raise DefinitionError(
-            f"dims {found} of {shown(x)}",
+            f"dims {given} of {shown(x)}",
             because="a dim is named once",
             hint="leave the repeated ones out",
         )
-    return found if x.ndim else ()
+    return given if x.ndim else ()
 
 
 def _is_dim(dim: Any) -> bool:
-    """A bool, which Python counts among the integers, is some other argument at a wrong place."""
+    """Return whether dim is an integer; a bool is some other argument at a wrong place."""
     return isinstance(dim, int) and not isinstance(dim, bool)
 
 
 def place(x: Handle, dim: int, new: int = 0) -> int:
-    """A dim of x counted from the first; with new=1 also the place behind the last."""
+    """Return a dim of x counted from the first; new=1 also allows the place after the last."""
     ndim = len(x.fact.shape) + new or 1
     if type(dim) is int and -ndim <= dim < ndim:  # the usual case, at once
         return dim % ndim
@@ -248,14 +248,14 @@ def place(x: Handle, dim: int, new: int = 0) -> int:
 
 
 def own_place(x: Handle, dim: int) -> int:
-    """A dim that x has, counted from the first: a value without dims has none to be cut."""
+    """Return an existing dim of x, counted from the first; a value without dims has none."""
     if not x.ndim:
         raise out_of_range(x, (dim,))
     return place(x, dim)
 
 
 def out_of_range(x: Handle, dims: Sequence[Any]) -> DefinitionError:
-    """The error for dims that x does not have."""
+    """Return the error for dims that x does not have."""
     return DefinitionError(
         f"dims {tuple(dims)} of {shown(x)}",
         because=f"its dims go from {-x.ndim} to {x.ndim - 1}" if x.ndim else "it has no dims",
@@ -268,7 +268,7 @@ Shape = int | Sequence[int]
 
 
 def sequence(first: Any, more: Sequence[Any]) -> tuple[Any, ...]:
-    """Extents or dims that were passed one by one, or as one sequence."""
+    """Return extents or dims passed one by one, or as one sequence."""
     if more:
         return (first, *more)
     return (first,) if isinstance(first, _INTEGERS) else tuple(first)

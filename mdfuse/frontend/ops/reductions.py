@@ -1,7 +1,7 @@
-"""Reductions: rows of the op table, and what is made of them.
+"""Reductions: rows of the op table, and compositions of these.
 
-A reduced dim may be split over ranks; the result is then joined from the ranks' parts. Sums of
-f16 and bf16 that are made of several operations are computed in f32 and rounded once.
+A reduced dim may be split over ranks; the ranks' partial results are then reduced. Composed
+reductions of f16 and bf16 are computed in f32 and rounded once.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ any = _plain("any", "any", "Whether some element is true, over dims (all by defa
 all = _plain("all", "all", "Whether every element is true, over dims (all by default).")
 
 
-# -- made of several -----------------------------------------------------------------------------
+# -- composed reductions ---------------------------------------------------------------------------
 
 
 def count_nonzero(x: Handle, dim: Dims = None, *, dims: Dims = None) -> Handle:
@@ -106,7 +106,7 @@ def var(
         dim: one or several; `dims` is another name.
         unbiased: True stands for correction=1 (the default), False for correction=0.
         keepdim: keep reduced dims with extent 1.
-        correction: what is subtracted from the number of elements.
+        correction: the number that is subtracted from the number of elements.
         dims: another name of dim.
     """
     return back(_moments(x, checked(x, dim, dims), unbiased, keepdim, correction)[0], x, True)
@@ -119,7 +119,7 @@ def _moments(
     keepdim: bool,
     correction: float | None,
 ) -> tuple[Handle, Handle]:
-    """The variance, and the mean with its dims kept, both of at least 32 bits."""
+    """Return the variance, and the mean with its dims kept, both in at least 32 bits."""
     if correction is None:
         correction = 0 if unbiased is False else 1
     with again(x):
@@ -128,11 +128,11 @@ def _moments(
     count = math.prod(x.shape[d] for d in (range(x.ndim) if over is None else over))
     squares = sum(_squared_distance(wide, centre), over, keepdim)
     if isinstance(count, Extent) and isinstance(correction, int) and correction >= 0:
-        return squares / larger(count - correction, 0), centre  # without a look at how many
-    rest = count - correction if count else 0  # of no elements it is NaN, whatever is subtracted
-    if rest > 0 or x.dtype.is_complex:
-        return squares / max(rest, 0), centre
-    return _of_too_few(squares, wide, centre, over, keepdim, rest), centre
+        return squares / larger(count - correction, 0), centre  # without a guard on the count
+    divisor = count - correction if count else 0  # without elements it is NaN for any correction
+    if divisor > 0 or x.dtype.is_complex:
+        return squares / max(divisor, 0), centre
+    return _of_too_few(squares, wide, centre, over, keepdim, divisor), centre
 
 
 def _of_too_few(
@@ -143,10 +143,10 @@ def _of_too_few(
     keepdim: bool,
     rest: float,
 ) -> Handle:
-    """A variance of no more elements than the correction, with the slope that torch's has.
+    """Return a variance of at most `correction` elements, with torch's gradient.
 
-    Along dims it is as if one could divide by less than 0. Of all elements it is infinite where the
-    distance is not 0, as that of the root of 0 is, and else NaN.
+    Along dims the gradient divides by a negative divisor. Over all elements the gradient is
+    infinite where the distance is not 0, as the slope of a root at 0, and NaN elsewhere.
     """
     if rest == 0 and over is not None and wide.ndim:
         return squares / 0
@@ -180,7 +180,7 @@ def std(
 
 
 def _root(x: Handle, root: Callable[[Handle], Handle]) -> Handle:
-    """A root that is flat at 0, where the others have an infinite slope: torch's norms are flat."""
+    """Return a root with slope 0 at 0 instead of infinity, as torch's norms have."""
     is_zero = ROWS["eq"](x, 0)
     return pointwise.where(is_zero, 0.0, root(pointwise.where(is_zero, 1.0, x)))
 
@@ -228,7 +228,7 @@ def logsumexp(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims 
 
 
 def _without(x: Handle, over: tuple[int, ...] | None) -> Handle:
-    """Reduced dims that were kept so far, gone."""
+    """Remove reduced dims that were kept so far."""
     gone = tuple(range(x.ndim)) if over is None else over
     return record("squeeze", x, dims=gone) if gone else x
 
@@ -266,13 +266,13 @@ def _norm(x: Handle, p: float, over: Dims, keepdim: bool) -> Handle:
         return sum(ROWS["abs"](x), over, keepdim)
     if p == 2:
         return _root(sum(squared(x), over, keepdim), ROWS["sqrt"])
-    if p < 0:  # of nothing but infinities it is one
+    if p < 0:  # the norm of infinities alone is infinite
         return sum(_powers(x, p), over, keepdim) ** (1.0 / p)
     return _root(sum(_powers(x, p), over, keepdim), lambda total: total ** (1.0 / p))
 
 
 def _powers(x: Handle, p: float) -> Handle:
-    """abs(x) ** p; below 1 it is as steep as can be at 0, and flat there as torch's norms are."""
+    """Return abs(x) ** p; for p below 1 the slope at 0 is 0, as for torch's norms."""
     size = ROWS["abs"](x)
     if p > 1:
         return size**p

@@ -1,6 +1,6 @@
 """Images in another size, and at other places.
 
-Each spatial dim is resampled on its own: which elements, and by what shares, are numbers of the
+Each spatial dim is resampled separately: source elements and weights are constants of the
 definition. Batches and channels may be split.
 """
 
@@ -21,7 +21,7 @@ from mdfuse.frontend.ops.lookups import index_select
 from mdfuse.frontend.ops.pointwise import ROWS, cast, clamp, where
 from mdfuse.frontend.ops.recording import back, in_f32, record, shown
 
-#: mode -> how many spatial dims it takes.
+#: mode -> the number of spatial dims.
 _MODES = {"nearest": (1, 2, 3), "nearest-exact": (1, 2, 3), "linear": (1,), "bilinear": (2,),
           "trilinear": (3,), "bicubic": (2,), "area": (1, 2, 3)}  # fmt: skip
 
@@ -38,13 +38,15 @@ def interpolate(
     """Images in another size: by the nearest element, linearly or by cubics between neighbours.
 
     Args:
-        x: [batch, channels, …]; its spatial dims are whole on every rank, or are made so.
+        x: [batch, channels, …]; split spatial dims are gathered.
         size: the new spatial extents.
-        scale_factor: or by how much they grow.
+        scale_factor: the factor of the extents, instead of size.
         mode: "nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic" or "area".
-        align_corners: of linear and cubic ones, whether the outermost elements stay at the corners.
-        recompute_scale_factor: whether shares follow from the extents and not from scale_factor.
-        antialias: of "bilinear" and "bicubic", whether smaller images are means of what they cover.
+        align_corners: for linear and cubic modes, whether the outermost elements stay at the
+            corners.
+        recompute_scale_factor: whether weights follow from the extents and not from scale_factor.
+        antialias: for "bilinear" and "bicubic", whether smaller images average the covered
+            elements.
     """
     n = x.ndim - 2
     is_smooth = mode in ("bilinear", "bicubic")
@@ -91,16 +93,16 @@ def _extents(x: Handle, size: Any, scale: Any) -> tuple[list[int], list[float | 
 
 
 def _nearest(n: int, m: int, scale: float | None, is_exact: bool) -> list[int]:
-    """Which element is nearest to each place: torch's own answer, on a row of numbers."""
+    """Return the nearest element to each place, as torch computes it on a row of numbers."""
     row = torch.arange(int(n), dtype=torch.float64)[None, None]
     mode = "nearest-exact" if is_exact else "nearest"
     how: dict[str, Any] = {"size": m} if scale is None else {"scale_factor": scale}
-    found = torch.nn.functional.interpolate(row, mode=mode, **how)
-    return [int(k) for k in found[0, 0].tolist()]
+    nearest = torch.nn.functional.interpolate(row, mode=mode, **how)
+    return [int(k) for k in nearest[0, 0].tolist()]
 
 
 def _sources(n: int, m: int, scale: float | None, corners: bool) -> list[float]:
-    """Where in the old extent each new place is, as `area_pixel_compute_source_index` has it."""
+    """Return the source coordinate of each new place, as `area_pixel_compute_source_index`."""
     if corners:
         step = (n - 1) / (m - 1) if m > 1 else 0.0
         return [step * i for i in range(m)]
@@ -111,20 +113,20 @@ def _sources(n: int, m: int, scale: float | None, corners: bool) -> list[float]:
 def _shares(
     n: int, m: int, scale: float | None, mode: str, corners: bool, antialias: bool
 ) -> Tensor:
-    """Return what each of n elements gives to each of m places, [m,n]: torch's own answer.
+    """Return the weights of n elements at m places, [m,n], as torch computes them.
 
-    It is asked with two columns, as torch 2.13 is wrong about one with antialiasing.
+    It uses two columns, because torch 2.13 is wrong for one with antialiasing.
     """
     how: dict[str, Any] = {"size": (m, 2)} if scale is None else {"scale_factor": (scale, 1.0)}
     columns = torch.eye(n, dtype=torch.float64)[None, :, :, None].repeat(1, 1, 1, 2)
-    made = torch.nn.functional.interpolate(
+    resampled = torch.nn.functional.interpolate(
         columns, mode=mode, align_corners=corners, antialias=antialias, **how
     )
-    return made[0, :, :, 0].T
+    return resampled[0, :, :, 0].T
 
 
 def _shared(x: Handle, dim: int, shares: Tensor) -> Handle:
-    """Sums of neighbours by their shares; those of a place are one behind the other."""
+    """Return weighted sums of neighbours, which are consecutive."""
     n, wide = x.shape[dim], in_f32(x)
     given = (shares != 0).int()
     first, last = given.argmax(1), n - 1 - given.flip(1).argmax(1)
@@ -164,10 +166,10 @@ def grid_sample(
     """Images at places of a grid: x[n,c,h,w], grid[n,a,b,2] -> [n,c,a,b].
 
     Args:
-        x: its height and width are made whole on every rank.
-        grid: for each element of the result where it is, from (-1, -1) to (1, 1): (x, y).
+        x: split height and width are gathered.
+        grid: the source place (x, y) of each element of the result, from (-1, -1) to (1, 1).
         mode: "bilinear" or "nearest".
-        padding_mode: what is outside: "zeros", or the "border".
+        padding_mode: the values outside: "zeros", or the "border".
         align_corners: whether -1 and 1 are the middles of the outermost elements, or their ends.
     """
     is_known = mode in ("bilinear", "nearest") and padding_mode in ("zeros", "border")
@@ -203,15 +205,15 @@ def _unnormal(p: Handle, n: int, corners: bool) -> Handle:
 
 
 def _sampled(flat: Handle, row: Handle, column: Handle, h: int, w: int) -> Handle:
-    """x[n,c,h*w] at rows and columns [n,a,b], zeros outside."""
+    """Return x[n,c,h*w] at rows and columns [n,a,b], zeros outside."""
     n, c = flat.shape[:2]
     inside = None
     for p, extent in ((row, h), (column, w)):
-        here = ROWS["logical_and"](ROWS["ge"](p, 0), ROWS["le"](p, extent - 1))
-        inside = here if inside is None else ROWS["logical_and"](inside, here)
+        within = ROWS["logical_and"](ROWS["ge"](p, 0), ROWS["le"](p, extent - 1))
+        inside = within if inside is None else ROWS["logical_and"](inside, within)
     assert inside is not None
     place = clamp(row, 0, h - 1) * w + clamp(column, 0, w - 1)
     places = views.reshape(cast(place, torch.int64), (n, 1, -1))
-    found = record("gather", views.expand(places, (n, c, -1)), flat, along=2)
-    found = views.reshape(found, (n, c, *row.shape[1:]))
-    return where(views.unsqueeze(inside, 1), found, 0.0)
+    sampled = record("gather", views.expand(places, (n, c, -1)), flat, along=2)
+    sampled = views.reshape(sampled, (n, c, *row.shape[1:]))
+    return where(views.unsqueeze(inside, 1), sampled, 0.0)

@@ -1,7 +1,7 @@
-"""Along a dim: running sums and products, running extremes, what stands at a rank in order.
+"""Scans along a dim: cumulative sums, products and extremes, and order statistics.
 
-The dim is made whole on every rank, but for a running sum of equal parts, to which the sums of
-those before are added; other dims may be split.
+Every rank gathers the dim, except for a cumulative sum of equal parts, which adds the sums of
+earlier parts; other dims may be split.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _running(op: str, doc: str) -> Operation:
         if dtype is None and not is_inexact(x):
             dtype = torch.int64
         x = x if dtype is None or dtype == x.dtype else cast(x, dtype)
-        found = record(op, x, dim=at)  # of integers in int64
-        return found if dtype in (None, found.dtype) else cast(found, dtype)
+        scanned = record(op, x, dim=at)  # integers become int64
+        return scanned if dtype in (None, scanned.dtype) else cast(scanned, dtype)
 
     function.__name__, function.__doc__ = op, doc
     return function
@@ -69,7 +69,7 @@ def logcumsumexp(x: Handle, dim: int) -> Handle:
 
 
 class Running(NamedTuple):
-    """What `cummax` and `cummin` give, as in torch: the extremes so far, and where they stood."""
+    """The results of `cummax` and `cummin`, as in torch: running extremes, and their indices."""
 
     values: Handle
     indices: Handle
@@ -101,10 +101,10 @@ def kthvalue(x: Handle, k: int, dim: int = -1, keepdim: bool = False) -> orderin
 
 
 def _ranked(x: Handle, rank: int, at: int, keepdim: bool) -> ordering.Ordered:
-    found = ordering.sort(x, at, stable=True)
+    in_order = ordering.sort(x, at, stable=True)
     if not x.ndim:
-        return found
-    cut = (parts.narrow(y, at, rank, 1) for y in found)
+        return in_order
+    cut = (parts.narrow(y, at, rank, 1) for y in in_order)
     return ordering.Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in cut))
 
 
@@ -130,7 +130,7 @@ def _median(name: str, skips_nan: bool) -> Operation:
 
 
 def _shared_by_equals(x: Handle, value: Handle) -> Handle:
-    """A value that x has, whose gradient is divided evenly among the elements that equal it."""
+    """Return a value of x, whose gradient is divided evenly among equal elements."""
     value = record("detach", value)
     other = where(ROWS["isnan"](value), value, -math.inf)
     return reductions.amax(where(ROWS["eq"](x, value), x, other))
@@ -208,12 +208,12 @@ def quantile(
     if not x.ndim:
         return record("set", x)
     in_order = ordering.sort(flat, at).values
-    found = _between(in_order, q, at, interpolation)
+    between = _between(in_order, q, at, interpolation)
     strange = reductions.any(ROWS["isnan"](flat), at, True)
-    found = where(strange, parts.narrow(in_order, at, flat.shape[at] - 1, 1), found)
+    between = where(strange, parts.narrow(in_order, at, flat.shape[at] - 1, 1), between)
     if given is None:
-        return views.reshape(found, (1,) * x.ndim if keepdim else ())
-    return found if keepdim else record("squeeze", found, dims=(at,))
+        return views.reshape(between, (1,) * x.ndim if keepdim else ())
+    return between if keepdim else record("squeeze", between, dims=(at,))
 
 
 def _between(in_order: Handle, q: float, at: int, interpolation: str) -> Handle:
@@ -260,7 +260,7 @@ nanmean = _skipping("nanmean", reductions.mean, "Mean over dims (all by default)
 
 
 class Ends(NamedTuple):
-    """What `aminmax` gives, as in torch."""
+    """The result of `aminmax`, as in torch."""
 
     min: Handle
     max: Handle
@@ -280,9 +280,9 @@ def renorm(x: Handle, p: float, dim: int, maxnorm: float) -> Handle:
             because="it takes floats of two dims or more, a positive p and a maxnorm from 0 on",
             hint="normalize(x, p, dim)",
         )
-    rest = tuple(d for d in range(x.ndim) if d != at)
+    others = tuple(d for d in range(x.ndim) if d != at)
     wide = in_f32(x)
-    is_above = ROWS["gt"](reductions.norm(record("detach", wide), p, rest, True), maxnorm)
+    is_above = ROWS["gt"](reductions.norm(record("detach", wide), p, others, True), maxnorm)
     above = where(is_above, wide, 0.0)  # no slope of a norm reaches the others, which may be NaN
-    factor = maxnorm / (reductions.norm(above, p, rest, True) + 1e-7)
+    factor = maxnorm / (reductions.norm(above, p, others, True) + 1e-7)
     return back(where(is_above, above * factor, wide), x)

@@ -1,4 +1,4 @@
-"""Elementwise operations that are made of others: angles, closeness, activations, quantisation."""
+"""Composed elementwise operations: angles, closeness, activations, quantisation."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ def isclose(
             because="a distance is not negative",
             hint="numbers from 0 on",
         )
-    found = ROWS["eq"](x, other)
+    is_equal = ROWS["eq"](x, other)
     if equal_nan and is_inexact(x):
         both = ROWS["logical_and"](ROWS["isnan"](x), ROWS["isnan"](other))
-        found = ROWS["logical_or"](found, both)
+        is_equal = ROWS["logical_or"](is_equal, both)
     if x.dtype == torch.bool:
         x, other = cast(x, torch.int64), cast(other, torch.int64)
-    other = floating(other)  # as torch: the difference of integers may be too large for them
+    other = floating(other)  # as torch: a difference may overflow integers
     distance = ROWS["abs"](x - other)
     is_near = ROWS["le"](distance, atol + ROWS["abs"](other * rtol))
     is_near = ROWS["logical_and"](ROWS["isfinite"](distance), is_near)
-    return ROWS["logical_or"](found, is_near)
+    return ROWS["logical_or"](is_equal, is_near)
 
 
 # -- complex numbers ------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def prelu(x: Handle, weight: Handle) -> Handle:
             hint=f"weight.to({x.dtype})",
         )
     ones = (1,) * max(x.ndim - 2, 0)
-    if weight.ndim:  # along dim 1 where there is one
+    if weight.ndim:  # along dim 1 if it exists
         weight = reshape(weight, (*weight.shape, *ones) if x.ndim else ())
     with again(x):
         slope = where(ROWS["gt"](x, 0), 1.0, weight)
@@ -198,8 +198,8 @@ def fake_quantize_per_tensor_affine(
             hint="cast it: x.to(torch.float32)",
         )
     steps = ROWS["round"](x * (1.0 / scale)) + zero_point
-    kept = (clamp(steps, quant_min, quant_max) - zero_point) * scale
+    quantized = (clamp(steps, quant_min, quant_max) - zero_point) * scale
     inside = ROWS["logical_and"](ROWS["ge"](steps, quant_min), ROWS["le"](steps, quant_max))
-    return record("detach", kept) + where(
+    return record("detach", quantized) + where(
         inside, x - record("detach", x), 0.0
     )  # a gradient goes straight through

@@ -13,8 +13,8 @@ from mdfuse.frontend.ops.lookup_parts import at_indices
 def index(x: Handle, where: Any) -> Handle:
     """`x[where]`; a list of integers stands for a tensor of them.
 
-    Slices and integers come first. Then the tensors, repeated to one shape, take the place of their
-    dims; where these are apart, the shape comes in front.
+    Slices and integers are applied first. Then the tensors, broadcast to one shape, replace their
+    dims; if these are not adjacent, the new dims come first.
     """
     items = [where] if not isinstance(where, tuple) else [*where]
     if not any(isinstance(item, Handle | list) for item in items):
@@ -25,19 +25,19 @@ def index(x: Handle, where: Any) -> Handle:
     y = indexing.index(
         x, tuple(builtins.slice(None) if isinstance(i, Handle) else i for i in items)
     )
-    at, places, found = 0, [], []
+    at, places, indices = 0, [], []
     for item in items:
         if isinstance(item, Handle):
             places.append(at)
-            found.append(item)
+            indices.append(item)
         at += item is None or isinstance(item, Handle | builtins.slice)
     if places != [*range(places[0], places[0] + len(places))]:
         y, places = views.movedim(y, places, [*range(len(places))]), [0]
-    return at_indices(y, places[0], found)
+    return at_indices(y, places[0], indices)
 
 
 def _check_numbers(x: Handle, items: list[Any]) -> None:
-    """Check the integers of lists, which are known here; those of tensors are known in a run."""
+    """Check the integers of lists; those of tensors are only known in a run."""
     dims = [item for item in items if item is not None]
     for dim, item in enumerate(dims[: x.ndim]):
         for i in item if _is_list(item) else ():
@@ -53,8 +53,8 @@ def _as_tensor(item: Any) -> Any:
 
 
 def _without_dots(x: Handle, items: list[Any]) -> list[Any]:
-    """A slice for each dim that `...`, or nothing, stands for."""
+    """Replace `...` and missing items by a slice for each dim."""
     used = sum(item is not None and item is not Ellipsis for item in items)
     at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
-    rest = [builtins.slice(None)] * max(x.ndim - used, 0)
-    return [*items[:at], *rest, *items[at + 1 :]]
+    slices = [builtins.slice(None)] * max(x.ndim - used, 0)
+    return [*items[:at], *slices, *items[at + 1 :]]

@@ -1,4 +1,4 @@
-"""Operations that move no numbers: dims in another order, other shapes, parts, copies of views."""
+"""Views: permutations, reshapes, broadcasts, memory orders."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def movedim(x: Handle, source: int | Sequence[int], destination: int | Sequence[
             because="each dim that moves has one place to go to",
             hint="as many different places as dims",
         )
-    rest = iter(d for d in range(x.ndim) if d not in before)
+    unmoved = iter(d for d in range(x.ndim) if d not in before)
     moved = dict(zip(after, before, strict=True))
-    return permute(x, [moved[d] if d in moved else next(rest) for d in range(x.ndim)])
+    return permute(x, [moved[d] if d in moved else next(unmoved) for d in range(x.ndim)])
 
 
 # -- shapes --------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def unflatten(x: Handle, dim: int, sizes: Sequence[int]) -> Handle:
 
 
 def _completed(sizes: Sequence[int], extent: int) -> tuple[int, ...]:
-    """Extents with the number in the place of -1, so that they make up `extent`."""
+    """Return extents with -1 replaced, so that their product is `extent`."""
     if sizes.count(-1) != 1:
         return tuple(sizes)
     known = -math.prod(sizes)
@@ -132,14 +132,14 @@ def expand(x: Handle, shape: int | Sequence[int], *more: int) -> Handle:
     """Dims of extent 1 repeated without copies; -1 keeps an extent; new dims come in front."""
     new = sequence(shape, more)
     skip = len(new) - x.ndim
-    kept = tuple(x.shape[d - skip] if n == -1 and d >= skip else n for d, n in enumerate(new))
-    if any(type(n) is int and n < 0 for n in kept):
+    extents = tuple(x.shape[d - skip] if n == -1 and d >= skip else n for d, n in enumerate(new))
+    if any(type(n) is int and n < 0 for n in extents):
         raise DefinitionError(
             f"expand(%{x.name}, {list(new)}) of {x.value.type_text()}",
             because="-1 keeps an extent, and a new dim has none to keep",
             hint="say how long each new dim is",
         )
-    return record("expand", x, shape=kept)
+    return record("expand", x, shape=extents)
 
 
 def expand_as(x: Handle, other: Handle) -> Handle:

@@ -18,36 +18,36 @@ from mdfuse.frontend.vjps.table import Applied, eq, ge, rule, where
 
 @rule("attention", "scaled_dot_product_attention")
 def _attention(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
-    """By the row that keeps no scores; a mask's gradient is as large as the scores are.
+    """Use the op that keeps no scores, unless the mask's gradient, of the scores' size, is wanted.
 
-    Before, the recorder has attention that gives no sums replaced by what gives them.
+    The recorder has already replaced attention without sums by the op that returns them.
     """
     ct, of_sums = cts
     if of_sums is None and not (e.count > 3 and e.wants(3)):
         mask = [e[3]] if e.count > 3 else []
         operands = (e[0], e[1], e[2], *e.results, ct, *mask)
-        found = record_several("attention_grad", *operands, **e.attrs)
-        return (*found, *(None for _ in mask))
+        recorded = record_several("attention_grad", *operands, **e.attrs)
+        return (*recorded, *(None for _ in mask))
     p, q, value, d_scores = _weights(e, 3), e[0], None, None
     if ct is not None:
         d_scores = _through(p, in_f32(product(ct, views.transpose(_per_head(e, e[2])))))
         value = _joined(e, product(views.transpose(back(p, q)), ct))
     if of_sums is not None:
-        more = p * views.unsqueeze(in_f32(of_sums), -1)
-        d_scores = more if d_scores is None else d_scores + more
+        from_sums = p * views.unsqueeze(in_f32(of_sums), -1)
+        d_scores = from_sums if d_scores is None else d_scores + from_sums
     assert d_scores is not None
     small = back(d_scores * _scale(e), q)
     key = _joined(e, product(views.transpose(small), q))
-    own = (product(small, _per_head(e, e[1])), key, value)
-    return (*own, d_scores) if e.count > 3 else own
+    gradients = (product(small, _per_head(e, e[1])), key, value)
+    return (*gradients, d_scores) if e.count > 3 else gradients
 
 
 @rule("attention_grad")
 def _attention_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
     """The gradient of the gradient, by the weights.
 
-    With M what comes back to dS = P (dP - D), D = sum(P dP) over a row, and N what comes back to P
-    through dv: to dP comes P (M - R), R = sum(P M) over a row; to P comes M (dP - D) - R dP + N.
+    Let M be the cotangent of dS = P (dP - D), D = sum(P dP) over a row, and N that of P through dv.
+    The cotangent of dP is P (M - R), R = sum(P M) over a row; that of P is M (dP - D) - R dP + N.
     """
     wide = [in_f32(x) for x in (e[0], e[1], e[2])]
     given = [in_f32(x) if x is not None else z * 0.0 for x, z in zip(cts, wide, strict=True)]
@@ -59,8 +59,8 @@ def _attention_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
     m = (product(a, views.transpose(wk)) + product(wq, views.transpose(b))) * scale
     row = reductions.sum(p * m, -1, True)
     to_dp = p * (m - row)
-    own = dp - reductions.sum(p * dp, -1, True)
-    to_s = _through(p, m * own - dp * row + product(wct, views.transpose(c)))
+    centred = dp - reductions.sum(p * dp, -1, True)
+    to_s = _through(p, m * centred - dp * row + product(wct, views.transpose(c)))
     return (
         (product(ds, b) + product(to_s, wk)) * scale,
         _joined(e, product(views.transpose(ds), a) + product(views.transpose(to_s), wq)) * scale,
@@ -73,19 +73,19 @@ def _attention_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
 
 
 def _shared(e: Applied) -> int:
-    """How many heads of the query share one of key and value."""
+    """Return the number of query heads per head of key and value."""
     heads = e.shape(1)[-3] if e.attrs.get("enable_gqa") else 0
     return e.shape(0)[-3] // heads if isinstance(heads, Extent) or heads else 1
 
 
 def _per_head(e: Applied, x: Handle) -> Handle:
-    """Key or value with the heads of the query: each repeated for those that share it."""
+    """Repeat heads of key or value for the query heads that share them."""
     n = _shared(e)
     return x if n == 1 else views.repeat_interleave(x, n, -3)
 
 
 def _joined(e: Applied, x: Handle) -> Handle:
-    """Undo `_per_head` of a cotangent: what comes back to a head from those that share it."""
+    """Sum a cotangent over the query heads that share a head of key or value."""
     n = _shared(e)
     return x if n == 1 else reductions.sum(views.unflatten(x, -3, (-1, n)), -3)
 
@@ -96,13 +96,13 @@ def _scale(e: Applied) -> float:
 
 
 def _through(p: Handle, ct: Handle) -> Handle:
-    """Through softmax along the last dim."""
+    """Return the cotangent of the argument of softmax along the last dim."""
     weighed = ct * p
     return weighed - p * reductions.sum(weighed, -1, True)
 
 
 def _weights(e: Applied, at: int) -> Handle:
-    """The weights in f32 or wider; the mask, if there is one, is the operand at a position."""
+    """Return the weights in at least f32; the mask, if any, is operand `at`."""
     q, k = e[0], _per_head(e, e[1])
     mask = e[at] if e.count > at else None
     scores = in_f32(product(q, views.transpose(k))) * _scale(e)
@@ -112,8 +112,8 @@ def _weights(e: Applied, at: int) -> Handle:
     if e.attrs.get("is_causal"):
         rows, columns = creations.arange(q.shape[-2]), creations.arange(k.shape[-2])
         scores = where(ge(views.unsqueeze(rows, 1), columns), scores, -math.inf)
-    found: Handle = record("softmax", scores, dim=-1)
+    weights: Handle = record("softmax", scores, dim=-1)
     if mask is None:
-        return found
-    # a row that sees nothing has no weights, which softmax would not say
-    return where(eq(reductions.amax(scores, -1, True), -math.inf), 0.0, found)
+        return weights
+    # weights of a fully masked row are 0, where softmax gives NaN
+    return where(eq(reductions.amax(scores, -1, True), -math.inf), 0.0, weights)

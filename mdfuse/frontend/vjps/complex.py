@@ -8,7 +8,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import record
 from mdfuse.frontend.vjps.table import Applied, cos, eq, rule, sin, where
 
-#: Ops whose rule holds for complex numbers: those that move or add them, and those that say so.
+#: Ops whose rule holds for complex numbers: moves, sums, and ops with their own complex rule.
 COMPLEX = frozenset(
     ("set", "stride_order", "permute", "reshape", "unsqueeze", "squeeze", "expand", "slice",
      "slice_grad", "cat", "flip", "index_select", "add", "sub", "neg", "mul", "div", "lerp",
@@ -18,8 +18,8 @@ COMPLEX = frozenset(
 
 
 def _pair(a: Handle, b: Handle) -> Handle:
-    made: Handle = record("complex", a, b)
-    return made
+    pair: Handle = record("complex", a, b)
+    return pair
 
 
 def _real(z: Handle) -> Handle:
@@ -60,7 +60,7 @@ def _polar(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("angle")
 def _angle(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """atan2(b, a), which has no slope at 0."""
+    """atan2(b, a), with slope 0 at 0."""
     if not e[0].dtype.is_complex:
         return (ct * 0.0,)
     a, b = _real(e[0]), _imag(e[0])
@@ -71,7 +71,7 @@ def _angle(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("sgn")
 def _sgn(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """z / |z|: what of the cotangent goes across z, over |z|. Of real numbers it is a step."""
+    """z / |z|: the part of the cotangent across z, over |z|. Real numbers have a step."""
     z = e[0]
     if not z.dtype.is_complex:
         return (None,)

@@ -16,7 +16,7 @@ from mdfuse.frontend.vjps.table import Applied, exp, rsqrt, rule, widely
 
 
 def _rows(x: Handle) -> Handle:
-    """All dims but the last as one."""
+    """Merge all dims except the last."""
     return x if x.ndim == 2 else views.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
@@ -77,9 +77,9 @@ def _linear(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("embedding")
 def _embedding(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """Each row of the table gets the sum of those that were looked up there, that of padding none.
+    """Each row gets the sum of the cotangents of its lookups; the padding row gets none.
 
-    With `scale_grad_by_freq` it is their mean.
+    With `scale_grad_by_freq` it gets their mean.
     """
     if e.attrs.get("scale_grad_by_freq"):
         one = record("full", 1, shape=(*ct.shape[:-1], 1), dtype=torch.float32)
@@ -128,16 +128,16 @@ def _layer_norm(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     scale = rsqrt(variance + e.attrs["eps"])
     normal = distance * scale
     inner = ct if weight is None else ct * weight
-    found: list[Handle | None] = [None, None, None]
+    gradients: list[Handle | None] = [None, None, None]
     if e.wants(0):
         lost = reductions.mean(inner, over, True)
         turned = normal * reductions.mean(inner * normal, over, True)
-        found[0] = (inner - lost - turned) * scale
+        gradients[0] = (inner - lost - turned) * scale
     if e.wants(1):
-        found[1] = ct * normal
+        gradients[1] = ct * normal
     if e.wants(2):
-        found[2] = ct
-    return found
+        gradients[2] = ct
+    return gradients
 
 
 @rule("rms_norm")

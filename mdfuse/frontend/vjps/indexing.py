@@ -1,4 +1,4 @@
-"""Gradients of lookups, of what joins by an index, of running sums, contractions."""
+"""Gradients of lookups, indexed reductions, cumulative ops and contractions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _scatter(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 
 def _at(e: Applied, x: Handle) -> Handle:
-    """What stands at the place that each element was joined to."""
+    """Return the value at the target place of each element."""
     return record("gather", e[0], x, along=e.attrs["along"])
 
 
@@ -65,9 +65,9 @@ def _summed(e: Applied, x: Handle) -> Handle:
 
 
 def _through_extreme(e: Applied, ct: Handle) -> Handle:
-    """Evenly among equals."""
+    """Divide the cotangent evenly among equal extremes."""
     is_there = eq(e[1], _at(e, e.y))
-    wide = in_f32(ct)  # in 16 bits many equals cannot be counted
+    wide = in_f32(ct)  # 16 bits cannot count many equals
     equals = _summed(e, record("cast", is_there, dtype=wide.dtype))
     return where(is_there, _at(e, back(wide / equals, ct)), 0.0)
 
@@ -76,8 +76,8 @@ def _through_product(e: Applied, ct: Handle) -> Handle:
     shape, dim = e.attrs["shape"], e.attrs["along"]
 
     def product(x: Handle) -> Handle:
-        made = record("scatter_reduce", e[0], x, shape=shape, along=dim, reduce="prod")
-        return _at(e, made)
+        products = record("scatter_reduce", e[0], x, shape=shape, along=dim, reduce="prod")
+        return _at(e, products)
 
     others = product_of_others(e[1], product=product, total=lambda x: _at(e, _summed(e, x)))
     return _at(e, ct) * others
@@ -85,21 +85,23 @@ def _through_product(e: Applied, ct: Handle) -> Handle:
 
 @rule("index_copy")
 def _index_copy(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """Of x to what stays, of the source to the last of those with one index."""
+    """x gets the cotangent of untouched places, the source that of the last write per index."""
     index, dim, (count,) = e[0], e.attrs["along"], e.shape(0)
     zeros = creations.zeros_like(e[1]) if e.wants(2) else None
-    kept = None if zeros is None else record("index_copy", index, zeros, ct, along=dim)
+    of_x = None if zeros is None else record("index_copy", index, zeros, ct, along=dim)
     if not e.wants(1) or not count:
-        return None, None, kept
-    found = record("index_select", index, ct, along=dim)
+        return None, None, of_x
+    of_source = record("index_select", index, ct, along=dim)
     if count > 1:
         places = creations.arange(count)
         last = record(
             "scatter_reduce", index, places, shape=(e.shape(2)[dim],), along=0, reduce="max"
         )
         is_last = eq(record("index_select", index, last, along=0), places)
-        found = where(views.reshape(is_last, (count, *(1,) * (ct.ndim - 1 - dim))), found, 0.0)
-    return None, found, kept
+        of_source = where(
+            views.reshape(is_last, (count, *(1,) * (ct.ndim - 1 - dim))), of_source, 0.0
+        )
+    return None, of_source, of_x
 
 
 # -- along a dim ---------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ def _flip(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 
 def _from_behind(x: Handle, dim: int) -> Handle:
-    """The sum of what stands here and behind it."""
+    """Return the reverse cumulative sum."""
     if not x.ndim:
         return x
     turned = record("cumsum", record("flip", x, dims=(dim,)), dim=dim)
@@ -126,19 +128,19 @@ def _cumsum(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 @rule("cumprod")
 @widely
 def _cumprod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """The sum, from here on, of the products so far without this element.
+    """Each element gets the sum of later products without it.
 
-    As `product_of_others`: by the product of what is not 0, and a polynomial of the zeros.
+    As `product_of_others`: by the product of nonzero elements, and a polynomial of the zeros.
     """
     x, dim = e[0], e.attrs["dim"]
     if not x.ndim:
         return (ct,)
     is_zero = eq(x, 0)
-    rest, own = where(is_zero, 1.0, x), where(is_zero, x, 0.0)
+    nonzero, at_zeros = where(is_zero, 1.0, x), where(is_zero, x, 0.0)
     count = record("cumsum", record("cast", is_zero, dtype=ct.dtype), dim=dim)
-    product = ct * record("cumprod", rest, dim=dim)
+    product = ct * record("cumprod", nonzero, dim=dim)
     with_n = [where(eq(count, n), product, 0.0) for n in range(ORDERS + 1)]
-    zeros = [*symmetric(own, lambda y: record("cumsum", y, dim=dim))]
+    zeros = [*symmetric(at_zeros, lambda y: record("cumsum", y, dim=dim))]
 
     def behind(first: int) -> Handle:
         """The products without `first` of the zeros that they have."""
@@ -151,29 +153,29 @@ def _cumprod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
     at = behind(ORDERS)
     for n in range(ORDERS - 1, 0, -1):
-        at = behind(n) - own * finite(at)
+        at = behind(n) - at_zeros * finite(at)
     is_hidden = logical_and(gt(count, 0), record("isnan", x))
-    return (where(is_zero, at, behind(0) / where(is_hidden, 1.0, rest)),)
+    return (where(is_zero, at, behind(0) / where(is_hidden, 1.0, nonzero)),)
 
 
 @rule("logcumsumexp")
 @widely
 def _logcumsumexp(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """exp(x) times the sum of ct * exp(-y) from here on, in logarithms, of either sign of ct.
+    """exp(x) times the reverse cumulative sum of ct * exp(-y), in logarithms, per sign of ct.
 
-    A ct of 0 stands on both sides as little that cancels, so that it has a derivative.
+    A ct of 0 becomes a small number on both sides, which cancels, so that it has a derivative.
     """
     if not e.y.ndim:
         return (ct,)
-    dims, found = (e.attrs["dim"],), []
+    dims, exponentials = (e.attrs["dim"],), []
     is_zero, little = eq(ct, 0), 1e-18 if ct.dtype == torch.float32 else 1e-150
     is_nothing = logical_and(is_zero, eq(e.y, -math.inf))
     for part, zero in ((ct, ct + little), (-ct, little)):
         size = log(where(is_zero, zero, where(lt(part, 0), 1.0, part))) - e.y
         size = where(lt(part, 0), -math.inf, where(is_nothing, -math.inf, size))
         behind = record("logcumsumexp", record("flip", size, dims=dims), dim=dims[0])
-        found.append(exp(record("flip", behind, dims=dims) + e[0]))
-    return (found[0] - found[1],)
+        exponentials.append(exp(record("flip", behind, dims=dims) + e[0]))
+    return (exponentials[0] - exponentials[1],)
 
 
 # -- products ------------------------------------------------------------------------------------
@@ -224,14 +226,18 @@ def _contract(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 
 def _factor(e: Applied, ct: Handle, labels: Sequence[tuple[int, ...]], mine: int) -> Handle:
-    """The cotangent with the other factor, summed over what this one lacks."""
-    own, other, kept = labels[mine], labels[1 - mine], e.attrs["kept"]
-    found = [x for x in own if x in kept or x in other]
-    made = record("contract", ct, e[1 - mine], left=kept, right=other, kept=tuple(found))
-    for d, x in enumerate(own):  # what this factor alone had, and was summed over
-        if x not in found:
-            made = views.unsqueeze(made, d)
-    for d, n in enumerate(e.shape(mine)):  # one that the other factor repeated
-        if made.shape[d] != n and n == 1:
-            made = reductions.sum(made, d, True)
-    return made if made.shape == e.shape(mine) else views.expand(made, e.shape(mine))
+    """Contract the cotangent with the other factor over the dims that this one lacks."""
+    own_labels, other, result_labels = labels[mine], labels[1 - mine], e.attrs["kept"]
+    shared = [x for x in own_labels if x in result_labels or x in other]
+    contracted = record(
+        "contract", ct, e[1 - mine], left=result_labels, right=other, kept=tuple(shared)
+    )
+    for d, x in enumerate(own_labels):  # a summed dim of this factor alone
+        if x not in shared:
+            contracted = views.unsqueeze(contracted, d)
+    for d, n in enumerate(e.shape(mine)):  # a broadcast dim
+        if contracted.shape[d] != n and n == 1:
+            contracted = reductions.sum(contracted, d, True)
+    return (
+        contracted if contracted.shape == e.shape(mine) else views.expand(contracted, e.shape(mine))
+    )

@@ -12,8 +12,8 @@ from mdfuse.frontend.vjps.table import Applied, rule
 
 def product(a: Handle, b: Handle) -> Handle:
     """The matrix product of values whose dims before the last two are alike."""
-    found: Handle = record("matmul", a, b)
-    return found
+    matrix: Handle = record("matmul", a, b)
+    return matrix
 
 
 @rule("inverse")
@@ -37,5 +37,5 @@ def _cholesky(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     inner = masks.tril(product(views.transpose(lower), ct))
     inner = (inner + masks.tril(inner, -1)) * 0.5  # half of the diagonal
     back = record("inverse", lower)
-    found = product(product(views.transpose(back), inner), back)
-    return ((found + views.transpose(found)) * 0.5,)
+    gradient = product(product(views.transpose(back), inner), back)
+    return ((gradient + views.transpose(gradient)) * 0.5,)

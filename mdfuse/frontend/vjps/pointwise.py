@@ -49,7 +49,7 @@ def _binary(
     first: Callable[[Applied, Handle], Handle],
     second: Callable[[Applied, Handle], Handle],
 ) -> None:
-    """Add the rule of an op of two operands: what each of them gets."""
+    """Add the rule of an op of two operands, by the cotangent of each."""
 
     def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         return first(e, ct) if e.wants(0) else None, second(e, ct) if e.wants(1) else None
@@ -65,7 +65,7 @@ _binary("fmod", lambda e, ct: ct, lambda e, ct: -ct * trunc(e[0] / e[1]))
 
 
 def _turned(e: Applied, side: Any) -> Handle:
-    """A side by the square of the distance from the origin; 0 there, where there is no angle."""
+    """Return a side divided by the squared distance from the origin; 0 at the origin."""
     square = e[0] * e[0] + e[1] * e[1]
     is_zero = eq(square, 0)
     return where(is_zero, 0.0, side / where(is_zero, 1.0, square))
@@ -76,7 +76,7 @@ _binary("atan2", lambda e, ct: ct * _turned(e, e[1]), lambda e, ct: ct * _turned
 
 @rule("mul")
 def _mul(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    if e.is_square:  # as ct * x + ct * x, to the bit
+    if e.is_square:  # bitwise equal to ct * x + ct * x
         return ct * conj(e[0]) * 2, None
     return ct * conj(e[1]) if e.wants(0) else None, ct * conj(e[0]) if e.wants(1) else None
 
@@ -92,7 +92,7 @@ def _base_of_power(e: Applied, ct: Handle) -> Handle:
 
 
 def _log(x: Handle, ct: Handle) -> Handle:
-    """log(x) in the precision of the cotangent, where x has another dtype, as integers have."""
+    """log(x) in the precision of the cotangent, if x has another dtype, as integers."""
     is_other = x.is_tensor and x.dtype != ct.dtype and ct.dtype.is_floating_point
     return log(record("cast", x, dtype=ct.dtype) if is_other else x)
 
@@ -179,7 +179,7 @@ _binary(
 
 @rule("where")
 def _choice(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """Select: what is hidden may be infinite, and 0 times infinity is NaN."""
+    """Select instead of multiplying: a hidden value may be infinite, and 0 * inf is NaN."""
     return (
         None,
         where(e[0], ct, 0.0) if e.wants(1) else None,
@@ -226,15 +226,15 @@ def _addcdiv(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("squared_distance")
 def _squared_distance(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """None to the centre: it is a mean, where the sum of what comes back is 0."""
+    """No cotangent for the centre: it is a mean, so its cotangents sum to 0."""
     return ct * ((e[0] - e[1]) * 2.0), None
 
 
 @rule("limit")
 def _limit(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """To x within the limits and on them; below the least to that, above the most to that.
+    """x gets the cotangent within and on the limits; below, the min gets it; above, the max.
 
-    Where the limits cross, the most is the result; where they meet, the least is not.
+    If the limits cross, the result is the max; if they are equal, the min gets nothing.
     """
     x, least, most = e[0], e[1], e[2]
     inside, low, high = ct, None, None
@@ -266,7 +266,7 @@ def _binary_cross_entropy(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 
 def _robust(unit: str, scale: Callable[[Handle, float], Handle]) -> Rule:
-    """The distance, which is scaled and limited."""
+    """The slope is the distance, scaled and limited."""
 
     @widely
     def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
@@ -302,7 +302,7 @@ def _cast(e: Applied, ct: Handle) -> Handle:
 
 
 def _dropout(e: Applied, ct: Handle) -> Handle:
-    """The same numbers of the same stream are drawn for the cotangent."""
+    """Draw the same mask of the same stream for the cotangent."""
     return record("dropout", ct, e[1], p=e.attrs["p"], stream=e.attrs["stream"])
 
 
@@ -388,7 +388,7 @@ def _phi(x: Handle) -> Handle:
 
 
 def _gelu_twice(x: Handle, approximate: str = "none") -> Handle:
-    """phi(x) * (2 - x^2), or that of the approximation by tanh."""
+    """phi(x) * (2 - x^2), or its approximation by tanh."""
     if approximate == "none":
         return _phi(x) * (2.0 - x * x)
     scale, cubic = math.sqrt(2.0 / math.pi), 0.044715
@@ -419,8 +419,8 @@ def _softplus_twice(x: Handle, beta: float = 1.0, threshold: float = 20.0) -> Ha
     return where(gt(x * beta, threshold), 0.0, s * (1.0 - s) * beta)
 
 
-#: Op whose gradient is one kernel -> the derivative of its derivative, by what the kernel reads;
-#: those that are left out are made of straight lines.
+#: Op whose gradient is one kernel -> its second derivative, by the kernel's operands; missing ops
+#: are piecewise linear.
 _TWICE: dict[str, Callable[..., Handle]] = {
     "elu": lambda x, alpha=1.0, scale=1.0, input_scale=1.0: where(
         gt(x, 0), 0.0, exp(x * input_scale) * (alpha * scale * input_scale**2)

@@ -26,7 +26,7 @@ from mdfuse.ir.dims import reduced_dims
 
 
 def _kept(e: Applied, reduced: Handle) -> Handle:
-    """A result of the reduction with its dims kept, so that it broadcasts against the operand."""
+    """Return a result with its reduced dims kept, to broadcast against the operand."""
     shape = e.shape(0)
     dims = reduced_dims(e.attrs.get("dims"), len(shape))
     if e.attrs.get("keepdim") or not dims:
@@ -35,7 +35,7 @@ def _kept(e: Applied, reduced: Handle) -> Handle:
 
 
 def _count(e: Applied) -> int:
-    """How many elements make one of the result."""
+    """Return the number of elements per element of the result."""
     shape = e.shape(0)
     return math.prod(shape[d] for d in reduced_dims(e.attrs.get("dims"), len(shape)))
 
@@ -69,7 +69,7 @@ def _prod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         total=lambda y: reductions.sum(y, over, True),
         has_zero=lambda zeros: record("any", zeros, dims=None),
     )
-    if e.attrs.get("dims") is None:  # beside two zeros torch then looks at nothing else
+    if e.attrs.get("dims") is None:  # torch ignores other elements beside two zeros
         zeros = reductions.sum(record("cast", eq(x, 0), dtype=x.dtype), over, True)
         others = where(logical_and(gt(zeros, 1), op("isnan")(others)), 0.0, others)
     return (_kept(e, ct) * others,)
@@ -77,7 +77,7 @@ def _prod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("max", "min")
 def _extreme(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """Evenly among equals, or to the first of them."""
+    """Divide the cotangent evenly among equals, or give it to the first of them."""
     over = reduced_dims(e.attrs.get("dims"), len(e.shape(0)))
     if not over:
         return (ct,)
@@ -86,14 +86,14 @@ def _extreme(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         first = record("min", places, dims=over, keepdim=True)
         return (where(eq(places, first), _kept(e, ct), 0.0),)
     is_there = eq(e[0], _kept(e, e.y))
-    wide = in_f32(ct)  # in 16 bits many equals cannot be counted
+    wide = in_f32(ct)  # 16 bits cannot count many equals
     equals = reductions.sum(record("cast", is_there, dtype=wide.dtype), over, True)
     return (where(is_there, back(_kept(e, wide) / equals, ct), 0.0),)
 
 
 @rule("topk", "sort", "cummax", "cummin")
 def _chosen(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
-    """To the place where each element of the result stood."""
+    """Scatter the cotangent to the place of each element of the result."""
     ct, places, shape = cts[0], e.results[1], e.shape(0)
     if not shape:
         return (ct,)

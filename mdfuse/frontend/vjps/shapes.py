@@ -1,4 +1,4 @@
-"""Gradients of ops that move numbers: views, parts, what is joined."""
+"""Gradients of ops that move numbers: views, parts, joins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _reshape(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("unsqueeze")
 def _unsqueeze(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """Say which dims go: of a shape alone, one row of a batch may be merged with what is behind."""
+    """Name the removed dims, because a shape alone is ambiguous for dims of extent 1."""
     return (record("squeeze", ct, dims=e.attrs["dims"]),)
 
 
@@ -56,10 +56,10 @@ def _slice_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("cat")
 def _cat(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    dim, found, start = e.attrs["dim"] % ct.ndim, [], 0
+    dim, pieces, start = e.attrs["dim"] % ct.ndim, [], 0
     for i in range(e.count):
         end = start + e.shape(i)[dim]
         where = (*[slice(None)] * dim, slice(start, end))
-        found.append(indexing.index(ct, where) if e.wants(i) else None)
+        pieces.append(indexing.index(ct, where) if e.wants(i) else None)
         start = end
-    return found
+    return pieces

@@ -18,18 +18,18 @@ def _settings(e: Applied) -> dict[str, Any]:
 
 
 def _spread(ct: Handle, weight: Handle, shape: Sequence[int], how: dict[str, Any]) -> Handle:
-    """Spread what comes back to a convolution over the places that it read."""
+    """Spread the cotangent of a convolution over the places that it read."""
     settings = zip(how["stride"], how["padding"], how["dilation"], strict=True)
     dims = zip(shape[2:], weight.shape[2:], settings, strict=True)
-    more = [0 if s == 1 else (n + 2 * p - (k - 1) * d - 1) % s for n, k, (s, p, d) in dims]
-    return record("convolution", ct, weight, transposed=True, more=tuple(more), **how)
+    extra_rows = [0 if s == 1 else (n + 2 * p - (k - 1) * d - 1) % s for n, k, (s, p, d) in dims]
+    return record("convolution", ct, weight, transposed=True, more=tuple(extra_rows), **how)
 
 
 def _behind(e: Applied) -> list[int]:
-    """Return how many rows more a convolution makes of what a transposed one made."""
+    """Return the number of extra rows of a convolution of a transposed one's result."""
     strides = e.attrs["stride"]
-    more = e.attrs.get("more") or (0,) * len(strides)
-    return [m // s for m, s in zip(more, strides, strict=True)]
+    extra_rows = e.attrs.get("more") or (0,) * len(strides)
+    return [m // s for m, s in zip(extra_rows, strides, strict=True)]
 
 
 def _to_transposed(e: Applied, ct: Handle, how: dict[str, Any]) -> Sequence[Handle | None]:
@@ -58,7 +58,7 @@ def _convolution(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("convolution_weight")
 def _convolution_weight(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """It is linear in both, with what comes back in the place of the weight."""
+    """The op is linear in both operands, with the cotangent in place of the weight."""
     how = _settings(e)
     return (
         record("convolution", e[1], ct, **how) if e.wants(0) else None,
@@ -67,14 +67,14 @@ def _convolution_weight(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 
 def _check_windows(e: Applied) -> None:
-    """Raise DefinitionError where a window has no element, and so none to which anything goes."""
+    """Raise DefinitionError for a window without elements, which has no place for its cotangent."""
     n = len(e.attrs["kernel"])
     how = (e.attrs[k] for k in ("kernel", "stride", "padding", "dilation"))
     dims = zip(e.shape(0)[-n:], e.results[0].shape[-n:], *how, strict=True)
-    for d, (extent, made, kernel, stride, padding, dilation) in enumerate(dims, -n):
-        if dilation == 1 or is_symbolic((extent, made)):
+    for d, (extent, count, kernel, stride, padding, dilation) in enumerate(dims, -n):
+        if dilation == 1 or is_symbolic((extent, count)):
             continue  # a padding is half a window at most
-        for i in range(made):
+        for i in range(count):
             first = i * stride - padding
             if not any(0 <= first + j * dilation < extent for j in range(kernel)):
                 raise DefinitionError(
@@ -87,22 +87,22 @@ def _check_windows(e: Applied) -> None:
 
 @rule("max_pool")
 def _max_pool(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
-    """To the place where the largest stood."""
+    """Scatter the cotangent to the place of the largest element."""
     _check_windows(e)
     return (record("max_pool_grad", e.results[1], cts[0], shape=e.shape(0), **e.attrs),)
 
 
 @rule("max_pool_grad")
 def _max_pool_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """From there."""
+    """Gather the cotangent from there."""
     free = e.shape(1)[: -len(e.attrs["kernel"])]
     flat, places = (views.reshape(x, (*free, -1)) for x in (ct, e[0]))
-    found = record("gather", places, flat, along=len(free))
-    return None, views.reshape(found, e.shape(1))
+    gathered = record("gather", places, flat, along=len(free))
+    return None, views.reshape(gathered, e.shape(1))
 
 
 @rule("mean_pool")
 def _mean_pool(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    made = e.shape(0)[-len(e.attrs["kernel"]) :]
+    extents = e.shape(0)[-len(e.attrs["kernel"]) :]
     is_back = not e.attrs.get("transposed", False)
-    return (record("mean_pool", ct, **{**e.attrs, "made": made, "transposed": is_back}),)
+    return (record("mean_pool", ct, **{**e.attrs, "made": extents, "transposed": is_back}),)

@@ -1,8 +1,8 @@
-"""Rules of gradients: what the cotangent of an op's result adds to the cotangents of its operands.
+"""Rules of gradients: the cotangents of an op's operands, given that of its result.
 
-A rule is made of operations, so it has layouts, and rules of its own. It takes the expression as
-`Applied` and the cotangent of its result, and returns one value per operand, or None. Its caller
-sums over broadcast dims and casts to the operand's dtype, and leaves out what nobody wants.
+A rule is made of operations, so its values have layouts and can be differentiated again. It takes
+the expression as `Applied` and the cotangent of its result, and returns one value per operand, or
+None. Its caller sums over broadcast dims, casts to the operand's dtype, and drops unwanted values.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Applied(Protocol):
 
     @property
     def count(self) -> int:
-        """How many operands there are."""
+        """The number of operands."""
 
     @property
     def is_square(self) -> bool:
-        """Whether both operands are one value."""
+        """Return whether both operands are one value."""
 
     @property
     def y(self) -> Handle:
@@ -36,28 +36,28 @@ class Applied(Protocol):
 
     @property
     def results(self) -> Sequence[Handle]:
-        """The results, where there are several."""
+        """The results, if there are several."""
 
     def __getitem__(self, position: int) -> Any:
         """An operand: a value, a number, or None."""
 
     def wants(self, position: int) -> bool:
-        """Whether the cotangent of an operand is asked for."""
+        """Return whether the cotangent of an operand is wanted."""
 
     def shape(self, position: int) -> tuple[int, ...]:
-        """The shape of an operand, which is not computed again for that."""
+        """Return the shape of an operand, without recomputing it."""
 
     def returned(self, ct: Handle) -> Handle:
-        """A cotangent, through the change of layout that the expression is back to its operand."""
+        """Return a cotangent in the operand's layout, for an expression that changes the layout."""
 
 
-#: (expression, cotangent of the result) -> cotangents of the operands. Of several results it is a
-#: list, with None for those to which nothing came back.
+#: (expression, cotangent of the result) -> cotangents of the operands. Several results have a list
+#: of cotangents, with None for unread results.
 Rule = Callable[[Applied, Any], Sequence[Part | None]]
 
 RULES: dict[str, Rule] = {}
 
-#: Ops whose gradient is zero: a value that leads somewhere through them has one, as in torch.
+#: Ops whose gradient is zero: values read only through them have a gradient, as in torch.
 STEPS = ("floor", "ceil", "round", "trunc", "sign")
 
 #: Ops through which no gradient goes, with the reason.
@@ -114,7 +114,7 @@ class Wide:
 
 
 def widely(made: Rule) -> Rule:
-    """Return a rule that computes in f32 what has 16 bits; its caller casts back."""
+    """Return a rule that computes 16-bit values in f32; its caller casts back."""
     return lambda e, ct: made(Wide(e), in_f32(ct))
 
 
@@ -128,7 +128,7 @@ def op(name: str) -> Callable[..., Handle]:
 
 
 def conj(x: Any) -> Any:
-    """The conjugate of a complex value; others as they are."""
+    """Return the conjugate of a complex value; others unchanged."""
     is_complex = isinstance(x, Handle) and x.dtype.is_complex
     return record("conj", x) if is_complex else x
 
@@ -148,13 +148,13 @@ def product_of_others(
     total: Callable[[Handle], Handle],
     has_zero: Callable[[Handle], Handle] | None = None,
 ) -> Handle:
-    """What the product of some elements is without each of them.
+    """Return for each element the product of the others.
 
-    That of the ones that are not 0, times that of the zeros. The latter stands as a sum of zeros,
-    since what it is does not count, but its derivative does: so second derivatives are right.
+    It is the product of nonzero elements times that of zeros. The latter is a polynomial of the
+    zeros: its value is 0, but its derivatives matter, so that second derivatives are right.
 
-    For the only one that is not finite it is 0 beside zeros. Beside none it is NaN, unless torch
-    multiplies the others, as its `prod` does where any element at all is 0.
+    For the only nonfinite element it is 0 if there are zeros. Without zeros it is NaN, unless torch
+    multiplies the others, as its `prod` does if any element is 0.
 
     Args:
         x: the elements.
@@ -162,45 +162,45 @@ def product_of_others(
         has_zero: from the places of zeros, whether torch multiplies the others; None: beside zeros.
     """
     is_zero = eq(x, 0)
-    rest, own = where(is_zero, 1.0, x), where(is_zero, x, 0.0)
+    nonzero, at_zeros = where(is_zero, 1.0, x), where(is_zero, x, 0.0)
     count = total(record("cast", is_zero, dtype=x.dtype))
     of_other, of_zero = where(eq(count, 0), 1.0, 0.0), where(eq(count, 1), 1.0, 0.0)
     without: Any = 1.0
-    for n, of_n in enumerate(symmetric(own, total), 1):
-        without = of_n - own * without
+    for n, of_n in enumerate(symmetric(at_zeros, total), 1):
+        without = of_n - at_zeros * without
         of_other = where(eq(count, n), of_n, of_other)
         of_zero = where(eq(count, n + 1), without, of_zero)
-    others = product(rest) * where(is_zero, of_zero, of_other) / rest
+    others = product(nonzero) * where(is_zero, of_zero, of_other) / nonzero
     strange = op("logical_not")(op("isfinite")(x))
     is_lone = logical_and(strange, eq(total(record("cast", strange, dtype=x.dtype)), 1))
     beside = gt(count, 0)
     if has_zero is None:
         return where(logical_and(is_lone, beside), 0.0, others)
-    finite_others = where(beside, 0.0, product(where(strange, 1.0, rest)))
+    finite_others = where(beside, 0.0, product(where(strange, 1.0, nonzero)))
     return where(logical_and(is_lone, has_zero(is_zero)), finite_others, others)
 
 
 def finite(x: Handle) -> Handle:
-    """0 in the place of what is not finite: it is then multiplied by zeros, whose product is 0."""
+    """Replace nonfinite numbers by 0, because they are then multiplied by zeros."""
     return where(op("isfinite")(x), x, 0.0)
 
 
-#: Derivatives of products are right up to this one, however many factors are 0.
+#: Derivatives of products are right up to this order, for any number of zeros.
 ORDERS = 3
 
 
 def symmetric(x: Handle, total: Callable[[Handle], Handle]) -> list[Handle]:
-    """The sum of the elements, of the products of all pairs ...: as many as `ORDERS` needs.
+    """Return the elementary symmetric sums that `ORDERS` needs: of elements, of pairs, …
 
-    By the sums of their powers (Newton's identities), so that all of them are made of totals.
+    They come from power sums (Newton's identities), so that only totals are computed.
     """
     sums, power = [total(x)], x
     while len(sums) < ORDERS - 1:
         power = power * x
         sums.append(total(power))
-    found: list[Handle] = []
-    for n, made in enumerate(sums, 1):
+    elementary: list[Handle] = []
+    for n, term in enumerate(sums, 1):
         for i in range(n - 1, 0, -1):
-            made = found[n - i - 1] * sums[i - 1] - made
-        found.append(made / n if n > 1 else made)
-    return found
+            term = elementary[n - i - 1] * sums[i - 1] - term
+        elementary.append(term / n if n > 1 else term)
+    return elementary

@@ -1,6 +1,6 @@
-"""What comes back to slices of a value: side by side they are one tensor, else each is in zeros.
+"""Cotangents of slices of a value: adjacent ones are concatenated, others padded by zeros.
 
-%q, %k, %v = parts of %h                    what comes back to %h: cat(%dq, %dk, %dv)
+%q, %k, %v = parts of %h                    cotangent of %h: cat(%dq, %dk, %dv)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mdfuse.frontend.ops.recording import record
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """What comes back to a slice of an operand, of which the rest gets nothing.
+    """The cotangent of a slice of an operand; other elements get zeros.
 
     Attributes:
         ct: the cotangent of the slice.
@@ -31,7 +31,7 @@ class Window:
 
     @property
     def dim(self) -> int | None:
-        """The only dim that the slice cut, if that is one run of places that are known."""
+        """The only dim that the slice cuts, if it takes one known range; else None."""
         pairs = enumerate(zip(self.ct.shape, self.shape, strict=True))
         cut = [d for d, (n, of) in pairs if not are_same(n, of)]
         if len(cut) != 1 or any(step != 1 for step in self.steps):
@@ -40,23 +40,23 @@ class Window:
         return None if is_symbolic(places) or not places[1] else cut[0]
 
     def in_zeros(self) -> Handle:
-        """Return it in the operand's shape."""
+        """Return the cotangent in the operand's shape."""
         where = {"shape": self.shape, "starts": self.starts, "steps": self.steps}
-        made: Handle = record("slice_grad", self.ct, **where)
-        return made
+        spread: Handle = record("slice_grad", self.ct, **where)
+        return spread
 
 
-#: What comes back to an operand.
+#: The cotangent of an operand.
 Part = Handle | Window
 
 
 def joined(parts: Sequence[Part]) -> list[Handle]:
-    """Return what comes back to a value, its slices that make up a dim as one tensor."""
-    found: list[Handle] = []
+    """Return the cotangents of a value; slices that make up a dim are concatenated."""
+    merged: list[Handle] = []
     windows = [x for x in parts if isinstance(x, Window)]
     for part in parts:
         if not isinstance(part, Window):
-            found.append(part)
+            merged.append(part)
         elif part in windows:
             row = _row(part, windows)
             whole = (
@@ -64,13 +64,13 @@ def joined(parts: Sequence[Part]) -> list[Handle]:
                 if len(row) == 1
                 else record("cat", *(x.ct for x in row), dim=part.dim)
             )
-            found.append(whole)
+            merged.append(whole)
             windows = [x for x in windows if x not in row]
-    return found
+    return merged
 
 
 def _row(part: Window, windows: Sequence[Window]) -> list[Window]:
-    """Return slices side by side from one end of a dim to the other, or the given one alone."""
+    """Return the adjacent slices that cover a dim, or only the given one."""
     dim, at, row = part.dim, 0, list[Window]()
     if dim is None:
         return [part]
