@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from mdfuse.hir.analysis.dataflow import shared_operand, storage
 from mdfuse.hir.instructions import received
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.hir.updates import updated_names
 
 

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import count
 
+from mdfuse.hir.analysis.dataflow import shared_operand, storage
 from mdfuse.hir.instructions import POSTS, received
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import shared_operand, storage
 
 
 def updated_names(program: HostProgram) -> frozenset[str]:

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mdfuse.extents.extent import is_symbolic
+from mdfuse.hir.analysis.dataflow import storage
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
 from mdfuse.plan.streams import CALLER
 
 #: Places begin at multiples of this, bytes: torch aligns new buffers so.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.hir.analysis.dataflow import storage
 from mdfuse.hir.program import BufferType, HostProgram
-from mdfuse.hir.storage import storage
 from mdfuse.ir.tensors import PLAIN, are_writable, is_lazy
 from mdfuse.torch_private import (
     Likeness,

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import shared_operand, storage
 from mdfuse.hir.calls import blocks_of
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.passes.assign_streams import set_stream, sync_with
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.ir.graph import fresh_name
 from mdfuse.mesh import DeviceMesh
 

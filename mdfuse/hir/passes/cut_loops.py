@@ -23,10 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import shared_operand, storage
 from mdfuse.hir.indices import index_names
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction, joined
-from mdfuse.hir.storage import shared_operand, storage
 
 name = "cut_loops"
 

@@ -24,10 +24,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import storage
 from mdfuse.hir.instructions import BLOCKS, is_library, is_local, op_of
 from mdfuse.hir.passes.group_launches import is_grouped
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
 from mdfuse.ir.graph import fresh_name
 
 name = "fill_outputs"

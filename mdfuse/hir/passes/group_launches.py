@@ -31,10 +31,10 @@ import torch
 
 from mdfuse.config import Options
 from mdfuse.errors import RECOMPUTED
+from mdfuse.hir.analysis.dataflow import shared_operand, storage
 from mdfuse.hir.instructions import is_library, is_local, op_of, row_of
 from mdfuse.hir.passes.repeats import pieces
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.ir.dims import Shape
 from mdfuse.mesh import DeviceMesh
 

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import dataflow
 from mdfuse.hir.calls import blocks_of, per_index
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import memories
 from mdfuse.ir.graph import fresh_name
 
 name = "insert_frees"
@@ -29,7 +29,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with frees."""
     keep = {program.root(n) for n in (*program.inputs, *program.outputs)}
     made = frozenset(program.inputs).union(*map(_binds, program.instructions))
-    shared = {n: tuple(x for x in of if x in made) for n, of in memories(program).items()}
+    shared = {n: tuple(x for x in of if x in made) for n, of in dataflow(program).bases.items()}
     frees = _Frees(program, frozenset(keep), shared)
     for i in program.walk():
         frees.note_posts(i)

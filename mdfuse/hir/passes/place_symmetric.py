@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mdfuse.config import Options, backend_choice
+from mdfuse.hir.analysis.dataflow import storage
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
 from mdfuse.ir.ops import TABLE
 
 name = "place_symmetric"

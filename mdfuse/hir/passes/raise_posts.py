@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import shared_operand, storage
 from mdfuse.hir.instructions import COMMUNICATIONS, POSTS, PURE_VIEWS, row_of
 from mdfuse.hir.orders import Dims, seen_through
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import shared_operand, storage
 
 name = "raise_posts"
 

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import storage
 from mdfuse.hir.instructions import POSTS, op_of, row_of
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
 
 name = "sink_waits"
 

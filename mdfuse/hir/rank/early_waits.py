@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from mdfuse.hir.analysis.dataflow import storage
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
 
 
 @dataclass(frozen=True, slots=True)

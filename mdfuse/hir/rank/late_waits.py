@@ -20,9 +20,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mdfuse.hir.analysis.dataflow import storage
 from mdfuse.hir.instructions import BLOCKS, received
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
 
 
 def run(program: HostProgram) -> HostProgram:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mdfuse import hir
+from mdfuse.hir.analysis.dataflow import dataflow
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.rank.unroll import write
-from mdfuse.hir.regions import Regions
 
 PROGRAM = """host @views on mesh(tp=2) {
   input %x: f32[4,6] of [8,6] (tp=S0)
@@ -27,15 +27,15 @@ PROGRAM = """host @views on mesh(tp=2) {
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_which_views_share_elements(rank: int) -> None:
-    regions = Regions(write(project(hir.parse(PROGRAM), rank)))
-    assert regions.memory("low") == regions.memory("y") == "y"
-    assert regions.region("low") == ((1, 2), (4 * rank + 2, 4 * rank + 4), (0, 6))
-    assert regions.region("part") == ((4 * rank + 2, 4 * rank + 4), (0, 6))
-    assert regions.region("turned") is None
+    flow = dataflow(write(project(hir.parse(PROGRAM), rank)))
+    assert flow.memory("low") == flow.memory("y") == "y"
+    assert flow.region("low") == ((1, 2), (4 * rank + 2, 4 * rank + 4), (0, 6))
+    assert flow.region("part") == ((4 * rank + 2, 4 * rank + 4), (0, 6))
+    assert flow.region("turned") is None
     apart = [("first", "last"), ("top", "half"), ("top", "low"), ("first", "low")]
-    assert not any(regions.meet(*pair) for pair in apart)
+    assert not any(flow.meet(*pair) for pair in apart)
     shared = [("y", "low"), ("last", "low"), ("half", "first"), ("turned", "low"), ("x", "part")]
-    assert all(regions.meet(*pair) for pair in shared)
+    assert all(flow.meet(*pair) for pair in shared)
 
 
 def test_a_row_of_a_split_dim_is_counted_by_the_rank() -> None:
@@ -46,5 +46,5 @@ def test_a_row_of_a_split_dim_is_counted_by_the_rank() -> None:
   return %x
 }
 """
-    regions = Regions(write(project(hir.parse(text), 1)))
-    assert regions.region("row") == ((5, 6), (0, 6))
+    flow = dataflow(write(project(hir.parse(text), 1)))
+    assert flow.region("row") == ((5, 6), (0, 6))

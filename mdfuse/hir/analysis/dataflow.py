@@ -1,0 +1,211 @@
+"""Which names of a program share memory, where they are used, and on which stream.
+
+One walk over a program yields the facts about its names, one over its instructions those about
+positions. All passes, plans and costs ask the same facts: `dataflow(program)`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mdfuse.hir.instructions import POSTS, received, row_of
+from mdfuse.hir.once import once
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.layouts.boxes import Box, intersect
+
+#: Views of rows of a memory.
+VIEWS = ("chunk", "select")
+
+
+def shared_operand(i: Instruction) -> str | None:
+    """Return the operand whose memory the result of an instruction may share; None: there is none.
+
+    Also where a memory order is required: an operand that lies so already is not copied.
+    """
+    row = row_of(i)
+    return i.reads[0] if row is not None and row.is_view and i.reads else None
+
+
+def current_streams(code: Sequence[Instruction]) -> list[Instruction | None]:
+    """Return for each instruction the `set_stream` that is in force behind it, of the same code.
+
+    None: the stream is that which was current before the code.
+    """
+    current: Instruction | None = None
+    streams = []
+    for i in code:
+        current = i if i.op == "set_stream" else current
+        streams.append(current)
+    return streams
+
+
+@dataclass(frozen=True, eq=False)
+class Dataflow:
+    """The uses of the names of a program, and of their memory.
+
+    A position is an index into the program's instructions; what is nested in a loop, a branch or a
+    block is at the position of that. A host unit uses what it names as its inputs and outputs.
+
+    Attributes:
+        code: the instructions.
+        types: the types of the names.
+        rank: whose projection it is; None for the global program.
+        bases: name -> the names in whose memory it may lie; the last one has memory of its own. The
+            others are those of copies on the way to it, its own name among them: a pad, or what an
+            order is required of, is a copy only where its operand lies otherwise, which ranks may
+            differ in.
+        memories: name -> the last one of these.
+        binders: name -> the first instruction that has it as a result; None for inputs.
+        posts: handle -> the instruction that posts.
+    """
+
+    code: tuple[Instruction, ...]
+    types: Mapping[str, BufferType]
+    rank: int | None
+    bases: dict[str, tuple[str, ...]]
+    memories: dict[str, str]
+    binders: dict[str, Instruction | None]
+    posts: dict[str, Instruction]
+
+    # -- names and memory ------------------------------------------------------------------------
+
+    def memory(self, name: str) -> str:
+        """Return the name whose memory a name may share; itself where it has memory of its own."""
+        return self.memories.get(name, name)
+
+    def is_bound_by(self, name: str, i: Instruction) -> bool:
+        """Return whether an instruction makes a value of a name, and does not write into one."""
+        return self.binders.get(name, i) is i
+
+    def written(self, i: Instruction) -> Iterator[str]:
+        """Yield the names through which an instruction, or one inside it, writes memory.
+
+        A view that is bound writes nothing.
+        """
+        for j in i.walk():
+            is_view = shared_operand(j) is not None
+            for name in j.outputs if j.op != "launch" else ():
+                if not is_view or not self.is_bound_by(name, j):
+                    yield name
+            yield from received(j)
+
+    def writes(self, i: Instruction) -> set[str]:
+        """Return the memory that an instruction, or one inside it, writes."""
+        return set(map(self.memory, self.written(i)))
+
+    # -- positions -------------------------------------------------------------------------------
+
+    @cached_property
+    def uses(self) -> Mapping[str, Sequence[int]]:
+        """Name -> the positions at which it is read, bound, written or freed, in order."""
+        uses = defaultdict[str, list[int]](list)
+        for n, i in enumerate(self.code):
+            for name in dict.fromkeys(_used(i)):
+                uses[name].append(n)
+        return uses
+
+    @cached_property
+    def touches(self) -> Mapping[str, Sequence[tuple[int, str]]]:
+        """Memory -> (position, name) of each use of it, in order."""
+        touches = defaultdict[str, list[tuple[int, str]]](list)
+        for n, i in enumerate(self.code):
+            for name in dict.fromkeys(_used(i)):
+                touches[self.memory(name)].append((n, name))
+        return touches
+
+    @cached_property
+    def streams(self) -> Sequence[Instruction | None]:
+        """For each position the `set_stream` that is in force there; see `current_streams`."""
+        return current_streams(self.code)
+
+    def ops(self, name: str) -> list[str]:
+        """Return what uses a name, in order."""
+        return [self.code[n].op for n in self.uses[name]]
+
+    def accesses(self, into: str) -> Iterator[int]:
+        """Yield where elements of a name are read or written; of a post also where that is over."""
+        for n, name in self.touches[self.memory(into)]:
+            i = self.code[n]
+            is_idle = i.op in ("alloc", "free", *VIEWS) and "fill" not in i.kwargs
+            if is_idle or not self.meet(into, name):
+                continue
+            yield n
+            if i.op in POSTS:
+                yield from self.uses[i.outputs[0]][1:] or [len(self.code)]
+
+    # -- regions of a projection -----------------------------------------------------------------
+
+    def meet(self, a: str, b: str) -> bool:
+        """Return whether two names of one memory may share elements."""
+        x, y = self.region(a), self.region(b)
+        return x is None or y is None or intersect(x, y) is not None
+
+    def region(self, name: str) -> Box | None:
+        """Return the elements of its memory that a name stands for, as rows of each dim.
+
+        None where views made it that take something else than rows.
+        """
+        bind = self.binders.get(name)
+        if bind is not None and bind.op == "own":  # a rank's term of its rows
+            (name,) = bind.reads
+        region = list(self.box(name))
+        while (bind := self.binders.get(name)) is not None and bind.op in VIEWS:
+            (name,) = bind.reads
+            if bind.op == "select":
+                whole = self.box(name)
+                dim = bind.kwargs["dim"] % len(whole)
+                start = range(*whole[dim])[bind.kwargs["index"]]
+                region.insert(dim, (start, start + 1))
+        return tuple(region) if name == self.memory(name) else None
+
+    def box(self, name: str) -> Box:
+        """Return the rows that a rank has of a name."""
+        assert self.rank is not None
+        return self.types[name].box(self.rank)
+
+
+@once
+def dataflow(program: HostProgram) -> Dataflow:
+    """Return the facts about a program; they are computed once."""
+    bases: dict[str, tuple[str, ...]] = {name: (name,) for name in program.inputs}
+    binders: dict[str, Instruction | None] = dict.fromkeys(program.inputs)
+    posts: dict[str, Instruction] = {}
+    for i in program.walk():
+        if i.op in POSTS:
+            posts[i.outputs[0]] = i
+        operand = shared_operand(i)
+        of = program.root(operand) if operand is not None else None
+        for name in map(program.root, i.outputs if i.op != "launch" else ()):
+            binders.setdefault(name, i)
+            if name not in bases:  # later instructions write into its buffer
+                shared = bases.get(of, (of,)) if of is not None else ()
+                may_be_own = of is None or i.order is not None or i.op == "pad"
+                bases[name] = (name, *shared) if may_be_own else shared
+    for alias, root in {alias: program.root(alias) for alias in program.aliases}.items():
+        bases[alias], binders[alias] = bases.get(root, (root,)), binders.get(root)
+    return Dataflow(
+        code=program.instructions,
+        types=program.types,
+        rank=program.rank,
+        bases=bases,
+        memories={name: of[-1] for name, of in bases.items()},
+        binders=binders,
+        posts=posts,
+    )
+
+
+def storage(program: HostProgram) -> dict[str, str]:
+    """Return name -> the name whose memory it may share; itself where it has memory of its own."""
+    return dataflow(program).memories
+
+
+def _used(i: Instruction) -> Iterator[str]:
+    """Yield the names that an instruction uses, and those that a block's instructions do."""
+    yield from i.reads
+    yield from i.outputs
+    if i.op != "launch":
+        for j in (*i.body, *i.orelse):
+            yield from _used(j)
