@@ -197,6 +197,11 @@ def received(i: Instruction) -> tuple[str, ...]:
     return tuple(x for x in into if isinstance(x, str))
 
 
+def only_sends(i: Instruction) -> bool:
+    """Return whether an instruction is a post of a rank at which nothing arrives."""
+    return i.op == "post" and isinstance(i.inputs[0], str) and not isinstance(i.inputs[1], str)
+
+
 def op_of(i: Instruction) -> Op | None:
     """Return the row of the op table that an instruction runs; None where it runs none.
 

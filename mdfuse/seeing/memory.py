@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
+from mdfuse.hir.analysis.clobbers import updated_names
 from mdfuse.hir.analysis.dataflow import shared_operand
 from mdfuse.hir.orders import Dims, seen_through
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run
-from mdfuse.hir.updates import updated_names
 from mdfuse.seeing.amounts import buffer_bytes
 
 

@@ -6,6 +6,7 @@ positions. All passes, plans and costs ask the same facts: `dataflow(program)`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,14 @@ class Dataflow:
         """Return the memory that an instruction, or one inside it, writes."""
         return set(map(self.memory, self.written(i)))
 
+    @cached_property
+    def sharing(self) -> Mapping[str, Sequence[str]]:
+        """Memory -> the names that may share it."""
+        sharing = defaultdict[str, list[str]](list)
+        for name, memory in self.memories.items():
+            sharing[memory].append(name)
+        return sharing
+
     # -- positions -------------------------------------------------------------------------------
 
     @cached_property
@@ -115,6 +124,27 @@ class Dataflow:
             for name in dict.fromkeys(_used(i)):
                 touches[self.memory(name)].append((n, name))
         return touches
+
+    @cached_property
+    def written_at(self) -> Mapping[str, Sequence[int]]:
+        """Memory -> the positions at which it is written, in order: by a post also at its wait."""
+        positions = defaultdict[str, list[int]](list)
+        for n, i in enumerate(self.code):
+            waits = (self.posts[j.reads[0]] for j in i.walk() if j.op == "wait")
+            arrived = (self.memory(x) for post in waits for x in received(post))
+            for memory in self.writes(i).union(arrived):
+                positions[memory].append(n)
+        return positions
+
+    def last_write(self, name: str, before: int) -> int:
+        """Return where the memory of a name is last written before a position; -1: nowhere."""
+        positions = self.written_at.get(self.memory(name), ())
+        n = bisect_left(positions, before)
+        return positions[n - 1] if n else -1
+
+    def bound_at(self, name: str) -> int:
+        """Return where a name is bound; -1 for inputs."""
+        return self.uses[name][0] if self.binders.get(name) is not None else -1
 
     @cached_property
     def streams(self) -> Sequence[Instruction | None]:
