@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from mdfuse.hir.instructions import POSTS, received, row_of
@@ -43,6 +43,29 @@ def current_streams(code: Sequence[Instruction]) -> list[Instruction | None]:
     return streams
 
 
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What instructions read and write: names, and the memory that is behind them.
+
+    Attributes:
+        reads, writes: names, and memory by its name.
+    """
+
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+
+    def __or__(self, other: Effects) -> Effects:
+        return Effects(self.reads | other.reads, self.writes | other.writes)
+
+    def meet(self, other: Effects) -> bool:
+        """Return whether instructions must keep their order: one writes what the other uses."""
+        return not (
+            self.writes.isdisjoint(other.reads)
+            and self.writes.isdisjoint(other.writes)
+            and self.reads.isdisjoint(other.writes)
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Dataflow:
     """The uses of the names of a program, and of their memory.
@@ -70,6 +93,7 @@ class Dataflow:
     memories: dict[str, str]
     binders: dict[str, Instruction | None]
     posts: dict[str, Instruction]
+    _effects: dict[int, tuple[Instruction, Effects]] = field(default_factory=dict)
 
     # -- names and memory ------------------------------------------------------------------------
 
@@ -96,6 +120,28 @@ class Dataflow:
     def writes(self, i: Instruction) -> set[str]:
         """Return the memory that an instruction, or one inside it, writes."""
         return set(map(self.memory, self.written(i)))
+
+    def effects(self, i: Instruction) -> Effects:
+        """Return what an instruction, with those inside it, reads and writes.
+
+        A wait does so as its post.
+        """
+        known = self._effects.get(id(i))
+        if known is None or known[0] is not i:
+            known = self._effects[id(i)] = i, self._effects_of(i)
+        return known[1]
+
+    def _effects_of(self, i: Instruction) -> Effects:
+        reads, outputs, arrived = set[str](), set[str](), set[str]()
+        for j in i.walk():
+            reads.update(j.reads)
+            outputs.update(j.outputs)
+            if j.op == "wait":
+                post = self.posts[j.reads[0]]
+                reads.update(post.reads)
+                arrived.update(map(self.memory, received(post)))
+        read = frozenset(reads).union(map(self.memory, reads))
+        return Effects(read, frozenset(outputs | arrived | self.writes(i)))
 
     @cached_property
     def sharing(self) -> Mapping[str, Sequence[str]]:
@@ -150,6 +196,14 @@ class Dataflow:
     def streams(self) -> Sequence[Instruction | None]:
         """For each position the `set_stream` that is in force there; see `current_streams`."""
         return current_streams(self.code)
+
+    def results(self, name: str) -> list[int]:
+        """Return where a name is bound or written, as a result."""
+        return [n for n in self.uses.get(name, ()) if name in self.code[n].outputs]
+
+    def readers(self, name: str) -> list[int]:
+        """Return where a name is read."""
+        return [n for n in self.uses.get(name, ()) if name in self.code[n].reads]
 
     def ops(self, name: str) -> list[str]:
         """Return what uses a name, in order."""

@@ -102,7 +102,7 @@ def _binds_to_move(flow: Dataflow, into: str, before: int) -> tuple[int, ...] | 
     positions: list[int] = []
     while True:
         first = flow.uses[into][0]
-        binds = [i for n in flow.uses[into] if into in (i := flow.code[n]).outputs]
+        binds = [flow.code[n] for n in flow.results(into)]
         if sum(i.op in ("alloc", *VIEWS) for i in binds) > 1:
             return None
         if first < before:
