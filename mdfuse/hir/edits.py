@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mdfuse.hir.program import Instruction
@@ -44,16 +44,14 @@ class Edits:
 
     def result(self) -> tuple[Instruction, ...]:
         """Return the code with all changes."""
-        rows = (self._row(n, i) for n, i in enumerate(self.code))
-        return (*(i for row in rows for i in row), *self.ahead.get(len(self.code), ()))
-
-    def _row(self, n: int, i: Instruction) -> Iterator[Instruction]:
-        yield from self.ahead.get(n, ())
-        row = self.instead.get(n)
-        if row is None:
-            row = [self._unit(n, i) if i.op == "launch" and self.gone else i]
-        for j in row:
-            yield from _without(j, self.gone)
+        code: list[Instruction] = []
+        for n, i in enumerate(self.code):
+            code += self.ahead.get(n, ())
+            row = self.instead.get(n)
+            if row is None:
+                row = [self._unit(n, i) if i.op == "launch" and self.gone else i]
+            code += (k for j in row for k in _without(j, self.gone)) if self.gone else row
+        return (*code, *self.ahead.get(len(self.code), ()))
 
     def _unit(self, n: int, unit: Instruction) -> Instruction:
         """Return a host unit with the changes inside it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -111,9 +111,8 @@ class Dataflow:
         A view that is bound writes nothing.
         """
         for j in i.walk():
-            is_view = shared_operand(j) is not None
             for name in j.outputs if j.op != "launch" else ():
-                if not is_view or not self.is_bound_by(name, j):
+                if not self.is_bound_by(name, j) or shared_operand(j) is None:
                     yield name
             yield from received(j)
 
@@ -157,8 +156,8 @@ class Dataflow:
     def uses(self) -> Mapping[str, Sequence[int]]:
         """Name -> the positions at which it is read, bound, written or freed, in order."""
         uses = defaultdict[str, list[int]](list)
-        for n, i in enumerate(self.code):
-            for name in dict.fromkeys(_used(i)):
+        for n, names in enumerate(self._names):
+            for name in names:
                 uses[name].append(n)
         return uses
 
@@ -166,18 +165,23 @@ class Dataflow:
     def touches(self) -> Mapping[str, Sequence[tuple[int, str]]]:
         """Memory -> (position, name) of each use of it, in order."""
         touches = defaultdict[str, list[tuple[int, str]]](list)
-        for n, i in enumerate(self.code):
-            for name in dict.fromkeys(_used(i)):
-                touches[self.memory(name)].append((n, name))
+        for n, names in enumerate(self._names):
+            for name in names:
+                touches[self.memories.get(name, name)].append((n, name))
         return touches
+
+    @cached_property
+    def _names(self) -> Sequence[Iterable[str]]:
+        """For each position the names that are used there, each once."""
+        return [dict.fromkeys(_used(i)) for i in self.code]
 
     @cached_property
     def written_at(self) -> Mapping[str, Sequence[int]]:
         """Memory -> the positions at which it is written, in order: by a post also at its wait."""
         positions = defaultdict[str, list[int]](list)
         for n, i in enumerate(self.code):
-            waits = (self.posts[j.reads[0]] for j in i.walk() if j.op == "wait")
-            arrived = (self.memory(x) for post in waits for x in received(post))
+            waits = (j for j in i.walk() if j.op == "wait")
+            arrived = (self.memory(x) for j in waits for x in received(self.posts[j.reads[0]]))
             for memory in self.writes(i).union(arrived):
                 positions[memory].append(n)
         return positions
@@ -258,11 +262,13 @@ def dataflow(program: HostProgram) -> Dataflow:
     binders: dict[str, Instruction | None] = dict.fromkeys(program.inputs)
     posts: dict[str, Instruction] = {}
     for i in program.walk():
+        if not i.outputs or i.op == "launch":
+            continue
         if i.op in POSTS:
             posts[i.outputs[0]] = i
         operand = shared_operand(i)
         of = program.root(operand) if operand is not None else None
-        for name in map(program.root, i.outputs if i.op != "launch" else ()):
+        for name in map(program.root, i.outputs) if program.aliases else i.outputs:
             binders.setdefault(name, i)
             if name not in bases:  # later instructions write into its buffer
                 shared = bases.get(of, (of,)) if of is not None else ()
@@ -286,10 +292,7 @@ def storage(program: HostProgram) -> dict[str, str]:
     return dataflow(program).memories
 
 
-def _used(i: Instruction) -> Iterator[str]:
-    """Yield the names that an instruction uses, and those that a block's instructions do."""
-    yield from i.reads
-    yield from i.outputs
-    if i.op != "launch":
-        for j in (*i.body, *i.orelse):
-            yield from _used(j)
+def _used(i: Instruction) -> Iterable[str]:
+    """Return the names that an instruction uses, and those that a block's instructions do."""
+    inside = (*i.body, *i.orelse) if i.op != "launch" else ()
+    return (*i.reads, *i.outputs, *(x for j in inside for x in _used(j)))

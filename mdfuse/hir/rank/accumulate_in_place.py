@@ -55,6 +55,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mdfuse.hir.analysis.dataflow import VIEWS, Dataflow, dataflow
 from mdfuse.hir.edits import Edits, Position
@@ -340,8 +341,7 @@ def _addmm(
 # -- sums over chunks ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
+class _Leaf(NamedTuple):
     """An instruction of a program or of a host unit, with its position.
 
     Attributes:
@@ -382,9 +382,9 @@ def _leaves(code: Sequence[Instruction]) -> Iterator[_Leaf]:
 def _pairs(flow: Dataflow) -> Iterator[tuple[str, _Pair]]:
     """Yield each buffer that a chunk is added to, with the product that the chunk is, if any."""
     leaves = [*_leaves(flow.code)]
-    uses = Counter(
-        x for leaf in leaves if leaf.i.op != "launch" for x in {*leaf.i.reads, *leaf.i.outputs}
-    )
+    flat = [leaf.i for leaf in leaves if leaf.i.op != "launch"]
+    parts = {i.reads[0] for i in flat if i.op == "accumulate"}
+    uses = Counter(x for i in flat for x in (*i.reads, *i.outputs) if x in parts)
     products: dict[str, int] = {}
     for n, leaf in enumerate(leaves):
         i = leaf.i
@@ -394,16 +394,16 @@ def _pairs(flow: Dataflow) -> Iterator[tuple[str, _Pair]]:
             product, between = leaves[at], [x.i for x in leaves[at + 1 : n]]
             is_pair = at < n and product.unit is leaf.unit and not flow.is_bound_by(into, i)
             is_pair = is_pair and adds_to(flow.types[into].dtype, flow.types[part].dtype)
-            is_pair = is_pair and _is_untouched(flow, between, into)
+            is_pair = is_pair and uses[part] <= _USES and _is_untouched(flow, between, into)
             yield into, (product, leaf) if is_pair else None
-        elif i.outputs and _is_chunk(flow, i) and uses[i.outputs[0]] <= _USES:
+        elif i.op == "matmul" and i.outputs[0] in parts and _is_chunk(flow, i):
             products[i.outputs[0]] = n
 
 
 def _is_chunk(flow: Dataflow, i: Instruction) -> bool:
-    """Return whether an instruction makes a product of matrices that is a chunk of a sum."""
+    """Return whether a product is one of matrices that is a chunk of a sum."""
     part = i.outputs[0]
-    layout = flow.types[part].layout if i.op == "matmul" else None
+    layout = flow.types[part].layout
     stream = layout.stream if layout is not None else None
     if stream is None or stream.op != "sum" or len(i.reads) != 2 or not _is_plain(i):
         return False
