@@ -105,25 +105,10 @@ class Dataflow:
         """Return whether an instruction makes a value of a name, and does not write into one."""
         return self.binders.get(name, i) is i
 
-    def written(self, i: Instruction) -> Iterator[str]:
-        """Yield the names through which an instruction, or one inside it, writes memory.
-
-        A view that is bound writes nothing.
-        """
-        for j in i.walk():
-            for name in j.outputs if j.op != "launch" else ():
-                if not self.is_bound_by(name, j) or shared_operand(j) is None:
-                    yield name
-            yield from received(j)
-
-    def writes(self, i: Instruction) -> set[str]:
-        """Return the memory that an instruction, or one inside it, writes."""
-        return set(map(self.memory, self.written(i)))
-
     def effects(self, i: Instruction) -> Effects:
         """Return what an instruction, with those inside it, reads and writes.
 
-        A wait does so as its post.
+        A wait does so as its post. A view that is bound writes its name, and no memory.
         """
         known = self._effects.get(id(i))
         if known is None or known[0] is not i:
@@ -131,16 +116,20 @@ class Dataflow:
         return known[1]
 
     def _effects_of(self, i: Instruction) -> Effects:
-        reads, outputs, arrived = set[str](), set[str](), set[str]()
+        memories, reads, writes = self.memories, set[str](), set[str]()
         for j in i.walk():
-            reads.update(j.reads)
-            outputs.update(j.outputs)
+            names, into = j.reads, received(j)
             if j.op == "wait":
-                post = self.posts[j.reads[0]]
-                reads.update(post.reads)
-                arrived.update(map(self.memory, received(post)))
-        read = frozenset(reads).union(map(self.memory, reads))
-        return Effects(read, frozenset(outputs | arrived | self.writes(i)))
+                post = self.posts.get(j.reads[0], j)  # a wrong program may have none
+                names, into = (*names, *post.reads), received(post)
+            elif j.outputs and j.op != "launch":
+                is_view = shared_operand(j) is not None
+                into += tuple(x for x in j.outputs if not (is_view and self.is_bound_by(x, j)))
+            reads.update(names)
+            reads.update([memories.get(x, x) for x in names])
+            writes.update(j.outputs)
+            writes.update([memories.get(x, x) for x in into])
+        return Effects(frozenset(reads), frozenset(writes))
 
     @cached_property
     def sharing(self) -> Mapping[str, Sequence[str]]:
@@ -177,13 +166,11 @@ class Dataflow:
 
     @cached_property
     def written_at(self) -> Mapping[str, Sequence[int]]:
-        """Memory -> the positions at which it is written, in order: by a post also at its wait."""
+        """Memory -> the positions at which it is written, in order; names -> where they are."""
         positions = defaultdict[str, list[int]](list)
         for n, i in enumerate(self.code):
-            waits = (j for j in i.walk() if j.op == "wait")
-            arrived = (self.memory(x) for j in waits for x in received(self.posts[j.reads[0]]))
-            for memory in self.writes(i).union(arrived):
-                positions[memory].append(n)
+            for name in self.effects(i).writes:
+                positions[name].append(n)
         return positions
 
     def last_write(self, name: str, before: int) -> int:
@@ -294,5 +281,7 @@ def storage(program: HostProgram) -> dict[str, str]:
 
 def _used(i: Instruction) -> Iterable[str]:
     """Return the names that an instruction uses, and those that a block's instructions do."""
-    inside = (*i.body, *i.orelse) if i.op != "launch" else ()
-    return (*i.reads, *i.outputs, *(x for j in inside for x in _used(j)))
+    if i.op == "launch" or not (i.body or i.orelse):
+        return (*i.reads, *i.outputs)
+    inside = (x for j in (*i.body, *i.orelse) for x in _used(j))
+    return (*i.reads, *i.outputs, *inside)

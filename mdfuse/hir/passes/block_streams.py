@@ -77,7 +77,7 @@ def _on_stream(
     inside = [j for i in block.body for j in i.walk()]
     names = {n for i in inside for n in (*i.reads, *i.outputs)}
     away = {homes.get(n, stream) for n in names} - {stream}
-    written = {n for i in inside for n in (*i.outputs, *received(i))}
-    homes.update(dict.fromkeys(written | flow.writes(block), stream))
+    arrived = {n for i in inside for n in received(i)}
+    homes.update(dict.fromkeys(arrived | flow.effects(block).writes, stream))
     head = (set_stream(stream), *map(sync_with, sorted(away)))
     return replace(block, body=(*head, *block.body))

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
-from mdfuse.hir.analysis.dataflow import dataflow
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
 from mdfuse.hir.calls import blocks_of, per_index
 from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import HostProgram, Instruction
@@ -29,7 +29,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with frees."""
     keep = {program.root(n) for n in (*program.inputs, *program.outputs)}
     bound = frozenset(program.inputs).union(*map(_binds, program.instructions))
-    frees = _Frees(program, frozenset(keep), bound)
+    frees = _Frees(program, dataflow(program), frozenset(keep), bound)
     frees.note_calls()
     code = frees.block(frees.with_drops(), frozenset(), frozenset())
     return replace(program, instructions=code)
@@ -47,6 +47,7 @@ def _binds(i: Instruction) -> set[str]:
 @dataclass
 class _Frees:
     program: HostProgram
+    flow: Dataflow
     keep: frozenset[str]
     #: names that are inputs or bound, but for those that a host unit binds for itself
     bound: frozenset[str]
@@ -160,9 +161,8 @@ class _Frees:
         """Yield the buffers that an instruction, or one inside it, uses."""
         yield from self.buffers((*i.reads, *i.outputs))
         if i.op == "wait":
-            flow = dataflow(self.program)
-            names = flow.posts[i.reads[0]].reads if i.reads[0] in flow.posts else ()
-            bases = (of for x in names for of in flow.bases.get(x, ()) if of in self.bound)
+            names = self.flow.posts[i.reads[0]].reads
+            bases = (of for x in names for of in self.flow.bases.get(x, ()) if of in self.bound)
             yield from self.buffers((*names, *bases))
         for j in (*i.body, *i.orelse) if i.op in BLOCKS else ():
             yield from self.uses(j)

@@ -100,7 +100,7 @@ def _latest(
     for n in range(at + 1, len(code)):
         i, is_same = code[n], streams[n - 1] == streams[at]
         latest = n if is_same else latest
-        is_stop = i.op in _STOPS or only_sends(i) or source in flow.writes(i)
+        is_stop = i.op in _STOPS or only_sends(i) or source in flow.effects(i).writes
         if is_stop or (i.op == "sync" and not is_same):
             return latest  # another stream waits for all that this one waited for
     return len(code) if streams[-1] == streams[at] else latest
