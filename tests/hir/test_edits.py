@@ -32,8 +32,8 @@ def test_changes_in_a_host_unit() -> None:
     edits = Edits((unit, *code_of("free p")))
     edits.instead[0, 1] = [*code_of("c; d")]
     edits.gone.add("p")
-    (found,) = edits.result()
-    assert found.outputs == ("y",) and text_of(found.body) == "a; c; d"
+    (changed,) = edits.result()
+    assert changed.outputs == ("y",) and text_of(changed.body) == "a; c; d"
 
 
 def test_nothing_changes() -> None:

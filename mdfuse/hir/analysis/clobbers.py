@@ -70,14 +70,14 @@ def uncopied(program: HostProgram) -> frozenset[str]:
     Args:
         program: of one rank, written out.
     """
-    own = [
+    transfers = [
         i
         for i in program.instructions
         if program.rank in (i.kwargs.get("to"), i.kwargs.get("from"))
     ]
-    if not own or not any(i.op == "set_stream" for i in program.instructions):
+    if not transfers or not any(i.op == "set_stream" for i in program.instructions):
         return frozenset()
-    sends, recvs = ([i for i in own if i.op == op] for op in ("send", "recv"))
+    sends, recvs = ([i for i in transfers if i.op == op] for op in ("send", "recv"))
     handles: set[str] = set()
     for send, recv in zip(sends, recvs, strict=False):  # the first that is sent comes first
         a, b = (program.local_shape(i.reads[0]) for i in (send, recv))

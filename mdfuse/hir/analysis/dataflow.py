@@ -105,6 +105,11 @@ class Dataflow:
         """Return whether an instruction makes a value of a name, and does not write into one."""
         return self.binders.get(name, i) is i
 
+    def is_given(self, name: str) -> bool:
+        """Return whether the memory of a name is that of an input."""
+        memory = self.memory(name)
+        return memory in self.binders and self.binders[memory] is None
+
     def effects(self, i: Instruction) -> Effects:
         """Return what an instruction, with those inside it, reads and writes.
 

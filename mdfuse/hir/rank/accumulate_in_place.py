@@ -132,8 +132,7 @@ def _receive(flow: Dataflow, recv: int, edits: Edits) -> None:
         return
     (into,) = flow.code[copy].outputs
     moved = _binds_to_move(flow, into, alloc) if _are_alike(flow, got, into) else None
-    is_given = flow.binders[flow.memory(into)] is None
-    if moved is None or is_given or any(n < copy for n in flow.accesses(into)):
+    if moved is None or flow.is_given(into) or any(n < copy for n in flow.accesses(into)):
         return
     edits.drop(*moved, copy)
     edits.instead[alloc] = [flow.code[n] for n in moved]
@@ -231,8 +230,7 @@ def _computed_in_place(flow: Dataflow, term: _Term, edits: Edits) -> bool:
         return False
     moved = _binds_to_move(flow, into, begin)
     others = set(flow.accesses(into)).difference(term.transfers)
-    is_given = flow.binders[flow.memory(into)] is None
-    if moved is None or is_given or any(n < term.group for n in others):
+    if moved is None or flow.is_given(into) or any(n < term.group for n in others):
         return False
     if not _is_allocated_for(flow, into, term.product):
         return False
