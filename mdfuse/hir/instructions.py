@@ -193,8 +193,14 @@ CALLS = tuple(r.name for r in _ROWS if r.makes in ("value", "handle", "stream") 
 
 def received(i: Instruction) -> tuple[str, ...]:
     """Return the buffer that a post or a receive fills; none on a rank that only sends."""
-    into = {"post": i.inputs[-1:], "recv": i.inputs[:1]}.get(i.op, ())
-    return tuple(x for x in into if isinstance(x, str))
+    if i.op not in ("post", "recv"):
+        return ()
+    return tuple(x for x in i.inputs[-1:] if isinstance(x, str))
+
+
+def only_sends(i: Instruction) -> bool:
+    """Return whether an instruction is a post of a rank at which nothing arrives."""
+    return i.op == "post" and isinstance(i.inputs[0], str) and not isinstance(i.inputs[1], str)
 
 
 def op_of(i: Instruction) -> Op | None:

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mdfuse.extents.extent import is_symbolic
+from mdfuse.hir.analysis.dataflow import dataflow
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
 from mdfuse.plan.streams import CALLER
 
 #: Places begin at multiples of this, bytes: torch aligns new buffers so.
@@ -61,24 +61,24 @@ def arena(program: HostProgram) -> Arena:
     """Return the places of a program that is written out for a rank."""
     if not any(_is_symmetric(i) for i in program.instructions):
         return Arena((), 0)
-    walk = _Walk(program)
+    allocator = _Allocator(program)
     for i in program.instructions:
-        walk.step(i)
-    return Arena(tuple(walk.offsets), walk.size)
+        allocator.step(i)
+    return Arena(tuple(allocator.offsets), allocator.size)
 
 
 def _is_symmetric(i: Instruction) -> bool:
     return i.op == "alloc" and i.kwargs.get("memory") == "symmetric"
 
 
-class _Walk:
-    """What is known while one goes through a program."""
+class _Allocator:
+    """The places that are in use, and were, while one goes through a program."""
 
     def __init__(self, program: HostProgram) -> None:
         assert program.rank is not None
         self.program, self.rank = program, program.rank
-        self.shared = storage(program)
-        self.kept = {self.root(x) for x in (*program.inputs, *program.outputs)}
+        self.memory = dataflow(program).memory
+        self.given = {self.memory(x) for x in (*program.inputs, *program.outputs)}
         self.offsets: list[int | None] = []
         self.size = 0
         self.current = CALLER
@@ -87,10 +87,6 @@ class _Walk:
         self.places: dict[str, set[_Place]] = {}  # name, or handle of a post -> what it holds
         self.idle: list[_Place] = []
         self.to_itself: list[_Place] = []  # what this rank sent to itself
-
-    def root(self, name: str) -> str:
-        name = self.program.root(name)
-        return self.shared.get(name, name)
 
     def step(self, i: Instruction) -> None:
         """Go on by one instruction."""
@@ -125,7 +121,7 @@ class _Walk:
             return
         type_ = self.program.types[name]
         size = math.prod(type_.local_shape(self.rank)) * type_.dtype.itemsize
-        if is_symbolic(size) or not size or self.root(name) in self.kept:
+        if is_symbolic(size) or not size or self.memory(name) in self.given:
             self.offsets.append(None)
             return
         place = self.place(-(-size // _ALIGNED) * _ALIGNED)
@@ -157,7 +153,7 @@ class _Walk:
             self.hold(i.outputs[0], held)
             return
         for name in i.outputs:
-            if self.root(name) != name:  # a view
+            if self.memory(name) != name:  # a view
                 self.hold(name, held)
 
     def use(self, names: tuple[str, ...]) -> None:

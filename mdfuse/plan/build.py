@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
+from mdfuse.hir.analysis.clobbers import updated_names
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run
-from mdfuse.hir.updates import updated_names
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.call import Call
 from mdfuse.plan.arena import Arena, arena

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from torch import Tensor
 
 from mdfuse.backends.base import Poster, Work
 from mdfuse.errors import ProgramError
-from mdfuse.hir.own_parts import OwnParts
+from mdfuse.hir.analysis.clobbers import may_stand_for
 from mdfuse.hir.program import Instruction
 from mdfuse.hir.rank.localize import transfer_team
 from mdfuse.ir.ops import itself
@@ -126,10 +125,6 @@ class Exchanges:
         )
         return [*copied, *(_same(*pair) for pair in alike), step, *dropped]
 
-    @cached_property
-    def buffers(self) -> OwnParts:
-        return OwnParts(self.context.program, self.context.updated)
-
     def stands_for(self, send: Instruction, recv: Instruction) -> bool:
         """Return whether the received name may be an alias of the buffer that this rank sent."""
         context, (source,), (into,) = self.context, send.reads, recv.reads
@@ -139,7 +134,7 @@ class Exchanges:
             return False
         assert sent is not None and received is not None
         lie_alike = (sent.shape, sent.stride()) == (received.shape, received.stride())
-        return lie_alike and self.buffers.is_kept(send) and self.buffers.is_read_only(into)
+        return lie_alike and may_stand_for(context.program, send, recv)
 
     def call(
         self, team: tuple[int, ...], sends: Sequence[_End], recvs: Sequence[_End]

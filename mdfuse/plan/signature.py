@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.hir.analysis.dataflow import dataflow
 from mdfuse.hir.program import BufferType, HostProgram
-from mdfuse.hir.storage import storage
 from mdfuse.ir.tensors import PLAIN, are_writable, is_lazy
 from mdfuse.torch_private import (
     Likeness,
@@ -196,6 +196,6 @@ def _positions(
 
 def _bare(program: HostProgram) -> set[str]:
     """Return the names whose memory a communication or compiled code may read or write."""
-    shared = storage(program)
+    memory = dataflow(program).memory
     users = (i for i in program.walk() if i.comm is not None or i.op in ("send", "recv", "launch"))
-    return {shared.get(x, x) for i in users for x in (*i.reads, *i.outputs)}
+    return {memory(x) for i in users for x in (*i.reads, *i.outputs)}

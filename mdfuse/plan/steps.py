@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from mdfuse.hir.analysis.dataflow import shared_operand
 from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of, row_of
 from mdfuse.hir.program import Instruction
-from mdfuse.hir.storage import shared_operand
 from mdfuse.ir import ops
 from mdfuse.plan import streams
 from mdfuse.plan.allocation import allocate

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
+from mdfuse.hir.analysis.clobbers import updated_names
+from mdfuse.hir.analysis.dataflow import shared_operand
 from mdfuse.hir.orders import Dims, seen_through
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run
-from mdfuse.hir.storage import shared_operand
-from mdfuse.hir.updates import updated_names
 from mdfuse.seeing.amounts import buffer_bytes
 
 
@@ -76,15 +76,15 @@ def memory_of(local: HostProgram) -> Memory:
     """
     assert local.rank is not None
     flat = as_run(local)
-    walk = _Walk(flat)
+    live = _Live(flat)
     for name in flat.inputs:
-        walk.bind(name, -1)
+        live.bind(name, -1)
     for n, i in enumerate(flat.instructions):
-        walk.run(n, i)
-    lives = tuple(sorted(walk.finish(len(flat.instructions)), key=lambda x: x.first))
+        live.run(n, i)
+    lives = tuple(sorted(live.finish(len(flat.instructions)), key=lambda x: x.first))
     held = _held(lives, len(flat.instructions))
-    peak = max([*held, *walk.inside.values()])
-    behind = {n: max(size, held[n + 1]) for n, size in walk.inside.items()}
+    peak = max([*held, *live.inside.values()])
+    behind = {n: max(size, held[n + 1]) for n, size in live.inside.items()}
     at = next(n for n in range(-1, len(held) - 1) if behind.get(n, held[n + 1]) == peak)
     return Memory(rank=local.rank, lives=lives, bytes=held, peak=peak, peak_at=at)
 
@@ -98,8 +98,8 @@ def _held(lives: tuple[Life, ...], count: int) -> tuple[int, ...]:
 
 
 @dataclass
-class _Walk:
-    """A walk over a straight program that notes which memory has users."""
+class _Live:
+    """Which memory has users, while one goes through a straight program."""
 
     program: HostProgram
     #: name -> the memory that it stands for: the name that it was made for
@@ -185,7 +185,7 @@ class _Walk:
             most = max(most, self.now)
             for name in [x for x, end in last.items() if end == at and x not in kept]:
                 self.drop(name, n)
-        for name in late:
+        for name in sorted(late):
             self.drop(name, n)
         self.inside[n] = most
 

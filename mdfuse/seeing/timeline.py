@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError, counted
+from mdfuse.hir.analysis.clobbers import uncopied
 from mdfuse.hir.instructions import TRANSFERS
-from mdfuse.hir.own_parts import uncopied
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.ir.graph import dtype_name
@@ -269,10 +268,6 @@ class _Rank:
     #: axes -> the teams of this rank along them, in the order of their first posts
     links: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
 
-    @cached_property
-    def uncopied(self) -> frozenset[str]:
-        return uncopied(self.program)
-
     @property
     def rank(self) -> int:
         assert self.program.rank is not None
@@ -380,7 +375,7 @@ class _Rank:
         costs = self.clock.costs
         link = costs.link("SendRecv", where, backend=i.kwargs.get("backend"))
         seconds = link.seconds(size, self._share_passed())
-        if peer == self.rank and i.outputs[0] in self.uncopied:
+        if peer == self.rank and i.outputs[0] in uncopied(self.program):
             seconds = 0.0
         elif peer == self.rank:  # its own part, which only moves in memory
             seconds = costs.copy_seconds(size, dtype_name(self.program.types[i.reads[0]].dtype))

@@ -32,9 +32,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from mdfuse.hir.analysis.dataflow import storage
 from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.storage import storage
 from mdfuse.ir.graph import fresh_name
 from mdfuse.ir.ops import TABLE
 
@@ -58,7 +58,7 @@ def run(
     if not reuse:
         return program
     types, code = dict(program.types), _Code(program.instructions[:-1])
-    shared = storage(program)
+    shared = dict(storage(program))
     for i in program.walk():  # a post reads until its wait
         if i.op in ("post", "send"):
             shared[i.outputs[0]] = shared.get(i.reads[0], i.reads[0])

@@ -29,6 +29,7 @@ import torch
 
 from mdfuse.config import Options
 from mdfuse.extents.expressions import Index, calc, loop
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
 from mdfuse.hir.instructions import POSTS, op_of, row_of
 from mdfuse.hir.passes.cut_loops import grouped
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, joined
@@ -54,18 +55,20 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     caller, s = fresh_name(types, "caller"), fresh_name(types, "s")
     code: list[Instruction] = [Instruction(op="get_stream", outputs=(caller,))]
     for i in program.instructions:
-        code += _on_streams(i, options, caller, s) if id(i) in places else [i]
+        code += _on_streams(dataflow(program), i, options, caller, s) if id(i) in places else [i]
     if any(s in i.outputs for i in code):
         types[s] = BufferType(dtype=torch.int64)
     return replace(program, types=types, instructions=tuple(code))
 
 
-def _on_streams(i: Instruction, options: Options, caller: str, s: str) -> list[Instruction]:
+def _on_streams(
+    flow: Dataflow, i: Instruction, options: Options, caller: str, s: str
+) -> list[Instruction]:
     """Return a loop with its streams, which the caller's stream joins; `s` counts them."""
     back = Instruction(op="set_stream", inputs=(caller,))
     wait = Instruction(op="sync", inputs=(caller,))
     if _policy(i, options) == "copy_compute":
-        body = _copy_compute(i)
+        body = _copy_compute(flow, i)
         used = {j.kwargs["stream"] for j in body if j.op == "set_stream"}
     else:
         used = set(range(min(options.streams, i.kwargs["stop"])))
@@ -123,18 +126,14 @@ class _Assigned:
     where others compute what arrives, as in a pipeline, and not behind a large computation on it.
     """
 
+    flow: Dataflow
     code: list[Instruction] = field(default_factory=list)
     #: name -> the stream on which it was written last
     homes: dict[str, int] = field(default_factory=dict)
-    #: handle -> the buffers that its post uses
-    posted: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: names that the other stream already waited for
     known: set[str] = field(default_factory=set)
     #: stream -> what it used and the other has not waited for; a view counts as what it shows
     used: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
-    shown: dict[str, str] = field(default_factory=dict)
-    #: names that have a buffer: what computes them once more writes there
-    bound: set[str] = field(default_factory=set)
     #: names that a transfer of computed values brought, and what follows from them
     late: set[str] = field(default_factory=set)
     current: int | None = None
@@ -148,7 +147,7 @@ class _Assigned:
 
     def wait(self, i: Instruction, following: Sequence[list[Instruction]]) -> None:
         """Append a wait, in a loop that is divided on the stream of what needs it."""
-        arrived = {*self.posted[i.reads[0]]}
+        arrived = {*self.flow.posts[i.reads[0]].reads}
         readers = (j for members in following for j in members if arrived & {*j.reads, *j.outputs})
         stream = next((s for s in map(self.stream_of, readers) if s is not None), TRANSFER)
         if stream == TRANSFER or not self.is_divided:
@@ -164,7 +163,6 @@ class _Assigned:
     def add(self, members: list[Instruction]) -> None:
         """Append an instruction, or a group of posts."""
         stream = TRANSFER if len(members) > 1 else self.stream_of(members[0])
-        self.bound.update(n for i in members for n in i.outputs)
         if stream != COMPUTE:
             self.note_late(members)
         if stream is None:
@@ -198,7 +196,7 @@ class _Assigned:
             is_small = all(j.op not in _CONTRACTIONS for j in i.walk())
             return TRANSFER if is_small and not self.late.isdisjoint(i.reads) else COMPUTE
         is_view = i.op == "free" or (row is not None and row.is_pure_view)
-        if is_view and i.order is None and self.bound.isdisjoint(i.outputs):
+        if is_view and i.order is None and all(self.flow.is_bound_by(n, i) for n in i.outputs):
             return None
         return self.homes.get(i.reads[0], TRANSFER)  # a copy is made where the data is
 
@@ -211,8 +209,6 @@ class _Assigned:
 
     def pass_on(self, i: Instruction) -> None:
         """Append a view, which counts as being on the stream of what it shows."""
-        if i.outputs and i.reads:
-            self.shown[i.outputs[0]] = self.shown.get(i.reads[0], i.reads[0])
         if i.outputs and i.reads and i.reads[0] in self.homes:
             self.homes[i.outputs[0]] = self.homes[i.reads[0]]
             if i.reads[0] in self.known:
@@ -220,15 +216,13 @@ class _Assigned:
         self.code.append(i)
 
     def memory(self, names: Iterable[str]) -> set[str]:
-        return {self.shown.get(n, n) for n in names}
+        return {self.flow.bases.get(n, (n,))[0] for n in names}
 
     def touched(self, i: Instruction) -> Iterable[str]:
         for j in i.walk():
             yield from (*j.reads, *j.outputs)
-            if j.op in POSTS:
-                self.posted[j.outputs[0]] = j.reads
             if j.op == "wait":
-                yield from self.posted.get(j.reads[0], ())
+                yield from self.flow.posts[j.reads[0]].reads
 
 
 def _comes_back(i: Instruction) -> bool:
@@ -238,8 +232,8 @@ def _comes_back(i: Instruction) -> bool:
     return not set(i.comm.source.mesh.ranks).isdisjoint(i.comm.destination.mesh.ranks)
 
 
-def _copy_compute(i: Instruction) -> tuple[Instruction, ...]:
-    units, assigned = grouped(i.body), _Assigned(is_divided=len(i.parts) > 1)
+def _copy_compute(flow: Dataflow, i: Instruction) -> tuple[Instruction, ...]:
+    units, assigned = grouped(i.body), _Assigned(flow, is_divided=len(i.parts) > 1)
     for at, members in enumerate(units):
         match members[0].op:
             case "next":

@@ -11,16 +11,15 @@ wait for the caller's before the first call, and it for them behind the last one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import combinations
 
 from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
 from mdfuse.hir.calls import blocks_of
-from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.instructions import received
 from mdfuse.hir.passes.assign_streams import set_stream, sync_with
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.ir.graph import fresh_name
 from mdfuse.mesh import DeviceMesh
 
@@ -35,9 +34,9 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     if options.streams == 1 or not any({*a.ranks} & {*b.ranks} for a, b in pairs):
         return program
     streams = {mesh: n % options.streams for n, mesh in enumerate(meshes)}
-    assigned = _Assigned(program, storage(program))
+    flow, homes = dataflow(program), dict[str, int]()
     code = [
-        assigned.block(i, streams[_mesh(program, i)]) if i.op == "block" else i
+        _on_stream(flow, i, streams[_mesh(program, i)], homes) if i.op == "block" else i
         for i in program.instructions
     ]
     first, *_, last = (n for n, i in enumerate(code) if i.op == "call")
@@ -63,31 +62,22 @@ def _mesh(program: HostProgram, block: Instruction) -> DeviceMesh:
     return next(k.layout.mesh for k in kinds if k.layout is not None)
 
 
-@dataclass
-class _Assigned:
-    program: HostProgram
-    shared: dict[str, str]
-    #: name -> the stream of the block that made it, or wrote it last
-    homes: dict[str, int] = field(default_factory=dict)
+def _on_stream(
+    flow: Dataflow, block: Instruction, stream: int, homes: dict[str, int]
+) -> Instruction:
+    """Return a block on a stream, which waits for the others that made what it uses.
 
-    def block(self, block: Instruction, stream: int) -> Instruction:
-        """Return a block on a stream, which waits for the others that made what it uses."""
-        inside = [j for i in block.body for j in i.walk()]
-        names = [n for i in inside for n in (*i.reads, *i.outputs)]
-        away = {self.homes.get(n, stream) for n in names} - {stream}
-        for n in self.written(inside):
-            self.homes[n] = stream
-        head = (set_stream(stream), *map(sync_with, sorted(away)))
-        return replace(block, body=(*head, *block.body))
-
-    def written(self, code: list[Instruction]) -> Iterator[str]:
-        """Yield the names that are made, and those whose memory is written."""
-        made = set[str]()
-        for i in code:
-            is_view = shared_operand(i) is not None and made.isdisjoint(i.outputs)
-            into = i.reads[-1:] if i.op in POSTS else ()
-            for n in (*i.outputs, *into):
-                yield n
-                if not is_view:
-                    yield self.shared.get(self.program.root(n), n)
-            made.update(i.outputs)
+    Args:
+        flow: of the program.
+        block: the block.
+        stream: its stream.
+        homes: name -> the stream of the block that made it, or wrote it last; the block's own are
+            added.
+    """
+    inside = [j for i in block.body for j in i.walk()]
+    names = {n for i in inside for n in (*i.reads, *i.outputs)}
+    away = {homes.get(n, stream) for n in names} - {stream}
+    arrived = {n for i in inside for n in received(i)}
+    homes.update(dict.fromkeys(arrived | flow.effects(block).writes, stream))
+    head = (set_stream(stream), *map(sync_with, sorted(away)))
+    return replace(block, body=(*head, *block.body))

@@ -19,14 +19,16 @@ that write what other iterations read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 
 from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow, shared_operand
 from mdfuse.hir.indices import index_names
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction, joined
-from mdfuse.hir.storage import shared_operand, storage
 
 name = "cut_loops"
 
@@ -41,9 +43,8 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with its loops over chunks cut where they wait."""
     if not any(i.op == "for" and _may_be_cut(i) for i in program.instructions):
         return program
-    shared = storage(program)
     code = (
-        replace(i, body=_cut(program, i, shared)) if i.op == "for" and _may_be_cut(i) else i
+        replace(i, body=_cut(program, i)) if i.op == "for" and _may_be_cut(i) else i
         for i in program.instructions
     )
     return replace(program, instructions=tuple(code))
@@ -76,65 +77,27 @@ class _Unit:
 
     Attributes:
         members: the instructions.
-        names: that they use or make.
-        made: the names that they make.
-        read: the memory that they may read.
-        written: the memory that they may write.
+        effects: what they read and write.
         part: in which part of the loop they are.
     """
 
     members: list[Instruction]
-    names: set[str] = field(default_factory=set)
-    made: set[str] = field(default_factory=set)
-    read: set[str] = field(default_factory=set)
-    written: set[str] = field(default_factory=set)
+    effects: Effects
     part: int = 0
 
     def has(self, *ops: str) -> bool:
         return any(i.op in ops for i in self.members)
 
-    @property
-    def used(self) -> set[str]:
-        return self.read | self.written
 
-
-def _cut(
-    program: HostProgram, loop: Instruction, shared: Mapping[str, str]
-) -> tuple[Instruction, ...]:
+def _cut(program: HostProgram, loop: Instruction) -> tuple[Instruction, ...]:
     """Return the body of a loop with its parts apart; as it is where it cannot be cut."""
-    units = list(_units(program, loop.body, shared))
+    flow = dataflow(program)
+    units = [_Unit(g, reduce(or_, map(flow.effects, g))) for g in grouped(loop.body)]
     _place(units)
     last = max(u.part for u in units)
-    if last == 0 or _meets_itself(program, loop, units, shared):
+    if last == 0 or _meets_itself(flow, loop, units):
         return loop.body
     return joined([i for u in units if u.part == n for i in u.members] for n in range(last + 1))
-
-
-def _units(
-    program: HostProgram, body: Sequence[Instruction], shared: Mapping[str, str]
-) -> Iterator[_Unit]:
-    """Yield the units of a body, in order."""
-    bound, posts = set[str](), dict[str, Instruction]()
-    for members in grouped(body):
-        unit = _Unit(members)
-        for i in (j for member in members for j in member.walk()):
-            if i.op in POSTS:
-                posts[i.outputs[0]] = i
-            post = posts[i.reads[0]] if i.op == "wait" else i
-            into = post.reads[-1:] if post.op in ("post", "recv") else ()
-            is_view = shared_operand(i) is not None and bound.isdisjoint(i.outputs)
-            unit.names.update(i.reads, i.outputs, post.reads)
-            unit.made.update(i.outputs)
-            unit.read.update(_memory(program, shared, (*i.reads, *post.reads)))
-            unit.written.update(_memory(program, shared, into if is_view else (*i.outputs, *into)))
-        bound.update(unit.made)
-        yield unit
-
-
-def _memory(program: HostProgram, shared: Mapping[str, str], names: Sequence[str]) -> Iterator[str]:
-    for name in names:
-        root = program.root(name)
-        yield shared.get(root, root)
 
 
 def _place(units: Sequence[_Unit]) -> None:
@@ -149,19 +112,11 @@ def _place(units: Sequence[_Unit]) -> None:
         unit.part = min(behind[waits].of(unit), PARTS - 1)
         for posts, latest in enumerate(behind):
             latest.add(unit, unit.part + (posts and unit.has(*POSTS)))
-    names, used, written = set[str](), set[str](), set[str]()  # of the posts of the first part,
-    first = set[_Unit]()  # and of what these need
+    needs, first = Effects(), set[_Unit]()  # the posts of the first part, and what these need
     for unit in reversed(units):
-        is_needed = not (
-            names.isdisjoint(unit.made)
-            and used.isdisjoint(unit.written)
-            and written.isdisjoint(unit.read)
-        )
-        if unit.part == 0 and (unit.has(*POSTS) or is_needed):
+        if unit.part == 0 and (unit.has(*POSTS) or needs.meet(unit.effects)):
             first.add(unit)
-            names |= unit.names
-            used |= unit.used
-            written |= unit.written
+            needs |= unit.effects
     for unit in units:
         unit.part = max(unit.part, int(unit not in first))
 
@@ -170,52 +125,46 @@ def _place(units: Sequence[_Unit]) -> None:
 class _Latest:
     """The latest part that must be over before a name or memory is used: name -> its number."""
 
-    made: dict[str, int] = field(default_factory=dict)
     read: dict[str, int] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
 
     def of(self, unit: _Unit) -> int:
         """Return the latest part that a unit stays behind; 0 where there is none."""
-        ways = ((unit.names, self.made), (unit.used, self.written), (unit.written, self.read))
+        reads, writes = unit.effects.reads, unit.effects.writes
+        ways = ((reads | writes, self.written), (writes, self.read))
         return max((known.get(x, 0) for names, known in ways for x in names), default=0)
 
     def add(self, unit: _Unit, part: int) -> None:
-        """Note what a unit makes, reads and writes."""
-        for names, known in (
-            (unit.made, self.made),
-            (unit.read, self.read),
-            (unit.written, self.written),
-        ):
+        """Note what a unit reads and writes."""
+        ways = ((unit.effects.reads, self.read), (unit.effects.writes, self.written))
+        for names, known in ways:
             known.update((x, part) for x in names if part > known.get(x, 0))
 
 
-def _meets_itself(
-    program: HostProgram, loop: Instruction, units: Sequence[_Unit], shared: Mapping[str, str]
-) -> bool:
+def _meets_itself(flow: Dataflow, loop: Instruction, units: Sequence[_Unit]) -> bool:
     """Return whether several parts use memory from outside of the loop that it writes.
 
     They may if each iteration has a chunk of its own there. What a post uses until its wait counts
     for the post alone.
     """
-    inner = {x for u in units for x in _memory(program, shared, sorted(u.made)) if x in u.made}
-    written = {x for u in units for x in u.written} - inner
+    inside = [(j, unit.part) for unit in units for i in unit.members for j in i.walk()]
+    bound = {x for j, _ in inside for x in j.outputs if flow.is_bound_by(x, j)}
+    written = frozenset().union(*(u.effects.writes for u in units)) - bound
     used: dict[str, set[object]] = defaultdict(set)
-    for unit in units:
-        for i in (j for member in unit.members for j in member.walk() if j.op != "wait"):
-            if shared_operand(i) is not None:
-                continue
-            for n in (*i.reads, *i.outputs):
-                (memory,) = _memory(program, shared, (n,))
-                if memory in written:
-                    used[memory].add(_chunk(program, loop, n) or unit.part)
+    for i, part in inside:
+        if i.op == "wait" or shared_operand(i) is not None:
+            continue
+        for name in (*i.reads, *i.outputs):
+            if flow.memory(name) in written:
+                used[flow.memory(name)].add(_chunk(flow, loop, name) or part)
     return any(len(ways) > 1 for ways in used.values())
 
 
-def _chunk(program: HostProgram, loop: Instruction, name: str) -> object:
+def _chunk(flow: Dataflow, loop: Instruction, name: str) -> object:
     """Return which chunk a name is, if it is that of the iteration; None where it is not."""
-    kind = program.types.get(name)
+    kind = flow.types.get(name)
     layout = kind.layout if kind is not None else None
     if layout is None or layout.stream is None:
         return None
     probe = Instruction(op="chunk", outputs=(name,))
-    return layout.stream if loop.outputs[0] in index_names(probe, program.types) else None
+    return layout.stream if loop.outputs[0] in index_names(probe, flow.types) else None

@@ -19,15 +19,15 @@ anything: the program holds most while the value is there.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
 
 from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
 from mdfuse.hir.instructions import BLOCKS, is_library, is_local, op_of
 from mdfuse.hir.passes.group_launches import is_grouped
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
 from mdfuse.ir.graph import fresh_name
 
 name = "fill_outputs"
@@ -49,8 +49,8 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 
 def _filled(program: HostProgram, output: str) -> HostProgram:
     """Return the program with a value in the memory of an output; itself where there is none."""
-    code = program.instructions
-    places = [n for n, i in enumerate(code) if output in i.outputs]
+    code, flow = program.instructions, dataflow(program)
+    places = flow.results(output)
     if len(places) != 1 or not _is_elementwise(code[places[0]]):
         return program
     (at,) = places
@@ -60,17 +60,15 @@ def _filled(program: HostProgram, output: str) -> HostProgram:
     if kind.layout is None or kind.nbytes() < LEAST:
         return program
     value = next((x for x in code[at].reads if _may_lie_there(program, x, output, at)), None)
-    if value is None:
+    if value is None or not flow.results(value)[0] < _fullest(program) < at:
         return program
-    made = next(n for n, i in enumerate(code) if value in i.outputs)
-    if not made < _fullest(program) < at:
-        return program
-    product = _product(program, code[made], output)
+    first = flow.results(value)[0]
+    product = _product(program, code[first], output)
     if product is None:
         return _moved(program, value, output, at)
     again = fresh_name(program.types, f"{value}_again")
     inputs = tuple(again if x == value else x for x in code[at].inputs)
-    new = [*code[:at], code[made].changed(outputs=(again,)), code[at].changed(inputs=inputs)]
+    new = [*code[:at], code[first].changed(outputs=(again,)), code[at].changed(inputs=inputs)]
     types = {**program.types, again: kind}
     program = replace(program, instructions=(*new, *code[at + 1 :]), types=types)
     return _moved(program, product, output, at + 1)
@@ -79,10 +77,10 @@ def _filled(program: HostProgram, output: str) -> HostProgram:
 def _moved(program: HostProgram, value: str, output: str, at: int) -> HostProgram:
     """Return the program with a value in the memory of the output that is made at a place."""
     new = list(program.instructions)
-    made = next(n for n, i in enumerate(new) if value in i.outputs)
-    new[made] = new[made].changed(outputs=(output,), order=new[at].order)
+    first = next(n for n, i in enumerate(new) if value in i.outputs)
+    new[first] = new[first].changed(outputs=(output,), order=new[at].order)
     new[at] = new[at].changed(order=None)
-    for n in range(made + 1, at + 1):
+    for n in range(first + 1, at + 1):
         inputs = tuple(output if x == value else x for x in new[n].inputs)
         new[n] = new[n].changed(inputs=inputs)
     types = {n: kind for n, kind in program.types.items() if n != value}
@@ -91,19 +89,16 @@ def _moved(program: HostProgram, value: str, output: str, at: int) -> HostProgra
 
 def _product(program: HostProgram, maker: Instruction, output: str) -> str | None:
     """Return the product that a value is made of, if the rest are inputs of the program."""
-    code, types = program.instructions, program.types
-    (x, *more) = {*maker.reads} - {*program.inputs} or ("", "")
-    if more or types.get(x) != types[output] or _family(program, x) != [x]:
+    flow, types = dataflow(program), program.types
+    given = {*maker.reads} - {*program.inputs}
+    if len(given) != 1:
         return None
-    makers = [i for i in code if x in i.outputs]
+    (x,) = given
+    if types.get(x) != types[output] or flow.sharing[x] != [x]:
+        return None
+    makers = [flow.code[n] for n in flow.results(x)]
     is_product = all(is_library(i) and len(i.outputs) == 1 and i.order is None for i in makers)
-    readers = sum(x in i.reads for i in code)
-    return x if is_product and len(makers) == readers == 1 else None
-
-
-def _family(program: HostProgram, value: str) -> list[str]:
-    """Return the names in the memory of a value."""
-    return [n for n, of in storage(program).items() if of == value]
+    return x if is_product and len(makers) == len(flow.readers(x)) == 1 else None
 
 
 def _is_elementwise(i: Instruction) -> bool:
@@ -120,43 +115,34 @@ def _may_lie_there(program: HostProgram, value: str, output: str, at: int) -> bo
         output: what it makes.
         at: its place.
     """
-    code, types = program.instructions, program.types
+    flow, types = dataflow(program), program.types
     if value in (*program.inputs, *program.outputs) or types.get(value) != types[output]:
         return False
-    if _family(program, value) != [value]:
+    if flow.sharing[value] != [value]:
         return False  # it is a part of another value, or others are parts of it
-    makers = [i for i in code if value in i.outputs]
-    readers = [(n, i) for n, i in enumerate(code) if value in i.reads]
+    makers = [flow.code[n] for n in flow.results(value)]
+    readers = flow.readers(value)
     if len(makers) != 1 or not _is_elementwise(makers[0]) or makers[0].order is not None:
         return False
-    if readers[-1][0] != at or not all(is_local(i) for _, i in readers):
+    if readers[-1] != at or not all(is_local(flow.code[n]) for n in readers):
         return False
-    read = defaultdict[str, list[Instruction]](list)
-    for i in code:
-        for x in i.reads:
-            read[x].append(i)
-    return all(_leads_to_libraries(i, read) for _, i in readers[:-1])
+    return all(_leads_to_libraries(flow, flow.code[n]) for n in readers[:-1])
 
 
-def _leads_to_libraries(i: Instruction, readers: dict[str, list[Instruction]]) -> bool:
-    return is_library(i) or all(is_library(j) for x in i.outputs for j in readers[x])
+def _leads_to_libraries(flow: Dataflow, i: Instruction) -> bool:
+    readers = (flow.code[n] for x in i.outputs for n in flow.readers(x))
+    return is_library(i) or all(map(is_library, readers))
 
 
 def _fullest(program: HostProgram) -> int:
     """Return the place of the instruction at which the program holds most, the first of several."""
-    code, shared = program.instructions, storage(program)
-    first, last = dict[str, int](), dict[str, int]()
-    for n, i in enumerate(code):
-        for x in (*i.outputs, *i.reads):
-            of = shared.get(x, x)
-            first.setdefault(of, n)
-            last[of] = n
     held = Counter[int]()
-    for x in first.keys() - {*program.inputs, *program.outputs}:
+    for x, touches in dataflow(program).touches.items():
         kind = program.types.get(x)
-        if kind is not None and kind.layout is not None:
+        is_given = x in program.inputs or x in program.outputs
+        if not is_given and kind is not None and kind.layout is not None:
             size = kind.nbytes()
-            held[first[x]] += size
-            held[last[x] + 1] -= size
-    heights = list(accumulate(held[n] for n in range(len(code))))
+            held[touches[0][0]] += size
+            held[touches[-1][0] + 1] -= size
+    heights = list(accumulate(held[n] for n in range(len(program))))
     return heights.index(max(heights))

@@ -31,10 +31,10 @@ import torch
 
 from mdfuse.config import Options
 from mdfuse.errors import RECOMPUTED
+from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow
 from mdfuse.hir.instructions import is_library, is_local, op_of, row_of
 from mdfuse.hir.passes.repeats import pieces
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.ir.dims import Shape
 from mdfuse.mesh import DeviceMesh
 
@@ -59,7 +59,7 @@ class _Groups:
 
     Attributes:
         program: whose instructions these are.
-        shared: name -> the name whose memory it may share.
+        flow: its dataflow.
         readers_of: who reads a name, once for each time.
         summed: names that are summed over ranks, whole.
         kept: names that are in use whoever reads them: inputs, outputs, and what shares a buffer.
@@ -75,7 +75,7 @@ class _Groups:
     """
 
     program: HostProgram
-    shared: dict[str, str]
+    flow: Dataflow
     readers_of: Mapping[str, Sequence[Instruction]]
     summed: frozenset[str]
     kept: frozenset[str]
@@ -100,7 +100,8 @@ class _Groups:
         summed = frozenset(i.inputs[0] for i in posts if isinstance(i.inputs[0], str))
         made = Counter(x for i in program.instructions for x in i.outputs)
         filled = frozenset(x for x in program.outputs if made[x] > 1)
-        return cls(program, storage(program), readers, summed, kept, filled, set(program.inputs))
+        flow = dataflow(program)
+        return cls(program, flow, readers, summed, kept, filled, set(program.inputs))
 
     def block(self, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
         """Return a block with units; nothing waits beyond its end."""
@@ -203,19 +204,17 @@ class _Groups:
 
     def led_to(self, i: Instruction, shape: Shape) -> set[int]:
         """Return the ids of what computes an update element by element, and is for nothing else."""
-        names, found = set(i.reads), set[int]()
-        read: set[str] = set()
-        written: set[str] = set()
+        names, led = set(i.reads), set[int]()
+        others = Effects()
         for j in reversed(self.waiting):
-            own_read, own_written = self.touched(j)
             op, is_alike = op_of(j), self.program.types[j.outputs[0]].shape in (shape, ())
-            is_free = not (own_written & (read | written) or own_read & written)
+            is_free = not others.meet(self.flow.effects(j))
             if is_free and is_alike and op and op.is_elementwise and names & {*j.outputs}:
-                found.add(id(j))
+                led.add(id(j))
                 names.update(j.reads)
             else:
-                read, written = read | own_read, written | own_written
-        return found
+                others |= self.flow.effects(j)
+        return led
 
     def mesh(self, name: str) -> DeviceMesh | None:
         kind = self.program.types.get(name)
@@ -225,14 +224,12 @@ class _Groups:
 
     def needed(self, i: Instruction) -> list[Instruction]:
         """Return the waiting instructions that must run before another, in order."""
-        read, written = self.touched(i)
-        found: list[Instruction] = []
+        later, needed = self.flow.effects(i), list[Instruction]()
         for j in reversed(self.waiting):
-            own_read, own_written = self.touched(j)
-            if own_written & (read | written) or own_read & written:
-                found.append(j)
-                read, written = read | own_read, written | own_written
-        return found[::-1]
+            if later.meet(self.flow.effects(j)):
+                needed.append(j)
+                later |= self.flow.effects(j)
+        return needed[::-1]
 
     def not_held(self, i: Instruction) -> list[Instruction]:
         """Return the waiting instructions that must run before one that is no local work."""
@@ -246,36 +243,25 @@ class _Groups:
 
     def held(self, i: Instruction) -> dict[int, Instruction]:
         """Return, by id, what a post or a wait need not wait for, and may join what is behind."""
-        (read, written), waiting = self.touched(i), set(map(id, self.waiting))
-        found: dict[int, Instruction] = {}
+        later, waiting = self.flow.effects(i), set(map(id, self.waiting))
+        held: dict[int, Instruction] = {}
         for j in reversed(self.waiting):
-            own_read, own_written = self.touched(j)
-            is_free = not (own_written & (read | written) or own_read & written)
             readers = [k for x in j.outputs for k in self.readers_of.get(x, ())]
-            later = (k for k in readers if id(k) not in found)
-            is_led = all(id(k) not in waiting and _is_elementwise(k) for k in later)
+            others = (k for k in readers if id(k) not in held)
+            is_led = all(id(k) not in waiting and _is_elementwise(k) for k in others)
             is_own = self.kept.isdisjoint(j.outputs) and self.given.isdisjoint(j.outputs)
-            if is_free and readers and is_led and is_own and _is_elementwise(j):
-                found[id(j)] = j
+            is_free = readers and is_led and is_own and not later.meet(self.flow.effects(j))
+            if is_free and _is_elementwise(j):
+                held[id(j)] = j
             else:
-                read, written = read | own_read, written | own_written
-        return found
+                later |= self.flow.effects(j)
+        return held
 
     def nbytes(self, name: str) -> int:
         return self.program.types[name].nbytes()
 
-    def touched(self, i: Instruction) -> tuple[set[str], set[str]]:
-        """Return the names and the memory that an instruction reads, and those it writes."""
-        read = {x for name in i.reads for x in (name, self.memory(name))}
-        written = set(i.outputs)
-        has_buffer = not self.bound.isdisjoint({*written, *map(self.program.root, written)})
-        if shared_operand(i) is None or i.order is not None or has_buffer:
-            written |= {self.memory(name) for name in i.outputs}
-        return read, written
-
     def memory(self, name: str) -> str:
-        root = self.program.root(name)
-        return self.shared.get(root, root)
+        return self.flow.memory(name)
 
     # -- units -----------------------------------------------------------------------------------
 

@@ -12,14 +12,14 @@ one to use it; where that is another one for another index, in a block of its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
 from mdfuse.hir.calls import blocks_of, per_index
-from mdfuse.hir.instructions import BLOCKS, POSTS
+from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import memories
 from mdfuse.ir.graph import fresh_name
 
 name = "insert_frees"
@@ -28,11 +28,8 @@ name = "insert_frees"
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with frees."""
     keep = {program.root(n) for n in (*program.inputs, *program.outputs)}
-    made = frozenset(program.inputs).union(*map(_binds, program.instructions))
-    shared = {n: tuple(x for x in of if x in made) for n, of in memories(program).items()}
-    frees = _Frees(program, frozenset(keep), shared)
-    for i in program.walk():
-        frees.note_posts(i)
+    bound = frozenset(program.inputs).union(*map(_binds, program.instructions))
+    frees = _Frees(program, dataflow(program), frozenset(keep), bound)
     frees.note_calls()
     code = frees.block(frees.with_drops(), frozenset(), frozenset())
     return replace(program, instructions=code)
@@ -50,11 +47,10 @@ def _binds(i: Instruction) -> set[str]:
 @dataclass
 class _Frees:
     program: HostProgram
+    flow: Dataflow
     keep: frozenset[str]
-    #: name -> the names in whose memory it may lie
-    shared: Mapping[str, tuple[str, ...]]
-    #: handle -> the buffers that its post uses
-    posted: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: names that are inputs or bound, but for those that a host unit binds for itself
+    bound: frozenset[str]
     #: block -> the buffers that it uses; those of them that are bound outside of blocks; those that
     #: it frees
     used: dict[str, set[str]] = field(default_factory=dict)
@@ -157,11 +153,6 @@ class _Frees:
         body = self.block(i.body, later, before)
         return replace(i, body=body, orelse=self.block(i.orelse, later, before))
 
-    def note_posts(self, i: Instruction) -> None:
-        if i.op in POSTS:
-            owners = (of for x in i.reads for of in self.shared.get(x, ()))
-            self.posted[i.outputs[0]] = tuple(self.buffers((*i.reads, *owners)))
-
     def binds(self, i: Instruction) -> set[str]:
         """Return the buffers that an instruction, or one inside it, may bind."""
         return {*self.buffers(_binds(i))}
@@ -170,7 +161,9 @@ class _Frees:
         """Yield the buffers that an instruction, or one inside it, uses."""
         yield from self.buffers((*i.reads, *i.outputs))
         if i.op == "wait":
-            yield from self.posted.get(i.reads[0], ())
+            names = self.flow.posts[i.reads[0]].reads
+            bases = (of for x in names for of in self.flow.bases.get(x, ()) if of in self.bound)
+            yield from self.buffers((*names, *bases))
         for j in (*i.body, *i.orelse) if i.op in BLOCKS else ():
             yield from self.uses(j)
 

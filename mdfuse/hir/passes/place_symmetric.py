@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mdfuse.config import Options, backend_choice
+from mdfuse.hir.analysis.dataflow import dataflow
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
 from mdfuse.ir.ops import TABLE
 
 name = "place_symmetric"
@@ -35,8 +35,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     choice = backend_choice(options.backend)
     if SYMMETRIC not in choice.names:
         return program
-    shared = storage(program)
-    sent = {shared.get(x, x) for x in _sent(program, choice.usual)}
+    sent = set(map(dataflow(program).memory, _sent(program, choice.usual)))
     made = Counter(x for i in program.walk() if i.op == "alloc" for x in i.outputs)
     kept = {program.root(x) for x in (*program.inputs, *program.outputs, *program.aliases)}
     placed = {x for x in sent - kept - {*program.outputs} if made[x] <= 1}
@@ -49,7 +48,7 @@ def _sent(program: HostProgram, usual: str) -> Iterator[str]:
         if i.op in POSTS and i.op != "recv" and isinstance(i.inputs[0], str):
             named = i.comm.backend if i.comm is not None else i.kwargs.get("backend")
             if (named or usual) == SYMMETRIC:
-                yield program.root(i.inputs[0])
+                yield i.inputs[0]
 
 
 def _block(

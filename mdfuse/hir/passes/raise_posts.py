@@ -16,13 +16,13 @@ option says: the memory that it costs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, shared_operand
 from mdfuse.hir.instructions import COMMUNICATIONS, POSTS, PURE_VIEWS, row_of
 from mdfuse.hir.orders import Dims, seen_through
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import shared_operand, storage
 
 name = "raise_posts"
 
@@ -49,42 +49,6 @@ class _Raised:
     bytes: int
 
 
-@dataclass
-class _Writes:
-    """Which place last wrote a buffer, and which one made it."""
-
-    program: HostProgram
-    shared: dict[str, str]
-    made: dict[str, int] = field(default_factory=dict)
-    written: dict[str, int] = field(default_factory=dict)
-    #: handle -> the buffers that its post fills
-    filled: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    fence: int = -1
-
-    def note(self, at: int, i: Instruction) -> None:
-        """Note what an instruction, with those inside it, writes."""
-        if i.op in _FENCES:
-            self.fence = at
-        for j in i.walk():
-            names = j.outputs
-            if j.op in POSTS:
-                into = j.reads[-1:] if j.op != "send" else ()
-                self.filled[j.outputs[0]] = into
-                names = (*names, *into)
-            elif j.op == "wait":
-                names = (*names, *self.filled.get(j.reads[0], ()))
-            for x in names:
-                is_new = x not in self.made and self.program.root(x) == x
-                if is_new:
-                    self.made[x] = at
-                if not (is_new and shared_operand(j) is not None) and x in self.shared:
-                    self.written[self.shared[x]] = at
-
-    def since(self, x: str) -> int:
-        """Return the first place after which a name is there, as it is now."""
-        return 1 + max(self.made.get(x, -1), self.written.get(self.shared.get(x, x), -1))
-
-
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with posts moved up."""
     if not options.prefetch_bytes:
@@ -103,35 +67,34 @@ def largest(program: HostProgram) -> int:
 
 def _candidates(program: HostProgram) -> Iterator[_Raised]:
     """Yield the posts that may move up, in order."""
-    writes = _Writes(program, storage(program))
-    is_grouped = False
+    is_grouped, fence = False, -1
     for at, i in enumerate(program.instructions):
         is_grouped = (is_grouped or i.op == "group_start") and i.op != "group_end"
+        fence = at if i.op in _FENCES else fence
         if i.op == "post" and not is_grouped:
-            found = _raised(program, at, writes)
-            if found is not None:
-                yield found
-        writes.note(at, i)
+            raised = _raised(program, at, fence)
+            if raised is not None:
+                yield raised
 
 
-def _raised(program: HostProgram, at: int, writes: _Writes) -> _Raised | None:
-    """Return how a post may move up; None where it may not."""
-    carried, since = {at}, writes.fence + 1
+def _raised(program: HostProgram, at: int, fence: int) -> _Raised | None:
+    """Return how a post may move up to a fence; None where it may not."""
+    flow = dataflow(program)
+    carried, since = {at}, fence + 1
     reads = [*program.instructions[at].reads]
     into = reads[-1]
     while reads:
         x = reads.pop()
-        by = writes.made.get(x)
-        if by is not None and by in carried:
+        by = flow.bound_at(x)
+        if by in carried:
             continue
-        if by is None or not _goes_along(program, by, x, writes):
+        if by <= fence or not _goes_along(flow, x, at):
             if x == into:
                 return None  # the buffer may be in use
-            since = max(since, writes.since(x))
+            since = max(since, 1 + by, 1 + flow.last_write(x, at))
             continue
-        made = program.instructions[by]
         carried.add(by)
-        reads += made.reads
+        reads += program.instructions[by].reads
     moved = map(program.instructions.__getitem__, carried)
     new = (x for i in moved if _is_new(program, i) for x in i.outputs)
     size = sum(program.types[x].nbytes() for x in new)
@@ -153,22 +116,24 @@ def _is_new(program: HostProgram, i: Instruction) -> bool:
     return i.order is not None and i.order != lies
 
 
-def _goes_along(program: HostProgram, by: int, x: str, writes: _Writes) -> bool:
+def _goes_along(flow: Dataflow, x: str, at: int) -> bool:
     """Whether what made a buffer may move: it did nothing else, and nothing wrote there since."""
-    i = program.instructions[by]
-    is_alone = i.outputs == (x,) and program.root(x) == x
-    row = row_of(i)
-    is_carried = i.op in _CARRIED or (row is not None and row.is_view)
-    if not is_alone or not is_carried or i.body or by <= writes.fence:
+    by = flow.bound_at(x)
+    i = flow.code[by]
+    if i.outputs != (x,) or not _is_carried(i) or i.body:
         return False
-    return shared_operand(i) is not None or writes.written.get(writes.shared.get(x, x)) == by
+    return shared_operand(i) is not None or flow.last_write(x, at) == by
+
+
+def _is_carried(i: Instruction) -> bool:
+    """Whether an instruction may go with a post: it makes or fills a buffer that the post uses."""
+    row = row_of(i)
+    return i.op in _CARRIED or (row is not None and row.is_view)
 
 
 def _is_gap(i: Instruction) -> bool:
     """Whether posts go before an instruction: work or a wait, not another post on its way."""
-    row = row_of(i)
-    is_carried = i.op in _CARRIED or (row is not None and row.is_view)
-    return (not is_carried and i.op not in COMMUNICATIONS) or i.op == "wait"
+    return (not _is_carried(i) and i.op not in COMMUNICATIONS) or i.op == "wait"
 
 
 def _order(gaps: Sequence[bool], raised: Sequence[_Raised], most: int) -> list[int]:

@@ -14,106 +14,67 @@ before what writes where the post reads, as an output does that is written into 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 from mdfuse.config import Options
-from mdfuse.hir.instructions import POSTS, op_of, row_of
+from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow
+from mdfuse.hir.instructions import op_of, row_of
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
 
 name = "sink_waits"
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Deferred:
     """A wait that is put off, with the work on what it waits for.
 
     Attributes:
         instructions: the wait, views and pointwise work; several waits where that reads of several.
-        names: what must not be used before it.
-        sources: the memory that must not be written before it.
+        effects: the memory that must not be written before it, and the names, not all of their
+            memory, that must not be used.
     """
 
-    instructions: list[Instruction]
-    names: set[str] = field(default_factory=set)
-    sources: set[str] = field(default_factory=set)
+    instructions: tuple[Instruction, ...]
+    effects: Effects
+
+    def __or__(self, other: _Deferred) -> _Deferred:
+        return _Deferred(self.instructions + other.instructions, self.effects | other.effects)
 
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with its waits moved down."""
-    sinking = _Sinking(program, storage(program))
-    for i in program.walk():
-        if i.op in POSTS:
-            sinking.note(i)
-    block = sinking.block(program.instructions, set(program.inputs))
-    return replace(program, instructions=block)
+    return replace(program, instructions=_sunk(dataflow(program), program.instructions))
 
 
-@dataclass
-class _Sinking:
-    """What moving the waits of a program's blocks must know.
-
-    Attributes:
-        program: that the blocks are part of.
-        shared: name -> the name whose memory it may share.
-        posted: handle -> the buffers that its post uses.
-        reads: handle -> the memory that its post reads.
-    """
-
-    program: HostProgram
-    shared: Mapping[str, str]
-    posted: dict[str, set[str]] = field(default_factory=dict)
-    reads: dict[str, set[str]] = field(default_factory=dict)
-
-    def note(self, i: Instruction) -> None:
-        """Note a post, for which a wait may stand in another block."""
-        self.posted[i.outputs[0]] = set(i.reads if i.op != "post" else i.reads[-1:])
-        self.reads[i.outputs[0]] = {self.shared[x] for x in i.reads if x in self.shared}
-
-    def block(self, block: tuple[Instruction, ...], before: set[str]) -> tuple[Instruction, ...]:
-        """Return a block with its waits moved down.
-
-        Args:
-            block: the instructions.
-            before: the buffers that there are before the block.
-        """
-        shared, root = self.shared, self.program.root
-        done: list[Instruction] = []
-        waiting: list[_Deferred] = []
-        bound = set(before)
-        for i in block:
-            touched = {x for j in i.walk() for x in (*j.reads, *j.outputs)}
-            outputs = {x for j in i.walk() for x in j.outputs}
-            written = {shared[x] for x in outputs if x in shared and root(x) in bound}
-            needed = [d for d in waiting if d.names & touched or d.sources & written]
-            if i.op == "wait":
-                handle = i.reads[0]
-                waiting.append(_Deferred([i], set(self.posted[handle]), set(self.reads[handle])))
-            elif needed and _may_wait(i) and bound.isdisjoint(map(root, i.outputs)):
-                joined = _joined(needed)
-                joined.instructions.append(i)
-                joined.names.update(i.outputs)
-                joined.sources.update(shared[x] for x in i.reads if x in shared)
-                waiting = [d for d in waiting if d not in needed[1:]]
-            else:
-                for d in sorted(waiting, key=_is_idle) if i.op == "return" else needed:
-                    done += d.instructions
-                waiting = [] if i.op == "return" else [d for d in waiting if d not in needed]
-                is_open = i.op in ("for", "block")
-                done.append(replace(i, body=self.block(i.body, bound)) if is_open else i)
-            bound.update(map(root, i.outputs))
-        return (*done, *(i for d in waiting for i in d.instructions))
+def _sunk(flow: Dataflow, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """Return a block with its waits moved down."""
+    done: list[Instruction] = []
+    waiting: list[_Deferred] = []
+    for i in block:
+        needed = [d for d in waiting if d.effects.meet(flow.effects(i))]
+        if i.op == "wait":
+            waiting.append(_deferred(flow, i))
+        elif needed and _may_wait(i) and all(flow.is_bound_by(x, i) for x in i.outputs):
+            at = waiting.index(needed[0])
+            waiting[at] = reduce(or_, (*needed, _deferred(flow, i)))
+            waiting = [d for d in waiting if d not in needed]
+        else:
+            for d in sorted(waiting, key=_is_idle) if i.op == "return" else needed:
+                done += d.instructions
+            waiting = [] if i.op == "return" else [d for d in waiting if d not in needed]
+            done.append(replace(i, body=_sunk(flow, i.body)) if i.op in ("for", "block") else i)
+    return (*done, *(i for d in waiting for i in d.instructions))
 
 
-def _joined(needed: list[_Deferred]) -> _Deferred:
-    """Make the first of some deferred waits all of them, and return it."""
-    first = needed[0]
-    for other in needed[1:]:
-        first.instructions += other.instructions
-        first.names |= other.names
-        first.sources |= other.sources
-    return first
+def _deferred(flow: Dataflow, i: Instruction) -> _Deferred:
+    """Return a wait, or work on what arrives, as it is put off."""
+    used = flow.posts[i.reads[0]] if i.op == "wait" else i
+    names = i.outputs if i.op != "wait" else used.reads[-1:] if used.op == "post" else used.reads
+    reads = frozenset(map(flow.memory, used.reads))
+    return _Deferred((i,), Effects(reads, frozenset(names)))
 
 
 def _is_idle(deferred: _Deferred) -> bool:

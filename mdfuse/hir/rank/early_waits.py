@@ -15,11 +15,13 @@ ranks wait for each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
+from mdfuse.hir.edits import Edits
+from mdfuse.hir.instructions import only_sends
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +42,19 @@ class _Send:
 def run(program: HostProgram) -> HostProgram:
     """Return a projection that is written out, with waits for sends alone moved up, and frees."""
     sends = [*_sends(program.instructions)]
-    moved = {s.wait: s.to for s in sends if s.to != s.wait}
-    if not moved:
+    if all(s.to == s.wait for s in sends):
         return program
-    ahead: dict[int, list[Instruction]] = defaultdict(list)
-    kept: dict[int, Instruction | None] = {}
-    for wait, to in moved.items():
-        ahead[to].append(program.instructions[wait])
-        kept[wait] = None
-    for at, to, names in _freed(program, sends):
-        free = kept.get(at, program.instructions[at])
-        assert free is not None
-        ahead[to].append(free.changed(inputs=tuple(names)))
-        left = tuple(n for n in free.reads if n not in names)
-        kept[at] = free.changed(inputs=left) if left else None
-    rows = ((*ahead.get(n, ()), kept.get(n, i)) for n, i in enumerate(program.instructions))
-    return replace(program, instructions=tuple(i for row in rows for i in row if i is not None))
+    flow, edits = dataflow(program), Edits(program.instructions)
+    for send in sends:
+        if send.to != send.wait:
+            edits.move(send.wait, send.to)
+    for at, to, names in sorted(_freed(flow, sends)):
+        edits.unfree(at, names)
+        edits.ahead[to].append(flow.code[at].changed(inputs=names))
+    return replace(program, instructions=edits.result())
 
 
-def _sends(code: tuple[Instruction, ...]) -> Iterator[_Send]:
+def _sends(code: Sequence[Instruction]) -> Iterator[_Send]:
     """Yield the posts of calls and iterations from which nothing arrives, and their waits."""
     posts: dict[str, Instruction] = {}
     next_of: dict[str, tuple[int, int]] = {}
@@ -67,7 +63,7 @@ def _sends(code: tuple[Instruction, ...]) -> Iterator[_Send]:
     for n, i in enumerate(code):
         if i.op in ("set_stream", "group_start", "barrier"):
             switches += 1
-        elif i.op == "post" and isinstance(i.inputs[0], str) and not isinstance(i.inputs[1], str):
+        elif only_sends(i):
             next_of.update(dict.fromkeys(before, (n, switches)))
             before.clear()
             posts[i.outputs[0]] = i
@@ -80,17 +76,16 @@ def _sends(code: tuple[Instruction, ...]) -> Iterator[_Send]:
             fresh.clear()
 
 
-def _freed(program: HostProgram, sends: list[_Send]) -> Iterator[tuple[int, int, list[str]]]:
+def _freed(flow: Dataflow, sends: list[_Send]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
     """Yield (a free, where names of it are to be freed, these names): behind all waits for them."""
-    shared: Mapping[str, str] = storage(program)
-    waits: dict[str, list[_Send]] = defaultdict(list)
+    waits = defaultdict[str, list[_Send]](list)
     for send in sends:
-        waits[shared.get(send.sent, send.sent)].append(send)
-    uses: dict[str, list[int]] = defaultdict(list)
-    for n, i in enumerate(program.instructions):
-        for memory in {shared.get(x, x) for x in (*i.reads, *i.outputs)}.intersection(waits):
-            if i.op == "free" and any(s.to != s.wait < n for s in waits[memory]):
-                to = max(s.to + (s.to == s.wait) for s in waits[memory] if s.wait < n)
-                if all(use < to for use in uses[memory]):
-                    yield n, to, [x for x in i.reads if shared.get(x, x) == memory]
-            uses[memory].append(n)
+        waits[flow.memory(send.sent)].append(send)
+    for memory, of in waits.items():
+        last_use = -1
+        for n in dict.fromkeys(n for n, _ in flow.touches[memory]):
+            if flow.code[n].op == "free" and any(s.to != s.wait < n for s in of):
+                to = max(s.to + (s.to == s.wait) for s in of if s.wait < n)
+                if last_use < to:
+                    yield n, to, tuple(x for x in flow.code[n].reads if flow.memory(x) == memory)
+            last_use = n

@@ -17,12 +17,16 @@ loop take turns it is late already: the next iteration's post stands before it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from mdfuse.hir.instructions import BLOCKS, received
+from mdfuse.hir.analysis.dataflow import Dataflow, current_streams, dataflow
+from mdfuse.hir.edits import Edits
+from mdfuse.hir.instructions import BLOCKS, only_sends
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.storage import storage
+
+#: Instructions that a wait is not moved past.
+_STOPS = ("return", *BLOCKS, "next", "call", "barrier", "group_start")
 
 
 def run(program: HostProgram) -> HostProgram:
@@ -30,14 +34,39 @@ def run(program: HostProgram) -> HostProgram:
 
     A wait for a send alone is one of a post from which nothing arrives at this rank.
     """
-    if not any(i.op == "post" and _only_sends(i) for i in program.walk()):
+    if not any(map(only_sends, program.walk())):
         return program
-    block = _Block(program, storage(program))
-    return replace(program, instructions=block.moved(program.instructions))
+    return replace(program, instructions=_moved(dataflow(program), program.instructions))
 
 
-def _only_sends(i: Instruction) -> bool:
-    return i.op == "post" and isinstance(i.inputs[0], str) and not isinstance(i.inputs[1], str)
+def _moved(flow: Dataflow, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """Return a block with such waits moved down, and with them the frees of what was sent."""
+    code = [_inside(flow, i) for i in block]
+    edits, streams = Edits(code), current_streams(code)
+    passed = defaultdict[str, list[range]](list)  # memory -> positions that its waits moved past
+    sent = {i.outputs[0]: flow.memory(i.reads[0]) for i in code if only_sends(i)}
+    for n, i in enumerate(code):
+        if i.op == "wait" and not i.attrs and i.reads[0] in sent and not _is_late(code, n):
+            source = sent[i.reads[0]]
+            to = _latest(flow, code, streams, n, source)
+            edits.move(n, to)
+            passed[source].append(range(n + 1, to))
+    for n, i in enumerate(code):
+        if passed and i.op == "free":
+            places = defaultdict[int, list[str]](list)
+            for name in i.reads:  # behind the last wait for a send
+                moved = (r.stop for r in passed.get(flow.memory(name), ()) if n in r)
+                places[max(moved, default=n)].append(name)
+            edits.drop(n)
+            for to, names in places.items():
+                edits.ahead[to].append(i.changed(inputs=tuple(names)))
+    return edits.result()
+
+
+def _inside(flow: Dataflow, i: Instruction) -> Instruction:
+    if i.op not in BLOCKS:
+        return i
+    return replace(i, body=_moved(flow, i.body), orelse=_moved(flow, i.orelse))
 
 
 def _is_late(code: Sequence[Instruction], at: int) -> bool:
@@ -51,85 +80,27 @@ def _base(handle: str) -> str:
     return handle.partition("@")[0]
 
 
-@dataclass(frozen=True)
-class _Block:
-    """The buffers of a program, as far as moving waits in its blocks must know them."""
+def _latest(
+    flow: Dataflow,
+    code: Sequence[Instruction],
+    streams: Sequence[Instruction | None],
+    at: int,
+    source: str,
+) -> int:
+    """Return the position of the instruction before which a wait may stand at the latest.
 
-    program: HostProgram
-    shared: Mapping[str, str]
-
-    def memory(self, name: str) -> str:
-        root = self.program.root(name)
-        return self.shared.get(root, root)
-
-    def moved(self, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
-        """Return a block with such waits moved down, and with them the frees of what was sent."""
-        code = [self.inside(i) for i in block]
-        sent = {i.outputs[0]: self.memory(i.reads[0]) for i in code if _only_sends(i)}
-        late: dict[int, list[Instruction]] = defaultdict(list)
-        passed: dict[str, list[range]] = defaultdict(list)  # memory -> places that waits moved past
-        kept: list[Instruction | None] = list(code)
-        current: Instruction | None = None
-        for n, i in enumerate(code):
-            current = i if i.op == "set_stream" else current
-            if i.op == "wait" and not i.attrs and i.reads[0] in sent and not _is_late(code, n):
-                source = sent[i.reads[0]]
-                to = self.place(code, n, current, source)
-                kept[n] = None
-                late[to].append(i)
-                passed[source].append(range(n + 1, to))
-        for n, i in enumerate(code):
-            if passed and i.op == "free":
-                kept[n] = None
-                for to, free in self.parted(i, n, passed):
-                    late[to].append(free)
-        done = [(*late[n], *((i,) if i is not None else ())) for n, i in enumerate([*kept, None])]
-        return tuple(i for row in done for i in row)
-
-    def inside(self, i: Instruction) -> Instruction:
-        if i.op not in BLOCKS:
-            return i
-        return replace(i, body=self.moved(i.body), orelse=self.moved(i.orelse))
-
-    def place(
-        self, code: Sequence[Instruction], at: int, stream: Instruction | None, source: str
-    ) -> int:
-        """Return the position of the instruction before which a wait may stand at the latest.
-
-        Args:
-            code: the block.
-            at: where it stands.
-            stream: what switched to the stream that is current there.
-            source: the memory that is being sent.
-        """
-        best, current = at + 1, stream
-        for n in range(at + 1, len(code)):
-            i = code[n]
-            if current == stream:
-                best = n
-            if i.op in _STOPS or _only_sends(i) or self.writes(i, source):
-                return best
-            if i.op == "sync" and current != stream:
-                return best  # another stream waits for all that this one waited for
-            current = i if i.op == "set_stream" else current
-        return len(code) if current == stream else best
-
-    def writes(self, i: Instruction, source: str) -> bool:
-        """Return whether an instruction may change what is being sent."""
-        written = [n for j in i.walk() for n in (*j.outputs, *received(j))]
-        return any(self.memory(n) == source for n in written)
-
-    def parted(
-        self, i: Instruction, at: int, passed: Mapping[str, list[range]]
-    ) -> Iterator[tuple[int, Instruction]]:
-        """Yield the parts of a free with their new places: behind the last wait for a send."""
-        places: dict[int, list[str]] = defaultdict(list)
-        for name in i.reads:
-            moved = (r.stop for r in passed.get(self.memory(name), ()) if at in r)
-            places[max(moved, default=at)].append(name)
-        for to, names in places.items():
-            yield to, i.changed(inputs=tuple(names))
-
-
-#: Instructions that a wait is not moved past.
-_STOPS = ("return", *BLOCKS, "next", "call", "barrier", "group_start")
+    Args:
+        flow: of the program.
+        code: the block.
+        streams: its current streams.
+        at: where the wait stands.
+        source: the memory that is being sent.
+    """
+    latest = at + 1
+    for n in range(at + 1, len(code)):
+        i, is_same = code[n], streams[n - 1] == streams[at]
+        latest = n if is_same else latest
+        is_stop = i.op in _STOPS or only_sends(i) or source in flow.effects(i).writes
+        if is_stop or (i.op == "sync" and not is_same):
+            return latest  # another stream waits for all that this one waited for
+    return len(code) if streams[-1] == streams[at] else latest

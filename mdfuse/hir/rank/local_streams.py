@@ -23,9 +23,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mdfuse.errors import ProgramError
+from mdfuse.hir.analysis.dataflow import shared_operand
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.unrolled import written_out
-from mdfuse.hir.storage import shared_operand
 from mdfuse.hir.verify.needed import MARK, Needed
 
 #: Instructions that do no work on a stream; views do none either.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from mdfuse.hir.once import once
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.rank import add_products, late_waits, local_streams, own_products
+from mdfuse.hir.rank import accumulate_in_place, late_waits, local_streams
 from mdfuse.hir.rank.execute import projected
 from mdfuse.hir.rank.unrolled import RankPass, written_out
 
@@ -28,10 +28,8 @@ PROJECTION: tuple[tuple[str, Projected], ...] = (
 
 #: The passes over a projection that is written out, likewise.
 AS_RUN: tuple[tuple[str, RankPass], ...] = (
-    # Before sums are added in products: what is computed in place has no product to add.
-    ("own_products", own_products.run),
     # Needs all buffers of sums where they stay.
-    ("add_products", add_products.run),
+    ("accumulate_in_place", accumulate_in_place.run),
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mdfuse.hir.once import once
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.rank import early_waits, land_receives, late_waits, unroll
+from mdfuse.hir.rank import accumulate_in_place, early_waits, late_waits, unroll
 
 RankPass = Callable[[HostProgram], HostProgram]
 
@@ -19,7 +19,7 @@ WRITTEN_OUT: tuple[tuple[str, RankPass], ...] = (
     # Needs the waits where data is needed: whoever sends a buffer may have to wait sooner.
     ("early_waits", early_waits.run),
     # Needs the last reads of a destination, which waits move.
-    ("land_receives", land_receives.run),
+    ("accumulate_in_place.receive", accumulate_in_place.receive),
 )
 
 

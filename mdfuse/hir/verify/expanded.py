@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from mdfuse.errors import MdfuseError
+from mdfuse.hir.analysis.dataflow import shared_operand
 from mdfuse.hir.instructions import received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.storage import shared_operand
 from mdfuse.ir.graph import Value
 from mdfuse.ir.infer import expanded_dims as stretched
 from mdfuse.ir.infer import infer

@@ -32,11 +32,11 @@ from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError
 from mdfuse.extents.expressions import Calc, Term, resolve, terms
 from mdfuse.extents.linear import Linear, linear
+from mdfuse.hir.analysis.dataflow import shared_operand, storage
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.rank import early_waits, late_waits
 from mdfuse.hir.rank.unroll import LIMIT, Turn, Unrolled
-from mdfuse.hir.storage import shared_operand, storage
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.layout import Layout

@@ -8,7 +8,7 @@ from helpers.oracle import POISON
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream, hir, simulate
-from mdfuse.hir.rank import land_receives
+from mdfuse.hir.rank import accumulate_in_place
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.rank.unroll import write
 
@@ -74,7 +74,7 @@ def test_what_is_received_in_its_place(name: str) -> None:
     program = hir.parse(HEAD + body.replace("SWAP", SWAP) + "}\n")
     plain = write(project(program, 0))
     assert sets(plain) == 1
-    assert sets(land_receives.run(plain)) == left
+    assert sets(accumulate_in_place.receive(plain)) == left
     whole = torch.arange(8.0)
     got = simulate(program, [whole], options=POISON).outputs[0]
     other = torch.cat([whole[4:], whole[:4]])
@@ -95,7 +95,7 @@ def test_a_ring_copies_no_first_part(pieces: int, rows: int) -> None:
     program = mf.compile(fd)
     for rank in (0, 1):
         plain = write(project(program.host, rank))
-        found = land_receives.run(plain)
+        found = accumulate_in_place.receive(plain)
         before, after = (
             [i for i in p.instructions if i.fn == "set" and "recv" in i.reads[0]]
             for p in (plain, found)
