@@ -38,12 +38,12 @@ def multiply(x: Tensor, weight: Tensor, ids: Tensor, *, part: Part | None = None
         [p,t,n], or together [t,n].
     """
     parts, each = weight.shape[:2]
-    own = _own(ids, parts, each, part)
-    order, ends = _in_order(own, parts * each)
-    rows = _together(x, own, each)
-    found = groups.multiply(rows[order], weight.flatten(0, 1), ends)
-    found = torch.empty_like(found).index_copy_(0, order, found)
-    return found if x.ndim == 3 else _apart(found, own, parts, each)
+    numbers = _own(ids, parts, each, part)
+    order, ends = _in_order(numbers, parts * each)
+    rows = _together(x, numbers, each)
+    products = groups.multiply(rows[order], weight.flatten(0, 1), ends)
+    products = torch.empty_like(products).index_copy_(0, order, products)
+    return products if x.ndim == 3 else _apart(products, numbers, parts, each)
 
 
 def multiply_grad(
@@ -52,9 +52,9 @@ def multiply_grad(
     """Return what comes back to the weight [p,e,k,n]: of each matrix the product of its rows."""
     parts = shape[0] if part is None else part[1] - part[0]
     each = shape[1]
-    own = _own(ids, parts, each, part)
-    order, ends = _in_order(own, parts * each)
-    x, ct = (_together(rows, own, each)[order] for rows in (x, ct))
+    numbers = _own(ids, parts, each, part)
+    order, ends = _in_order(numbers, parts * each)
+    x, ct = (_together(rows, numbers, each)[order] for rows in (x, ct))
     whole = (parts * each, x.shape[1], ct.shape[1])
     return groups.multiply_grad(x, ct, ends, shape=whole).view(parts, each, *whole[1:])
 
@@ -62,15 +62,15 @@ def multiply_grad(
 def _own(ids: Tensor, parts: int, each: int, part: Part | None) -> Tensor:
     """The number of each row's matrix among those that are here; behind the last: none of them."""
     count = parts * each
-    own = ids.long() - (0 if part is None else part[0] * each)
-    return torch.where((own >= 0) & (own < count), own, count)
+    numbers = ids.long() - (0 if part is None else part[0] * each)
+    return torch.where((numbers >= 0) & (numbers < count), numbers, count)
 
 
 def _in_order(own: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Rows by their matrix, and behind which of these each matrix ends."""
-    found, order = own.sort(stable=True)
+    in_order, order = own.sort(stable=True)
     numbers = torch.arange(count, device=own.device)
-    return order, torch.searchsorted(found, numbers, right=True)
+    return order, torch.searchsorted(in_order, numbers, right=True)
 
 
 def _together(x: Tensor, own: Tensor, each: int) -> Tensor:

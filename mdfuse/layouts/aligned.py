@@ -65,7 +65,7 @@ class Aligned:
 
     @property
     def is_on_hosts(self) -> bool:
-        """Whether all that is split or reduced is along axes whose ranks are on one host."""
+        """True if all that is split or reduced is along axes whose ranks are on one host."""
         far = self.digits.far
         for axes in (*self.have, *self.need, self.reduced):
             for a in axes:
@@ -77,11 +77,11 @@ class Aligned:
         """Return how many messages a rank sends or receives at most."""
         pairs = zip(self.rows, self.have, self.need, strict=True)
         dims = [d.of_ranks(have, need) for d, have, need in pairs]
-        own = math.prod([d.own for d in dims])
+        has_own = math.prod([d.own for d in dims])
         copies = self._count(self._free(self.need, self.goal_terms))
         turns = self._count(self._free(self.have, self.terms))
-        sent = -(-math.prod([d.sent for d in dims]) * copies // turns) - own
-        got = math.prod([d.got for d in dims]) * self._count(self.reduced) - own
+        sent = -(-math.prod([d.sent for d in dims]) * copies // turns) - has_own
+        got = math.prod([d.got for d in dims]) * self._count(self.reduced) - has_own
         return max(most(sent), most(got))
 
     @property
@@ -99,18 +99,18 @@ class Aligned:
 
     def _both(self, dims: list[OnHosts], summed: Collection[int] = ()) -> Any:
         """Return what ranks of a host both need and have, on all hosts along some axes."""
-        found: Any = 1
+        elements: Any = 1
         for split, at in zip(self.need, dims, strict=True):
             axes = tuple([a for a in split if a in summed]) if summed else ()
             if type(at.both) is int:  # as much on all hosts
-                found = found * (at.both * self.digits.hosts(axes))
+                elements = elements * (at.both * self.digits.hosts(axes))
             else:
-                found = found * (at.both.sum(axes, keepdims=True) if axes else at.both)
-        return found
+                elements = elements * (at.both.sum(axes, keepdims=True) if axes else at.both)
+        return elements
 
 
 class Alone:
-    """What ranks and hosts of one mesh have of a tensor; hosts follow the axes of the mesh.
+    """The parts of a tensor on ranks and hosts of one mesh; hosts follow the axes of the mesh.
 
     Args:
         digits: of the axes.
@@ -149,7 +149,7 @@ class Alone:
 
     @cached_property
     def alike(self) -> int:
-        """How many ranks hold the same."""
+        """The number of ranks that hold the same part."""
         sizes = [n * m for n, m in zip(*self.digits, strict=True)]
         return math.prod([n for a, n in enumerate(sizes) if a not in self.fixed])
 
@@ -164,7 +164,7 @@ class Alone:
 
     @cached_property
     def hosts_alike(self) -> int:
-        """How many hosts have the same."""
+        """The number of hosts that hold the same part."""
         return self.digits.hosts([a for a in range(len(self.digits.far)) if a not in self.fixed])
 
     def gives_at_least(self, copies: int) -> int:

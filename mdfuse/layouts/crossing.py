@@ -107,9 +107,9 @@ class ByRank(NamedTuple):
             return max(-(-sent * copies // turns), got * terms)
         at = every_coordinate(source.mesh)
         both = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
-        own: Any = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
-        each = -(-_meeting(source, destination) * copies // turns) - own
-        return int(max(np.max(each), np.max(_meeting(destination, source) * terms - own)))
+        has_own: Any = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
+        each = -(-_meeting(source, destination) * copies // turns) - has_own
+        return int(max(np.max(each), np.max(_meeting(destination, source) * terms - has_own)))
 
 
 def _aligned(exchange: Exchange) -> Aligned | None:
@@ -117,14 +117,14 @@ def _aligned(exchange: Exchange) -> Aligned | None:
     source, destination = exchange.source, exchange.destination
     if source.mesh != destination.mesh or source.layout.reaches or destination.layout.reaches:
         return None
-    found, index = digits(source.mesh), source.mesh.axes.index
-    if found is None:
+    axis_digits, index = digits(source.mesh), source.mesh.axes.index
+    if axis_digits is None:
         return None
     have, need = (tuple(tuple(map(index, axes)) for axes in x.split) for x in (source, destination))
     terms, goal_terms = ([*map(index, x.layout.partial_axes)] for x in (source, destination))
-    dims = dims_of(source.layout, destination.layout, source.shape, found.near)
-    kept = [index(a) for a, _ in exchange.kept]
-    return Aligned(found, dims, have, need, terms, goal_terms, kept)
+    dims = dims_of(source.layout, destination.layout, source.shape, axis_digits.near)
+    kept_axes = [index(a) for a, _ in exchange.kept]
+    return Aligned(axis_digits, dims, have, need, terms, goal_terms, kept_axes)
 
 
 def crossing_apart(
@@ -178,12 +178,12 @@ def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], 
 @lru_cache(maxsize=1024)
 def _alone(layout: Layout, shape: tuple[int, ...]) -> Alone | None:
     """Return what the hosts of a mesh have, if they follow its axes."""
-    found, index = digits(layout.mesh), layout.mesh.axes.index
-    if found is None or layout.reaches:
+    axis_digits, index = digits(layout.mesh), layout.mesh.axes.index
+    if axis_digits is None or layout.reaches:
         return None
-    dims = dims_of(layout, layout, shape, found.near)
+    dims = dims_of(layout, layout, shape, axis_digits.near)
     splits = tuple([tuple(map(index, layout.split_axes(d))) for d in range(len(shape))])
-    return Alone(found, dims, splits, [*map(index, layout.partial_axes)])
+    return Alone(axis_digits, dims, splits, [*map(index, layout.partial_axes)])
 
 
 def elements_by_host(side: Side) -> list[int]:
@@ -196,8 +196,8 @@ def elements_by_host(side: Side) -> list[int]:
     """
     held = _held(side.mesh, tuple(a for a in side.mesh.axes if a in side.fixed))
     sizes = part_sizes(side.layout, side.shape)[held.first]
-    found = np.bincount(held.host, sizes).astype(int)
-    return [*map(int, found[_each_host(side.mesh)])]
+    elements = np.bincount(held.host, sizes).astype(int)
+    return [*map(int, elements[_each_host(side.mesh)])]
 
 
 def first_and_all(side: Side) -> tuple[int, int]:
@@ -211,8 +211,8 @@ def first_and_all(side: Side) -> tuple[int, int]:
     alone = _alone(side.layout, side.shape)
     if alone is not None:
         return alone.first_and_all
-    found, first = elements_by_host(side), (side.mesh.hosts or ())[0]
-    return found[int(np.searchsorted(_each_host(side.mesh), first))], sum(found)
+    elements, first = elements_by_host(side), (side.mesh.hosts or ())[0]
+    return elements[int(np.searchsorted(_each_host(side.mesh), first))], sum(elements)
 
 
 def hosts_of_terms(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
@@ -233,9 +233,9 @@ def parts_on_host(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     >>> parts_on_host(mesh, ("a",)), parts_on_host(mesh, ("b",))
     (1, 2)
     """
-    found = digits(mesh)
-    if found is not None:
-        return found.ranks([*map(mesh.axis_index, axes)])
+    axis_digits = digits(mesh)
+    if axis_digits is not None:
+        return axis_digits.ranks([*map(mesh.axis_index, axes)])
     return int(np.bincount(_held(mesh, axes).host).max())
 
 
@@ -253,13 +253,13 @@ def _held(mesh: DeviceMesh, fixed: tuple[str, ...]) -> _Held:
         number = number * mesh.axis_size(a) + at[a]
     n = math.prod(map(mesh.axis_size, fixed))
     pairs = np.array(mesh.hosts) * n + number
-    found, first, counts = np.unique(pairs, return_index=True, return_counts=True)
-    return _Held(found // n, {a: at[a][first] for a in fixed}, counts, found % n, first)
+    entries, first, counts = np.unique(pairs, return_index=True, return_counts=True)
+    return _Held(entries // n, {a: at[a][first] for a in fixed}, counts, entries % n, first)
 
 
 @lru_cache(maxsize=256)
 def are_apart(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether no host has ranks of both."""
+    """Return whether no host has ranks of both."""
     return {*(mesh.hosts or ())}.isdisjoint(other.hosts or ())
 
 
@@ -323,8 +323,8 @@ def _met(sizes: tuple[int, ...], others: tuple[int, ...], extent: int) -> int:
 
 def _meeting(side: Side, other: Side) -> Any:
     """Return how many parts of the other side each part of this one meets."""
-    at, found = every_coordinate(side.mesh), np.zeros(side.mesh.size, int) + 1
+    at, counts = every_coordinate(side.mesh), np.zeros(side.mesh.size, int) + 1
     for dim, extent in enumerate(side.shape):
         _, parts = meeting(side.layout, other.layout, dim, extent, at)
-        found = found * parts
-    return found
+        counts = counts * parts
+    return counts

@@ -25,7 +25,7 @@ _NUMBERS = 2**18
 
 
 class Cut(NamedTuple):
-    """How a dim in blocks is cut: the blocks, and the axes that split it plainly."""
+    """The cut of a dim in blocks: the blocks, and the axes that split the dim as one interval."""
 
     blocks: Blocks
     plain: frozenset[int]
@@ -111,8 +111,8 @@ class DimRows:
         if not axes or not rows:
             return rows
         part, near = -(-rows // self.sizes[axes[0]]), self._near[axes[0]]
-        found = min(rows // part, near) * self._first_of(part, axes[1:])
-        return found + (self._first_of(rows % part, axes[1:]) if rows // part < near else 0)
+        rows_together = min(rows // part, near) * self._first_of(part, axes[1:])
+        return rows_together + (self._first_of(rows % part, axes[1:]) if rows // part < near else 0)
 
     def of_ranks(self, have: _Axes, need: _Axes) -> OfRanks:
         """Return what the dim adds to the messages of ranks."""
@@ -123,15 +123,15 @@ class DimRows:
         return self._length(axes, False, "sender")
 
     def _once(self, key: tuple[Any, ...], find: Callable[[], _T]) -> _T:
-        found: _T | None = self._known.get(key)
-        if found is None:
-            found = find()
+        answer: _T | None = self._known.get(key)
+        if answer is None:
+            answer = find()
             if self._kept > _NUMBERS:
                 self._known.clear()
                 self._kept = 0
-            self._known[key] = found
-            self._kept += _numbers(found)
-        return found
+            self._known[key] = answer
+            self._kept += _numbers(answer)
+        return answer
 
     def part(self, axes: _Axes, is_needed: bool = False) -> int | None:
         """Return how many rows all parts have; None where they are not equal, or are in blocks."""
@@ -198,13 +198,13 @@ class DimRows:
         if not np.ndim(found):
             return found
         k = len(self.sizes)
-        found = found.sum(tuple(range(k, 3 * k)))
-        first = found.item(0)
-        return first if found.size == 1 or (found == first).all() else found
+        sums = found.sum(tuple(range(k, 3 * k)))
+        first = sums.item(0)
+        return first if sums.size == 1 or (sums == first).all() else sums
 
     def _of_ranks(self, have: _Axes, need: _Axes) -> OfRanks:
-        own = self.overlap(have, need)[1] > 0
-        return OfRanks(own, self._met(have, need, False), self._met(need, have, True))
+        has_own = self.overlap(have, need)[1] > 0
+        return OfRanks(has_own, self._met(have, need, False), self._met(need, have, True))
 
     def _met(self, axes: _Axes, others: _Axes, is_needed: bool) -> Any:
         """Return how many parts the others make the part of each rank meets; blocks: all."""
@@ -250,5 +250,7 @@ def dims_of(
 
 
 def _cut_of(layout: Layout, dim: int) -> Cut | None:
-    found, index = layout.cuts.get(dim), layout.mesh.axes.index
-    return Cut(found.blocks, frozenset(map(index, found.plain))) if found is not None else None
+    dim_cut, index = layout.cuts.get(dim), layout.mesh.axes.index
+    if dim_cut is None:
+        return None
+    return Cut(dim_cut.blocks, frozenset(map(index, dim_cut.plain)))

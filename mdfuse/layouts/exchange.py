@@ -1,4 +1,4 @@
-"""Who sends which box to whom, where ranks receive from others just what they lack.
+"""The messages of an exchange: each rank receives exactly the boxes that it lacks.
 
 A part of the source is sent by all ranks that hold it in turn: its messages have numbers, and the
 n-th holder sends the n-th of them, and so on round. A rank's part costs as many steps as it has
@@ -44,8 +44,8 @@ class Exchange:
     @cached_property
     def reduced(self) -> tuple[str, ...]:
         """The axes of the source along which the receiver reduces."""
-        kept = [a for a, _ in self.kept]
-        return tuple(a for a in self.source.layout.partial_axes if a not in kept)
+        kept_axes = [a for a, _ in self.kept]
+        return tuple(a for a in self.source.layout.partial_axes if a not in kept_axes)
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -86,15 +86,15 @@ class Exchange:
         if self.turns is not None:
             for receiver, boxes, i, shares in self.turns.sent(at, rows):
                 if self.is_one or not _is_at(self.source.at(receiver), holders):
-                    found = (nth_share(box, shares, i) for box in boxes)
-                    yield from ((receiver, share) for share in found if share is not None)
+                    shared_boxes = (nth_share(box, shares, i) for box in boxes)
+                    yield from ((receiver, share) for share in shared_boxes if share is not None)
             return
         for to, i, shares in self._receivers(rank, at, holders):
             boxes = common(rows, self.destination.rows(to))
             receiver = self.destination.rank(to) if boxes else rank
             if boxes and not _is_at(self._held(receiver, to), holders):
-                found = (nth_share(box, shares, i) for box in boxes)
-                yield from ((receiver, share) for share in found if share is not None)
+                shared_boxes = (nth_share(box, shares, i) for box in boxes)
+                yield from ((receiver, share) for share in shared_boxes if share is not None)
 
     def _receivers(self, rank: int, at: At, holders: At) -> Iterator[tuple[At, int, int]]:
         """Yield (the coordinates of who receives, which share, of how many) for one that sends.
@@ -127,7 +127,7 @@ class Exchange:
 
     @cached_property
     def is_one(self) -> bool:
-        """Whether both sides are on one mesh."""
+        """True if both sides are on one mesh."""
         return self.source.mesh == self.destination.mesh
 
     def _senders(
@@ -161,7 +161,7 @@ class Exchange:
 
     @cached_property
     def by_host(self) -> bool:
-        """Whether hosts decide who sends: they are known, and there is a choice."""
+        """True if hosts decide who sends: they are known, and there is a choice."""
         is_known = hosts_by_rank(self.source.mesh, self.destination.mesh) is not None
         return is_known and self.source.count(self.source.free) > 1
 
@@ -195,20 +195,20 @@ class Exchange:
 
     @cached_property
     def turns(self) -> Turns | None:
-        """What all parts of the source have alike; None where hosts, or blocks of ranks, decide."""
+        """Round-robin senders; None where hosts, or blocks of ranks, decide who sends."""
         if self.by_host or self.pattern.blocks:
             return None
         return Turns(self.pattern, self.reduced)
 
     @cached_property
     def pattern(self) -> Pattern:
-        """What the messages of all parts have in common."""
+        """The message pattern that all source parts share."""
         may_share = not (self.by_host or self.reduced)
         return Pattern(self.source, self.destination, self.kept, may_share)
 
 
 def _is_at(at: At | None, holders: At) -> bool:
-    """Whether a rank is one of the holders at some coordinates."""
+    """Return whether a rank is one of the holders at some coordinates."""
     return at is not None and holders.items() <= at.items()
 
 

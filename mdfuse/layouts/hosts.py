@@ -71,18 +71,18 @@ def hosts_by_rank(*meshes: DeviceMesh) -> Any:
     """
     if any(mesh.hosts is None for mesh in meshes):
         return None
-    found = np.full(max(mesh.last_rank for mesh in meshes) + 1, -1)
+    host_of = np.full(max(mesh.last_rank for mesh in meshes) + 1, -1)
     for mesh in meshes:
         ranks, hosts = mesh.array, np.array(mesh.hosts)
-        wrong = ranks[(found[ranks] >= 0) & (found[ranks] != hosts)]
+        wrong = ranks[(host_of[ranks] >= 0) & (host_of[ranks] != hosts)]
         if len(wrong):
             raise MeshError(
                 f"rank {wrong[0]} is on two hosts: {' and '.join(map(str, meshes))}",
                 because="a rank is on one host, whichever mesh it is in",
                 hint="number hosts alike in all meshes of a program",
             )
-        found[ranks] = hosts
-    return found
+        host_of[ranks] = hosts
+    return host_of
 
 
 def senders(holders: Any, receivers: Any, hosts: Any) -> Any:
@@ -100,13 +100,15 @@ def senders(holders: Any, receivers: Any, hosts: Any) -> Any:
     >>> senders(np.arange(4), np.arange(4, 10), on_hosts).tolist()
     [0, 1, 0, 0, 2, 1]
     """
-    there, here = hosts[holders], hosts[receivers]
-    turn, order = _numbered(there)
-    first, last = (np.searchsorted(there[order], here, side) for side in ("left", "right"))
+    holder_hosts, receiver_hosts = hosts[holders], hosts[receivers]
+    turn, order = _numbered(holder_hosts)
+    first, last = (
+        np.searchsorted(holder_hosts[order], receiver_hosts, side) for side in ("left", "right")
+    )
     is_near = last > first
-    spread = holders[np.lexsort((there, turn))]  # neighbours on different hosts
+    spread = holders[np.lexsort((holder_hosts, turn))]  # neighbours on different hosts
     by = np.empty(len(receivers), int)
-    near = first + _numbered(here)[0] % np.maximum(last - first, 1)
+    near = first + _numbered(receiver_hosts)[0] % np.maximum(last - first, 1)
     by[is_near] = holders[order][near[is_near]]
     by[~is_near] = spread[np.arange(int((~is_near).sum())) % len(spread)]
     return by
@@ -124,13 +126,13 @@ def _numbered(groups: Any) -> tuple[Any, Any]:
 def _in_teams(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Any, Any, Any]:
     """Return (host, how many members of one team it has, how many there are elsewhere), arrays."""
     index = [mesh.axis_index(a) for a in axes]
-    rest = [i for i in range(mesh.ndim) if i not in index]
+    others = [i for i in range(mesh.ndim) if i not in index]
     hosts, at = np.unique(np.array(mesh.hosts), return_inverse=True)
     n = int(np.prod([mesh.shape[i] for i in index]))
-    teams = at.reshape(mesh.shape).transpose(*rest, *index).reshape(-1, n)
+    teams = at.reshape(mesh.shape).transpose(*others, *index).reshape(-1, n)
     pairs = np.arange(len(teams))[:, None] * len(hosts) + teams
-    found, here = np.unique(pairs, return_counts=True)
-    return found % len(hosts), here, n - here
+    team_hosts, members = np.unique(pairs, return_counts=True)
+    return team_hosts % len(hosts), members, n - members
 
 
 @lru_cache(maxsize=256)
@@ -143,9 +145,9 @@ def rings(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     >>> rings(mesh, ("dp",)), rings(mesh, ("tp",)), rings(mesh, ("dp", "tp"))
     (4, 0, 1)
     """
-    found, along = digits(mesh), [*map(mesh.axis_index, axes)]
-    if found is not None:
-        return found.ranks_but(along) if found.hosts(along) > 1 else 0
+    axis_digits, along = digits(mesh), [*map(mesh.axis_index, axes)]
+    if axis_digits is not None:
+        return axis_digits.ranks_but(along) if axis_digits.hosts(along) > 1 else 0
     host, _, elsewhere = _in_teams(mesh, axes)
     return int(np.bincount(host, elsewhere > 0).max())
 
@@ -158,9 +160,9 @@ def pairs_apart(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     >>> pairs_apart(mesh, ("dp",)), pairs_apart(mesh, ("tp",)), pairs_apart(mesh, ("dp", "tp"))
     (4, 0, 16)
     """
-    found, along = digits(mesh), [*map(mesh.axis_index, axes)]
-    if found is not None:
-        here = found.ranks(along)
-        return found.ranks_but(along) * here * here * (found.hosts(along) - 1)
-    host, here, elsewhere = _in_teams(mesh, axes)
-    return int(np.bincount(host, here * elsewhere).max())
+    axis_digits, along = digits(mesh), [*map(mesh.axis_index, axes)]
+    if axis_digits is not None:
+        members = axis_digits.ranks(along)
+        return axis_digits.ranks_but(along) * members * members * (axis_digits.hosts(along) - 1)
+    host, members, elsewhere = _in_teams(mesh, axes)
+    return int(np.bincount(host, members * elsewhere).max())

@@ -1,4 +1,4 @@
-"""How much a rank lacks of what it needs, at the rank that lacks most."""
+"""Receive volumes: the elements that ranks need from others, at most and on average."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def arriving_from_others(layout: Layout, shape: tuple[int, ...], copies: int) ->
 
 @lru_cache(maxsize=256)
 def have_no_rank_in_common(one: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether two meshes are of different ranks.
+    """Return whether two meshes are of different ranks.
 
     >>> have_no_rank_in_common(DeviceMesh([0, 1]), DeviceMesh([2, 1]))
     False
@@ -86,8 +86,8 @@ def most_and_mean(found: Any) -> tuple[int, int]:
     """Return the largest of some numbers of elements, and `UNIT` times their average."""
     if type(found) is int:
         return found, UNIT * found
-    found = np.asarray(found)
-    return int(found.max()), UNIT * int(found.sum()) // found.size
+    numbers = np.asarray(found)
+    return int(numbers.max()), UNIT * int(numbers.sum()) // numbers.size
 
 
 def most(found: Any) -> int:
@@ -129,13 +129,14 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
     grid = meshes[1].shape if meshes[0] == meshes[1] else (meshes[1].size,)
     takes, known = (np.zeros(max(m.last_rank for m in meshes) + 1, bool) for _ in meshes)
     takes[goal[np.broadcast_to(lack, grid).reshape(-1)]] = True
-    rest = ranks[~takes[ranks]]
-    if len(rest) > _FEW:
-        rest = np.unique(exchange.senders()) if exchange.by_host else ranks[_is_sending(exchange)]
-        rest = rest[~takes[rest]]
-    if len(rest) <= _FEW:  # some turns are those of parts without elements
-        rest = np.array([r for r in rest.tolist() if any(exchange.sent(r))], int)
-    takes[rest] = True
+    unknown = ranks[~takes[ranks]]
+    if len(unknown) > _FEW:
+        by_host = exchange.by_host
+        unknown = np.unique(exchange.senders()) if by_host else ranks[_is_sending(exchange)]
+        unknown = unknown[~takes[unknown]]
+    if len(unknown) <= _FEW:  # some turns are those of parts without elements
+        unknown = np.array([r for r in unknown.tolist() if any(exchange.sent(r))], int)
+    takes[unknown] = True
     known[ranks] = True
     every = np.concatenate((ranks, goal[~known[goal]]))
     return tuple(every[takes[every]].tolist())
@@ -181,7 +182,7 @@ def place_of(sizes: tuple[int, ...], extent: int, row: Any) -> Any:
 
 
 def is_special(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether a run chooses the extents, or there are chunks: then arrays would not do."""
+    """Return whether a run chooses the extents, or there are chunks: then arrays would not do."""
     for x in (source, destination):
         if x.stream is not None and x.stream.index is not None:
             return True
@@ -197,12 +198,12 @@ def _one_by_one(
         has_term = rank in source.mesh and _has_term(source, destination, rank)
         has = [box for box, _ in boxes_of(source.rows(shape, rank))] if has_term else []
         both = (intersect(a, b) for a in need for b in has)
-        own = sum(box_size(box) for box in both if box is not None)
-        yield (copies + 1) * sum(map(box_size, need)) - own
+        held = sum(box_size(box) for box in both if box is not None)
+        yield (copies + 1) * sum(map(box_size, need)) - held
 
 
 def _has_term(source: Layout, destination: Layout, rank: int) -> bool:
-    """Whether a rank of both meshes holds the term that it needs, where terms stay apart."""
+    """Return whether a rank of both meshes holds the term that it needs, where terms stay apart."""
     have, need = (
         dict(zip(x.mesh.axes, x.mesh.coordinate(rank) or (), strict=True))
         for x in (source, destination)
@@ -221,7 +222,7 @@ def _different(source: Layout, destination: Layout) -> Iterable[int]:
 
 
 def is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether some rank has no part of the source, or needs more than its part."""
+    """Return whether some rank has no part of the source, or needs more than its part."""
     if source.mesh != destination.mesh and not all(r in source.mesh for r in destination.mesh):
         return True
     if is_special(source, destination, shape):
@@ -251,19 +252,19 @@ def cut(blocks: Rows, splits: Sequence[tuple[int, Any, bool]]) -> _Rows:
         splits: of each, from the outermost, how many parts there are, which it is, and whether it
             goes through all blocks as one.
     """
-    found: _Rows = [*blocks]
+    intervals: _Rows = [*blocks]
     for n, i, is_plain in splits:
-        if not is_plain or len(found) == 1:
-            found = [_nth(start, stop, n, i) for start, stop in found]
+        if not is_plain or len(intervals) == 1:
+            intervals = [_nth(start, stop, n, i) for start, stop in intervals]
             continue
-        first, last = _nth(0, length(found), n, i)
+        first, last = _nth(0, length(intervals), n, i)
         pieces: _Rows = []
-        for start, stop in found:
+        for start, stop in intervals:
             rows = stop - start
             pieces.append((start + np.clip(first, 0, rows), start + np.clip(last, 0, rows)))
             first, last = first - rows, last - rows
-        found = pieces
-    return found
+        intervals = pieces
+    return intervals
 
 
 def _nth(start: Any, stop: Any, n: int, i: Any) -> tuple[Any, Any]:
@@ -362,14 +363,14 @@ def dearer(cost: int) -> int:
 
 def part_sizes(layout: Layout, shape: tuple[int, ...]) -> Any:
     """Return the elements of the part of each rank, in row-major order; extents are numbers."""
-    found: Any = np.ones(layout.mesh.size, int)
+    sizes: Any = np.ones(layout.mesh.size, int)
     for dim, extent in enumerate(shape):
         axes = layout.split_axes(dim)
         if dim in layout.blocked or layout.reach(dim) is not None:
-            found = found * length(rows_at(layout, dim, extent, every_coordinate(layout.mesh)))
+            sizes = sizes * length(rows_at(layout, dim, extent, every_coordinate(layout.mesh)))
         else:
-            found = found * _lengths(layout.mesh, axes, extent)
-    return found
+            sizes = sizes * _lengths(layout.mesh, axes, extent)
+    return sizes
 
 
 @lru_cache(maxsize=1024)

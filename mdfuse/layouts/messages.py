@@ -24,7 +24,7 @@ _LEAST_SHARE = 1024
 
 
 class Met(NamedTuple):
-    """Which parts of a dim of the destination a part of the source meets.
+    """The destination parts of a dim that overlap one source part.
 
     Attributes:
         start: the position of the first.
@@ -46,7 +46,7 @@ class Met(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What messages of many parts have in common.
+    """The message pattern that many source parts share.
 
     Attributes:
         blocks: the axes that tell blocks apart; in one of these, some lack nothing.
@@ -69,7 +69,7 @@ class _Shape(NamedTuple):
 
 
 class Pattern:
-    """What the messages of all parts of the source have in common, along axes of the destination.
+    """The message pattern that all source parts share, along axes of the destination.
 
     Attributes:
         along: the axes along which ranks hold the same; those that tell holders apart first.
@@ -103,15 +103,15 @@ class Pattern:
 
     def met(self, holders: At) -> list[Met]:
         """Return for each dim which of the destination's parts a part of the source meets."""
-        found, rows = list[Met](), None
+        met_parts, rows = list[Met](), None
         for dim, axes in enumerate(self.source.split):
             key = (dim, holders[axes[0]]) if len(axes) == 1 else (dim, *[holders[a] for a in axes])
             met = self._met.get(key)
             if met is None:
                 rows = rows or self.source.rows(holders)
                 met = self._met[key] = self.met_in(dim, rows[dim])
-            found.append(met)
-        return found
+            met_parts.append(met)
+        return met_parts
 
     def met_in(self, dim: int, rows: Rows) -> Met:
         """Return which of the destination's parts some rows of a dim meet."""
@@ -135,10 +135,10 @@ class Pattern:
     def shape(self, met: list[Met], is_fit: bool) -> _Shape:
         """Return what the messages of all parts have in common that meet as many, alike."""
         key = (is_fit, *[(m.size, m.inner if is_fit else None) for m in met])
-        found = self._shapes.get(key)
-        if found is None:
-            found = self._shapes[key] = self._shape(met, is_fit)
-        return found
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = self._shape(met, is_fit)
+        return shape
 
     def _shape(self, met: list[Met], is_fit: bool) -> _Shape:
         count, stride, blocks = self.destination.count, self.all, tuple[str, ...]()
@@ -191,27 +191,30 @@ class Pattern:
         is_fit: Any = True
         inner: dict[str, Any] = {}  # axis of blocks -> who meets several of its coordinates
         for (first, n), ends in zip(met, self.ends, strict=True):
-            found: Any = not ends
+            is_ended: Any = not ends
             for size, outside, inside in ends:
-                here = (n == size) & (first % size == 0) & ~np.asarray(found)
-                found, place = found | here, first // size
+                ends_here = (n == size) & (first % size == 0) & ~np.asarray(is_ended)
+                is_ended, place = is_ended | ends_here, first // size
                 for a in reversed(outside):
                     place, i = np.divmod(place, self.destination.sizes[a])
-                    is_fit = is_fit & (~here | (a not in self.blocks) | (i == at[a]))
-                inner |= {a: inner.get(a, False) | here for a in inside if a in self.blocks}
-            is_fit = is_fit & found
+                    is_fit = is_fit & (~ends_here | (a not in self.blocks) | (i == at[a]))
+                inner |= {a: inner.get(a, False) | ends_here for a in inside if a in self.blocks}
+            is_fit = is_fit & is_ended
         blocks: Any = 1
-        own: Any = 0
+        own_block: Any = 0
         for a in self.blocks:
             n, is_met = self.destination.sizes[a], is_fit & inner.get(a, False)
-            blocks, own = blocks * np.where(is_met, n, 1), np.where(is_met, own * n + at[a], own)
+            blocks, own_block = (
+                blocks * np.where(is_met, n, 1),
+                np.where(is_met, own_block * n + at[a], own_block),
+            )
         fewer = parts // blocks * ((blocks - 1) * self.all + self.lacking)
         messages = np.where(is_fit, fewer, parts * self.all)
         shares: Any = 1
         if self.most_shares > 1:
             counts, which = np.unique(messages, return_inverse=True)
             shares = np.array([*map(self.shares, counts.tolist())])[which].reshape(messages.shape)
-        turn = self.source.number(at, self.source.free) - np.where(blocks > 1, own + 1, 0)
+        turn = self.source.number(at, self.source.free) - np.where(blocks > 1, own_block + 1, 0)
         return turn % self.turns < messages * shares
 
 

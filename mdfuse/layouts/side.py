@@ -63,7 +63,7 @@ class Side:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How far neighbours along each axis are from each other in the order of the mesh."""
+        """Axis -> the distance between neighbours along it in the order of the mesh."""
         sizes = accumulate(reversed(self.mesh.shape[1:]), mul, initial=1)
         return dict(zip(reversed(self.mesh.axes), sizes, strict=True))
 
@@ -90,20 +90,20 @@ class Side:
         strides = self.strides
         if len(axes) == 1:
             return n * strides[axes[0]]
-        found = 0
+        place = 0
         for a in reversed(axes):
             n, i = divmod(n, self.sizes[a])
-            found += i * strides[a]
-        return found
+            place += i * strides[a]
+        return place
 
     def numbered(self, n: int, axes: tuple[str, ...]) -> dict[str, int]:
         """Return the coordinates at a position in the order along some axes."""
         if len(axes) == 1:
             return {axes[0]: n}
-        found = {}
+        at = {}
         for a in reversed(axes):
-            n, found[a] = divmod(n, self.sizes[a])
-        return found
+            n, at[a] = divmod(n, self.sizes[a])
+        return at
 
     def rows(self, at: At) -> tuple[Rows, ...]:
         """Return what ranks at some coordinates hold; the axes that split dims are enough."""
@@ -112,10 +112,10 @@ class Side:
     def rows_of(self, dim: int, at: At) -> Rows:
         """Return the rows of one dim."""
         key = (dim, *[at[a] for a in self.split[dim]])
-        found = self._rows.get(key)
-        if found is None:
-            found = self._rows[key] = self._part(*key)
-        return found
+        rows = self._rows.get(key)
+        if rows is None:
+            rows = self._rows[key] = self._part(*key)
+        return rows
 
     @cached_property
     def _rows(self) -> dict[tuple[int, ...], Rows]:
@@ -164,8 +164,8 @@ class Side:
         ((start, stop),) = rows
         if reach is not None:
             parts = enumerate(self.layout.chunks_of(dim, self.shape[dim]))
-            found = [n for n, (_, (a, b)) in parts if max(a, start) < min(b, stop)]
-            return range(found[0], found[-1] + 1) if found else range(0)
+            positions = [n for n, (_, (a, b)) in parts if max(a, start) < min(b, stop)]
+            return range(positions[0], positions[-1] + 1) if positions else range(0)
         return range(self._position(dim, start), self._position(dim, stop - 1) + 1)
 
     def _position(self, dim: int, row: int) -> int:

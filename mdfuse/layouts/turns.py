@@ -67,15 +67,16 @@ class Turns:
         for parts in product(*dims):
             place, first, number, size, is_own = 0, 0, 0, 1, held is not None
             rows = []
-            for own, has, at_place, later, digit, count in parts:  # quicker than by their names
-                rows.append(own)
+            # unpacking is quicker than access by name
+            for dim_rows, has, at_place, later, digit, count in parts:
+                rows.append(dim_rows)
                 place, first, is_own = place + at_place, first + later, is_own and has
                 number, size = number * count + digit, size * count
             senders = [
                 [(rank, 0, 1)]
                 if is_own and is_term
-                else self._senders(place + more, first + later, number, size, n)
-                for is_term, more, later in terms
+                else self._senders(place + term_place, first + later, number, size, n)
+                for is_term, term_place, later in terms
             ]
             yield [*product(*rows)], senders
 
@@ -102,23 +103,23 @@ class Turns:
         return [(ranks[at], i, shares) for i, at in enumerate(places)]
 
     def _pieces(self, dim: int, rows: Rows, at: At, held: At | None) -> list[_Piece]:
-        source, own = self.source, held.items() if held is not None else {}.items()
+        source, own_items = self.source, held.items() if held is not None else {}.items()
         axes = self.destination.split[dim]
         number = self.destination.number(at, axes)
-        found = list[_Piece]()
+        pieces = list[_Piece]()
         for coordinates, part, both in source.meeting(dim, rows):
             met = self.pattern.met_in(dim, part)
             place, first = self._places(coordinates)
-            found.append(
-                _Piece(both, coordinates.items() <= own, place, first, number - met.start, met.size)
-            )
-        return found
+            has_rows = coordinates.items() <= own_items
+            number_met = number - met.start
+            pieces.append(_Piece(both, has_rows, place, first, number_met, met.size))
+        return pieces
 
     def _terms(self, at: At, held: At | None) -> list[tuple[bool, int, int]]:
         """Return (whether the receiver has it, its holders' place, their number), by terms."""
-        kept = {a: at[b] for a, b in self.pattern.kept}
+        kept_terms = {a: at[b] for a, b in self.pattern.kept}
         every = [
-            kept | self.source.numbered(n, self.reduced)
+            kept_terms | self.source.numbered(n, self.reduced)
             for n in range(self.source.count(self.reduced))
         ]
         return [
@@ -137,10 +138,10 @@ class Turns:
     @cached_property
     def _firsts(self) -> dict[str, int]:
         """Axis that tells holders apart -> how far along it the number of the first one goes."""
-        found, step = dict[str, int](), self.pattern.each
+        steps, step = dict[str, int](), self.pattern.each
         for a in reversed(self.pattern.apart):
-            found[a], step = step, step * self.destination.sizes[a]
-        return found
+            steps[a], step = step, step * self.destination.sizes[a]
+        return steps
 
     # -- sent ------------------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ class Turns:
             rows: that it has.
         """
         pattern, ranks = self.pattern, self.destination.mesh.ranks
-        met = [pattern.met_in(dim, own) for dim, own in enumerate(rows)]
+        met = [pattern.met_in(dim, part_rows) for dim, part_rows in enumerate(rows)]
         parts = 1
         for m in met:
             parts *= m.size

@@ -43,8 +43,8 @@ _WIDE = {
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion with biases, counts and roundings behind the reductions."""
     fusion = _biases(fusion)
-    made, ended = apart(fusion, _is_reduced)
-    return anew(forgotten(fusion, made, ended), ended) if ended else fusion
+    maker, ended = apart(fusion, _is_reduced)
+    return anew(forgotten(fusion, maker, ended), ended) if ended else fusion
 
 
 # -- reductions ----------------------------------------------------------------------------------
@@ -73,14 +73,14 @@ def _has_end(fusion: Fusion, expr: Expr) -> bool:
 
 
 def _is_reduced(fusion: Fusion, expr: Expr) -> bool:
-    """Whether ranks hold terms of a reduction that is to be whole."""
+    """Return whether ranks hold terms of a reduction that is to be whole."""
     out = fusion.values[expr.output]
     law = out.layout if out.is_law else None
     strategy = choose(expr, fusion.values, law)
     if strategy is None:
         return False
-    kept = law.partial_axes if law is not None and law.mesh == strategy.result.mesh else ()
-    return not {*strategy.result.partial_axes} <= {*kept}
+    law_axes = law.partial_axes if law is not None and law.mesh == strategy.result.mesh else ()
+    return not {*strategy.result.partial_axes} <= {*law_axes}
 
 
 def _end(maker: Maker, by: Expr, out: Value) -> None:
@@ -98,8 +98,8 @@ def _end(maker: Maker, by: Expr, out: Value) -> None:
     if strategy is not None:
         is_here = out.layout is not None and out.layout.mesh == strategy.result.mesh
         stream = out.stream if is_here else None
-        made = replace(maker.values[total], layout=strategy.result, stream=stream)
-        maker.values[total] = made
+        ended = replace(maker.values[total], layout=strategy.result, stream=stream)
+        maker.values[total] = ended
     if law is not None and strategy is not None and strategy.result != law:
         total = maker.op(by, "set", total)
         maker.values[total] = replace(maker.values[total], layout=law, stream=out.stream)

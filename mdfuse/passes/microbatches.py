@@ -41,12 +41,14 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         LoweringError: something needs the batch as a whole.
     """
     same, roots = _dims(fusion, batch)
-    ends, found = decompose.apart(fusion, lambda _, expr: _adds_up(fusion, expr, same, roots))
-    if found:
+    ends, contracted = decompose.apart(fusion, lambda _, expr: _adds_up(fusion, expr, same, roots))
+    if contracted:
         fusion = replace(fusion, values=ends.values, exprs=tuple(ends.exprs))
         same, roots = _dims(fusion, batch)
-    inner, found = sum_rows.contracted(fusion, lambda view: _is_inner(fusion, view, same, roots))
-    if found:
+    inner, contracted = sum_rows.contracted(
+        fusion, lambda view: _is_inner(fusion, view, same, roots)
+    )
+    if contracted:
         fusion = drop_unread.run(replace(fusion, values=inner.values, exprs=tuple(inner.exprs)))
         same, roots = _dims(fusion, batch)
     values = _in_chunks(fusion, batch, count, same, roots)
@@ -59,8 +61,8 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         values = {name: _in_lengths(value, rows) for name, value in values.items()}
         _check_lengths(fusion, values, apart, count)
     for expr in fusion.exprs:
-        for made in _streamed(fusion, expr, values):
-            values[made.name] = made
+        for streamed in _streamed(fusion, expr, values):
+            values[streamed.name] = streamed
     for late in _behind(fusion, values):
         values[late] = replace(values[late], stream=None)
     return _once(replace(fusion, values=values))
@@ -275,12 +277,12 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
 
 def behind_gradients(fusion: Fusion) -> set[str]:
     """Return what depends on a gradient, or is computed again for one."""
-    found = set[str]()
+    behind = set[str]()
     for expr in fusion.exprs:
         note = expr.source.note if expr.source is not None else ""
-        if note in (BACKWARD, RECOMPUTED) or not found.isdisjoint(expr.reads):
-            found.update(expr.outputs)
-    return found
+        if note in (BACKWARD, RECOMPUTED) or not behind.isdisjoint(expr.reads):
+            behind.update(expr.outputs)
+    return behind
 
 
 def _behind(fusion: Fusion, values: Mapping[str, Value]) -> set[str]:
@@ -289,19 +291,19 @@ def _behind(fusion: Fusion, values: Mapping[str, Value]) -> set[str]:
     It is computed at once, as the cast of a gradient is that a set brings together in a wide dtype:
     in the loop it would wait for all microbatches.
     """
-    back, late, found = behind_gradients(fusion), set[str](), dict[str, Expr]()
+    back, late, follows = behind_gradients(fusion), set[str](), dict[str, Expr]()
     for expr in fusion.exprs:
         is_late = not late.isdisjoint(expr.reads)
         is_whole = all(values[x].stream is None for x in expr.outputs)
         if is_late or (is_whole and any(x in back and _is_read(x, values) for x in expr.reads)):
             late.update(expr.outputs)
         if is_late and not is_whole:
-            found.update(dict.fromkeys(expr.outputs, expr))
+            follows.update(dict.fromkeys(expr.outputs, expr))
     chunks = {name for name in values if values[name].stream is not None}
-    while wrong := [x for x, e in found.items() if _meets(fusion, e, chunks - found.keys())]:
+    while wrong := [x for x, e in follows.items() if _meets(fusion, e, chunks - follows.keys())]:
         for x in wrong:
-            del found[x]
-    return {*found}
+            del follows[x]
+    return {*follows}
 
 
 def _meets(fusion: Fusion, expr: Expr, names: Container[str]) -> bool:
@@ -354,9 +356,9 @@ def _pairs(
         root: [f"{d} of %{x}" for x, d in batch.items() if same[x, d] == root] for _, root in found
     }
     if len(of) > 1:
-        told = (f"its dim {d} is dim {' and '.join(of[root])}" for d, root in found)
+        shared_dims = (f"its dim {d} is dim {' and '.join(of[root])}" for d, root in found)
         hint = "name in batch= the inputs whose rows are samples; weights have none"
-        return _refused(fusion, value, ", ".join(told) + ", all of which batch= names", hint)
+        return _refused(fusion, value, ", ".join(shared_dims) + ", all of which batch= names", hint)
     dims = " and ".join(str(d) for d, _ in found)
     because = f"its dims {dims} are both the batch's: each sample meets all others"
     return _refused(fusion, value, because)

@@ -54,19 +54,21 @@ def _whole(expr: Expr, values: Mapping[str, Value]) -> list[str]:
     """Return the operands whose dim of the batch an expression neither keeps nor joins."""
     if not values[expr.outputs[0]].is_tensor or unit_stream(expr, values) is not None:
         return []
-    labels, found = dim_map(expr, values), list[str]()
+    labels, whole = dim_map(expr, values), list[str]()
     for x, dims in zip(expr.inputs, labels.operands, strict=True):
         stream = values[x].stream if isinstance(x, str) else None
         if not isinstance(x, str) or stream is None:
             continue
         if not _is_kept(dims[stream.dim], labels):
-            found.append(x)
-    return found
+            whole.append(x)
+    return whole
 
 
 def _is_kept(label: int | None, labels: DimMap) -> bool:
     is_joined = label is not None and labels.reduces.get(label) in JOINED
-    return is_joined or (label is not None and all(label in own for own in labels.results))
+    return is_joined or (
+        label is not None and all(label in own_labels for own_labels in labels.results)
+    )
 
 
 def _sum(maker: Maker, by: Expr, x: Value) -> str:

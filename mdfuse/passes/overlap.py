@@ -72,7 +72,7 @@ class Window:
 
     @property
     def text(self) -> str:
-        """What it computes: its sets and products, each with the user's line."""
+        """Its sets and products, each with the user's line."""
         return ", ".join(_text(e) for e in self.exprs if e.op in ("set", *PRODUCTS))
 
 
@@ -101,9 +101,9 @@ def _around(fusion: Fusion, expr: Expr, place: dict[str, int]) -> Iterator[Windo
     """Yield a set with the product that it reads, and with all products that read it."""
     if not _communicates(fusion, expr):
         return
-    made = _computed(fusion, expr.reads[0])
-    if made and made[0].op in PRODUCTS:
-        yield _ordered([*made, expr], place)
+    computed = _computed(fusion, expr.reads[0])
+    if computed and computed[0].op in PRODUCTS:
+        yield _ordered([*computed, expr], place)
     readers = [e for e in fusion.consumers[expr.output] if e.op in PRODUCTS]
     if readers:
         yield _ordered([expr, *readers], place)
@@ -111,14 +111,14 @@ def _around(fusion: Fusion, expr: Expr, place: dict[str, int]) -> Iterator[Windo
 
 def _computed(fusion: Fusion, name: str) -> list[Expr]:
     """Return a product and the element-wise work on it alone that compute what only a set reads."""
-    found: list[Expr] = []
+    exprs: list[Expr] = []
     while name in fusion.producers and name not in fusion.outputs:
         expr = fusion.producers[name]
         if len(fusion.consumers[name]) > 1 or len(expr.outputs) > 1:
             return []
-        found.insert(0, expr)
+        exprs.insert(0, expr)
         if expr.op in PRODUCTS:
-            return found
+            return exprs
         if not TABLE[expr.op].is_elementwise or len(expr.reads) != 1:
             return []
         (name,) = expr.reads
@@ -126,7 +126,7 @@ def _computed(fusion: Fusion, name: str) -> list[Expr]:
 
 
 def _communicates(fusion: Fusion, expr: Expr) -> bool:
-    """Whether a set brings ranks of one mesh what others have."""
+    """Return whether a set brings ranks of one mesh what others have."""
     if expr.op != "set" or not fusion.values[expr.output].is_tensor:
         return False
     before, after = fusion.layout(expr.reads[0]), fusion.layout(expr.output)
@@ -154,13 +154,13 @@ def _chain(fusion: Fusion, a: Window, b: Window, place: dict[str, int]) -> Itera
     between: dict[str, Expr] = {}
     waiting = [x for e in b.exprs if e.op in PRODUCTS for x in e.reads]
     while waiting:
-        made = fusion.producers.get(waiting.pop())
-        if made is None or made in a.exprs or not TABLE[made.op].is_elementwise:
+        producer = fusion.producers.get(waiting.pop())
+        if producer is None or producer in a.exprs or not TABLE[producer.op].is_elementwise:
             continue
-        if len(made.outputs) > 1 or made.output in between:
+        if len(producer.outputs) > 1 or producer.output in between:
             continue
-        between[made.output] = made
-        waiting += made.reads
+        between[producer.output] = producer
+        waiting += producer.reads
     inner = _behind(a, between)
     joined = {x for e in inner.values() for x in e.outputs} | {e.output for e in a.exprs[1:]}
     is_read = any(x in joined for e in b.exprs if e.op in PRODUCTS for x in e.reads)
@@ -170,26 +170,26 @@ def _chain(fusion: Fusion, a: Window, b: Window, place: dict[str, int]) -> Itera
 
 def _behind(a: Window, between: dict[str, Expr]) -> dict[str, Expr]:
     """Return those expressions that read, directly or not, what a window's products compute."""
-    made, found = {e.output for e in a.exprs[1:]}, dict[str, Expr]()
+    names, readers = {e.output for e in a.exprs[1:]}, dict[str, Expr]()
     waiting = True
     while waiting:
         waiting = False
         for name, expr in between.items():
-            if name not in found and not made.isdisjoint(expr.reads):
-                found[name] = expr
-                made.add(name)
+            if name not in readers and not names.isdisjoint(expr.reads):
+                readers[name] = expr
+                names.add(name)
                 waiting = True
-    return found
+    return readers
 
 
 def _is_free(fusion: Fusion, window: Window) -> bool:
-    """Whether nothing is asked of the window's values that a loop would have to undo."""
+    """Return whether nothing is asked of the window's values that a loop would have to undo."""
     read = {x for e in window.exprs for x in e.reads}
     values = [fusion.values[x] for x in (*read, *window.values)]
-    made = [fusion.values[x] for x in window.values]
+    window_values = [fusion.values[x] for x in window.values]
     return (
-        all(v.is_tensor and not v.is_order_required and not v.expanded for v in made)
-        and all(v.name not in fusion.reuse for v in made)
+        all(v.is_tensor and not v.is_order_required and not v.expanded for v in window_values)
+        and all(v.name not in fusion.reuse for v in window_values)
         and not any(is_symbolic(n) for v in values for n in v.shape)
     )
 
@@ -199,14 +199,14 @@ def _is_free(fusion: Fusion, window: Window) -> bool:
 
 def forms(fusion: Fusion, window: Window) -> dict[Form, Fusion]:
     """Return the ways to compute a window in chunks: form -> the fusion with these streams."""
-    found: dict[Form, Fusion] = {}
+    streamed_by: dict[Form, Fusion] = {}
     for dims in _cuts(fusion, window):
         for chunks, rotate in _counts(fusion, window, dims):
             form = Form(dims, chunks, rotate)
             streamed = apply(fusion, {window: form})
             if streamed is not None:
-                found[form] = streamed
-    return found
+                streamed_by[form] = streamed
+    return streamed_by
 
 
 def _cuts(fusion: Fusion, window: Window) -> Iterator[tuple[int, ...]]:
@@ -280,7 +280,7 @@ def apply(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion | None:
 
 
 def _may_cut(fusion: Fusion, expr: Expr) -> bool:
-    """Whether a set goes in chunks, and sums are not rounded once per rank, as those of 8 bits."""
+    """True if a set goes in chunks, and sums are not rounded once per rank, as those of 8 bits."""
     if expr.op != "set":
         return True
     how, size = set_form(fusion, expr), fusion.values[expr.output].dtype.itemsize
@@ -288,10 +288,10 @@ def _may_cut(fusion: Fusion, expr: Expr) -> bool:
 
 
 def _is_plain(fusion: Fusion, expr: Expr) -> bool:
-    """Whether no dim that is cut is split in blocks, of each of which a rank has a part."""
+    """Return whether no dim that is cut is split in blocks, of each of which a rank has a part."""
     read = zip(expr.inputs, streams_read(fusion, expr), strict=True)
-    made = ((x, fusion.values[x].stream) for x in expr.outputs)
-    cut = [(x, s.dim) for x, s in (*read, *made) if isinstance(x, str) and s is not None]
+    written = ((x, fusion.values[x].stream) for x in expr.outputs)
+    cut = [(x, s.dim) for x, s in (*read, *written) if isinstance(x, str) and s is not None]
     return all(fusion.layout(x).cuts.get(dim) is None for x, dim in cut)
 
 
@@ -310,8 +310,8 @@ def _together(fusion: Fusion, found: Sequence[Window]) -> Fusion | None:
     for n, expr in enumerate(fusion.exprs):
         node = home.get(n, n)
         graph.add_node(node)
-        made = (home.get(at[x], at[x]) for x in expr.reads if x in at)
-        graph.add_edges_from((m, node) for m in made if m != node)
+        producers = (home.get(at[x], at[x]) for x in expr.reads if x in at)
+        graph.add_edges_from((m, node) for m in producers if m != node)
     if not nx.is_directed_acyclic_graph(graph):
         return None
     order = nx.lexicographical_topological_sort(graph)
@@ -324,12 +324,12 @@ def _together(fusion: Fusion, found: Sequence[Window]) -> Fusion | None:
 
 def alone(fusion: Fusion, window: Window) -> Fusion:
     """Return a window as a fusion of its own, whose costs are those of the window."""
-    made = {*window.values}
-    inputs = tuple(dict.fromkeys(x for e in window.exprs for x in e.reads if x not in made))
+    names = {*window.values}
+    inputs = tuple(dict.fromkeys(x for e in window.exprs for x in e.reads if x not in names))
     is_read = {
         x
         for x in window.values
-        if x in fusion.outputs or any(r.outputs[0] not in made for r in fusion.consumers[x])
+        if x in fusion.outputs or any(r.outputs[0] not in names for r in fusion.consumers[x])
     }
     return Fusion(
         name=fusion.name,

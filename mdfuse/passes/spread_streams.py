@@ -29,16 +29,16 @@ def run(fusion: Fusion) -> Fusion:
         fusion: with layouts, sets, and the streams that are stated.
     """
     values = dict(fusion.values)
-    found = deque(x for x, v in values.items() if v.stream is not None)
-    while found:
-        stream = values[found[0]].stream
+    streamed = deque(x for x, v in values.items() if v.stream is not None)
+    while streamed:
+        stream = values[streamed[0]].stream
         assert stream is not None
-        at = found.popleft()
+        at = streamed.popleft()
         if stream.op is None and stream.rotate is None:
             near = (*_before(fusion, at, values), *_behind(fusion, at, stream, values))
             for value in near:
                 values[value.name] = value
-                found.append(value.name)
+                streamed.append(value.name)
     return replace(fusion, values=values)
 
 
@@ -50,9 +50,13 @@ def _before(fusion: Fusion, at: str, values: dict[str, Value]) -> Iterator[Value
     for x, stream in zip(expr.inputs, operand_streams(expr, values), strict=True):
         if not isinstance(x, str) or stream is None:
             continue
-        made = fusion.producers.get(x)
+        producer = fusion.producers.get(x)
         value = replace(values[x], stream=stream)
-        if made is not None and _is_free(made, values) and _reads_chunks(made, value, values):
+        if (
+            producer is not None
+            and _is_free(producer, values)
+            and _reads_chunks(producer, value, values)
+        ):
             yield value
 
 

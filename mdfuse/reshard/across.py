@@ -82,20 +82,20 @@ def across(
         return (*before, *steps(*common, shape), *after)
     if source.blocked or destination.blocked:
         return through_blocks(source, destination, shape, itemsize, lambda a, b: steps(a, b, shape))
-    kept = kept_terms(source, destination)
-    if destination.reduce_ops and len(kept) < len(destination.reduce_ops):
+    staying = kept_terms(source, destination)
+    if destination.reduce_ops and len(staying) < len(destination.reduce_ops):
         ways = (
             _Way((partial(steps, source, x, shape), partial(steps, x, destination, shape)))
             for x in _before_terms(destination, shape)
         )
         return _cheapest(ways, source, destination, shape, itemsize)
-    if len(kept) < len(source.reduce_ops):
-        found = _reducing(source, destination, shape, itemsize, steps)
-    elif not kept and not is_lacking(source, destination, shape):
+    if len(staying) < len(source.reduce_ops):
+        candidates = _reducing(source, destination, shape, itemsize, steps)
+    elif not staying and not is_lacking(source, destination, shape):
         return _as_it_is(source, destination)
     else:
-        found = _moved(source, destination, shape, itemsize, steps)
-    return _cheapest(found, source, destination, shape, itemsize)
+        candidates = _moved(source, destination, shape, itemsize, steps)
+    return _cheapest(candidates, source, destination, shape, itemsize)
 
 
 def _before_terms(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
@@ -127,8 +127,8 @@ def _cheapest(
         return _soonest(ways, lambda step: _known_time(step, shape, itemsize), least)
     if not is_special(source, destination, shape):
         return _soonest(ways, lambda step: step_cost(step, shape), 0)
-    found = ((way, way.legs[0](), way.legs[1]()) for way in ways)
-    _, first, last = min(found, key=lambda way: _cost(way[0], way[1], way[2], shape))
+    planned = ((way, way.legs[0](), way.legs[1]()) for way in ways)
+    _, first, last = min(planned, key=lambda way: _cost(way[0], way[1], way[2], shape))
     return (*first, *last)
 
 
@@ -166,14 +166,14 @@ def _soonest(ways: Iterable[_Way], cost: Callable[[Step], int], least: int) -> _
                 most = max(one.together(*one.least), total)
                 heapq.heappush(frontier, (most, sum(one.least), 0, (*at, n), 0))
             continue
-        found = legs.setdefault(at, [()] * len(way.legs))
+        paths = legs.setdefault(at, [()] * len(way.legs))
         if known == len(way.legs):
-            return tuple([step for leg in found for step in leg])
+            return tuple([step for leg in paths for step in leg])
         order = [*range(len(way.legs))][:: -1 if way.is_last_first else 1]
         leg = order[known]
-        found[leg] = way.legs[leg]()
-        spent[at][leg] = sum(map(cost, found[leg]))
-        steps = sum(map(len, found)) + sum(spent[at][later] > 0 for later in order[known + 1 :])
+        paths[leg] = way.legs[leg]()
+        spent[at][leg] = sum(map(cost, paths[leg]))
+        steps = sum(map(len, paths)) + sum(spent[at][later] > 0 for later in order[known + 1 :])
         total = max(way.together(*spent[at]), least)
         heapq.heappush(frontier, (total, sum(spent[at]), steps, at, known + 1))
 
@@ -232,13 +232,13 @@ def _least_reduced(
         return 0
     mesh = source.mesh
     terms = math.prod(map(mesh.axis_size, axes))
-    kept = math.prod([mesh.axis_size(a) for a in done.partial_axes])
+    terms_after = math.prod([mesh.axis_size(a) for a in done.partial_axes])
     parts = math.prod([mesh.axis_size(a) for _, axes in done.splits for a in axes])
-    ranks = mesh.size // kept
+    ranks = mesh.size // terms_after
     average = UNIT * math.prod(shape) * (terms + ranks // parts - 2) // ranks
     worst = max(UNIT * part_size(done, shape), average)
     if is_timed(source, done, shape):
-        crosses = least_reducing(done, shape, axes, kept)
+        crosses = least_reducing(done, shape, axes, terms_after)
         return nanoseconds(1, worst, crosses, itemsize)
     return weighed(worst, average) - _ROUNDED
 
@@ -302,8 +302,8 @@ def _reducing(
     source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, steps: _Find
 ) -> Iterator[_Way]:
     """Yield ways of a Partial to another mesh; of two equal ones the first is taken."""
-    kept = dict(kept_terms(source, destination))
-    axes = tuple(a for a in source.partial_axes if a not in kept)
+    staying = dict(kept_terms(source, destination))
+    axes = tuple(a for a in source.partial_axes if a not in staying)
     ops = {source.reduce_ops[a] for a in axes if a in source.reduce_ops}
     root = _to_one_rank(source, destination, ops)
     if root is not None:
@@ -313,8 +313,8 @@ def _reducing(
         )
     is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
     terms = math.prod(map(source.mesh.axis_size, axes))
-    comes = 0 if kept else _least_arriving(source, destination, shape, itemsize)
-    is_known = is_apart and not kept and is_timed(source, destination, shape)
+    comes = 0 if staying else _least_arriving(source, destination, shape, itemsize)
+    is_known = is_apart and not staying and is_timed(source, destination, shape)
     for done in splits_of(source, axes, shape):
         reduced = partial(steps, source, done, shape)
         least = _least_reduced(source, done, shape, itemsize, axes)
@@ -322,7 +322,7 @@ def _reducing(
         onward = partial(_on_from, reduced, least, done, destination, shape, itemsize, steps)
         ways = onward if is_known else None
         yield _Way(legs, (least, comes), is_apart, is_last_first=True, ways=ways)
-    if len(ops) == 1 and not kept and source.stream is None:
+    if len(ops) == 1 and not staying and source.stream is None:
         (op,) = ops
         for split in splits_of(destination, (), shape):
             at_once = Communication(

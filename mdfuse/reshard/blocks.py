@@ -114,11 +114,11 @@ def _in_shares(
     def leg(before: Layout, after: Layout) -> _Path | None:
         if before.mesh == after.mesh and not moved(before, after):
             return find(before, after) if before != after else ()
-        found = _at_once(before, after)
-        return (found,) if found is not None else None
+        move = _at_once(before, after)
+        return (move,) if move is not None else None
 
-    kept = {a for a, _ in kept_terms(source, destination)}
-    reduced = tuple(a for a in source.partial_axes if a not in kept)
+    staying = {a for a, _ in kept_terms(source, destination)}
+    reduced = tuple(a for a in source.partial_axes if a not in staying)
     for split in (*splits_of(destination, (), shape), *splits_of(source, reduced, shape)):
         legs = leg(source, split), leg(split, destination)
         if legs[0] is not None and legs[1] is not None:
@@ -127,21 +127,21 @@ def _in_shares(
 
 def _reduced(source: Layout, destination: Layout) -> Layout:
     """Return the source with the terms reduced that the destination does not keep."""
-    kept = {a for a, _ in kept_terms(source, destination)}
+    staying = {a for a, _ in kept_terms(source, destination)}
     for axis in source.partial_axes:
-        if axis not in kept:
+        if axis not in staying:
             source = source.with_placement(axis, Replicate())
     return source
 
 
 def _at_once(source: Layout, destination: Layout) -> Communication | None:
     """Return the one communication between two layouts; None where one does not do."""
-    kept = kept_terms(source, destination)
-    ops = {op for a, op in source.reduce_ops.items() if a not in dict(kept)}
+    staying = kept_terms(source, destination)
+    ops = {op for a, op in source.reduce_ops.items() if a not in dict(staying)}
     is_chunk = any(
         x.stream is not None and x.stream.index is not None for x in (source, destination)
     )
-    if len(kept) < len(destination.reduce_ops) or len(ops) > 1 or (ops and is_chunk):
+    if len(staying) < len(destination.reduce_ops) or len(ops) > 1 or (ops and is_chunk):
         return None
     return Communication(
         kind="ReduceExchange" if ops else "Exchange",

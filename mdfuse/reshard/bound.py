@@ -1,4 +1,4 @@
-"""What a change of layout must move at least, whatever the steps."""
+"""Lower bounds on the data that a change of layout moves, for any sequence of steps."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> Moved:
     where it holds a term; each other rank that needs it takes one more. On average over all ranks
     arrives the total over their number.
     """
-    kept = [a for a in source.partial_axes if a in goal.partial_axes]
+    kept_axes = [a for a in source.partial_axes if a in goal.partial_axes]
     ranks = sorted({*source.mesh.ranks, *goal.mesh.ranks})
     cuts, volume = cut_in_cells(source, goal, shape)
-    terms = math.prod(source.mesh.axis_size(a) for a in source.partial_axes if a not in kept)
+    terms = math.prod(source.mesh.axis_size(a) for a in source.partial_axes if a not in kept_axes)
     least, total = 0.0, 0.0
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in ranks:
-        groups[_at(source, rank, kept)].append(rank)
+        groups[_at(source, rank, kept_axes)].append(rank)
     for members in groups.values():
         have = {r: cells_of(source, shape, cuts, r) for r in members}
         need = {r: cells_of(goal, shape, cuts, r) for r in members}
@@ -60,26 +60,28 @@ def crossing_bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> floa
     and no other host can give. On average hosts give out what all take in.
     """
     hosts = hosts_by_rank(source.mesh, goal.mesh)
-    kept = [a for a in source.partial_axes if a in goal.partial_axes]
-    reduced = [a for a in source.partial_axes if a not in kept]
+    kept_axes = [a for a in source.partial_axes if a in goal.partial_axes]
+    reduced = [a for a in source.partial_axes if a not in kept_axes]
     cuts, volume = cut_in_cells(source, goal, shape)
     terms: dict[Any, dict[int, Any]] = defaultdict(dict)  # term -> host -> what it holds of it
     for r in source.mesh.ranks:
-        there = terms[_at(source, r, kept), _at(source, r, reduced)]
+        there = terms[_at(source, r, kept_axes), _at(source, r, reduced)]
         there[hosts[r]] = there.get(hosts[r], False) | cells_of(source, shape, cuts, r)
     needs: dict[Any, dict[int, Any]] = defaultdict(dict)
     for r in goal.mesh.ranks:
-        there = needs[_at(goal, r, kept)]
+        there = needs[_at(goal, r, kept_axes)]
         there[hosts[r]] = there.get(hosts[r], False) | cells_of(goal, shape, cuts, r)
     into, out = Counter[int](), Counter[int]()
     for group, need in needs.items():
-        held = [found for (at, _), found in terms.items() if at == group]
+        held = [cells_by_host for (at, _), cells_by_host in terms.items() if at == group]
         for h, cells in need.items():
-            made = np.all([found.get(h, np.zeros_like(cells)) for found in held], axis=0)
-            into[h] += int((volume * (cells & ~made)).sum())
-        for h in {h for found in held for h in found}:
+            complete = np.all(
+                [cells_by_host.get(h, np.zeros_like(cells)) for cells_by_host in held], axis=0
+            )
+            into[h] += int((volume * (cells & ~complete)).sum())
+        for h in {h for cells_by_host in held for h in cells_by_host}:
             elsewhere = np.any([c for g, c in need.items() if g != h] or [volume < 0], axis=0)
-            alone = np.any([_only(found, h, elsewhere) for found in held], axis=0)
+            alone = np.any([_only(cells_by_host, h, elsewhere) for cells_by_host in held], axis=0)
             out[h] += int((volume * (alone & elsewhere)).sum())
     average = sum(into.values()) / len({*into, *out})
     return max(average, *into.values(), *out.values())

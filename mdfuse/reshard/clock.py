@@ -48,7 +48,7 @@ def nanoseconds(messages: int, arriving: int, crossing: int, itemsize: int) -> i
 
 
 def is_timed(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether a change is measured in time: hosts are known, and extents are numbers."""
+    """Return whether a change is measured in time: hosts are known, and extents are numbers."""
     one, other = source.mesh, destination.mesh
     is_known = one.hosts is not None and (one is other or hosts_by_rank(one, other) is not None)
     return is_known and not is_special(source, destination, shape)
@@ -107,12 +107,17 @@ def _between(comm: Communication, before: int, after: int) -> int:
     """Return the same for a collective, or pairs, from one mesh to another."""
     source, destination = comm.source.mesh, comm.destination.mesh
     hosts = hosts_by_rank(source, destination)
-    here, there = (hosts[mesh.array] for mesh in (source, destination))
+    source_hosts, destination_hosts = (hosts[mesh.array] for mesh in (source, destination))
     if comm.kind == "SendRecv":
-        apart = here != there
+        apart = source_hosts != destination_hosts
         return before * max(
-            int(np.bincount(side[apart], minlength=1).max()) for side in (here, there)
+            int(np.bincount(side[apart], minlength=1).max())
+            for side in (source_hosts, destination_hosts)
         )
     is_in = comm.kind in ("Gather", "Reduce")
-    far = int((here != there[0]).sum() if is_in else (there != here[0]).sum())
+    far = int(
+        (source_hosts != destination_hosts[0]).sum()
+        if is_in
+        else (destination_hosts != source_hosts[0]).sum()
+    )
     return (before if is_in else after) * (far if comm.kind in ("Gather", "Scatter") else far > 0)

@@ -22,10 +22,10 @@ _Way = list[tuple[Node, Move]]
 
 def cheapest(search: Search) -> _Way:
     """Return the moves of the way that brings least to the worst rank; of several, least in all."""
-    found = search.path()
-    if search.is_timed or not search.ops or not _is_coarse(search, found):
-        return found
-    ways = [found, _unpadded(search, found)]
+    path = search.path()
+    if search.is_timed or not search.ops or not _is_coarse(search, path):
+        return path
+    ways = [path, _unpadded(search, path)]
     best = min(ways, key=lambda way: _arriving(search, way))
     _, most, _ = _arriving(search, best)
     if most * 64 > search.least_arriving(search.start) * 65:
@@ -52,18 +52,18 @@ def _scattered_first(search: Search, most: int) -> Iterator[_Way]:
             for move in search.along(here, a):
                 if move.kind == "ReduceScatter":
                     ((_, taken),) = _unpadded(search, [(here, move)])
-                    more = each + _arriving_by(search, here, taken)
-                    yield from onward(move.after, [*way, (here, taken)], more)
+                    arrived = each + _arriving_by(search, here, taken)
+                    yield from onward(move.after, [*way, (here, taken)], arrived)
 
     if not search.made and len(search.ops) <= 2:  # of three there are many
         yield from onward(search.start, [], 0)
 
 
 def _is_coarse(search: Search, way: _Way) -> bool:
-    """Whether padding is over 1/64 of a tensor on the way."""
+    """Return whether padding is over 1/64 of a tensor on the way."""
     if is_special(search.source, search.goal, search.shape):
         return False
-    nodes = [here for here, _ in way] + [search.end]
+    nodes = [before for before, _ in way] + [search.end]
     return any(search.is_coarse(d, axes) for node in nodes for d, axes in enumerate(node.splits))
 
 
@@ -71,7 +71,7 @@ def _unpadded(search: Search, way: _Way) -> _Way:
     """Return the same way with exchanges for collectives whose parts are padded."""
     if len({*search.ops.values()}) > 1:
         return way
-    return [(here, _as_exchange(move) if search.pads(move, here) else move) for here, move in way]
+    return [(node, _as_exchange(move) if search.pads(move, node) else move) for node, move in way]
 
 
 def _as_exchange(move: Move) -> Move:
@@ -85,9 +85,9 @@ def _arriving(search: Search, way: _Way) -> tuple[int, int, int]:
     At the worst rank, and at all of them.
     """
     each: Any = np.zeros(search.sizes, int)
-    for here, move in way:
-        each = each + _arriving_by(search, here, move)
-    spans = sum(search.spanned(here, move) for here, move in way)
+    for node, move in way:
+        each = each + _arriving_by(search, node, move)
+    spans = sum(search.spanned(node, move) for node, move in way)
     return spans, int(each.max()), int(each.sum())
 
 

@@ -149,10 +149,10 @@ class Costs:
 
     def rows(self, dim: int, axes: tuple[int, ...]) -> int:
         """Return the rows of a dim that the first rank has."""
-        found = self.first_rows.get((dim, axes))
-        if found is None:
-            found = self.first_rows[dim, axes] = self._rows(dim, axes)
-        return found
+        n = self.first_rows.get((dim, axes))
+        if n is None:
+            n = self.first_rows[dim, axes] = self._rows(dim, axes)
+        return n
 
     def _rows(self, dim: int, axes: tuple[int, ...]) -> int:
         rows, names = self.blocks(dim), self.source.mesh.axes
@@ -168,24 +168,24 @@ class Costs:
     def part(self, node: Node) -> int:
         """Return the elements of the largest part."""
         splits = node.splits
-        found = self.parts.get(splits)
-        if found is None:
+        elements = self.parts.get(splits)
+        if elements is None:
             rows = [self.rows(d, axes) for d, axes in enumerate(splits)]
-            found = self.parts[splits] = math.prod(rows)
-        return found
+            elements = self.parts[splits] = math.prod(rows)
+        return elements
 
     def count(self, axes: tuple[int, ...]) -> int:
         """Return how many ranks there are along some axes."""
-        found = self.counts.get(axes)
-        if found is None:
-            found = self.counts[axes] = math.prod([self.sizes[a] for a in axes])
-        return found
+        size = self.counts.get(axes)
+        if size is None:
+            size = self.counts[axes] = math.prod([self.sizes[a] for a in axes])
+        return size
 
     # -- costs -----------------------------------------------------------------------------------
 
     @cached_property
     def is_timed(self) -> bool:
-        """Whether costs are nanoseconds; else they are elements times `UNIT`."""
+        """True if costs are nanoseconds; else they are elements times `UNIT`."""
         return is_timed(self.source, self.goal, self.shape)
 
     @cached_property
@@ -199,8 +199,8 @@ class Costs:
         if move.kind == "Exchange":
             return self.exchange(here, move.after) if self.is_timed else self.to_go(here)
         if move.kind == "ReduceExchange":
-            found = self.exchange(here, move.after)
-            return found if self.is_timed else self.dearer(found)
+            price = self.exchange(here, move.after)
+            return price if self.is_timed else self.dearer(price)
         parts = self.part(here), self.part(move.after)
         arrives = arriving(move.kind, self.count(move.axes), *parts)
         if not self.is_timed:
@@ -255,21 +255,21 @@ class Costs:
 
     def on_hosts(self, splits: Splits) -> tuple[int, int, int]:
         """Return on how many hosts, and on how many ranks of one, parts differ; and are alike."""
-        found = self.spread.get(splits)
-        if found is None:
+        counts = self.spread.get(splits)
+        if counts is None:
             digits, axes = cast(Digits, self.digits), sum(splits, ())
-            found = digits.hosts(axes), digits.ranks(axes), digits.ranks_but(axes)
-            self.spread[splits] = found
-        return found
+            counts = digits.hosts(axes), digits.ranks(axes), digits.ranks_but(axes)
+            self.spread[splits] = counts
+        return counts
 
     def between(self, here: Node, after: Node) -> Aligned | ByRank:
         """Return the exchange from one node to another, of terms that are there before."""
         if self.digits is None:
             return ByRank(Exchange(self.side(here), self.side(after)))
         terms, goal_terms = ((*self.staying, *x.partial) for x in (here, after))
-        kept = [a for a in terms if a in goal_terms]
+        kept_axes = [a for a in terms if a in goal_terms]
         return Aligned(
-            self.digits, self.of_dims, here.splits, after.splits, terms, goal_terms, kept
+            self.digits, self.of_dims, here.splits, after.splits, terms, goal_terms, kept_axes
         )
 
     @cached_property
@@ -300,11 +300,11 @@ class Costs:
 
         One Exchange costs just that.
         """
-        found = self.left.get(node)
-        if found is None:
+        remaining = self.left.get(node)
+        if remaining is None:
             worst, average = self.lack(node, self.end) if node.splits != self.end.splits else (0, 0)
-            found = self.left[node] = self.weighed(UNIT * worst, average)
-        return found
+            remaining = self.left[node] = self.weighed(UNIT * worst, average)
+        return remaining
 
     def lack(self, here: Node, after: Node, copies: int = 0) -> tuple[int, int]:
         """Return what an exchange brings to a rank, at most and on average; see `lacks`."""
@@ -312,13 +312,13 @@ class Costs:
             held = self.layout(here._replace(partial=(), made=()))
             return lacks(held, self.layout(after._replace(made=())), self.shape, copies)
         key = here.splits, after.splits, copies
-        found = self.lacks.get(key)
-        if found is None:
-            found = self.lacks[key] = most_and_mean(self.missing(here, after, copies))
-        return found
+        volumes = self.lacks.get(key)
+        if volumes is None:
+            volumes = self.lacks[key] = most_and_mean(self.missing(here, after, copies))
+        return volumes
 
     def is_lacking(self, here: Node, after: Node) -> bool:
-        """Whether some rank needs more than its part; the first one does where parts grow."""
+        """True if some rank needs more than its part; the first one does where parts grow."""
         if self.is_special:
             return is_lacking(self.layout(here), self.layout(after), self.shape)
         return self.part(after) > self.part(here) or self.lack(here, after)[0] > 0
@@ -367,13 +367,13 @@ class Costs:
         """
         if self.has_idle_axes:
             return 0
-        found = len({self.ops[a] for a in node.partial})
-        if self.made or (found and node == self.start):
-            return found
-        return found + self.is_surely_lacking(node)
+        posts = len({self.ops[a] for a in node.partial})
+        if self.made or (posts and node == self.start):
+            return posts
+        return posts + self.is_surely_lacking(node)
 
     def is_surely_lacking(self, node: Node) -> bool:
-        """Whether it is quickly known that some rank lacks something of what it needs.
+        """Return whether it is quickly known that some rank lacks something of what it needs.
 
         The first rank does where parts grow. Another one does if what splits a dim now is not what
         splits it at the end, or the outermost part of that.
@@ -386,7 +386,7 @@ class Costs:
         return False
 
     def is_second_lacking(self, dim: int, axes: tuple[int, ...]) -> bool:
-        """Whether a rank lacks rows of a dim that axes split, other than the outermost at the end.
+        """True if a rank lacks rows of a dim that axes split, other than the outermost at the end.
 
         It is the second along the first axis that differs, and the first along all others: so its
         part begins behind the first rows, which it needs, or at least some of which it does.
@@ -411,7 +411,7 @@ class Costs:
 
     @cached_property
     def has_idle_axes(self) -> bool:
-        """Whether axes of one rank split dims or have terms: what changes there costs nothing."""
+        """True if axes of one rank split dims or have terms: what changes there costs nothing."""
         placements = zip(self.sizes, self.source.placements, self.goal.placements, strict=True)
         return any(n == 1 and not p == q == Replicate() for n, p, q in placements)
 
@@ -468,8 +468,8 @@ class Costs:
             return 0
         need = UNIT * self.part(self.end)
         if not node.partial:
-            here = UNIT * self.part(node)
-            return self.weighed(need - here, 0) if need > here else 0
+            held = UNIT * self.part(node)
+            return self.weighed(need - held, 0) if need > held else 0
         shared = self.shared(node)
         return self.weighed(shared if shared > need else need, shared)
 

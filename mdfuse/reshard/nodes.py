@@ -46,7 +46,7 @@ class Move(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What is known of a tensor on a mesh, wherever a search on it leads."""
+    """Facts about a tensor on a mesh that all searches share."""
 
     #: what splits dims -> elements of the largest part
     parts: dict[Splits, int]

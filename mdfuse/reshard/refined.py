@@ -42,10 +42,10 @@ def on_common_mesh(
     if common is None:
         return None
     mesh, *axes = common
-    found = [
+    layouts = [
         _refined(x, mesh, of, shape) for x, of in zip((source, destination), axes, strict=True)
     ]
-    return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
+    return (layouts[0], layouts[1]) if layouts[0] is not None and layouts[1] is not None else None
 
 
 @lru_cache(maxsize=256)
@@ -58,18 +58,18 @@ def _common_mesh(
     places = [one.position(r) for r in other.ranks]
     if None in places:
         return None
-    axes, own = _axes_of(np.array(places), other), _axes_of(np.arange(one.size), one)
-    if axes is None or own is None:
+    axes, own_axes = _axes_of(np.array(places), other), _axes_of(np.arange(one.size), one)
+    if axes is None or own_axes is None:
         return None
-    digits = [d for found in (*own, *axes) for d in found]
+    digits = [d for axis_digits in (*own_axes, *axes) for d in axis_digits]
     cuts = sorted({1, *(d.stride for d in digits), *(d.stride * d.size for d in digits)})
     if any(high % low for low, high in pairwise(cuts)):
         return None
     pieces = [_Digit(low, high // low) for low, high in pairwise(cuts)][::-1]
-    names = _names(one, own, pieces)
+    names = _names(one, own_axes, pieces)
     hosts = one.hosts if hosts_by_rank(one, other) is not None else None
     mesh = DeviceMesh.of(tuple(d.size for d in pieces), one.ranks, tuple(names.values()), hosts)
-    of = [[_within(pieces, x, names) for x in digits] for digits in (own, axes)]
+    of = [[_within(pieces, x, names) for x in digits] for digits in (own_axes, axes)]
     return one if mesh == one else mesh, of[0], of[1]
 
 

@@ -44,8 +44,8 @@ def _exchanged(step: Communication, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return what an exchange brings to a rank, at most and on average."""
     copies = 0
     if step.reduce_op is not None:
-        kept = dict(kept_terms(step.source, step.destination))
-        reduced = (a for a in step.source.partial_axes if a not in kept)
+        staying = dict(kept_terms(step.source, step.destination))
+        reduced = (a for a in step.source.partial_axes if a not in staying)
         copies = math.prod(map(step.source.mesh.axis_size, reduced)) - 1
     return lacks(step.source, step.destination, shape, copies)
 

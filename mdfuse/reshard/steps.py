@@ -188,7 +188,7 @@ def _same_mesh(
     search = _search(source, destination, shape, itemsize, carriers)
     direct = search.direct
     path = [direct] if direct is not None else cheapest(search)
-    return tuple([_step(search, here, move) for here, move in path])
+    return tuple([_step(search, node, move) for node, move in path])
 
 
 def _search(
