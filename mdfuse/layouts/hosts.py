@@ -1,4 +1,4 @@
-"""Hosts: who is on which, who sends to whom, and what a collective takes from one to another."""
+"""Hosts of ranks, senders by host, and the inter-host volume of collectives."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from mdfuse.mesh import DeviceMesh
 class Digits(NamedTuple):
     """The two digits of each axis of a mesh whose hosts follow its axes.
 
-    One says on which host a rank is, the other which of its ranks it is.
+    The first digit is the host, the second is the rank on that host.
 
     Attributes:
-        far: how many values the one has that says which host, axis by axis.
-        near: how many the other one has.
+        far: the number of values of each axis' host digit.
+        near: the number of values of each axis' rank digit.
     """
 
     far: tuple[int, ...]
     near: tuple[int, ...]
 
     def hosts(self, axes: Collection[int]) -> int:
-        """Return how many hosts there are along some axes."""
+        """Return the number of hosts along some axes."""
         return math.prod([self.far[a] for a in axes])
 
     def ranks(self, axes: Collection[int]) -> int:
-        """Return how many ranks of one host differ along some axes."""
+        """Return the number of ranks of one host along some axes."""
         return math.prod([self.near[a] for a in axes])
 
     def ranks_but(self, axes: Collection[int]) -> int:
-        """Return how many ranks of one host differ along the other axes."""
+        """Return the number of ranks of one host along the other axes."""
         return math.prod([n for a, n in enumerate(self.near) if a not in axes])
 
 
@@ -60,7 +60,7 @@ def digits(mesh: DeviceMesh) -> Digits | None:
 
 @lru_cache(maxsize=256)
 def hosts_by_rank(*meshes: DeviceMesh) -> Any:
-    """Return an array of the host of each rank, -1 outside of the meshes; None: not known of all.
+    """Return an array of the host of each rank, -1 outside of the meshes; None if some are unknown.
 
     Raises:
         MeshError: a rank is on two hosts.
@@ -86,15 +86,15 @@ def hosts_by_rank(*meshes: DeviceMesh) -> Any:
 
 
 def senders(holders: Any, receivers: Any, hosts: Any) -> Any:
-    """Return which holder of a part sends it to each receiver: one on its host, if there is one.
+    """Return the sender of a part to each receiver: a holder on its host, if there is one.
 
     Receivers on a host take turns among the holders there, all others among all holders, where
     neighbours are on different hosts.
 
     Args:
-        holders: ranks that have it, an array.
-        receivers: ranks that lack it.
-        hosts: of all ranks, by rank.
+        holders: the ranks that have the part, an array.
+        receivers: the ranks that lack it.
+        hosts: the hosts of all ranks, by rank.
 
     >>> on_hosts = np.array([0, 0, 1, 1, 0, 0, 0, 2, 2, 2])
     >>> senders(np.arange(4), np.arange(4, 10), on_hosts).tolist()
@@ -115,7 +115,7 @@ def senders(holders: Any, receivers: Any, hosts: Any) -> Any:
 
 
 def _numbered(groups: Any) -> tuple[Any, Any]:
-    """Return the number of each entry among those of its group, and the order by groups."""
+    """Return the index of each entry in its group, and the order by groups."""
     order = np.argsort(groups, kind="stable")
     number, by_group = np.empty(len(groups), int), groups[order]
     number[order] = np.arange(len(groups)) - np.searchsorted(by_group, by_group)
@@ -124,7 +124,7 @@ def _numbered(groups: Any) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=256)
 def _in_teams(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Any, Any, Any]:
-    """Return (host, how many members of one team it has, how many there are elsewhere), arrays."""
+    """Return arrays (host, members of one team on it, members elsewhere)."""
     index = [mesh.axis_index(a) for a in axes]
     others = [i for i in range(mesh.ndim) if i not in index]
     hosts, at = np.unique(np.array(mesh.hosts), return_inverse=True)
@@ -137,9 +137,9 @@ def _in_teams(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Any, Any, Any]:
 
 @lru_cache(maxsize=256)
 def rings(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
-    """Return how many teams along axes reach other hosts, at the host that has most of them.
+    """Return the largest number of teams on one host that span hosts.
 
-    What goes round a ring comes to each of its hosts once, if neighbours on one host are together.
+    Ring traffic enters each host once, if ranks of one host are neighbours in the ring.
 
     >>> mesh = DeviceMesh.arange(dp=2, tp=4).with_hosts([0] * 4 + [1] * 4)
     >>> rings(mesh, ("dp",)), rings(mesh, ("tp",)), rings(mesh, ("dp", "tp"))
@@ -154,7 +154,7 @@ def rings(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
 
 @lru_cache(maxsize=256)
 def pairs_apart(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
-    """Return how many pairs of a team have one rank at a host, the other not, at the busiest host.
+    """Return the number of team pairs with one rank on the busiest host and one elsewhere.
 
     >>> mesh = DeviceMesh.arange(dp=2, tp=4).with_hosts([0] * 4 + [1] * 4)
     >>> pairs_apart(mesh, ("dp",)), pairs_apart(mesh, ("tp",)), pairs_apart(mesh, ("dp", "tp"))

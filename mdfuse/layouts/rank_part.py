@@ -1,4 +1,4 @@
-"""One rank's part of a communication: what it posts, and what it copies by itself."""
+"""One rank's part of a communication: its posts and its local copies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RankPart:
     """One rank's part of a communication.
 
     Attributes:
-        call: what the backend posts; None for nothing.
+        call: the call that the backend posts; None for nothing.
         sends: for each of `call.sends`, the box of the source buffer.
         recvs: for each of `call.recvs`, the box of the destination buffer.
         copies: (box of the source buffer, box of the destination buffer) of elements that stay on
@@ -63,7 +63,7 @@ class RankPart:
 
 
 def part_of(comm: Family, rank: int) -> RankPart:
-    """Return what a rank posts, and what it copies by itself."""
+    """Return the posts and the local copies of a rank."""
     if comm.kind in ("Exchange", "ReduceExchange"):
         return _exchange(comm, rank)
     if comm.kind == "SendRecv":
@@ -77,7 +77,8 @@ def part_of(comm: Family, rank: int) -> RankPart:
 def touched(comm: Family, rank: int) -> tuple[bool, bool]:
     """Return whether a rank reads the source of an Exchange, and whether it writes its destination.
 
-    As few messages are looked at as it takes: among thousands of ranks each may have thousands.
+    The test stops at the first message that decides: among thousands of ranks each may have
+    thousands.
     """
     source, destination = Side(comm.source, comm.shape), Side(comm.destination, comm.shape)
     exchange = Exchange(source, destination)
@@ -92,7 +93,7 @@ def touched(comm: Family, rank: int) -> tuple[bool, bool]:
 
 
 def _is_wanted(rows: tuple[Rows, ...], destination: Side) -> bool:
-    """Return whether any rank may lack some rows, as far as dims tell that all have alike."""
+    """Return whether any rank may lack some rows, judged by dims that are equal on all ranks."""
     alike = [dim for dim, axes in enumerate(destination.split) if not axes]
     return all(meet(rows[dim], destination.rows_of(dim, {})) for dim in alike)
 
@@ -137,7 +138,7 @@ def _with_root(comm: Family, rank: int, team: tuple[int, ...]) -> RankPart:
 
 
 def _keeps_own(comm: Family, rank: int) -> bool:
-    """True if a rank has what is broadcast already: as the root, or as a rank of both meshes."""
+    """True if a rank has the broadcast value already: as the root, or as a rank of both meshes."""
     if comm.source.mesh == comm.destination.mesh:
         return comm.root(rank) == rank
     return rank in comm.source.mesh and rank in comm.destination.mesh
@@ -205,8 +206,8 @@ def _send_recv(comm: Family, rank: int) -> RankPart:
 def _exchange(comm: Family, rank: int) -> RankPart:
     """Return a rank's part of an Exchange: it receives each box that it lacks from one holder.
 
-    Along axes along which the value stays Partial, each term is exchanged by itself. Where it is
-    reduced, a rank receives each box of each term.
+    Along axes that stay Partial, each term is exchanged by itself. Along reduced axes, a rank
+    receives each box of each term.
     """
     source, destination = Side(comm.source, comm.shape), Side(comm.destination, comm.shape)
     exchange = Exchange(source, destination)
@@ -228,7 +229,7 @@ def _exchange(comm: Family, rank: int) -> RankPart:
 
 
 def _within(sent: list[tuple[int, Box]], have: tuple[Rows, ...]) -> list[tuple[int, Box]]:
-    """Return what a rank sends as boxes of its part; many receivers in a row get the same one."""
+    """Return a rank's sends as boxes of its part; many receivers in a row get the same box."""
     sends, last, part = list[tuple[int, Box]](), None, Box()
     for peer, box in sent:
         if box is not last:
@@ -244,7 +245,7 @@ def _point_to_point(
     recvs: list[tuple[int, Box]],
     copies: list[tuple[Box, Box]],
 ) -> RankPart:
-    """Return a rank's part of sends and receives between pairs, of which no box is empty."""
+    """Return a rank's part of sends and receives between pairs, without empty boxes."""
     own_copies = tuple(copies)
     if not sends and not recvs:
         return RankPart(copies=own_copies)
