@@ -54,7 +54,7 @@ def whole_shape(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 def local_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """End dims that a slice takes entirely where this rank's part ends; others are whole here.
 
-    Of a dim in blocks it takes the pieces of some of them.
+    In a dim in blocks, it takes the pieces of some blocks.
     """
     box = part.boxes[0]
     assert box is not None

@@ -74,7 +74,7 @@ def _in_order(own: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _together(x: Tensor, own: Tensor, each: int) -> Tensor:
-    """Of rows that are apart the one of the part that has its matrix."""
+    """Return, of rows that are apart, the row of the part that has its matrix."""
     if x.ndim == 2:
         return x
     if x.shape[0] <= 1:

@@ -15,8 +15,8 @@ what ends a sum goes with it: a cast, as `Options.reduce_dtype` puts around each
 a bucket is in the wide dtype, and what microbatches added up in that is not rounded on the way into
 it.
 
-Values that are split, before or after, are so by their first dim, evenly: that dim of the bucket
-has a row for each part, so that a rank's rows of it are its rows of each value.
+Split values are split evenly along their first dim. The bucket's first dim has one row per part, so
+that a rank's rows of the bucket are its rows of each value.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Bucket(NamedTuple):
 
     Attributes:
         sets: the sets, in order.
-        before, after: casts of what they read, and of what they make.
+        before, after: casts of their operands, and of their results.
         bytes: on a rank.
     """
 
@@ -134,7 +134,7 @@ def _ends_sum(expr: Expr, fusion: Fusion) -> bool:
 
 
 def _waited_for(fusion: Fusion) -> set[str]:
-    """Return what the forward computes that leads to something that the backward computes."""
+    """Return the values of the forward on which the backward depends."""
     needed = set[str]()
     for expr in reversed(fusion.exprs):
         is_back = expr.source is not None and expr.source.note == BACKWARD
@@ -145,7 +145,7 @@ def _waited_for(fusion: Fusion) -> set[str]:
 
 
 def _kind(expr: Expr, fusion: Fusion) -> _Kind | None:
-    """Return which bucket a set may go into; None where it does not reduce, or goes alone."""
+    """Return the kind of bucket for a set; None if it does not reduce, or stays alone."""
     if expr.op != "set" or not (fusion.consumers[expr.output] or expr.output in fusion.outputs):
         return None
     x, y = fusion.values[expr.reads[0]], fusion.values[expr.output]
@@ -171,7 +171,7 @@ def _is_even(shape: tuple[int, ...], *layouts: Layout) -> bool:
 
 
 def _rows(*layouts: Layout) -> int:
-    """Return how many parts the finest split makes."""
+    """Return the number of parts of the finest split."""
     axes = {
         axis for layout in layouts for axis, p in layout.by_axis().items() if isinstance(p, Shard)
     }

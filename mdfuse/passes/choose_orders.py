@@ -79,7 +79,7 @@ def _may_replace(fusion: Fusion, values: Mapping[str, Value], made: Expr, by: Ex
 
 
 def _hinted(fusion: Fusion) -> Fusion:
-    """Give outputs hints, and infer the orders of what is computed from them again."""
+    """Give outputs hints, and infer the orders of dependent values again."""
     values = dict(fusion.values)
     changed: set[str] = set()
     for expr in fusion.exprs:
@@ -110,7 +110,7 @@ def _hint(fusion: Fusion, values: Mapping[str, Value], expr: Expr) -> tuple[int,
 
 
 def _reference_order(fusion: Fusion, out: Value) -> tuple[int, ...] | None:
-    """The order of the input with most dims that are no broadcasts; None where several disagree."""
+    """Return the order of the input with most non-broadcast dims; None if several disagree."""
     orders: dict[int, set[tuple[int, ...]]] = {}
     for source, dims in _inputs_of(fusion, out).items():
         value = fusion.values[source]

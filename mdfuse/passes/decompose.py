@@ -1,4 +1,4 @@
-"""Take out of an op over a split dim what is done once, after the reduction.
+"""Move the parts of an op over a split dim that run once behind the reduction.
 
     %y: f32[8,16] (tp=R) = linear(%h, %w, %b)       # k split by tp
     %m: bf16[8,1] (tp=R) = mean(%y, dims=[1], keepdim=True)         # of a split dim
@@ -51,7 +51,7 @@ def run(fusion: Fusion) -> Fusion:
 
 
 def apart(fusion: Fusion, is_asked: Callable[[Fusion, Expr], bool]) -> tuple[Maker, list[str]]:
-    """Return the fusion's expressions, some reductions without what ends them, and their results.
+    """Return the fusion's expressions with the ends of some reductions apart, and their results.
 
     Args:
         fusion: with layouts.
@@ -84,7 +84,7 @@ def _is_reduced(fusion: Fusion, expr: Expr) -> bool:
 
 
 def _end(maker: Maker, by: Expr, out: Value) -> None:
-    """Append a reduction in a dtype that is wide enough, and what ends it."""
+    """Append a reduction in a wide enough dtype, and its end."""
     x, wide = by.reads[0], _WIDE.get(out.dtype)
     op = "sum" if by.op == "mean" else by.op
     how: dict[str, Any] = {k: v for k, v in by.attrs if k in ("dims", "keepdim")}
@@ -117,7 +117,7 @@ def _is_term(value: Value) -> bool:
 
 
 def _count(maker: Maker, mean: Expr) -> int:
-    """Return how many elements make one of a mean."""
+    """Return the number of elements per mean."""
     shape = maker.values[mean.reads[0]].shape
     return math.prod(shape[d] for d in reduced_dims(mean.kwargs.get("dims"), len(shape)))
 

@@ -116,7 +116,7 @@ def _windows(fusion: Fusion) -> Iterator[Expr]:
 
 
 def _cut_axes(fusion: Fusion, expr: Expr) -> tuple[str, ...]:
-    """Return the axes that split those dims of the operand which a slice cuts, not in blocks."""
+    """Return the axes that split the operand's sliced dims, not in blocks."""
     layout = fusion.layout(expr.reads[0])
     (labels,) = (
         TABLE["slice"]
@@ -128,7 +128,7 @@ def _cut_axes(fusion: Fusion, expr: Expr) -> tuple[str, ...]:
 
 
 def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:
-    """Return the bytes it takes to join the ranks' windows; None where they are not joined."""
+    """Return the bytes to join the ranks' windows; None if they are not joined."""
     out = fusion.values[expr.output]
     if out.stream is not None:
         return None
@@ -280,7 +280,7 @@ def _rms_norm(maker: Maker, by: Expr) -> None:
 
 
 def _window(expr: Expr, out: Value) -> Expr:
-    """Return the `window` for a slice: what each rank has of it, in zeros, to be reduced."""
+    """Return the `window` for a slice: each rank's part of it in zeros, to be reduced."""
     reduce = "bor" if out.dtype == torch.bool else "sum"
     return replace(expr, op="window", attrs=(("reduce", reduce), *expr.attrs))
 

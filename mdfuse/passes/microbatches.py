@@ -1,11 +1,11 @@
-"""Stream all that has the dim of a batch, and add up what gives that dim up.
+"""Stream all values with the batch dim, and add up reductions over it.
 
     %h: f32[32,64] = linear(%x, %w)                    %h: … (stream(0,8)) = linear(%x, %w)
     %dw: f32[64,64] = linear(%dh^T, %x^T)      ->      %dw: … (stream(P(sum),8)) = linear(…)
     %new: f32[64,64] = sub(%w, %dw)                    %new: … = sub(%w, %dw)
 
-One loop over microbatches then computes outputs and gradients; what is computed of sums over the
-whole batch comes after it. Which dims are the batch's, the labels of the operations say.
+One loop over microbatches then computes outputs and gradients; work on sums over the whole batch
+follows the loop. The labels of the operations identify the batch dims.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _in_chunks(
     same: UnionFind[tuple[str, int]],
     roots: Container[object],
 ) -> dict[str, Value]:
-    """Return the values, those that have the dim of the batch with its stream.
+    """Return the values; those with the batch dim have its stream.
 
     Raises:
         LoweringError: some value has it twice.
@@ -101,7 +101,7 @@ def _in_chunks(
 
 
 def _rows(fusion: Fusion, batch: Mapping[str, int]) -> int:
-    """Return how many rows a batch has: a number, or an extent that a run chooses."""
+    """Return the number of rows of a batch; it may be symbolic."""
     return next(fusion.values[name].shape[dim] for name, dim in batch.items())
 
 
@@ -114,7 +114,7 @@ def has_one_row(fusion: Fusion, batch: Mapping[str, int]) -> bool:
 def _dims(
     fusion: Fusion, batch: Mapping[str, int]
 ) -> tuple[UnionFind[tuple[str, int]], set[object]]:
-    """Return which dims of values are the same, (name of a value, dim), and which the batch's."""
+    """Return the classes of equal dims, (name of a value, dim), and the classes of batch dims."""
     same: UnionFind[tuple[str, int]] = UnionFind()
     is_one = has_one_row(fusion, batch)
     for expr in fusion.exprs:
@@ -216,7 +216,7 @@ def _check_lengths(
 
 
 def _once(fusion: Fusion) -> Fusion:
-    """Return the fusion without what is computed again, where it is the same for all microbatches.
+    """Return the fusion without recomputation that is the same for all microbatches.
 
     The loop would come after both: what a backward gathers again is there from the forward.
     """
@@ -241,7 +241,7 @@ def _once(fusion: Fusion) -> Fusion:
 
 
 def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterator[Value]:
-    """Yield the results that are computed otherwise than their dims say: added up, or whole.
+    """Yield results whose stream does not follow from their dims: added up, or whole.
 
     Raises:
         LoweringError: the expression needs the batch as a whole.
@@ -276,7 +276,7 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
 
 
 def behind_gradients(fusion: Fusion) -> set[str]:
-    """Return what depends on a gradient, or is computed again for one."""
+    """Return the values that depend on a gradient, or are recomputed for one."""
     behind = set[str]()
     for expr in fusion.exprs:
         note = expr.source.note if expr.source is not None else ""
@@ -286,7 +286,7 @@ def behind_gradients(fusion: Fusion) -> set[str]:
 
 
 def _behind(fusion: Fusion, values: Mapping[str, Value]) -> set[str]:
-    """Return what follows from whole gradients, and leads to nothing that is computed in chunks.
+    """Return the values that depend on whole gradients, and on which no chunked value depends.
 
     It is computed at once, as the cast of a gradient is that a set brings together in a wide dtype:
     in the loop it would wait for all microbatches.

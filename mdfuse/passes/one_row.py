@@ -9,8 +9,8 @@
     %r.sum: f32[3,4] = sum(%r.reshape, dims=[0])
     %g: f32[8,4] = slice_grad(%r.sum, …)
 
-Of many rows there is such a sum: of gradients of a table of positions that each row reads, for one.
-Of one row there is none, since nothing is broadcast; the row is what it would give.
+A batch of many rows has such a sum: for example, of gradients of a table of positions that each row
+reads. A batch of one row has none, since nothing is broadcast; the row itself equals the sum.
 """
 
 from __future__ import annotations

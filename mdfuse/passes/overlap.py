@@ -8,7 +8,7 @@
 
 A *window* is a set that communicates and the products beside it, which read it or which it reads,
 or two such windows and the element-wise work between them. Its *forms* are the ways to compute it
-in chunks. Which of them pays, if any, depends on costs; that is decided elsewhere.
+in chunks. The choice among them depends on costs, and is made elsewhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Form:
 
     Attributes:
         dims: of each value of the window, in order, the dim that is cut.
-        chunks: how many.
+        chunks: the number of chunks.
         rotate: the axis along which ranks form a ring; None: all start with the first chunk.
     """
 
@@ -58,8 +58,8 @@ class Window:
     """Expressions that one loop could compute.
 
     Attributes:
-        exprs: in the order of the fusion: a set that communicates, products, what is between.
-        parts: of a chain the windows that it joins; none of others.
+        exprs: a set that communicates, products, and the work between, in the order of the fusion.
+        parts: the windows that a chain joins; none for other windows.
     """
 
     exprs: tuple[Expr, ...]
@@ -67,7 +67,7 @@ class Window:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The names of the values that it computes."""
+        """The names of its results."""
         return tuple(e.output for e in self.exprs)
 
     @property
@@ -85,9 +85,9 @@ def _text(expr: Expr) -> str:
 
 
 def windows(fusion: Fusion) -> tuple[Window, ...]:
-    """Return the windows of a prepared fusion, each chain before what it joins.
+    """Return the windows of a prepared fusion, each chain before the windows that it joins.
 
-    None where the user streams something: whoever writes a loop decides on all of them.
+    There are none if the user streams a value: who writes a loop decides on all loops.
     """
     if any(v.stream is not None for v in fusion.values.values()):
         return ()
@@ -110,7 +110,7 @@ def _around(fusion: Fusion, expr: Expr, place: dict[str, int]) -> Iterator[Windo
 
 
 def _computed(fusion: Fusion, name: str) -> list[Expr]:
-    """Return a product and the element-wise work on it alone that compute what only a set reads."""
+    """Return a product and its element-wise consumers, up to a value that only a set reads."""
     exprs: list[Expr] = []
     while name in fusion.producers and name not in fusion.outputs:
         expr = fusion.producers[name]
@@ -148,7 +148,7 @@ def _ordered(exprs: Iterable[Expr], place: dict[str, int], *parts: Window) -> Wi
 
 
 def _chain(fusion: Fusion, a: Window, b: Window, place: dict[str, int]) -> Iterator[Window]:
-    """Yield what joins a window to a later one: element-wise work on what its products compute."""
+    """Yield chains: a window, element-wise work on its products' results, and a later window."""
     if a is b or a.exprs[0].op != "set" or b.exprs[-1].op != "set":
         return
     between: dict[str, Expr] = {}
@@ -169,7 +169,7 @@ def _chain(fusion: Fusion, a: Window, b: Window, place: dict[str, int]) -> Itera
 
 
 def _behind(a: Window, between: dict[str, Expr]) -> dict[str, Expr]:
-    """Return those expressions that read, directly or not, what a window's products compute."""
+    """Return the expressions that depend on the results of a window's products."""
     names, readers = {e.output for e in a.exprs[1:]}, dict[str, Expr]()
     waiting = True
     while waiting:
@@ -183,7 +183,7 @@ def _behind(a: Window, between: dict[str, Expr]) -> dict[str, Expr]:
 
 
 def _is_free(fusion: Fusion, window: Window) -> bool:
-    """Return whether nothing is asked of the window's values that a loop would have to undo."""
+    """Return whether the window's values have no requirement that a loop would violate."""
     read = {x for e in window.exprs for x in e.reads}
     values = [fusion.values[x] for x in (*read, *window.values)]
     window_values = [fusion.values[x] for x in window.values]
@@ -212,7 +212,7 @@ def forms(fusion: Fusion, window: Window) -> dict[Form, Fusion]:
 def _cuts(fusion: Fusion, window: Window) -> Iterator[tuple[int, ...]]:
     """Yield the dims, one of each value, that are one dim of the whole window.
 
-    Not the last dim of a product: its chunks would be columns, which lie apart.
+    The last dim of a product is excluded: its chunks would be columns, which are not contiguous.
     """
     same: UnionFind[tuple[str, int]] = UnionFind()
     for expr in window.exprs:
@@ -255,7 +255,7 @@ def _counts(
 
 
 def _rows(value: Value, dim: int, moved: Sequence[str]) -> int:
-    """Return how many rows of a dim there are, where axes along which nothing moves split it."""
+    """Return the number of rows of a dim, split by axes along which nothing moves."""
     layout = value.layout
     assert layout is not None
     fixed = (layout.mesh.axis_size(a) for a in layout.split_axes(dim) if a not in moved)
@@ -288,7 +288,7 @@ def _may_cut(fusion: Fusion, expr: Expr) -> bool:
 
 
 def _is_plain(fusion: Fusion, expr: Expr) -> bool:
-    """Return whether no dim that is cut is split in blocks, of each of which a rank has a part."""
+    """Return whether no dim in chunks is split in blocks."""
     read = zip(expr.inputs, streams_read(fusion, expr), strict=True)
     written = ((x, fusion.values[x].stream) for x in expr.outputs)
     cut = [(x, s.dim) for x, s in (*read, *written) if isinstance(x, str) and s is not None]
@@ -341,7 +341,7 @@ def alone(fusion: Fusion, window: Window) -> Fusion:
 
 
 def likeness(fusion: Fusion) -> object:
-    """Return what two windows by themselves have in common if they take the same: all but names."""
+    """Return a key of a window without names: windows with equal keys take equal times."""
     number = {x: n for n, x in enumerate(fusion.values)}
     kinds = tuple((v.shape, v.dtype, v.layout, v.order) for v in fusion.values.values())
     exprs = tuple(

@@ -44,7 +44,7 @@ ShouldMerge = Callable[[Group, Group], bool]
 
 
 def merge_composite(a: Group, b: Group) -> bool:
-    """Leave alone what the host runs as a single op, and merge the rest: the default."""
+    """Merge all but expressions that the host runs as a single op: the default."""
     return not a.is_single_op and not b.is_single_op
 
 
@@ -120,7 +120,7 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Se
 
 
 def _merged(fusion: Fusion, merge: ShouldMerge) -> tuple[dict[int, list[Expr]], nx.DiGraph[int]]:
-    """Return the groups by number, and the graph of which group reads what another computes."""
+    """Return the groups by number, and the graph of dependences between groups."""
     loops = HostLoops(fusion)
     graph: nx.DiGraph[int] = nx.DiGraph()
     owner: dict[str, int] = {}
@@ -239,7 +239,7 @@ def _may_merge(
 
 
 def _asked(merge: ShouldMerge, first: Group, second: Group) -> bool:
-    """Return what the predicate says of two groups; LoweringError where that is no answer."""
+    """Return the predicate's answer for two groups; LoweringError if it is no bool."""
     try:
         answer = merge(first, second)
     except Exception as error:
@@ -275,7 +275,7 @@ class HostLoops:
         self._known: dict[str, tuple[tuple[tuple[str, Stream | None], ...], bool]] = {}
 
     def key(self, expr: Expr) -> tuple[object, ...] | None:
-        """Return what expressions in one loop have in common; None for one not streamed.
+        """Return the key that expressions in one loop share; None for one not streamed.
 
         Several meshes may share a loop, unless each rank starts at its own chunk.
         """
@@ -334,7 +334,7 @@ def set_form(fusion: Fusion, expr: Expr) -> str | None:
 
 
 def _is_indirect(graph: nx.DiGraph[int], a: int, b: int) -> bool:
-    """True if a way leads from a to b through a third group: merging the two closes a cycle."""
+    """True if a path leads from a to b through a third group: merging the two closes a cycle."""
     return any(n != b and nx.has_path(graph, n, b) for n in graph.successors(a))
 
 

@@ -44,7 +44,7 @@ class _Flow:
     """The later uses of a Partial that is not reduced at once along an axis.
 
     Attributes:
-        ends: the values that are reduced in the end, with the bytes that it takes.
+        ends: the values that are reduced in the end, with the bytes of each reduction.
         passed: the values that are Partial only because it is.
         beside: other Partials that expressions take together with it, or with what is passed on.
     """
@@ -61,7 +61,7 @@ class _Sweep:
     fusion: Fusion
     #: the fusion as `push_slices` would have it, which says what readers want in the end.
     pushed: Fusion
-    #: (value, axis) -> what becomes of it.
+    #: (value, axis) -> its later uses.
     flows: dict[tuple[str, str], _Flow] = field(default_factory=dict)
     #: (value, axis) -> the placement in which what becomes of it would have it; None: any.
     goals: dict[tuple[str, str], Placement | None] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def _is_factor(fusion: Fusion, result: str) -> bool:
 def _goal(
     sweep: _Sweep, value: str, axis: str, goals: set[Layout], passing: Sequence[str]
 ) -> Placement | None:
-    """Return the placement in which all readers would have a value along an axis; None: any.
+    """Return the placement along an axis that all readers want; None if any will do.
 
     Sums take it however it is split. Where readers differ, it is whole.
     """
@@ -136,7 +136,7 @@ def _goal(
 
 
 def _behind(sweep: _Sweep, value: str, result: str, axis: str) -> Placement | None:
-    """Return the placement of a value, if it is reduced, that fits what becomes of a result."""
+    """Return the placement of a reduced value that fits the later uses of a result."""
     fusion, expr = sweep.pushed, sweep.pushed.producers[result]
     before, after = fusion.values[value], fusion.values[result]
     assert before.layout is not None and after.layout is not None
@@ -156,7 +156,7 @@ def _behind(sweep: _Sweep, value: str, result: str, axis: str) -> Placement | No
 
 
 def _flow(sweep: _Sweep, value: str, readers: Sequence[str], axis: str) -> _Flow:
-    """Return what becomes of the Partial that some readers pass on."""
+    """Return the later uses of the Partial that some readers pass on."""
     fusion, flow = sweep.fusion, _Flow()
     for name in readers:
         expr = fusion.producers[name]
@@ -197,7 +197,7 @@ def _is_wanted(fusion: Fusion, value: str) -> bool:
 
 
 def _price_of_result(fusion: Fusion, expr: Expr, axis: str) -> int:
-    """Return the bytes it takes to reduce what an expression yields into its result's layout."""
+    """Return the bytes to reduce an expression's Partial into its result's layout."""
     out, layout = fusion.values[expr.output], fusion.layout(expr.output)
     strategy = choose_here(expr, fusion.values)
     assert strategy is not None
@@ -205,7 +205,7 @@ def _price_of_result(fusion: Fusion, expr: Expr, axis: str) -> int:
 
 
 def _price(fusion: Fusion, value: str, axis: str, to: Placement) -> int:
-    """Return the bytes it takes to reduce a value along an axis."""
+    """Return the bytes to reduce a value along an axis."""
     return _bytes(fusion.values[value], fusion.layout(value), axis, to)
 
 

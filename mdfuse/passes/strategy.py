@@ -84,7 +84,7 @@ LABELS: Cache[DimMap] = Cache(limit=16384)
 def _question(
     expr: Expr, values: Mapping[str, Value], laws: tuple[Layout | None, ...]
 ) -> tuple[tuple[str, ...], Hashable]:
-    """Return the tensors that an expression reads, and all that `_chosen` sees but their names."""
+    """Return the tensors that an expression reads, and a key of all else that `_chosen` sees."""
     places: dict[str, int] = {}
     pattern: list[int | None] = []
     for x in expr.inputs:
@@ -122,7 +122,7 @@ def _chosen(
 
 
 def _moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:
-    """Return what changes of layout of the operands and of the result cost."""
+    """Return the cost of the layout changes of operands and result."""
     read = [(values[x].layout, to, values[x]) for x, to in way.wanted.items()]
     changes = [(way.result, law, values[expr.output]), *read]
     return sum(costs([old], to, x.shape, x.dtype.itemsize)[0] for old, to, x in changes if old)
@@ -142,7 +142,7 @@ def _by_labels(
         expr: the expression.
         values: all values.
         laws: for each result the layout that it must have in the end.
-        operands: what it reads.
+        operands: the tensors that it reads.
         labels: of their dims, and of those of its results.
         taken: labels of dims in blocks -> how the result is cut along them.
     """
@@ -280,7 +280,7 @@ def _cuts(
     results: Sequence[Result],
     taken: Collection[int],
 ) -> dict[int, Cut]:
-    """Return label -> how its dims are cut: as the first operand in blocks, else as a law.
+    """Return label -> the cut of its dims: that of the first operand in blocks, else a law's.
 
     These are `taken` labels of operands alone where parts must have the same boundaries.
     """

@@ -1,8 +1,8 @@
-"""Tensors of few rows for each rank: parts are padded, and some ranks get more than others.
+"""Tensors of few rows per rank: collectives pad parts, and receive volumes differ between ranks.
 
-A search adds up what arrives at the worst rank of each step; here it counts that the worst rank of
-one step may be the best of another. So two searches and what they find without padding are weighed
-rank by rank.
+A search adds up the largest receive volume of each step, although the busiest rank of one step may
+be the least busy one of another. This module compares several paths rank by rank: those of the
+searches, and the same paths with exchanges for padded collectives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Way = list[tuple[Node, Move]]
 
 
 def cheapest(search: Search) -> _Way:
-    """Return the moves of the way that brings least to the worst rank; of several, least in all."""
+    """Return the path with the least volume at the busiest rank; ties go to the least total."""
     path = search.path()
     if search.is_timed or not search.ops or not _is_coarse(search, path):
         return path
@@ -36,11 +36,11 @@ def cheapest(search: Search) -> _Way:
 
 
 def _scattered_first(search: Search, most: int) -> Iterator[_Way]:
-    """Yield ways on which terms are reduced to parts of dims, and these are exchanged then.
+    """Yield paths that reduce terms into shards of dims, and exchange these.
 
     Args:
-        search: from where to where.
-        most: what arrives at the worst rank of a way that is known.
+        search: the search.
+        most: the largest receive volume of a known path.
     """
 
     def onward(here: Node, way: _Way, each: Any) -> Iterator[_Way]:
@@ -68,7 +68,7 @@ def _is_coarse(search: Search, way: _Way) -> bool:
 
 
 def _unpadded(search: Search, way: _Way) -> _Way:
-    """Return the same way with exchanges for collectives whose parts are padded."""
+    """Return the same path with exchanges for collectives that pad parts."""
     if len({*search.ops.values()}) > 1:
         return way
     return [(node, _as_exchange(move) if search.pads(move, node) else move) for node, move in way]
@@ -80,9 +80,9 @@ def _as_exchange(move: Move) -> Move:
 
 
 def _arriving(search: Search, way: _Way) -> tuple[int, int, int]:
-    """Return how many axes of several backends exchanges span, and what arrives.
+    """Return the number of axes of several backends that exchanges span, and the volume.
 
-    At the worst rank, and at all of them.
+    The volume is that of the busiest rank, then that of all ranks.
     """
     each: Any = np.zeros(search.sizes, int)
     for node, move in way:
@@ -92,7 +92,7 @@ def _arriving(search: Search, way: _Way) -> tuple[int, int, int]:
 
 
 def _arriving_by(search: Search, here: Node, move: Move) -> Any:
-    """Return what a move brings to each rank: an array that broadcasts over the mesh."""
+    """Return each rank's receive volume in a move: an array that broadcasts over the mesh."""
     if move.kind in ("Exchange", "ReduceExchange"):
         copies = search.count(here.partial) // search.count(move.after.partial) - 1
         return UNIT * search.missing(here, move.after, copies)

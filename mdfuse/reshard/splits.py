@@ -1,4 +1,4 @@
-"""Layouts on the way of a reshard: ranks that hold the same, or terms, share what follows."""
+"""Intermediate layouts of a reshard: replicas, or holders of terms, share the later steps."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def placed(layout: Layout, axes: tuple[str, ...], placement: Placement) -> Layou
 
 
 def splits_of(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> list[Layout]:
-    """Return a layout with some axes whole, and with these or all whole axes splitting dims.
+    """Return a layout with some axes whole, and its splits by these axes or by all whole axes.
 
-    The others split the same dim as these, or another one.
+    The other whole axes split the same dim, or another one.
     """
     whole = placed(layout, axes, Replicate())
     free = tuple(a for a, p in whole.by_axis().items() if isinstance(p, Replicate))
@@ -47,6 +47,6 @@ def splits_of(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> 
 
 
 def free_dims(layout: Layout, shape: tuple[int, ...]) -> list[int]:
-    """Return the dims that ranks may split: not that of chunks."""
+    """Return the dims that ranks may split: all but the dim in chunks."""
     chunked = layout.stream.dim if layout.stream is not None else None
     return [d for d in range(len(shape)) if d != chunked]
