@@ -122,7 +122,7 @@ class Value:
         return n
 
     def travels(self, *layouts: Layout) -> tuple[tuple[int, ...], list[Layout]]:
-        """Return shape and layouts of what travels: one element of an expanded dim, unsplit."""
+        """Return shape and layouts of the data sent: one element of an expanded dim, unsplit."""
         if not self.expanded:
             return self.shape, [*layouts]
         shape = tuple(1 if d in self.expanded else n for d, n in enumerate(self.shape))

@@ -57,7 +57,7 @@ def multiply_grad(
     rows: Part | None = None,
     part: Part | None = None,
 ) -> Tensor:
-    """Return what comes back to the weight [e,k,n]: of each group the product of its rows."""
+    """Return the gradient of the weight [e,k,n]: for each group the product of its rows."""
     count = shape[0] if part is None else part[1] - part[0]
     if count and x.numel() and ct.numel() and torch_private.has_grouped_kernel([x, ct]):
         starts, own_ends = _spans(x, count, ends, rows, part)
@@ -124,7 +124,7 @@ def _groups(
 
 
 def of_groups(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `x[t,k], w[e,k,n], ends[e]`: ranks add up what they have of k, and of the groups."""
+    """Label `x[t,k], w[e,k,n], ends[e]`: ranks add up their shares of k, and of the groups."""
     return DimMap(
         operands=((_T, _K), (_E, _K, _N), (None,)),
         results=((_T, _N),),

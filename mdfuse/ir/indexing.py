@@ -1,4 +1,4 @@
-"""Lookups by tensors of indices, and sums over what has one index: calls, labels, shapes.
+"""Lookups by tensors of indices, and sums by index: calls, labels, shapes.
 
 A dim that indices run over may be split: each rank looks up what it has, and zeros stand for the
 rest, so that the sum over the ranks is the lookup. The table never travels.
@@ -65,7 +65,7 @@ def select_grad(
     along: int,
     box: Sequence[Span] | None = None,
 ) -> Tensor:
-    """Add up, at each place of a dim, what has its index; the rest is zero.
+    """Add up, at each place of a dim, the elements with its index; other places are zero.
 
     Args:
         indices: of places along the dim.
@@ -91,7 +91,7 @@ def select_grad(
 def _made(
     shape: Sequence[int], dim: int, box: Sequence[Span] | None
 ) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
-    """Return the shape that a rank makes, and its part of a dim."""
+    """Return the shape of a rank's result, and its part of a dim."""
     if box is None:
         return tuple(shape), None
     return tuple(stop - start for start, stop in box), (*box[dim], shape[dim])
@@ -206,7 +206,7 @@ def of_select(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 
 def of_select_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label the transpose: what has one index adds up, each rank may make its own v."""
+    """Label the transpose: elements with one index add up, each rank may compute its own v."""
     n, v = len(result), attrs["along"]
     indices = tuple(n + d for d in range(len(shapes[0] or ())))
     labels = tuple(range(n))
@@ -227,7 +227,7 @@ def of_gather(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 
 def of_scatter(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `indices[…,n,…], src[…,n,…]` and a result […,v,…]: what n splits is joined."""
+    """Label `indices[…,n,…], src[…,n,…]` and a result […,v,…]: splits of n are reduced."""
     n, v = len(result), attrs["along"]
     labels = tuple(range(n))
     given = (*labels[:v], n, *labels[v + 1 :])

@@ -75,7 +75,7 @@ def infer(
     source: Source | None,
     shown: Mapping[str, Value] | None = None,
 ) -> Tensor | tuple[Tensor, ...] | bool | int | float:
-    """Return what torch makes of operands; what it refuses is a DefinitionError.
+    """Return torch's results for operands; its refusal becomes a DefinitionError.
 
     Where a run on few elements tells all but the extents, which the row's rule gives, that is the
     answer. All else, and what is to be refused, is for torch's meta device, whose first op imports
@@ -242,7 +242,7 @@ def inferred(
 def _question(
     op: Op, inputs: Sequence[Operand], attrs: Mapping[str, Any], values: Mapping[str, Value]
 ) -> Hashable:
-    """Return all that torch's answer depends on; 1, 1.0 and True are three numbers."""
+    """Return a key of torch's answer; 1, 1.0 and True are three numbers."""
     operands = tuple(_described(values[x]) if isinstance(x, str) else (type(x), x) for x in inputs)
     settings = tuple((k, _typed(v)) for k, v in attrs.items())
     return op.name, op.call, operands, settings, torch.get_default_dtype()

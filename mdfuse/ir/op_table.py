@@ -19,7 +19,7 @@ ELEMENTWISE = ("unary", "binary", "ternary", "where")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """A row of the op table: which torch call runs an op, and what the passes ask about it.
+    """A row of the op table: the torch call that runs an op, and the properties that passes read.
 
     Attributes:
         name: as in `fd.ops.<name>`.

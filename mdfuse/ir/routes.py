@@ -49,7 +49,7 @@ def multiply(x: Tensor, weight: Tensor, ids: Tensor, *, part: Part | None = None
 def multiply_grad(
     x: Tensor, ct: Tensor, ids: Tensor, *, shape: Sequence[int], part: Part | None = None
 ) -> Tensor:
-    """Return what comes back to the weight [p,e,k,n]: of each matrix the product of its rows."""
+    """Return the gradient of the weight [p,e,k,n]: for each matrix the product of its rows."""
     parts = shape[0] if part is None else part[1] - part[0]
     each = shape[1]
     numbers = _own(ids, parts, each, part)
@@ -60,7 +60,7 @@ def multiply_grad(
 
 
 def _own(ids: Tensor, parts: int, each: int, part: Part | None) -> Tensor:
-    """The number of each row's matrix among those that are here; behind the last: none of them."""
+    """Return the index of each row's matrix among the local ones; past the end if it is remote."""
     count = parts * each
     numbers = ids.long() - (0 if part is None else part[0] * each)
     return torch.where((numbers >= 0) & (numbers < count), numbers, count)
@@ -98,7 +98,7 @@ def _of_rows(shape: Shape | None, last: int) -> Labels:
 
 
 def labels(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `x, w[p,e,k,n], ids[t]`: ranks add up what they have of k, and of parts."""
+    """Label `x, w[p,e,k,n], ids[t]`: ranks add up their shares of k, and of parts."""
     x, reduces = shapes[0], {_K: "sum"}
     assert x is not None
     if len(x) == 3:

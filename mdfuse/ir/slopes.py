@@ -43,7 +43,7 @@ _KERNELS, _FORMS = {"relu": "threshold"}, {"hardswish": None, "mish": None}
 
 
 def slope(name: str) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """Return what the row calls for an op, and its `out=` form if there is one."""
+    """Return the row's call for an op, and its `out=` form if there is one."""
     kernel = getattr(_ATEN, f"{_KERNELS.get(name, name)}_backward")
     new, compute = kernel.default, _CALLS[name]
     form = _FORMS.get(name, "grad_input")

@@ -154,7 +154,7 @@ def _copy_streams(expr: Expr, values: Mapping[str, Value]) -> dict[str, Stream |
 
 
 def _local(rewriter: _Rewriter, out: Value, layout: Layout) -> str:
-    """Make a value for what an expression yields before a set makes its result; return its name.
+    """Add a value for an expression's local result, which a set then reshards; return its name.
 
     It is streamed with the result, where the set between them reads it in chunks.
     """
@@ -177,7 +177,7 @@ def _best_copy(rewriter: _Rewriter, operand: str, layout: Layout) -> str:
 
 
 def suffix(layout: Layout) -> str:
-    """Return what the name of a copy in a layout ends in."""
+    """Return the suffix of the name of a copy in a layout."""
     if layout.partial_axes:
         return "partial"
     if layout.reaches:

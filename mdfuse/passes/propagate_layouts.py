@@ -40,7 +40,7 @@ def run(fusion: Fusion) -> Fusion:
 
 
 def anew(fusion: Fusion, changed: Collection[str]) -> Fusion:
-    """Return the fusion with layouts inferred again for all that changed values lead to."""
+    """Return the fusion with layouts inferred again for all dependents of changed values."""
     values, stale = dict(fusion.values), set(changed)
     for expr in fusion.exprs:
         for out in [values[name] for name in expr.outputs]:
@@ -125,7 +125,7 @@ def _of_output(fusion: Fusion, values: Mapping[str, Value], name: str, inferred:
 
 
 def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
-    """Infer operands that have no layout yet from what reads them, in reverse order."""
+    """Infer operands that have no layout yet from their readers, in reverse order."""
     values = dict(fusion.values)
     changed = False
     for expr in reversed(fusion.exprs):
@@ -143,7 +143,7 @@ def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
 
 
 def _is_open(value: Value) -> bool:
-    """Return whether those who read a value may say how it lies."""
+    """Return whether the readers of a value may choose its layout."""
     return value.is_tensor and value.layout is None and value.like is None
 
 

@@ -54,7 +54,7 @@ def _strategy(expr: Expr, values: Mapping[str, Value]) -> Strategy:
 
 
 def _pushed(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -> Layout:
-    """Return the layout of a result that all read as the goal says.
+    """Return the layout of a result that all readers read in the goal layout.
 
     Windows that overlap are cut, or received, where they are read: of the parts that are made.
     """

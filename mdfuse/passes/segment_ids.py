@@ -80,7 +80,7 @@ def extent_ids(fusion: Fusion) -> dict[Dim, int]:
 def _sources(
     expr: Expr, values: Mapping[str, Value], labels: dims.DimMap, at: int, dim: int
 ) -> Iterator[Dim]:
-    """Yield the operands' dims that a dim of a result comes from: with its label, and as long."""
+    """Yield the operands' dims that have the label and the extent of a result's dim."""
     shape = values[expr.outputs[at]].shape
     label = labels.results[at][dim]
     for x, operand_labels in zip(expr.inputs, labels.operands, strict=True):

@@ -75,7 +75,7 @@ def _split(fusion: Fusion) -> Iterator[Expr]:
 
 
 def _parts(fusion: Fusion, expr: Expr) -> int:
-    """In how many equal parts the operand is split along the dim of a scan; 0 for unequal ones."""
+    """Return the number of equal parts of the operand along the dim of a scan; 0 if unequal."""
     value, layout = fusion.values[expr.reads[0]], fusion.layout(expr.reads[0])
     if not value.shape:
         return 0

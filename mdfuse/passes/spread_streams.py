@@ -1,4 +1,4 @@
-"""Spread streams to what a streamed value is computed from, and to what is computed from it.
+"""Spread streams to the operands and to the dependents of a streamed value.
 
     %h: f32[8,6] = matmul(%x, %w)                      %h: f32[8,6] (stream(0,4)) = matmul(%x, %w)
     %y: f32[8,4] (stream(0,4)) = matmul(%h, %v)   ->   %y: f32[8,4] (stream(0,4)) = matmul(%h, %v)
@@ -43,7 +43,7 @@ def run(fusion: Fusion) -> Fusion:
 
 
 def _before(fusion: Fusion, at: str, values: dict[str, Value]) -> Iterator[Value]:
-    """Yield what a streamed value is computed from in chunks, with its stream."""
+    """Yield the operands that a streamed value reads in chunks, with their streams."""
     expr = fusion.producers.get(at)
     if expr is None or expr.op == "set":
         return
@@ -61,7 +61,7 @@ def _before(fusion: Fusion, at: str, values: dict[str, Value]) -> Iterator[Value
 
 
 def _behind(fusion: Fusion, at: str, stream: Stream, values: dict[str, Value]) -> Iterator[Value]:
-    """Yield what is computed from chunks of a streamed value, with its stream."""
+    """Yield the values computed from chunks of a streamed value, with their streams."""
     for expr in fusion.consumers[at]:
         if not _is_free(expr, values):
             continue

@@ -102,7 +102,7 @@ def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | N
 
 
 def unit_stream(expr: Expr, values: Mapping[str, Value]) -> Stream | None:
-    """Return the stream of a reshape's operand that its result has along a dim that no label says.
+    """Return the stream of a reshape's operand for a result streamed along an unlabelled dim.
 
     One row of the one is all rows of the other; None where there is no such stream.
     """
@@ -243,7 +243,7 @@ def check_lengths(fusion: Fusion, has_sets: bool = True) -> Fusion:
 
 
 def _is_scattered(fusion: Fusion, value: Value, parts: list[int], has_sets: bool) -> bool:
-    """Return whether the chunks of a value are those of all that a ring scatters."""
+    """Return whether the chunks of a value are the chunks that a ring scatters."""
     stream, layout, expr = value.stream, value.layout, fusion.producers.get(value.name)
     assert stream is not None and layout is not None and isinstance(stream.chunks, tuple)
     if stream.rotate is None or stream.rotate not in layout.split_axes(stream.dim):

@@ -94,7 +94,7 @@ def _product(fusion: Fusion, expr: Expr) -> _Product | None:
 
 
 def _side(fusion: Fusion, x: Operand, turned: bool) -> _Side | None:
-    """Return the view that an operand is, or is the transpose of, through sets that keep rows."""
+    """Return the view behind an operand, through transposes and sets that keep rows."""
     producer, turns, is_set = _made(fusion, x), 0, False
     while producer is not None and producer.op in ("set", "permute"):
         if producer.op == "permute" and producer.kwargs["dims"] != (1, 0):
@@ -135,7 +135,7 @@ def _rows(fusion: Fusion, view: Expr) -> object:
 
 
 def _loses(fusion: Fusion, view: Expr) -> bool:
-    """Tell whether a view brings together what is split along one of the dims that become one."""
+    """Return whether a view gathers a split along one of the dims that it merges."""
     strategy = choose(view, fusion.values)
     (x,) = view.reads
     layout = fusion.values[x].layout

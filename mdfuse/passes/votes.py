@@ -55,7 +55,7 @@ def vote(
     labels: DimMap,
     results: Sequence[Result],
 ) -> int | str | None:
-    """Choose what an axis does: split a label, leave a reduce op Partial, or neither (None)."""
+    """Choose the strategy of an axis: split a label, leave a Partial, or neither (None)."""
     passed = _passes_partial(expr, axis, operands, labels, results[0])
     if passed is not None:
         return passed
@@ -147,7 +147,7 @@ def _price(
 
 
 def _change(before: Placement, after: Placement, n: int) -> int:
-    """Return what share of a tensor arrives at a rank for a change along one axis of n ranks.
+    """Return the share of a tensor that a rank receives in a change along one axis of n ranks.
 
     The unit is 1 / n² of the tensor, so that prices are integers, which compare exactly.
     """
