@@ -23,10 +23,10 @@ from mdfuse.errors import LayoutError
 from mdfuse.layouts.boxes import Box, Interval
 from mdfuse.layouts.layout import Layout
 
-#: Of more intervals along a dim, the first and the last ones are shown; likewise of ranks.
+#: If a dim has more intervals, the first and the last ones are shown; likewise for ranks.
 _SHOWN, _FIRST, _LAST = 12, 8, 2
 _RANKS = 6
-#: Of more pictures for further dims, only the first ones are shown.
+#: If further dims give more pictures, only the first ones are shown.
 _GRIDS = 4
 
 
