@@ -87,8 +87,8 @@ def attend_grad(
         return _grad_of_blocks(_Scores(q, k, mask, is_causal, scale), v, out, sums, ct)
     given = _as_heads(q, k, v, out, sums.unsqueeze(-1), ct)
     bias = _as_bias(mask, q, k)
-    made = kernels[1](*given[:4], given[4].squeeze(-1), given[5], bias, is_causal, scale)
-    dq, dk, dv = (x.reshape(like.shape) for x, like in zip(made, (q, k, v), strict=True))
+    grads = kernels[1](*given[:4], given[4].squeeze(-1), given[5], bias, is_causal, scale)
+    dq, dk, dv = (x.reshape(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
 
 
@@ -126,8 +126,8 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bo
 
 def _as_heads(*operands: Tensor) -> list[Tensor]:
     """Return operands as [batch, heads, rows, features], the features side by side."""
-    found = (x.reshape(-1, *x.shape[-3:]) for x in operands)
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in found]
+    heads = (x.reshape(-1, *x.shape[-3:]) for x in operands)
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in heads]
 
 
 def _as_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -162,7 +162,7 @@ class _Scores:
 
     @property
     def shared(self) -> int:
-        """How many heads of the query share one of the keys; 0 where there are no heads."""
+        """The number of query heads that share one key head; 0 where there are no heads."""
         if self.q.ndim < 3 or not self.k.shape[-3]:
             return 0
         return self.q.shape[-3] // self.k.shape[-3]
@@ -205,16 +205,16 @@ def _attend_blocks(scores: _Scores, v: Tensor) -> tuple[Tensor, Tensor]:
     """Go through the keys once: the greatest score, the sum of powers and of values so far."""
     wide, rows = _wide(v.dtype), scores.of_query(scores.q).shape[:-1]
     top = torch.full(rows, -math.inf, dtype=wide, device=v.device)
-    total, made = torch.zeros_like(top), v.new_zeros((*rows, v.shape[-1]), dtype=wide)
+    total, weighted = torch.zeros_like(top), v.new_zeros((*rows, v.shape[-1]), dtype=wide)
     shift = torch.zeros_like(top)
     for at, part in scores.blocks():
         new = torch.maximum(top, part.amax(-1))
         shift = new.masked_fill(new == -math.inf, 0)
         fade, powers = (top - shift).exp(), (part - shift.unsqueeze(-1)).exp()
         total = total * fade + powers.sum(-1)
-        made = made * fade.unsqueeze(-1) + powers @ scores.of_key(v[..., at, :].to(wide))
+        weighted = weighted * fade.unsqueeze(-1) + powers @ scores.of_key(v[..., at, :].to(wide))
         top = new
-    out = made / total.masked_fill(total == 0, 1).unsqueeze(-1)
+    out = weighted / total.masked_fill(total == 0, 1).unsqueeze(-1)
     sums = scores.joined((total.log() + shift).unsqueeze(-1)).squeeze(-1)
     return scores.joined(out).to(v.dtype), sums
 

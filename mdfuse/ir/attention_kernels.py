@@ -46,8 +46,8 @@ def _on_cpu(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
     forward = _ATEN._scaled_dot_product_flash_attention_for_cpu
-    made: tuple[Tensor, ...] = forward(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
-    return made
+    results: tuple[Tensor, ...] = forward(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+    return results
 
 
 def _grad_on_cpu(
@@ -62,14 +62,14 @@ def _grad_on_cpu(
     scale: float,
 ) -> tuple[Tensor, ...]:
     backward = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
-    made: tuple[Tensor, ...] = backward(
+    grads: tuple[Tensor, ...] = backward(
         ct, q, k, v, out, sums, 0.0, is_causal, attn_mask=bias, scale=scale
     )
-    return made
+    return grads
 
 
 def _may_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """Whether cuDNN has the kernels: the fastest there are on the GPUs that torch takes them on."""
+    """True if cuDNN has the kernels: the fastest there are on the GPUs that torch takes them on."""
     shares_heads = q.shape[1] != k.shape[1]
     given = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, shares_heads)
     is_fast = torch.cuda.get_device_capability(q.device)[0] >= 9
@@ -100,25 +100,25 @@ def _cudnn_grad(
     # torch finds the kernel by how query, key and value lie, and would take one that was made for
     # another order of the output and its cotangent: so there is one order for each query
     out, ct = _lying_as(q, out), _lying_as(q, ct)
-    made: tuple[Tensor, ...] = backward(
+    grads: tuple[Tensor, ...] = backward(
         ct, q, k, v, out, sums, none, none, bias, None, None, *rows, 0.0, is_causal, scale=scale
     )
-    return made
+    return grads
 
 
 def _lying_as(like: Tensor, x: Tensor) -> Tensor:
     """The same values in the order of memory that `empty_like` gives."""
-    made = torch.empty_like(like)
-    lies = zip(x.stride(), made.stride(), x.shape, strict=True)
-    return x if all(a == b for a, b, n in lies if n > 1) else made.copy_(x)
+    copy = torch.empty_like(like)
+    lies = zip(x.stride(), copy.stride(), x.shape, strict=True)
+    return x if all(a == b for a, b, n in lies if n > 1) else copy.copy_(x)
 
 
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
     forward = _ATEN._scaled_dot_product_flash_attention
-    made: tuple[Tensor, ...] = forward(q, k, v, 0.0, is_causal, scale=scale)
-    return made[:2]
+    results: tuple[Tensor, ...] = forward(q, k, v, 0.0, is_causal, scale=scale)
+    return results[:2]
 
 
 def _flash_grad(
@@ -134,10 +134,10 @@ def _flash_grad(
 ) -> tuple[Tensor, ...]:
     backward, none = _ATEN._scaled_dot_product_flash_attention_backward, _no_seed(q)
     rows = q.shape[-2], k.shape[-2]
-    made: tuple[Tensor, ...] = backward(
+    grads: tuple[Tensor, ...] = backward(
         ct, q, k, v, out, sums, None, None, *rows, 0.0, is_causal, none, none, scale=scale
     )
-    return made
+    return grads
 
 
 def _no_seed(x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def _repeated(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _padded(bias: Tensor | None, query: Tensor) -> Tensor | None:
-    """What is added, for all batches and heads, in rows that begin at multiples of `_BIAS`."""
+    """Return the bias for all batches and heads, in rows that begin at multiples of `_BIAS`."""
     if bias is None:
         return None
     n = bias.shape[-1]

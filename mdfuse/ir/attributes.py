@@ -41,22 +41,22 @@ class Attr:
 
     @property
     def is_index(self) -> bool:
-        """Whether the attribute may be an index expression."""
+        """True if the attribute may be an index expression."""
         return self.holds is _is_index
 
     @property
     def is_flag(self) -> bool:
-        """Whether the attribute is True or False."""
+        """True if the attribute is True or False."""
         return self.holds is _is_bool
 
     @property
     def is_shape(self) -> bool:
-        """Whether the attribute is a list of extents."""
+        """True if the attribute is a list of extents."""
         return self.holds is _is_shape
 
     @property
     def is_place(self) -> bool:
-        """Whether the attribute says where something is along dims, which few elements lack."""
+        """True if the attribute says where something is along dims, which few elements lack."""
         return self.holds in (_are_counts, _are_places, _are_steps)
 
     def for_few(self, value: Any, keeps_ones: bool = False) -> Any:
@@ -132,7 +132,7 @@ def _are_axes(x: Any, n: int | None) -> bool:
 
 
 def _is_dim(x: Any, n: int | None) -> bool:
-    """Whether x is a dim of n dims; a scalar has the dims 0 and -1, as in torch."""
+    """Return whether x is a dim of n dims; a scalar has the dims 0 and -1, as in torch."""
     return _is_int(x) and (n is None or -max(n, 1) <= x < max(n, 1))
 
 
@@ -149,7 +149,7 @@ def _are_dims(x: Any, n: int | None) -> bool:
 
 
 def is_permutation(x: Any, n: int | None) -> bool:
-    """Whether x names each of n dims once."""
+    """Return whether x names each of n dims once."""
     return _are_dims(x, n) and (n is None or len(x) == n)
 
 
@@ -214,7 +214,7 @@ def attr(name: str, kind: str, required: bool = False, **more: Any) -> Attr:
 
 
 def is_word(x: Any, n: int | None) -> bool:
-    """Whether x is a word that programs print as it is."""
+    """Return whether x is a word that programs print as it is."""
     return is_name(x)
 
 

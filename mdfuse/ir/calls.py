@@ -71,9 +71,9 @@ def lookup(
     if part is None:
         return _F.embedding(indices, table)
     start, stop, _ = part
-    here = (indices >= start) & (indices < stop)
+    is_here = (indices >= start) & (indices < stop)
     rows = _F.embedding((indices - start).clamp(0, stop - start - 1), table)
-    return torch.where(here.unsqueeze(-1), rows, 0)
+    return torch.where(is_here.unsqueeze(-1), rows, 0)
 
 
 def running(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -116,8 +116,8 @@ def lookup_grad(
     if ct.shape != (*indices.shape, columns[1] - columns[0]):
         raise ValueError(f"{tuple(ct.shape)} is no cotangent of a lookup of {tuple(indices.shape)}")
     if box is not None and (start, stop) != (0, shape[0]):
-        here = (indices >= start) & (indices < stop)
-        ct = ct.masked_fill(~here.unsqueeze(-1), 0)
+        is_here = (indices >= start) & (indices < stop)
+        ct = ct.masked_fill(~is_here.unsqueeze(-1), 0)
         indices = (indices - start).clamp(0, max(stop - start - 1, 0))
     return torch_private.table_grad(ct, indices, stop - start)
 
@@ -143,15 +143,15 @@ def window_grad(
         taken: per dim, what that part has of the cotangent.
         at: per dim, where that begins in the part.
     """
-    found = ct.new_zeros([stop - start for start, stop in box] if box is not None else shape)
+    ct_of_x = ct.new_zeros([stop - start for start, stop in box] if box is not None else shape)
     source = [(0, n) for n in ct.shape] if taken is None else taken
     begin, where = starts if at is None else at, []
     for first, (start, stop), step in zip(begin, source, steps, strict=True):
         where.append(
             slice(first, first + (stop - start - 1) * step + 1 if stop > start else first, step)
         )
-    found[tuple(where)] = ct[tuple(slice(*x) for x in source)]
-    return found
+    ct_of_x[tuple(where)] = ct[tuple(slice(*x) for x in source)]
+    return ct_of_x
 
 
 def joined_window(

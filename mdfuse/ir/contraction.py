@@ -42,18 +42,18 @@ def of_contraction(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 
 def _extents(shapes: Shapes, attrs: Attrs) -> dict[int, int]:
-    found: dict[int, int] = {}
+    extents: dict[int, int] = {}
     for labels, shape in zip((attrs["left"], attrs["right"]), shapes, strict=True):
         if shape is None or len({*labels}) < len(labels):
             raise ValueError(f"the labels {labels} are those of {shape}, each once")
         for x, n in zip(labels, shape, strict=True):
-            found[x] = repeated(found.get(x, 1), n)
-    return found
+            extents[x] = repeated(extents.get(x, 1), n)
+    return extents
 
 
 def shape_of_contraction(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the extents of the labels that are kept."""
-    extents, kept = _extents(shapes, attrs), attrs["kept"]
-    if len({*kept}) < len(kept):
-        raise ValueError(f"the labels {kept} stand once each")
-    return tuple(extents[x] for x in kept)
+    extents, labels = _extents(shapes, attrs), attrs["kept"]
+    if len({*labels}) < len(labels):
+        raise ValueError(f"the labels {labels} stand once each")
+    return tuple(extents[x] for x in labels)

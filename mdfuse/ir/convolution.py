@@ -54,14 +54,14 @@ def convolve(
     if not (x.numel() and weight.numel()):  # a rank that has no channels, or no rows
         how: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
         how |= {"groups": groups, "transposed": transposed, "here": here, "more": more}
-        made = shape_of_convolution((x.shape, weight.shape), {**how, "around": around})
-        return x.new_zeros(made)
+        shape = shape_of_convolution((x.shape, weight.shape), {**how, "around": around})
+        return x.new_zeros(shape)
     if around is not None:
         padding, more = none, none
         x = x if transposed else with_rows(x, around)
     settings = (stride, padding, dilation, transposed, more or none, here or groups)
-    found: Tensor = _ATEN.convolution(x, weight, None, *settings)
-    return with_rows(found, around) if around is not None and transposed else found
+    y: Tensor = _ATEN.convolution(x, weight, None, *settings)
+    return with_rows(y, around) if around is not None and transposed else y
 
 
 def convolve_weight(
@@ -85,16 +85,18 @@ def convolve_weight(
         stride, padding, dilation, groups, around: as `convolve` takes them.
         box: the part of the weight that is made; None: all of it.
     """
-    made = tuple(shape) if box is None else box_shape(tuple(box))
-    if not (ct.numel() and x.numel() and math.prod(made)):
-        return x.new_zeros(made)
+    weight_shape = tuple(shape) if box is None else box_shape(tuple(box))
+    if not (ct.numel() and x.numel() and math.prod(weight_shape)):
+        return x.new_zeros(weight_shape)
     if around is not None:
         padding, x = [0] * len(stride), with_rows(x, around)
-    here = groups * made[0] // shape[0] if groups > 1 else 1
-    settings = (stride, padding, dilation, False, [0] * len(stride), here)
+    groups_here = groups * weight_shape[0] // shape[0] if groups > 1 else 1
+    settings = (stride, padding, dilation, False, [0] * len(stride), groups_here)
     wanted = [False, True, False]
-    found: Tensor = _ATEN.convolution_backward(ct, x, x.new_empty(made), None, *settings, wanted)[1]
-    return found
+    ct_of_weight: Tensor = _ATEN.convolution_backward(
+        ct, x, x.new_empty(weight_shape), None, *settings, wanted
+    )[1]
+    return ct_of_weight
 
 
 def few_convolved(x: Tensor, weight: Tensor, **how: Any) -> Tensor:
@@ -115,19 +117,19 @@ def of_convolution(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     x, weight = shapes
     assert x is not None and weight is not None
     reaches = reaches_of(result, weight[2:], attrs, (0,))
-    rest, places = (None,) * (len(x) - 2), labels_of_places(reaches, len(x) - 2)
+    places_whole, places = (None,) * (len(x) - 2), labels_of_places(reaches, len(x) - 2)
     groups = attrs.get("groups", 1)
-    own: tuple[int, int] = (_IN, _OUT) if attrs.get("transposed") else (_OUT, _IN)
+    in_and_out: tuple[int, int] = (_IN, _OUT) if attrs.get("transposed") else (_OUT, _IN)
     if groups > 1:
         labels = (_N, _OUT, *places)
         return DimMap(
-            operands=(labels, (_OUT, None, *rest)),
+            operands=(labels, (_OUT, None, *places_whole)),
             results=(labels,),
             fits=_whole_groups(groups),
             reaches=reaches,
         )
     return DimMap(
-        operands=((_N, _IN, *places), (*own, *rest)),
+        operands=((_N, _IN, *places), (*in_and_out, *places_whole)),
         results=((_N, _OUT, *places),),
         reduces={_IN: "sum"},
         reaches=reaches,
@@ -143,12 +145,12 @@ def of_convolution_weight(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap
     ct, x = shapes
     assert ct is not None and x is not None
     reaches = reaches_of(ct, result[2:], attrs, (1,))
-    rest, places = (None,) * (len(x) - 2), labels_of_places(reaches, len(x) - 2)
+    places_whole, places = (None,) * (len(x) - 2), labels_of_places(reaches, len(x) - 2)
     groups = attrs.get("groups", 1)
     channels = _OUT if groups > 1 else _IN
     return DimMap(
         operands=((_N, _OUT, *places), (_N, channels, *places)),
-        results=((_OUT, None if groups > 1 else _IN, *rest),),
+        results=((_OUT, None if groups > 1 else _IN, *places_whole),),
         reduces=dict.fromkeys((_N, *(x for x in places if x is not None)), "sum"),
         fits=_whole_groups(groups) if groups > 1 else always,
         reaches=reaches,
@@ -161,38 +163,38 @@ def shape_of_convolution(shapes: Shapes, attrs: Attrs) -> Shape:
     assert x is not None and weight is not None
     groups, is_transposed = attrs.get("here") or attrs.get("groups", 1), attrs.get("transposed")
     settings = [attrs["stride"], attrs["padding"], attrs["dilation"]]
-    more = attrs.get("more") or (0,) * len(settings[0])
+    extra = attrs.get("more") or (0,) * len(settings[0])
     channels = weight[1] * groups if is_transposed else weight[0]
     if (weight[0] if is_transposed else weight[1] * groups) != x[1] or weight[0] % groups:
         raise ValueError(f"a weight {weight} with {groups} groups does not fit {x}")
     around = attrs.get("around")
-    found = []
-    for at, (n, k, s, p, d, m) in enumerate(zip(x[2:], weight[2:], *settings, more, strict=True)):
+    extents = []
+    for at, (n, k, s, p, d, m) in enumerate(zip(x[2:], weight[2:], *settings, extra, strict=True)):
         spread = (k - 1) * d + 1
         rows = m - 2 * p if around is None else sum(around[2 * at : 2 * at + 2])
         if is_transposed:
-            found.append((n - 1) * s + spread + rows)
-            if around is None and found[-1] < 1:
-                raise ValueError(f"{n} elements leave {found[-1]}")
+            extents.append((n - 1) * s + spread + rows)
+            if around is None and extents[-1] < 1:
+                raise ValueError(f"{n} elements leave {extents[-1]}")
             continue
         rows = 2 * p if around is None else rows
         if around is None and n + rows < spread:
             raise ValueError(f"{n} elements, padded by {p}, are fewer than {spread}")
-        found.append((n + rows - spread) // s + 1)
-    return (x[0], channels, *found)
+        extents.append((n + rows - spread) // s + 1)
+    return (x[0], channels, *extents)
 
 
 def shape_of_convolution_weight(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the weight, or of the rank's box, checked with the cotangent's."""
     ct, x = shapes
     assert ct is not None and x is not None
-    made, box = attrs["shape"], attrs.get("box")
+    weight, box = attrs["shape"], attrs.get("box")
     if box is not None:
         return box_shape(box)
-    for a, b in zip(ct, shape_of_convolution((x, made), attrs), strict=True):
+    for a, b in zip(ct, shape_of_convolution((x, weight), attrs), strict=True):
         if a != b:
             raise ValueError(f"{a} is not {b}")
-    return tuple(made)
+    return tuple(weight)
 
 
 def local_convolution(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class DimMap:
         return labels
 
     def may_split(self, label: int | None) -> bool:
-        """Whether dims with this label may be split: each result has it, or is reduced over it."""
+        """True if dims with this label may be split: each result has it, or is reduced over it."""
         return label is not None and (
             label in self.reduces or all(label in labels for labels in self.results)
         )
@@ -128,15 +128,15 @@ def reduction(op: str) -> Rule:
     def rule(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
         shape = shapes[0] or ()
         dims = reduced_dims(attrs.get("dims"), len(shape))
-        kept: list[int | None] = []
+        labels: list[int | None] = []
         for d in range(len(shape)):
             if d not in dims:
-                kept.append(d)
+                labels.append(d)
             elif attrs.get("keepdim"):
-                kept.append(None)
+                labels.append(None)
         return DimMap(
             operands=(tuple(range(len(shape))),),
-            results=(tuple(kept),),
+            results=(tuple(labels),),
             reduces=dict.fromkeys(dims, op),
         )
 
@@ -156,9 +156,9 @@ def expand(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
 def unsqueeze(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label inserted dims of extent 1: they must be whole."""
     new = {d % len(result) for d in attrs["dims"]}
-    kept = [d for d in range(len(result)) if d not in new]
+    kept_dims = [d for d in range(len(result)) if d not in new]
     labels = tuple(None if d in new else d for d in range(len(result)))
-    return DimMap(operands=(tuple(kept),), results=(labels,))
+    return DimMap(operands=(tuple(kept_dims),), results=(labels,))
 
 
 def squeeze(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
@@ -338,8 +338,11 @@ def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
         if i is None or j is None:
             continue
         before[i] = after[j] = i
-        rest = math.prod(shape[d] for d in old if d > i), math.prod(result[d] for d in new if d > j)
-        inner[i] = (shape[i], rest[0], result[j], rest[1])
+        inside = (
+            math.prod(shape[d] for d in old if d > i),
+            math.prod(result[d] for d in new if d > j),
+        )
+        inner[i] = (shape[i], inside[0], result[j], inside[1])
 
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
         return fall_together(*inner[label], sizes)
@@ -348,7 +351,7 @@ def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
 
 
 def fall_together(n: int, n_inner: int, m: int, m_inner: int, sizes: tuple[int, ...]) -> bool:
-    """Whether the parts of a dim have the boundaries of those of another one.
+    """Return whether the parts of a dim have the boundaries of those of another one.
 
     Args:
         n: rows of the one.

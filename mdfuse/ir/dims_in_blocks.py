@@ -72,16 +72,16 @@ def along_blocks(
     Returns:
         the labels, and for each such dim how the result is cut; None: plainly.
     """
-    found: Taken = {}
+    cut_of: Taken = {}
     for d, cut in cuts.items():
         if labels.result[d] is None and attrs["steps"][d] == 1 and not cut.plain:
             taken = part_of_blocks(cut.blocks, shape[d], (attrs["starts"][d], attrs["ends"][d]))
             if taken != 0:
-                found[d] = Cut(taken) if taken else None
-    if not found:
-        return labels, found
-    dims = tuple(d if d in found else label for d, label in enumerate(labels.result))
-    return replace(labels, operands=(dims,), results=(dims,)), found
+                cut_of[d] = Cut(taken) if taken else None
+    if not cut_of:
+        return labels, cut_of
+    dims = tuple(d if d in cut_of else label for d, label in enumerate(labels.result))
+    return replace(labels, operands=(dims,), results=(dims,)), cut_of
 
 
 def joined_blocks(
@@ -139,10 +139,12 @@ def reshape_of_blocks(
             continue
         j, blocks = large[1][0], math.prod(shape[e] for e in old if e < d)
         if cut is not None:
-            found = _behind(result, large[1], cut.blocks) if not cut.plain and blocks == 1 else None
-            if found is None or not isinstance(cut.blocks, int):
+            behind = (
+                _behind(result, large[1], cut.blocks) if not cut.plain and blocks == 1 else None
+            )
+            if behind is None or not isinstance(cut.blocks, int):
                 continue
-            after[j], j, taken[d] = None, found, None
+            after[j], j, taken[d] = None, behind, None
             rows = shape[d] // cut.blocks, result[j]
         elif len(large[1]) == 1 and old[0] and _are_few(blocks, shape[d], result[j]):
             before[large[0][0]], taken[d] = None, Cut(blocks)
@@ -150,11 +152,11 @@ def reshape_of_blocks(
         else:
             continue
         before[d], after[j] = d, d
-        rest = (
+        inside = (
             math.prod(shape[e] for e in old if e > d),
             math.prod(result[e] for e in new if e > j),
         )
-        inner[d] = rows[0], rest[0], rows[1], rest[1]
+        inner[d] = rows[0], inside[0], rows[1], inside[1]
 
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
         if label in inner:
@@ -167,7 +169,7 @@ def reshape_of_blocks(
 
 
 def _are_few(blocks: int, rows: int, extent: int) -> bool:
-    """Whether dims before a split one may be blocks of what they make up: all are numbers."""
+    """True if dims before a split one may be blocks of what they make up: all are numbers."""
     is_known = all(type(n) is int for n in (blocks, rows, extent))
     return is_known and 1 < blocks <= _FEW_BLOCKS and rows > 1
 

@@ -14,7 +14,7 @@ _WITHOUT_INF = (
 
 
 def is_number_of(x: Any, dtype: torch.dtype) -> bool:
-    """Whether a tensor of the dtype may be filled with x; False and True are 0 and 1."""
+    """Return whether a tensor of the dtype may be filled with x; False and True are 0 and 1."""
     if isinstance(x, bool) or not isinstance(x, int | float):
         return False
     if dtype.is_floating_point or dtype.is_complex:

@@ -97,12 +97,12 @@ class Value:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether this is a tensor, not a host scalar."""
+        """True if this is a tensor, not a host scalar."""
         return self.kind == "tensor"
 
     @property
     def is_order_required(self) -> bool:
-        """Whether the user requires the memory order."""
+        """True if the user requires the memory order."""
         return self.order_from == "user"
 
     @property
@@ -122,12 +122,12 @@ class Value:
         return n
 
     def travels(self, *layouts: Layout) -> tuple[tuple[int, ...], list[Layout]]:
-        """Return shape and layouts of what travels: one element of an expanded dim, unsplit."""
+        """Return shape and layouts of the data sent: one element of an expanded dim, unsplit."""
         if not self.expanded:
             return self.shape, [*layouts]
         shape = tuple(1 if d in self.expanded else n for d, n in enumerate(self.shape))
-        kept = {d: d for d in range(len(shape)) if d not in self.expanded}
-        return shape, [layout.with_dims(kept) for layout in layouts]
+        kept_dims = {d: d for d in range(len(shape)) if d not in self.expanded}
+        return shape, [layout.with_dims(kept_dims) for layout in layouts]
 
     def type_text(self) -> str:
         """The type as programs print it: `f32[8,16]`."""
@@ -313,8 +313,8 @@ def fusion_text(fusion: Fusion) -> str:
         rows.append((f"{value_text(value)} = input", value.source))
     for e in fusion.exprs:
         arguments = ", ".join(filter(None, (*map(operand_text, e.inputs), e.attrs_text())))
-        made = ", ".join(value_text(fusion.values[name]) for name in e.outputs)
-        rows.append((f"{made} = {e.op}({arguments})", e.source))
+        outputs = ", ".join(value_text(fusion.values[name]) for name in e.outputs)
+        rows.append((f"{outputs} = {e.op}({arguments})", e.source))
     returned = ", ".join(
         f"%{n}" + (f" (into %{fusion.reuse[n]})" if n in fusion.reuse else "")
         for n in fusion.outputs

@@ -57,12 +57,12 @@ def multiply_grad(
     rows: Part | None = None,
     part: Part | None = None,
 ) -> Tensor:
-    """Return what comes back to the weight [e,k,n]: of each group the product of its rows."""
+    """Return the gradient of the weight [e,k,n]: for each group the product of its rows."""
     count = shape[0] if part is None else part[1] - part[0]
     if count and x.numel() and ct.numel() and torch_private.has_grouped_kernel([x, ct]):
-        starts, own = _spans(x, count, ends, rows, part)
+        starts, own_ends = _spans(x, count, ends, rows, part)
         places = _from(starts[0], x.shape[0])
-        return torch_private.grouped_mm(x[places].T, ct[places], (own - starts[0]).int())
+        return torch_private.grouped_mm(x[places].T, ct[places], (own_ends - starts[0]).int())
     result = x.new_zeros((count, x.shape[1], ct.shape[1]))
     for i, (a, b, mask) in enumerate(_groups(x, count, ends, rows, part)):
         given = x[a:b] if mask is None else torch.where(mask, x, 0)
@@ -78,10 +78,10 @@ def _by_kernel(x: Tensor, weight: Tensor, starts: Tensor, ends: Tensor) -> Tenso
     t = x.shape[0]
     places = _from(starts[0], t)
     ends = ends - starts[0]
-    found = torch_private.grouped_mm(x[places], weight, ends.int())
+    products = torch_private.grouped_mm(x[places], weight, ends.int())
     is_written = torch.arange(t, device=x.device) < ends[-1]
-    found = torch.where(is_written.unsqueeze(1), found, 0)
-    return torch.empty_like(found).index_copy_(0, places, found)
+    products = torch.where(is_written.unsqueeze(1), products, 0)
+    return torch.empty_like(products).index_copy_(0, places, products)
 
 
 def _from(start: Tensor, t: int) -> Tensor:
@@ -90,18 +90,18 @@ def _from(start: Tensor, t: int) -> Tensor:
 
 
 def may_look(x: Tensor) -> bool:
-    """Whether the host may read numbers of a tensor at no cost."""
+    """Return whether the host may read numbers of a tensor at no cost."""
     return not x.is_cuda
 
 
 def _spans(
     x: Tensor, count: int, ends: Tensor, rows: Part | None, part: Part | None
 ) -> tuple[Tensor, Tensor]:
-    """Where each group here begins and ends, among the rows that are here."""
+    """Return where each local group begins and ends among the local rows."""
     first = 0 if part is None else part[0]
-    own = (ends.long() - (0 if rows is None else rows[0])).clamp(0, x.shape[0])
-    starts = torch.cat([own.new_zeros(1), own])[first : first + count]
-    return starts, own[first : first + count]
+    own_ends = (ends.long() - (0 if rows is None else rows[0])).clamp(0, x.shape[0])
+    starts = torch.cat([own_ends.new_zeros(1), own_ends])[first : first + count]
+    return starts, own_ends[first : first + count]
 
 
 def _groups(
@@ -113,18 +113,18 @@ def _groups(
     """
     if x.is_meta:
         return
-    starts, own = _spans(x, count, ends, rows, part)
+    starts, own_ends = _spans(x, count, ends, rows, part)
     if may_look(x):
-        for a, b in zip(starts.tolist(), own.tolist(), strict=True):
+        for a, b in zip(starts.tolist(), own_ends.tolist(), strict=True):
             yield a, max(a, b), None
         return
     places = torch.arange(x.shape[0], device=x.device)
     for i in range(count):
-        yield 0, x.shape[0], ((places >= starts[i]) & (places < own[i])).unsqueeze(1)
+        yield 0, x.shape[0], ((places >= starts[i]) & (places < own_ends[i])).unsqueeze(1)
 
 
 def of_groups(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `x[t,k], w[e,k,n], ends[e]`: ranks add up what they have of k, and of the groups."""
+    """Label `x[t,k], w[e,k,n], ends[e]`: ranks add up their shares of k, and of the groups."""
     return DimMap(
         operands=((_T, _K), (_E, _K, _N), (None,)),
         results=((_T, _N),),
@@ -165,10 +165,10 @@ def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     x, weight = part.boxes[0], part.boxes[1]
     shape, table = part.shapes[0], part.shapes[1]
     assert x is not None and weight is not None and shape is not None and table is not None
-    found = dict(attrs)
+    local = dict(attrs)
     if x[0] != (0, shape[0]):
-        found["rows"] = (*x[0], shape[0])
+        local["rows"] = (*x[0], shape[0])
     box, extent = (part.box[0], part.shape[0]) if "shape" in attrs else (weight[0], table[0])
     if box != (0, extent):
-        found["part"] = (*box, extent)
-    return found
+        local["part"] = (*box, extent)
+    return local

@@ -1,4 +1,4 @@
-"""Lookups by tensors of indices, and sums over what has one index: calls, labels, shapes.
+"""Lookups by tensors of indices, and sums by index: calls, labels, shapes.
 
 A dim that indices run over may be split: each rank looks up what it has, and zeros stand for the
 rest, so that the sum over the ranks is the lookup. The table never travels.
@@ -40,21 +40,21 @@ def select(
             outside of it comes back as zeros.
     """
     shape = (*table.shape[:along], *indices.shape, *table.shape[along + 1 :])
-    here, at = _here(indices, part)
+    is_here, at = _here(indices, part)
     if not table.shape[along]:
         return table.new_zeros(shape)
     rows = torch.index_select(table, along, at.reshape(-1)).reshape(shape)
-    if here is None:
+    if is_here is None:
         return rows
-    return torch.where(here.reshape(*here.shape, *(1,) * (table.ndim - 1 - along)), rows, 0)
+    return torch.where(is_here.reshape(*is_here.shape, *(1,) * (table.ndim - 1 - along)), rows, 0)
 
 
 def _here(indices: Tensor, part: tuple[int, int, int] | None) -> tuple[Tensor | None, Tensor]:
     """Return which indices are in a part (None: all), and where there; others become 0."""
     if part is None or part[:2] == (0, part[2]):
         return None, indices
-    here = (indices >= part[0]) & (indices < part[1])
-    return here, torch.where(here, indices - part[0], 0)
+    is_here = (indices >= part[0]) & (indices < part[1])
+    return is_here, torch.where(is_here, indices - part[0], 0)
 
 
 def select_grad(
@@ -65,7 +65,7 @@ def select_grad(
     along: int,
     box: Sequence[Span] | None = None,
 ) -> Tensor:
-    """Add up, at each place of a dim, what has its index; the rest is zero.
+    """Add up, at each place of a dim, the elements with its index; other places are zero.
 
     Args:
         indices: of places along the dim.
@@ -74,20 +74,24 @@ def select_grad(
         along: dim, counted from 0.
         box: the part of the result that is made; None: all of it.
     """
-    made, part = _made(shape, along, box)
-    _check(ct.shape, (*made[:along], *indices.shape, *made[along + 1 :]))
-    here, at = _here(indices, part)
-    if here is not None:
-        ct = ct.masked_fill(~here.reshape(*here.shape, *(1,) * (len(made) - 1 - along)), 0)
-    result = ct.new_zeros(made)
-    rows = ct.reshape(*made[:along], -1 if indices.numel() else 0, *made[along + 1 :])
-    return result.index_add_(along, at.reshape(-1), rows) if made[along] else result
+    result_shape, part = _made(shape, along, box)
+    _check(ct.shape, (*result_shape[:along], *indices.shape, *result_shape[along + 1 :]))
+    is_here, at = _here(indices, part)
+    if is_here is not None:
+        ct = ct.masked_fill(
+            ~is_here.reshape(*is_here.shape, *(1,) * (len(result_shape) - 1 - along)), 0
+        )
+    result = ct.new_zeros(result_shape)
+    rows = ct.reshape(
+        *result_shape[:along], -1 if indices.numel() else 0, *result_shape[along + 1 :]
+    )
+    return result.index_add_(along, at.reshape(-1), rows) if result_shape[along] else result
 
 
 def _made(
     shape: Sequence[int], dim: int, box: Sequence[Span] | None
 ) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
-    """Return the shape that a rank makes, and its part of a dim."""
+    """Return the shape of a rank's result, and its part of a dim."""
     if box is None:
         return tuple(shape), None
     return tuple(stop - start for start, stop in box), (*box[dim], shape[dim])
@@ -106,11 +110,11 @@ def gather(
         (*indices.shape[:along], *indices.shape[along + 1 :]),
         (*x.shape[:along], *x.shape[along + 1 :]),
     )
-    here, at = _here(indices, part)
+    is_here, at = _here(indices, part)
     if not x.shape[along]:
         return x.new_zeros(indices.shape)
-    found = torch.gather(x, along, at)
-    return found if here is None else torch.where(here, found, 0)
+    elements = torch.gather(x, along, at)
+    return elements if is_here is None else torch.where(is_here, elements, 0)
 
 
 def scatter(
@@ -132,17 +136,18 @@ def scatter(
         reduce: how they are joined; where there is none its neutral element stands.
         box: the part of the result that is made; None: all of it.
     """
-    made, part = _made(shape, along, box)
+    result_shape, part = _made(shape, along, box)
     _check(src.shape, indices.shape)
     _check(
-        (*indices.shape[:along], *indices.shape[along + 1 :]), (*made[:along], *made[along + 1 :])
+        (*indices.shape[:along], *indices.shape[along + 1 :]),
+        (*result_shape[:along], *result_shape[along + 1 :]),
     )
     nothing = neutral(reduce, src.dtype)
-    here, at = _here(indices, part)
-    if here is not None:
-        src = torch.where(here, src, nothing)
-    result = src.new_full(made, nothing)
-    return result.scatter_reduce_(along, at, src, _NAMES[reduce]) if made[along] else result
+    is_here, at = _here(indices, part)
+    if is_here is not None:
+        src = torch.where(is_here, src, nothing)
+    result = src.new_full(result_shape, nothing)
+    return result.scatter_reduce_(along, at, src, _NAMES[reduce]) if result_shape[along] else result
 
 
 def copy(
@@ -173,15 +178,15 @@ def copy(
     if not (source.numel() and result.numel()):
         return result
     at, chosen = indices, torch.arange(indices.shape[0], device=indices.device)
-    here, _ = _here(indices, part)
-    if here is not None and part is not None:  # others write what the first that is here writes
-        chosen = torch.where(here, chosen, here.int().argmax())
-        at = torch.where(here.any(), indices[chosen] - part[0], 0)
+    is_here, _ = _here(indices, part)
+    if is_here is not None and part is not None:  # others write what the first that is here writes
+        chosen = torch.where(is_here, chosen, is_here.int().argmax())
+        at = torch.where(is_here.any(), indices[chosen] - part[0], 0)
     if indices.shape[0] > 1:  # torch may write equals in any order
         last = at.new_zeros(result.shape[along]).scatter_reduce_(0, at, chosen, "amax")
         source = source.index_select(along, last[at])
-    if here is not None:
-        source = torch.where(here.any(), source, result.index_select(along, at))
+    if is_here is not None:
+        source = torch.where(is_here.any(), source, result.index_select(along, at))
     return result.index_copy_(along, at, source)
 
 
@@ -201,13 +206,13 @@ def of_select(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 
 def of_select_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label the transpose: what has one index adds up, each rank may make its own v."""
+    """Label the transpose: elements with one index add up, each rank may compute its own v."""
     n, v = len(result), attrs["along"]
     indices = tuple(n + d for d in range(len(shapes[0] or ())))
-    made = tuple(range(n))
+    labels = tuple(range(n))
     return DimMap(
-        operands=(indices, (*made[:v], *indices, *made[v + 1 :])),
-        results=(made,),
+        operands=(indices, (*labels[:v], *indices, *labels[v + 1 :])),
+        results=(labels,),
         reduces=dict.fromkeys(indices, "sum"),
     )
 
@@ -222,11 +227,11 @@ def of_gather(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 
 def of_scatter(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `indices[…,n,…], src[…,n,…]` and a result […,v,…]: what n splits is joined."""
+    """Label `indices[…,n,…], src[…,n,…]` and a result […,v,…]: splits of n are reduced."""
     n, v = len(result), attrs["along"]
-    made = tuple(range(n))
-    given = (*made[:v], n, *made[v + 1 :])
-    return DimMap(operands=(given, given), results=(made,), reduces={n: attrs["reduce"]})
+    labels = tuple(range(n))
+    given = (*labels[:v], n, *labels[v + 1 :])
+    return DimMap(operands=(given, given), results=(labels,), reduces={n: attrs["reduce"]})
 
 
 def of_copy(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
@@ -262,19 +267,19 @@ def shape_of_made(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape in the attributes, or that of the rank's box, checked with the operands."""
     indices, given = shapes
     assert indices is not None and given is not None
-    made, dim = attrs["shape"], attrs["along"]
+    result_shape, dim = attrs["shape"], attrs["along"]
     if attrs.get("box") is not None:
-        made = box_shape(attrs["box"])
-    _check_dim(made, attrs)
+        result_shape = box_shape(attrs["box"])
+    _check_dim(result_shape, attrs)
     if "reduce" in attrs:
-        shape_of_gather((indices, made), attrs)
+        shape_of_gather((indices, result_shape), attrs)
         wanted = indices
     else:
-        wanted = (*made[:dim], *indices, *made[dim + 1 :])
+        wanted = (*result_shape[:dim], *indices, *result_shape[dim + 1 :])
     for a, b in zip(given, wanted, strict=True):
         if a != b:
             raise ValueError(f"{a} is not {b}")
-    return tuple(made)
+    return tuple(result_shape)
 
 
 def shape_of_copy(shapes: Shapes, attrs: Attrs) -> Shape:

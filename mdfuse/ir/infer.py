@@ -75,7 +75,7 @@ def infer(
     source: Source | None,
     shown: Mapping[str, Value] | None = None,
 ) -> Tensor | tuple[Tensor, ...] | bool | int | float:
-    """Return what torch makes of operands; what it refuses is a DefinitionError.
+    """Return torch's results for operands; its refusal becomes a DefinitionError.
 
     Where a run on few elements tells all but the extents, which the row's rule gives, that is the
     answer. All else, and what is to be refused, is for torch's meta device, whose first op imports
@@ -94,9 +94,9 @@ def infer(
         several results; a number where every operand is a number.
     """
     given = [values[x] if isinstance(x, str) else x for x in inputs]
-    told = told_by_few(op, given, attrs)
-    if told is not None:
-        return told if op.results > 1 else told[0]
+    metas = told_by_few(op, given, attrs)
+    if metas is not None:
+        return metas if op.results > 1 else metas[0]
     try:
         return _run_on_meta(op, given, attrs)  # type: ignore[no-any-return]
     except _REFUSALS as error:
@@ -153,13 +153,13 @@ def told_by_few(
         lie = kinds if op.is_plain else as_results(_on_few_lying_as(op, given, attrs))
     except _REFUSALS:
         return None
-    told = []
+    metas = []
     for shape, kind, x in zip(wanted, kinds, lie, strict=True):
         if not op.is_plain and [n == 1 for n in shape] != [n == 1 for n in x.shape]:
             return None
         strides = dense_strides(shape) if op.is_plain else _strides_as(x, shape)
-        told.append(torch.empty_strided(shape, strides, dtype=kind.dtype, device="meta"))
-    return tuple(told)
+        metas.append(torch.empty_strided(shape, strides, dtype=kind.dtype, device="meta"))
+    return tuple(metas)
 
 
 def _strides_as(few: Tensor, shape: Sequence[int]) -> list[int]:
@@ -204,8 +204,8 @@ def _ones_lying_as(value: Value) -> Any:
 def _called_on_few(
     op: Op, operands: Iterable[Any], attrs: Mapping[str, Any], keeps_ones: bool
 ) -> Any:
-    own = {a.name: a for a in op.attrs if not a.is_local}
-    few = {k: own[k].for_few(v, keeps_ones) for k, v in attrs.items() if k in own}
+    attr_of = {a.name: a for a in op.attrs if not a.is_local}
+    few = {k: attr_of[k].for_few(v, keeps_ones) for k, v in attrs.items() if k in attr_of}
     return (op.few or op.call)(*operands, **few)
 
 
@@ -225,24 +225,24 @@ def inferred(
     )
     if not is_symbolic(shapes) and not is_symbolic((*attrs.values(), *inputs)):
         key = _question(op, inputs, attrs, values)
-        found = ANSWERS.find(key)
-        if found is None:
-            found = _answer(op, attrs, infer(op, inputs, attrs, values, source))
-            ANSWERS.put(key, found)
-        return tuple(map(dict, found))
+        fields = ANSWERS.find(key)
+        if fields is None:
+            fields = _answer(op, attrs, infer(op, inputs, attrs, values, source))
+            ANSWERS.put(key, fields)
+        return tuple(map(dict, fields))
     known = {x: mapped(values[x], example) for x in inputs if isinstance(x, str)}
     numbers = mapped(dict(attrs), example)
-    found = _answer(
+    fields = _answer(
         op, attrs, infer(op, mapped(tuple(inputs), example), numbers, known, source, values)
     )
-    made = symbolic_shapes(op.shape, shapes, attrs, tuple(x["shape"] for x in found))
-    return tuple({**x, "shape": shape} for x, shape in zip(found, made, strict=True))
+    new_shapes = symbolic_shapes(op.shape, shapes, attrs, tuple(x["shape"] for x in fields))
+    return tuple({**x, "shape": shape} for x, shape in zip(fields, new_shapes, strict=True))
 
 
 def _question(
     op: Op, inputs: Sequence[Operand], attrs: Mapping[str, Any], values: Mapping[str, Value]
 ) -> Hashable:
-    """Return all that torch's answer depends on; 1, 1.0 and True are three numbers."""
+    """Return a key of torch's answer; 1, 1.0 and True are three numbers."""
     operands = tuple(_described(values[x]) if isinstance(x, str) else (type(x), x) for x in inputs)
     settings = tuple((k, _typed(v)) for k, v in attrs.items())
     return op.name, op.call, operands, settings, torch.get_default_dtype()

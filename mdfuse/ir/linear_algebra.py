@@ -23,20 +23,20 @@ def _where_there(x: Tensor, info: Tensor) -> Tensor:
 
 def inverse(x: Tensor) -> Tensor:
     """Return the inverse of each matrix."""
-    found, info = torch.linalg.inv_ex(x)
-    return _where_there(found, info)
+    inverses, info = torch.linalg.inv_ex(x)
+    return _where_there(inverses, info)
 
 
 def cholesky(x: Tensor) -> Tensor:
     """Return the lower triangle of which each matrix is the square."""
-    found, info = torch.linalg.cholesky_ex(x)
-    return _where_there(found, info)
+    factors, info = torch.linalg.cholesky_ex(x)
+    return _where_there(factors, info)
 
 
 def solve(a: Tensor, b: Tensor) -> Tensor:
     """Return x[…,n,k] of a[…,n,n] @ x = b[…,n,k]."""
-    found, info = torch.linalg.solve_ex(a, b)
-    return _where_there(found, info)
+    solutions, info = torch.linalg.solve_ex(a, b)
+    return _where_there(solutions, info)
 
 
 def of_matrices(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:

@@ -17,7 +17,7 @@ Pieces = tuple[tuple[Interval, Interval], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExprPart:
-    """What a rank holds of an expression's operands and result.
+    """A rank's parts of an expression's operands and result.
 
     Attributes:
         shapes: global shapes of the operands; None for those that are not tensors.
@@ -54,7 +54,7 @@ def whole_shape(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 def local_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """End dims that a slice takes entirely where this rank's part ends; others are whole here.
 
-    Of a dim in blocks it takes the pieces of some of them.
+    In a dim in blocks, it takes the pieces of some blocks.
     """
     box = part.boxes[0]
     assert box is not None
@@ -86,15 +86,15 @@ def whole_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 def _runs(blocks: Pieces, taken: Interval, extent: int) -> list[tuple[int, list[int]]]:
     """Return where runs of blocks begin, and their sizes, whose pieces are those that are taken."""
-    found, at = list[tuple[int, list[int]]](), 0
+    runs, at = list[tuple[int, list[int]]](), 0
     for n, ((begin, _), (start, stop)) in enumerate(blocks):
         ends = [end for (_, end), _ in blocks[n:]]
         if begin + extent in ends:
             run = blocks[n : n + 1 + ends.index(begin + extent)]
             if (at, at + sum(b - a for _, (a, b) in run)) == taken:
-                found.append((begin, [b - a for (a, b), _ in run]))
+                runs.append((begin, [b - a for (a, b), _ in run]))
         at += stop - start
-    return found
+    return runs
 
 
 def local_squeeze(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
@@ -117,16 +117,18 @@ def local_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say what a window takes of this rank's part, and where that lies in the whole slice."""
     shape, box = part.shapes[0], part.boxes[0]
     assert shape is not None and box is not None
-    found = []
-    for d, (n, here) in enumerate(zip(shape, box, strict=True)):
+    windows = []
+    for d, (n, interval) in enumerate(zip(shape, box, strict=True)):
         start, end, step = (attrs[name][d] for name in ("starts", "ends", "steps"))
         if (start, step) == (0, 1) and end >= n:  # taken entirely, from what is here
-            start, end = here
-        first, stop = (max(-(-(at - start) // step), 0) for at in (here[0], min(here[1], end)))
+            start, end = interval
+        first, stop = (
+            max(-(-(at - start) // step), 0) for at in (interval[0], min(interval[1], end))
+        )
         stop = max(first, stop)
-        begin = max(start + first * step - here[0], 0)
-        found.append((begin, begin + (stop - first) * step, (first, stop)))
-    starts, ends, places = zip(*found, strict=True) if found else ((), (), ())
+        begin = max(start + first * step - interval[0], 0)
+        windows.append((begin, begin + (stop - first) * step, (first, stop)))
+    starts, ends, places = zip(*windows, strict=True) if windows else ((), (), ())
     local = {"starts": starts, "ends": ends, "places": places, "shape": box_shape(part.box)}
     return {**attrs, **local}
 
@@ -137,10 +139,10 @@ def whole_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     if "places" not in attrs or shape is None or box is None or len(shape) != len(part.shape):
         return attrs
     starts, ends = [], []
-    for d, (n, taken, (here, _)) in enumerate(zip(shape, part.shape, box, strict=True)):
+    for d, (n, taken, (first_row, _)) in enumerate(zip(shape, part.shape, box, strict=True)):
         step, (first, _) = attrs["steps"][d], attrs["places"][d]
         is_all = step == 1 and taken == n  # split likewise, or whole
-        start = 0 if is_all else here + attrs["starts"][d] - first * step
+        start = 0 if is_all else first_row + attrs["starts"][d] - first * step
         starts.append(start)
         ends.append(start + taken * step)
     return {**attrs, "starts": tuple(starts), "ends": tuple(ends)}
@@ -178,7 +180,7 @@ def global_count(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def is_partial(attrs: dict[str, Any], part: ExprPart) -> bool:
-    """Whether this rank has only a part of a dim that is reduced."""
+    """Return whether this rank has only a part of a dim that is reduced."""
     shape, box = part.shapes[0], part.boxes[0]
     assert shape is not None and box is not None
     return any(box[d] != (0, shape[d]) for d in dims.reduced_dims(attrs.get("dims"), len(shape)))

@@ -1,4 +1,4 @@
-"""What a row of the op table says; the rows themselves are in `mdfuse/ir/rows/`."""
+"""The fields of a row of the op table; the rows themselves are in `mdfuse/ir/rows/`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ELEMENTWISE = ("unary", "binary", "ternary", "where")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """A row of the op table: which torch call runs an op, and what the passes ask about it.
+    """A row of the op table: the torch call that runs an op, and the properties that passes read.
 
     Attributes:
         name: as in `fd.ops.<name>`.
@@ -86,33 +86,33 @@ class Op:
 
     @property
     def is_creation(self) -> bool:
-        """Whether the op makes a tensor without reading one."""
+        """True if the op makes a tensor without reading one."""
         return self.rule is dims.creation
 
     @property
     def is_told_by_few(self) -> bool:
-        """Whether a run on few elements tells all about the results but their extents."""
+        """True if a run on few elements tells all about the results but their extents."""
         has_places = any(a.is_place for a in self.attrs if not a.is_local)
         return not (self.is_view or self.few or self.meta or has_places)
 
     @property
     def takes_blocks(self) -> bool:
-        """Whether dims may be in blocks: the op does not ask where along a dim a part lies."""
+        """True if dims may be in blocks: the op does not ask where along a dim a part lies."""
         return self.localize in _WHEREVER
 
     def updates(self, operands: Sequence[object], names: Collection[object]) -> bool:
-        """Whether the result may be written over operands with some names: they are read once.
+        """True if the result may be written over operands with some names: they are read once.
 
         Each element of them is read before it is written, or never.
         """
         if self.is_elementwise:
             return True
-        found = [at for at, x in enumerate(operands) if x in names]
-        return found == [self.keeps]
+        read_at = [at for at, x in enumerate(operands) if x in names]
+        return read_at == [self.keeps]
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether each element of the result is computed from one element of each operand."""
+        """True if each element of the result is computed from one element of each operand."""
         return self.host in ELEMENTWISE
 
 
@@ -162,11 +162,11 @@ def checked(
     **more: Any,
 ) -> Op:
     """Return a row after a check; by default its host instruction is named after the op."""
-    made = Op(name=name, call=call, rule=rule, shape=shape, writes=writes, **{"host": name, **more})
+    op = Op(name=name, call=call, rule=rule, shape=shape, writes=writes, **{"host": name, **more})
     for field, holds in _MUST.items():
-        if not holds(made):
-            raise TypeError(f"the row of {name!r} has the {field} {getattr(made, field)!r}")
-    return made
+        if not holds(op):
+            raise TypeError(f"the row of {name!r} has the {field} {getattr(op, field)!r}")
+    return op
 
 
 def row(name: str, *args: Any, **more: Any) -> None:

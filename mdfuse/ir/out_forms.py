@@ -23,7 +23,7 @@ _ATEN: Any = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writes:
-    """How the result of an op comes into a buffer.
+    """The ways in which the result of an op comes into a buffer.
 
     Attributes:
         form: `form(*operands, out=buffer, **attrs)`, the first operand a tensor; None: the result

@@ -56,22 +56,22 @@ def max_pool(
         return values, places
     wide = with_rows(x, around, lowest(x.dtype))
     rows = zip(wide.shape[-n:], kernel, stride, dilation, strict=True)
-    made = (*x.shape[:-n], *((m - (k - 1) * d - 1) // s + 1 for m, k, s, d in rows))
-    if not math.prod(made):
-        return x.new_empty(made), x.new_empty(made, dtype=torch.int64)
+    windows = (*x.shape[:-n], *((m - (k - 1) * d - 1) // s + 1 for m, k, s, d in rows))
+    if not math.prod(windows):
+        return x.new_empty(windows), x.new_empty(windows, dtype=torch.int64)
     how[2] = [0] * n
     values, places = _POOLS[n](wide, *how, False, return_indices=True)
-    found = torch.zeros_like(places)
+    flat = torch.zeros_like(places)
     scale = 1
     for d in reversed(range(n)):
-        rest, row = places // wide.shape[d - n], places % wide.shape[d - n]
+        outer, row = places // wide.shape[d - n], places % wide.shape[d - n]
         row = row + (begins[d] - around[2 * d])
-        found, scale, places = (
-            found + row.clamp(0, extents[d] - 1) * scale,
+        flat, scale, places = (
+            flat + row.clamp(0, extents[d] - 1) * scale,
             scale * extents[d],
-            rest,
+            outer,
         )
-    return values, found
+    return values, flat
 
 
 def few_pooled(x: Tensor, *, kernel: Sequence[int], **how: Any) -> tuple[Tensor, Tensor]:
@@ -106,9 +106,9 @@ def max_pool_grad(
         how = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
         shape_of_pool_grad((places.shape, ct.shape), {**how, "ceil": ceil, "shape": tuple(shape)})
     spans = [(0, m) for m in shape] if box is None else [*box]
-    made = box_shape(tuple(spans))
+    grad_shape = box_shape(tuple(spans))
     at, inside = places, None
-    if made[-n:] != tuple(shape[-n:]):
+    if grad_shape[-n:] != tuple(shape[-n:]):
         at, scale = torch.zeros_like(places), 1
         inside = torch.ones_like(places, dtype=torch.bool)
         for (start, stop), extent in [*zip(spans, shape, strict=True)][: -n - 1 : -1]:
@@ -116,10 +116,10 @@ def max_pool_grad(
             inside = inside & (row >= start) & (row < stop)
             at, scale = at + (row - start) * scale, scale * (stop - start)
         at, ct = torch.where(inside, at, 0), torch.where(inside, ct, 0)
-    found = ct.new_zeros((*made[:-n], math.prod(made[-n:])))
-    if found.numel() and ct.numel():
-        found.scatter_add_(-1, at.flatten(-n), ct.flatten(-n))
-    return found.reshape(made)
+    ct_of_x = ct.new_zeros((*grad_shape[:-n], math.prod(grad_shape[-n:])))
+    if ct_of_x.numel() and ct.numel():
+        ct_of_x.scatter_add_(-1, at.flatten(-n), ct.flatten(-n))
+    return ct_of_x.reshape(grad_shape)
 
 
 def few_pooled_grad(places: Tensor, ct: Tensor, *, kernel: Sequence[int], **how: Any) -> Tensor:
@@ -151,12 +151,12 @@ def of_pool_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def pooled(n: int, k: int, s: int, p: int, d: int, ceil: bool) -> int:
     """Return how many windows there are: none begins behind the padding on the left and x."""
-    rest = n + 2 * p - d * (k - 1) - 1
+    room = n + 2 * p - d * (k - 1) - 1
     if 2 * p > k:
         raise ValueError(f"a padding of {p} is more than half a window of {k}")
-    if rest < 0 and not ceil:
+    if room < 0 and not ceil:
         raise ValueError(f"{n} elements, padded by {p}, are fewer than a window of {k}")
-    count = (-(-rest // s) if ceil else rest // s) + 1
+    count = (-(-room // s) if ceil else room // s) + 1
     return count - 1 if ceil and (count - 1) * s >= n + p else count
 
 
@@ -171,17 +171,17 @@ def shape_of_pool(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
     settings = [attrs[name] for name in names]
     around = attrs.get("around")
     if around is not None:  # a rank's part
-        found = tuple(
+        counts = tuple(
             (m + sum(around[2 * i : 2 * i + 2]) - (k - 1) * d - 1) // s + 1
             for i, (m, k, s, _, d) in enumerate(zip(x[-n:], *settings, strict=True))
         )
-        return (*x[:-n], *found), (*x[:-n], *found)
+        return (*x[:-n], *counts), (*x[:-n], *counts)
     ceil = bool(attrs.get("ceil"))
     dims = zip(x[-n:], *settings, strict=True)
-    found = tuple(pooled(m, k, s, p, d, ceil) for m, k, s, p, d in dims)
-    if any(f < 1 for f in found):
+    counts = tuple(pooled(m, k, s, p, d, ceil) for m, k, s, p, d in dims)
+    if any(f < 1 for f in counts):
         raise ValueError("there is no window")
-    shape = (*x[:-n], *found)
+    shape = (*x[:-n], *counts)
     return shape, shape
 
 
@@ -202,11 +202,11 @@ def local_pool(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say what stands around the rows that this rank has, and where they are."""
     (shape,), (reads,), kernel = part.shapes, part.boxes, tuple(attrs["kernel"])
     assert shape is not None and reads is not None
-    found = local_rows(attrs, (shape, reads), (part.shape, part.box), kernel)
-    if "around" not in found:
+    local = local_rows(attrs, (shape, reads), (part.shape, part.box), kernel)
+    if "around" not in local:
         return attrs
     n = len(kernel)
-    return {**found, "begins": tuple(a for a, _ in reads[-n:]), "extents": shape[-n:]}
+    return {**local, "begins": tuple(a for a, _ in reads[-n:]), "extents": shape[-n:]}
 
 
 # -- means ---------------------------------------------------------------------------------------
@@ -250,18 +250,18 @@ def mean_pool(
         rows = zip(x.shape[-dims:], kernel, stride, strict=True)
         spread = x.new_empty((*x.shape[:-dims], *((m - 1) * s + k for m, k, s in rows)))
         back = {2: _ATEN.avg_pool2d_backward, 3: _ATEN.avg_pool3d_backward}[dims]
-        found = with_rows(back(x, spread, *how, [0] * dims, False, True, divisor), around)
+        means = with_rows(back(x, spread, *how, [0] * dims, False, True, divisor), around)
     else:
         mean = {2: _F.avg_pool2d, 3: _F.avg_pool3d}[dims]
-        found = mean(with_rows(x, around), *how, divisor_override=divisor)
-    return found.squeeze(-2) if n == 1 else found
+        means = mean(with_rows(x, around), *how, divisor_override=divisor)
+    return means.squeeze(-2) if n == 1 else means
 
 
 def few_means(x: Tensor, *, kernel: Sequence[int], divisor: int, **how: Any) -> Tensor:
     """Return means where each dim has two elements, whatever the windows."""
     one = [1] * len(kernel)
-    rest: dict[str, Any] = {"padding": [0] * len(kernel), "made": x.shape[-len(kernel) :]}
-    return mean_pool(x, kernel=one, stride=one, divisor=divisor, **rest)
+    settings: dict[str, Any] = {"padding": [0] * len(kernel), "made": x.shape[-len(kernel) :]}
+    return mean_pool(x, kernel=one, stride=one, divisor=divisor, **settings)
 
 
 def of_mean(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
@@ -275,13 +275,13 @@ def shape_of_mean(shapes: Shapes, attrs: Attrs) -> Shape:
     (x,) = shapes
     assert x is not None
     kernel, stride, padding = (attrs[name] for name in ("kernel", "stride", "padding"))
-    n, made, around = len(kernel), attrs["made"], attrs.get("around")
-    if n not in _POOLS or len(x) not in (n + 1, n + 2) or len(made) != n or not attrs["divisor"]:
+    n, means, around = len(kernel), attrs["made"], attrs.get("around")
+    if n not in _POOLS or len(x) not in (n + 1, n + 2) or len(means) != n or not attrs["divisor"]:
         raise ValueError(f"windows of {n} dims, divided by {attrs['divisor']}, do not fit {x}")
-    settings = [*zip(x[-n:], made, kernel, stride, padding, strict=True)]
+    settings = [*zip(x[-n:], means, kernel, stride, padding, strict=True)]
     if around is not None:  # a rank's part
-        more = [sum(around[2 * d : 2 * d + 2]) for d in range(n)]
-        parts = [(m, k, s, e) for (m, _, k, s, _), e in zip(settings, more, strict=True)]
+        padding_of = [sum(around[2 * d : 2 * d + 2]) for d in range(n)]
+        parts = [(m, k, s, e) for (m, _, k, s, _), e in zip(settings, padding_of, strict=True)]
         if attrs.get("transposed"):
             return (*x[:-n], *((m - 1) * s + k + e for m, k, s, e in parts))
         return (*x[:-n], *((m + e - k) // s + 1 for m, k, s, e in parts))
@@ -289,7 +289,7 @@ def shape_of_mean(shapes: Shapes, attrs: Attrs) -> Shape:
         rows, windows = (count, read) if attrs.get("transposed") else (read, count)
         if min(windows, rows, k, s) < 1 or 2 * p > k or (windows - 1) * s >= rows + p:
             raise ValueError(f"{rows} elements, padded by {p}, have no {windows} windows of {k}")
-    return (*x[:-n], *made)
+    return (*x[:-n], *means)
 
 
 def local_mean(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
@@ -297,5 +297,5 @@ def local_mean(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     (shape,), (reads,), n = part.shapes, part.boxes, len(attrs["kernel"])
     assert shape is not None and reads is not None
     how = {**attrs, "dilation": (1,) * n}
-    found = local_rows(how, (shape, reads), (part.shape, part.box), tuple(attrs["kernel"]))
-    return {**attrs, "around": found["around"]} if "around" in found else attrs
+    local = local_rows(how, (shape, reads), (part.shape, part.box), tuple(attrs["kernel"]))
+    return {**attrs, "around": local["around"]} if "around" in local else attrs

@@ -75,8 +75,8 @@ def extreme(name: str, pick: Callable[[torch.dtype], float | int | bool]) -> Cal
             return _unreduced(x, x.dtype, out)
         if identity and 0 in (x.shape[d] for d in chosen):
             shape = [n if d not in chosen else 1 for d, n in enumerate(x.shape)]
-            kept = [n for d, n in enumerate(shape) if keepdim or d not in chosen]
-            return (x.new_empty(kept) if out is None else out).fill_(pick(x.dtype))
+            kept_shape = [n for d, n in enumerate(shape) if keepdim or d not in chosen]
+            return (x.new_empty(kept_shape) if out is None else out).fill_(pick(x.dtype))
         return function(x, dim=chosen, keepdim=keepdim, out=out)  # type: ignore[no-any-return]
 
     return call

@@ -57,11 +57,11 @@ class LabelRule:
 
         def labels(words: Words, shape: Shape | None) -> Labels:
             plain = [x.rstrip("!") for x in words]
-            found = [None if x in whole else numbers[x] for x in plain]
+            labels = [None if x in whole else numbers[x] for x in plain]
             for d, x in enumerate(plain):  # a dim that is repeated must be whole
                 if shape is not None and x.startswith("...") and shape[d] == 1:
-                    found[d] = found[d] if self._extents(shapes, operands)[x] == 1 else None
-            return tuple(found)
+                    labels[d] = labels[d] if self._extents(shapes, operands)[x] == 1 else None
+            return tuple(labels)
 
         return DimMap(
             operands=tuple(labels(w, s) for w, s in zip(operands, shapes, strict=True)),
@@ -73,8 +73,8 @@ class LabelRule:
         """Return the shapes of the results; LookupError where a label is of results alone."""
         operands, results, _ = self._read(shapes, attrs)
         extents = self._extents(shapes, operands)
-        made = tuple(tuple(extents[x.rstrip("!")] for x in words) for words in results)
-        return made if len(made) > 1 else made[0]
+        result_shapes = tuple(tuple(extents[x.rstrip("!")] for x in words) for words in results)
+        return result_shapes if len(result_shapes) > 1 else result_shapes[0]
 
     def check(self, shapes: Shapes, made: Sequence[Shape], attrs: Mapping[str, Any]) -> None:
         """Raise UntrueRule where results do not have the dims and extents of their labels."""
@@ -112,14 +112,14 @@ class LabelRule:
         for words, shape in zip(before, shapes, strict=True):
             if shape is None:
                 continue
-            more = len(shape) - len(words) + ("..." in words)
-            if more < 0 or (more and "..." not in words):
+            n_leading = len(shape) - len(words) + ("..." in words)
+            if n_leading < 0 or (n_leading and "..." not in words):
                 raise UntrueRule(f"an operand {list(shape)} has not the dims of {text!r}")
-            leading = max(leading, more if "..." in words else 0)
+            leading = max(leading, n_leading if "..." in words else 0)
 
         def full(words: Words, n: int) -> Words:
-            rest = tuple(x for x in words if x != "...")
-            return (*(f"...{k}" for k in range(n, 0, -1)), *rest) if "..." in words else rest
+            named = tuple(x for x in words if x != "...")
+            return (*(f"...{k}" for k in range(n, 0, -1)), *named) if "..." in words else named
 
         operands = tuple(
             full(words, len(shape) - len(words) + 1) if shape is not None else ()
@@ -129,15 +129,15 @@ class LabelRule:
 
     def _extents(self, shapes: Shapes, operands: Sequence[Words]) -> dict[str, int]:
         """Return the extent of each label; leading dims of extent 1 are repeated."""
-        found: dict[str, int] = {}
+        extents: dict[str, int] = {}
         for words, shape in zip(operands, shapes, strict=True):
             for x, n in zip(words, shape or (), strict=True):
                 name = x.rstrip("!")
-                if name not in found or (name.startswith("...") and found[name] == 1):
-                    found[name] = n
-                elif found[name] != n and not (name.startswith("...") and n == 1):
-                    raise UntrueRule(f"{x} is {found[name]} in one operand, and {n} in another")
-        return found
+                if name not in extents or (name.startswith("...") and extents[name] == 1):
+                    extents[name] = n
+                elif extents[name] != n and not (name.startswith("...") and n == 1):
+                    raise UntrueRule(f"{x} is {extents[name]} in one operand, and {n} in another")
+        return extents
 
 
 _WORD = re.compile(r"\.\.\.|[^\W\d]\w*!?")
@@ -291,17 +291,17 @@ def _looking(call: Callable[..., Any], rule: LabelRule, results: int) -> Callabl
     def on_meta(*operands: Any, **attrs: Any) -> Any:
         if not all(isinstance(x, Tensor | None) for x in operands):
             raise UntrueRule("its operands are tensors")
-        made = call(*operands, **attrs)
-        found = made if isinstance(made, tuple) else (made,)
-        if isinstance(made, tuple) != (results > 1) or not all(
-            isinstance(x, Tensor) for x in found
+        computed = call(*operands, **attrs)
+        tensors = computed if isinstance(computed, tuple) else (computed,)
+        if isinstance(computed, tuple) != (results > 1) or not all(
+            isinstance(x, Tensor) for x in tensors
         ):
-            what = type(made).__name__
+            what = type(computed).__name__
             raise UntrueRule(
                 f"of {counted(results, 'result')}, as its rule says, the call gave one {what}"
             )
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in operands]
-        rule.check(shapes, [tuple(x.shape) for x in found], attrs)
-        return made
+        rule.check(shapes, [tuple(x.shape) for x in tensors], attrs)
+        return computed
 
     return on_meta

@@ -38,43 +38,43 @@ def multiply(x: Tensor, weight: Tensor, ids: Tensor, *, part: Part | None = None
         [p,t,n], or together [t,n].
     """
     parts, each = weight.shape[:2]
-    own = _own(ids, parts, each, part)
-    order, ends = _in_order(own, parts * each)
-    rows = _together(x, own, each)
-    found = groups.multiply(rows[order], weight.flatten(0, 1), ends)
-    found = torch.empty_like(found).index_copy_(0, order, found)
-    return found if x.ndim == 3 else _apart(found, own, parts, each)
+    numbers = _own(ids, parts, each, part)
+    order, ends = _in_order(numbers, parts * each)
+    rows = _together(x, numbers, each)
+    products = groups.multiply(rows[order], weight.flatten(0, 1), ends)
+    products = torch.empty_like(products).index_copy_(0, order, products)
+    return products if x.ndim == 3 else _apart(products, numbers, parts, each)
 
 
 def multiply_grad(
     x: Tensor, ct: Tensor, ids: Tensor, *, shape: Sequence[int], part: Part | None = None
 ) -> Tensor:
-    """Return what comes back to the weight [p,e,k,n]: of each matrix the product of its rows."""
+    """Return the gradient of the weight [p,e,k,n]: for each matrix the product of its rows."""
     parts = shape[0] if part is None else part[1] - part[0]
     each = shape[1]
-    own = _own(ids, parts, each, part)
-    order, ends = _in_order(own, parts * each)
-    x, ct = (_together(rows, own, each)[order] for rows in (x, ct))
+    numbers = _own(ids, parts, each, part)
+    order, ends = _in_order(numbers, parts * each)
+    x, ct = (_together(rows, numbers, each)[order] for rows in (x, ct))
     whole = (parts * each, x.shape[1], ct.shape[1])
     return groups.multiply_grad(x, ct, ends, shape=whole).view(parts, each, *whole[1:])
 
 
 def _own(ids: Tensor, parts: int, each: int, part: Part | None) -> Tensor:
-    """The number of each row's matrix among those that are here; behind the last: none of them."""
+    """Return the index of each row's matrix among the local ones; past the end if it is remote."""
     count = parts * each
-    own = ids.long() - (0 if part is None else part[0] * each)
-    return torch.where((own >= 0) & (own < count), own, count)
+    numbers = ids.long() - (0 if part is None else part[0] * each)
+    return torch.where((numbers >= 0) & (numbers < count), numbers, count)
 
 
 def _in_order(own: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Rows by their matrix, and behind which of these each matrix ends."""
-    found, order = own.sort(stable=True)
+    in_order, order = own.sort(stable=True)
     numbers = torch.arange(count, device=own.device)
-    return order, torch.searchsorted(found, numbers, right=True)
+    return order, torch.searchsorted(in_order, numbers, right=True)
 
 
 def _together(x: Tensor, own: Tensor, each: int) -> Tensor:
-    """Of rows that are apart the one of the part that has its matrix."""
+    """Return, of rows that are apart, the row of the part that has its matrix."""
     if x.ndim == 2:
         return x
     if x.shape[0] <= 1:
@@ -98,7 +98,7 @@ def _of_rows(shape: Shape | None, last: int) -> Labels:
 
 
 def labels(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `x, w[p,e,k,n], ids[t]`: ranks add up what they have of k, and of parts."""
+    """Label `x, w[p,e,k,n], ids[t]`: ranks add up their shares of k, and of parts."""
     x, reduces = shapes[0], {_K: "sum"}
     assert x is not None
     if len(x) == 3:

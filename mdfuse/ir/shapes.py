@@ -134,19 +134,19 @@ def expand(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the new shape, to which the operand's dims of extent 1 are repeated."""
     (shape,), to = _present(shapes), tuple(attrs["shape"])
     new = len(to) - len(shape)
-    kept = (b if are_same(a, 1) else a if are_same(a, b) else b if a == 1 else _equal(a, b)
+    extents = (b if are_same(a, 1) else a if are_same(a, b) else b if a == 1 else _equal(a, b)
             for a, b in zip(shape, to[new:], strict=True))  # fmt: skip
-    return (*to[:new], *kept)
+    return (*to[:new], *extents)
 
 
 def unsqueeze(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the operand's shape with 1 inserted at each of `dims`."""
     (shape,) = _present(shapes)
     ndim = len(shape) + len(attrs["dims"])
-    made = list(shape)
+    extents = list(shape)
     for d in sorted(d % ndim for d in attrs["dims"]):
-        made.insert(d, 1)
-    return tuple(made)
+        extents.insert(d, 1)
+    return tuple(extents)
 
 
 def squeeze(shapes: Shapes, attrs: Attrs) -> Shape:
@@ -174,8 +174,8 @@ def reduction(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the operand's shape with reduced dims left out, or 1 with `keepdim`."""
     (shape,) = _present(shapes)
     dims, keeps = reduced_dims(attrs.get("dims"), len(shape)), attrs.get("keepdim", False)
-    kept = ((d, n) for d, n in enumerate(shape) if keeps or d not in dims)
-    return tuple(1 if d in dims else n for d, n in kept)
+    extents = ((d, n) for d, n in enumerate(shape) if keeps or d not in dims)
+    return tuple(1 if d in dims else n for d, n in extents)
 
 
 def matmul(shapes: Shapes, attrs: Attrs) -> Shape:
@@ -205,10 +205,10 @@ def embedding(shapes: Shapes, attrs: Attrs) -> Shape:
 def embedding_grad(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the table, or of a rank's part of it."""
     indices, ct = _present(shapes)
-    made = created(shapes, attrs)
-    for a, b in zip(ct, (*indices, made[1]), strict=True):
+    table = created(shapes, attrs)
+    for a, b in zip(ct, (*indices, table[1]), strict=True):
         _equal(a, b)
-    return made
+    return table
 
 
 def window_grad(shapes: Shapes, attrs: Attrs) -> Shape:
@@ -252,12 +252,12 @@ def attended(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
     q, k, v = _present(shapes)[:3]
     if min(map(len, (q, k, v))) < 2:
         raise ValueError("query, key and value have rows and features")
-    made = attention(shapes, attrs)
-    own = (with_heads(k, q), with_heads(v, q)) if attrs.get("enable_gqa") else (k, v)
-    for x in own:
+    attended = attention(shapes, attrs)
+    keys_and_values = (with_heads(k, q), with_heads(v, q)) if attrs.get("enable_gqa") else (k, v)
+    for x in keys_and_values:
         for a, b in zip(x[:-2], q[:-2], strict=True):
             _equal(a, b)
-    return made, made[:-1]
+    return attended, attended[:-1]
 
 
 def attention_grad(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape, Shape]:
@@ -304,11 +304,11 @@ def listed(shapes: Shapes, attrs: Attrs) -> Shape:
 def known_shapes(rule: ShapeRule | None, shapes: Shapes, attrs: Attrs) -> tuple[Shape, ...] | None:
     """Return the shape of each result; None where there is no rule, or the operands do not fit."""
     try:
-        made: Any = rule(shapes, attrs) if rule is not None else None
+        result_shapes: Any = rule(shapes, attrs) if rule is not None else None
     except _REFUSALS:
         return None
-    has_several = made and isinstance(made[0], tuple)
-    return made if has_several or made is None else (made,)
+    has_several = result_shapes and isinstance(result_shapes[0], tuple)
+    return result_shapes if has_several or result_shapes is None else (result_shapes,)
 
 
 def symbolic_shapes(

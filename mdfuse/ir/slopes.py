@@ -1,4 +1,4 @@
-"""What comes back through elementwise ops, by torch's own kernels: one pass, and nothing between.
+"""Gradients of elementwise ops by torch's own kernels: one pass, without intermediate tensors.
 
 The call takes the cotangent and the op's operand, or the op's result where that is enough.
 """
@@ -43,16 +43,16 @@ _KERNELS, _FORMS = {"relu": "threshold"}, {"hardswish": None, "mish": None}
 
 
 def slope(name: str) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """Return what the row calls for an op, and its `out=` form if there is one."""
+    """Return the row's call for an op, and its `out=` form if there is one."""
     kernel = getattr(_ATEN, f"{_KERNELS.get(name, name)}_backward")
-    new, made = kernel.default, _CALLS[name]
+    new, compute = kernel.default, _CALLS[name]
     form = _FORMS.get(name, "grad_input")
 
     def call(ct: Tensor, x: Tensor, **attrs: Any) -> Tensor:
         shape = getattr(x, "shape", ())  # some kernels repeat, some refuse
         if ct.shape != shape:
             raise ValueError(f"{tuple(ct.shape)} is no cotangent of {tuple(shape)}")
-        return made(new, ct, x, **attrs)
+        return compute(new, ct, x, **attrs)
 
     call.__name__ = f"{name}_grad"
     if form is None:
@@ -60,7 +60,7 @@ def slope(name: str) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     into = getattr(kernel, form)
 
     def write(ct: Tensor, x: Tensor, *, out: Tensor, **attrs: Any) -> None:
-        made(into, ct, x, **{form: out}, **attrs)
+        compute(into, ct, x, **{form: out}, **attrs)
 
     write.__name__ = call.__name__
     return call, write

@@ -39,14 +39,14 @@ def _inferred(fusion: Fusion) -> Fusion:
     values: dict[str, Value] = dict(fusion.values)
     for expr in fusion.exprs:
         if values[expr.outputs[0]].is_tensor:
-            found = inferred(TABLE[expr.op], expr.inputs, expr.kwargs, values, expr.source)
-            for name, fields in zip(expr.outputs, found, strict=True):
+            inferences = inferred(TABLE[expr.op], expr.inputs, expr.kwargs, values, expr.source)
+            for name, fields in zip(expr.outputs, inferences, strict=True):
                 values[name] = replace(values[name], **fields)
     return replace(fusion, values=values)
 
 
 def is_possible(fusion: Fusion, examples: Examples) -> bool:
-    """Whether all ops of the fusion take the extents that these examples give."""
+    """Return whether all ops of the fusion take the extents that these examples give."""
     try:
         with assuming(None):
             with_new_examples(fusion, examples)

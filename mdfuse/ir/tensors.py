@@ -21,7 +21,7 @@ PLAIN = frozenset({Tensor, Parameter})
 
 
 def _lacks_memory(x: Tensor) -> bool:
-    """Whether the storage is too small for the elements, as after `resize_(0)`."""
+    """Return whether the storage is too small for the elements, as after `resize_(0)`."""
     if not x.numel() or is_lazy(x):
         return False
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
@@ -76,7 +76,7 @@ def no_gradient(x: Tensor) -> tuple[str, str] | None:
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether several elements of a tensor may lie at one address.
+    """Return whether several elements of a tensor may lie at one address.
 
     >>> overlaps_itself(torch.empty(3).expand(2, 3)), overlaps_itself(torch.empty(2, 3).t()[::2])
     (True, False)
@@ -90,7 +90,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def are_writable(xs: Iterable[Tensor]) -> bool:
-    """Whether torch allows writes into tensors; those of inference mode need that mode."""
+    """Return whether torch allows writes into tensors; those of inference mode need that mode."""
     return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in xs)
 
 
@@ -98,7 +98,7 @@ def are_writable(xs: Iterable[Tensor]) -> bool:
 
 
 def is_lazy(x: Tensor) -> bool:
-    """Whether memory has the elements negated or conjugated, or they are zeros without memory."""
+    """True if memory has the elements negated or conjugated, or they are zeros without memory."""
     return x.is_neg() or x.is_conj() or is_zero_tensor(x)
 
 

@@ -18,7 +18,7 @@ from mdfuse.ir.tensors import PLAIN
 
 
 def is_dense_result(op: Op, facts: Sequence[Tensor | None]) -> bool:
-    """Whether the result that an op allocates itself is surely contiguous.
+    """Return whether the result that an op allocates itself is surely contiguous.
 
     Args:
         op: a row of the op table.
@@ -50,7 +50,7 @@ def fresh_write(op: Op, facts: Sequence[Tensor | None]) -> Write | None:
 
 
 def has_orders(op: Op, order: Sequence[int], ndims: Sequence[int]) -> bool:
-    """Whether torch writes the op's result in another memory order than its own, with no copy.
+    """True if torch writes the op's result in another memory order than its own, with no copy.
 
     Exact ops give the same bits in all of them. A sum or a product adds in another sequence where
     its result lies otherwise, so an order that is asked for is a part of what is computed: it is
@@ -157,7 +157,7 @@ def _where_alike(
 
 
 def _lies_plainly(out: Tensor) -> bool:
-    """Whether a buffer lies as a new one does: dense, at an address that is a multiple of 64.
+    """True if a buffer lies as a new one does: dense, at an address that is a multiple of 64.
 
     One that is traced for a compiler has no address: compiled code has bits of its own.
     """
@@ -165,10 +165,10 @@ def _lies_plainly(out: Tensor) -> bool:
 
 
 def _are_dense(out: Tensor, operands: Sequence[Any]) -> bool:
-    """Whether all operands are contiguous; else the call's own result would lie otherwise."""
+    """True if all operands are contiguous; else the call's own result would lie otherwise."""
     return all(x.is_contiguous() for x in operands if isinstance(x, Tensor))
 
 
 def _are_rows(out: Tensor, operands: Sequence[Any]) -> bool:
-    """Whether rows do not overlap by their stride, which cuBLAS looks at even for one row."""
+    """True if rows do not overlap by their stride, which cuBLAS looks at even for one row."""
     return out.ndim < 2 or out.stride(-2) >= out.shape[-1]

@@ -1,1 +1,1 @@
-"""Which part of a tensor each rank holds, and what a rank posts to change that."""
+"""Layouts: each rank's part of a tensor, and the messages that change it."""

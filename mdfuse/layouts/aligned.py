@@ -1,8 +1,8 @@
-"""What an exchange takes from host to host where hosts follow the axes of its mesh.
+"""Inter-host volume of an exchange whose hosts follow the axes of the mesh.
 
-Each axis is two digits there: one says on which host a rank is, the other which of its ranks it is.
-As a layout splits one dim with an axis, at most, what the ranks of a host have is, dim by dim, what
-they have along its own axes: so sums over ranks are products of sums over the digits of each dim.
+Each axis coordinate is then two digits in a mixed radix: the host, and the rank on that host. An
+axis splits at most one dim, so the union over a host's ranks factors per dim: a sum over ranks is a
+product of sums over the digits of each dim.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Splits = tuple[tuple[int, ...], ...]
 
 
 class Aligned:
-    """An exchange on a mesh whose hosts follow its axes; axes are numbers.
+    """The cost model of an exchange on a mesh whose hosts follow its axes; axes are numbers.
 
     Args:
-        digits: of the axes.
-        dims: of the tensor.
+        digits: the host and rank digits of the axes.
+        dims: the dims of the tensor.
         have: the axes that split each dim before, outermost first.
-        need: those afterwards.
+        need: the axes that split each dim afterwards, outermost first.
         terms: the axes that are Partial before.
-        goal_terms: those that are afterwards.
+        goal_terms: the axes that are Partial afterwards.
         kept: the axes along which terms stay apart.
     """
 
@@ -49,7 +49,7 @@ class Aligned:
         self.reduced = [a for a in terms if a not in kept]
 
     def crossing(self) -> int:
-        """Return the elements through the host that takes in or gives out most."""
+        """Return the inter-host volume of the busiest host, in elements."""
         if self.is_on_hosts:
             return 0
         digits, split, dims = self.digits, sum(self.need, ()), self.dims
@@ -65,7 +65,7 @@ class Aligned:
 
     @property
     def is_on_hosts(self) -> bool:
-        """Whether all that is split or reduced is along axes whose ranks are on one host."""
+        """True if all splits and reductions are along axes within a host."""
         far = self.digits.far
         for axes in (*self.have, *self.need, self.reduced):
             for a in axes:
@@ -74,14 +74,14 @@ class Aligned:
         return True
 
     def messages(self) -> int:
-        """Return how many messages a rank sends or receives at most."""
+        """Return the message count of the busiest rank."""
         pairs = zip(self.rows, self.have, self.need, strict=True)
         dims = [d.of_ranks(have, need) for d, have, need in pairs]
-        own = math.prod([d.own for d in dims])
+        has_own = math.prod([d.own for d in dims])
         copies = self._count(self._free(self.need, self.goal_terms))
         turns = self._count(self._free(self.have, self.terms))
-        sent = -(-math.prod([d.sent for d in dims]) * copies // turns) - own
-        got = math.prod([d.got for d in dims]) * self._count(self.reduced) - own
+        sent = -(-math.prod([d.sent for d in dims]) * copies // turns) - has_own
+        got = math.prod([d.got for d in dims]) * self._count(self.reduced) - has_own
         return max(most(sent), most(got))
 
     @property
@@ -90,7 +90,7 @@ class Aligned:
         return [d.on_hosts(have, need) for d, have, need in pairs]
 
     def _free(self, splits: Splits, terms: Collection[int]) -> list[int]:
-        """Return the axes along which ranks hold the same."""
+        """Return the axes along which ranks hold copies."""
         split = sum(splits, ())
         return [a for a in range(len(self.digits.far)) if a not in split and a not in terms]
 
@@ -98,23 +98,23 @@ class Aligned:
         return self.digits.hosts(axes) * self.digits.ranks(axes)
 
     def _both(self, dims: list[OnHosts], summed: Collection[int] = ()) -> Any:
-        """Return what ranks of a host both need and have, on all hosts along some axes."""
-        found: Any = 1
+        """Return the elements that a host's ranks both need and have, summed along some axes."""
+        elements: Any = 1
         for split, at in zip(self.need, dims, strict=True):
             axes = tuple([a for a in split if a in summed]) if summed else ()
-            if type(at.both) is int:  # as much on all hosts
-                found = found * (at.both * self.digits.hosts(axes))
+            if type(at.both) is int:  # equal on all hosts
+                elements = elements * (at.both * self.digits.hosts(axes))
             else:
-                found = found * (at.both.sum(axes, keepdims=True) if axes else at.both)
-        return found
+                elements = elements * (at.both.sum(axes, keepdims=True) if axes else at.both)
+        return elements
 
 
 class Alone:
-    """What ranks and hosts of one mesh have of a tensor; hosts follow the axes of the mesh.
+    """The parts of a tensor on ranks and hosts of one mesh; hosts follow the axes of the mesh.
 
     Args:
-        digits: of the axes.
-        dims: of the tensor.
+        digits: the host and rank digits of the axes.
+        dims: the dims of the tensor.
         split: the axes that split each dim, outermost first.
         terms: the axes that are Partial.
     """
@@ -128,7 +128,7 @@ class Alone:
 
     @cached_property
     def first_and_all(self) -> tuple[int, int]:
-        """Return the elements that the first host has, and those of all.
+        """Return the elements on the first host, and the sum over all hosts.
 
         Copies on one host count once.
         """
@@ -139,24 +139,24 @@ class Alone:
 
     @cached_property
     def received(self) -> int:
-        """Return what all ranks of a host have, copies too, at the host that has most."""
+        """Return the elements on all ranks of the fullest host; copies count."""
         return most(self._has()) * self.digits.ranks_but(sum(self.split, ()))
 
     def _has(self) -> Any:
-        """Return what the ranks of each host have that differ along axes which split dims."""
+        """Return the elements on each host, over ranks that differ along splitting axes."""
         pairs = zip(self.rows, self.split, strict=True)
         return math.prod([d.on_hosts(axes, axes).has for d, axes in pairs])
 
     @cached_property
     def alike(self) -> int:
-        """How many ranks hold the same."""
+        """The number of ranks that hold the same part."""
         sizes = [n * m for n, m in zip(*self.digits, strict=True)]
         return math.prod([n for a, n in enumerate(sizes) if a not in self.fixed])
 
     def given(self, copies: int) -> int:
-        """Return what a host gives out, of as many copies of all that there is, at most.
+        """Return the elements out of the busiest host, if the mesh sends this many copies.
 
-        Hosts that have the same give as much of it each, rounded up.
+        Hosts with the same parts send equal shares, rounded up.
         """
         if copies not in self._given:
             self._given[copies] = self._gives(copies)
@@ -164,11 +164,11 @@ class Alone:
 
     @cached_property
     def hosts_alike(self) -> int:
-        """How many hosts have the same."""
+        """The number of hosts that hold the same part."""
         return self.digits.hosts([a for a in range(len(self.digits.far)) if a not in self.fixed])
 
     def gives_at_least(self, copies: int) -> int:
-        """Return `given` without what is rounded up for each part."""
+        """Return a lower bound of `given`, without rounding up for each part."""
         return -(-self.first_and_all[0] * copies // self.hosts_alike)
 
     def _gives(self, copies: int) -> int:

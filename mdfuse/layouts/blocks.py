@@ -24,7 +24,7 @@ MOST_BLOCKS = 1 << 16
 
 
 class Cut(NamedTuple):
-    """How a dim in blocks is cut.
+    """The cut of a dim in blocks.
 
     Attributes:
         blocks: that the dim has.
@@ -201,13 +201,13 @@ def run(rows: Rows, interval: Interval) -> Rows:
     >>> run(((0, 2), (4, 8)), (1, 4))
     ((1, 2), (4, 6))
     """
-    (first, last), found = interval, list[Interval]()
+    (first, last), intervals = interval, list[Interval]()
     for start, stop in rows:
-        found.append(
+        intervals.append(
             (start + min(max(first, 0), stop - start), start + min(max(last, 0), stop - start))
         )
         first, last = first - (stop - start), last - (stop - start)
-    return tuple(found)
+    return tuple(intervals)
 
 
 def part_of_blocks(blocks: Blocks | None, extent: int, part: Interval) -> Blocks | None:

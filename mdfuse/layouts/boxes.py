@@ -19,7 +19,7 @@ Rows = tuple[Interval, ...]
 
 
 def is_dim(x: object) -> bool:
-    """Whether x may be the number of a dim: an integer of 64 bits, from either end."""
+    """Return whether x may be the number of a dim: an integer of 64 bits, from either end."""
     return isinstance(x, int) and not isinstance(x, bool) and -(1 << 63) <= x < 1 << 63
 
 
@@ -91,7 +91,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def has_rows(rows: Rows) -> bool:
-    """Whether some of the intervals has rows."""
+    """Return whether some of the intervals has rows."""
     return any(start < stop for start, stop in rows)
 
 

@@ -1,4 +1,4 @@
-"""What an exchange takes from host to host, and how many messages, at the busiest."""
+"""Inter-host volume of an exchange at the busiest host, and message count of the busiest rank."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from mdfuse.mesh import DeviceMesh
 
 
 class _Held(NamedTuple):
-    """What is held where: arrays with an entry for each part of the source on each host."""
+    """Holders by host: arrays with one entry per source part and host."""
 
     host: Any
-    #: coordinates along the axes that tell parts and terms apart
+    #: axis that tells parts and terms apart -> coordinates
     at: dict[str, Any]
-    #: the ranks of the host that hold it
+    #: number of ranks of the host that hold the part
     holders: Any
     #: a number for each part and term
     key: Any
@@ -41,9 +41,9 @@ class _Held(NamedTuple):
 
 
 def crossing(exchange: Exchange) -> int:
-    """Return the elements through the host that takes in or gives out most; extents are numbers.
+    """Return the inter-host volume of the busiest host, in elements; extents are numbers.
 
-    Each holder of what several hosts have is taken to send as much of it to other hosts.
+    The model divides the sends of a part evenly among its holders on all hosts.
 
     >>> from mdfuse.layouts.layout import Layout, Replicate, Shard
     >>> from mdfuse.mesh import DeviceMesh
@@ -56,22 +56,22 @@ def crossing(exchange: Exchange) -> int:
 
 
 def messages(exchange: Exchange) -> int:
-    """Return how many messages a rank sends or receives at most."""
+    """Return the message count of the busiest rank."""
     return seen(exchange).messages()
 
 
 def seen(exchange: Exchange) -> Aligned | ByRank:
-    """Return what tells of an exchange the above: digits of axes, or else all ranks."""
+    """Return the cost model of an exchange: by axis if hosts follow the axes, else by rank."""
     return _aligned(exchange) or ByRank(exchange)
 
 
 class ByRank(NamedTuple):
-    """An exchange of which all ranks are looked at."""
+    """The cost model that examines every rank."""
 
     exchange: Exchange
 
     def crossing(self) -> int:
-        """Return the elements through the host that takes in or gives out most."""
+        """Return the inter-host volume of the busiest host, in elements."""
         exchange = self.exchange
         source, destination = exchange.source, exchange.destination
         terms = source.count(exchange.reduced)
@@ -85,7 +85,7 @@ class ByRank(NamedTuple):
         far = part_sizes(source.layout, source.shape)[held.first] * destination.count(
             destination.free
         )  # all receivers
-        if not are_apart(source.mesh, destination.mesh):  # less those served near
+        if not are_apart(source.mesh, destination.mesh):  # subtract local copies
             near = _near(source.mesh, fixed, destination.mesh)
             overlap = _overlap(exchange, held, near, every_coordinate(destination.mesh))
             lack = lack - overlap.sum(1)
@@ -97,7 +97,7 @@ class ByRank(NamedTuple):
         return int(max(into.max(), out.max()))
 
     def messages(self) -> int:
-        """Return how many messages a rank sends or receives at most."""
+        """Return the message count of the busiest rank."""
         exchange = self.exchange
         source, destination = exchange.source, exchange.destination
         copies, turns = destination.count(destination.free), source.count(source.free)
@@ -107,37 +107,37 @@ class ByRank(NamedTuple):
             return max(-(-sent * copies // turns), got * terms)
         at = every_coordinate(source.mesh)
         both = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
-        own: Any = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
-        each = -(-_meeting(source, destination) * copies // turns) - own
-        return int(max(np.max(each), np.max(_meeting(destination, source) * terms - own)))
+        has_own: Any = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
+        each = -(-_meeting(source, destination) * copies // turns) - has_own
+        return int(max(np.max(each), np.max(_meeting(destination, source) * terms - has_own)))
 
 
 def _aligned(exchange: Exchange) -> Aligned | None:
-    """Return an exchange on one mesh whose hosts follow its axes; None: it is no such one."""
+    """Return the model by axis of an exchange on one mesh; None if hosts do not follow its axes."""
     source, destination = exchange.source, exchange.destination
     if source.mesh != destination.mesh or source.layout.reaches or destination.layout.reaches:
         return None
-    found, index = digits(source.mesh), source.mesh.axes.index
-    if found is None:
+    axis_digits, index = digits(source.mesh), source.mesh.axes.index
+    if axis_digits is None:
         return None
     have, need = (tuple(tuple(map(index, axes)) for axes in x.split) for x in (source, destination))
     terms, goal_terms = ([*map(index, x.layout.partial_axes)] for x in (source, destination))
-    dims = dims_of(source.layout, destination.layout, source.shape, found.near)
-    kept = [index(a) for a, _ in exchange.kept]
-    return Aligned(found, dims, have, need, terms, goal_terms, kept)
+    dims = dims_of(source.layout, destination.layout, source.shape, axis_digits.near)
+    kept_axes = [index(a) for a, _ in exchange.kept]
+    return Aligned(axis_digits, dims, have, need, terms, goal_terms, kept_axes)
 
 
 def crossing_apart(
     source: Layout, destination: Layout, shape: tuple[int, ...], terms: int, is_least: bool = False
 ) -> int | None:
-    """Return what crosses hosts in an exchange to other hosts, if both sides' follow their axes.
+    """Return the inter-host volume between disjoint hosts; None if hosts do not follow the axes.
 
     Args:
-        source: before.
-        destination: afterwards.
+        source: the layout before.
+        destination: the layout afterwards.
         shape: global extents, numbers.
-        terms: how many of each element come to each rank.
-        is_least: quickly, and not too much.
+        terms: the number of terms of each element that each rank receives.
+        is_least: return a quick lower bound instead.
     """
     if not are_apart(source.mesh, destination.mesh):
         return None
@@ -149,7 +149,7 @@ def crossing_apart(
 
 
 def least_gathering(split: Layout, whole: Layout, shape: tuple[int, ...]) -> int:
-    """Return what a host takes in at least where a layout that is split further is gathered."""
+    """Return a lower bound of the elements into a host in the gather of a finer split."""
     sides = _alone(split, shape), _alone(whole, shape)
     if sides[0] is None or sides[1] is None:
         return 0
@@ -157,16 +157,16 @@ def least_gathering(split: Layout, whole: Layout, shape: tuple[int, ...]) -> int
 
 
 def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], kept: int) -> int:
-    """Return what a host takes in at least, on average, where terms along some axes are reduced.
+    """Return a lower bound of the average elements into a host in a reduction along some axes.
 
-    The first host that has the sum of terms on n hosts has got n - 1, and each other one that needs
-    the sum gets one more.
+    The first host with the sum of terms on n hosts received n - 1 of them; each further host that
+    needs the sum receives one more.
 
     Args:
-        done: what is known afterwards.
+        done: the layout after the reduction.
         shape: global extents, numbers.
-        axes: along which there were terms.
-        kept: how many terms stay apart.
+        axes: the axes of the reduced terms.
+        kept: the number of terms that stay apart.
     """
     hosts, alone = hosts_of_terms(done.mesh, axes), _alone(done, shape)
     if hosts == 1 or alone is None:
@@ -177,17 +177,17 @@ def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], 
 
 @lru_cache(maxsize=1024)
 def _alone(layout: Layout, shape: tuple[int, ...]) -> Alone | None:
-    """Return what the hosts of a mesh have, if they follow its axes."""
-    found, index = digits(layout.mesh), layout.mesh.axes.index
-    if found is None or layout.reaches:
+    """Return the parts on the hosts of a mesh; None if hosts do not follow its axes."""
+    axis_digits, index = digits(layout.mesh), layout.mesh.axes.index
+    if axis_digits is None or layout.reaches:
         return None
-    dims = dims_of(layout, layout, shape, found.near)
+    dims = dims_of(layout, layout, shape, axis_digits.near)
     splits = tuple([tuple(map(index, layout.split_axes(d))) for d in range(len(shape))])
-    return Alone(found, dims, splits, [*map(index, layout.partial_axes)])
+    return Alone(axis_digits, dims, splits, [*map(index, layout.partial_axes)])
 
 
 def elements_by_host(side: Side) -> list[int]:
-    """Return how many elements each host has, copies on one host counted once.
+    """Return the number of elements on each host; copies on one host count once.
 
     >>> from mdfuse.layouts.layout import Layout
     >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
@@ -196,12 +196,12 @@ def elements_by_host(side: Side) -> list[int]:
     """
     held = _held(side.mesh, tuple(a for a in side.mesh.axes if a in side.fixed))
     sizes = part_sizes(side.layout, side.shape)[held.first]
-    found = np.bincount(held.host, sizes).astype(int)
-    return [*map(int, found[_each_host(side.mesh)])]
+    elements = np.bincount(held.host, sizes).astype(int)
+    return [*map(int, elements[_each_host(side.mesh)])]
 
 
 def first_and_all(side: Side) -> tuple[int, int]:
-    """Return the elements that the host of the first rank has, and those of all, as above.
+    """Return the elements on the first rank's host, and the sum over all hosts, as above.
 
     >>> from mdfuse.layouts.layout import Layout
     >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
@@ -211,12 +211,12 @@ def first_and_all(side: Side) -> tuple[int, int]:
     alone = _alone(side.layout, side.shape)
     if alone is not None:
         return alone.first_and_all
-    found, first = elements_by_host(side), (side.mesh.hosts or ())[0]
-    return found[int(np.searchsorted(_each_host(side.mesh), first))], sum(found)
+    elements, first = elements_by_host(side), (side.mesh.hosts or ())[0]
+    return elements[int(np.searchsorted(_each_host(side.mesh), first))], sum(elements)
 
 
 def hosts_of_terms(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
-    """Return on how many hosts the terms along some axes are at least.
+    """Return the least number of hosts that the terms along some axes span.
 
     >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
     >>> hosts_of_terms(mesh, ("a",)), hosts_of_terms(mesh, ("b",)), hosts_of_terms(mesh, ("a", "b"))
@@ -227,15 +227,15 @@ def hosts_of_terms(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
 
 @lru_cache(maxsize=256)
 def parts_on_host(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
-    """Return how many different parts ranks of one host have, at most, of what some axes split.
+    """Return the largest number of different parts on one host, for splits along some axes.
 
     >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
     >>> parts_on_host(mesh, ("a",)), parts_on_host(mesh, ("b",))
     (1, 2)
     """
-    found = digits(mesh)
-    if found is not None:
-        return found.ranks([*map(mesh.axis_index, axes)])
+    axis_digits = digits(mesh)
+    if axis_digits is not None:
+        return axis_digits.ranks([*map(mesh.axis_index, axes)])
     return int(np.bincount(_held(mesh, axes).host).max())
 
 
@@ -246,26 +246,26 @@ def _each_host(mesh: DeviceMesh) -> Any:
 
 @lru_cache(maxsize=256)
 def _held(mesh: DeviceMesh, fixed: tuple[str, ...]) -> _Held:
-    """Return which parts and terms each host of a mesh holds; these axes tell them apart."""
+    """Return the parts and terms on each host of a mesh; `fixed` axes tell them apart."""
     at = every_coordinate(mesh)
     number = np.zeros(mesh.size, int)
     for a in fixed:
         number = number * mesh.axis_size(a) + at[a]
     n = math.prod(map(mesh.axis_size, fixed))
     pairs = np.array(mesh.hosts) * n + number
-    found, first, counts = np.unique(pairs, return_index=True, return_counts=True)
-    return _Held(found // n, {a: at[a][first] for a in fixed}, counts, found % n, first)
+    entries, first, counts = np.unique(pairs, return_index=True, return_counts=True)
+    return _Held(entries // n, {a: at[a][first] for a in fixed}, counts, entries % n, first)
 
 
 @lru_cache(maxsize=256)
 def are_apart(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether no host has ranks of both."""
+    """Return whether no host has ranks of both meshes."""
     return {*(mesh.hosts or ())}.isdisjoint(other.hosts or ())
 
 
 @lru_cache(maxsize=256)
 def _near(mesh: DeviceMesh, fixed: tuple[str, ...], destination: DeviceMesh) -> tuple[Any, Any]:
-    """Return the entries of `_held` on each receiver's host, and which of them there are."""
+    """Return the entries of `_held` on each receiver's host, and a mask of those that exist."""
     hosts = np.array(destination.hosts)
     begin, end = (np.searchsorted(_held(mesh, fixed).host, hosts, x) for x in ("left", "right"))
     near = begin[:, None] + np.arange(max(int((end - begin).max()), 1))
@@ -274,7 +274,7 @@ def _near(mesh: DeviceMesh, fixed: tuple[str, ...], destination: DeviceMesh) -> 
 
 
 def _overlap(exchange: Exchange, held: _Held, near: tuple[Any, Any], need: dict[str, Any]) -> Any:
-    """Return how much the receivers at some coordinates need of each part on their hosts."""
+    """Return the elements that each receiver needs of each part on its host."""
     source, destination = exchange.source, exchange.destination
     entries, overlap = near
     for a, b in exchange.kept:
@@ -293,28 +293,28 @@ def _overlap(exchange: Exchange, held: _Held, near: tuple[Any, Any], need: dict[
 
 
 def _shared(exchange: Exchange, dim: int, have: dict[str, Any], need: dict[str, Any]) -> Any:
-    """Return how many rows of a dim are both in parts of the source and of the destination."""
+    """Return the number of rows of a dim that source part and destination part share."""
     extent = exchange.source.shape[dim]
     held = rows_at(exchange.source.layout, dim, extent, have)
     return shared(rows_at(exchange.destination.layout, dim, extent, need), held)
 
 
 def _most_met(side: Side, other: Side) -> int:
-    """Return how many parts of the other side a part of this one meets at most."""
+    """Return the largest number of the other side's parts that one part of this side overlaps."""
     a, b = side.layout, other.layout
     if a.blocked or b.blocked or a.reaches or b.reaches:
         return int(np.max(_meeting(side, other)))
-    # each dim is split by axes of its own, so that some rank has the most of all dims
+    # each axis splits one dim, so that some rank has the maximum in every dim
     dims = zip(side.split_sizes, other.split_sizes, side.shape, strict=True)
     return math.prod([_met(*dim) for dim in dims])
 
 
 @lru_cache(maxsize=1024)
 def _met(sizes: tuple[int, ...], others: tuple[int, ...], extent: int) -> int:
-    """Return how many parts of a dim, split by the others, one meets at most that these split."""
+    """Return the largest number of parts of `others` that one part of `sizes` overlaps."""
     n, m = math.prod(sizes), math.prod(others)
     if extent and extent % n == 0 and extent % m == 0 and max(n, m) % min(n, m) == 0:
-        return max(m // n, 1)  # equal parts, of which some lie in the others
+        return max(m // n, 1)  # equal parts: one side's parts nest in the other's
     at = np.unravel_index(np.arange(math.prod(sizes)), sizes) if sizes else ()
     ((start, stop),) = cut(((0, extent),), [(n, i, True) for n, i in zip(sizes, at, strict=True)])
     first, last = (place_of(others, extent, row) for row in (start, stop - 1))
@@ -322,9 +322,9 @@ def _met(sizes: tuple[int, ...], others: tuple[int, ...], extent: int) -> int:
 
 
 def _meeting(side: Side, other: Side) -> Any:
-    """Return how many parts of the other side each part of this one meets."""
-    at, found = every_coordinate(side.mesh), np.zeros(side.mesh.size, int) + 1
+    """Return the number of the other side's parts that each part of this side overlaps."""
+    at, counts = every_coordinate(side.mesh), np.zeros(side.mesh.size, int) + 1
     for dim, extent in enumerate(side.shape):
         _, parts = meeting(side.layout, other.layout, dim, extent, at)
-        found = found * parts
-    return found
+        counts = counts * parts
+    return counts

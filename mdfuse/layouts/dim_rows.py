@@ -1,7 +1,7 @@
-"""One dim of a tensor on a mesh: which rows ranks and hosts have, by the axes that split it.
+"""One dim of a tensor on a mesh: the rows of ranks and hosts, by the axes that split it.
 
-Axes are numbers here. Arrays have an axis for each of the mesh, of size 1 where what they say does
-not depend on it: so few numbers stand for all ranks. Where parts are equal, lengths are numbers.
+Axes are numbers here. An array has one axis per mesh axis, of size 1 if its content does not depend
+on it, so that few numbers describe all ranks. Lengths of equal parts are plain numbers.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from mdfuse.layouts.layout import Layout
 _T = TypeVar("_T")
 _Axes = tuple[int, ...]
 
-#: How many numbers of answers about one dim are kept, about.
+#: Approximate limit of cached numbers per dim.
 _NUMBERS = 2**18
 
 
 class Cut(NamedTuple):
-    """How a dim in blocks is cut: the blocks, and the axes that split it plainly."""
+    """The cut of a dim in blocks: the blocks, and the axes that split the dim as one interval."""
 
     blocks: Blocks
     plain: frozenset[int]
 
 
 class OnHosts(NamedTuple):
-    """For each host, the rows of a dim that its ranks have and need, and both at once.
+    """Row counts of a dim on each host.
 
     Attributes:
-        has: of all its parts of the source.
-        needs: of all its parts of the destination.
-        both: of all pairs of these.
+        has: the rows of all source parts on the host.
+        needs: the rows of all destination parts on the host.
+        both: the rows shared by source and destination parts, over all pairs on the host.
     """
 
     has: Any
@@ -46,12 +46,12 @@ class OnHosts(NamedTuple):
 
 
 class OfRanks(NamedTuple):
-    """For each rank, what a dim adds to its messages.
+    """Message counts of each rank in one dim.
 
     Attributes:
-        own: whether it has some of the rows that it needs.
-        sent: how many parts of the destination its part meets.
-        got: how many parts of the source that meets.
+        own: whether the rank has some of the rows that it needs.
+        sent: the number of destination parts that its source part overlaps.
+        got: the number of source parts that its destination part overlaps.
     """
 
     own: Any
@@ -60,13 +60,13 @@ class OfRanks(NamedTuple):
 
 
 class DimRows:
-    """A dim on a mesh whose ranks have some of its rows, and need some.
+    """The rows of a dim before and after an exchange on one mesh.
 
     Args:
-        sizes: of the axes of the mesh.
-        near: how many values the digit of each axis has that tells ranks of one host apart.
-        extent: of the dim, a number.
-        cuts: how it is cut before and afterwards; None where it is not in blocks.
+        sizes: the sizes of the mesh axes.
+        near: the size of each axis within a host.
+        extent: the extent of the dim, a number.
+        cuts: the cuts before and afterwards; None where the dim is not in blocks.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DimRows:
         self.is_blocked = cuts != (None, None)
         far, k = tuple(n // m for n, m in zip(sizes, near, strict=True)), len(sizes)
         grid = np.ogrid[tuple(map(slice, (*far, *near, *near)))]
-        #: coordinates of each rank; of holders, and of who needs, on the same hosts
+        #: coordinates of each rank, and of (sender, receiver) pairs on one host
         self._at: dict[str, Any] = {
             "rank": np.ogrid[tuple(map(slice, sizes))],
             "sender": [grid[i] * near[i] + grid[2 * k + i] for i in range(k)],
@@ -85,56 +85,56 @@ class DimRows:
         }
         self._near = near
         self._known: dict[tuple[Any, ...], Any] = {}
-        self._kept = 0  # how many numbers
+        self._kept = 0  # cached numbers
 
     def rows(self, axes: _Axes, is_needed: bool = False) -> list[tuple[Any, Any]]:
-        """Return where the part of each rank begins and ends, in each block."""
+        """Return (start, stop) of each rank's part in each block."""
         return self._rows(axes, is_needed, "rank")
 
     def overlap(self, have: _Axes, need: _Axes) -> tuple[Any, Any]:
-        """Return the rows that each rank needs, and how many of them it has."""
+        """Return the number of rows that each rank needs, and the number of these that it has."""
         return self._once(("overlap", have, need), lambda: self._overlap(have, need))
 
     def on_hosts(self, have: _Axes, need: _Axes) -> OnHosts:
-        """Return what hosts have and need."""
+        """Return the row counts of hosts."""
         return self._once(("hosts", have, need), lambda: self._on_hosts(have, need))
 
     def on_first(self, axes: _Axes) -> int:
-        """Return how many rows the ranks of the first host have together."""
+        """Return the number of rows on the first host."""
         if self.is_blocked:
             has = self._summed(axes, False)
             return has if type(has) is int else int(has.item(0))
         return self._first_of(self.extent, axes)
 
     def _first_of(self, rows: int, axes: _Axes) -> int:
-        """Return the same of some rows that axes split: of equal parts, and of one that is less."""
+        """Return the same for some rows that axes split into equal parts and a shorter one."""
         if not axes or not rows:
             return rows
         part, near = -(-rows // self.sizes[axes[0]]), self._near[axes[0]]
-        found = min(rows // part, near) * self._first_of(part, axes[1:])
-        return found + (self._first_of(rows % part, axes[1:]) if rows // part < near else 0)
+        rows_together = min(rows // part, near) * self._first_of(part, axes[1:])
+        return rows_together + (self._first_of(rows % part, axes[1:]) if rows // part < near else 0)
 
     def of_ranks(self, have: _Axes, need: _Axes) -> OfRanks:
-        """Return what the dim adds to the messages of ranks."""
+        """Return the message counts of ranks in this dim."""
         return self._once(("ranks", have, need), lambda: self._of_ranks(have, need))
 
     def lengths(self, axes: _Axes) -> Any:
-        """Return how many rows each rank has: an array over hosts, and over the ranks of one."""
+        """Return the number of rows of each rank: an array over hosts and ranks of a host."""
         return self._length(axes, False, "sender")
 
     def _once(self, key: tuple[Any, ...], find: Callable[[], _T]) -> _T:
-        found: _T | None = self._known.get(key)
-        if found is None:
-            found = find()
+        answer: _T | None = self._known.get(key)
+        if answer is None:
+            answer = find()
             if self._kept > _NUMBERS:
                 self._known.clear()
                 self._kept = 0
-            self._known[key] = found
-            self._kept += _numbers(found)
-        return found
+            self._known[key] = answer
+            self._kept += _numbers(answer)
+        return answer
 
     def part(self, axes: _Axes, is_needed: bool = False) -> int | None:
-        """Return how many rows all parts have; None where they are not equal, or are in blocks."""
+        """Return the number of rows of each part; None if parts differ, or are in blocks."""
         n = math.prod([self.sizes[a] for a in axes])
         is_equal = len(self.blocks[is_needed]) == 1 and self.extent % n == 0
         return self.extent // n if is_equal else None
@@ -162,9 +162,9 @@ class DimRows:
         return self._once(key, lambda: length(self._rows(axes, is_needed, who)))
 
     def _within(self, have: _Axes, need: _Axes) -> bool | None:
-        """Return whether parts afterwards lie in those before (else the other way); None: neither.
+        """Return True if destination parts nest in source parts, False for the converse, or None.
 
-        They do where the axes that split the dim before are the outermost ones afterwards.
+        They nest if the axes that split the dim before are the outermost ones afterwards.
         """
         is_alike = self.cuts[0] == self.cuts[1]
         if not have or (is_alike and need[: len(have)] == have):
@@ -180,13 +180,13 @@ class DimRows:
     def _on_hosts(self, have: _Axes, need: _Axes) -> OnHosts:
         has, needs = self._summed(have, False), self._summed(need, True)
         is_within = self._within(have, need)
-        if is_within is not None:  # each of the inner parts is in one of the outer ones
+        if is_within is not None:  # each inner part lies in one outer part
             return OnHosts(has, needs, needs if is_within else has)
         before, after = self._rows(have, False, "sender"), self._rows(need, True, "receiver")
         return OnHosts(has, needs, self._sum(shared(after, before)))
 
     def _summed(self, axes: _Axes, is_needed: bool) -> Any:
-        """Return how many rows all parts on a host have."""
+        """Return the number of rows of all parts on each host."""
         part = self.part(axes, is_needed)
         if part is not None:
             return part * math.prod([self._near[a] for a in axes])
@@ -194,20 +194,20 @@ class DimRows:
         return self._once(key, lambda: self._sum(self._length(axes, is_needed, "sender")))
 
     def _sum(self, found: Any) -> Any:
-        """Return what the ranks of each host have together; a number where that is the same."""
+        """Return the sum over the ranks of each host; a number if all hosts have the same."""
         if not np.ndim(found):
             return found
         k = len(self.sizes)
-        found = found.sum(tuple(range(k, 3 * k)))
-        first = found.item(0)
-        return first if found.size == 1 or (found == first).all() else found
+        sums = found.sum(tuple(range(k, 3 * k)))
+        first = sums.item(0)
+        return first if sums.size == 1 or (sums == first).all() else sums
 
     def _of_ranks(self, have: _Axes, need: _Axes) -> OfRanks:
-        own = self.overlap(have, need)[1] > 0
-        return OfRanks(own, self._met(have, need, False), self._met(need, have, True))
+        has_own = self.overlap(have, need)[1] > 0
+        return OfRanks(has_own, self._met(have, need, False), self._met(need, have, True))
 
     def _met(self, axes: _Axes, others: _Axes, is_needed: bool) -> Any:
-        """Return how many parts the others make the part of each rank meets; blocks: all."""
+        """Return the number of parts along `others` that each rank's part overlaps; blocks: all."""
         sizes = tuple([self.sizes[a] for a in others])
         if self.is_blocked:
             rows = length(self.rows(axes, is_needed))
@@ -218,14 +218,14 @@ class DimRows:
         if part is not None and other is not None and part and other % part == 0:
             return 1
         ((start, stop),) = self.rows(axes, is_needed)
-        if axes[: len(others)] == others:  # all of a part is in one of the others
+        if axes[: len(others)] == others:  # each part nests in one of the others
             return np.where(stop > start, 1, 0)
         first, last = (place_of(sizes, self.extent, row) for row in (start, stop - 1))
         return np.where(stop > start, last - first + 1, 0)
 
 
 def _numbers(found: Any) -> int:
-    """Return how many numbers an answer has."""
+    """Return the count of numbers in a cached answer."""
     if isinstance(found, np.ndarray):
         return found.size
     return sum([_numbers(x) for x in found]) if isinstance(found, tuple | list) else 1
@@ -239,7 +239,7 @@ def _known(sizes: _Axes, near: _Axes, extent: int, cuts: tuple[Cut | None, Cut |
 def dims_of(
     source: Layout, destination: Layout, shape: tuple[int, ...], near: _Axes
 ) -> tuple[DimRows, ...]:
-    """Return the dims of a tensor that is laid out on one mesh in two ways."""
+    """Return the dims of a tensor for two layouts on one mesh."""
     mesh = source.mesh
     if not source.blocked and not destination.blocked:
         return tuple([_known(mesh.shape, near, extent, (None, None)) for extent in shape])
@@ -250,5 +250,7 @@ def dims_of(
 
 
 def _cut_of(layout: Layout, dim: int) -> Cut | None:
-    found, index = layout.cuts.get(dim), layout.mesh.axes.index
-    return Cut(found.blocks, frozenset(map(index, found.plain))) if found is not None else None
+    dim_cut, index = layout.cuts.get(dim), layout.mesh.axes.index
+    if dim_cut is None:
+        return None
+    return Cut(dim_cut.blocks, frozenset(map(index, dim_cut.plain)))

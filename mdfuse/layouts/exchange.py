@@ -1,10 +1,10 @@
-"""Who sends which box to whom, where ranks receive from others just what they lack.
+"""The messages of an exchange: each rank receives exactly the boxes that it lacks.
 
-A part of the source is sent by all ranks that hold it in turn: its messages have numbers, and the
-n-th holder sends the n-th of them, and so on round. A rank's part costs as many steps as it has
-messages, since numbers follow from coordinates, not from a walk over ranks. Where holders cannot
-send as many messages each, these are cut into shares. Where hosts are known, holders on the
-receiver's host come first, and all messages of a part are looked at.
+The holders of a source part take turns: its messages are numbered, and holder n sends the messages
+n, n + holders, and so on. Numbers follow from coordinates, not from a walk over ranks, so that a
+rank's part costs one step per message. If the holders' message counts would differ, messages are
+cut into shares. If hosts are known, holders on the receiver's host come first, and all messages of
+a part are examined.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mdfuse.layouts.turns import Turns
 
 @dataclass(frozen=True)
 class Exchange:
-    """An exchange of a tensor; each rank receives what it lacks of each term that it needs.
+    """An exchange of a tensor: each rank receives its missing elements of each term.
 
-    Along Partial axes that the destination has, too, each term goes to the ranks that are to have
-    it; along the others, which are reduced, all terms go to each rank.
+    Along Partial axes of both layouts, each term goes to its own ranks; along the other Partial
+    axes, which are reduced, all terms go to each rank.
     """
 
     source: Side
@@ -44,13 +44,13 @@ class Exchange:
     @cached_property
     def reduced(self) -> tuple[str, ...]:
         """The axes of the source along which the receiver reduces."""
-        kept = [a for a, _ in self.kept]
-        return tuple(a for a in self.source.layout.partial_axes if a not in kept)
+        kept_axes = [a for a, _ in self.kept]
+        return tuple(a for a in self.source.layout.partial_axes if a not in kept_axes)
 
     # -- messages --------------------------------------------------------------------------------
 
     def received(self, rank: int) -> Iterator[tuple[int, Box, int]]:
-        """Yield (who has it, box, number of the term) for all that a rank needs, in order."""
+        """Yield (holder, box, number of the term) for all elements that a rank needs, in order."""
         source, at = self.source, self.destination.at(rank)
         need = self.destination.rows(at) if at is not None else ()
         if at is None or not all(map(has_rows, need)):
@@ -77,7 +77,7 @@ class Exchange:
                         yield sender, share, n
 
     def sent(self, rank: int) -> Iterator[tuple[int, Box]]:
-        """Yield (who receives it, box) for all that a rank sends to others."""
+        """Yield (receiver, box) for all that a rank sends to others."""
         at = self.source.at(rank)
         rows = self.source.rows(at) if at is not None else ()
         if at is None or not all(map(has_rows, rows)):
@@ -86,25 +86,25 @@ class Exchange:
         if self.turns is not None:
             for receiver, boxes, i, shares in self.turns.sent(at, rows):
                 if self.is_one or not _is_at(self.source.at(receiver), holders):
-                    found = (nth_share(box, shares, i) for box in boxes)
-                    yield from ((receiver, share) for share in found if share is not None)
+                    shared_boxes = (nth_share(box, shares, i) for box in boxes)
+                    yield from ((receiver, share) for share in shared_boxes if share is not None)
             return
         for to, i, shares in self._receivers(rank, at, holders):
             boxes = common(rows, self.destination.rows(to))
             receiver = self.destination.rank(to) if boxes else rank
             if boxes and not _is_at(self._held(receiver, to), holders):
-                found = (nth_share(box, shares, i) for box in boxes)
-                yield from ((receiver, share) for share in found if share is not None)
+                shared_boxes = (nth_share(box, shares, i) for box in boxes)
+                yield from ((receiver, share) for share in shared_boxes if share is not None)
 
     def _receivers(self, rank: int, at: At, holders: At) -> Iterator[tuple[At, int, int]]:
-        """Yield (the coordinates of who receives, which share, of how many) for one that sends.
+        """Yield (receiver's coordinates, index of the share, number of shares) for one sender.
 
-        Some of these lack nothing.
+        Some of these receivers lack nothing.
 
         Args:
-            rank: who sends.
+            rank: the sender.
             at: its coordinates.
-            holders: those of all ranks that hold what it holds.
+            holders: the coordinates of all ranks that hold the same part.
         """
         if self.by_host:
             receivers, by = self._turns(holders)
@@ -122,25 +122,25 @@ class Exchange:
                 yield to, i, shares
 
     def _held(self, rank: int, at: At) -> At | None:
-        """Return the coordinates in the source of a rank that is at some in the destination."""
+        """Return a rank's coordinates in the source, from its coordinates in the destination."""
         return at if self.is_one else self.source.at(rank)
 
     @cached_property
     def is_one(self) -> bool:
-        """Whether both sides are on one mesh."""
+        """True if both sides are on one mesh."""
         return self.source.mesh == self.destination.mesh
 
     def _senders(
         self, holders: At, receiver: int, at: At, held: At | None, block: Box
     ) -> Iterator[tuple[int, Box]]:
-        """Yield (holder that sends it, share) of what a rank needs; itself, where it is one.
+        """Yield (sender, share) of a box that a rank needs; a holder is its own sender.
 
         Args:
-            holders: the coordinates of all ranks that hold it.
+            holders: the coordinates of all ranks that hold the box.
             receiver: the rank.
             at: its coordinates in the destination.
-            held: those in the source.
-            block: what it needs.
+            held: its coordinates in the source.
+            block: the box.
         """
         source = self.source
         if _is_at(held, holders):
@@ -161,19 +161,19 @@ class Exchange:
 
     @cached_property
     def by_host(self) -> bool:
-        """Whether hosts decide who sends: they are known, and there is a choice."""
+        """True if hosts decide who sends: they are known, and parts have several holders."""
         is_known = hosts_by_rank(self.source.mesh, self.destination.mesh) is not None
         return is_known and self.source.count(self.source.free) > 1
 
     def senders(self) -> Any:
-        """Return the ranks that have a turn, by hosts; some of those that send, twice or more."""
+        """Return the ranks that have a turn, by hosts; some ranks occur several times."""
         sizes = (range(self.source.mesh.axis_size(a)) for a in self.source.fixed)
         parts = (dict(zip(self.source.fixed, at, strict=True)) for at in product(*sizes))
         full = (p for p in parts if all(map(has_rows, self.source.rows(p))))
         return np.concatenate([self._turns(p)[1] for p in full] or [np.array([], int)])
 
     def _turns(self, holders: At) -> tuple[Any, Any]:
-        """Return (ranks that lack what some hold, who sends it to each), by hosts."""
+        """Return (ranks that lack a part, the sender to each), by hosts."""
         key = tuple(holders[a] for a in self.source.fixed)
         if key not in self._known:
             source = self.source
@@ -195,25 +195,25 @@ class Exchange:
 
     @cached_property
     def turns(self) -> Turns | None:
-        """What all parts of the source have alike; None where hosts, or blocks of ranks, decide."""
+        """Round-robin senders; None where hosts, or blocks of ranks, decide who sends."""
         if self.by_host or self.pattern.blocks:
             return None
         return Turns(self.pattern, self.reduced)
 
     @cached_property
     def pattern(self) -> Pattern:
-        """What the messages of all parts have in common."""
+        """The message pattern that all source parts share."""
         may_share = not (self.by_host or self.reduced)
         return Pattern(self.source, self.destination, self.kept, may_share)
 
 
 def _is_at(at: At | None, holders: At) -> bool:
-    """Whether a rank is one of the holders at some coordinates."""
+    """Return whether a rank is one of the holders at some coordinates."""
     return at is not None and holders.items() <= at.items()
 
 
 def kept_terms(source: Layout, destination: Layout) -> tuple[tuple[str, str], ...]:
-    """Return pairs of axes along which both are Partial, the terms of the one those of the other.
+    """Return pairs of Partial axes of both layouts whose terms correspond.
 
     On one mesh these are the same axes. On two, all Partial axes are, in their order, if they have
     the same sizes and reduce ops; () where they do not.

@@ -1,4 +1,4 @@
-"""Hosts: who is on which, who sends to whom, and what a collective takes from one to another."""
+"""Hosts of ranks, senders by host, and the inter-host volume of collectives."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from mdfuse.mesh import DeviceMesh
 class Digits(NamedTuple):
     """The two digits of each axis of a mesh whose hosts follow its axes.
 
-    One says on which host a rank is, the other which of its ranks it is.
+    The first digit is the host, the second is the rank on that host.
 
     Attributes:
-        far: how many values the one has that says which host, axis by axis.
-        near: how many the other one has.
+        far: the number of values of each axis' host digit.
+        near: the number of values of each axis' rank digit.
     """
 
     far: tuple[int, ...]
     near: tuple[int, ...]
 
     def hosts(self, axes: Collection[int]) -> int:
-        """Return how many hosts there are along some axes."""
+        """Return the number of hosts along some axes."""
         return math.prod([self.far[a] for a in axes])
 
     def ranks(self, axes: Collection[int]) -> int:
-        """Return how many ranks of one host differ along some axes."""
+        """Return the number of ranks of one host along some axes."""
         return math.prod([self.near[a] for a in axes])
 
     def ranks_but(self, axes: Collection[int]) -> int:
-        """Return how many ranks of one host differ along the other axes."""
+        """Return the number of ranks of one host along the other axes."""
         return math.prod([n for a, n in enumerate(self.near) if a not in axes])
 
 
@@ -60,7 +60,7 @@ def digits(mesh: DeviceMesh) -> Digits | None:
 
 @lru_cache(maxsize=256)
 def hosts_by_rank(*meshes: DeviceMesh) -> Any:
-    """Return an array of the host of each rank, -1 outside of the meshes; None: not known of all.
+    """Return an array of the host of each rank, -1 outside of the meshes; None if some are unknown.
 
     Raises:
         MeshError: a rank is on two hosts.
@@ -71,49 +71,51 @@ def hosts_by_rank(*meshes: DeviceMesh) -> Any:
     """
     if any(mesh.hosts is None for mesh in meshes):
         return None
-    found = np.full(max(mesh.last_rank for mesh in meshes) + 1, -1)
+    host_of = np.full(max(mesh.last_rank for mesh in meshes) + 1, -1)
     for mesh in meshes:
         ranks, hosts = mesh.array, np.array(mesh.hosts)
-        wrong = ranks[(found[ranks] >= 0) & (found[ranks] != hosts)]
+        wrong = ranks[(host_of[ranks] >= 0) & (host_of[ranks] != hosts)]
         if len(wrong):
             raise MeshError(
                 f"rank {wrong[0]} is on two hosts: {' and '.join(map(str, meshes))}",
                 because="a rank is on one host, whichever mesh it is in",
                 hint="number hosts alike in all meshes of a program",
             )
-        found[ranks] = hosts
-    return found
+        host_of[ranks] = hosts
+    return host_of
 
 
 def senders(holders: Any, receivers: Any, hosts: Any) -> Any:
-    """Return which holder of a part sends it to each receiver: one on its host, if there is one.
+    """Return the sender of a part to each receiver: a holder on its host, if there is one.
 
     Receivers on a host take turns among the holders there, all others among all holders, where
     neighbours are on different hosts.
 
     Args:
-        holders: ranks that have it, an array.
-        receivers: ranks that lack it.
-        hosts: of all ranks, by rank.
+        holders: the ranks that have the part, an array.
+        receivers: the ranks that lack it.
+        hosts: the hosts of all ranks, by rank.
 
     >>> on_hosts = np.array([0, 0, 1, 1, 0, 0, 0, 2, 2, 2])
     >>> senders(np.arange(4), np.arange(4, 10), on_hosts).tolist()
     [0, 1, 0, 0, 2, 1]
     """
-    there, here = hosts[holders], hosts[receivers]
-    turn, order = _numbered(there)
-    first, last = (np.searchsorted(there[order], here, side) for side in ("left", "right"))
+    holder_hosts, receiver_hosts = hosts[holders], hosts[receivers]
+    turn, order = _numbered(holder_hosts)
+    first, last = (
+        np.searchsorted(holder_hosts[order], receiver_hosts, side) for side in ("left", "right")
+    )
     is_near = last > first
-    spread = holders[np.lexsort((there, turn))]  # neighbours on different hosts
+    spread = holders[np.lexsort((holder_hosts, turn))]  # neighbours on different hosts
     by = np.empty(len(receivers), int)
-    near = first + _numbered(here)[0] % np.maximum(last - first, 1)
+    near = first + _numbered(receiver_hosts)[0] % np.maximum(last - first, 1)
     by[is_near] = holders[order][near[is_near]]
     by[~is_near] = spread[np.arange(int((~is_near).sum())) % len(spread)]
     return by
 
 
 def _numbered(groups: Any) -> tuple[Any, Any]:
-    """Return the number of each entry among those of its group, and the order by groups."""
+    """Return the index of each entry in its group, and the order by groups."""
     order = np.argsort(groups, kind="stable")
     number, by_group = np.empty(len(groups), int), groups[order]
     number[order] = np.arange(len(groups)) - np.searchsorted(by_group, by_group)
@@ -122,45 +124,45 @@ def _numbered(groups: Any) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=256)
 def _in_teams(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Any, Any, Any]:
-    """Return (host, how many members of one team it has, how many there are elsewhere), arrays."""
+    """Return arrays (host, members of one team on it, members elsewhere)."""
     index = [mesh.axis_index(a) for a in axes]
-    rest = [i for i in range(mesh.ndim) if i not in index]
+    others = [i for i in range(mesh.ndim) if i not in index]
     hosts, at = np.unique(np.array(mesh.hosts), return_inverse=True)
     n = int(np.prod([mesh.shape[i] for i in index]))
-    teams = at.reshape(mesh.shape).transpose(*rest, *index).reshape(-1, n)
+    teams = at.reshape(mesh.shape).transpose(*others, *index).reshape(-1, n)
     pairs = np.arange(len(teams))[:, None] * len(hosts) + teams
-    found, here = np.unique(pairs, return_counts=True)
-    return found % len(hosts), here, n - here
+    team_hosts, members = np.unique(pairs, return_counts=True)
+    return team_hosts % len(hosts), members, n - members
 
 
 @lru_cache(maxsize=256)
 def rings(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
-    """Return how many teams along axes reach other hosts, at the host that has most of them.
+    """Return the largest number of teams on one host that span hosts.
 
-    What goes round a ring comes to each of its hosts once, if neighbours on one host are together.
+    Ring traffic enters each host once, if ranks of one host are neighbours in the ring.
 
     >>> mesh = DeviceMesh.arange(dp=2, tp=4).with_hosts([0] * 4 + [1] * 4)
     >>> rings(mesh, ("dp",)), rings(mesh, ("tp",)), rings(mesh, ("dp", "tp"))
     (4, 0, 1)
     """
-    found, along = digits(mesh), [*map(mesh.axis_index, axes)]
-    if found is not None:
-        return found.ranks_but(along) if found.hosts(along) > 1 else 0
+    axis_digits, along = digits(mesh), [*map(mesh.axis_index, axes)]
+    if axis_digits is not None:
+        return axis_digits.ranks_but(along) if axis_digits.hosts(along) > 1 else 0
     host, _, elsewhere = _in_teams(mesh, axes)
     return int(np.bincount(host, elsewhere > 0).max())
 
 
 @lru_cache(maxsize=256)
 def pairs_apart(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
-    """Return how many pairs of a team have one rank at a host, the other not, at the busiest host.
+    """Return the number of team pairs with one rank on the busiest host and one elsewhere.
 
     >>> mesh = DeviceMesh.arange(dp=2, tp=4).with_hosts([0] * 4 + [1] * 4)
     >>> pairs_apart(mesh, ("dp",)), pairs_apart(mesh, ("tp",)), pairs_apart(mesh, ("dp", "tp"))
     (4, 0, 16)
     """
-    found, along = digits(mesh), [*map(mesh.axis_index, axes)]
-    if found is not None:
-        here = found.ranks(along)
-        return found.ranks_but(along) * here * here * (found.hosts(along) - 1)
-    host, here, elsewhere = _in_teams(mesh, axes)
-    return int(np.bincount(host, here * elsewhere).max())
+    axis_digits, along = digits(mesh), [*map(mesh.axis_index, axes)]
+    if axis_digits is not None:
+        members = axis_digits.ranks(along)
+        return axis_digits.ranks_but(along) * members * members * (axis_digits.hosts(along) - 1)
+    host, members, elsewhere = _in_teams(mesh, axes)
+    return int(np.bincount(host, members * elsewhere).max())

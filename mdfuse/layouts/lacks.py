@@ -1,4 +1,4 @@
-"""How much a rank lacks of what it needs, at the rank that lacks most."""
+"""Receive volumes of an exchange: the elements that ranks get from others, largest and average."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from mdfuse.layouts.exchange import Exchange, kept_terms
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
-#: Costs are whole numbers of this part of an element, so that they compare exactly: it is divisible
-#: by most sizes of axes.
+#: Costs are integers in units of 1 / UNIT of an element, so that they compare exactly; UNIT is
+#: divisible by most axis sizes.
 UNIT = 8192 * 3 * 3 * 5 * 7
 
-#: Of how many ranks it is found out one by one whether they send something.
+#: Up to this many ranks, check senders one by one.
 _FEW = 64
 
-#: axis -> the coordinate of each rank; arrays that broadcast with each other
+#: Axis -> the coordinate of each rank: arrays that broadcast with each other.
 _Coordinates = dict[str, Any]
-#: where the part of each rank begins and ends in each block of a dim: such arrays
+#: (start, stop) of each rank's part in each block of a dim: such arrays, too.
 _Rows = list[tuple[Any, Any]]
 
 
 def worst_lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0) -> int:
-    """Return the most elements that a rank needs from others; see `lacks`."""
+    """Return the largest receive volume of a rank, in elements; see `lacks`."""
     return lacks(source, destination, shape, copies)[0]
 
 
 def lacks(
     source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0
 ) -> tuple[int, int]:
-    """Return how many elements ranks need from others: at most, and `UNIT` times on average.
+    """Return the largest receive volume of a rank in elements, and `UNIT` times the average.
 
-    A rank that has no part of the source lacks all that it needs. All ranks are looked at, by array
-    operations: thousands of them take some tens of microseconds. Where a run chooses the extents,
-    or there are chunks, the average is taken to be the most.
+    A rank outside of the source's mesh receives its whole part. Array operations cover all ranks:
+    thousands of ranks take some tens of microseconds. For symbolic extents, and for chunks, the
+    maximum stands for the average.
 
     Args:
-        source: what ranks hold.
-        destination: what they need.
+        source: the layout before.
+        destination: the layout afterwards.
         shape: global extents.
-        copies: how many more copies of all that it needs a rank receives.
+        copies: the number of additional copies of its whole part that each rank receives.
     """
     if is_special(source, destination, shape):
         worst = max((0, *_one_by_one(source, destination, shape, copies)))
@@ -59,12 +59,12 @@ def lacks(
 
 
 def arriving_from_others(layout: Layout, shape: tuple[int, ...], copies: int) -> tuple[int, int]:
-    """Return `lacks` of ranks that hold nothing: parts make up the whole, and the first is largest.
+    """Return `lacks` for ranks that hold nothing; the first rank's part is the largest.
 
     Args:
-        layout: what they need.
+        layout: the layout afterwards.
         shape: global extents, numbers.
-        copies: how many copies of it each rank receives.
+        copies: the number of copies of its part that each rank receives.
     """
     mesh = layout.mesh
     parts = math.prod([mesh.axis_size(a) for _, axes in layout.splits for a in axes])
@@ -74,7 +74,7 @@ def arriving_from_others(layout: Layout, shape: tuple[int, ...], copies: int) ->
 
 @lru_cache(maxsize=256)
 def have_no_rank_in_common(one: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether two meshes are of different ranks.
+    """Return whether two meshes are disjoint.
 
     >>> have_no_rank_in_common(DeviceMesh([0, 1]), DeviceMesh([2, 1]))
     False
@@ -83,20 +83,20 @@ def have_no_rank_in_common(one: DeviceMesh, other: DeviceMesh) -> bool:
 
 
 def most_and_mean(found: Any) -> tuple[int, int]:
-    """Return the largest of some numbers of elements, and `UNIT` times their average."""
+    """Return the largest of some element counts, and `UNIT` times their average."""
     if type(found) is int:
         return found, UNIT * found
-    found = np.asarray(found)
-    return int(found.max()), UNIT * int(found.sum()) // found.size
+    numbers = np.asarray(found)
+    return int(numbers.max()), UNIT * int(numbers.sum()) // numbers.size
 
 
 def most(found: Any) -> int:
-    """Return the largest of some numbers, or one number that all of them are."""
+    """Return the largest of some numbers; one number stands for equal ones."""
     return found if type(found) is int else int(found.max())
 
 
 def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int) -> Any:
-    """Return what each rank needs from others, as an array that broadcasts over the mesh."""
+    """Return the receive volume of each rank: an array that broadcasts over the mesh."""
     need, have, is_holder = _coordinates(source.mesh, destination.mesh)
     if not np.any(is_holder) and not is_symbolic(shape):
         return part_sizes(destination, shape) * (copies + 1)
@@ -107,7 +107,7 @@ def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: i
         needed = needed * length(rows)
         held = held * shared(rows, rows_at(source, dim, extent, have))
     if source.mesh != destination.mesh:
-        for a, b in kept_terms(source, destination):  # a rank that holds another term lacks its own
+        for a, b in kept_terms(source, destination):  # another term does not count as held
             held = held * (have[a] == need[b])
     return needed - held
 
@@ -129,20 +129,21 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
     grid = meshes[1].shape if meshes[0] == meshes[1] else (meshes[1].size,)
     takes, known = (np.zeros(max(m.last_rank for m in meshes) + 1, bool) for _ in meshes)
     takes[goal[np.broadcast_to(lack, grid).reshape(-1)]] = True
-    rest = ranks[~takes[ranks]]
-    if len(rest) > _FEW:
-        rest = np.unique(exchange.senders()) if exchange.by_host else ranks[_is_sending(exchange)]
-        rest = rest[~takes[rest]]
-    if len(rest) <= _FEW:  # some turns are those of parts without elements
-        rest = np.array([r for r in rest.tolist() if any(exchange.sent(r))], int)
-    takes[rest] = True
+    unknown = ranks[~takes[ranks]]
+    if len(unknown) > _FEW:
+        by_host = exchange.by_host
+        unknown = np.unique(exchange.senders()) if by_host else ranks[_is_sending(exchange)]
+        unknown = unknown[~takes[unknown]]
+    if len(unknown) <= _FEW:  # a turn may have no elements
+        unknown = np.array([r for r in unknown.tolist() if any(exchange.sent(r))], int)
+    takes[unknown] = True
     known[ranks] = True
     every = np.concatenate((ranks, goal[~known[goal]]))
     return tuple(every[takes[every]].tolist())
 
 
 def _is_sending(exchange: Exchange) -> Any:
-    """Return which ranks of the source have a turn to send, in the order of its mesh."""
+    """Return a mask of the source ranks that have a turn to send, in the order of the mesh."""
     source, destination = exchange.source, exchange.destination
     at, met = every_coordinate(source.mesh), []
     for dim, extent in enumerate(source.shape):
@@ -157,17 +158,17 @@ def every_coordinate(mesh: DeviceMesh) -> _Coordinates:
 
 
 def position(layout: Layout, dim: int, extent: int, row: Any) -> Any:
-    """Return which part of a dim, in the order of rows, has each row."""
+    """Return the index of the part of a dim that contains each row."""
     return place_of(split_sizes(layout, dim), extent, row)
 
 
 def split_sizes(layout: Layout, dim: int) -> tuple[int, ...]:
-    """Return in how many parts the axes split a dim, outermost first."""
+    """Return the sizes of the axes that split a dim, outermost first."""
     return tuple(map(layout.mesh.axis_size, layout.split_axes(dim)))
 
 
 def place_of(sizes: tuple[int, ...], extent: int, row: Any) -> Any:
-    """Return which of the parts that axes of these sizes make has each row."""
+    """Return the index of the part that contains each row; axes of these sizes split the dim."""
     start: Any = 0
     stop: Any = extent
     position: Any = 0
@@ -181,7 +182,7 @@ def place_of(sizes: tuple[int, ...], extent: int, row: Any) -> Any:
 
 
 def is_special(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether a run chooses the extents, or there are chunks: then arrays would not do."""
+    """Return whether extents are symbolic, or a layout is of chunks: arrays do not apply then."""
     for x in (source, destination):
         if x.stream is not None and x.stream.index is not None:
             return True
@@ -191,18 +192,18 @@ def is_special(source: Layout, destination: Layout, shape: tuple[int, ...]) -> b
 def _one_by_one(
     source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0
 ) -> Iterator[int]:
-    """Yield how many elements each rank needs from others."""
+    """Yield the receive volume of each rank, in elements."""
     for rank in _different(source, destination):
         need = [box for box, _ in boxes_of(destination.rows(shape, rank))]
         has_term = rank in source.mesh and _has_term(source, destination, rank)
         has = [box for box, _ in boxes_of(source.rows(shape, rank))] if has_term else []
         both = (intersect(a, b) for a in need for b in has)
-        own = sum(box_size(box) for box in both if box is not None)
-        yield (copies + 1) * sum(map(box_size, need)) - own
+        held = sum(box_size(box) for box in both if box is not None)
+        yield (copies + 1) * sum(map(box_size, need)) - held
 
 
 def _has_term(source: Layout, destination: Layout, rank: int) -> bool:
-    """Whether a rank of both meshes holds the term that it needs, where terms stay apart."""
+    """Return whether a rank of both meshes holds the term that it needs."""
     have, need = (
         dict(zip(x.mesh.axes, x.mesh.coordinate(rank) or (), strict=True))
         for x in (source, destination)
@@ -211,7 +212,7 @@ def _has_term(source: Layout, destination: Layout, rank: int) -> bool:
 
 
 def _different(source: Layout, destination: Layout) -> Iterable[int]:
-    """Return the destination's ranks, without those that hold and need what another one does."""
+    """Return destination ranks that cover all combinations of held and needed parts."""
     mesh = destination.mesh
     if source.mesh != mesh:
         return mesh
@@ -221,7 +222,7 @@ def _different(source: Layout, destination: Layout) -> Iterable[int]:
 
 
 def is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether some rank has no part of the source, or needs more than its part."""
+    """Return whether some rank receives elements."""
     if source.mesh != destination.mesh and not all(r in source.mesh for r in destination.mesh):
         return True
     if is_special(source, destination, shape):
@@ -230,7 +231,7 @@ def is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> b
 
 
 def rows_at(layout: Layout, dim: int, extent: int, at: _Coordinates) -> _Rows:
-    """Return where the part of each rank begins and ends, in each block."""
+    """Return (start, stop) of each rank's part in each block."""
     splits = [
         (layout.mesh.axis_size(a), at[a], layout.is_plain(dim, a)) for a in layout.split_axes(dim)
     ]
@@ -244,42 +245,42 @@ def rows_at(layout: Layout, dim: int, extent: int, at: _Coordinates) -> _Rows:
 
 
 def cut(blocks: Rows, splits: Sequence[tuple[int, Any, bool]]) -> _Rows:
-    """Return where parts of blocks begin and end.
+    """Return (start, stop) of one part in each block.
 
     Args:
-        blocks: of a dim.
-        splits: of each, from the outermost, how many parts there are, which it is, and whether it
-            goes through all blocks as one.
+        blocks: the blocks of a dim.
+        splits: (number of parts, index of the part, whether the split treats all blocks as one
+            interval) for each axis, outermost first.
     """
-    found: _Rows = [*blocks]
+    intervals: _Rows = [*blocks]
     for n, i, is_plain in splits:
-        if not is_plain or len(found) == 1:
-            found = [_nth(start, stop, n, i) for start, stop in found]
+        if not is_plain or len(intervals) == 1:
+            intervals = [_nth(start, stop, n, i) for start, stop in intervals]
             continue
-        first, last = _nth(0, length(found), n, i)
+        first, last = _nth(0, length(intervals), n, i)
         pieces: _Rows = []
-        for start, stop in found:
+        for start, stop in intervals:
             rows = stop - start
             pieces.append((start + np.clip(first, 0, rows), start + np.clip(last, 0, rows)))
             first, last = first - rows, last - rows
-        found = pieces
-    return found
+        intervals = pieces
+    return intervals
 
 
 def _nth(start: Any, stop: Any, n: int, i: Any) -> tuple[Any, Any]:
-    """Return the i-th of n parts of intervals; arrays."""
+    """Return the i-th of n parts of each interval; arrays."""
     part = -(-(stop - start) // n)
     start = np.minimum(start + i * part, stop)
     return start, np.minimum(start + part, stop)
 
 
 def length(rows: _Rows) -> Any:
-    """Return how many rows each rank has."""
+    """Return the number of rows of each rank."""
     return sum(stop - start for start, stop in rows)
 
 
 def shared(rows: _Rows, others: _Rows) -> Any:
-    """Return how many rows are both in the one part and in the other."""
+    """Return the number of rows that both parts contain."""
     return sum(
         np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
         for start, stop in rows
@@ -290,16 +291,16 @@ def shared(rows: _Rows, others: _Rows) -> Any:
 def meeting(
     layout: Layout, other: Layout, dim: int, extent: int, at: _Coordinates
 ) -> tuple[Any, Any]:
-    """Return the first part of a dim that the part of each rank meets, and how many it meets.
+    """Return the first part of `other` that each rank's part overlaps, and the number of these.
 
-    Where the dim is in blocks, all parts are taken to be met.
+    A dim in blocks counts as overlapping all parts.
     """
     rows = rows_at(layout, dim, extent, at)
     if dim in layout.blocked or dim in other.blocked:
         every = math.prod(map(other.mesh.axis_size, other.split_axes(dim)))
         return 0, np.where(length(rows) > 0, every, 0)
     ((start, stop),) = rows
-    if other.reach(dim) is not None:  # parts overlap: of each where it ends, or one before it
+    if other.reach(dim) is not None:  # parts overlap: compare with the largest end so far
         parts = np.array([part for _, part in other.chunks_of(dim, extent)])
         ends = np.maximum.accumulate(parts[:, 1])
         first = np.minimum(np.searchsorted(ends, start, "right"), len(ends) - 1)
@@ -311,9 +312,9 @@ def meeting(
 
 @lru_cache(maxsize=256)
 def _coordinates(source: DeviceMesh, destination: DeviceMesh) -> tuple[Any, Any, Any]:
-    """Return the coordinates of the destination's ranks in both meshes, and who is in the source.
+    """Return the destination ranks' coordinates in both meshes, and a mask of source membership.
 
-    Ranks outside of the source count as its first, which `held` then leaves out.
+    Ranks outside of the source get the coordinates of its first rank; the mask excludes them.
     """
     if source == destination:
         grid = np.ogrid[tuple(slice(n) for n in source.shape)]
@@ -331,11 +332,11 @@ def _coordinates(source: DeviceMesh, destination: DeviceMesh) -> tuple[Any, Any,
 
 
 def arriving(kind: str, n: int, before: int, after: int) -> int:
-    """Return how many elements a collective brings to a rank, padding included, times `UNIT`.
+    """Return `UNIT` times the elements that a rank receives in a collective, with padding.
 
     Args:
-        kind: one that goes along axes of a mesh.
-        n: how many ranks its teams have.
+        kind: a collective along axes of a mesh.
+        n: ranks per team.
         before: elements of the largest part that is read.
         after: elements of the largest part that is written.
     """
@@ -347,7 +348,7 @@ def arriving(kind: str, n: int, before: int, after: int) -> int:
 
 
 def weighed(worst: int, average: int) -> int:
-    """Return a cost of what arrives at the worst rank, and at all of them on average.
+    """Return the cost of an exchange from its largest and its average receive volume.
 
     >>> weighed(10, 10), weighed(10, 5)
     (10, 9)
@@ -361,20 +362,20 @@ def dearer(cost: int) -> int:
 
 
 def part_sizes(layout: Layout, shape: tuple[int, ...]) -> Any:
-    """Return the elements of the part of each rank, in row-major order; extents are numbers."""
-    found: Any = np.ones(layout.mesh.size, int)
+    """Return the elements of each rank's part, in row-major order; extents are numbers."""
+    sizes: Any = np.ones(layout.mesh.size, int)
     for dim, extent in enumerate(shape):
         axes = layout.split_axes(dim)
         if dim in layout.blocked or layout.reach(dim) is not None:
-            found = found * length(rows_at(layout, dim, extent, every_coordinate(layout.mesh)))
+            sizes = sizes * length(rows_at(layout, dim, extent, every_coordinate(layout.mesh)))
         else:
-            found = found * _lengths(layout.mesh, axes, extent)
-    return found
+            sizes = sizes * _lengths(layout.mesh, axes, extent)
+    return sizes
 
 
 @lru_cache(maxsize=1024)
 def _lengths(mesh: DeviceMesh, axes: tuple[str, ...], extent: int) -> Any:
-    """Return how many rows each rank has of a dim that some axes split."""
+    """Return the number of rows of each rank, of a dim that some axes split."""
     at = every_coordinate(mesh)
     return length(cut(((0, extent),), [(mesh.axis_size(a), at[a], True) for a in axes]))
 
@@ -390,7 +391,7 @@ def part_size(layout: Layout, shape: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1024)
 def _first_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the rows of each dim that the first rank has; no dim is in blocks."""
+    """Return the first rank's number of rows in each dim; no dim is in blocks."""
     rows, size_of = [*shape], layout.mesh.axis_size
     for dim, axes in layout.splits:
         for a in axes:
@@ -399,16 +400,16 @@ def _first_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def least_messages(source: Layout, destination: Layout, shape: tuple[int, ...], terms: int) -> int:
-    """Return how many messages a rank sends or receives at least, to other ranks.
+    """Return a lower bound of the messages that the busiest rank sends or receives.
 
-    The first rank, whose parts are largest, meets at least as many parts as go into its own. No dim
-    is in blocks.
+    The first rank has the largest parts; each overlaps at least as many parts as fit into it. No
+    dim is in blocks.
 
     Args:
-        source: before, of any of the terms.
-        destination: afterwards.
+        source: the layout before, of any of the terms.
+        destination: the layout afterwards.
         shape: global extents, numbers.
-        terms: how many there are of each element.
+        terms: the number of terms of each element.
     """
     sent, got = 1, terms
     both = zip(_first_rows(source, shape), _first_rows(destination, shape), strict=True)
@@ -419,6 +420,6 @@ def least_messages(source: Layout, destination: Layout, shape: tuple[int, ...], 
 
 
 def _alike(layout: Layout) -> int:
-    """Return how many ranks hold the same."""
+    """Return the number of ranks that hold the same part."""
     size_of, split = layout.mesh.axis_size, [a for _, axes in layout.splits for a in axes]
     return layout.mesh.size // math.prod(map(size_of, (*split, *layout.partial_axes)))

@@ -177,7 +177,7 @@ class Layout:
         return {d: Cut(n, plain.intersection(self.split_axes(d))) for d, n in self.blocked.items()}
 
     def is_plain(self, dim: int, axis: str) -> bool:
-        """Whether an axis splits what a rank has of a dim as one, and not every block."""
+        """Return whether an axis splits what a rank has of a dim as one, and not every block."""
         return dim not in self.cuts or axis in self.cuts[dim].plain
 
     def without_blocks(self, dims: Collection[int]) -> Layout:
@@ -212,12 +212,12 @@ class Layout:
     def reduce_ops(self) -> dict[str, str]:
         """Partial axis of several ranks -> its reduce op."""
         pairs = zip(self.mesh.axes, self.placements, strict=True)
-        found = {a: p.op for a, p in pairs if isinstance(p, Partial)}
-        return {a: op for a, op in found.items() if self.mesh.axis_size(a) > 1}
+        ops = {a: p.op for a, p in pairs if isinstance(p, Partial)}
+        return {a: op for a, op in ops.items() if self.mesh.axis_size(a) > 1}
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole value."""
+        """True if every rank holds the whole value."""
         return all(isinstance(p, Replicate) for p in self.placements)
 
     def rows_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Rows, ...]:
@@ -376,10 +376,10 @@ class Layout:
         cls, mesh: DeviceMesh, placements: Any, splits: Any, stream: Any, reaches: Any
     ) -> Layout:
         """Return a layout of parts that are known to fit, as its attributes have them."""
-        found = object.__new__(cls)
-        found.mesh, found.placements, found.splits = mesh, placements, splits
-        found.stream, found.reaches = stream, reaches
-        return found
+        layout = object.__new__(cls)
+        layout.mesh, layout.placements, layout.splits = mesh, placements, splits
+        layout.stream, layout.reaches = stream, reaches
+        return layout
 
     def reaching(self, reaches: Mapping[int, Reach], shape: Sequence[int]) -> Layout:
         """Return this layout with ranks that have other rows of some dims than their parts.
@@ -389,13 +389,13 @@ class Layout:
         if not reaches:
             return self.without_reaches
         plain = self.without_reaches
-        found = Layout(self.mesh, self.by_axis(), self.order, self.stream, reaches)
-        more = {
+        layout = Layout(self.mesh, self.by_axis(), self.order, self.stream, reaches)
+        kept_reaches = {
             d: reach
-            for d, reach in found.reaches
-            if [*found.chunks_of(d, shape[d])] != [*plain.chunks_of(d, shape[d])]
+            for d, reach in layout.reaches
+            if [*layout.chunks_of(d, shape[d])] != [*plain.chunks_of(d, shape[d])]
         }
-        return Layout(self.mesh, self.by_axis(), self.order, self.stream, more)
+        return Layout(self.mesh, self.by_axis(), self.order, self.stream, kept_reaches)
 
     @property
     def without_reaches(self) -> Layout:
@@ -439,10 +439,11 @@ class Layout:
             placements[axis] = placement
         order: dict[int, tuple[str, ...]] = {}
         for dim, axes in self.splits:
-            kept = tuple(a for a in axes if self.mesh.axis_size(a) > 1)
+            real_axes = tuple(a for a in axes if self.mesh.axis_size(a) > 1)
             # Shard(-1) and Shard(1) of a matrix name one dim: then mesh order decides.
-            here = (*order.get(dim % ndim, ()), *kept)
-            order[dim % ndim] = here if dim >= 0 else tuple(sorted(here, key=self.mesh.axis_index))
+            d = dim % ndim
+            joined = (*order.get(d, ()), *real_axes)
+            order[d] = joined if dim >= 0 else tuple(sorted(joined, key=self.mesh.axis_index))
         stream = self.stream
         if stream is not None and stream.op is None:
             stream = replace(stream, dim=wrapped(stream.dim, ndim, str(stream)))
@@ -450,8 +451,8 @@ class Layout:
             self.mesh.axis_index(stream.rotate)
         reaches = {d % ndim: reach for d, reach in self.reaches}
         split = {d: a for d, a in order.items() if a}
-        found = Layout(self.mesh, placements, split, stream, reaches)
-        return found._with_whole_blocks_first() if found.blocked else found
+        layout = Layout(self.mesh, placements, split, stream, reaches)
+        return layout._with_whole_blocks_first() if layout.blocked else layout
 
     def _with_whole_blocks_first(self) -> Layout:
         """Return the one form of equal layouts: axes that share out whole blocks are outermost.

@@ -1,4 +1,4 @@
-"""The numbers of an exchange's messages, from which follows who sends which of them."""
+"""Numbering of an exchange's messages; the number of a message determines its sender."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.boxes import Box, Rows, nth_chunk
 from mdfuse.layouts.side import At, Side
 
-#: In how many shares a message is sent at most: the receiver has to start each of them.
+#: Limit of shares per message: each share costs the receiver a start.
 _MOST_SHARES = 8
 
-#: What the busiest holder sends over the average, at which messages need not be cut further.
+#: Accepted ratio of the busiest holder's sends to the average; below it messages stay uncut.
 _EVENLY = 6 / 5
 
-#: Elements of a share, at least: fewer are not worth a message.
+#: Least number of elements of a share: fewer are not worth a message.
 _LEAST_SHARE = 1024
 
 
 class Met(NamedTuple):
-    """Which parts of a dim of the destination a part of the source meets.
+    """The destination parts of a dim that overlap one source part.
 
     Attributes:
-        start: the position of the first.
-        size: how many.
-        axes: that split the dim there.
-        fixed: coordinates that all of them have, where they are whole blocks.
-        inner: axes along which all parts are met, then.
-        is_fit: whether they are, or no blocks split the dim.
-        is_by_blocks: whether blocks split it.
+        start: the index of the first part.
+        size: the number of parts.
+        axes: the axes that split the dim in the destination.
+        fixed: the coordinates that all these parts share, if they are whole blocks.
+        inner: the axes along which all parts overlap, if they are whole blocks.
+        is_fit: whether they are whole blocks, or no blocks split the dim.
+        is_by_blocks: whether blocks split the dim.
     """
 
     start: int
@@ -46,17 +46,17 @@ class Met(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What messages of many parts have in common.
+    """The message pattern that many source parts share.
 
     Attributes:
-        blocks: the axes that tell blocks apart; in one of these, some lack nothing.
-        digits: for each dim the axes that number its parts, how many there are, and whether they
-            count from the first that is met.
-        stride: how many ranks of the own block lack one part of the destination.
-        parts: how many parts a block has.
-        others: how many messages go to other blocks.
-        total: how many there are.
-        shares: in how many shares each is sent.
+        blocks: the axes that tell blocks apart; in the holders' own block, some ranks lack nothing.
+        digits: for each dim the axes that number its parts, the number of parts, and whether they
+            count from the first overlapping part.
+        stride: the number of ranks of the own block that lack one destination part.
+        parts: the number of parts per block.
+        others: the number of messages to other blocks.
+        total: the number of messages.
+        shares: the number of shares per message.
     """
 
     blocks: tuple[str, ...]
@@ -69,17 +69,17 @@ class _Shape(NamedTuple):
 
 
 class Pattern:
-    """What the messages of all parts of the source have in common, along axes of the destination.
+    """The message pattern that all source parts share, along axes of the destination.
 
     Attributes:
-        along: the axes along which ranks hold the same; those that tell holders apart first.
-        common: axes on which a part of the destination is at one coordinate, as holders are.
-        blocks: those of them that split dims: at the holders' own coordinates, some lack nothing.
-        all: how many ranks need one part.
-        each: how many of these hold a part of the source, where some do.
-        lacking: how many then lack it.
-        turns: how many ranks hold a part of the source.
-        most_shares: in how many shares a message is sent at most.
+        along: the axes along which ranks hold copies; axes that tell holders apart come first.
+        common: the axes on which a destination part, and its holders, have one coordinate.
+        blocks: the common axes that split dims: at the holders' coordinates, some lack nothing.
+        all: the number of ranks that need one part.
+        each: the number of these that hold a source part, where some do.
+        lacking: the number of ranks that then lack the part.
+        turns: the number of ranks that hold a source part.
+        most_shares: the largest number of shares of a message.
     """
 
     def __init__(
@@ -102,19 +102,19 @@ class Pattern:
         self._shapes: dict[tuple[object, ...], _Shape] = {}
 
     def met(self, holders: At) -> list[Met]:
-        """Return for each dim which of the destination's parts a part of the source meets."""
-        found, rows = list[Met](), None
+        """Return for each dim the destination parts that a source part overlaps."""
+        met_parts, rows = list[Met](), None
         for dim, axes in enumerate(self.source.split):
             key = (dim, holders[axes[0]]) if len(axes) == 1 else (dim, *[holders[a] for a in axes])
             met = self._met.get(key)
             if met is None:
                 rows = rows or self.source.rows(holders)
                 met = self._met[key] = self.met_in(dim, rows[dim])
-            found.append(met)
-        return found
+            met_parts.append(met)
+        return met_parts
 
     def met_in(self, dim: int, rows: Rows) -> Met:
-        """Return which of the destination's parts some rows of a dim meet."""
+        """Return the destination parts that some rows of a dim overlap."""
         where = (dim, self.destination.positions(dim, rows))
         met = self._met_at.get(where)
         if met is None:
@@ -122,7 +122,7 @@ class Pattern:
         return met
 
     def _meet(self, dim: int, found: range) -> Met:
-        """Return how the parts at some positions of a dim are numbered.
+        """Return the numbering of the parts at some positions of a dim.
 
         By blocks, where there are some and all parts along the inner axes are met.
         """
@@ -133,12 +133,12 @@ class Pattern:
         return Met(found.start, len(found), axes, fixed, inner, not ends or size > 0, bool(ends))
 
     def shape(self, met: list[Met], is_fit: bool) -> _Shape:
-        """Return what the messages of all parts have in common that meet as many, alike."""
+        """Return the message pattern of all source parts with the same overlaps."""
         key = (is_fit, *[(m.size, m.inner if is_fit else None) for m in met])
-        found = self._shapes.get(key)
-        if found is None:
-            found = self._shapes[key] = self._shape(met, is_fit)
-        return found
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = self._shape(met, is_fit)
+        return shape
 
     def _shape(self, met: list[Met], is_fit: bool) -> _Shape:
         count, stride, blocks = self.destination.count, self.all, tuple[str, ...]()
@@ -169,7 +169,7 @@ class Pattern:
         )
 
     def shares(self, messages: int) -> int:
-        """Return in how many shares each of some messages is sent.
+        """Return the number of shares per message.
 
         The fewest with which no holder sends over a fifth more than all do on average; where
         there are none, those with which it is least.
@@ -181,42 +181,45 @@ class Pattern:
         return 1 + min(enumerate(over), key=lambda found: max(found[1], _EVENLY))[0]
 
     def has_turn(self, at: Mapping[str, Any], met: Sequence[tuple[Any, Any]]) -> Any:
-        """Return which ranks of the source have a turn to send; arrays.
+        """Return a mask of the source ranks that have a turn to send.
 
         Args:
             at: the coordinates of all ranks.
-            met: for each dim the first part of the destination that each meets, and how many.
+            met: for each dim each rank's first overlapping destination part, and their number.
         """
         parts: Any = math.prod(n for _, n in met)
         is_fit: Any = True
         inner: dict[str, Any] = {}  # axis of blocks -> who meets several of its coordinates
         for (first, n), ends in zip(met, self.ends, strict=True):
-            found: Any = not ends
+            is_ended: Any = not ends
             for size, outside, inside in ends:
-                here = (n == size) & (first % size == 0) & ~np.asarray(found)
-                found, place = found | here, first // size
+                ends_here = (n == size) & (first % size == 0) & ~np.asarray(is_ended)
+                is_ended, place = is_ended | ends_here, first // size
                 for a in reversed(outside):
                     place, i = np.divmod(place, self.destination.sizes[a])
-                    is_fit = is_fit & (~here | (a not in self.blocks) | (i == at[a]))
-                inner |= {a: inner.get(a, False) | here for a in inside if a in self.blocks}
-            is_fit = is_fit & found
+                    is_fit = is_fit & (~ends_here | (a not in self.blocks) | (i == at[a]))
+                inner |= {a: inner.get(a, False) | ends_here for a in inside if a in self.blocks}
+            is_fit = is_fit & is_ended
         blocks: Any = 1
-        own: Any = 0
+        own_block: Any = 0
         for a in self.blocks:
             n, is_met = self.destination.sizes[a], is_fit & inner.get(a, False)
-            blocks, own = blocks * np.where(is_met, n, 1), np.where(is_met, own * n + at[a], own)
+            blocks, own_block = (
+                blocks * np.where(is_met, n, 1),
+                np.where(is_met, own_block * n + at[a], own_block),
+            )
         fewer = parts // blocks * ((blocks - 1) * self.all + self.lacking)
         messages = np.where(is_fit, fewer, parts * self.all)
         shares: Any = 1
         if self.most_shares > 1:
             counts, which = np.unique(messages, return_inverse=True)
             shares = np.array([*map(self.shares, counts.tolist())])[which].reshape(messages.shape)
-        turn = self.source.number(at, self.source.free) - np.where(blocks > 1, own + 1, 0)
+        turn = self.source.number(at, self.source.free) - np.where(blocks > 1, own_block + 1, 0)
         return turn % self.turns < messages * shares
 
 
 def _most_shares(source: Side, destination: Side) -> int:
-    """Return into how many shares the largest message may be cut."""
+    """Return the largest number of shares of a message."""
     chunks = (x.layout.stream for x in (source, destination))
     if is_symbolic(source.shape) or any(c is not None and c.index is not None for c in chunks):
         return 1

@@ -23,10 +23,10 @@ from mdfuse.errors import LayoutError
 from mdfuse.layouts.boxes import Box, Interval
 from mdfuse.layouts.layout import Layout
 
-#: Of more intervals along a dim, the first and the last ones are shown; likewise of ranks.
+#: If a dim has more intervals, the first and the last ones are shown; likewise for ranks.
 _SHOWN, _FIRST, _LAST = 12, 8, 2
 _RANKS = 6
-#: Of more pictures for further dims, only the first ones are shown.
+#: If further dims give more pictures, only the first ones are shown.
 _GRIDS = 4
 
 
@@ -80,7 +80,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Who holds which part of a tensor; prints as text, and notebooks show it as SVG.
+    """A picture of the ranks that hold each part of a tensor; prints as text, in notebooks as SVG.
 
     Args:
         layout: of the tensor.
@@ -129,34 +129,34 @@ class Picture:
 
     def bands(self, dim: int) -> list[Band]:
         """Return the intervals of a dim, in order, without empty ones unless all are."""
-        axes, found = self.layout.split_axes(dim), []
+        axes, bands = self.layout.split_axes(dim), []
         stream = self.layout.stream
         is_whole = stream is not None and stream.dim == dim and stream.index is None
         for choice, interval in self.layout.chunks_of(dim, self.shape[dim]):
             where = tuple(zip(axes, choice, strict=True))
             if stream is None or not is_whole:
-                found.append(Band(interval=interval, where=where))
+                bands.append(Band(interval=interval, where=where))
                 continue
             if dim in self.layout.blocked:  # each is a chunk, one after the other on each rank
-                found.append(Band(interval=interval, where=where, chunk=len(found) % stream.count))
+                bands.append(Band(interval=interval, where=where, chunk=len(bands) % stream.count))
                 continue
             chunks = [stream.interval(interval, i) for i in range(stream.count)]
-            found += [Band(interval=x, where=where, chunk=i) for i, x in enumerate(chunks)]
+            bands += [Band(interval=x, where=where, chunk=i) for i, x in enumerate(chunks)]
         if dim in self.layout.blocked:
-            found.sort(key=lambda band: band.interval)
-        return [b for b in found if b.interval[0] < b.interval[1]] or found[:1]
+            bands.sort(key=lambda band: band.interval)
+        return [b for b in bands if b.interval[0] < b.interval[1]] or bands[:1]
 
     @property
     def grids(self) -> tuple[Grid, ...]:
         """The grids: one, or one for each part along the split dims that do not span it."""
         spanned = self.dims
-        rest = [d for d, _ in self.layout.splits if d not in spanned]
+        others = [d for d, _ in self.layout.splits if d not in spanned]
         stream = self.layout.stream
-        if stream is not None and stream.dim not in (*spanned, *rest):
-            rest.append(stream.dim)
-        bands = [self.bands(d) for d in rest]
-        found = (dict(zip(rest, choice, strict=True)) for choice in product(*bands))
-        return tuple(self._grid(spanned, fixed) for fixed in found)
+        if stream is not None and stream.dim not in (*spanned, *others):
+            others.append(stream.dim)
+        bands = [self.bands(d) for d in others]
+        choices = (dict(zip(others, choice, strict=True)) for choice in product(*bands))
+        return tuple(self._grid(spanned, fixed) for fixed in choices)
 
     def _grid(self, dims: Sequence[int], fixed: dict[int, Band]) -> Grid:
         one = (Band(interval=(0, 1)),)
@@ -175,14 +175,14 @@ class Picture:
 
     def _part(self, bands: dict[int, Band]) -> Part:
         """Return the part of the tensor that lies in one interval for each of some dims."""
-        here = {axis: n for band in bands.values() for axis, n in band.where}
+        at = {axis: n for band in bands.values() for axis, n in band.where}
         box = tuple(bands[d].interval if d in bands else (0, n) for d, n in enumerate(self.shape))
         chunk = next((b.chunk for b in bands.values() if b.chunk is not None), None)
         iteration, stream = chunk, self.layout.stream
         if chunk is not None and stream is not None and stream.rotate is not None:
-            turn = here.get(stream.rotate)
+            turn = at.get(stream.rotate)
             iteration = None if turn is None else (chunk - turn) % stream.count
-        return Part(box=box, terms=self._terms(here), iteration=iteration)
+        return Part(box=box, terms=self._terms(at), iteration=iteration)
 
     def _terms(self, here: dict[str, int]) -> tuple[tuple[int, ...], ...]:
         """Return the ranks at some coordinates: a tuple of replicas for each term."""
@@ -221,26 +221,26 @@ class Picture:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What signs in the picture mean, and who holds nothing."""
-        found, layout = [], self.layout
+        """The meaning of the signs in the picture, and the ranks that hold nothing."""
+        lines, layout = [], self.layout
         if len(self.shape) > 2:
             rows, columns = self.dims
-            found.append(f"rows are dim {rows}, columns dim {columns}")
+            lines.append(f"rows are dim {rows}, columns dim {columns}")
         if layout.reduce_ops:
             op = ", ".join(dict.fromkeys(layout.reduce_ops.values()))
-            found.append(f"each rank holds a term: their {op} is the value")
+            lines.append(f"each rank holds a term: their {op} is the value")
         if layout.varying_axes:
-            found.append(f"a | b: ranks along {', '.join(layout.varying_axes)} differ")
+            lines.append(f"a | b: ranks along {', '.join(layout.varying_axes)} differ")
         stream = layout.stream
         if stream is not None and stream.index is None:
             split = {a for _, axes in layout.splits for a in axes}
             if stream.rotate is None or stream.rotate in split:
-                found.append(f"#n: iteration n of the host's loop over {stream.count} chunks")
+                lines.append(f"#n: iteration n of the host's loop over {stream.count} chunks")
             else:
-                found.append(f"each rank along {stream.rotate} begins at its own chunk")
+                lines.append(f"each rank along {stream.rotate} begins at its own chunk")
         if self.empty:
-            found.append(f"nothing lies on {_ranks(self.empty)}")
-        return tuple(found)
+            lines.append(f"nothing lies on {_ranks(self.empty)}")
+        return tuple(lines)
 
     def __str__(self) -> str:
         from mdfuse.layouts.picture_text import text

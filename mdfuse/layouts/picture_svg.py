@@ -30,8 +30,8 @@ def svg(picture: Picture, most: int) -> str:
         if grid.fixed:
             body.append(_text(4, top + 12, ", ".join(f"dim {d} {span(x)}" for d, x in grid.fixed)))
             top += _LINE
-        found, right, top = _grid(picture, grid, top)
-        body += found
+        elements, right, top = _grid(picture, grid, top)
+        body += elements
         width = max(width, right)
     notes = list(picture.notes)
     if len(grids) > most:

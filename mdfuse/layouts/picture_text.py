@@ -34,8 +34,8 @@ def _grid(picture: Picture, grid: Grid) -> list[str]:
     lines.append(_rule(left, widths, "┌┬┐"))
     for r, row in enumerate(cells):
         if r:
-            above, here = grid.rows[r - 1], grid.rows[r]
-            lines.append(_rule(left, widths, "├┼┤", "╌" if _is_inside(above, here) else "─"))
+            above, current = grid.rows[r - 1], grid.rows[r]
+            lines.append(_rule(left, widths, "├┼┤", "╌" if _is_inside(above, current) else "─"))
         inner = _joined(grid.columns, [t.center(w) for t, w in zip(row, widths, strict=True)])
         lines.append(f"{sides[r]:>{left}} │{inner}│")
     lines.append(_rule(left, widths, "└┴┘"))

@@ -93,7 +93,7 @@ Placement = Shard | Replicate | Partial | Varies
 
 
 def commute(ops: Iterable[str]) -> bool:
-    """Whether axes that are Partial by these ops may be reduced in any order, as a layout requires.
+    """True if axes that are Partial by these ops may be reduced in any order, as a layout requires.
 
     >>> commute(["max", "max"]), commute(["sum", "avg"]), commute(["sum", "max"])
     (True, True, False)

@@ -1,4 +1,4 @@
-"""One rank's part of a communication: what it posts, and what it copies by itself."""
+"""One rank's part of a communication: its posts and its local copies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RankPart:
     """One rank's part of a communication.
 
     Attributes:
-        call: what the backend posts; None for nothing.
+        call: the call that the backend posts; None for nothing.
         sends: for each of `call.sends`, the box of the source buffer.
         recvs: for each of `call.recvs`, the box of the destination buffer.
         copies: (box of the source buffer, box of the destination buffer) of elements that stay on
@@ -63,7 +63,7 @@ class RankPart:
 
 
 def part_of(comm: Family, rank: int) -> RankPart:
-    """Return what a rank posts, and what it copies by itself."""
+    """Return the posts and the local copies of a rank."""
     if comm.kind in ("Exchange", "ReduceExchange"):
         return _exchange(comm, rank)
     if comm.kind == "SendRecv":
@@ -77,13 +77,14 @@ def part_of(comm: Family, rank: int) -> RankPart:
 def touched(comm: Family, rank: int) -> tuple[bool, bool]:
     """Return whether a rank reads the source of an Exchange, and whether it writes its destination.
 
-    As few messages are looked at as it takes: among thousands of ranks each may have thousands.
+    The test stops at the first message that decides: among thousands of ranks each may have
+    thousands.
     """
     source, destination = Side(comm.source, comm.shape), Side(comm.destination, comm.shape)
     exchange = Exchange(source, destination)
-    here, there = source.at(rank), destination.at(rank)
-    writes = there is not None and all(map(has_rows, destination.rows(there)))
-    if here is None or not _is_wanted(source.rows(here), destination):
+    held_at, needed_at = source.at(rank), destination.at(rank)
+    writes = needed_at is not None and all(map(has_rows, destination.rows(needed_at)))
+    if held_at is None or not _is_wanted(source.rows(held_at), destination):
         return False, writes
     reads = any(box_size(box) for _, box in exchange.sent(rank))
     if not reads and writes:
@@ -92,7 +93,7 @@ def touched(comm: Family, rank: int) -> tuple[bool, bool]:
 
 
 def _is_wanted(rows: tuple[Rows, ...], destination: Side) -> bool:
-    """Return whether any rank may lack some rows, as far as dims tell that all have alike."""
+    """Return whether any rank may lack some rows, judged by dims that are equal on all ranks."""
     alike = [dim for dim, axes in enumerate(destination.split) if not axes]
     return all(meet(rows[dim], destination.rows_of(dim, {})) for dim in alike)
 
@@ -137,7 +138,7 @@ def _with_root(comm: Family, rank: int, team: tuple[int, ...]) -> RankPart:
 
 
 def _keeps_own(comm: Family, rank: int) -> bool:
-    """Whether a rank has what is broadcast already: as the root, or as a rank of both meshes."""
+    """True if a rank has the broadcast value already: as the root, or as a rank of both meshes."""
     if comm.source.mesh == comm.destination.mesh:
         return comm.root(rank) == rank
     return rank in comm.source.mesh and rank in comm.destination.mesh
@@ -158,21 +159,21 @@ def _own_block(comm: Family, i: int) -> tuple[Box, Box]:
 def _all_to_all(comm: Family, rank: int, team: tuple[int, ...]) -> RankPart:
     """Return a rank's part of an AllToAll: for each member, its rows of `dim` x their `to_dim`."""
     assert comm.dim is not None and comm.to_dim is not None
-    here = comm.source.box(comm.shape, rank)
+    box = comm.source.box(comm.shape, rank)
     after = comm.destination.box(comm.shape, rank)
     n = len(team)
     shared = after[comm.dim]
-    target = here[comm.to_dim]
-    rest = math.prod(
-        stop - start for d, (start, stop) in enumerate(here) if d not in (comm.dim, comm.to_dim)
+    target = box[comm.to_dim]
+    others = math.prod(
+        stop - start for d, (start, stop) in enumerate(box) if d not in (comm.dim, comm.to_dim)
     )
-    rows, mine = _length(here[comm.dim]), _length(after[comm.to_dim])
+    rows, mine = _length(box[comm.dim]), _length(after[comm.to_dim])
     call = Call(
         kind="AllToAll",
         team=team,
         rank=rank,
-        send_counts=tuple(rows * rest * _length(nth_chunk(target, n, i)) for i in range(n)),
-        recv_counts=tuple(mine * rest * _length(nth_chunk(shared, n, i)) for i in range(n)),
+        send_counts=tuple(rows * others * _length(nth_chunk(target, n, i)) for i in range(n)),
+        recv_counts=tuple(mine * others * _length(nth_chunk(shared, n, i)) for i in range(n)),
     )
     return RankPart(call=call)
 
@@ -205,36 +206,36 @@ def _send_recv(comm: Family, rank: int) -> RankPart:
 def _exchange(comm: Family, rank: int) -> RankPart:
     """Return a rank's part of an Exchange: it receives each box that it lacks from one holder.
 
-    Along axes along which the value stays Partial, each term is exchanged by itself. Where it is
-    reduced, a rank receives each box of each term.
+    Along axes that stay Partial, each term is exchanged by itself. Along reduced axes, a rank
+    receives each box of each term.
     """
     source, destination = Side(comm.source, comm.shape), Side(comm.destination, comm.shape)
     exchange = Exchange(source, destination)
-    here, there = source.at(rank), destination.at(rank)
-    have = source.rows(here) if here is not None else ()
-    need = destination.rows(there) if there is not None else ()
-    found = [*exchange.received(rank)]
+    held_at, needed_at = source.at(rank), destination.at(rank)
+    have = source.rows(held_at) if held_at is not None else ()
+    need = destination.rows(needed_at) if needed_at is not None else ()
+    pieces = [*exchange.received(rank)]
     sends = _within([*exchange.sent(rank)], have)
-    recvs = [(peer, within(box, need)) for peer, box, _ in found if peer != rank]
-    copies = [(within(b, have), within(b, need)) for peer, b, _ in found if peer == rank]
+    recvs = [(peer, within(box, need)) for peer, box, _ in pieces if peer != rank]
+    copies = [(within(b, have), within(b, need)) for peer, b, _ in pieces if peer == rank]
     part = _point_to_point(comm, rank, sends, recvs, copies)
     if comm.kind == "Exchange":
         return part
     recv, copy, terms = count(), count(), list[int]()
-    for peer, _, _ in found:
+    for peer, _, _ in pieces:
         terms.append(-1 - next(copy) if peer == rank else next(recv))
     n = source.count(exchange.reduced)
     return replace(part, terms=tuple(tuple(terms[i : i + n]) for i in range(0, len(terms), n)))
 
 
 def _within(sent: list[tuple[int, Box]], have: tuple[Rows, ...]) -> list[tuple[int, Box]]:
-    """Return what a rank sends as boxes of its part; many receivers in a row get the same one."""
-    found, last, here = list[tuple[int, Box]](), None, Box()
+    """Return a rank's sends as boxes of its part; many receivers in a row get the same box."""
+    sends, last, part = list[tuple[int, Box]](), None, Box()
     for peer, box in sent:
         if box is not last:
-            last, here = box, within(box, have)
-        found.append((peer, here))
-    return found
+            last, part = box, within(box, have)
+        sends.append((peer, part))
+    return sends
 
 
 def _point_to_point(
@@ -244,10 +245,10 @@ def _point_to_point(
     recvs: list[tuple[int, Box]],
     copies: list[tuple[Box, Box]],
 ) -> RankPart:
-    """Return a rank's part of sends and receives between pairs, of which no box is empty."""
-    kept = tuple(copies)
+    """Return a rank's part of sends and receives between pairs, without empty boxes."""
+    own_copies = tuple(copies)
     if not sends and not recvs:
-        return RankPart(copies=kept)
+        return RankPart(copies=own_copies)
     call = Call(
         kind="Exchange" if comm.kind == "ReduceExchange" else comm.kind,
         team=comm.whole_group,
@@ -259,5 +260,5 @@ def _point_to_point(
         call=call,
         sends=tuple(box for _, box in sends),
         recvs=tuple(box for _, box in recvs),
-        copies=kept,
+        copies=own_copies,
     )

@@ -154,8 +154,8 @@ def _assemble(layout: Layout, parts: Sequence[Tensor], shape: tuple[int, ...]) -
         layer = tuple(coordinate[i] for i in partial_at)
         if layer not in layers:
             layers[layer] = part.new_empty(shape)
-        for box, here in boxes_of(rows):
-            layers[layer][index_of(box)] = part[index_of(here)]
+        for box, place in boxes_of(rows):
+            layers[layer][index_of(box)] = part[index_of(place)]
     for axis in reversed(layout.partial_axes):  # the coordinate along the last one goes first
         layers = _reduced(layers, layout.placement(axis))
     return layers[()]

@@ -1,4 +1,4 @@
-"""One side of an exchange: which parts of a tensor there are, and who has them."""
+"""One endpoint of an exchange: the parts of the tensor, and the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ At = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Side:
-    """The source or the destination of an exchange: which parts there are, and who has them."""
+    """The source or the destination of an exchange: the parts, and the ranks that hold them."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -38,12 +38,12 @@ class Side:
 
     @cached_property
     def free(self) -> tuple[str, ...]:
-        """The axes along which ranks hold the same."""
+        """The axes along which ranks hold copies."""
         return tuple(a for a in self.mesh.axes if a not in self.fixed)
 
     @cached_property
     def grid(self) -> Any:
-        """The ranks, an array with the axes of the mesh."""
+        """The ranks: an array with the axes of the mesh."""
         return self.mesh.array.reshape(self.mesh.shape)
 
     @cached_property
@@ -58,12 +58,12 @@ class Side:
 
     @cached_property
     def split_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """In how many parts these axes split each dim."""
+        """The sizes of the axes that split each dim, outermost first."""
         return tuple([tuple([self.sizes[a] for a in axes]) for axes in self.split])
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How far neighbours along each axis are from each other in the order of the mesh."""
+        """Axis -> the distance between neighbours along it in the order of the mesh."""
         sizes = accumulate(reversed(self.mesh.shape[1:]), mul, initial=1)
         return dict(zip(reversed(self.mesh.axes), sizes, strict=True))
 
@@ -79,52 +79,52 @@ class Side:
         return self.mesh.rank_at([at[a] for a in self.mesh.axes])
 
     def number(self, at: At, axes: tuple[str, ...]) -> int:
-        """Return the position of coordinates in the order along some axes, the last one fastest."""
+        """Return the row-major index of coordinates along some axes."""
         n, sizes = 0, self.sizes
         for a in axes:
             n = n * sizes[a] + at[a]
         return n
 
     def place(self, n: int, axes: tuple[str, ...]) -> int:
-        """Return how far from its first rank in the order of the mesh a position along axes is."""
+        """Return the offset, in the order of the mesh, of a row-major index along some axes."""
         strides = self.strides
         if len(axes) == 1:
             return n * strides[axes[0]]
-        found = 0
+        place = 0
         for a in reversed(axes):
             n, i = divmod(n, self.sizes[a])
-            found += i * strides[a]
-        return found
+            place += i * strides[a]
+        return place
 
     def numbered(self, n: int, axes: tuple[str, ...]) -> dict[str, int]:
-        """Return the coordinates at a position in the order along some axes."""
+        """Return the coordinates of a row-major index along some axes."""
         if len(axes) == 1:
             return {axes[0]: n}
-        found = {}
+        at = {}
         for a in reversed(axes):
-            n, found[a] = divmod(n, self.sizes[a])
-        return found
+            n, at[a] = divmod(n, self.sizes[a])
+        return at
 
     def rows(self, at: At) -> tuple[Rows, ...]:
-        """Return what ranks at some coordinates hold; the axes that split dims are enough."""
+        """Return the rows at some coordinates; the axes that split dims suffice."""
         return tuple([self.rows_of(dim, at) for dim in range(len(self.split))])
 
     def rows_of(self, dim: int, at: At) -> Rows:
         """Return the rows of one dim."""
         key = (dim, *[at[a] for a in self.split[dim]])
-        found = self._rows.get(key)
-        if found is None:
-            found = self._rows[key] = self._part(*key)
-        return found
+        rows = self._rows.get(key)
+        if rows is None:
+            rows = self._rows[key] = self._part(*key)
+        return rows
 
     @cached_property
     def _rows(self) -> dict[tuple[int, ...], Rows]:
-        """(dim, coordinates on the axes that split it) -> the rows of ranks there."""
+        """(dim, coordinates on the axes that split it) -> its rows."""
         return {}
 
     @cached_property
     def _plain(self) -> dict[int, int]:
-        """Dim that one axis splits, without blocks, reaches and chunks -> rows of a part."""
+        """Dim that one axis splits, without blocks, halos and chunks -> rows per part."""
         chunk = self.layout.stream
         chunked = chunk.dim if chunk is not None and chunk.index is not None else None
         return {
@@ -149,10 +149,10 @@ class Side:
         return rows
 
     def positions(self, dim: int, rows: Rows) -> range:
-        """Return the positions of the parts of a dim that have some of its rows.
+        """Return the range of part indices of a dim that covers some of its rows.
 
-        Some of them may be empty: `torch.chunk` makes empty parts, also between others. Where the
-        dim is in blocks, on this side or on the other one, these are all positions.
+        Parts in this range may be empty: `torch.chunk` makes empty parts, also between others. If
+        either endpoint has the dim in blocks, the range covers all parts.
         """
         if dim in self._plain and len(rows) == 1:
             ((start, stop),), size = rows, self._plain[dim]
@@ -164,12 +164,12 @@ class Side:
         ((start, stop),) = rows
         if reach is not None:
             parts = enumerate(self.layout.chunks_of(dim, self.shape[dim]))
-            found = [n for n, (_, (a, b)) in parts if max(a, start) < min(b, stop)]
-            return range(found[0], found[-1] + 1) if found else range(0)
+            positions = [n for n, (_, (a, b)) in parts if max(a, start) < min(b, stop)]
+            return range(positions[0], positions[-1] + 1) if positions else range(0)
         return range(self._position(dim, start), self._position(dim, stop - 1) + 1)
 
     def _position(self, dim: int, row: int) -> int:
-        """Return which part of a dim, in the order of rows, has a row."""
+        """Return the index of the part of a dim that contains a row."""
         interval, position = (0, self.shape[dim]), 0
         for axis in self.split[dim]:
             n = self.sizes[axis]
@@ -178,7 +178,7 @@ class Side:
         return position
 
     def meeting(self, dim: int, rows: Rows) -> Iterator[tuple[dict[str, int], Rows, Rows]]:
-        """Yield the parts of a dim that have some rows: coordinates, part, which of these rows."""
+        """Yield (coordinates, rows of the part, overlap) for each part that overlaps some rows."""
         axes, is_plain = self.split[dim], dim in self._plain
         for n in self.positions(dim, rows):
             at = self.numbered(n, axes) if axes else {}

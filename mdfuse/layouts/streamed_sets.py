@@ -1,4 +1,4 @@
-"""How a streamed `set` goes through the host loop: which communication each iteration posts."""
+"""The communication that each iteration of the host loop posts for a streamed `set`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _only_axis(source: Layout, destination: Layout) -> str | None:
 def _is_one_shard_per_chunk(
     source: Layout, destination: Layout, stream: Stream, axis: str, extent: object
 ) -> bool:
-    """Whether the set gathers or scatters the streamed dim, with one chunk for each rank.
+    """Return whether the set gathers or scatters the streamed dim, with one chunk for each rank.
 
     In a ring there may be several, all of them pieces of one rank's shard.
     """
@@ -90,14 +90,14 @@ def _is_one_shard_per_chunk(
     scatters = isinstance(before, Partial) and after == Shard(stream.dim)
     if not (gathers or scatters) or source.partial_axes not in ((), (axis,)):
         return False
-    pieces, rest = divmod(stream.count, source.mesh.axis_size(axis))
+    pieces, remainder = divmod(stream.count, source.mesh.axis_size(axis))
     if stream.rotate != axis or pieces <= 1:
         return stream.chunks == source.mesh.axis_size(axis)
-    return not rest and _are_pieces(source if gathers else destination, stream, extent, pieces)
+    return not remainder and _are_pieces(source if gathers else destination, stream, extent, pieces)
 
 
 def _are_pieces(split: Layout, stream: Stream, extent: object, pieces: int) -> bool:
-    """Whether the chunks of a dim are those into which its shards are cut, the short ones, too.
+    """True if the chunks of a dim are those into which its shards are cut, the short ones, too.
 
     Chunks of given lengths have the same ones in each shard, and no shard is shorter.
     """
@@ -110,8 +110,8 @@ def _are_pieces(split: Layout, stream: Stream, extent: object, pieces: int) -> b
         return stream.chunks == lengths * size and {*rows} == {sum(lengths)}
     for at in range(0, len(rows), size):
         team = rows[at : at + size]
-        each, rest = divmod(max(team), pieces)
-        if rest or any(n > 1 and -(-n // pieces) != each for n in team):
+        each, remainder = divmod(max(team), pieces)
+        if remainder or any(n > 1 and -(-n // pieces) != each for n in team):
             return False
     return True
 

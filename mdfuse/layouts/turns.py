@@ -1,7 +1,7 @@
-"""Who sends what to whom where all parts of the source have as many messages, numbered alike.
+"""Round-robin senders when every source shard has the same number of messages.
 
-So it is where neither hosts nor blocks of ranks decide: what depends on one dim is then found once
-for each part of that dim, and a message costs few steps.
+This holds where neither hosts nor blocks of ranks choose the sender. Each dim is then examined once
+per shard of that dim, and a message costs few steps.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from mdfuse.layouts.boxes import Box, Rows, common
 from mdfuse.layouts.messages import Pattern
 from mdfuse.layouts.side import At
 
-#: Who sends, and which share of how many.
+#: (sender, index of its share, number of shares)
 Sender = tuple[int, int, int]
 
 
 class _Piece(NamedTuple):
-    """What a part of one dim of the source adds to that of the tensor, for one receiver.
+    """The contribution of one dim's source part to a box, for one receiver.
 
     Attributes:
-        rows: those that the receiver needs.
+        rows: the rows that the receiver needs.
         is_own: whether the receiver has them, as far as this dim tells.
-        place: of the holders in the order of the mesh.
-        first: of the holders among the ranks that need one part.
-        number: of the receiver's part among those of the destination that this one meets.
-        size: how many these are.
+        place: the holders' offset in the order of the mesh.
+        first: the holders' index among the ranks that need the part.
+        number: the index of the receiver's part among the destination parts that this one overlaps.
+        size: the number of these destination parts.
     """
 
     rows: Rows
@@ -40,7 +40,7 @@ class _Piece(NamedTuple):
 
 
 class Turns:
-    """The messages of all parts of the source, of which none depends on blocks or hosts."""
+    """The messages of all source parts; none depends on blocks or hosts."""
 
     def __init__(self, pattern: Pattern, reduced: tuple[str, ...]) -> None:
         self.pattern, self.source, self.destination = pattern, pattern.source, pattern.destination
@@ -53,12 +53,12 @@ class Turns:
     def received(
         self, rank: int, at: At, held: At | None, need: Sequence[Rows]
     ) -> Iterator[tuple[list[Box], list[list[Sender]]]]:
-        """Yield boxes that a rank needs of one part, and who sends these of each term.
+        """Yield the boxes that a rank needs from one source part, and the senders of each term.
 
         Args:
             rank: the receiver.
             at: its coordinates in the destination.
-            held: those in the source.
+            held: its coordinates in the source; None where it is not in that mesh.
             need: the rows that it needs.
         """
         dims = [self._pieces(dim, rows, at, held) for dim, rows in enumerate(need)]
@@ -67,27 +67,28 @@ class Turns:
         for parts in product(*dims):
             place, first, number, size, is_own = 0, 0, 0, 1, held is not None
             rows = []
-            for own, has, at_place, later, digit, count in parts:  # quicker than by their names
-                rows.append(own)
+            # unpacking is quicker than access by name
+            for dim_rows, has, at_place, later, digit, count in parts:
+                rows.append(dim_rows)
                 place, first, is_own = place + at_place, first + later, is_own and has
                 number, size = number * count + digit, size * count
             senders = [
                 [(rank, 0, 1)]
                 if is_own and is_term
-                else self._senders(place + more, first + later, number, size, n)
-                for is_term, more, later in terms
+                else self._senders(place + term_place, first + later, number, size, n)
+                for is_term, term_place, later in terms
             ]
             yield [*product(*rows)], senders
 
     def _senders(self, place: int, first: int, part: int, parts: int, n: int) -> list[Sender]:
-        """Return who sends a box: the holders at a place take turns.
+        """Return the senders of a box: its holders take turns.
 
         Args:
-            place: of the first holder in the order of the mesh.
-            first: its number among the ranks that need the part.
-            part: the number of the part that the receiver needs.
-            parts: how many such parts these holders have rows of.
-            n: the receiver's number among the ranks that need the part.
+            place: the first holder's offset in the order of the mesh.
+            first: its index among the ranks that need the part.
+            part: the index of the part that the receiver needs.
+            parts: the number of destination parts that overlap the holders' part.
+            n: the receiver's index among the ranks that need the part.
         """
         pattern, ranks = self.pattern, self.source.mesh.ranks
         if not self.source.free:
@@ -102,23 +103,23 @@ class Turns:
         return [(ranks[at], i, shares) for i, at in enumerate(places)]
 
     def _pieces(self, dim: int, rows: Rows, at: At, held: At | None) -> list[_Piece]:
-        source, own = self.source, held.items() if held is not None else {}.items()
+        source, own_items = self.source, held.items() if held is not None else {}.items()
         axes = self.destination.split[dim]
         number = self.destination.number(at, axes)
-        found = list[_Piece]()
+        pieces = list[_Piece]()
         for coordinates, part, both in source.meeting(dim, rows):
             met = self.pattern.met_in(dim, part)
             place, first = self._places(coordinates)
-            found.append(
-                _Piece(both, coordinates.items() <= own, place, first, number - met.start, met.size)
-            )
-        return found
+            has_rows = coordinates.items() <= own_items
+            number_met = number - met.start
+            pieces.append(_Piece(both, has_rows, place, first, number_met, met.size))
+        return pieces
 
     def _terms(self, at: At, held: At | None) -> list[tuple[bool, int, int]]:
-        """Return (whether the receiver has it, its holders' place, their number), by terms."""
-        kept = {a: at[b] for a, b in self.pattern.kept}
+        """Return (whether the receiver has it, its holders' offset, their index) for each term."""
+        kept_terms = {a: at[b] for a, b in self.pattern.kept}
         every = [
-            kept | self.source.numbered(n, self.reduced)
+            kept_terms | self.source.numbered(n, self.reduced)
             for n in range(self.source.count(self.reduced))
         ]
         return [
@@ -127,7 +128,7 @@ class Turns:
         ]
 
     def _places(self, coordinates: At) -> tuple[int, int]:
-        """Return what coordinates add to the place of holders, and to the number of the first."""
+        """Return what coordinates add to the holders' offset, and to the first one's index."""
         place, first, strides, firsts = 0, 0, self.source.strides, self._firsts
         for a, i in coordinates.items():
             place += i * strides[a]
@@ -136,23 +137,23 @@ class Turns:
 
     @cached_property
     def _firsts(self) -> dict[str, int]:
-        """Axis that tells holders apart -> how far along it the number of the first one goes."""
-        found, step = dict[str, int](), self.pattern.each
+        """Axis that tells holders apart -> the stride of the first holder's index along it."""
+        steps, step = dict[str, int](), self.pattern.each
         for a in reversed(self.pattern.apart):
-            found[a], step = step, step * self.destination.sizes[a]
-        return found
+            steps[a], step = step, step * self.destination.sizes[a]
+        return steps
 
     # -- sent ------------------------------------------------------------------------------------
 
     def sent(self, at: At, rows: Sequence[Rows]) -> Iterator[tuple[int, list[Box], int, int]]:
-        """Yield (who may lack it, boxes, which share, of how many) for all that a rank sends.
+        """Yield (receiver, boxes, index of the share, number of shares) for all that a rank sends.
 
         Args:
-            at: the coordinates of who sends.
-            rows: that it has.
+            at: the sender's coordinates.
+            rows: the rows that it holds.
         """
         pattern, ranks = self.pattern, self.destination.mesh.ranks
-        met = [pattern.met_in(dim, own) for dim, own in enumerate(rows)]
+        met = [pattern.met_in(dim, part_rows) for dim, part_rows in enumerate(rows)]
         parts = 1
         for m in met:
             parts *= m.size

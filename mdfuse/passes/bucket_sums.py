@@ -15,8 +15,8 @@ what ends a sum goes with it: a cast, as `Options.reduce_dtype` puts around each
 a bucket is in the wide dtype, and what microbatches added up in that is not rounded on the way into
 it.
 
-Values that are split, before or after, are so by their first dim, evenly: that dim of the bucket
-has a row for each part, so that a rank's rows of it are its rows of each value.
+Split values are split evenly along their first dim. The bucket's first dim has one row per part, so
+that a rank's rows of the bucket are its rows of each value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ name = "bucket_sums"
 
 
 class _Kind(NamedTuple):
-    """What the values of a bucket have in common."""
+    """The properties that all values of a bucket share."""
 
     before: Layout
     after: Layout
@@ -46,7 +46,7 @@ class _Bucket(NamedTuple):
 
     Attributes:
         sets: the sets, in order.
-        before, after: casts of what they read, and of what they make.
+        before, after: casts of their operands, and of their results.
         bytes: on a rank.
     """
 
@@ -124,7 +124,7 @@ def _buckets(fusion: Fusion, most: int, alone: Container[str]) -> Iterator[_Buck
 
 
 def _ends_sum(expr: Expr, fusion: Fusion) -> bool:
-    """Whether an expression rounds a value, takes it times or by a number, or copies it.
+    """Return whether an expression rounds a value, takes it times or by a number, or copies it.
 
     It may come later then, with the value.
     """
@@ -134,18 +134,18 @@ def _ends_sum(expr: Expr, fusion: Fusion) -> bool:
 
 
 def _waited_for(fusion: Fusion) -> set[str]:
-    """Return what the forward computes that leads to something that the backward computes."""
-    found = set[str]()
+    """Return the values of the forward on which the backward depends."""
+    needed = set[str]()
     for expr in reversed(fusion.exprs):
         is_back = expr.source is not None and expr.source.note == BACKWARD
-        if is_back or not found.isdisjoint(expr.outputs):
-            found.update(expr.reads)
+        if is_back or not needed.isdisjoint(expr.outputs):
+            needed.update(expr.reads)
     back = (e for e in fusion.exprs if e.source is not None and e.source.note == BACKWARD)
-    return found.difference(x for e in back for x in e.outputs)
+    return needed.difference(x for e in back for x in e.outputs)
 
 
 def _kind(expr: Expr, fusion: Fusion) -> _Kind | None:
-    """Return which bucket a set may go into; None where it does not reduce, or goes alone."""
+    """Return the kind of bucket for a set; None if it does not reduce, or stays alone."""
     if expr.op != "set" or not (fusion.consumers[expr.output] or expr.output in fusion.outputs):
         return None
     x, y = fusion.values[expr.reads[0]], fusion.values[expr.output]
@@ -164,14 +164,14 @@ def _kind(expr: Expr, fusion: Fusion) -> _Kind | None:
 
 
 def _is_even(shape: tuple[int, ...], *layouts: Layout) -> bool:
-    """Whether only the first dim is split, into equal parts."""
+    """Return whether only the first dim is split, into equal parts."""
     parts = _rows(*layouts)
     dims = {p.dim for layout in layouts for p in layout.placements if isinstance(p, Shard)}
     return dims <= {0} and (not dims or shape[0] % parts == 0)
 
 
 def _rows(*layouts: Layout) -> int:
-    """Return how many parts the finest split makes."""
+    """Return the number of parts of the finest split."""
     axes = {
         axis for layout in layouts for axis, p in layout.by_axis().items() if isinstance(p, Shard)
     }
@@ -218,8 +218,8 @@ def _view(by: Expr, op: str, x: str, y: str, **attrs: tuple[int, ...]) -> Expr:
 
 
 def _added(values: dict[str, Value], like: Value, name: str, shape: tuple[int, ...]) -> str:
-    made = fresh_name(values, name)
-    values[made] = replace(
-        like, name=made, shape=shape, order=(0, 1), order_from="op", is_law=False, like=None
+    added = fresh_name(values, name)
+    values[added] = replace(
+        like, name=added, shape=shape, order=(0, 1), order_from="op", is_law=False, like=None
     )
-    return made
+    return added

@@ -41,21 +41,29 @@ def _required(fusion: Fusion) -> Fusion:
     """Leave out each `stride_order` whose operand's producer can write the order itself."""
     values, exprs = dict(fusion.values), {e.outputs[0]: e for e in fusion.exprs}
     for expr in fusion.exprs:
-        here = expr
-        while here.op == "stride_order" and (made := exprs.get(here.reads[0])) is not None:
-            if not _may_replace(fusion, values, made, here):
+        current = expr
+        while (
+            current.op == "stride_order" and (producer := exprs.get(current.reads[0])) is not None
+        ):
+            if not _may_replace(fusion, values, producer, current):
                 break
-            gone, y = values.pop(made.output), here.output
+            gone, y = values.pop(producer.output), current.output
             values[y] = replace(values[y], stream=gone.stream)
-            is_again = made.op == "stride_order"
-            here = replace(here, inputs=made.inputs) if is_again else replace(made, outputs=(y,))
+            is_again = producer.op == "stride_order"
+            current = (
+                replace(current, inputs=producer.inputs)
+                if is_again
+                else replace(producer, outputs=(y,))
+            )
             del exprs[y]  # it goes where `made` was, so that a loop over chunks stays one
-            exprs = {e.outputs[0]: e for e in (here if x is made else x for x in exprs.values())}
+            exprs = {
+                e.outputs[0]: e for e in (current if x is producer else x for x in exprs.values())
+            }
     return replace(fusion, values=values, exprs=tuple(exprs.values()))
 
 
 def _may_replace(fusion: Fusion, values: Mapping[str, Value], made: Expr, by: Expr) -> bool:
-    """Whether `made` can write in the order that `by`, its only reader, asks for."""
+    """Return whether `made` can write in the order that `by`, its only reader, asks for."""
     if len(made.outputs) > 1:
         return False
     before, after = values[made.output], values[by.output]
@@ -71,7 +79,7 @@ def _may_replace(fusion: Fusion, values: Mapping[str, Value], made: Expr, by: Ex
 
 
 def _hinted(fusion: Fusion) -> Fusion:
-    """Give outputs hints, and infer the orders of what is computed from them again."""
+    """Give outputs hints, and infer the orders of dependent values again."""
     values = dict(fusion.values)
     changed: set[str] = set()
     for expr in fusion.exprs:
@@ -79,8 +87,8 @@ def _hinted(fusion: Fusion) -> Fusion:
         if not first.is_tensor or first.is_order_required:
             continue
         if not changed.isdisjoint(expr.reads):
-            found = inferred(TABLE[expr.op], expr.inputs, expr.kwargs, values, expr.source)
-            for name, fields in zip(expr.outputs, found, strict=True):
+            inferences = inferred(TABLE[expr.op], expr.inputs, expr.kwargs, values, expr.source)
+            for name, fields in zip(expr.outputs, inferences, strict=True):
                 values[name] = replace(values[name], order=fields["order"])
         hint = _hint(fusion, values, expr)
         if hint is not None:
@@ -102,14 +110,14 @@ def _hint(fusion: Fusion, values: Mapping[str, Value], expr: Expr) -> tuple[int,
 
 
 def _reference_order(fusion: Fusion, out: Value) -> tuple[int, ...] | None:
-    """The order of the input with most dims that are no broadcasts; None where several disagree."""
+    """Return the order of the input with most non-broadcast dims; None if several disagree."""
     orders: dict[int, set[tuple[int, ...]]] = {}
     for source, dims in _inputs_of(fusion, out).items():
         value = fusion.values[source]
         size = sum(n != 1 for n in value.shape)
         orders.setdefault(size, set()).add(_mapped_order(value, dims))
-    found = orders[max(orders)] if orders else set()
-    return found.pop() if len(found) == 1 else None
+    candidates = orders[max(orders)] if orders else set()
+    return candidates.pop() if len(candidates) == 1 else None
 
 
 def _mapped_order(reference: Value, dims: Traced) -> tuple[int, ...]:
@@ -121,13 +129,13 @@ def _mapped_order(reference: Value, dims: Traced) -> tuple[int, ...]:
 
 def _inputs_of(fusion: Fusion, out: Value) -> dict[str, Traced]:
     """Return the inputs that share dims with a value, each with the value's dims as its own."""
-    found: dict[str, Traced] = {out.name: tuple(range(len(out.shape)))}
+    traced: dict[str, Traced] = {out.name: tuple(range(len(out.shape)))}
     for expr in reversed(fusion.exprs):
         for at, name in enumerate(expr.outputs):
-            if name in found and fusion.values[name].is_tensor:
-                for operand, dims in _traced(fusion, expr, at, found[name]):
-                    found.setdefault(operand, dims)
-    return {x: found[x] for x in fusion.inputs if any(d is not None for d in found.get(x, ()))}
+            if name in traced and fusion.values[name].is_tensor:
+                for operand, dims in _traced(fusion, expr, at, traced[name]):
+                    traced.setdefault(operand, dims)
+    return {x: traced[x] for x in fusion.inputs if any(d is not None for d in traced.get(x, ()))}
 
 
 def _traced(fusion: Fusion, expr: Expr, at: int, dims: Traced) -> Iterable[tuple[str, Traced]]:
@@ -148,14 +156,14 @@ def _corresponding(expr: Expr, values: Mapping[str, Value], at: int = 0) -> list
     if expr.op == "scaled_dot_product_attention":  # it lies as its query does
         ndim = len(result)
         return [{d: d for d in range(ndim)}, *({} for _ in expr.inputs[1:])]
-    found = []
+    correspondences = []
     for dims in labels.operands:
         pairs = {d: dims.index(x) for d, x in enumerate(result) if x in dims}
         if len(dims) == len(result):  # a dim that is whole, or reduced and kept, stays
-            rest = (d for d, x in enumerate(result) if x is None)
-            pairs |= {d: d for d in rest}
-        found.append(pairs)
-    return found
+            inserted = (d for d, x in enumerate(result) if x is None)
+            pairs |= {d: d for d in inserted}
+        correspondences.append(pairs)
+    return correspondences
 
 
 def _options(expr: Expr, values: Mapping[str, Value]) -> set[tuple[int, ...]]:
@@ -173,7 +181,7 @@ def _options(expr: Expr, values: Mapping[str, Value]) -> set[tuple[int, ...]]:
 
 
 def _is_fused(operands: Sequence[Value]) -> bool:
-    """Whether torch runs a fused kernel, which writes as the query lies, unlike meta tensors.
+    """True if torch runs a fused kernel, which writes as the query lies, unlike meta tensors.
 
     They take no mask, and heads of one size whose elements lie side by side.
     """
@@ -183,7 +191,7 @@ def _is_fused(operands: Sequence[Value]) -> bool:
 
 
 def _may_be_read(fusion: Fusion, name: str) -> bool:
-    """Whether the value may have another order than its op's own without a copy for any reader.
+    """True if the value may have another order than its op's own without a copy for any reader.
 
     Reductions read any order; element-wise ops hand it on to their own readers.
     """

@@ -39,7 +39,7 @@ def where_read(fusion: Fusion) -> Fusion:
     if not created:
         return fusion
     exprs: list[Expr] = []
-    made: dict[tuple[str, Layout], str] = {}
+    copies: dict[tuple[str, Layout], str] = {}
     for expr in fusion.exprs:
         wanted = {} if created.isdisjoint(expr.reads) else _wanted(expr, fusion)
         wanted = {
@@ -53,11 +53,11 @@ def where_read(fusion: Fusion) -> Fusion:
             continue
         names: dict[str, str] = {}
         for name, layout in wanted.items():
-            if (name, layout) not in made:
-                copy = made[name, layout] = fresh_name(values, name)
+            if (name, layout) not in copies:
+                copy = copies[name, layout] = fresh_name(values, name)
                 values[copy] = replace(values[name], name=copy, layout=layout, is_law=False)
                 exprs.append(replace(producers[name], outputs=(copy,)))
-            names[name] = made[name, layout]
+            names[name] = copies[name, layout]
         if not names:
             exprs.append(expr)
             continue
@@ -78,7 +78,7 @@ def _wanted(expr: Expr, fusion: Fusion) -> dict[str, Layout]:
 
 
 def _is_sent(value: Value, layout: Layout) -> bool:
-    """Whether ranks would have to communicate to read a value in this layout."""
+    """Return whether ranks would have to communicate to read a value in this layout."""
     before = value.layout
     if before is None or layout.partial_axes or before == layout or value.stream is not None:
         return False

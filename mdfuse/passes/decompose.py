@@ -1,4 +1,4 @@
-"""Take out of an op over a split dim what is done once, after the reduction.
+"""Move the parts of an op over a split dim that run once behind the reduction.
 
     %y: f32[8,16] (tp=R) = linear(%h, %w, %b)       # k split by tp
     %m: bf16[8,1] (tp=R) = mean(%y, dims=[1], keepdim=True)         # of a split dim
@@ -43,15 +43,15 @@ _WIDE = {
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion with biases, counts and roundings behind the reductions."""
     fusion = _biases(fusion)
-    made, ended = apart(fusion, _is_reduced)
-    return anew(forgotten(fusion, made, ended), ended) if ended else fusion
+    maker, ended = apart(fusion, _is_reduced)
+    return anew(forgotten(fusion, maker, ended), ended) if ended else fusion
 
 
 # -- reductions ----------------------------------------------------------------------------------
 
 
 def apart(fusion: Fusion, is_asked: Callable[[Fusion, Expr], bool]) -> tuple[Maker, list[str]]:
-    """Return the fusion's expressions, some reductions without what ends them, and their results.
+    """Return the fusion's expressions with the ends of some reductions apart, and their results.
 
     Args:
         fusion: with layouts.
@@ -73,18 +73,18 @@ def _has_end(fusion: Fusion, expr: Expr) -> bool:
 
 
 def _is_reduced(fusion: Fusion, expr: Expr) -> bool:
-    """Whether ranks hold terms of a reduction that is to be whole."""
+    """Return whether ranks hold terms of a reduction that is to be whole."""
     out = fusion.values[expr.output]
     law = out.layout if out.is_law else None
     strategy = choose(expr, fusion.values, law)
     if strategy is None:
         return False
-    kept = law.partial_axes if law is not None and law.mesh == strategy.result.mesh else ()
-    return not {*strategy.result.partial_axes} <= {*kept}
+    law_axes = law.partial_axes if law is not None and law.mesh == strategy.result.mesh else ()
+    return not {*strategy.result.partial_axes} <= {*law_axes}
 
 
 def _end(maker: Maker, by: Expr, out: Value) -> None:
-    """Append a reduction in a dtype that is wide enough, and what ends it."""
+    """Append a reduction in a wide enough dtype, and its end."""
     x, wide = by.reads[0], _WIDE.get(out.dtype)
     op = "sum" if by.op == "mean" else by.op
     how: dict[str, Any] = {k: v for k, v in by.attrs if k in ("dims", "keepdim")}
@@ -98,8 +98,8 @@ def _end(maker: Maker, by: Expr, out: Value) -> None:
     if strategy is not None:
         is_here = out.layout is not None and out.layout.mesh == strategy.result.mesh
         stream = out.stream if is_here else None
-        made = replace(maker.values[total], layout=strategy.result, stream=stream)
-        maker.values[total] = made
+        ended = replace(maker.values[total], layout=strategy.result, stream=stream)
+        maker.values[total] = ended
     if law is not None and strategy is not None and strategy.result != law:
         total = maker.op(by, "set", total)
         maker.values[total] = replace(maker.values[total], layout=law, stream=out.stream)
@@ -117,7 +117,7 @@ def _is_term(value: Value) -> bool:
 
 
 def _count(maker: Maker, mean: Expr) -> int:
-    """Return how many elements make one of a mean."""
+    """Return the number of elements per mean."""
     shape = maker.values[mean.reads[0]].shape
     return math.prod(shape[d] for d in reduced_dims(mean.kwargs.get("dims"), len(shape)))
 

@@ -17,11 +17,11 @@ name = "drop_unread"
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion without expressions that nobody reads."""
     read = {*fusion.outputs}
-    kept = []
+    live = []
     for expr in reversed(fusion.exprs):
         if not read.isdisjoint(expr.outputs):
             read.update(expr.reads)
-            kept.append(expr)
-    named = {*fusion.inputs, *(name for e in kept for name in e.outputs)}
+            live.append(expr)
+    named = {*fusion.inputs, *(name for e in live for name in e.outputs)}
     values = {n: v for n, v in fusion.values.items() if n in named}
-    return replace(fusion, values=values, exprs=tuple(reversed(kept)))
+    return replace(fusion, values=values, exprs=tuple(reversed(live)))

@@ -61,8 +61,8 @@ class _Rewriter:
         """Return the copy of a value from which a layout costs least; of equal ones, the first."""
         like = self.values[copies[0]]
         copies = [c for c in copies if not self.layout(c).reaches]
-        found = costs([self.layout(c) for c in copies], layout, like.shape, like.dtype.itemsize)
-        return copies[found.index(min(found))]
+        prices = costs([self.layout(c) for c in copies], layout, like.shape, like.dtype.itemsize)
+        return copies[prices.index(min(prices))]
 
     def with_made(self, copies: list[str]) -> list[str]:
         """Return copies of a value, and what it was made of where ranks have more of it there."""
@@ -80,8 +80,8 @@ class _Rewriter:
         if stream is not None and self.form(source, layout, stream) is None:
             stream = None
         output = self.new_value(self.values[value], f"{value}.{suffix(layout)}", layout, stream)
-        made = Expr(op="set", inputs=(source,), outputs=(output,), source=expr.source)
-        self.exprs.insert(self.place(made, expr), made)
+        reshard = Expr(op="set", inputs=(source,), outputs=(output,), source=expr.source)
+        self.exprs.insert(self.place(reshard, expr), reshard)
         copies.append(output)
         return output
 
@@ -128,14 +128,14 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
     for operand, layout in strategy.wanted.items():
         names[operand] = rewriter.reshard(operand, layout, expr, streams.get(operand))
     inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
-    made = {}
+    local_names = {}
     for name, layout in zip(expr.outputs, strategy.results, strict=True):
         is_there = rewriter.layout(name) == layout
-        made[name] = name if is_there else _local(rewriter, rewriter.values[name], layout)
-    outputs = tuple(made.values())
+        local_names[name] = name if is_there else _local(rewriter, rewriter.values[name], layout)
+    outputs = tuple(local_names.values())
     is_same = inputs == expr.inputs and outputs == expr.outputs
     rewriter.exprs.append(expr if is_same else replace(expr, inputs=inputs, outputs=outputs))
-    for name, local in made.items():
+    for name, local in local_names.items():
         if local != name:
             moved = Expr(op="set", inputs=(local,), outputs=(name,), source=expr.source)
             rewriter.exprs.append(moved)
@@ -146,15 +146,15 @@ def _copy_streams(expr: Expr, values: Mapping[str, Value]) -> dict[str, Stream |
     """Return the streams of the copies of operands: those in which the expression reads them."""
     if values[expr.outputs[0]].stream is None:
         return {}
-    found: dict[str, Stream | None] = {}
+    streams: dict[str, Stream | None] = {}
     for x, stream in zip(expr.inputs, operand_streams(expr, values), strict=True):
         if isinstance(x, str):
-            found[x] = stream if found.get(x, stream) == stream else None
-    return found
+            streams[x] = stream if streams.get(x, stream) == stream else None
+    return streams
 
 
 def _local(rewriter: _Rewriter, out: Value, layout: Layout) -> str:
-    """Make a value for what an expression yields before a set makes its result; return its name.
+    """Add a value for an expression's local result, which a set then reshards; return its name.
 
     It is streamed with the result, where the set between them reads it in chunks.
     """
@@ -177,7 +177,7 @@ def _best_copy(rewriter: _Rewriter, operand: str, layout: Layout) -> str:
 
 
 def suffix(layout: Layout) -> str:
-    """Return what the name of a copy in a layout ends in."""
+    """Return the suffix of the name of a copy in a layout."""
     if layout.partial_axes:
         return "partial"
     if layout.reaches:

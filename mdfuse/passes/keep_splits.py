@@ -47,8 +47,8 @@ def run(fusion: Fusion) -> Fusion:
                 _MADE_OF[expr.op](maker, expr)
             else:
                 maker.exprs.append(expr)
-        made = {n for n in maker.values if n not in fusion.values or n in replaced}
-        fusion = anew(forgotten(fusion, maker, replaced), made)
+        new_names = {n for n in maker.values if n not in fusion.values or n in replaced}
+        fusion = anew(forgotten(fusion, maker, replaced), new_names)
 
 
 def forgotten(fusion: Fusion, maker: Maker, outputs: Sequence[str] | dict[str, Expr]) -> Fusion:
@@ -72,9 +72,9 @@ def _split_rows(fusion: Fusion) -> Iterator[Expr]:
         axes = [a for d in dims for a in layout.split_axes(d)]
         if not axes or 0 in value.shape or value.expanded:
             continue
-        kept = tuple(1 if d in dims else n for d, n in enumerate(value.shape))
+        kept_shape = tuple(1 if d in dims else n for d, n in enumerate(value.shape))
         whole = with_placements(layout, axes, Replicate())
-        each = cost(with_placements(layout, axes, Partial()), whole, kept) * max(
+        each = cost(with_placements(layout, axes, Partial()), whole, kept_shape) * max(
             value.dtype.itemsize, 4
         )
         is_less = 2 * 2 * each < cost(layout, whole, value.shape) * value.dtype.itemsize
@@ -83,7 +83,7 @@ def _split_rows(fusion: Fusion) -> Iterator[Expr]:
 
 
 def may_stay(fusion: Fusion, expr: Expr, dims: Sequence[int]) -> bool:
-    """Whether the result may be split as the operand is, by its law or by its readers."""
+    """Return whether the result may be split as the operand is, by its law or by its readers."""
     out, layout = fusion.values[expr.output], fusion.layout(expr.reads[0])
     if out.is_law or out.name in fusion.reuse:
         goal = fusion.layout(out.name)
@@ -99,24 +99,24 @@ def _windows(fusion: Fusion) -> Iterator[Expr]:
     """Yield slices to rewrite: they cut split dims, and joining their windows takes less."""
     for value in fusion.values.values():
         readers = fusion.consumers.get(value.name, ())
-        found = [e for e in readers if e.op == "slice" and _cut_axes(fusion, e)]
-        if not found or value.expanded or 0 in value.shape:
+        slices = [e for e in readers if e.op == "slice" and _cut_axes(fusion, e)]
+        if not slices or value.expanded or 0 in value.shape:
             continue
         layout = fusion.layout(value.name)
-        axes = [*dict.fromkeys(a for e in found for a in _cut_axes(fusion, e))]
+        axes = [*dict.fromkeys(a for e in slices for a in _cut_axes(fusion, e))]
         whole = (
             cost(layout, with_placements(layout, axes, Replicate()), value.shape)
             * value.dtype.itemsize
         )
-        prices = [_price_of_window(fusion, e) for e in found]
+        prices = [_price_of_window(fusion, e) for e in slices]
         if any(p is None for p in prices) or is_gathered(fusion, value, axes):
             continue
         if 2 * sum(p for p in prices if p is not None) < whole:
-            yield from found
+            yield from slices
 
 
 def _cut_axes(fusion: Fusion, expr: Expr) -> tuple[str, ...]:
-    """Return the axes that split those dims of the operand which a slice cuts, not in blocks."""
+    """Return the axes that split the operand's sliced dims, not in blocks."""
     layout = fusion.layout(expr.reads[0])
     (labels,) = (
         TABLE["slice"]
@@ -128,7 +128,7 @@ def _cut_axes(fusion: Fusion, expr: Expr) -> tuple[str, ...]:
 
 
 def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:
-    """Return the bytes it takes to join the ranks' windows; None where they are not joined."""
+    """Return the bytes to join the ranks' windows; None if they are not joined."""
     out = fusion.values[expr.output]
     if out.stream is not None:
         return None
@@ -146,7 +146,7 @@ def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:
 def is_gathered(
     fusion: Fusion, value: Value, axes: Sequence[str], but: Collection[str] = ()
 ) -> bool:
-    """Whether an expression, but of some ops, reads a value whole along one of these axes."""
+    """True if an expression, but of some ops, reads a value whole along one of these axes."""
     for reader in fusion.consumers[value.name]:
         if reader.op not in (but or _MADE_OF) and fusion.values[reader.outputs[0]].is_tensor:
             wanted = _wanted(fusion, reader, value.name)
@@ -159,10 +159,10 @@ def is_gathered(
 
 def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:
     """Return the layout in which an expression reads a value: for a set with a law, the law's."""
-    made = [fusion.values[name] for name in expr.outputs]
-    if expr.op == "set" and made[0].is_law:
+    outputs = [fusion.values[name] for name in expr.outputs]
+    if expr.op == "set" and outputs[0].is_law:
         return fusion.layout(expr.output)
-    strategy = choose(expr, fusion.values, *(out.layout if out.is_law else None for out in made))
+    strategy = choose(expr, fusion.values, *(out.layout if out.is_law else None for out in outputs))
     assert strategy is not None
     return strategy.wanted[value]
 
@@ -188,8 +188,8 @@ class Maker:
         output = by.outputs[-1]
         if not last:
             output = fresh_name(self.values, f"{by.outputs[0]}.{op}")
-            (found,) = inferred(TABLE[op], inputs, attrs, self.values, by.source)
-            self.values[output] = Value(name=output, source=by.source, **found)
+            (fields,) = inferred(TABLE[op], inputs, attrs, self.values, by.source)
+            self.values[output] = Value(name=output, source=by.source, **fields)
         items = tuple(attrs.items())
         self.exprs.append(
             Expr(op=op, inputs=inputs, outputs=(output,), attrs=items, source=by.source)
@@ -207,8 +207,8 @@ class Maker:
                 self.values[output] = Value(name=output, source=by.source, **kind)
             outputs.append(output)
         items = tuple(attrs.items())
-        made = Expr(op=op, inputs=inputs, outputs=(*outputs,), attrs=items, source=by.source)
-        self.exprs.append(made)
+        expr = Expr(op=op, inputs=inputs, outputs=(*outputs,), attrs=items, source=by.source)
+        self.exprs.append(expr)
         return outputs[1]
 
     def wide(self, by: Expr, x: str) -> str:
@@ -218,9 +218,9 @@ class Maker:
 
     def result(self, by: Expr, op: str, *inputs: Operand) -> None:
         """Append the last expression, cast to the dtype that the result had."""
-        made = [self.values[x].dtype for x in inputs if isinstance(x, str)]
+        dtypes = [self.values[x].dtype for x in inputs if isinstance(x, str)]
         dtype = self.values[by.output].dtype
-        if reduce(torch.promote_types, made) == dtype:
+        if reduce(torch.promote_types, dtypes) == dtype:
             self.op(by, op, *inputs, last=True)
         else:
             self.op(by, "cast", self.op(by, op, *inputs), last=True, dtype=dtype)
@@ -280,7 +280,7 @@ def _rms_norm(maker: Maker, by: Expr) -> None:
 
 
 def _window(expr: Expr, out: Value) -> Expr:
-    """Return the `window` for a slice: what each rank has of it, in zeros, to be reduced."""
+    """Return the `window` for a slice: each rank's part of it in zeros, to be reduced."""
     reduce = "bor" if out.dtype == torch.bool else "sum"
     return replace(expr, op="window", attrs=(("reduce", reduce), *expr.attrs))
 

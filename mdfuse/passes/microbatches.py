@@ -1,11 +1,11 @@
-"""Stream all that has the dim of a batch, and add up what gives that dim up.
+"""Stream all values with the batch dim, and add up reductions over it.
 
     %h: f32[32,64] = linear(%x, %w)                    %h: … (stream(0,8)) = linear(%x, %w)
     %dw: f32[64,64] = linear(%dh^T, %x^T)      ->      %dw: … (stream(P(sum),8)) = linear(…)
     %new: f32[64,64] = sub(%w, %dw)                    %new: … = sub(%w, %dw)
 
-One loop over microbatches then computes outputs and gradients; what is computed of sums over the
-whole batch comes after it. Which dims are the batch's, the labels of the operations say.
+One loop over microbatches then computes outputs and gradients; work on sums over the whole batch
+follows the loop. The labels of the operations identify the batch dims.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         LoweringError: something needs the batch as a whole.
     """
     same, roots = _dims(fusion, batch)
-    ends, found = decompose.apart(fusion, lambda _, expr: _adds_up(fusion, expr, same, roots))
-    if found:
+    ends, contracted = decompose.apart(fusion, lambda _, expr: _adds_up(fusion, expr, same, roots))
+    if contracted:
         fusion = replace(fusion, values=ends.values, exprs=tuple(ends.exprs))
         same, roots = _dims(fusion, batch)
-    inner, found = sum_rows.contracted(fusion, lambda view: _is_inner(fusion, view, same, roots))
-    if found:
+    inner, contracted = sum_rows.contracted(
+        fusion, lambda view: _is_inner(fusion, view, same, roots)
+    )
+    if contracted:
         fusion = drop_unread.run(replace(fusion, values=inner.values, exprs=tuple(inner.exprs)))
         same, roots = _dims(fusion, batch)
     values = _in_chunks(fusion, batch, count, same, roots)
@@ -59,8 +61,8 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         values = {name: _in_lengths(value, rows) for name, value in values.items()}
         _check_lengths(fusion, values, apart, count)
     for expr in fusion.exprs:
-        for made in _streamed(fusion, expr, values):
-            values[made.name] = made
+        for streamed in _streamed(fusion, expr, values):
+            values[streamed.name] = streamed
     for late in _behind(fusion, values):
         values[late] = replace(values[late], stream=None)
     return _once(replace(fusion, values=values))
@@ -80,7 +82,7 @@ def _in_chunks(
     same: UnionFind[tuple[str, int]],
     roots: Container[object],
 ) -> dict[str, Value]:
-    """Return the values, those that have the dim of the batch with its stream.
+    """Return the values; those with the batch dim have its stream.
 
     Raises:
         LoweringError: some value has it twice.
@@ -99,7 +101,7 @@ def _in_chunks(
 
 
 def _rows(fusion: Fusion, batch: Mapping[str, int]) -> int:
-    """Return how many rows a batch has: a number, or an extent that a run chooses."""
+    """Return the number of rows of a batch; it may be symbolic."""
     return next(fusion.values[name].shape[dim] for name, dim in batch.items())
 
 
@@ -112,7 +114,7 @@ def has_one_row(fusion: Fusion, batch: Mapping[str, int]) -> bool:
 def _dims(
     fusion: Fusion, batch: Mapping[str, int]
 ) -> tuple[UnionFind[tuple[str, int]], set[object]]:
-    """Return which dims of values are the same, (name of a value, dim), and which the batch's."""
+    """Return the classes of equal dims, (name of a value, dim), and the classes of batch dims."""
     same: UnionFind[tuple[str, int]] = UnionFind()
     is_one = has_one_row(fusion, batch)
     for expr in fusion.exprs:
@@ -214,7 +216,7 @@ def _check_lengths(
 
 
 def _once(fusion: Fusion) -> Fusion:
-    """Return the fusion without what is computed again, where it is the same for all microbatches.
+    """Return the fusion without recomputation that is the same for all microbatches.
 
     The loop would come after both: what a backward gathers again is there from the forward.
     """
@@ -239,7 +241,7 @@ def _once(fusion: Fusion) -> Fusion:
 
 
 def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterator[Value]:
-    """Yield the results that are computed otherwise than their dims say: added up, or whole.
+    """Yield results whose stream does not follow from their dims: added up, or whole.
 
     Raises:
         LoweringError: the expression needs the batch as a whole.
@@ -274,13 +276,13 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
 
 
 def behind_gradients(fusion: Fusion) -> set[str]:
-    """Return what depends on a gradient, or is computed again for one."""
-    found = set[str]()
+    """Return the values that depend on a gradient, or are recomputed for one."""
+    behind = set[str]()
     for expr in fusion.exprs:
         note = expr.source.note if expr.source is not None else ""
-        if note in (BACKWARD, RECOMPUTED) or not found.isdisjoint(expr.reads):
-            found.update(expr.outputs)
-    return found
+        if note in (BACKWARD, RECOMPUTED) or not behind.isdisjoint(expr.reads):
+            behind.update(expr.outputs)
+    return behind
 
 
 def _behind(fusion: Fusion, values: Mapping[str, Value]) -> set[str]:
@@ -290,19 +292,19 @@ def _behind(fusion: Fusion, values: Mapping[str, Value]) -> set[str]:
     at once, as the cast behind a set in a wide dtype: in the loop it would wait for all
     microbatches.
     """
-    late, found = set[str](), dict[str, Expr]()
+    late, follows = set[str](), dict[str, Expr]()
     for expr in fusion.exprs:
         is_late = not late.isdisjoint(expr.reads)
         is_whole = all(values[x].stream is None for x in expr.outputs)
         if is_late or (is_whole and any(_is_read(x, values) for x in expr.reads)):
             late.update(expr.outputs)
         if is_late and not is_whole:
-            found.update(dict.fromkeys(expr.outputs, expr))
+            follows.update(dict.fromkeys(expr.outputs, expr))
     chunks = {name for name in values if values[name].stream is not None}
-    while wrong := [x for x, e in found.items() if _meets(fusion, e, chunks - found.keys())]:
+    while wrong := [x for x, e in follows.items() if _meets(fusion, e, chunks - follows.keys())]:
         for x in wrong:
-            del found[x]
-    return {*found}
+            del follows[x]
+    return {*follows}
 
 
 def _meets(fusion: Fusion, expr: Expr, names: Container[str]) -> bool:
@@ -355,9 +357,9 @@ def _pairs(
         root: [f"{d} of %{x}" for x, d in batch.items() if same[x, d] == root] for _, root in found
     }
     if len(of) > 1:
-        told = (f"its dim {d} is dim {' and '.join(of[root])}" for d, root in found)
+        shared_dims = (f"its dim {d} is dim {' and '.join(of[root])}" for d, root in found)
         hint = "name in batch= the inputs whose rows are samples; weights have none"
-        return _refused(fusion, value, ", ".join(told) + ", all of which batch= names", hint)
+        return _refused(fusion, value, ", ".join(shared_dims) + ", all of which batch= names", hint)
     dims = " and ".join(str(d) for d, _ in found)
     because = f"its dims {dims} are both the batch's: each sample meets all others"
     return _refused(fusion, value, because)

@@ -9,8 +9,8 @@
     %r.sum: f32[3,4] = sum(%r.reshape, dims=[0])
     %g: f32[8,4] = slice_grad(%r.sum, …)
 
-Of many rows there is such a sum: of gradients of a table of positions that each row reads, for one.
-Of one row there is none, since nothing is broadcast; the row is what it would give.
+A batch of many rows has such a sum: for example, of gradients of a table of positions that each row
+reads. A batch of one row has none, since nothing is broadcast; the row itself equals the sum.
 """
 
 from __future__ import annotations
@@ -54,19 +54,21 @@ def _whole(expr: Expr, values: Mapping[str, Value]) -> list[str]:
     """Return the operands whose dim of the batch an expression neither keeps nor joins."""
     if not values[expr.outputs[0]].is_tensor or unit_stream(expr, values) is not None:
         return []
-    labels, found = dim_map(expr, values), list[str]()
+    labels, whole = dim_map(expr, values), list[str]()
     for x, dims in zip(expr.inputs, labels.operands, strict=True):
         stream = values[x].stream if isinstance(x, str) else None
         if not isinstance(x, str) or stream is None:
             continue
         if not _is_kept(dims[stream.dim], labels):
-            found.append(x)
-    return found
+            whole.append(x)
+    return whole
 
 
 def _is_kept(label: int | None, labels: DimMap) -> bool:
     is_joined = label is not None and labels.reduces.get(label) in JOINED
-    return is_joined or (label is not None and all(label in own for own in labels.results))
+    return is_joined or (
+        label is not None and all(label in own_labels for own_labels in labels.results)
+    )
 
 
 def _sum(maker: Maker, by: Expr, x: Value) -> str:

@@ -8,7 +8,7 @@
 
 A *window* is a set that communicates and the products beside it, which read it or which it reads,
 or two such windows and the element-wise work between them. Its *forms* are the ways to compute it
-in chunks. Which of them pays, if any, depends on costs; that is decided elsewhere.
+in chunks. The choice among them depends on costs, and is made elsewhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Form:
 
     Attributes:
         dims: of each value of the window, in order, the dim that is cut.
-        chunks: how many.
+        chunks: the number of chunks.
         rotate: the axis along which ranks form a ring; None: all start with the first chunk.
     """
 
@@ -58,8 +58,8 @@ class Window:
     """Expressions that one loop could compute.
 
     Attributes:
-        exprs: in the order of the fusion: a set that communicates, products, what is between.
-        parts: of a chain the windows that it joins; none of others.
+        exprs: a set that communicates, products, and the work between, in the order of the fusion.
+        parts: the windows that a chain joins; none for other windows.
     """
 
     exprs: tuple[Expr, ...]
@@ -67,12 +67,12 @@ class Window:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The names of the values that it computes."""
+        """The names of its results."""
         return tuple(e.output for e in self.exprs)
 
     @property
     def text(self) -> str:
-        """What it computes: its sets and products, each with the user's line."""
+        """Its sets and products, each with the user's line."""
         return ", ".join(_text(e) for e in self.exprs if e.op in ("set", *PRODUCTS))
 
 
@@ -85,9 +85,9 @@ def _text(expr: Expr) -> str:
 
 
 def windows(fusion: Fusion) -> tuple[Window, ...]:
-    """Return the windows of a prepared fusion, each chain before what it joins.
+    """Return the windows of a prepared fusion, each chain before the windows that it joins.
 
-    None where the user streams something: whoever writes a loop decides on all of them.
+    There are none if the user streams a value: who writes a loop decides on all loops.
     """
     if any(v.stream is not None for v in fusion.values.values()):
         return ()
@@ -101,24 +101,24 @@ def _around(fusion: Fusion, expr: Expr, place: dict[str, int]) -> Iterator[Windo
     """Yield a set with the product that it reads, and with all products that read it."""
     if not _communicates(fusion, expr):
         return
-    made = _computed(fusion, expr.reads[0])
-    if made and made[0].op in PRODUCTS:
-        yield _ordered([*made, expr], place)
+    computed = _computed(fusion, expr.reads[0])
+    if computed and computed[0].op in PRODUCTS:
+        yield _ordered([*computed, expr], place)
     readers = [e for e in fusion.consumers[expr.output] if e.op in PRODUCTS]
     if readers:
         yield _ordered([expr, *readers], place)
 
 
 def _computed(fusion: Fusion, name: str) -> list[Expr]:
-    """Return a product and the element-wise work on it alone that compute what only a set reads."""
-    found: list[Expr] = []
+    """Return a product and its element-wise consumers, up to a value that only a set reads."""
+    exprs: list[Expr] = []
     while name in fusion.producers and name not in fusion.outputs:
         expr = fusion.producers[name]
         if len(fusion.consumers[name]) > 1 or len(expr.outputs) > 1:
             return []
-        found.insert(0, expr)
+        exprs.insert(0, expr)
         if expr.op in PRODUCTS:
-            return found
+            return exprs
         if not TABLE[expr.op].is_elementwise or len(expr.reads) != 1:
             return []
         (name,) = expr.reads
@@ -126,7 +126,7 @@ def _computed(fusion: Fusion, name: str) -> list[Expr]:
 
 
 def _communicates(fusion: Fusion, expr: Expr) -> bool:
-    """Whether a set brings ranks of one mesh what others have."""
+    """Return whether a set brings ranks of one mesh what others have."""
     if expr.op != "set" or not fusion.values[expr.output].is_tensor:
         return False
     before, after = fusion.layout(expr.reads[0]), fusion.layout(expr.output)
@@ -148,19 +148,19 @@ def _ordered(exprs: Iterable[Expr], place: dict[str, int], *parts: Window) -> Wi
 
 
 def _chain(fusion: Fusion, a: Window, b: Window, place: dict[str, int]) -> Iterator[Window]:
-    """Yield what joins a window to a later one: element-wise work on what its products compute."""
+    """Yield chains: a window, element-wise work on its products' results, and a later window."""
     if a is b or a.exprs[0].op != "set" or b.exprs[-1].op != "set":
         return
     between: dict[str, Expr] = {}
     waiting = [x for e in b.exprs if e.op in PRODUCTS for x in e.reads]
     while waiting:
-        made = fusion.producers.get(waiting.pop())
-        if made is None or made in a.exprs or not TABLE[made.op].is_elementwise:
+        producer = fusion.producers.get(waiting.pop())
+        if producer is None or producer in a.exprs or not TABLE[producer.op].is_elementwise:
             continue
-        if len(made.outputs) > 1 or made.output in between:
+        if len(producer.outputs) > 1 or producer.output in between:
             continue
-        between[made.output] = made
-        waiting += made.reads
+        between[producer.output] = producer
+        waiting += producer.reads
     inner = _behind(a, between)
     joined = {x for e in inner.values() for x in e.outputs} | {e.output for e in a.exprs[1:]}
     is_read = any(x in joined for e in b.exprs if e.op in PRODUCTS for x in e.reads)
@@ -169,27 +169,27 @@ def _chain(fusion: Fusion, a: Window, b: Window, place: dict[str, int]) -> Itera
 
 
 def _behind(a: Window, between: dict[str, Expr]) -> dict[str, Expr]:
-    """Return those expressions that read, directly or not, what a window's products compute."""
-    made, found = {e.output for e in a.exprs[1:]}, dict[str, Expr]()
+    """Return the expressions that depend on the results of a window's products."""
+    names, readers = {e.output for e in a.exprs[1:]}, dict[str, Expr]()
     waiting = True
     while waiting:
         waiting = False
         for name, expr in between.items():
-            if name not in found and not made.isdisjoint(expr.reads):
-                found[name] = expr
-                made.add(name)
+            if name not in readers and not names.isdisjoint(expr.reads):
+                readers[name] = expr
+                names.add(name)
                 waiting = True
-    return found
+    return readers
 
 
 def _is_free(fusion: Fusion, window: Window) -> bool:
-    """Whether nothing is asked of the window's values that a loop would have to undo."""
+    """Return whether the window's values have no requirement that a loop would violate."""
     read = {x for e in window.exprs for x in e.reads}
     values = [fusion.values[x] for x in (*read, *window.values)]
-    made = [fusion.values[x] for x in window.values]
+    window_values = [fusion.values[x] for x in window.values]
     return (
-        all(v.is_tensor and not v.is_order_required and not v.expanded for v in made)
-        and all(v.name not in fusion.reuse for v in made)
+        all(v.is_tensor and not v.is_order_required and not v.expanded for v in window_values)
+        and all(v.name not in fusion.reuse for v in window_values)
         and not any(is_symbolic(n) for v in values for n in v.shape)
     )
 
@@ -199,20 +199,20 @@ def _is_free(fusion: Fusion, window: Window) -> bool:
 
 def forms(fusion: Fusion, window: Window) -> dict[Form, Fusion]:
     """Return the ways to compute a window in chunks: form -> the fusion with these streams."""
-    found: dict[Form, Fusion] = {}
+    streamed_by: dict[Form, Fusion] = {}
     for dims in _cuts(fusion, window):
         for chunks, rotate in _counts(fusion, window, dims):
             form = Form(dims, chunks, rotate)
             streamed = apply(fusion, {window: form})
             if streamed is not None:
-                found[form] = streamed
-    return found
+                streamed_by[form] = streamed
+    return streamed_by
 
 
 def _cuts(fusion: Fusion, window: Window) -> Iterator[tuple[int, ...]]:
     """Yield the dims, one of each value, that are one dim of the whole window.
 
-    Not the last dim of a product: its chunks would be columns, which lie apart.
+    The last dim of a product is excluded: its chunks would be columns, which are not contiguous.
     """
     same: UnionFind[tuple[str, int]] = UnionFind()
     for expr in window.exprs:
@@ -255,7 +255,7 @@ def _counts(
 
 
 def _rows(value: Value, dim: int, moved: Sequence[str]) -> int:
-    """Return how many rows of a dim there are, where axes along which nothing moves split it."""
+    """Return the number of rows of a dim, split by axes along which nothing moves."""
     layout = value.layout
     assert layout is not None
     fixed = (layout.mesh.axis_size(a) for a in layout.split_axes(dim) if a not in moved)
@@ -280,7 +280,7 @@ def apply(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion | None:
 
 
 def _may_cut(fusion: Fusion, expr: Expr) -> bool:
-    """Whether a set goes in chunks, and sums are not rounded once per rank, as those of 8 bits."""
+    """True if a set goes in chunks, and sums are not rounded once per rank, as those of 8 bits."""
     if expr.op != "set":
         return True
     how, size = set_form(fusion, expr), fusion.values[expr.output].dtype.itemsize
@@ -288,10 +288,10 @@ def _may_cut(fusion: Fusion, expr: Expr) -> bool:
 
 
 def _is_plain(fusion: Fusion, expr: Expr) -> bool:
-    """Whether no dim that is cut is split in blocks, of each of which a rank has a part."""
+    """Return whether no dim in chunks is split in blocks."""
     read = zip(expr.inputs, streams_read(fusion, expr), strict=True)
-    made = ((x, fusion.values[x].stream) for x in expr.outputs)
-    cut = [(x, s.dim) for x, s in (*read, *made) if isinstance(x, str) and s is not None]
+    written = ((x, fusion.values[x].stream) for x in expr.outputs)
+    cut = [(x, s.dim) for x, s in (*read, *written) if isinstance(x, str) and s is not None]
     return all(fusion.layout(x).cuts.get(dim) is None for x, dim in cut)
 
 
@@ -310,8 +310,8 @@ def _together(fusion: Fusion, found: Sequence[Window]) -> Fusion | None:
     for n, expr in enumerate(fusion.exprs):
         node = home.get(n, n)
         graph.add_node(node)
-        made = (home.get(at[x], at[x]) for x in expr.reads if x in at)
-        graph.add_edges_from((m, node) for m in made if m != node)
+        producers = (home.get(at[x], at[x]) for x in expr.reads if x in at)
+        graph.add_edges_from((m, node) for m in producers if m != node)
     if not nx.is_directed_acyclic_graph(graph):
         return None
     order = nx.lexicographical_topological_sort(graph)
@@ -324,12 +324,12 @@ def _together(fusion: Fusion, found: Sequence[Window]) -> Fusion | None:
 
 def alone(fusion: Fusion, window: Window) -> Fusion:
     """Return a window as a fusion of its own, whose costs are those of the window."""
-    made = {*window.values}
-    inputs = tuple(dict.fromkeys(x for e in window.exprs for x in e.reads if x not in made))
+    names = {*window.values}
+    inputs = tuple(dict.fromkeys(x for e in window.exprs for x in e.reads if x not in names))
     is_read = {
         x
         for x in window.values
-        if x in fusion.outputs or any(r.outputs[0] not in made for r in fusion.consumers[x])
+        if x in fusion.outputs or any(r.outputs[0] not in names for r in fusion.consumers[x])
     }
     return Fusion(
         name=fusion.name,
@@ -341,7 +341,7 @@ def alone(fusion: Fusion, window: Window) -> Fusion:
 
 
 def likeness(fusion: Fusion) -> object:
-    """Return what two windows by themselves have in common if they take the same: all but names."""
+    """Return a key of a window without names: windows with equal keys take equal times."""
     number = {x: n for n, x in enumerate(fusion.values)}
     kinds = tuple((v.shape, v.dtype, v.layout, v.order) for v in fusion.values.values())
     exprs = tuple(

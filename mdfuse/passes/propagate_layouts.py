@@ -40,7 +40,7 @@ def run(fusion: Fusion) -> Fusion:
 
 
 def anew(fusion: Fusion, changed: Collection[str]) -> Fusion:
-    """Return the fusion with layouts inferred again for all that changed values lead to."""
+    """Return the fusion with layouts inferred again for all dependents of changed values."""
     values, stale = dict(fusion.values), set(changed)
     for expr in fusion.exprs:
         for out in [values[name] for name in expr.outputs]:
@@ -68,12 +68,12 @@ def _forwards(fusion: Fusion) -> Fusion:
         if values[name].like is not None and values[name].layout is None:
             values[name] = _placed(values, values[name], None)
     for expr in fusion.exprs:
-        made = [values[name] for name in expr.outputs]
-        if not any(out.is_tensor and out.layout is None for out in made):
+        outputs = [values[name] for name in expr.outputs]
+        if not any(out.is_tensor and out.layout is None for out in outputs):
             continue
         strategy = choose_here(expr, values)
-        layouts = strategy.results if strategy is not None else (None,) * len(made)
-        for out, layout in zip(made, layouts, strict=True):
+        layouts = strategy.results if strategy is not None else (None,) * len(outputs)
+        for out, layout in zip(outputs, layouts, strict=True):
             if out.layout is not None:
                 continue
             if out.like is not None:
@@ -92,11 +92,16 @@ def _placed(values: Mapping[str, Value], value: Value, inferred: Layout | None) 
         return value
     asked = {a: Replicate() if isinstance(p, Partial) else p for a, p in layout.by_axis().items()}
     law = Layout(layout.mesh, asked, layout.order)
-    made = values[value.like.past].layout if value.like.past is not None else None
-    if made is None or made.mesh != layout.mesh or inferred is None or inferred.mesh != law.mesh:
+    previous = values[value.like.past].layout if value.like.past is not None else None
+    if (
+        previous is None
+        or previous.mesh != layout.mesh
+        or inferred is None
+        or inferred.mesh != law.mesh
+    ):
         return replace(value, layout=law, is_law=True)
     for axis, before in layout.by_axis().items():
-        if not isinstance(before, Replicate) and before != made.placement(axis):
+        if not isinstance(before, Replicate) and before != previous.placement(axis):
             inferred = inferred.with_placement(axis, asked[axis])
     return replace(value, layout=_ordered_as(inferred, law))
 
@@ -120,7 +125,7 @@ def _of_output(fusion: Fusion, values: Mapping[str, Value], name: str, inferred:
 
 
 def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
-    """Infer operands that have no layout yet from what reads them, in reverse order."""
+    """Infer operands that have no layout yet from their readers, in reverse order."""
     values = dict(fusion.values)
     changed = False
     for expr in reversed(fusion.exprs):
@@ -138,7 +143,7 @@ def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
 
 
 def _is_open(value: Value) -> bool:
-    """Whether those who read a value may say how it lies."""
+    """Return whether the readers of a value may choose its layout."""
     return value.is_tensor and value.layout is None and value.like is None
 
 

@@ -25,8 +25,8 @@ def run(fusion: Fusion) -> Fusion:
     # What the user wants to lie as another value would no longer do so.
     fixed = {v.like.of for v in values.values() if v.like is not None and v.like.past is None}
     fixed.update(fusion.outputs)
-    made = [(expr, name) for expr in reversed(fusion.exprs) for name in expr.outputs]
-    for expr, name in made:
+    results = [(expr, name) for expr in reversed(fusion.exprs) for name in expr.outputs]
+    for expr, name in results:
         out = values[name]
         if not out.is_tensor or out.is_law or name in fixed:
             continue
@@ -54,7 +54,7 @@ def _strategy(expr: Expr, values: Mapping[str, Value]) -> Strategy:
 
 
 def _pushed(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -> Layout:
-    """Return the layout of a result that all read as the goal says.
+    """Return the layout of a result that all readers read in the goal layout.
 
     Windows that overlap are cut, or received, where they are read: of the parts that are made.
     """
@@ -66,12 +66,12 @@ def _pushed(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -
     goal = goal.without_reaches
     strategy = choose_here(expr, {**values, out.name: replace(out, layout=goal)})
     assert strategy is not None
-    made = strategy.results[expr.outputs.index(out.name)]
-    return goal if made.partial_axes or made.mesh != goal.mesh else made
+    inferred = strategy.results[expr.outputs.index(out.name)]
+    return goal if inferred.partial_axes or inferred.mesh != goal.mesh else inferred
 
 
 def _is_slice(layout: Layout, goal: Layout) -> bool:
-    """Whether the goal differs from the layout only by splitting what was whole."""
+    """Return whether the goal differs from the layout only by splitting what was whole."""
     if layout.mesh != goal.mesh or layout == goal:
         return False
     pairs = zip(layout.placements, goal.placements, strict=True)

@@ -56,9 +56,9 @@ def extent_ids(fusion: Fusion) -> dict[Dim, int]:
     That is read off the labels of the ops' dims: equal extents alone do not show it. Symbolic
     extents are known by their expression as well.
     """
-    found = input_extents(fusion)
+    id_of = input_extents(fusion)
     by_symbol: dict[Poly, int] = {}
-    for (name, dim), i in found.items():
+    for (name, dim), i in id_of.items():
         extent = fusion.values[name].shape[dim]
         if is_symbolic(extent):
             by_symbol.setdefault(poly_from(extent), i)
@@ -69,30 +69,30 @@ def extent_ids(fusion: Fusion) -> dict[Dim, int]:
         for at, name in enumerate(expr.outputs):
             for dim, n in enumerate(fusion.values[name].shape):
                 sources = _sources(expr, fusion.values, labels, at, dim)
-                ids = [found[d] for d in sources if d in found]
+                ids = [id_of[d] for d in sources if d in id_of]
                 if is_symbolic(n):
                     ids += filter(None, [by_symbol.get(poly_from(n))])
                 if ids:
-                    found[name, dim] = ids[0]
-    return found
+                    id_of[name, dim] = ids[0]
+    return id_of
 
 
 def _sources(
     expr: Expr, values: Mapping[str, Value], labels: dims.DimMap, at: int, dim: int
 ) -> Iterator[Dim]:
-    """Yield the operands' dims that a dim of a result comes from: with its label, and as long."""
+    """Yield the operands' dims that have the label and the extent of a result's dim."""
     shape = values[expr.outputs[at]].shape
     label = labels.results[at][dim]
-    for x, own in zip(expr.inputs, labels.operands, strict=True):
+    for x, operand_labels in zip(expr.inputs, labels.operands, strict=True):
         if not isinstance(x, str):
             continue
-        for d, other in enumerate(own):
+        for d, other in enumerate(operand_labels):
             is_one = other == label if label is not None else _stays(expr, values[x], d, dim, shape)
             if is_one and are_same(values[x].shape[d], shape[dim]):
                 yield x, d
 
 
 def _stays(expr: Expr, operand: Value, d: int, dim: int, shape: tuple[int, ...]) -> bool:
-    """Whether a dim without a label is the first operand's in the same place from the right."""
+    """True if a dim without a label is the first operand's in the same place from the right."""
     is_first = expr.inputs[0] == operand.name and TABLE[expr.op].rule in _WHOLE_DIMS_STAY
     return is_first and len(operand.shape) - d == len(shape) - dim

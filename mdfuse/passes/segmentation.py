@@ -31,12 +31,12 @@ class Group:
 
     @property
     def is_reshard(self) -> bool:
-        """Whether the group is a set, which may change a layout; it never merges."""
+        """True if the group is a set, which may change a layout; it never merges."""
         return any(e.op == "set" for e in self.exprs)
 
     @property
     def is_single_op(self) -> bool:
-        """Whether the group is one expression that the host runs as one op."""
+        """True if the group is one expression that the host runs as one op."""
         return len(self.exprs) == 1 and TABLE[self.exprs[0].op].is_single
 
 
@@ -44,7 +44,7 @@ ShouldMerge = Callable[[Group, Group], bool]
 
 
 def merge_composite(a: Group, b: Group) -> bool:
-    """Leave alone what the host runs as a single op, and merge the rest: the default."""
+    """Merge all but expressions that the host runs as a single op: the default."""
     return not a.is_single_op and not b.is_single_op
 
 
@@ -76,7 +76,7 @@ class Section:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether it runs in a host loop over chunks."""
+        """True if it runs in a host loop over chunks."""
         return self.fusion.values[self.exprs[0].outputs[0]].stream is not None
 
     @property
@@ -120,7 +120,7 @@ def segment(fusion: Fusion, should_merge: ShouldMerge | None = None) -> tuple[Se
 
 
 def _merged(fusion: Fusion, merge: ShouldMerge) -> tuple[dict[int, list[Expr]], nx.DiGraph[int]]:
-    """Return the groups by number, and the graph of which group reads what another computes."""
+    """Return the groups by number, and the graph of dependences between groups."""
     loops = HostLoops(fusion)
     graph: nx.DiGraph[int] = nx.DiGraph()
     owner: dict[str, int] = {}
@@ -132,10 +132,10 @@ def _merged(fusion: Fusion, merge: ShouldMerge) -> tuple[dict[int, list[Expr]], 
         groups[i] = [expr]
         owner.update(dict.fromkeys(expr.outputs, i))
         for producer in producers:
-            here = owner[expr.outputs[0]]
-            if producer == here or not _may_merge(loops, groups, producer, here, graph, merge):
+            reader = owner[expr.outputs[0]]
+            if producer == reader or not _may_merge(loops, groups, producer, reader, graph, merge):
                 continue
-            _absorb(graph, groups, owner, producer, here)
+            _absorb(graph, groups, owner, producer, reader)
     return groups, graph
 
 
@@ -166,10 +166,10 @@ def check(fusion: Fusion, groups: Iterable[Iterable[str]]) -> None:
     owner = _owners(fusion, [tuple(group) for group in groups])
     graph: nx.DiGraph[tuple[str, ...]] = nx.DiGraph()
     for expr in fusion.exprs:
-        here = owner[expr.outputs[0]]
+        reader = owner[expr.outputs[0]]
         for x in expr.reads:
-            if owner.get(x, here) != here:
-                graph.add_edge(owner[x], here, by=expr, value=x)
+            if owner.get(x, reader) != reader:
+                graph.add_edge(owner[x], reader, by=expr, value=x)
     if nx.is_directed_acyclic_graph(graph):
         return
     cycle = nx.find_cycle(graph)  # may take a time that grows with the square of the program
@@ -188,8 +188,8 @@ def _owners(fusion: Fusion, groups: Iterable[tuple[str, ...]]) -> dict[str, tupl
     named: set[str] = set()
     for group in groups:
         for name in group:
-            made = fusion.producers[name].outputs if name in fusion.producers else ()
-            if not made or name in named or owner.get(name, group) is not group:
+            outputs = fusion.producers[name].outputs if name in fusion.producers else ()
+            if not outputs or name in named or owner.get(name, group) is not group:
                 what = "is in two groups" if name in owner else "is no result of an expression"
                 raise LoweringError(
                     f"%{name} {what} of @{fusion.name}",
@@ -198,7 +198,7 @@ def _owners(fusion: Fusion, groups: Iterable[tuple[str, ...]]) -> dict[str, tupl
                     hint="the expressions compute " + ", ".join(fusion.producers),
                 )
             named.add(name)
-            owner.update(dict.fromkeys(made, group))
+            owner.update(dict.fromkeys(outputs, group))
     return {name: owner.get(name, e.outputs) for name, e in fusion.producers.items()}
 
 
@@ -239,7 +239,7 @@ def _may_merge(
 
 
 def _asked(merge: ShouldMerge, first: Group, second: Group) -> bool:
-    """Return what the predicate says of two groups; LoweringError where that is no answer."""
+    """Return the predicate's answer for two groups; LoweringError if it is no bool."""
     try:
         answer = merge(first, second)
     except Exception as error:
@@ -266,7 +266,7 @@ def _expressions(*groups: Group) -> list[str]:
 
 
 class HostLoops:
-    """Which streamed expressions of a fusion may run in one host loop."""
+    """The streamed expressions of a fusion that may run in one host loop."""
 
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
@@ -275,7 +275,7 @@ class HostLoops:
         self._known: dict[str, tuple[tuple[tuple[str, Stream | None], ...], bool]] = {}
 
     def key(self, expr: Expr) -> tuple[object, ...] | None:
-        """Return what expressions in one loop have in common; None for one not streamed.
+        """Return the key that expressions in one loop share; None for one not streamed.
 
         Several meshes may share a loop, unless each rank starts at its own chunk.
         """
@@ -286,16 +286,16 @@ class HostLoops:
         return self._alike(value.name), value.stream.count, rotated
 
     def may_share(self, exprs: Iterable[Expr], more: Iterable[Expr]) -> bool:
-        """Whether one loop, or none, can run `exprs` and `more`, which come after or among them."""
+        """True if one loop, or none, can run `exprs` and `more`, which come after or among them."""
         exprs, more = tuple(exprs), tuple(more)
         key = self.key(exprs[0])
         if key != self.key(more[0]):
             return False
-        made = {name: e for e in (*exprs, *more) for name in e.outputs}
-        return key is None or all(self._reads_chunks(e, made) for e in (*exprs, *more))
+        producers = {name: e for e in (*exprs, *more) for name in e.outputs}
+        return key is None or all(self._reads_chunks(e, producers) for e in (*exprs, *more))
 
     def _reads_chunks(self, expr: Expr, made: Mapping[str, Expr]) -> bool:
-        """Whether all that an expression reads of others in its loop is the chunk just computed."""
+        """True if all that an expression reads of others in its loop is the chunk just computed."""
         return all(
             self.fusion.values[x].stream == stream and self._asked_once(made[x])[1]
             for x, stream in self._asked_once(expr)[0]
@@ -303,12 +303,12 @@ class HostLoops:
         )
 
     def _asked_once(self, expr: Expr) -> tuple[tuple[tuple[str, Stream | None], ...], bool]:
-        found = self._known.get(expr.outputs[0])
-        if found is None:
+        answer = self._known.get(expr.outputs[0])
+        if answer is None:
             pairs = zip(expr.inputs, streams_read(self.fusion, expr), strict=True)
             reads = tuple((x, stream) for x, stream in pairs if isinstance(x, str))
-            found = self._known[expr.outputs[0]] = reads, _gives_chunks(self.fusion, expr)
-        return found
+            answer = self._known[expr.outputs[0]] = reads, _gives_chunks(self.fusion, expr)
+        return answer
 
 
 def streams_read(fusion: Fusion, expr: Expr) -> tuple[Stream | None, ...]:
@@ -334,7 +334,7 @@ def set_form(fusion: Fusion, expr: Expr) -> str | None:
 
 
 def _is_indirect(graph: nx.DiGraph[int], a: int, b: int) -> bool:
-    """Whether a way leads from a to b through a third group: merging the two closes a cycle."""
+    """True if a path leads from a to b through a third group: merging the two closes a cycle."""
     return any(n != b and nx.has_path(graph, n, b) for n in graph.successors(a))
 
 
@@ -357,16 +357,16 @@ def _absorb(
 def _section(fusion: Fusion, name: str, exprs: list[Expr], position: Mapping[str, int]) -> Section:
     """Return a section of some expressions; `position` says where in the fusion each stands."""
     ordered = tuple(sorted(exprs, key=lambda e: position[e.outputs[0]]))
-    made = [name for e in ordered for name in e.outputs]
-    inputs = tuple(dict.fromkeys(x for e in ordered for x in e.reads if x not in made))
+    computed = [name for e in ordered for name in e.outputs]
+    inputs = tuple(dict.fromkeys(x for e in ordered for x in e.reads if x not in computed))
     outputs = tuple(
         name
-        for name in made
+        for name in computed
         if name in fusion.outputs
-        or any(reader.outputs[0] not in made for reader in fusion.consumers[name])
+        or any(reader.outputs[0] not in computed for reader in fusion.consumers[name])
     )
-    values = {n: fusion.values[n] for n in (*inputs, *made)}
-    own = replace(
+    values = {n: fusion.values[n] for n in (*inputs, *computed)}
+    section_fusion = replace(
         fusion, name=name, values=values, exprs=ordered, inputs=inputs, outputs=outputs, reuse={}
     )
-    return Section(name=name, fusion=own)
+    return Section(name=name, fusion=section_fusion)

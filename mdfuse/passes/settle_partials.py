@@ -41,10 +41,10 @@ name = "settle_partials"
 
 @dataclass(frozen=True)
 class _Flow:
-    """What becomes of a Partial along an axis, if it stays one.
+    """The later uses of a Partial that is not reduced at once along an axis.
 
     Attributes:
-        ends: the values that are reduced in the end, with the bytes that it takes.
+        ends: the values that are reduced in the end, with the bytes of each reduction.
         passed: the values that are Partial only because it is.
         beside: other Partials that expressions take together with it, or with what is passed on.
     """
@@ -56,12 +56,12 @@ class _Flow:
 
 @dataclass
 class _Sweep:
-    """What a pass over the Partials of a fusion has found and decided so far."""
+    """The decisions of a pass over the Partials of a fusion so far."""
 
     fusion: Fusion
     #: the fusion as `push_slices` would have it, which says what readers want in the end.
     pushed: Fusion
-    #: (value, axis) -> what becomes of it.
+    #: (value, axis) -> its later uses.
     flows: dict[tuple[str, str], _Flow] = field(default_factory=dict)
     #: (value, axis) -> the placement in which what becomes of it would have it; None: any.
     goals: dict[tuple[str, str], Placement | None] = field(default_factory=dict)
@@ -99,23 +99,23 @@ def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:
         is_factor = any(_is_factor(sweep.fusion, r) for r in passing)
         to = sweep.goals[value, axis] if is_factor else None
         to = to or _common(goals, layout.mesh, axis)
-        here = _price(sweep.fusion, value, axis, to)
+        price_here = _price(sweep.fusion, value, axis, to)
         read = [_price(sweep.fusion, value, axis, _common({g}, layout.mesh, axis)) for g in goals]
         beside = [_price(sweep.fusion, u, axis, Replicate()) for u in flow.beside]
         later = [*flow.ends.values(), *read]
-        price = here + sum(beside), 1 + len(beside)
+        price = price_here + sum(beside), 1 + len(beside)
         is_less = len(readers) > 1 and price < (sum(later), len(later))
         if is_less or (is_factor and price <= (sum(later), len(later))):
             settled = sweep.settled.get(value, layout)
             sweep.settled[value] = settled.with_placement(axis, to)
-            flow = _Flow({value: here})
+            flow = _Flow({value: price_here})
         elif goals or _ends_here(sweep.fusion, value, axis):
-            flow = replace(flow, ends={**flow.ends, value: here})
+            flow = replace(flow, ends={**flow.ends, value: price_here})
         sweep.flows[value, axis] = flow
 
 
 def _is_factor(fusion: Fusion, result: str) -> bool:
-    """Whether a result is a product that is rounded: integers are not."""
+    """Return whether a result is a product that is rounded: integers are not."""
     dtype = fusion.values[result].dtype
     is_rounded = dtype.is_floating_point or dtype.is_complex
     return is_rounded and TABLE[fusion.producers[result].op].partial == "factor"
@@ -124,7 +124,7 @@ def _is_factor(fusion: Fusion, result: str) -> bool:
 def _goal(
     sweep: _Sweep, value: str, axis: str, goals: set[Layout], passing: Sequence[str]
 ) -> Placement | None:
-    """Return the placement in which all readers would have a value along an axis; None: any.
+    """Return the placement along an axis that all readers want; None if any will do.
 
     Sums take it however it is split. Where readers differ, it is whole.
     """
@@ -136,7 +136,7 @@ def _goal(
 
 
 def _behind(sweep: _Sweep, value: str, result: str, axis: str) -> Placement | None:
-    """Return the placement of a value, if it is reduced, that fits what becomes of a result."""
+    """Return the placement of a reduced value that fits the later uses of a result."""
     fusion, expr = sweep.pushed, sweep.pushed.producers[result]
     before, after = fusion.values[value], fusion.values[result]
     assert before.layout is not None and after.layout is not None
@@ -156,20 +156,20 @@ def _behind(sweep: _Sweep, value: str, result: str, axis: str) -> Placement | No
 
 
 def _flow(sweep: _Sweep, value: str, readers: Sequence[str], axis: str) -> _Flow:
-    """Return what becomes of the Partial that some readers pass on."""
-    fusion, found = sweep.fusion, _Flow()
+    """Return the later uses of the Partial that some readers pass on."""
+    fusion, flow = sweep.fusion, _Flow()
     for name in readers:
         expr = fusion.producers[name]
         others = {x for x in expr.reads if _is_partial(fusion, x, axis) and x != value}
         stays = fusion.layout(name).mesh == fusion.layout(value).mesh
         after = sweep.flows.get((name, axis)) if stays else None
         after = after or _Flow({name: _price_of_result(fusion, expr, axis)})
-        found = _Flow(
-            ends={**found.ends, **after.ends},
-            passed=found.passed | after.passed | {name},
-            beside=found.beside | after.beside | {x for x in others if x not in sweep.settled},
+        flow = _Flow(
+            ends={**flow.ends, **after.ends},
+            passed=flow.passed | after.passed | {name},
+            beside=flow.beside | after.beside | {x for x in others if x not in sweep.settled},
         )
-    return replace(found, beside=found.beside - found.passed - {value})
+    return replace(flow, beside=flow.beside - flow.passed - {value})
 
 
 def _is_partial(fusion: Fusion, value: str, axis: str) -> bool:
@@ -183,21 +183,21 @@ def _free_readers(fusion: Fusion, value: str) -> Iterator[Expr]:
 
 
 def _ends_here(fusion: Fusion, value: str, axis: str) -> bool:
-    """Whether nobody passes a value on, or who does so for the user reduces it along an axis."""
+    """True if nobody passes a value on, or who does so for the user reduces it along an axis."""
     readers = fusion.consumers[value]
-    made = [name for r in readers for name in r.outputs if _is_wanted(fusion, name)]
+    passed = [name for r in readers for name in r.outputs if _is_wanted(fusion, name)]
     is_last = not readers and not _is_wanted(fusion, value)
-    return is_last or any(axis not in fusion.layout(name).partial_axes for name in made)
+    return is_last or any(axis not in fusion.layout(name).partial_axes for name in passed)
 
 
 def _is_wanted(fusion: Fusion, value: str) -> bool:
-    """Whether the user wants the value Partial: by a law, or in the place of a Partial input."""
+    """True if the user wants the value Partial: by a law, or in the place of a Partial input."""
     is_fixed = fusion.values[value].is_law or value in fusion.outputs
     return is_fixed and bool(fusion.layout(value).partial_axes)
 
 
 def _price_of_result(fusion: Fusion, expr: Expr, axis: str) -> int:
-    """Return the bytes it takes to reduce what an expression yields into its result's layout."""
+    """Return the bytes to reduce an expression's Partial into its result's layout."""
     out, layout = fusion.values[expr.output], fusion.layout(expr.output)
     strategy = choose_here(expr, fusion.values)
     assert strategy is not None
@@ -205,7 +205,7 @@ def _price_of_result(fusion: Fusion, expr: Expr, axis: str) -> int:
 
 
 def _price(fusion: Fusion, value: str, axis: str, to: Placement) -> int:
-    """Return the bytes it takes to reduce a value along an axis."""
+    """Return the bytes to reduce a value along an axis."""
     return _bytes(fusion.values[value], fusion.layout(value), axis, to)
 
 
@@ -225,8 +225,8 @@ def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:
 
 def _common(goals: set[Layout], mesh: DeviceMesh, axis: str) -> Placement:
     """Return the placement along an axis that all goals want; Replicate where they differ."""
-    found = {g.placement(axis) if g.mesh == mesh else Replicate() for g in goals}
-    return found.pop() if len(found) == 1 else Replicate()
+    placements = {g.placement(axis) if g.mesh == mesh else Replicate() for g in goals}
+    return placements.pop() if len(placements) == 1 else Replicate()
 
 
 def _applied(fusion: Fusion, settled: dict[str, Layout]) -> Fusion:
@@ -249,11 +249,11 @@ def _with_copy(
     """Return the fusion in which some readers read a copy in another layout, and its name."""
     copy = fresh_name(fusion.values, f"{value}.{suffix(layout)}")
     of = replace(fusion.values[value], name=copy, layout=layout, stream=None, is_law=False)
-    made = Expr(op="set", inputs=(value,), outputs=(copy,), source=readers[0].source)
+    set_expr = Expr(op="set", inputs=(value,), outputs=(copy,), source=readers[0].source)
     exprs: list[Expr] = []
     for expr in fusion.exprs:
         if expr is readers[0]:
-            exprs.append(made)
+            exprs.append(set_expr)
         exprs.append(_reading(expr, value, copy) if expr in readers else expr)
     values = {**fusion.values, copy: replace(of, order_from="op")}
     return replace(fusion, values=values, exprs=tuple(exprs)), copy

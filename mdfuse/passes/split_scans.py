@@ -44,8 +44,8 @@ def run(fusion: Fusion) -> Fusion:
         else:
             _cumsum(maker, expr, _parts(fusion, expr))
     outputs = [name for e in replaced.values() for name in e.outputs]
-    made = {n for n in maker.values if n not in fusion.values or n in outputs}
-    return anew(forgotten(fusion, maker, outputs), made)
+    new_names = {n for n in maker.values if n not in fusion.values or n in outputs}
+    return anew(forgotten(fusion, maker, outputs), new_names)
 
 
 # -- which ---------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def _split(fusion: Fusion) -> Iterator[Expr]:
 
 
 def _parts(fusion: Fusion, expr: Expr) -> int:
-    """In how many equal parts the operand is split along the dim of a scan; 0 for unequal ones."""
+    """Return the number of equal parts of the operand along the dim of a scan; 0 if unequal."""
     value, layout = fusion.values[expr.reads[0]], fusion.layout(expr.reads[0])
     if not value.shape:
         return 0
@@ -105,15 +105,15 @@ def _cumsum(maker: Maker, by: Expr, parts: int) -> None:
     apart = maker.op(
         by, "reshape", maker.wide(by, x), shape=(*shape[:dim], parts, n, *shape[dim + 1 :])
     )
-    own = maker.op(by, "cumsum", apart, dim=dim + 1)
-    totals = maker.op(by, "cumsum", _window(maker, by, own, dim + 1, n - 1, n), dim=dim)
+    part_sums = maker.op(by, "cumsum", apart, dim=dim + 1)
+    totals = maker.op(by, "cumsum", _window(maker, by, part_sums, dim + 1, n - 1, n), dim=dim)
     before = _window(maker, by, totals, dim, 0, parts - 1)
     starts = tuple(int(d == dim) for d in range(len(shape) + 1))
     whole = maker.values[totals].shape
     shifted = maker.op(
         by, "slice_grad", before, shape=whole, starts=starts, steps=(1,) * len(whole)
     )
-    sums = maker.op(by, "add", own, shifted)
+    sums = maker.op(by, "add", part_sums, shifted)
     if maker.values[sums].dtype == dtype:
         maker.op(by, "reshape", sums, last=True, shape=shape)
     else:
@@ -124,7 +124,7 @@ def _cumsum(maker: Maker, by: Expr, parts: int) -> None:
 def _topk(maker: Maker, by: Expr, parts: int) -> None:
     """Take the largest of each part, and of these the largest."""
     x, k = by.reads[0], by.kwargs["k"]
-    more = {"smallest": True} if by.kwargs.get("smallest") else {}
+    direction = {"smallest": True} if by.kwargs.get("smallest") else {}
     shape = maker.values[x].shape
     dim = by.kwargs["dim"] % len(shape)
     n = shape[dim] // parts
@@ -132,11 +132,11 @@ def _topk(maker: Maker, by: Expr, parts: int) -> None:
     behind = (1,) * (len(shape) - dim)
     apart = maker.op(by, "reshape", x, shape=(*shape[:dim], parts, n, *shape[dim + 1 :]))
     values = fresh_name(maker.values, f"{by.outputs[0]}.candidates")
-    at = maker.several(by, "topk", apart, first=values, k=each, dim=dim + 1, **more)
+    at = maker.several(by, "topk", apart, first=values, k=each, dim=dim + 1, **direction)
     start = maker.op(by, "arange", 0, n, shape=(parts,), dtype=maker.values[at].dtype)
     start = maker.op(by, "reshape", start, shape=(parts, *behind))
     flat = (*shape[:dim], parts * each, *shape[dim + 1 :])
     places = maker.op(by, "reshape", maker.op(by, "add", at, start), shape=flat)
     candidates = maker.op(by, "reshape", values, shape=flat)
-    chosen = maker.several(by, "topk", candidates, first=by.outputs[0], k=k, dim=dim, **more)
+    chosen = maker.several(by, "topk", candidates, first=by.outputs[0], k=k, dim=dim, **direction)
     maker.op(by, "gather", chosen, places, last=True, along=dim)

@@ -1,4 +1,4 @@
-"""Spread streams to what a streamed value is computed from, and to what is computed from it.
+"""Spread streams to the operands and to the dependents of a streamed value.
 
     %h: f32[8,6] = matmul(%x, %w)                      %h: f32[8,6] (stream(0,4)) = matmul(%x, %w)
     %y: f32[8,4] (stream(0,4)) = matmul(%h, %v)   ->   %y: f32[8,4] (stream(0,4)) = matmul(%h, %v)
@@ -29,35 +29,39 @@ def run(fusion: Fusion) -> Fusion:
         fusion: with layouts, sets, and the streams that are stated.
     """
     values = dict(fusion.values)
-    found = deque(x for x, v in values.items() if v.stream is not None)
-    while found:
-        stream = values[found[0]].stream
+    streamed = deque(x for x, v in values.items() if v.stream is not None)
+    while streamed:
+        stream = values[streamed[0]].stream
         assert stream is not None
-        at = found.popleft()
+        at = streamed.popleft()
         if stream.op is None and stream.rotate is None:
             near = (*_before(fusion, at, values), *_behind(fusion, at, stream, values))
             for value in near:
                 values[value.name] = value
-                found.append(value.name)
+                streamed.append(value.name)
     return replace(fusion, values=values)
 
 
 def _before(fusion: Fusion, at: str, values: dict[str, Value]) -> Iterator[Value]:
-    """Yield what a streamed value is computed from in chunks, with its stream."""
+    """Yield the operands that a streamed value reads in chunks, with their streams."""
     expr = fusion.producers.get(at)
     if expr is None or expr.op == "set":
         return
     for x, stream in zip(expr.inputs, operand_streams(expr, values), strict=True):
         if not isinstance(x, str) or stream is None:
             continue
-        made = fusion.producers.get(x)
+        producer = fusion.producers.get(x)
         value = replace(values[x], stream=stream)
-        if made is not None and _is_free(made, values) and _reads_chunks(made, value, values):
+        if (
+            producer is not None
+            and _is_free(producer, values)
+            and _reads_chunks(producer, value, values)
+        ):
             yield value
 
 
 def _behind(fusion: Fusion, at: str, stream: Stream, values: dict[str, Value]) -> Iterator[Value]:
-    """Yield what is computed from chunks of a streamed value, with its stream."""
+    """Yield the values computed from chunks of a streamed value, with their streams."""
     for expr in fusion.consumers[at]:
         if not _is_free(expr, values):
             continue

@@ -1,4 +1,4 @@
-"""How one expression runs on a mesh: which layouts it wants of its operands, what it then yields.
+"""The strategy of one expression on a mesh: the layouts of its operands and of its results.
 
 A pure function of the operands' layouts, the layout that the user asked of the result, and the op's
 dim labels. Every pass that needs the answer asks here again.
@@ -84,7 +84,7 @@ LABELS: Cache[DimMap] = Cache(limit=16384)
 def _question(
     expr: Expr, values: Mapping[str, Value], laws: tuple[Layout | None, ...]
 ) -> tuple[tuple[str, ...], Hashable]:
-    """Return the tensors that an expression reads, and all that `_chosen` sees but their names."""
+    """Return the tensors that an expression reads, and a key of all else that `_chosen` sees."""
     places: dict[str, int] = {}
     pattern: list[int | None] = []
     for x in expr.inputs:
@@ -96,8 +96,8 @@ def _question(
     for name in places:
         v = values[name]
         operands.append((v.shape, v.dtype, v.expanded, v.layout))
-    made = tuple([(values[n].shape, values[n].dtype, values[n].expanded) for n in expr.outputs])
-    key = expr.op, expr.attrs, tuple(pattern), tuple(operands), made, laws
+    results = tuple([(values[n].shape, values[n].dtype, values[n].expanded) for n in expr.outputs])
+    key = expr.op, expr.attrs, tuple(pattern), tuple(operands), results, laws
     return tuple(places), key
 
 
@@ -105,24 +105,24 @@ def _chosen(
     expr: Expr, values: Mapping[str, Value], laws: tuple[Layout | None, ...]
 ) -> Strategy | None:
     operands, labels = _operands(expr, values)
-    found = _by_labels(expr, values, laws, operands, labels, {})
-    if found is None or expr.op not in IN_BLOCKS:
-        return found
+    plain = _by_labels(expr, values, laws, operands, labels, {})
+    if plain is None or expr.op not in IN_BLOCKS:
+        return plain
     shapes, layouts = zip(*((values[x].shape, values[x].layout) for x in expr.reads), strict=True)
     out = values[expr.outputs[0]].shape
     in_blocks, taken = labels_in_blocks(expr.op, expr.kwargs, shapes, out, layouts, labels)
     if not taken:
-        return found
+        return plain
     dims = dict(zip(expr.reads, in_blocks.operands, strict=True))
     operands = [replace(o, labels=dims[o.value.name]) for o in operands]
-    kept, law = _by_labels(expr, values, laws, operands, in_blocks, taken), laws[0]
-    if kept is None or law is None or law.partial_axes:
-        return kept
-    return min((found, kept), key=lambda way: _moved(way, expr, values, law))
+    blocked, law = _by_labels(expr, values, laws, operands, in_blocks, taken), laws[0]
+    if blocked is None or law is None or law.partial_axes:
+        return blocked
+    return min((plain, blocked), key=lambda way: _moved(way, expr, values, law))
 
 
 def _moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:
-    """Return what changes of layout of the operands and of the result cost."""
+    """Return the cost of the layout changes of operands and result."""
     read = [(values[x].layout, to, values[x]) for x, to in way.wanted.items()]
     changes = [(way.result, law, values[expr.output]), *read]
     return sum(costs([old], to, x.shape, x.dtype.itemsize)[0] for old, to, x in changes if old)
@@ -142,14 +142,14 @@ def _by_labels(
         expr: the expression.
         values: all values.
         laws: for each result the layout that it must have in the end.
-        operands: what it reads.
+        operands: the tensors that it reads.
         labels: of their dims, and of those of its results.
         taken: labels of dims in blocks -> how the result is cut along them.
     """
     mesh = _mesh(operands, laws)
     if mesh is None:
         return None
-    here = [
+    on_mesh = [
         replace(o, layout=o.layout if o.layout and o.layout.mesh == mesh else None)
         for o in operands
     ]
@@ -160,17 +160,17 @@ def _by_labels(
     chosen: dict[str, int | str | None] = {}
     for axis in mesh.axes:
         if mesh.axis_size(axis) > 1:
-            chosen[axis] = vote(expr, axis, mesh, here, labels, results)
-    splits = _splits(mesh, chosen, here, labels, results)
-    cuts = _cuts(expr, splits, here, labels, results, taken)
+            chosen[axis] = vote(expr, axis, mesh, on_mesh, labels, results)
+    splits = _splits(mesh, chosen, on_mesh, labels, results)
+    cuts = _cuts(expr, splits, on_mesh, labels, results, taken)
     wanted = {
         o.value.name: _layout(mesh, o.labels, splits, cuts, _partials(chosen, o, mesh)).reaching(
             o.reaches, o.value.shape
         )
-        for o in here
+        for o in on_mesh
     }
     passed = {a: Partial(op) for a, op in chosen.items() if isinstance(op, str)}
-    made = []
+    layouts = []
     for result in results:
         reduced = {
             axis: Partial(labels.reduces[label])
@@ -178,8 +178,10 @@ def _by_labels(
             if label not in result.labels
             for axis in axes
         }
-        made.append(_layout(mesh, result.labels, splits, {**cuts, **taken}, {**passed, **reduced}))
-    return Strategy(wanted=wanted, results=tuple(made))
+        layouts.append(
+            _layout(mesh, result.labels, splits, {**cuts, **taken}, {**passed, **reduced})
+        )
+    return Strategy(wanted=wanted, results=tuple(layouts))
 
 
 def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
@@ -191,11 +193,11 @@ def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
     if active_assumptions() is not None:
         return rule(shapes, out, expr.kwargs)
     key = rule, shapes, out, expr.attrs
-    found = LABELS.find(key)
-    if found is None:
-        found = rule(shapes, out, expr.kwargs)
-        LABELS.put(key, found)
-    return found
+    labels = LABELS.find(key)
+    if labels is None:
+        labels = rule(shapes, out, expr.kwargs)
+        LABELS.put(key, labels)
+    return labels
 
 
 def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[Operand], DimMap]:
@@ -278,21 +280,21 @@ def _cuts(
     results: Sequence[Result],
     taken: Collection[int],
 ) -> dict[int, Cut]:
-    """Return label -> how its dims are cut: as the first operand in blocks, else as a law.
+    """Return label -> the cut of its dims: that of the first operand in blocks, else a law's.
 
     These are `taken` labels of operands alone where parts must have the same boundaries.
     """
     is_free = TABLE[expr.op].takes_blocks and labels.fits is always
     sides = [(o.layout, o.labels) for o in operands]
     sides += [(r.law, r.labels) for r in results if is_free]
-    found: dict[int, Cut] = {}
+    cuts: dict[int, Cut] = {}
     for layout, dims in sides:
         for dim, cut in layout.cuts.items() if layout is not None else ():
             label = dims[dim]
             if label is not None and label in splits and (is_free or label in taken):
                 is_as_there = layout is not None and layout.split_axes(dim) == splits[label]
-                found.setdefault(label, cut if is_as_there else Cut(cut.blocks))
-    return found
+                cuts.setdefault(label, cut if is_as_there else Cut(cut.blocks))
+    return cuts
 
 
 def _partials(

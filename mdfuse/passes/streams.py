@@ -93,8 +93,8 @@ def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | N
     if expr.op == "reshape" and label is not None:
         (dims,) = labels.operands
         before, after = values[expr.reads[0]].shape, values[expr.output].shape
-        found = chunk.scaled(before[dims.index(label)], after[chunk.dim])
-        return (replace(found, dim=dims.index(label)) if found is not None else None,)
+        scaled = chunk.scaled(before[dims.index(label)], after[chunk.dim])
+        return (replace(scaled, dim=dims.index(label)) if scaled is not None else None,)
     return tuple(
         replace(chunk, dim=dims.index(label)) if label is not None and label in dims else None
         for dims in labels.operands
@@ -102,7 +102,7 @@ def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | N
 
 
 def unit_stream(expr: Expr, values: Mapping[str, Value]) -> Stream | None:
-    """Return the stream of a reshape's operand that its result has along a dim that no label says.
+    """Return the stream of a reshape's operand for a result streamed along an unlabelled dim.
 
     One row of the one is all rows of the other; None where there is no such stream.
     """
@@ -204,13 +204,13 @@ def _corresponding(expr: Expr, values: Mapping[str, Value]) -> Iterable[list[tup
 
 def one_dim(expr: Expr, labels: DimMap) -> Iterable[list[tuple[str, int]]]:
     """Return the dims of operands and results, as (value, dim), that are one dim of the op."""
-    found: dict[int, list[tuple[str, int]]] = {}
+    dims_of_label: dict[int, list[tuple[str, int]]] = {}
     names, dims_of = (*expr.inputs, *expr.outputs), (*labels.operands, *labels.results)
     for name, dims in zip(names, dims_of, strict=True):
         for dim, label in enumerate(dims):
             if isinstance(name, str) and label is not None:
-                found.setdefault(label, []).append((name, dim))
-    return found.values()
+                dims_of_label.setdefault(label, []).append((name, dim))
+    return dims_of_label.values()
 
 
 def check_lengths(fusion: Fusion, has_sets: bool = True) -> Fusion:
@@ -243,7 +243,7 @@ def check_lengths(fusion: Fusion, has_sets: bool = True) -> Fusion:
 
 
 def _is_scattered(fusion: Fusion, value: Value, parts: list[int], has_sets: bool) -> bool:
-    """Whether the chunks of a value are those of all that a ring scatters."""
+    """Return whether the chunks of a value are the chunks that a ring scatters."""
     stream, layout, expr = value.stream, value.layout, fusion.producers.get(value.name)
     assert stream is not None and layout is not None and isinstance(stream.chunks, tuple)
     if stream.rotate is None or stream.rotate not in layout.split_axes(stream.dim):

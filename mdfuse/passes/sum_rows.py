@@ -27,8 +27,8 @@ name = "sum_rows"
 
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion with such products as contractions."""
-    made, found = contracted(fusion, lambda view: _loses(fusion, view))
-    return anew(forgotten(fusion, made, found), found) if found else fusion
+    maker, products = contracted(fusion, lambda view: _loses(fusion, view))
+    return anew(forgotten(fusion, maker, products), products) if products else fusion
 
 
 def contracted(fusion: Fusion, is_asked: Callable[[Expr], bool]) -> tuple[Maker, list[str]]:
@@ -38,7 +38,7 @@ def contracted(fusion: Fusion, is_asked: Callable[[Expr], bool]) -> tuple[Maker,
         fusion: with layouts; the views that nobody reads any more stay in it.
         is_asked: whether one of the views of a product, a reshape, speaks for it.
     """
-    maker, found = Maker(dict(fusion.values)), list[str]()
+    maker, products = Maker(dict(fusion.values)), list[str]()
     for expr in fusion.exprs:
         product = _product(fusion, expr)
         if product is None or not any(is_asked(side.view) for side in product.sides):
@@ -51,8 +51,8 @@ def contracted(fusion: Fusion, is_asked: Callable[[Expr], bool]) -> tuple[Maker,
             expr, "contract", left, right, last=True,
             left=(*dims, first), right=(*dims, last), kept=(first, last),
         )  # fmt: skip
-        found.append(expr.output)
-    return maker, found
+        products.append(expr.output)
+    return maker, products
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +94,22 @@ def _product(fusion: Fusion, expr: Expr) -> _Product | None:
 
 
 def _side(fusion: Fusion, x: Operand, turned: bool) -> _Side | None:
-    """Return the view that an operand is, or is the transpose of, through sets that keep rows."""
-    found, turns, is_set = _made(fusion, x), 0, False
-    while found is not None and found.op in ("set", "permute"):
-        if found.op == "permute" and found.kwargs["dims"] != (1, 0):
+    """Return the view behind an operand, through transposes and sets that keep rows."""
+    producer, turns, is_set = _made(fusion, x), 0, False
+    while producer is not None and producer.op in ("set", "permute"):
+        if producer.op == "permute" and producer.kwargs["dims"] != (1, 0):
             return None
-        turns += found.op == "permute"
-        is_set |= found.op == "set"
-        found = _made(fusion, found.inputs[0])
-    if found is None or found.op != "reshape" or turns % 2 != turned:
+        turns += producer.op == "permute"
+        is_set |= producer.op == "set"
+        producer = _made(fusion, producer.inputs[0])
+    if producer is None or producer.op != "reshape" or turns % 2 != turned:
         return None
     if not is_set or not isinstance(x, str):
-        return _Side(found, None)
-    before, after = fusion.values[found.reads[0]], fusion.layout(x)
+        return _Side(producer, None)
+    before, after = fusion.values[producer.reads[0]], fusion.layout(x)
     if fusion.layout(before.name).mesh != after.mesh or after.split_axes(int(turned)):
         return None
-    return _Side(found, after.with_dims({int(not turned): len(before.shape) - 1}))
+    return _Side(producer, after.with_dims({int(not turned): len(before.shape) - 1}))
 
 
 def _rows_of(maker: Maker, expr: Expr, side: _Side) -> str:
@@ -117,9 +117,9 @@ def _rows_of(maker: Maker, expr: Expr, side: _Side) -> str:
     (x,) = side.view.reads
     if side.layout in (None, maker.values[x].layout):
         return x
-    made = maker.op(expr, "set", x)
-    maker.values[made] = replace(maker.values[made], layout=side.layout)
-    return made
+    rows = maker.op(expr, "set", x)
+    maker.values[rows] = replace(maker.values[rows], layout=side.layout)
+    return rows
 
 
 def _made(fusion: Fusion, x: Operand) -> Expr | None:
@@ -135,14 +135,14 @@ def _rows(fusion: Fusion, view: Expr) -> object:
 
 
 def _loses(fusion: Fusion, view: Expr) -> bool:
-    """Tell whether a view brings together what is split along one of the dims that become one."""
+    """Return whether a view gathers a split along one of the dims that it merges."""
     strategy = choose(view, fusion.values)
     (x,) = view.reads
     layout = fusion.values[x].layout
     if strategy is None or layout is None:
         return False
-    kept = strategy.wanted[x]
+    split_layout = strategy.wanted[x]
     dims = range(len(fusion.values[x].shape) - 1)
-    return kept.mesh == layout.mesh and any(
-        a not in kept.split_axes(d) for d in dims for a in layout.split_axes(d)
+    return split_layout.mesh == layout.mesh and any(
+        a not in split_layout.split_axes(d) for d in dims for a in layout.split_axes(d)
     )

@@ -1,4 +1,4 @@
-"""What a mesh axis does for an expression: split a label, leave a value Partial, or neither.
+"""The strategy of one mesh axis for an expression: split a label, leave a Partial, or neither.
 
 Each axis is asked by itself, of operands as they lie and of results as laws want them.
 """
@@ -42,7 +42,7 @@ class Result:
         return self.law.placement(axis) if self.law is not None else None
 
     def allows(self, axis: str, label: int | None) -> bool:
-        """Whether the law, if there is one, splits the result's dim with this label."""
+        """Return whether the law, if there is one, splits the result's dim with this label."""
         wanted = self.wanted(axis)
         return wanted is None or (isinstance(wanted, Shard) and self.labels[wanted.dim] == label)
 
@@ -55,7 +55,7 @@ def vote(
     labels: DimMap,
     results: Sequence[Result],
 ) -> int | str | None:
-    """Choose what an axis does: split a label, leave a reduce op Partial, or neither (None)."""
+    """Choose the strategy of an axis: split a label, leave a Partial, or neither (None)."""
     passed = _passes_partial(expr, axis, operands, labels, results[0])
     if passed is not None:
         return passed
@@ -77,9 +77,9 @@ def vote(
     candidates = [c for c in candidates if labels.may_split(c)]
     if not candidates:
         return None
-    kept = _stays(expr, axis, operands, labels)
-    if kept in candidates and all(r.allows(axis, kept) for r in results):
-        return kept
+    staying = _stays(expr, axis, operands, labels)
+    if staying in candidates and all(r.allows(axis, staying) for r in results):
+        return staying
     n = mesh.axis_size(axis)
     options = [*dict.fromkeys(candidates), None]
     prices = [_price(c, axis, n, operands, labels, results) for c in options]
@@ -87,7 +87,7 @@ def vote(
 
 
 def _is_free(candidates: Sequence[int | None], axis: str, results: Sequence[Result]) -> bool:
-    """Whether all split operands are split on one label, and the results may stay split on it."""
+    """True if all split operands are split on one label, and the results may stay split on it."""
     (label, *others) = candidates
     if label is None or any(c != label for c in others):
         return False
@@ -95,7 +95,7 @@ def _is_free(candidates: Sequence[int | None], axis: str, results: Sequence[Resu
 
 
 def _is_contracted(candidates: Sequence[int | None], labels: DimMap) -> bool:
-    """Whether several operands are split on the label over which they are contracted.
+    """Return whether several operands are split on the label over which they are contracted.
 
     Then they stay, and the result is Partial, even where to gather them would move fewer bytes: a
     row-parallel linear is one all-reduce whatever the batch, as the user who split it so expects.
@@ -135,19 +135,19 @@ def _price(
                 wanted = Shard(o.labels.index(label))
             total += _change(o.layout.placement(axis), wanted, n) * o.value.bytes
     for r in results:
-        made: Placement = Replicate()
+        placement: Placement = Replicate()
         if label is not None:
             is_kept = label in r.labels
-            made = Shard(r.labels.index(label)) if is_kept else Partial(labels.reduces[label])
+            placement = Shard(r.labels.index(label)) if is_kept else Partial(labels.reduces[label])
         goal = r.wanted(axis)
         if goal is None:
-            goal = Replicate() if isinstance(made, Partial) else made
-        total += _change(made, goal, n) * r.value.bytes
+            goal = Replicate() if isinstance(placement, Partial) else placement
+        total += _change(placement, goal, n) * r.value.bytes
     return total
 
 
 def _change(before: Placement, after: Placement, n: int) -> int:
-    """Return what share of a tensor arrives at a rank for a change along one axis of n ranks.
+    """Return the share of a tensor that a rank receives in a change along one axis of n ranks.
 
     The unit is 1 / n² of the tensor, so that prices are integers, which compare exactly.
     """
@@ -199,7 +199,7 @@ def _passes_partial(
 
 
 def _keeps(term: torch.dtype, result: torch.dtype, op: str) -> bool:
-    """Whether terms have the sum of which a result is made: integers in another dtype wrap apart.
+    """True if terms have the sum of which a result is made: integers in another dtype wrap apart.
 
     Floats in a wider dtype are the same numbers.
     """

@@ -44,7 +44,7 @@ def run(fusion: Fusion, dtype: torch.dtype) -> Fusion:
 
 
 def _is_rounded(before: Value, after: Value, dtype: torch.dtype) -> bool:
-    """Whether a set adds up floats that are narrower than the dtype."""
+    """Return whether a set adds up floats that are narrower than the dtype."""
     assert before.layout is not None and after.layout is not None
     is_narrow = before.dtype.is_floating_point and before.dtype.itemsize < dtype.itemsize
     return is_narrow and _adds(before.layout, after.layout)
@@ -55,9 +55,9 @@ def _adds(before: Layout, after: Layout) -> bool:
 
 
 def _added(values: dict[str, Value], like: Value, dtype: torch.dtype) -> str:
-    made = fresh_name(values, f"{like.name}.wide")
-    values[made] = replace(like, name=made, dtype=dtype, expanded=frozenset(), order_from="op")
-    return made
+    wide = fresh_name(values, f"{like.name}.wide")
+    values[wide] = replace(like, name=wide, dtype=dtype, expanded=frozenset(), order_from="op")
+    return wide
 
 
 def _cast(by: Expr, op: str, x: str, y: str, dtype: torch.dtype) -> Expr:

@@ -1,4 +1,4 @@
-"""Which steps a change of layout takes: local ones, and communications."""
+"""The steps of a change of layout: local ones, and communications."""
 
 from mdfuse.reshard.nodes import Carriers
 from mdfuse.reshard.step import Local, Step

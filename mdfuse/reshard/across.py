@@ -1,7 +1,7 @@
 """The steps from one mesh to another.
 
-One form serves all: reduce into a split, move that, gather it. The split is that of the destination
-over the ranks that are to hold the same, or over the ranks of the source.
+All plans have one form: reduce into a split, move the split, gather it. The split divides the work
+among the destination's replicas, or among the source's ranks.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from mdfuse.reshard.step import Local, Step, step_cost, step_time
 
 _Steps = Callable[[Layout, Layout, tuple[int, ...], int], tuple[Step, ...]]
 _Path = tuple[Step, ...]
-#: what is rounded off in the costs of the steps of a way, at most
+#: Largest rounding error in the cost of a path.
 _ROUNDED = 16
 #: the same for one itemsize
 _Find = Callable[[Layout, Layout, tuple[int, ...]], _Path]
 
 
 class _Way(NamedTuple):
-    """Some legs of a way, each found when it is asked for.
+    """A candidate path of several legs, each planned lazily.
 
     Attributes:
-        legs: what finds the steps of each.
-        least: what each costs at least.
-        is_apart: whether other ranks receive behind the first leg, so that what is longer counts.
-        is_last_first: whether later legs are found sooner.
-        ways: what yields the ways of which this is the best, where there are several.
+        legs: one function per leg, which returns its steps.
+        least: lower bounds of the legs' costs.
+        is_apart: whether the legs have disjoint receivers, so that the longer leg alone counts.
+        is_last_first: whether to plan the last leg first.
+        ways: yields refinements of this candidate; None if it is final.
     """
 
     legs: tuple[Callable[[], _Path], ...]
@@ -60,7 +60,7 @@ class _Way(NamedTuple):
     ways: Callable[[], Iterator[_Way]] | None = None
 
     def together(self, first: int, *rest: int) -> int:
-        """Return what all legs cost; extents may be symbolic."""
+        """Return the cost of all legs; extents may be symbolic."""
         last = sum(rest)
         if not self.is_apart:
             return first + last
@@ -70,7 +70,7 @@ class _Way(NamedTuple):
 def across(
     source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, find: _Steps
 ) -> tuple[Step, ...]:
-    """Return the steps from one mesh to another; `find` finds those of a part of the way."""
+    """Return the steps from one mesh to another; `find` plans each part of the path."""
 
     def steps(before: Layout, after: Layout, shape: tuple[int, ...]) -> _Path:
         return find(before, after, shape, itemsize) if before != after else ()
@@ -82,26 +82,26 @@ def across(
         return (*before, *steps(*common, shape), *after)
     if source.blocked or destination.blocked:
         return through_blocks(source, destination, shape, itemsize, lambda a, b: steps(a, b, shape))
-    kept = kept_terms(source, destination)
-    if destination.reduce_ops and len(kept) < len(destination.reduce_ops):
+    staying = kept_terms(source, destination)
+    if destination.reduce_ops and len(staying) < len(destination.reduce_ops):
         ways = (
             _Way((partial(steps, source, x, shape), partial(steps, x, destination, shape)))
             for x in _before_terms(destination, shape)
         )
         return _cheapest(ways, source, destination, shape, itemsize)
-    if len(kept) < len(source.reduce_ops):
-        found = _reducing(source, destination, shape, itemsize, steps)
-    elif not kept and not is_lacking(source, destination, shape):
+    if len(staying) < len(source.reduce_ops):
+        candidates = _reducing(source, destination, shape, itemsize, steps)
+    elif not staying and not is_lacking(source, destination, shape):
         return _as_it_is(source, destination)
     else:
-        found = _moved(source, destination, shape, itemsize, steps)
-    return _cheapest(found, source, destination, shape, itemsize)
+        candidates = _moved(source, destination, shape, itemsize, steps)
+    return _cheapest(candidates, source, destination, shape, itemsize)
 
 
 def _before_terms(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
-    """Yield layouts that become a Partial without communication: whole, or split in its place.
+    """Yield layouts that become a Partial without communication: whole, or split along its axes.
 
-    Of a split each rank's term is its part, and elsewhere what leaves others as they are.
+    A shard becomes a Partial term by padding with the neutral element.
     """
     axes = layout.partial_axes
     whole = placed(layout, axes, Replicate())
@@ -121,37 +121,36 @@ def _cheapest(
     shape: tuple[int, ...],
     itemsize: int,
 ) -> _Path:
-    """Return the steps of the way that costs least; of two equal ones, the first."""
+    """Return the steps of the cheapest candidate; ties go to the first."""
     if is_timed(source, destination, shape):
         least = least_arriving(source.mesh, destination, shape, itemsize)
         return _soonest(ways, lambda step: _known_time(step, shape, itemsize), least)
     if not is_special(source, destination, shape):
         return _soonest(ways, lambda step: step_cost(step, shape), 0)
-    found = ((way, way.legs[0](), way.legs[1]()) for way in ways)
-    _, first, last = min(found, key=lambda way: _cost(way[0], way[1], way[2], shape))
+    planned = ((way, way.legs[0](), way.legs[1]()) for way in ways)
+    _, first, last = min(planned, key=lambda way: _cost(way[0], way[1], way[2], shape))
     return (*first, *last)
 
 
 def _cost(way: _Way, first: _Path, last: _Path, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return what the steps cost, and how many there are; extents may be symbolic."""
+    """Return the cost and the number of the steps; extents may be symbolic."""
     costs = [sum(step_cost(step, shape) for step in leg) for leg in (first, last)]
     return way.together(costs[0], costs[1]), len(first) + len(last)
 
 
 def _soonest(ways: Iterable[_Way], cost: Callable[[Step], int], least: int) -> _Path:
-    """Return the steps of the way to a goal that costs least, which `least` is at least.
+    """Return the steps of the cheapest candidate; `least` is a lower bound of any cost.
 
-    Of those that cost as much the one of fewest steps, of these the first; of ways from one split
-    on, before that, the one that takes least behind the first leg. The way that may be the one, by
-    what is known of all, is followed a bit further, until it is.
+    Ties go to the least sum of all legs, then to the fewest steps, then to the first candidate. The
+    search is best-first: plan one more leg of the candidate with the least bound, until it is
+    complete.
     """
     every: dict[tuple[int, ...], _Way] = {(n,): way for n, way in enumerate(ways)}
     if len(every) == 1 and every[0,].ways is None:
         return tuple([step for find in every[0,].legs for step in find()])
     legs = dict[tuple[int, ...], list[_Path]]()
     spent = {at: [*way.least] for at, way in every.items()}
-    #: what it costs at least, what its legs add up to at least, how many steps, which way, how much
-    #: of it is known
+    #: (bound of the cost, bound of the sum of legs, steps, candidate, number of planned legs)
     frontier = [
         (max(way.together(*way.least), least), sum(way.least), 0, at, 0)
         for at, way in every.items()
@@ -166,19 +165,19 @@ def _soonest(ways: Iterable[_Way], cost: Callable[[Step], int], least: int) -> _
                 most = max(one.together(*one.least), total)
                 heapq.heappush(frontier, (most, sum(one.least), 0, (*at, n), 0))
             continue
-        found = legs.setdefault(at, [()] * len(way.legs))
+        paths = legs.setdefault(at, [()] * len(way.legs))
         if known == len(way.legs):
-            return tuple([step for leg in found for step in leg])
+            return tuple([step for leg in paths for step in leg])
         order = [*range(len(way.legs))][:: -1 if way.is_last_first else 1]
         leg = order[known]
-        found[leg] = way.legs[leg]()
-        spent[at][leg] = sum(map(cost, found[leg]))
-        steps = sum(map(len, found)) + sum(spent[at][later] > 0 for later in order[known + 1 :])
+        paths[leg] = way.legs[leg]()
+        spent[at][leg] = sum(map(cost, paths[leg]))
+        steps = sum(map(len, paths)) + sum(spent[at][later] > 0 for later in order[known + 1 :])
         total = max(way.together(*spent[at]), least)
         heapq.heappush(frontier, (total, sum(spent[at]), steps, at, known + 1))
 
 
-#: each leg is a part of several ways
+#: each leg is a part of several candidates
 _known_time = lru_cache(maxsize=1024)(step_time)
 
 
@@ -189,10 +188,10 @@ def _as_it_is(source: Layout, destination: Layout) -> _Path:
 def _moved(
     source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, steps: _Find
 ) -> Iterator[_Way]:
-    """Yield ways of a value that is not reduced: at once; where hosts are known, also in parts.
+    """Yield candidates without a reduction: one communication; with known hosts also finer splits.
 
-    A host may take in one copy, each of its ranks a part, and gather that: or a host that has it
-    may cut it up first.
+    A host may receive one copy, one part per rank, and gather it; or the sending host may split its
+    copy first.
     """
     yield _Way((tuple, partial(_moving, source, destination, shape)))
     if is_timed(source, destination, shape):
@@ -227,24 +226,24 @@ def _moving(source: Layout, destination: Layout, shape: tuple[int, ...]) -> _Pat
 def _least_reduced(
     source: Layout, done: Layout, shape: tuple[int, ...], itemsize: int, axes: tuple[str, ...]
 ) -> int:
-    """Return what it costs at least to reduce the terms along some axes on one mesh, quickly."""
+    """Return a quick lower bound of the cost to reduce terms along some axes on one mesh."""
     if is_special(source, done, shape):
         return 0
     mesh = source.mesh
     terms = math.prod(map(mesh.axis_size, axes))
-    kept = math.prod([mesh.axis_size(a) for a in done.partial_axes])
+    terms_after = math.prod([mesh.axis_size(a) for a in done.partial_axes])
     parts = math.prod([mesh.axis_size(a) for _, axes in done.splits for a in axes])
-    ranks = mesh.size // kept
+    ranks = mesh.size // terms_after
     average = UNIT * math.prod(shape) * (terms + ranks // parts - 2) // ranks
     worst = max(UNIT * part_size(done, shape), average)
     if is_timed(source, done, shape):
-        crosses = least_reducing(done, shape, axes, kept)
+        crosses = least_reducing(done, shape, axes, terms_after)
         return nanoseconds(1, worst, crosses, itemsize)
     return weighed(worst, average) - _ROUNDED
 
 
 def _least_gathered(split: Layout, whole: Layout, shape: tuple[int, ...], itemsize: int) -> int:
-    """Return what it costs at least to gather a layout that is split further, quickly."""
+    """Return a quick lower bound of the cost to gather a finer split."""
     if is_special(split, whole, shape):
         return 0
     lacks = part_size(whole, shape) - part_size(split, shape)
@@ -258,7 +257,7 @@ def _least_gathered(split: Layout, whole: Layout, shape: tuple[int, ...], itemsi
 def _least_arriving(
     source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int
 ) -> int:
-    """Return what it costs at least until a mesh has all that it needs, whatever the steps."""
+    """Return a lower bound of the cost until a mesh has its parts, for any steps."""
     is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
     if not is_apart or is_special(source, destination, shape):
         return 0
@@ -271,7 +270,7 @@ def _least_arriving(
 def _least_at_once(
     source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, terms: int = 1
 ) -> int:
-    """Return what one exchange of some terms costs at least, quickly."""
+    """Return a quick lower bound of the cost of one exchange of some terms."""
     is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
     copies = terms if is_apart else terms - 1
     if copies == 0 or is_special(source, destination, shape):
@@ -291,7 +290,7 @@ def _alone(step: Step) -> _Path:
 
 
 def _only_split(layout: Layout) -> tuple[str, int] | None:
-    """(axis, dim) where one axis splits one dim and the mesh has no other ranks."""
+    """Return (axis, dim) if one axis of all ranks splits one dim; else None."""
     if len(layout.splits) != 1 or len(layout.splits[0][1]) != 1:
         return None
     dim, (axis,) = layout.splits[0]
@@ -301,9 +300,9 @@ def _only_split(layout: Layout) -> tuple[str, int] | None:
 def _reducing(
     source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, steps: _Find
 ) -> Iterator[_Way]:
-    """Yield ways of a Partial to another mesh; of two equal ones the first is taken."""
-    kept = dict(kept_terms(source, destination))
-    axes = tuple(a for a in source.partial_axes if a not in kept)
+    """Yield candidates that reduce a Partial and move it to another mesh, preferred ones first."""
+    staying = dict(kept_terms(source, destination))
+    axes = tuple(a for a in source.partial_axes if a not in staying)
     ops = {source.reduce_ops[a] for a in axes if a in source.reduce_ops}
     root = _to_one_rank(source, destination, ops)
     if root is not None:
@@ -313,8 +312,8 @@ def _reducing(
         )
     is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
     terms = math.prod(map(source.mesh.axis_size, axes))
-    comes = 0 if kept else _least_arriving(source, destination, shape, itemsize)
-    is_known = is_apart and not kept and is_timed(source, destination, shape)
+    comes = 0 if staying else _least_arriving(source, destination, shape, itemsize)
+    is_known = is_apart and not staying and is_timed(source, destination, shape)
     for done in splits_of(source, axes, shape):
         reduced = partial(steps, source, done, shape)
         least = _least_reduced(source, done, shape, itemsize, axes)
@@ -322,7 +321,7 @@ def _reducing(
         onward = partial(_on_from, reduced, least, done, destination, shape, itemsize, steps)
         ways = onward if is_known else None
         yield _Way(legs, (least, comes), is_apart, is_last_first=True, ways=ways)
-    if len(ops) == 1 and not kept and source.stream is None:
+    if len(ops) == 1 and not staying and source.stream is None:
         (op,) = ops
         for split in splits_of(destination, (), shape):
             at_once = Communication(
@@ -342,7 +341,7 @@ def _on_from(
     itemsize: int,
     steps: _Find,
 ) -> Iterator[_Way]:
-    """Yield the ways on which terms are reduced first, and all that follows is chosen with that."""
+    """Yield candidates that reduce the terms first, one for each choice of the later steps."""
     for way in _moved(done, destination, shape, itemsize, steps):
         yield way._replace(
             legs=(first, *way.legs), least=(least, *way.least), is_apart=True, is_last_first=True
@@ -352,7 +351,7 @@ def _on_from(
 def _to_one_rank(
     source: Layout, destination: Layout, ops: set[str]
 ) -> tuple[Communication, Layout] | None:
-    """Return the Reduce to one rank that sends on, where all ranks have terms of one whole."""
+    """Return the Reduce to a root that sends on, and its layout, if one Partial spans the mesh."""
     mesh = source.mesh
     is_one = len(source.reduce_ops) == 1 and mesh.axis_size(*source.reduce_ops) == mesh.size
     if not is_one or not destination.is_replicated:
@@ -373,10 +372,7 @@ def _finer(layout: Layout, shape: tuple[int, ...], itemsize: int) -> tuple[tuple
 def _splits_finer(
     layout: Layout, shape: tuple[int, ...], itemsize: int
 ) -> Iterator[tuple[Layout, int]]:
-    """Yield a layout with some axes along which it is whole splitting one dim.
-
-    And how long it takes at least to gather that.
-    """
+    """Yield splits of one dim over some replicated axes, each with a lower bound of its gather."""
     free = [a for a, p in layout.by_axis().items() if isinstance(p, Replicate)]
     free = [a for a in free if layout.mesh.axis_size(a) > 1]
     room = layout.local_shape(shape)

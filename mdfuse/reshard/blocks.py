@@ -1,7 +1,7 @@
 """The steps into blocks of a dim, out of them, and from some blocks to others.
 
-Ranks exchange just what they lack, whatever the parts: so one communication is at the bound where
-nothing is reduced. Where something is, it may be reduced before, on the way, or as plain parts.
+An exchange brings each rank its missing elements for any parts, so that without a reduction one
+communication attains the bound. A Partial is reduced before, on the way, or as plain parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Find = Callable[[Layout, Layout], _Path]
 
 
 def moved(source: Layout, destination: Layout) -> frozenset[int]:
-    """Return the dims that are in blocks before or afterwards, and not the same ones on each rank.
+    """Return the dims in blocks, before or afterwards, whose rows change on some rank.
 
     >>> from mdfuse import DeviceMesh, Shard
     >>> mesh = DeviceMesh.arange(tp=2)
@@ -47,15 +47,15 @@ def through_blocks(
     find: _Find,
     carriers: Carriers = (),
 ) -> _Path:
-    """Return the cheapest steps between layouts of which a moved dim is in blocks.
+    """Return the cheapest steps between layouts with a moved dim in blocks.
 
     Args:
-        source: before.
-        destination: afterwards, on any mesh.
+        source: the layout before.
+        destination: the layout afterwards, on any mesh.
         shape: global extents.
         itemsize: bytes of an element.
-        find: finds the steps of a part of the way.
-        carriers: as `steps` takes them: axes of several change alone, where they can.
+        find: plans a part of the path.
+        carriers: as in `steps`; axes of several backends change separately, if possible.
     """
     timed = is_timed(source, destination, shape)
 
@@ -73,7 +73,7 @@ def through_blocks(
 def _one_by_one(
     source: Layout, destination: Layout, find: _Find, carriers: Carriers
 ) -> Iterator[_Path]:
-    """Yield ways on which one axis changes alone, first."""
+    """Yield paths on which one axis changes separately, first."""
     for axis, goal in destination.by_axis().items():
         between = source.with_placement(axis, goal) if source.placement(axis) != goal else source
         if between in (source, destination):
@@ -86,7 +86,7 @@ def _one_by_one(
 def _ways(
     source: Layout, destination: Layout, shape: tuple[int, ...], find: _Find
 ) -> Iterator[_Path]:
-    """Yield what may be posted: at once, reduced first, or with plain parts before or behind."""
+    """Yield candidate paths: at once, reduced first, or with plain parts before or behind."""
     at_once = _at_once(source, destination)
     if at_once is not None:
         yield (at_once,)
@@ -109,16 +109,16 @@ def _ways(
 def _in_shares(
     source: Layout, destination: Layout, shape: tuple[int, ...], find: _Find
 ) -> Iterator[_Path]:
-    """Yield ways on which ranks that hold the same, or terms, reduce a share each."""
+    """Yield paths on which replicas, or holders of terms, reduce a share each."""
 
     def leg(before: Layout, after: Layout) -> _Path | None:
         if before.mesh == after.mesh and not moved(before, after):
             return find(before, after) if before != after else ()
-        found = _at_once(before, after)
-        return (found,) if found is not None else None
+        move = _at_once(before, after)
+        return (move,) if move is not None else None
 
-    kept = {a for a, _ in kept_terms(source, destination)}
-    reduced = tuple(a for a in source.partial_axes if a not in kept)
+    staying = {a for a, _ in kept_terms(source, destination)}
+    reduced = tuple(a for a in source.partial_axes if a not in staying)
     for split in (*splits_of(destination, (), shape), *splits_of(source, reduced, shape)):
         legs = leg(source, split), leg(split, destination)
         if legs[0] is not None and legs[1] is not None:
@@ -126,22 +126,22 @@ def _in_shares(
 
 
 def _reduced(source: Layout, destination: Layout) -> Layout:
-    """Return the source with the terms reduced that the destination does not keep."""
-    kept = {a for a, _ in kept_terms(source, destination)}
+    """Return the source after the reduction of all terms that do not stay."""
+    staying = {a for a, _ in kept_terms(source, destination)}
     for axis in source.partial_axes:
-        if axis not in kept:
+        if axis not in staying:
             source = source.with_placement(axis, Replicate())
     return source
 
 
 def _at_once(source: Layout, destination: Layout) -> Communication | None:
-    """Return the one communication between two layouts; None where one does not do."""
-    kept = kept_terms(source, destination)
-    ops = {op for a, op in source.reduce_ops.items() if a not in dict(kept)}
+    """Return the single communication between two layouts; None if one does not suffice."""
+    staying = kept_terms(source, destination)
+    ops = {op for a, op in source.reduce_ops.items() if a not in dict(staying)}
     is_chunk = any(
         x.stream is not None and x.stream.index is not None for x in (source, destination)
     )
-    if len(kept) < len(destination.reduce_ops) or len(ops) > 1 or (ops and is_chunk):
+    if len(staying) < len(destination.reduce_ops) or len(ops) > 1 or (ops and is_chunk):
         return None
     return Communication(
         kind="ReduceExchange" if ops else "Exchange",

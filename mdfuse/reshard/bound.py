@@ -1,4 +1,4 @@
-"""What a change of layout must move at least, whatever the steps."""
+"""Lower bounds on the data that a change of layout moves, for any sequence of steps."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from mdfuse.layouts.layout import Layout
 
 @dataclass(frozen=True)
 class Moved:
-    """Elements that arrive from other ranks: at the rank that receives most, and in all."""
+    """Elements received from other ranks: by the busiest rank, and in all."""
 
     worst: float
     total: float
 
 
 def bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> Moved:
-    """Return a lower bound of what any algorithm moves; it need not be attainable.
+    """Return a lower bound of the data that any algorithm moves; it need not be attainable.
 
     An element that a rank needs arrives there at least once, unless the rank holds it and nothing
-    is reduced. Of L terms to be reduced, the first rank that has the sum took L messages, or L - 1
-    where it holds a term; each other rank that needs it takes one more. On average over all ranks
-    arrives the total over their number.
+    is reduced. The first rank with the sum of L terms received L messages, or L - 1 if it holds a
+    term; each further rank that needs the sum receives one more. The average receive volume is the
+    total over the number of ranks.
     """
-    kept = [a for a in source.partial_axes if a in goal.partial_axes]
+    kept_axes = [a for a in source.partial_axes if a in goal.partial_axes]
     ranks = sorted({*source.mesh.ranks, *goal.mesh.ranks})
     cuts, volume = cut_in_cells(source, goal, shape)
-    terms = math.prod(source.mesh.axis_size(a) for a in source.partial_axes if a not in kept)
+    terms = math.prod(source.mesh.axis_size(a) for a in source.partial_axes if a not in kept_axes)
     least, total = 0.0, 0.0
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in ranks:
-        groups[_at(source, rank, kept)].append(rank)
+        groups[_at(source, rank, kept_axes)].append(rank)
     for members in groups.values():
         have = {r: cells_of(source, shape, cuts, r) for r in members}
         need = {r: cells_of(goal, shape, cuts, r) for r in members}
@@ -56,37 +56,40 @@ def bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> Moved:
 def crossing_bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> float:
     """Return a lower bound of the elements through the network of the busiest host.
 
-    A host takes in at least what its ranks need and it cannot make, and gives out what others need
-    and no other host can give. On average hosts give out what all take in.
+    A host receives at least the elements that its ranks need and cannot compute, and sends those
+    that others need and no other host has. On average hosts send as much as
+    they receive.
     """
     hosts = hosts_by_rank(source.mesh, goal.mesh)
-    kept = [a for a in source.partial_axes if a in goal.partial_axes]
-    reduced = [a for a in source.partial_axes if a not in kept]
+    kept_axes = [a for a in source.partial_axes if a in goal.partial_axes]
+    reduced = [a for a in source.partial_axes if a not in kept_axes]
     cuts, volume = cut_in_cells(source, goal, shape)
-    terms: dict[Any, dict[int, Any]] = defaultdict(dict)  # term -> host -> what it holds of it
+    terms: dict[Any, dict[int, Any]] = defaultdict(dict)  # term -> host -> mask of its cells
     for r in source.mesh.ranks:
-        there = terms[_at(source, r, kept), _at(source, r, reduced)]
+        there = terms[_at(source, r, kept_axes), _at(source, r, reduced)]
         there[hosts[r]] = there.get(hosts[r], False) | cells_of(source, shape, cuts, r)
     needs: dict[Any, dict[int, Any]] = defaultdict(dict)
     for r in goal.mesh.ranks:
-        there = needs[_at(goal, r, kept)]
+        there = needs[_at(goal, r, kept_axes)]
         there[hosts[r]] = there.get(hosts[r], False) | cells_of(goal, shape, cuts, r)
     into, out = Counter[int](), Counter[int]()
     for group, need in needs.items():
-        held = [found for (at, _), found in terms.items() if at == group]
+        held = [cells_by_host for (at, _), cells_by_host in terms.items() if at == group]
         for h, cells in need.items():
-            made = np.all([found.get(h, np.zeros_like(cells)) for found in held], axis=0)
-            into[h] += int((volume * (cells & ~made)).sum())
-        for h in {h for found in held for h in found}:
+            complete = np.all(
+                [cells_by_host.get(h, np.zeros_like(cells)) for cells_by_host in held], axis=0
+            )
+            into[h] += int((volume * (cells & ~complete)).sum())
+        for h in {h for cells_by_host in held for h in cells_by_host}:
             elsewhere = np.any([c for g, c in need.items() if g != h] or [volume < 0], axis=0)
-            alone = np.any([_only(found, h, elsewhere) for found in held], axis=0)
+            alone = np.any([_only(cells_by_host, h, elsewhere) for cells_by_host in held], axis=0)
             out[h] += int((volume * (alone & elsewhere)).sum())
     average = sum(into.values()) / len({*into, *out})
     return max(average, *into.values(), *out.values())
 
 
 def _only(found: dict[int, Any], host: int, like: Any) -> Any:
-    """Return which cells of a term one host holds, and no other."""
+    """Return a mask of the cells of a term that one host alone holds."""
     others = np.any([c for h, c in found.items() if h != host] or [like & False], axis=0)
     return found.get(host, like & False) & ~others
 
@@ -94,7 +97,7 @@ def _only(found: dict[int, Any], host: int, like: Any) -> Any:
 def cut_in_cells(
     source: Layout, goal: Layout, shape: tuple[int, ...]
 ) -> tuple[list[list[int]], np.ndarray[Any, Any]]:
-    """Return where parts of either layout begin and end, and the elements of cells between."""
+    """Return the boundaries of both layouts' parts, and the elements of the cells between."""
     cuts = [
         sorted(
             {0, extent, *(e for x in (source, goal) for _, i in x.chunks_of(d, extent) for e in i)}
@@ -114,7 +117,7 @@ def _at(layout: Layout, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
 def cells_of(
     layout: Layout, shape: tuple[int, ...], cuts: list[list[int]], rank: int
 ) -> np.ndarray[Any, Any]:
-    """Return which cells between the cuts a rank has."""
+    """Return a mask of the cells between the cuts that a rank has."""
     grid = tuple(len(c) - 1 for c in cuts)
     cells = np.zeros(grid, bool)
     if rank in layout.mesh:

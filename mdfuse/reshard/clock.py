@@ -1,7 +1,7 @@
-"""How long a step takes where hosts are known: a start per message, and bytes over the links.
+"""The time of a step if hosts are known: a latency per message, plus bytes over bandwidth.
 
-The figures are those of one kind of machine on purpose: what is chosen depends on hosts alone, and
-is the same wherever a program is lowered.
+The constants are those of one kind of machine on purpose: the choice of steps depends on hosts
+alone, and is the same wherever a program is lowered.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from mdfuse.mesh import DeviceMesh
 
 EXCHANGES = ("Exchange", "ReduceExchange")
 
-#: What a message takes, however short, nanoseconds.
+#: Latency of a message, nanoseconds.
 MESSAGE = 10_000
-#: Bytes that arrive at a rank in a nanosecond: of the H100 SXM, 60 % of 450 GB/s.
+#: Bandwidth into a rank, bytes per nanosecond: 60 % of an H100 SXM's 450 GB/s.
 LINK = 270
-#: Bytes through the network of a host in a nanosecond.
+#: Bandwidth of a host's network, bytes per nanosecond.
 NETWORK = 27
 
 
 def nanoseconds(messages: int, arriving: int, crossing: int, itemsize: int) -> int:
-    """Return how long a step takes, rounded up.
+    """Return the time of a step in nanoseconds, rounded up.
 
     Args:
-        messages: that a rank sends or receives; a collective is one.
-        arriving: elements that arrive at a rank, times `UNIT`.
-        crossing: elements through the network of a host.
+        messages: the message count of the busiest rank; a collective counts as one.
+        arriving: `UNIT` times the elements that the busiest rank receives.
+        crossing: the elements through the busiest host's network.
         itemsize: bytes of an element.
 
     >>> nanoseconds(1, 2700 * UNIT, 2700, 4), nanoseconds(1, 27000 * UNIT, 270, 4)
@@ -48,19 +48,19 @@ def nanoseconds(messages: int, arriving: int, crossing: int, itemsize: int) -> i
 
 
 def is_timed(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether a change is measured in time: hosts are known, and extents are numbers."""
+    """Return whether costs are times: hosts are known, and extents are numbers."""
     one, other = source.mesh, destination.mesh
     is_known = one.hosts is not None and (one is other or hosts_by_rank(one, other) is not None)
     return is_known and not is_special(source, destination, shape)
 
 
 def messages_of(comm: Communication, shape: tuple[int, ...]) -> int:
-    """Return how many messages a rank sends or receives, at the busiest."""
+    """Return the message count of the busiest rank."""
     return messages(_exchange(comm, shape)) if comm.kind in EXCHANGES else 1
 
 
 def crossing_of(comm: Communication, shape: tuple[int, ...]) -> int:
-    """Return the elements through the network of the busiest host."""
+    """Return the elements through the busiest host's network."""
     if comm.kind in EXCHANGES:
         return crossing(_exchange(comm, shape))
     before, after = (part_size(x, shape) for x in (comm.source, comm.destination))
@@ -72,9 +72,9 @@ def crossing_of(comm: Communication, shape: tuple[int, ...]) -> int:
 def least_arriving(
     mesh: DeviceMesh, destination: Layout, shape: tuple[int, ...], itemsize: int
 ) -> int:
-    """Return how long it takes at least until all is there, where no host has ranks of both.
+    """Return a lower bound of the time until the destination has its data; 0 on shared hosts.
 
-    Of terms that are made there, most need not arrive.
+    A Partial destination gives 0, too: most of its terms are neutral elements, which need no data.
     """
     if destination.partial_axes or not are_apart(mesh, destination.mesh):
         return 0
@@ -90,29 +90,34 @@ _side = lru_cache(maxsize=1024)(Side)
 
 
 def along(kind: str, mesh: DeviceMesh, axes: tuple[str, ...], before: int, after: int) -> int:
-    """Return the elements through the network of the busiest host in a collective along axes."""
+    """Return the elements through the busiest host's network in a collective along axes."""
     find = pairs_apart if kind == "AllToAll" else rings
     n = math.prod(map(mesh.axis_size, axes))
     return through_teams(kind, find(mesh, axes), n, before, after)
 
 
 def through_teams(kind: str, teams: int, n: int, before: int, after: int) -> int:
-    """Return the same from how many teams of n ranks, or pairs of ranks, are on several hosts."""
+    """Return the same from the number of teams of n ranks, or of pairs, that span hosts."""
     if kind == "AllToAll":
         return -(-before * teams // n)
     return teams * -(-arriving(kind, n, before, after) // UNIT) if teams else 0
 
 
 def _between(comm: Communication, before: int, after: int) -> int:
-    """Return the same for a collective, or pairs, from one mesh to another."""
+    """Return the same for a collective, or for pairs, from one mesh to another."""
     source, destination = comm.source.mesh, comm.destination.mesh
     hosts = hosts_by_rank(source, destination)
-    here, there = (hosts[mesh.array] for mesh in (source, destination))
+    source_hosts, destination_hosts = (hosts[mesh.array] for mesh in (source, destination))
     if comm.kind == "SendRecv":
-        apart = here != there
+        apart = source_hosts != destination_hosts
         return before * max(
-            int(np.bincount(side[apart], minlength=1).max()) for side in (here, there)
+            int(np.bincount(side[apart], minlength=1).max())
+            for side in (source_hosts, destination_hosts)
         )
     is_in = comm.kind in ("Gather", "Reduce")
-    far = int((here != there[0]).sum() if is_in else (there != here[0]).sum())
+    far = int(
+        (source_hosts != destination_hosts[0]).sum()
+        if is_in
+        else (destination_hosts != source_hosts[0]).sum()
+    )
     return (before if is_in else after) * (far if comm.kind in ("Gather", "Scatter") else far > 0)

@@ -1,8 +1,8 @@
-"""Tensors of few rows for each rank: parts are padded, and some ranks get more than others.
+"""Tensors of few rows per rank: collectives pad parts, and receive volumes differ between ranks.
 
-A search adds up what arrives at the worst rank of each step; here it counts that the worst rank of
-one step may be the best of another. So two searches and what they find without padding are weighed
-rank by rank.
+A search adds up the largest receive volume of each step, although the busiest rank of one step may
+be the least busy one of another. This module compares several paths rank by rank: those of the
+searches, and the same paths with exchanges for padded collectives.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _Way = list[tuple[Node, Move]]
 
 
 def cheapest(search: Search) -> _Way:
-    """Return the moves of the way that brings least to the worst rank; of several, least in all."""
-    found = search.path()
-    if search.is_timed or not search.ops or not _is_coarse(search, found):
-        return found
-    ways = [found, _unpadded(search, found)]
+    """Return the path with the least volume at the busiest rank; ties go to the least total."""
+    path = search.path()
+    if search.is_timed or not search.ops or not _is_coarse(search, path):
+        return path
+    ways = [path, _unpadded(search, path)]
     best = min(ways, key=lambda way: _arriving(search, way))
     _, most, _ = _arriving(search, best)
     if most * 64 > search.least_arriving(search.start) * 65:
@@ -36,11 +36,11 @@ def cheapest(search: Search) -> _Way:
 
 
 def _scattered_first(search: Search, most: int) -> Iterator[_Way]:
-    """Yield ways on which terms are reduced to parts of dims, and these are exchanged then.
+    """Yield paths that reduce terms into shards of dims, and exchange these.
 
     Args:
-        search: from where to where.
-        most: what arrives at the worst rank of a way that is known.
+        search: the search.
+        most: the largest receive volume of a known path.
     """
 
     def onward(here: Node, way: _Way, each: Any) -> Iterator[_Way]:
@@ -52,26 +52,26 @@ def _scattered_first(search: Search, most: int) -> Iterator[_Way]:
             for move in search.along(here, a):
                 if move.kind == "ReduceScatter":
                     ((_, taken),) = _unpadded(search, [(here, move)])
-                    more = each + _arriving_by(search, here, taken)
-                    yield from onward(move.after, [*way, (here, taken)], more)
+                    arrived = each + _arriving_by(search, here, taken)
+                    yield from onward(move.after, [*way, (here, taken)], arrived)
 
     if not search.made and len(search.ops) <= 2:  # of three there are many
         yield from onward(search.start, [], 0)
 
 
 def _is_coarse(search: Search, way: _Way) -> bool:
-    """Whether padding is over 1/64 of a tensor on the way."""
+    """Return whether padding is over 1/64 of a tensor on the way."""
     if is_special(search.source, search.goal, search.shape):
         return False
-    nodes = [here for here, _ in way] + [search.end]
+    nodes = [before for before, _ in way] + [search.end]
     return any(search.is_coarse(d, axes) for node in nodes for d, axes in enumerate(node.splits))
 
 
 def _unpadded(search: Search, way: _Way) -> _Way:
-    """Return the same way with exchanges for collectives whose parts are padded."""
+    """Return the same path with exchanges for collectives that pad parts."""
     if len({*search.ops.values()}) > 1:
         return way
-    return [(here, _as_exchange(move) if search.pads(move, here) else move) for here, move in way]
+    return [(node, _as_exchange(move) if search.pads(move, node) else move) for node, move in way]
 
 
 def _as_exchange(move: Move) -> Move:
@@ -80,19 +80,19 @@ def _as_exchange(move: Move) -> Move:
 
 
 def _arriving(search: Search, way: _Way) -> tuple[int, int, int]:
-    """Return how many axes of several backends exchanges span, and what arrives.
+    """Return the number of axes of several backends that exchanges span, and the volume.
 
-    At the worst rank, and at all of them.
+    The volume is that of the busiest rank, then that of all ranks.
     """
     each: Any = np.zeros(search.sizes, int)
-    for here, move in way:
-        each = each + _arriving_by(search, here, move)
-    spans = sum(search.spanned(here, move) for here, move in way)
+    for node, move in way:
+        each = each + _arriving_by(search, node, move)
+    spans = sum(search.spanned(node, move) for node, move in way)
     return spans, int(each.max()), int(each.sum())
 
 
 def _arriving_by(search: Search, here: Node, move: Move) -> Any:
-    """Return what a move brings to each rank: an array that broadcasts over the mesh."""
+    """Return each rank's receive volume in a move: an array that broadcasts over the mesh."""
     if move.kind in ("Exchange", "ReduceExchange"):
         copies = search.count(here.partial) // search.count(move.after.partial) - 1
         return UNIT * search.missing(here, move.after, copies)

@@ -1,9 +1,9 @@
-"""What moves between the layouts of one mesh cost, and what all that is left costs at least.
+"""Edge costs and an admissible heuristic (lower bound) for the layout search on one mesh.
 
-A node is written as numbers, since thousands of them are looked at and a few become layouts. What
-is left at a node is never overrated: without a Partial, where elements count, it is known, as one
-Exchange brings each rank just what it lacks; with one, each rank needs a sum of what others have
-for all that it needs.
+Nodes consist of numbers: a search visits thousands of nodes, and few become layouts. The heuristic
+never exceeds the remaining cost. Without a Partial, and for costs in elements, it is exact, since
+one Exchange brings each rank just its missing elements; with a Partial, each rank needs the sum of
+the others' terms for its whole part.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from mdfuse.reshard.nodes import Carriers, Move, Node, tables_of
 
 @dataclass
 class Costs:
-    """What is on the way from one layout to another on one mesh, for a tensor of some extents."""
+    """Costs of the moves from one layout to another on one mesh, for a tensor of some extents."""
 
     source: Layout
     goal: Layout
     shape: tuple[int, ...]
     itemsize: int
     carriers: Carriers = ()
-    #: whether what arrives at others than the worst rank is no matter
+    #: whether the largest receive volume alone counts, not the average
     is_worst_alone: bool = False
     layouts: dict[Node, Layout] = field(default_factory=dict)
     #: axis, whether replicas may share work -> the dims that it may split next
     known_dims: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
-    #: node -> moves along axes, and what they cost
+    #: node -> moves along axes, and their costs
     known_moves: dict[Node, list[tuple[Move, int]]] = field(default_factory=dict)
-    #: node without a Partial -> cost of all that is left
+    #: node without a Partial -> remaining cost
     left: dict[Node, int] = field(default_factory=dict)
-    #: node -> cost of what is left, at least
+    #: node -> lower bound of the remaining cost
     leasts: dict[Node, int] = field(default_factory=dict)
-    #: what exchanges take between hosts
+    #: exchange -> inter-host volume
     crossings: dict[tuple[Node, Node], int] = field(default_factory=dict)
-    #: axes that are Partial -> what crosses hosts at least
+    #: Partial axes -> lower bound of the inter-host volume
     crossed: dict[tuple[int, ...], int] = field(default_factory=dict)
-    #: what nodes without terms hold, or need
+    #: node without terms -> endpoint of an exchange
     sides: dict[Node, Side] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,11 +88,11 @@ class Costs:
 
     @cached_property
     def dims(self) -> list[int]:
-        """The dims whose splits may change: those in blocks are the same before and afterwards."""
+        """The dims whose splits may change; dims in blocks stay as they are."""
         return [d for d in range(len(self.shape)) if d not in self.source.blocked]
 
     def blocks(self, dim: int) -> Rows:
-        """Return the blocks of a dim, which are the same all the way."""
+        """Return the blocks of a dim, the same in all nodes."""
         return segments(self.source.blocked.get(dim), self.shape[dim])
 
     @cached_property
@@ -115,7 +115,7 @@ class Costs:
 
     @cached_property
     def target(self) -> tuple[int | None, ...]:
-        """The dim that each axis splits in the destination; None where it splits none."""
+        """The dim that each axis splits in the destination; None if it splits no dim."""
         of = {a: d for d, axes in enumerate(self.end.splits) for a in axes}
         return tuple(of.get(a) for a in range(len(self.sizes)))
 
@@ -137,7 +137,7 @@ class Costs:
             placements[a] = Partial(self.made[a])
         splits = []
         for d, axes in enumerate(node.splits):
-            cut = self.source.cuts.get(d)  # which is the same all the way
+            cut = self.source.cuts.get(d)  # the same in all nodes
             for a in axes:
                 placements[a] = Shard(d, cut.along(names[a]) if cut else None)
             if axes:
@@ -148,11 +148,11 @@ class Costs:
     # -- sizes -----------------------------------------------------------------------------------
 
     def rows(self, dim: int, axes: tuple[int, ...]) -> int:
-        """Return the rows of a dim that the first rank has."""
-        found = self.first_rows.get((dim, axes))
-        if found is None:
-            found = self.first_rows[dim, axes] = self._rows(dim, axes)
-        return found
+        """Return the first rank's number of rows in a dim."""
+        n = self.first_rows.get((dim, axes))
+        if n is None:
+            n = self.first_rows[dim, axes] = self._rows(dim, axes)
+        return n
 
     def _rows(self, dim: int, axes: tuple[int, ...]) -> int:
         rows, names = self.blocks(dim), self.source.mesh.axes
@@ -168,24 +168,24 @@ class Costs:
     def part(self, node: Node) -> int:
         """Return the elements of the largest part."""
         splits = node.splits
-        found = self.parts.get(splits)
-        if found is None:
+        elements = self.parts.get(splits)
+        if elements is None:
             rows = [self.rows(d, axes) for d, axes in enumerate(splits)]
-            found = self.parts[splits] = math.prod(rows)
-        return found
+            elements = self.parts[splits] = math.prod(rows)
+        return elements
 
     def count(self, axes: tuple[int, ...]) -> int:
-        """Return how many ranks there are along some axes."""
-        found = self.counts.get(axes)
-        if found is None:
-            found = self.counts[axes] = math.prod([self.sizes[a] for a in axes])
-        return found
+        """Return the number of ranks along some axes."""
+        size = self.counts.get(axes)
+        if size is None:
+            size = self.counts[axes] = math.prod([self.sizes[a] for a in axes])
+        return size
 
     # -- costs -----------------------------------------------------------------------------------
 
     @cached_property
     def is_timed(self) -> bool:
-        """Whether costs are nanoseconds; else they are elements times `UNIT`."""
+        """True if costs are nanoseconds; else they are elements times `UNIT`."""
         return is_timed(self.source, self.goal, self.shape)
 
     @cached_property
@@ -193,14 +193,14 @@ class Costs:
         return is_special(self.source, self.goal, self.shape)
 
     def cost(self, move: Move, here: Node) -> int:
-        """Return what a move costs: what arrives at a rank, or how long that takes."""
+        """Return the cost of a move: its receive volume, or its time."""
         if move.kind in ("slice", "term"):
             return 0
         if move.kind == "Exchange":
             return self.exchange(here, move.after) if self.is_timed else self.to_go(here)
         if move.kind == "ReduceExchange":
-            found = self.exchange(here, move.after)
-            return found if self.is_timed else self.dearer(found)
+            price = self.exchange(here, move.after)
+            return price if self.is_timed else self.dearer(price)
         parts = self.part(here), self.part(move.after)
         arrives = arriving(move.kind, self.count(move.axes), *parts)
         if not self.is_timed:
@@ -208,7 +208,7 @@ class Costs:
         return nanoseconds(1, arrives, self.between_hosts(move, parts), self.itemsize)
 
     def between_hosts(self, move: Move, parts: tuple[int, int]) -> int:
-        """Return what a collective takes between hosts."""
+        """Return the inter-host volume of a collective."""
         are_pairs, axes = move.kind == "AllToAll", move.axes
         teams = self.teams.get((are_pairs, axes))
         if teams is None:
@@ -218,7 +218,7 @@ class Costs:
         return through_teams(move.kind, teams, self.count(axes), *parts)
 
     def weighed(self, worst: int, average: int) -> int:
-        """Return a cost of what arrives at the worst rank, and at all of them on average."""
+        """Return the cost from the largest and the average receive volume."""
         is_worst_alone = self.is_worst_alone or self.is_timed
         return worst if is_worst_alone else weighed(worst, average)
 
@@ -227,7 +227,7 @@ class Costs:
         return cost * 9 // 8 if self.is_worst_alone else dearer(cost)
 
     def exchange(self, here: Node, after: Node) -> int:
-        """Return what an exchange costs, which reduces what is to be reduced."""
+        """Return the cost of an exchange; it also reduces the node's Partial axes."""
         worst, average = self.lack(here, after, self.count(here.partial) - 1)
         arrives = UNIT * worst
         if not self.is_timed:
@@ -236,15 +236,15 @@ class Costs:
         return nanoseconds(starts, arrives, self.crossing(here, after), self.itemsize)
 
     def crossing(self, here: Node, after: Node) -> int:
-        """Return what an exchange takes between hosts."""
+        """Return the inter-host volume of an exchange."""
         if (here, after) not in self.crossings:
             self.crossings[here, after] = self.between(here, after).crossing()
         return self.crossings[here, after]
 
     def least_into(self, here: Node, after: Node) -> int:
-        """Return what an exchange takes between hosts at least, quickly: into a host, on average.
+        """Return a quick lower bound of an exchange's inter-host volume: the average into a host.
 
-        What the ranks of a host have serves one of those that differ in what they need, at most.
+        Each element on a host serves at most one of the different destination parts there.
         """
         if self.digits is None:
             return 0
@@ -254,27 +254,27 @@ class Costs:
         return alike * (self.count(here.partial) * need - served)
 
     def on_hosts(self, splits: Splits) -> tuple[int, int, int]:
-        """Return on how many hosts, and on how many ranks of one, parts differ; and are alike."""
-        found = self.spread.get(splits)
-        if found is None:
+        """Return the numbers of hosts and of ranks per host with different parts, and of copies."""
+        counts = self.spread.get(splits)
+        if counts is None:
             digits, axes = cast(Digits, self.digits), sum(splits, ())
-            found = digits.hosts(axes), digits.ranks(axes), digits.ranks_but(axes)
-            self.spread[splits] = found
-        return found
+            counts = digits.hosts(axes), digits.ranks(axes), digits.ranks_but(axes)
+            self.spread[splits] = counts
+        return counts
 
     def between(self, here: Node, after: Node) -> Aligned | ByRank:
-        """Return the exchange from one node to another, of terms that are there before."""
+        """Return the cost model of the exchange between two nodes."""
         if self.digits is None:
             return ByRank(Exchange(self.side(here), self.side(after)))
         terms, goal_terms = ((*self.staying, *x.partial) for x in (here, after))
-        kept = [a for a in terms if a in goal_terms]
+        kept_axes = [a for a in terms if a in goal_terms]
         return Aligned(
-            self.digits, self.of_dims, here.splits, after.splits, terms, goal_terms, kept
+            self.digits, self.of_dims, here.splits, after.splits, terms, goal_terms, kept_axes
         )
 
     @cached_property
     def digits(self) -> Digits | None:
-        """Those of the mesh, where its hosts follow its axes, and are known."""
+        """Host and rank digits of the mesh; None if hosts are unknown or do not follow its axes."""
         has_reaches = self.source.reaches or self.goal.reaches
         return digits(self.source.mesh) if self.is_timed and not has_reaches else None
 
@@ -285,46 +285,43 @@ class Costs:
 
     @cached_property
     def staying(self) -> tuple[int, ...]:
-        """The axes along which terms stay as they are."""
+        """The axes whose Partial stays."""
         pairs = enumerate(self.source.placements)
         return tuple(i for i, p in pairs if isinstance(p, Partial) and i not in self.ops)
 
     def side(self, node: Node) -> Side:
-        """Return what ranks hold at a node, before anything becomes Partial."""
+        """Return a node as an endpoint of an exchange, before any axis becomes Partial."""
         if node not in self.sides:
             self.sides[node] = Side(self.layout(node._replace(made=())), self.shape)
         return self.sides[node]
 
     def to_go(self, node: Node) -> int:
-        """Return what all that is left costs where elements count, for a node without a Partial.
-
-        One Exchange costs just that.
-        """
-        found = self.left.get(node)
-        if found is None:
+        """Return the remaining cost in elements of a node without a Partial: one Exchange."""
+        remaining = self.left.get(node)
+        if remaining is None:
             worst, average = self.lack(node, self.end) if node.splits != self.end.splits else (0, 0)
-            found = self.left[node] = self.weighed(UNIT * worst, average)
-        return found
+            remaining = self.left[node] = self.weighed(UNIT * worst, average)
+        return remaining
 
     def lack(self, here: Node, after: Node, copies: int = 0) -> tuple[int, int]:
-        """Return what an exchange brings to a rank, at most and on average; see `lacks`."""
+        """Return the largest and the average receive volume of an exchange; see `lacks`."""
         if self.is_special:
             held = self.layout(here._replace(partial=(), made=()))
             return lacks(held, self.layout(after._replace(made=())), self.shape, copies)
         key = here.splits, after.splits, copies
-        found = self.lacks.get(key)
-        if found is None:
-            found = self.lacks[key] = most_and_mean(self.missing(here, after, copies))
-        return found
+        volumes = self.lacks.get(key)
+        if volumes is None:
+            volumes = self.lacks[key] = most_and_mean(self.missing(here, after, copies))
+        return volumes
 
     def is_lacking(self, here: Node, after: Node) -> bool:
-        """Whether some rank needs more than its part; the first one does where parts grow."""
+        """True if some rank needs more than its part; the first rank does if parts grow."""
         if self.is_special:
             return is_lacking(self.layout(here), self.layout(after), self.shape)
         return self.part(after) > self.part(here) or self.lack(here, after)[0] > 0
 
     def missing(self, here: Node, after: Node, copies: int) -> Any:
-        """Return the same for each rank: an array that broadcasts over the mesh."""
+        """Return the receive volume of each rank: an array that broadcasts over the mesh."""
         needed: Any = copies + 1
         held: Any = 1
         for dim, (have, need) in enumerate(zip(here.splits, after.splits, strict=True)):
@@ -333,15 +330,15 @@ class Costs:
         return needed - held
 
     def overlap(self, dim: int, have: tuple[int, ...], need: tuple[int, ...]) -> tuple[Any, Any]:
-        """Return the rows that each rank needs, and how many of them it has."""
+        """Return the number of rows that each rank needs, and the number of these that it has."""
         return self.of_dims[dim].overlap(have, need)
 
     def cut(self, dim: int, axes: tuple[int, ...]) -> list[tuple[Any, Any]]:
-        """Return where the parts of all ranks begin and end, in each block of a dim."""
+        """Return (start, stop) of each rank's part in each block of a dim."""
         return self.of_dims[dim].rows(axes)
 
     def least(self, node: Node) -> int:
-        """Return a cost that is quickly known, and that all that is left has at least."""
+        """Return a quick lower bound of the remaining cost."""
         if node not in self.leasts:
             self.leasts[node] = self._least(node)
         return self.leasts[node]
@@ -360,23 +357,23 @@ class Costs:
         return nanoseconds(posts, arrives, self.least_crossing(node), self.itemsize)
 
     def least_posts(self, node: Node) -> int:
-        """Return how many posts are left at least.
+        """Return a lower bound of the remaining communications.
 
-        Terms take one for each reduce op, and one more where ranks then lack something; behind the
-        source all may become right at once.
+        Each reduce op needs one, and one more follows if ranks then lack elements; at the source,
+        one communication may do both.
         """
         if self.has_idle_axes:
             return 0
-        found = len({self.ops[a] for a in node.partial})
-        if self.made or (found and node == self.start):
-            return found
-        return found + self.is_surely_lacking(node)
+        posts = len({self.ops[a] for a in node.partial})
+        if self.made or (posts and node == self.start):
+            return posts
+        return posts + self.is_surely_lacking(node)
 
     def is_surely_lacking(self, node: Node) -> bool:
-        """Whether it is quickly known that some rank lacks something of what it needs.
+        """Return whether a quick test shows that some rank lacks rows.
 
-        The first rank does where parts grow. Another one does if what splits a dim now is not what
-        splits it at the end, or the outermost part of that.
+        The first rank lacks rows if parts grow. Another rank does if the axes that split a dim now
+        are not the outermost axes that split it at the end.
         """
         if self.part(self.end) > self.part(node):
             return True
@@ -386,10 +383,10 @@ class Costs:
         return False
 
     def is_second_lacking(self, dim: int, axes: tuple[int, ...]) -> bool:
-        """Whether a rank lacks rows of a dim that axes split, other than the outermost at the end.
+        """True if a rank lacks rows of a dim whose axes are not the outermost ones at the end.
 
-        It is the second along the first axis that differs, and the first along all others: so its
-        part begins behind the first rows, which it needs, or at least some of which it does.
+        This rank is the second along the first axis that differs, and the first along all others.
+        Its part begins behind the first rows, some of which it needs.
         """
         goal = self.end.splits[dim]
         same = next(i for i, a in enumerate(axes) if goal[i : i + 1] != (a,))
@@ -405,20 +402,20 @@ class Costs:
         return first < begins
 
     def second(self, dim: int, axes: tuple[int, ...]) -> int | None:
-        """Return where the second part along the last of some axes begins; None: it is empty."""
+        """Return the start of the second part along the last of some axes; None if it is empty."""
         begins = self.rows(dim, axes)
         return begins if begins < self.rows(dim, axes[:-1]) else None
 
     @cached_property
     def has_idle_axes(self) -> bool:
-        """Whether axes of one rank split dims or have terms: what changes there costs nothing."""
+        """True if axes of size 1 split dims or have terms: their changes cost nothing."""
         placements = zip(self.sizes, self.source.placements, self.goal.placements, strict=True)
         return any(n == 1 and not p == q == Replicate() for n, p, q in placements)
 
     def least_messages(self, here: Node, after: Node) -> int:
-        """Return how many messages a rank sends or receives in an exchange at least.
+        """Return a lower bound of the messages that the busiest rank sends or receives.
 
-        The first rank, whose parts are largest, meets at least as many parts as go into its own.
+        The first rank has the largest parts; each overlaps at least as many parts as fit into it.
         """
         sent, got = 1, self.count(here.partial) // self.count(after.partial)
         for dim, (have, need) in enumerate(zip(here.splits, after.splits, strict=True)):
@@ -428,15 +425,15 @@ class Costs:
         return max(-(-sent * copies // turns), got) - 1
 
     def alike(self, node: Node) -> int:
-        """Return how many ranks hold the same."""
+        """Return the number of ranks that hold the same part."""
         fixed = self.count(sum(node.splits, node.partial)) * self.kept
         return math.prod(self.sizes) // fixed
 
     def least_crossing(self, node: Node) -> int:
-        """Return what a host takes in at least: of terms on average, else the first one.
+        """Return a lower bound of the elements into a host: the average for terms, else host 0.
 
-        The first host that has the sum of terms on n hosts has got n - 1, and each other one that
-        needs the sum gets one more.
+        The first host with the sum of terms on n hosts received n - 1 of them; each further host
+        that needs the sum receives one more.
         """
         mesh = self.source.mesh
         if not node.partial:
@@ -453,7 +450,7 @@ class Costs:
 
     @cached_property
     def needed_on_hosts(self) -> tuple[int, int]:
-        """What the first host needs, and what all do."""
+        """The elements that the first host needs, and the sum over all hosts."""
         return first_and_all(Side(self.layout(self.end), self.shape))
 
     @cached_property
@@ -463,21 +460,21 @@ class Costs:
         return len({*(self.source.mesh.hosts or ())})
 
     def least_arriving(self, node: Node) -> int:
-        """Return what arrives at least."""
+        """Return a lower bound of the remaining receive volume, as a cost."""
         if self.made:
             return 0
         need = UNIT * self.part(self.end)
         if not node.partial:
-            here = UNIT * self.part(node)
-            return self.weighed(need - here, 0) if need > here else 0
+            held = UNIT * self.part(node)
+            return self.weighed(need - held, 0) if need > held else 0
         shared = self.shared(node)
         return self.weighed(shared if shared > need else need, shared)
 
     def shared(self, node: Node) -> int:
-        """Return what arrives at a rank on average where a Partial is reduced, at least.
+        """Return `UNIT` times a lower bound of the average receive volume of a reduction.
 
-        The first rank that has the sum of n terms has got n - 1, and each other one that needs the
-        sum gets one more.
+        The first rank with the sum of n terms received n - 1 of them; each further rank that needs
+        the sum receives one more.
         """
         ranks = math.prod(self.sizes) // self.kept
         n, wanted = self.count(node.partial), ranks // self.count(sum(self.end.splits, ()))

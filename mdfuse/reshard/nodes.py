@@ -1,4 +1,4 @@
-"""Layouts and steps on one mesh as numbers, and what is known of them wherever a search leads."""
+"""Layouts and steps on one mesh as numbers, and tables of facts that all searches share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Carriers = tuple[tuple[str, str], ...]
 
 
 def spanned(axes: Collection[str], carriers: Carriers) -> int:
-    """Return how many axes of several backends there are; 0: one backend carries all.
+    """Return the number of axes; 0 if one backend serves all of them.
 
     >>> spanned(("a", "b"), (("a", "mpi"),)), spanned(("b", "c"), (("a", "mpi"),))
     (2, 0)
@@ -31,7 +31,7 @@ class Node(NamedTuple):
     splits: tuple[tuple[int, ...], ...]
     #: axes whose Partial is still to be reduced
     partial: tuple[int, ...]
-    #: axes that have become the Partial that the destination has
+    #: axes that have become the destination's Partial
     made: tuple[int, ...] = ()
 
 
@@ -46,19 +46,19 @@ class Move(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What is known of a tensor on a mesh, wherever a search on it leads."""
+    """Facts about a tensor on a mesh that all searches share."""
 
-    #: what splits dims -> elements of the largest part
+    #: axes that split dims -> elements of the largest part
     parts: dict[Splits, int]
-    #: dim, the axes that split it -> rows of the first rank
+    #: (dim, axes that split it) -> rows of the first rank
     first_rows: dict[tuple[int, tuple[int, ...]], int]
-    #: axes -> how many ranks there are along them
+    #: axes -> number of ranks along them
     counts: dict[tuple[int, ...], int]
-    #: whether pairs count, axes -> how many teams, or pairs of ranks, are on several hosts
+    #: (whether pairs count, axes) -> number of teams, or of pairs, that span hosts
     teams: dict[tuple[bool, tuple[int, ...]], int]
-    #: what splits dims before and afterwards, copies -> what an exchange brings
+    #: (splits before, splits afterwards, copies) -> receive volume of an exchange
     lacks: dict[tuple[Splits, Splits, int], tuple[int, int]]
-    #: what splits dims -> on how many hosts, and on how many ranks of one, parts differ; are alike
+    #: splits -> numbers of hosts and of ranks per host with different parts, and of copies
     spread: dict[Splits, tuple[int, int, int]]
 
 

@@ -1,7 +1,7 @@
 """Meshes over the same ranks, refined to a common one.
 
 (2, 4) and (4, 2) are both (2, 2, 2); a flattened mesh, a transposed one, and one with other names
-are the mesh itself. What changes from one layout to the other is then a change on one mesh.
+are the mesh itself. A change between the two layouts is then a change on one mesh.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Digit(NamedTuple):
 def on_common_mesh(
     source: Layout, destination: Layout, shape: tuple[int, ...]
 ) -> tuple[Layout, Layout] | None:
-    """Return two layouts as they are on one mesh; None where there is none that has both.
+    """Return two layouts on their common mesh; None if they have none.
 
     >>> from mdfuse.layouts.layout import Shard
     >>> one, other = DeviceMesh.arange(a=2, b=4), DeviceMesh.arange(p=4, q=2)
@@ -42,34 +42,34 @@ def on_common_mesh(
     if common is None:
         return None
     mesh, *axes = common
-    found = [
+    layouts = [
         _refined(x, mesh, of, shape) for x, of in zip((source, destination), axes, strict=True)
     ]
-    return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
+    return (layouts[0], layouts[1]) if layouts[0] is not None and layouts[1] is not None else None
 
 
 @lru_cache(maxsize=256)
 def _common_mesh(
     one: DeviceMesh, other: DeviceMesh
 ) -> tuple[DeviceMesh, list[list[str]], list[list[str]]] | None:
-    """Return the common mesh, and the names of its axes that make up each axis of both."""
+    """Return the common mesh, and for each axis of both meshes the names of its common axes."""
     if one.size != other.size or one.size == 1 or other.first not in one:
         return None
     places = [one.position(r) for r in other.ranks]
     if None in places:
         return None
-    axes, own = _axes_of(np.array(places), other), _axes_of(np.arange(one.size), one)
-    if axes is None or own is None:
+    axes, own_axes = _axes_of(np.array(places), other), _axes_of(np.arange(one.size), one)
+    if axes is None or own_axes is None:
         return None
-    digits = [d for found in (*own, *axes) for d in found]
+    digits = [d for axis_digits in (*own_axes, *axes) for d in axis_digits]
     cuts = sorted({1, *(d.stride for d in digits), *(d.stride * d.size for d in digits)})
     if any(high % low for low, high in pairwise(cuts)):
         return None
     pieces = [_Digit(low, high // low) for low, high in pairwise(cuts)][::-1]
-    names = _names(one, own, pieces)
+    names = _names(one, own_axes, pieces)
     hosts = one.hosts if hosts_by_rank(one, other) is not None else None
     mesh = DeviceMesh.of(tuple(d.size for d in pieces), one.ranks, tuple(names.values()), hosts)
-    of = [[_within(pieces, x, names) for x in digits] for digits in (own, axes)]
+    of = [[_within(pieces, x, names) for x in digits] for digits in (own_axes, axes)]
     return one if mesh == one else mesh, of[0], of[1]
 
 
@@ -77,8 +77,8 @@ def _axes_of(places: np.ndarray, mesh: DeviceMesh) -> list[list[_Digit]] | None:
     """Return each axis of a mesh as digits, the outermost first.
 
     Args:
-        places: where its ranks are in the order of the other mesh, in its own order.
-        mesh: whose axes are asked for.
+        places: the positions of its ranks in the order of the other mesh, in its own order.
+        mesh: the mesh.
     """
     grid = places.reshape(mesh.shape)
     first, axes = int(places[0]), list[list[_Digit]]()
@@ -130,7 +130,7 @@ def _within(pieces: list[_Digit], digits: list[_Digit], names: dict[_Digit, str]
 def _refined(
     layout: Layout, mesh: DeviceMesh, axes: list[list[str]], shape: tuple[int, ...]
 ) -> Layout | None:
-    """Return a layout on the refined mesh; None where its parts would be others there."""
+    """Return a layout on the refined mesh; None if its parts would differ there."""
     placements, pieces = dict[str, Placement](), dict(zip(layout.mesh.axes, axes, strict=True))
     for axis, placement in layout.by_axis().items():
         placements.update(dict.fromkeys(pieces[axis], placement))

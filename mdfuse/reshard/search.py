@@ -1,4 +1,4 @@
-"""Search the steps of a reshard on one mesh: the cheapest path through layouts (A*)."""
+"""A* search for the steps of a reshard on one mesh: the cheapest path through layouts."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from mdfuse.reshard.clock import nanoseconds
 from mdfuse.reshard.costs import Costs
 from mdfuse.reshard.nodes import Move, Node, spanned
 
-#: steps without communication
+#: Steps without communication.
 _LOCAL = ("slice", "term")
-#: more than any cost
+#: Greater than any cost.
 _FAR = (math.inf, 0, 0)
 
 
 class _Way(NamedTuple):
-    """A way to a node: the one before it, and the last move with where it starts."""
+    """A path to a node: the path before it, and the last move with its start node."""
 
     before: _Way | None = None
     last: tuple[Node, Move] | None = None
     has_posts: bool = False
-    #: how many axes of several backends its exchanges span
+    #: number of axes of several backends that its exchanges span
     spans: int = 0
 
     def moves(self) -> list[tuple[Node, Move]]:
-        """Return the nodes and moves of the way, in order."""
-        found, way = list[tuple[Node, Move]](), self
+        """Return the nodes and moves of the path, in order."""
+        moves, way = list[tuple[Node, Move]](), self
         while way.before is not None and way.last is not None:
-            found.append(way.last)
+            moves.append(way.last)
             way = way.before
-        return found[::-1]
+        return moves[::-1]
 
 
 class Search(Costs):
-    """The way from one layout to another one on the same mesh, for a tensor of some extents."""
+    """The search from one layout to another on one mesh, for a tensor of some extents."""
 
     # -- moves -----------------------------------------------------------------------------------
 
     def collectives(self, here: Node) -> list[tuple[Move, int]]:
-        """Return the moves along axes, with their costs; they are the same wherever one starts."""
-        found = self.known_moves.get(here)
-        if found is None:
+        """Return the moves along axes, with their costs; these do not depend on the path."""
+        priced = self.known_moves.get(here)
+        if priced is None:
             moves = [move for a in range(len(self.sizes)) for move in self.along(here, a)]
             if len(here.partial) > 1 or len(max(here.splits, key=len, default=())) > 1:
                 moves += self.along_several(here)
-            found = self.known_moves[here] = [(move, self.cost(move, here)) for move in moves]
-        return found
+            priced = self.known_moves[here] = [(move, self.cost(move, here)) for move in moves]
+        return priced
 
     def exchanges(self, here: Node) -> list[Move]:
-        """Return the moves by which ranks get just what they lack."""
+        """Return the moves by which each rank receives just its missing elements."""
         if here.partial:
             may = here == self.start and len({*self.ops.values()}) == 1 and self.is_free
             return [Move("ReduceExchange", after) for after in self.refined] if may else []
@@ -68,22 +68,23 @@ class Search(Costs):
         return [Move("Exchange", after) for after in ends] if may else []
 
     def but_some(self, here: Node) -> Iterator[Node]:
-        """Yield the end but for some axes that stay, innermost: they are to change alone."""
+        """Yield the end with some axes left innermost as they are: these change separately."""
         there = [(d, a) for d in self.dims for a in here.splits[d]]
         for n in range(1, len(there)):
-            for kept in combinations(there, n):
-                stay = {a for _, a in kept}
+            for staying in combinations(there, n):
+                stay = {a for _, a in staying}
                 goal = (tuple(a for a in axes if a not in stay) for axes in self.end.splits)
                 after = Node(tuple(goal), ())
-                for d, a in kept:
+                for d, a in staying:
                     after = _split(after, a, d)
                 yield after
 
     def may_exchange(self, here: Node) -> bool:
-        """Whether an Exchange may come next: where time counts, not behind what it would do itself.
+        """True if an Exchange may come next; a timed search omits it after moves that it repeats.
 
-        It reads what the source has, cut up along axes that were reduced, or that shared this work;
-        but of parts that lie in those of the destination, which collectives gather.
+        It starts from the source's parts, split further only along axes that were reduced, or that
+        shared the reduction. After a reduction, prefixes of the destination's splits are gathered
+        by collectives instead.
         """
         if not self.is_timed or self.is_mixed:
             return True
@@ -101,78 +102,78 @@ class Search(Costs):
 
     @cached_property
     def is_free(self) -> bool:
-        """Whether parts of all dims may change hands: no dim is taken in chunks."""
+        """True if parts of all dims may be exchanged: no dim is in chunks."""
         return self.source.stream is None or self.source.stream.index is None
 
     def along(self, here: Node, a: int) -> list[Move]:
-        """Return the one-axis rows of the table that can help on the way."""
-        splits, partial, made = here
+        """Return the one-axis moves that can lead to the destination."""
+        splits, partial, new_terms = here
         to, dims = self.target[a], self.dims_along(a, bool(partial) or self.is_timed)
         if a in partial:
-            rest = Node(splits, tuple([p for p in partial if p != a]), made)
-            found = [Move("Allreduce", rest, (a,))]
-            return found + [Move("ReduceScatter", _split(rest, a, d), (a,), d) for d in dims]
+            reduced = Node(splits, tuple([p for p in partial if p != a]), new_terms)
+            moves = [Move("Allreduce", reduced, (a,))]
+            return moves + [Move("ReduceScatter", _split(reduced, a, d), (a,), d) for d in dims]
         dim = None
         for d, axes in enumerate(splits):
             if a in axes:
                 dim = d
         if dim is None:
-            if a in made or not self.is_whole(a):
+            if a in new_terms or not self.is_whole(a):
                 return []
             if self.is_mixed and self.is_gone(here, a):
                 return []
-            found = [Move("slice", _split(here, a, d)) for d in dims]
+            moves = [Move("slice", _split(here, a, d)) for d in dims]
             if a in self.made:
-                found += self.making(here, a, self.made[a] in IDEMPOTENT)
-            return found
+                moves += self.making(here, a, self.made[a] in IDEMPOTENT)
+            return moves
         if dim not in self.dims or splits[dim][-1] != a:
             return []
         gathered = _joined(here, dim, 1)
-        found = [Move("Allgather", gathered, (a,), dim)]
+        moves = [Move("Allgather", gathered, (a,), dim)]
         if to is not None and to != dim:
-            found.append(Move("AllToAll", _split(gathered, a, to), (a,), dim, to))
+            moves.append(Move("AllToAll", _split(gathered, a, to), (a,), dim, to))
         elif a in self.made and self.made[a] != "avg":
-            found += self.making(gathered, a)
-        return found
+            moves += self.making(gathered, a)
+        return moves
 
     def dims_along(self, a: int, is_free: bool) -> list[int]:
-        """Return the dims that an axis may split next: if it is free others, too, for what follows.
+        """Return the dims that an axis may split next; if `is_free`, also other than the goal's.
 
-        Replicas may share work so, where something is to be reduced, or time counts.
+        In this way replicas share a reduction, or, in a timed search, other work.
         """
-        found = self.known_dims.get((a, is_free))
-        if found is None:
+        dims = self.known_dims.get((a, is_free))
+        if dims is None:
             to = self.target[a]
             shares = is_free and self.source.stream is None
-            found = [d for d in self.dims if d != to] if shares else []
-            found = [to, *found] if to is not None and to in self.dims else found
-            self.known_dims[a, is_free] = found
-        return found
+            dims = [d for d in self.dims if d != to] if shares else []
+            dims = [to, *dims] if to is not None and to in self.dims else dims
+            self.known_dims[a, is_free] = dims
+        return dims
 
     def is_gone(self, here: Node, a: int) -> bool:
-        """Whether ranks along an axis got all of what they had parts or terms of.
+        """Return whether an axis was gathered or reduced on the way, so that ranks hold copies.
 
-        Where axes are to change alone they would only do so to throw parts of it away.
+        Where each axis changes separately, a further split would only discard data.
         """
         whole = isinstance(self.source.placements[a], Replicate) or a in here.made
         return not whole and _at(here, a) is False
 
     def is_whole(self, a: int) -> bool:
-        """Whether an axis is not Partial in the source, or no longer."""
+        """Return whether an axis is not Partial in the source, or its Partial is to be reduced."""
         return a in self.ops or not isinstance(self.source.placements[a], Partial)
 
     def making(self, here: Node, a: int, is_same: bool = False) -> list[Move]:
-        """Return the local step by which an axis becomes Partial, where it may stand by others.
+        """Return the local step by which an axis becomes Partial, if its op commutes with others.
 
         Args:
-            here: before, with the axis joined.
+            here: the node before, with the axis joined.
             a: the axis.
-            is_same: each rank's term is what it has.
+            is_same: whether each rank's term is its current value.
         """
         stays = [p.op for p in self.source.placements if isinstance(p, Partial)]
-        found = [self.ops[b] for b in here.partial] + [self.made[b] for b in here.made]
-        kept = [op for op in stays if op not in self.ops.values()]
-        if not commute((*found, *kept, self.made[a])):
+        ops = [self.ops[b] for b in here.partial] + [self.made[b] for b in here.made]
+        staying_ops = [op for op in stays if op not in self.ops.values()]
+        if not commute((*ops, *staying_ops, self.made[a])):
             return []
         after = here._replace(made=tuple(sorted((*here.made, a))))
         return [Move("slice" if is_same else "term", after, (a,))]
@@ -183,12 +184,12 @@ class Search(Costs):
             for axes in combinations(here.partial, n):
                 if len({self.ops[a] for a in axes}) > 1 or not self.is_one_carrier(axes):
                     continue
-                rest = here._replace(partial=tuple(p for p in here.partial if p not in axes))
-                yield Move("Allreduce", rest, axes)
+                reduced = here._replace(partial=tuple(p for p in here.partial if p not in axes))
+                yield Move("Allreduce", reduced, axes)
                 even = [d for d in self.dims if self.is_even(d, (*here.splits[d], *axes))]
                 even = even if self.source.stream is None else []
                 for order, d in product(permutations(axes), even) if even else ():
-                    after = rest
+                    after = reduced
                     for a in order:
                         after = _split(after, a, d)
                     yield Move("ReduceScatter", after, order, d)
@@ -199,17 +200,17 @@ class Search(Costs):
                         yield Move("Allgather", _joined(here, d, n), axes[-n:], d)
 
     def is_one_carrier(self, axes: Sequence[int]) -> bool:
-        """Whether one backend carries what goes along some axes, so that it may go at once."""
+        """True if one backend serves all of some axes, so that one communication can."""
         names = self.source.mesh.axes
         return not self.carriers or not spanned([names[a] for a in axes], self.carriers)
 
     @cached_property
     def is_mixed(self) -> bool:
-        """Whether axes of the mesh have several backends: each is to change alone, if it can."""
+        """True if the axes have several backends: each changes separately, if possible."""
         return not self.is_one_carrier([a for a, n in enumerate(self.sizes) if n > 1])
 
     def spanned(self, here: Node, move: Move) -> int:
-        """Return how many axes of several backends an exchange spans; 0: one backend has all."""
+        """Return the number of axes that an exchange spans; 0 if one backend serves all of them."""
         if not self.is_mixed or move.kind not in ("Exchange", "ReduceExchange"):
             return 0
         axes = [a for a, n in enumerate(self.sizes) if n > 1]
@@ -221,35 +222,35 @@ class Search(Costs):
 
     @cached_property
     def refined(self) -> list[Node]:
-        """The splits of the destination over ranks that hold the same: each may be gathered."""
-        here = self.end._replace(made=())
+        """The destination, and its further splits over copies, each of which may be gathered."""
+        goal = self.end._replace(made=())
         free = [a for a, d in enumerate(self.target) if d is None and self.is_whole(a)]
-        found = []
+        nodes = []
         if self.is_timed:
             mesh = self.source.mesh
             near = [a for a in free if not rings(mesh, (mesh.axes[a],))]
             for axes in dict.fromkeys((tuple(near), tuple(free))):
                 for d in self.dims if axes else ():
-                    node = here
+                    node = goal
                     for a in axes:
                         node = _split(node, a, d)
-                    found.append(node)
-            return [here, *found]
+                    nodes.append(node)
+            return [goal, *nodes]
         for n in range(len(free) + 1):
             for axes in permutations(free, n):
                 for dims in product(self.dims, repeat=n):
-                    node = here
+                    node = goal
                     for a, d in zip(axes, dims, strict=True):
                         node = _split(node, a, d)
-                    found.append(node)
-        return list(dict.fromkeys(found))
+                    nodes.append(node)
+        return list(dict.fromkeys(nodes))
 
     @property
     def direct(self) -> tuple[Node, Move] | None:
-        """The row of the table for a change along one axis, innermost before and after; else None.
+        """The single move for a change along one axis, innermost before and after; else None.
 
-        Where it reduces, ranks that hold the same along another axis could share that work. Few
-        rows that several axes split are not gathered with padding.
+        A reduction whose work replicas could share is searched instead, and so is a gather with
+        much padding.
         """
         pairs = enumerate(zip(self.source.placements, self.goal.placements, strict=True))
         changed = [a for a, (p, q) in pairs if p != q]
@@ -261,8 +262,8 @@ class Search(Costs):
         )
         if self.ops and shares:
             return None
-        found = (move for move in self.along(self.start, changed[0]) if move.after == self.end)
-        move = next(found, None)
+        matching = (move for move in self.along(self.start, changed[0]) if move.after == self.end)
+        move = next(matching, None)
         is_alone = sum(n > 1 for n in self.sizes) == 1
         if move is None or (
             move.kind == "Allgather" and not is_alone and self.pads(move, self.start)
@@ -271,71 +272,71 @@ class Search(Costs):
         return self.start, move
 
     def pads(self, move: Move, here: Node) -> bool:
-        """Whether much of what a collective moves is padding: an exchange may bring less."""
+        """Return whether a collective moves much padding, so that an exchange may move less."""
         if move.kind not in ("Allgather", "ReduceScatter") or move.dim is None:
             return False
         axes = max(here.splits[move.dim], move.after.splits[move.dim], key=len)
         return self.is_coarse(move.dim, axes)
 
     def is_coarse(self, dim: int, axes: tuple[int, ...]) -> bool:
-        """Whether padding is over 1/64 of a dim."""
+        """Return whether padding is over 1/64 of a dim."""
         n = self.shape[dim]
         return type(n) is int and -n % self.count(axes) * 64 > n
 
     # -- the search ------------------------------------------------------------------------------
 
     def path(self) -> list[tuple[Node, Move]]:
-        """Return the moves of the cheapest way; of several, of the least effort.
+        """Return the moves of the cheapest path; ties go to the least effort.
 
-        Before that counts along how few axes of several backends its exchanges go.
+        The number of axes of several backends that its exchanges span counts before the cost.
         """
         tick, end, late_is = count(), self.end, 0 if self.is_timed else 1
-        # axes of several backends, what it costs at least, effort, -, what it takes to here, which
-        # is known how well: a late move by what is quickly known of it, by what is known of bytes,
-        # and all that is left
+        # (spanned axes of several backends, lower bound of the total cost, effort, tie-break, cost
+        # so far, node, path, level). Level 0: a late move is priced by a quick bound; 1: by its
+        # inter-host volume; 2: all moves are priced, with the exact heuristic if there is one.
         frontier: list[tuple[int, int, int, int, int, Node, _Way, int]] = [
             (0, self.least(self.start), 0, next(tick), 0, self.start, _Way(), 1)
         ]
         done: set[Node] = set()
-        best: dict[Node, tuple[float, int, int]] = {}  # what it takes to a node, but by a late move
-        limit: tuple[float, int] = _FAR[:2]  # what a way that is known takes
+        best: dict[Node, tuple[float, int, int]] = {}  # least cost to a node, except by late moves
+        limit: tuple[float, int] = _FAR[:2]  # cost of the best path known
         while frontier:
-            spans, total, effort, _, spent, here, way, known = heapq.heappop(frontier)
-            if here in done:
+            spans, total, effort, _, spent, node, way, known = heapq.heappop(frontier)
+            if node in done:
                 continue
             if known < 2:
-                found = self.closer(total, spent, here, way, known)
-                if found is not None:
-                    total, spent, known = found
-                    limit = min(limit, (spans, total)) if here == end and known == 2 else limit
-                    later = (spans, total, effort, next(tick), spent, here, way, known)
+                update = self.closer(total, spent, node, way, known)
+                if update is not None:
+                    total, spent, known = update
+                    limit = min(limit, (spans, total)) if node == end and known == 2 else limit
+                    later = (spans, total, effort, next(tick), spent, node, way, known)
                     heapq.heappush(frontier, later)
                     continue
-            if here == end:
+            if node == end:
                 return way.moves()
-            done.add(here)
-            dearer = [(move, -1) for move in self.exchanges(here)]
-            for move, cost in (*self.collectives(here), *dearer):
+            done.add(node)
+            dearer = [(move, -1) for move in self.exchanges(node)]
+            for move, cost in (*self.collectives(node), *dearer):
                 after = move.after
                 if after in done:
                     continue
-                ahead, spans = spent + self.least(after), way.spans + self.spanned(here, move)
+                ahead, spans = spent + self.least(after), way.spans + self.spanned(node, move)
                 if (spans, ahead) > limit:
                     continue
                 weight = effort + _effort(move, way.has_posts)
                 if self.is_late(move):
-                    total, so_far, known = ahead + self.quickly(here, move), spent, late_is
+                    total, so_far, known = ahead + self.quickly(node, move), spent, late_is
                     if (spans, total) > limit:
                         continue
                 else:
-                    cost = self.cost(move, here) if cost < 0 else cost
+                    cost = self.cost(move, node) if cost < 0 else cost
                     total, so_far, known = ahead + cost, spent + cost, 1
                     if (spans, total) > limit or best.get(after, _FAR) <= (spans, so_far, weight):
                         continue
                     best[after] = spans, so_far, weight
                     if after == end:
                         limit = spans, total
-                on = _Way(way, (here, move), way.has_posts or move.kind not in _LOCAL, spans)
+                on = _Way(way, (node, move), way.has_posts or move.kind not in _LOCAL, spans)
                 row = (spans, total, weight, next(tick), so_far, after, on, known)
                 heapq.heappush(frontier, row)
         raise AssertionError(f"no way from {self.source} to {self.goal}")
@@ -343,7 +344,7 @@ class Search(Costs):
     def closer(
         self, total: int, spent: int, here: Node, way: _Way, known: int
     ) -> tuple[int, int, int] | None:
-        """Return the cost in all, that so far, and how well it is known, if that is better now."""
+        """Return (total, cost so far, level) of a frontier entry at a higher level, or None."""
         if way.last is not None and self.is_late(way.last[1]):
             before, move = way.last
             if known == 0:
@@ -355,11 +356,11 @@ class Search(Costs):
         return spent + (self.least(here) if self.is_timed else self.to_go(here)), spent, 2
 
     def is_late(self, move: Move) -> bool:
-        """Whether the cost of a move is found when its turn comes: it takes long to find."""
+        """Return whether the cost of a move is computed lazily, because that takes long."""
         return move.kind == "ReduceExchange" or (move.kind == "Exchange" and self.is_timed)
 
     def quickly(self, here: Node, move: Move) -> int:
-        """Return what a late move costs at least, by the parts of the first rank alone."""
+        """Return a quick lower bound of a late move's cost, from the first rank's parts."""
         after, is_reducing = move.after, move.kind == "ReduceExchange"
         if is_reducing:
             arrives = self.part(after) * (self.count(tuple(self.ops)) - 1)
@@ -370,11 +371,11 @@ class Search(Costs):
         starts = max(self.least_messages(here, after), 1)
         crosses = self.least_into(here, after)
         least = nanoseconds(starts, UNIT * arrives, crosses, self.itemsize)
-        # and what follows: all that is left at this node
+        # the total is at least the heuristic of this node
         return least if is_reducing else max(least, self.least(here) - self.least(after))
 
     def least_of(self, here: Node, move: Move) -> int:
-        """Return what a late move costs at least, where hosts are known."""
+        """Return a lower bound of a late move's cost from its inter-host volume."""
         arrives, crosses = 0, self.crossing(here, move.after)
         if move.kind == "ReduceExchange":
             arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
@@ -382,7 +383,7 @@ class Search(Costs):
 
 
 def _at(node: Node, a: int) -> tuple[int, tuple[int, ...]] | bool:
-    """Return what an axis splits, and what splits it before; else whether it is Partial."""
+    """Return the dim that an axis splits and the outer axes; else whether it is Partial."""
     for d, axes in enumerate(node.splits):
         if a in axes:
             return d, axes[: axes.index(a)]
@@ -408,8 +409,8 @@ def _joined(node: Node, dim: int, n: int) -> Node:
 def _effort(move: Move, has_posts: bool) -> int:
     """Return the weight of a step, which decides between paths of equal bytes.
 
-    One along several axes comes before two, two collectives before one Exchange, which comes before
-    a collective whose result is sliced (some ranks then receive what they throw away).
+    One step along several axes is preferred to two, two collectives to one Exchange, and an
+    Exchange to a collective with a slice behind it (some ranks then discard received data).
     """
     if move.kind in _LOCAL:
         return 6 if has_posts else 2

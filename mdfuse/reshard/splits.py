@@ -1,4 +1,4 @@
-"""Layouts on the way of a reshard: ranks that hold the same, or terms, share what follows."""
+"""Intermediate layouts of a reshard: replicas, or holders of terms, share the later steps."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ def placed(layout: Layout, axes: tuple[str, ...], placement: Placement) -> Layou
         splits.setdefault(placement.dim, []).extend(axes)
     pairs = zip(mesh.axes, layout.placements, strict=True)
     placements = tuple([placement if a in axes else p for a, p in pairs])
-    of = tuple([(d, tuple(found)) for d, found in sorted(splits.items()) if found])
+    of = tuple([(d, tuple(split_axes)) for d, split_axes in sorted(splits.items()) if split_axes])
     return Layout.checked(mesh, placements, of, layout.stream, ())
 
 
 def splits_of(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...]) -> list[Layout]:
-    """Return a layout with some axes whole, and with these or all whole axes splitting dims.
+    """Return a layout with some axes whole, and its splits by these axes or by all whole axes.
 
-    The others split the same dim as these, or another one.
+    The other whole axes split the same dim, or another one.
     """
     whole = placed(layout, axes, Replicate())
     free = tuple(a for a, p in whole.by_axis().items() if isinstance(p, Replicate))
     free = tuple(a for a in free if layout.mesh.axis_size(a) > 1)
-    rest = tuple(a for a in free if a not in axes) if axes else ()
+    others = tuple(a for a in free if a not in axes) if axes else ()
     dims = free_dims(layout, shape)
     ways = [{d: of} for d in dims for of in dict.fromkeys((axes, free)) if of]
-    ways += [{d: axes, e: rest} for d, e in permutations(dims, 2) if axes and rest]
-    room, found = whole.local_shape(shape), [whole]
+    ways += [{d: axes, e: others} for d, e in permutations(dims, 2) if axes and others]
+    room, layouts = whole.local_shape(shape), [whole]
     for way in ways:
         if all(room[d] >= math.prod(map(layout.mesh.axis_size, of)) for d, of in way.items()):
             split = whole
             for d, of in way.items():
                 split = placed(split, of, Shard(d))
-            found.append(split)
-    return found
+            layouts.append(split)
+    return layouts
 
 
 def free_dims(layout: Layout, shape: tuple[int, ...]) -> list[int]:
-    """Return the dims that ranks may split: not that of chunks."""
+    """Return the dims that ranks may split: all but the dim in chunks."""
     chunked = layout.stream.dim if layout.stream is not None else None
     return [d for d in range(len(shape)) if d != chunked]

@@ -1,4 +1,4 @@
-"""A step of a reshard, and what it costs."""
+"""A step of a reshard, and its cost."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mdfuse.reshard.clock import EXCHANGES, crossing_of, messages_of, nanosecond
 class Local:
     """A step without communication.
 
-    "slice": each rank keeps a part of what it has. "term": it becomes Partial, by what one rank has
-    and what the reduce op leaves that as it is with. "empty": the tensor has no elements.
+    "slice": each rank keeps a part of its part. "term": it becomes Partial, one rank with the value
+    and the others with the reduce op's neutral element. "empty": the tensor has no elements.
     """
 
     kind: str
@@ -29,7 +29,7 @@ Step = Local | Communication
 
 
 def elements(step: Step, shape: tuple[int, ...]) -> int:
-    """Return how many elements arrive at a rank, padding included, times `UNIT`."""
+    """Return `UNIT` times the elements that a rank receives, with padding."""
     if isinstance(step, Local):
         return 0
     if step.kind in EXCHANGES:
@@ -41,17 +41,17 @@ def elements(step: Step, shape: tuple[int, ...]) -> int:
 
 
 def _exchanged(step: Communication, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return what an exchange brings to a rank, at most and on average."""
+    """Return the largest and the average receive volume of an exchange."""
     copies = 0
     if step.reduce_op is not None:
-        kept = dict(kept_terms(step.source, step.destination))
-        reduced = (a for a in step.source.partial_axes if a not in kept)
+        staying = dict(kept_terms(step.source, step.destination))
+        reduced = (a for a in step.source.partial_axes if a not in staying)
         copies = math.prod(map(step.source.mesh.axis_size, reduced)) - 1
     return lacks(step.source, step.destination, shape, copies)
 
 
 def step_cost(step: Step, shape: tuple[int, ...]) -> int:
-    """Return what a step costs where hosts are not known, to be compared with other ways."""
+    """Return the cost of a step with unknown hosts, for comparison with other paths."""
     if isinstance(step, Local) or step.kind not in EXCHANGES:
         return elements(step, shape)
     worst, average = _exchanged(step, shape)
@@ -60,9 +60,9 @@ def step_cost(step: Step, shape: tuple[int, ...]) -> int:
 
 
 def step_time(step: Step, shape: tuple[int, ...], itemsize: int, limit: float = math.inf) -> int:
-    """Return how many nanoseconds a step takes, between meshes whose hosts are known.
+    """Return the time of a step in nanoseconds, between meshes with known hosts.
 
-    Of one that takes longer than the limit only as much is found as says so.
+    For a step over the limit, a lower bound over the limit suffices.
     """
     if isinstance(step, Local):
         return 0

@@ -1,6 +1,6 @@
 """Find the steps that change a layout: the table *transition -> kinds*, and a search over its rows.
 
-Where one innermost axis changes, this is a row of the table. Otherwise it is the cheapest sequence
+A change along one innermost axis is a row of the table. Any other change is the cheapest sequence
 of rows, or one `Exchange`.
 """
 
@@ -39,10 +39,10 @@ def steps(
     Args:
         source: the layout before.
         destination: the layout after.
-        shape: global extents; they decide which of several ways sends the fewest bytes.
-        itemsize: bytes of an element; where hosts are known, it decides which way is fastest.
-        carriers: (axis, backend) of those that have one of their own; no collective goes along axes
-            of several.
+        shape: global extents; they decide which of several paths sends the fewest bytes.
+        itemsize: bytes of an element; if hosts are known, it decides which path is fastest.
+        carriers: (axis, backend) of axes with a backend of their own; no collective goes along axes
+            of several backends.
 
     Returns:
         Local steps and communications (without dtype) in order; none where nothing changes.
@@ -96,7 +96,7 @@ _known_steps = lru_cache(maxsize=4096)(_steps)
 
 
 def _single_terms_reduced(source: Layout, destination: Layout) -> Layout:
-    """Return the source with the terms reduced that are one, which nobody has to be asked for."""
+    """Return the source with single terms reduced, which needs no communication."""
     is_one = source.mesh == destination.mesh
     for axis in source.partial_axes:
         stays = is_one and isinstance(destination.placement(axis), Partial)
@@ -112,10 +112,10 @@ def _reached(
     carriers: Carriers,
     find: Callable[..., tuple[Step, ...]],
 ) -> tuple[Step, ...]:
-    """Return the steps to parts with rows of others: at the end each rank gets what it lacks.
+    """Return the steps to parts with halos: a last exchange brings each rank its missing rows.
 
-    Rows of several dims arrive at once, whatever the backends: those at corners are of ranks that
-    are neighbours along no axis.
+    One exchange brings the halos of several dims, for any backends: corner rows come from ranks
+    that are neighbours along no axis.
     """
     last = Communication(kind="Exchange", source=source, destination=destination)
     is_direct = source.mesh == destination.mesh and source.reduce_ops == destination.reduce_ops
@@ -129,13 +129,13 @@ def _reached(
 def cost(
     source: Layout, destination: Layout, shape: tuple[int, ...], carriers: Carriers = ()
 ) -> int:
-    """Return how many elements arrive at a rank for a change of layout, times `UNIT`."""
+    """Return `UNIT` times the elements that a rank receives in a change of layout."""
     path = steps(source, destination, shape, carriers=carriers)
     return sum(elements(step, shape) for step in path)
 
 
 def time(source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int) -> int:
-    """Return how many nanoseconds a change of layout takes, between meshes whose hosts are known.
+    """Return the time of a change of layout in nanoseconds, between meshes with known hosts.
 
     >>> from mdfuse import DeviceMesh, Layout, Shard
     >>> mesh = DeviceMesh.arange(tp=2).with_hosts([0, 1])
@@ -149,7 +149,7 @@ def time(source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: 
 def costs(
     sources: Sequence[Layout], destination: Layout, shape: tuple[int, ...], itemsize: int
 ) -> list[int]:
-    """Return what several changes to one layout cost: time, where that is known of all of them."""
+    """Return the costs of several changes to one layout: times, if all of these are known."""
     if all(is_timed(source, destination, shape) for source in sources):
         return [time(source, destination, shape, itemsize) for source in sources]
     return [cost(source, destination, shape) for source in sources]
@@ -158,7 +158,7 @@ def costs(
 def elements_received(
     source: Layout, destination: Layout, shape: tuple[int, ...], carriers: Carriers = ()
 ) -> float:
-    """Return how many elements arrive at the rank that receives most; see `steps`."""
+    """Return the largest receive volume of a rank, in elements; see `steps`."""
     return cost(source, destination, shape, carriers) / UNIT
 
 
@@ -188,7 +188,7 @@ def _same_mesh(
     search = _search(source, destination, shape, itemsize, carriers)
     direct = search.direct
     path = [direct] if direct is not None else cheapest(search)
-    return tuple([_step(search, here, move) for here, move in path])
+    return tuple([_step(search, node, move) for node, move in path])
 
 
 def _search(
@@ -198,9 +198,9 @@ def _search(
     itemsize: int,
     carriers: Carriers,
 ) -> Search:
-    """Return a search; those to one layout share what is known of nodes, where nothing is Partial.
+    """Return a search; searches without a Partial to one layout share their node tables.
 
-    Of ways between meshes many end in one layout.
+    Many paths between meshes end in one layout.
     """
     search = Search(source, destination, shape, itemsize, carriers)
     is_plain = not (source.partial_axes or destination.partial_axes or search.has_idle_axes)
@@ -242,7 +242,7 @@ def _step(search: Search, here: Node, move: Move) -> Step:
 
 
 def _without_idle_posts(step: Step, shape: tuple[int, ...]) -> Step:
-    """Replace a step by a local slice where no rank lacks anything, as with short dims."""
+    """Replace a step by a local slice if no rank lacks elements, as with short dims."""
     if isinstance(step, Local) or step.reduce_op is not None:
         return step
     if is_lacking(step.source, step.destination, shape):
