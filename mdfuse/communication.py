@@ -17,12 +17,12 @@ from mdfuse.errors import CommunicationError
 from mdfuse.extents.expressions import Term
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.boxes import box_size
+from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.kinds import ALONG_SEVERAL, KINDS, POINT_TO_POINT, REDUCING, SPLITTING
-from mdfuse.layouts.lacks import taking_part
 from mdfuse.layouts.layout import REDUCE_OPS, Layout, Shard, replicated
 from mdfuse.layouts.rank_part import RankPart, part_of
-from mdfuse.layouts.side import Side
+from mdfuse.layouts.recv_volume import taking_part
 from mdfuse.mesh import DeviceMesh
 
 _BITWISE = ("band", "bor", "bxor")

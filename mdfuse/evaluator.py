@@ -22,10 +22,10 @@ from mdfuse.errors import BackendError, IndexRangeError, MdfuseError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.tensors import resolved
 from mdfuse.plan.build import Plan, build
+from mdfuse.plan.dynamic_shapes import Lengths
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.index_checks import IndexChecks, has_tables
 from mdfuse.plan.kept import Plans
-from mdfuse.plan.lengths import Lengths
 from mdfuse.plan.names import check_names
 from mdfuse.plan.posts import groups
 from mdfuse.plan.runnable import CheckedPlan, Once, Runnable

@@ -15,13 +15,13 @@ from mdfuse.hir.passes import (
     block_streams,
     cut_loops,
     fill_outputs,
+    form_fusion_groups,
     group_heads,
-    group_launches,
+    hoist_posts,
     insert_frees,
     keep_wide,
     name_backends,
     place_symmetric,
-    raise_posts,
     share_types,
     sink_waits,
 )
@@ -35,19 +35,17 @@ from mdfuse.passes import (
     decompose,
     drop_unread,
     insert_reshards,
-    keep_splits,
     microbatches,
     propagate_layouts,
-    push_slices,
+    reduce_scatter_creation,
     settle_partials,
-    split_scans,
     spread_streams,
     streams,
-    sum_rows,
     widen_sums,
 )
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge, merge_composite, segment
+from mdfuse.passes.sharded import keep_splits, split_scans, sum_rows
 
 Pass = Callable[[Fusion], Fusion]
 
@@ -70,7 +68,7 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     # Needs the layouts that tensors of numbers copy; the next passes need all readers.
     ("creations.alone", creations.alone),
     # Before sets exist, since it decides which sets reduce-scatter instead of all-reduce.
-    (push_slices.name, push_slices.run),
+    (reduce_scatter_creation.name, reduce_scatter_creation.run),
     # Needs the layouts in which values are read in the end; before sets exist, which would send.
     ("creations.where_read", creations.where_read),
     # Afterwards every expression but set runs without communication.
@@ -135,7 +133,7 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     # The emitter puts a wait right behind its post; here it moves to where the data is needed.
     (sink_waits.name, sink_waits.run),
     # Needs the waits where the data is needed: a post moves past the work between them.
-    (raise_posts.name, raise_posts.run),
+    (hoist_posts.name, hoist_posts.run),
     # Needs the final places of waits, which tell the work that need not wait.
     (cut_loops.name, cut_loops.run),
     # Needs the parts of loops, which begin on streams of their own, and the waits where they stay:
@@ -146,7 +144,7 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     # Needs the streams, for it leaves programs alone that have some; before units exist.
     (fill_outputs.name, fill_outputs.run),
     # Needs the streams: work of two streams is no unit.
-    (group_launches.name, group_launches.run),
+    (form_fusion_groups.name, form_fusion_groups.run),
     # After the passes that move uses.
     (insert_frees.name, insert_frees.run),
     # Last: the others make types.
@@ -206,7 +204,7 @@ def with_rooms(
     Until posts are raised they are one program.
     """
     sections = segment(prepared, should_merge)
-    at = [name for name, _ in HOST_PASSES].index(raise_posts.name)
+    at = [name for name, _ in HOST_PASSES].index(hoist_posts.name)
     carriers = backend_choice(options.backend).carriers
     host = _passed(emit(prepared, sections, carriers=carriers), HOST_PASSES[:at], options)
     each = (replace(options, prefetch_bytes=room) for room in rooms)

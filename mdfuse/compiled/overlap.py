@@ -15,7 +15,7 @@ from typing import TypeVar
 from mdfuse import hir_lowering
 from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.errors import MdfuseError
-from mdfuse.hir.passes import raise_posts
+from mdfuse.hir.passes import hoist_posts
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.ir.graph import Fusion
@@ -299,7 +299,7 @@ def _ahead(chooser: _Chooser, plain: Timed) -> Timed:
     the size of the parameters of a layer. A budget that the user sets stays.
     """
     fusion, _, host = plain.lowered
-    largest = raise_posts.largest(host)
+    largest = hoist_posts.largest(host)
     if chooser.options.prefetch_bytes or not largest:
         return plain
     rooms = [room * largest for room in _ROOMS]

@@ -14,11 +14,11 @@ from mdfuse.caching import Cache
 from mdfuse.communication import Communication
 from mdfuse.compiled import overlap
 from mdfuse.compiled.advice import advice
-from mdfuse.compiled.carriers import between_carriers, elsewhere, staging
+from mdfuse.compiled.autotune import Trial
+from mdfuse.compiled.backend_report import between_carriers, elsewhere, staging
 from mdfuse.compiled.overlap import Overlap
 from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
-from mdfuse.compiled.trial import Trial
 from mdfuse.config import (
     Options,
     backend_choice,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mdfuse import files
+from mdfuse.compiled.all_or_none import save_together, together
 from mdfuse.compiled.program import Program
-from mdfuse.compiled.together import save_together, together
 from mdfuse.errors import ProgramError
 from mdfuse.frontend.given import flag
 from mdfuse.frontend.importing import load as loading

@@ -247,7 +247,7 @@ def are_same(a: int, b: int) -> bool:
 def repeated(a: int, b: int) -> int:
     """Return the extent to which two aligned dims are repeated; ValueError where they do not fit.
 
-    Of an extent beside a 1, or beside itself, nothing is decided; of one beside a number, the
+    Nothing is decided for an extent beside a 1, or beside itself; beside a number, the
     number is returned.
     """
     if type(a) is int and a == 1:

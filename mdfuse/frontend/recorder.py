@@ -12,7 +12,8 @@ import torch
 from mdfuse.errors import DefinitionError, Source, counted
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, pinned
-from mdfuse.frontend import gradients, laws
+from mdfuse.frontend import gradients
+from mdfuse.frontend import sharding_constraints as constraints
 from mdfuse.frontend.cache import Fact, Recorded, Symbolic
 from mdfuse.frontend.handle import ValueId
 from mdfuse.frontend.kinds import KINDS, no_value
@@ -118,7 +119,7 @@ class Recorder:
         name = self._fresh.fresh(self.values, self._symbols.unused(site.name or "in"))
         if any(type(n) is int and n == -1 for n in extents):
             extents = self._symbols.made(name, extents)
-        layout = None if place is None else laws.layout(name, extents, dtype, site, *place)
+        layout = None if place is None else constraints.layout(name, extents, dtype, site, *place)
         if layout is not None:
             self._stated[name] = site.source
         self._inputs.append(len(self.names))
@@ -196,7 +197,7 @@ class Recorder:
         name = self.names[of]
         value = self.values[name]
         said = mesh, placements, order, stream
-        layout = laws.layout(name, value.shape, value.dtype, site, *said)
+        layout = constraints.layout(name, value.shape, value.dtype, site, *said)
         self._check_unplaced(value, f"is laid out as {layout}", site)
         self.values[name] = replace(value, layout=layout, is_law=True)
         self._note_place(of, site)
@@ -206,16 +207,16 @@ class Recorder:
         name, referee = self.names[of], self.names[other]
         value, shown = self.values[name], self.values[referee]
         self._check_unplaced(value, f"lies as %{referee}", site)
-        laws.check_referee(value, shown, site)
+        constraints.check_referee(value, shown, site)
         self.values[name] = replace(value, like=Like(referee))
         self._used.setdefault(referee, site.source)
         self._note_place(of, site)
 
     def _check_unplaced(self, value: Value, law: str, site: Site) -> None:
         """Raise LayoutError for a scalar, a second law, or one that comes after the first use."""
-        laws.check_unplaced(value, law, site, self._stated.get(value.name))
+        constraints.check_unplaced(value, law, site, self._stated.get(value.name))
         if value.name in self._used:
-            raise laws.too_late(value.name, site, self._used[value.name])
+            raise constraints.too_late(value.name, site, self._used[value.name])
 
     def _note_place(self, of: int, site: Site) -> None:
         """Note the line that placed a value; the value takes the name of the assigned variable."""

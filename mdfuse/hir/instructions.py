@@ -70,7 +70,7 @@ _ONE = (1, 1)
 _MEMORY = word("memory", "device", "host", "pinned", "symmetric")
 _AXIS = attr("axis", "axis")
 _AXES = attr("axes", "axes")
-#: Of a transfer whose peer is a rank: the axis along which both are one team.
+#: The axis of the team of a transfer whose peer is a rank.
 _ALONG = attr("along", "axis")
 _BACKEND = attr("backend", "axis")
 _STREAM = attr("stream", "index")

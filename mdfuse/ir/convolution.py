@@ -1,7 +1,7 @@
 """Convolutions over the last dims: batches, channels and places may be split.
 
 A convolution is a product: with the channels of its input split, ranks sum up their shares. Where
-places are split, a rank reads the rows that its windows reach (`mdfuse.layouts.reach`).
+places are split, a rank reads the rows that its windows reach (`mdfuse.layouts.halo`).
 """
 
 from __future__ import annotations

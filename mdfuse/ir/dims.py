@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from mdfuse.layouts.boxes import nth_chunk
-from mdfuse.layouts.reach import Reach
+from mdfuse.layouts.halo import Reach
 
 Shape = tuple[int, ...]
 Shapes = Sequence[Shape | None]

@@ -14,7 +14,7 @@ from mdfuse.ir.extremes import lowest
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.ir.windows import Attrs, around_of, labels_of_places, local_rows, reaches_of, with_rows
 from mdfuse.layouts.boxes import Interval, box_shape
-from mdfuse.layouts.reach import Reach
+from mdfuse.layouts.halo import Reach
 
 _F: Any = torch.nn.functional
 _ATEN: Any = torch.ops.aten

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mdfuse.ir.dims import Shape
 from mdfuse.layouts.boxes import Interval, box_shape
-from mdfuse.layouts.reach import Reach
+from mdfuse.layouts.halo import Reach
 
 Attrs = Mapping[str, Any]
 

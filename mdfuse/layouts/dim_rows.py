@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from mdfuse.layouts.blocks import Blocks, segments
-from mdfuse.layouts.lacks import cut, length, place_of, shared
 from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.recv_volume import cut, length, place_of, shared
 
 _T = TypeVar("_T")
 _Axes = tuple[int, ...]

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from mdfuse.layouts.boxes import Box, common, has_rows
+from mdfuse.layouts.endpoints import At, Side
 from mdfuse.layouts.hosts import hosts_by_rank, senders
 from mdfuse.layouts.layout import Layout, Partial
 from mdfuse.layouts.messages import Messages, Pattern, nth_share
-from mdfuse.layouts.side import At, Side
-from mdfuse.layouts.turns import Turns
+from mdfuse.layouts.round_robin import Turns
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from mdfuse.errors import LayoutError, MeshError, shown
 from mdfuse.extents.expressions import Term, resolve
 from mdfuse.layouts.blocks import Blocks, Cut, chunks_as_blocks, segments, split
 from mdfuse.layouts.boxes import Box, Interval, Rows, after_cuts, box_shape
+from mdfuse.layouts.halo import Reach
 from mdfuse.layouts.placements import (
     IDEMPOTENT,
     REDUCE_OPS,
@@ -24,7 +25,6 @@ from mdfuse.layouts.placements import (
     commute,
     wrapped,
 )
-from mdfuse.layouts.reach import Reach
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh, as_mesh
 

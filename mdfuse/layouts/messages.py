@@ -11,7 +11,7 @@ import numpy as np
 
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.boxes import Box, Rows, nth_chunk
-from mdfuse.layouts.side import At, Side
+from mdfuse.layouts.endpoints import At, Side
 
 #: Limit of shares per message: each share costs the receiver a start.
 _MOST_SHARES = 8

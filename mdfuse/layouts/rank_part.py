@@ -9,9 +9,9 @@ from typing import Protocol
 
 from mdfuse.layouts.boxes import Box, Rows, box_size, has_rows, meet, nth_chunk, within
 from mdfuse.layouts.call import Call
+from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.side import Side
 
 
 class Family(Protocol):

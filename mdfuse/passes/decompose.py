@@ -26,8 +26,8 @@ import torch
 from mdfuse.ir.dims import reduced_dims
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout
-from mdfuse.passes.keep_splits import Maker, forgotten
 from mdfuse.passes.propagate_layouts import anew
+from mdfuse.passes.sharded.keep_splits import Maker, forgotten
 from mdfuse.passes.strategy import choose
 
 name = "decompose"

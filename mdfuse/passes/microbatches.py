@@ -22,7 +22,8 @@ from mdfuse.ir.dims import reduced_dims, reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
-from mdfuse.passes import decompose, drop_unread, one_row, sum_rows
+from mdfuse.passes import decompose, drop_unread, one_row
+from mdfuse.passes.sharded import sum_rows
 from mdfuse.passes.strategy import dim_map
 from mdfuse.passes.streams import falls_together, one_dim, streamed_label, unit_stream
 

@@ -30,7 +30,7 @@ from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Placement, Replicate
 from mdfuse.mesh import DeviceMesh
-from mdfuse.passes import push_slices
+from mdfuse.passes import reduce_scatter_creation
 from mdfuse.passes.insert_reshards import suffix
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.strategy import choose_here
@@ -59,7 +59,7 @@ class _Sweep:
     """The decisions of a pass over the Partials of a fusion so far."""
 
     fusion: Fusion
-    #: the fusion as `push_slices` would have it, which says what readers want in the end.
+    #: the fusion as `reduce_scatter_creation` would have it: which layouts readers want.
     pushed: Fusion
     #: (value, axis) -> its later uses.
     flows: dict[tuple[str, str], _Flow] = field(default_factory=dict)
@@ -73,7 +73,7 @@ def run(fusion: Fusion) -> Fusion:
     """Return the fusion in which inferred values are Partial only where that pays."""
     done: set[str] = set()
     while True:
-        sweep = _Sweep(fusion, push_slices.run(fusion))
+        sweep = _Sweep(fusion, reduce_scatter_creation.run(fusion))
         for value in reversed((*fusion.inputs, *(n for e in fusion.exprs for n in e.outputs))):
             layout = fusion.values[value].layout
             if layout is not None and value not in done:

@@ -18,7 +18,7 @@ from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.layout import Layout, Partial, Placement, Shard
 from mdfuse.mesh import DeviceMesh
-from mdfuse.passes.votes import Operand, Result, vote
+from mdfuse.passes.axis_strategy import Operand, Result, vote
 from mdfuse.reshard import costs
 
 

@@ -23,8 +23,8 @@ import torch
 from mdfuse.errors import reason
 from mdfuse.files import check_private, private_folder
 from mdfuse.plan import inductor
-from mdfuse.plan.forms import Form
 from mdfuse.plan.inductor import Function
+from mdfuse.plan.tensor_meta import Form
 
 _LOG = logging.getLogger("mdfuse.compile")
 

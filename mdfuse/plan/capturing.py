@@ -12,10 +12,10 @@ import torch
 from mdfuse.errors import ProgramError
 from mdfuse.plan.build import Plan
 from mdfuse.plan.captures import CudaRecorder
-from mdfuse.plan.forms import empty, without_elements
 from mdfuse.plan.graphs import COPY_LIMIT, GraphPlan
 from mdfuse.plan.runnable import Once
 from mdfuse.plan.streams import capture_stream
+from mdfuse.plan.tensor_meta import empty, without_elements
 
 if TYPE_CHECKING:
     from mdfuse.runtime.fast_lane import Replays

@@ -16,11 +16,11 @@ from mdfuse.caching import Cache
 from mdfuse.errors import reason
 from mdfuse.plan import inductor
 from mdfuse.plan.artefacts import Artefacts, UnreadableError
-from mdfuse.plan.forms import Form
 from mdfuse.plan.inductor import Function, Traced
 from mdfuse.plan.overwrites import is_tangled
 from mdfuse.plan.progress import progress
 from mdfuse.plan.symbolic import Joined
+from mdfuse.plan.tensor_meta import Form
 from mdfuse.plan.unit_keys import name_of
 from mdfuse.runtime.deadline import Deadline
 

@@ -21,14 +21,14 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import Instruction
 from mdfuse.plan import compilation
+from mdfuse.plan.boxed_args import freeing
 from mdfuse.plan.compilation import Made, Tally, complete
 from mdfuse.plan.context import Context, Step, label
-from mdfuse.plan.forms import Form
+from mdfuse.plan.dynamic_shapes import Lengths
 from mdfuse.plan.inductor import AsTold, Function
-from mdfuse.plan.last_reads import freeing
-from mdfuse.plan.lengths import Lengths
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.symbolic import Calls
+from mdfuse.plan.tensor_meta import Form
 from mdfuse.plan.unit_keys import unit_key
 
 #: How many functions of a unit are compiled for a program: where lengths change from run to run and

@@ -26,10 +26,10 @@ from torch import Tensor
 from mdfuse.plan.build import Plan
 from mdfuse.plan.captures import GraphRecorder, give_up, undisturbed
 from mdfuse.plan.context import CALLER_SLOT
-from mdfuse.plan.forms import Form, all_new, empty, form_of
 from mdfuse.plan.lines import Function, Line, write
 from mdfuse.plan.places import picked
 from mdfuse.plan.replays import Captured, Quick, Ready, Turns, quick, ready, unwatched
+from mdfuse.plan.tensor_meta import Form, all_new, empty, form_of
 
 if TYPE_CHECKING:
     from mdfuse.runtime.fast_lane import Replays

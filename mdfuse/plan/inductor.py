@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from mdfuse.plan.forms import Form, form_of
+from mdfuse.plan.tensor_meta import Form, form_of
 from mdfuse.torch_private import cache_folder
 
 Function = Callable[..., Any]

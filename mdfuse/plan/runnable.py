@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mdfuse.errors import IndexRangeError
 from mdfuse.plan.build import Plan
-from mdfuse.plan.forms import Form, form_of
 from mdfuse.plan.index_checks import IndexChecks
+from mdfuse.plan.tensor_meta import Form, form_of
 
 if TYPE_CHECKING:
     from mdfuse.plan.graphs import GraphPlan

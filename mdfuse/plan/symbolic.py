@@ -17,8 +17,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from mdfuse.plan.forms import Form
 from mdfuse.plan.lines import Line, SlotRef
+from mdfuse.plan.tensor_meta import Form
 from mdfuse.plan.unit_keys import unit_key, value_key
 
 #: How many sizes a number may be the product of: n * n of a mask.

@@ -14,9 +14,10 @@ from itertools import combinations
 from typing import NamedTuple
 
 from mdfuse.communication import Communication
-from mdfuse.layouts.crossing import crossing_apart, least_gathering, least_reducing
 from mdfuse.layouts.exchange import kept_terms
-from mdfuse.layouts.lacks import (
+from mdfuse.layouts.inter_host_volume import crossing_apart, least_gathering, least_reducing
+from mdfuse.layouts.layout import Layout, Replicate, Shard, replicated
+from mdfuse.layouts.recv_volume import (
     UNIT,
     arriving_from_others,
     dearer,
@@ -27,7 +28,6 @@ from mdfuse.layouts.lacks import (
     part_size,
     weighed,
 )
-from mdfuse.layouts.layout import Layout, Replicate, Shard, replicated
 from mdfuse.reshard.blocks import through_blocks
 from mdfuse.reshard.clock import is_timed, least_arriving, nanoseconds
 from mdfuse.reshard.refined import on_common_mesh

@@ -12,12 +12,12 @@ from functools import lru_cache
 import numpy as np
 
 from mdfuse.communication import Communication
-from mdfuse.layouts.crossing import are_apart, crossing, first_and_all, messages
+from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank, pairs_apart, rings
-from mdfuse.layouts.lacks import UNIT, arriving, is_special, part_size
+from mdfuse.layouts.inter_host_volume import are_apart, crossing, first_and_all, messages
 from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.side import Side
+from mdfuse.layouts.recv_volume import UNIT, arriving, is_special, part_size
 from mdfuse.mesh import DeviceMesh
 
 EXCHANGES = ("Exchange", "ReduceExchange")

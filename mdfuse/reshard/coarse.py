@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mdfuse.layouts.lacks import UNIT, is_special, length
+from mdfuse.layouts.recv_volume import UNIT, is_special, length
 from mdfuse.reshard.nodes import Move, Node
 from mdfuse.reshard.search import Search
 

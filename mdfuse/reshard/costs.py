@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
-from mdfuse.layouts.aligned import Aligned, Splits
 from mdfuse.layouts.blocks import segments, split
 from mdfuse.layouts.boxes import Rows
-from mdfuse.layouts.crossing import ByRank, first_and_all, hosts_of_terms, parts_on_host
 from mdfuse.layouts.dim_rows import DimRows, dims_of
+from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import Digits, digits, pairs_apart, rings
-from mdfuse.layouts.lacks import (
+from mdfuse.layouts.inter_host_volume import ByRank, first_and_all, hosts_of_terms, parts_on_host
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.layouts.mixed_radix import Aligned, Splits
+from mdfuse.layouts.recv_volume import (
     UNIT,
     arriving,
     dearer,
@@ -30,8 +32,6 @@ from mdfuse.layouts.lacks import (
     most_and_mean,
     weighed,
 )
-from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
-from mdfuse.layouts.side import Side
 from mdfuse.reshard.clock import is_timed, nanoseconds, through_teams
 from mdfuse.reshard.nodes import Carriers, Move, Node, tables_of
 

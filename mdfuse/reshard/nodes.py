@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mdfuse.extents.extent import is_symbolic
-from mdfuse.layouts.aligned import Splits
 from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.mixed_radix import Splits
 from mdfuse.mesh import DeviceMesh
 
 #: (axis, backend) of the axes whose communications have a backend of their own

@@ -10,8 +10,8 @@ from itertools import combinations, count, permutations, product
 from typing import NamedTuple
 
 from mdfuse.layouts.hosts import rings
-from mdfuse.layouts.lacks import UNIT
 from mdfuse.layouts.layout import IDEMPOTENT, Partial, Replicate, Shard, commute
+from mdfuse.layouts.recv_volume import UNIT
 from mdfuse.reshard.clock import nanoseconds
 from mdfuse.reshard.costs import Costs
 from mdfuse.reshard.nodes import Move, Node, spanned

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
-from mdfuse.layouts.lacks import UNIT, arriving, dearer, lacks, part_size, weighed
 from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.recv_volume import UNIT, arriving, dearer, lacks, part_size, weighed
 from mdfuse.reshard.clock import EXCHANGES, crossing_of, messages_of, nanoseconds
 
 

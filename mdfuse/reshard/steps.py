@@ -16,8 +16,8 @@ from mdfuse.communication import Communication
 from mdfuse.errors import LayoutError
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.kinds import KINDS
-from mdfuse.layouts.lacks import UNIT, is_lacking
 from mdfuse.layouts.layout import Layout, Partial, Replicate
+from mdfuse.layouts.recv_volume import UNIT, is_lacking
 from mdfuse.reshard.across import across
 from mdfuse.reshard.blocks import moved, through_blocks
 from mdfuse.reshard.clock import is_timed

@@ -25,9 +25,9 @@ from mdfuse.config import BackendChoice, Options, backend_choice, options_from_e
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
 from mdfuse.interpreter.threads import keep_ready, within
 from mdfuse.layouts.call import Call
-from mdfuse.runtime.agreement.crowds import crowd, refusal
-from mdfuse.runtime.agreement.meetings import Meetings, raise_alike
-from mdfuse.runtime.agreement.refusals import Refusals, not_open
+from mdfuse.runtime.agreement.abort_protocol import Refusals, not_open
+from mdfuse.runtime.agreement.concurrent_runs import crowd, refusal
+from mdfuse.runtime.agreement.rendezvous import Meetings, raise_alike
 from mdfuse.runtime.backend_rows import BACKENDS, World, auto
 from mdfuse.runtime.deadline import NEVER
 from mdfuse.runtime.fast_lane import Replays, track_of

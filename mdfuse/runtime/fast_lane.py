@@ -17,7 +17,7 @@ from mdfuse.backends.nccl.cuda_driver import CudaDevice, Device
 from mdfuse.backends.nccl.lane import NcclLane
 from mdfuse.backends.post_notes import PostInfo, Track
 from mdfuse.errors import BackendError
-from mdfuse.runtime.agreement.meetings import Meetings
+from mdfuse.runtime.agreement.rendezvous import Meetings
 from mdfuse.runtime.watch.watch import Watch
 from mdfuse.torch_private import Store
 

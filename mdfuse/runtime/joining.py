@@ -13,7 +13,7 @@ from mdfuse.backends.work import first_line
 from mdfuse.bootstrap import Launch
 from mdfuse.config import Options
 from mdfuse.errors import BackendError
-from mdfuse.runtime.agreement.meetings import Meetings, raise_alike
+from mdfuse.runtime.agreement.rendezvous import Meetings, raise_alike
 from mdfuse.runtime.backend_rows import BACKENDS, World, why_not
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.watch.neighbours import Neighbours

@@ -11,7 +11,7 @@ order in which they are posted. Sends and receives share one link out of each ra
 
 Where the table says that communications slow down work beside them, the ranks go through their
 programs once more, with the delays of the work beside the transfers of the first pass
-(`mdfuse.seeing.beside`).
+(`mdfuse.seeing.contention`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.ir.graph import dtype_name
 from mdfuse.seeing.amounts import buffer_bytes, nbytes
-from mdfuse.seeing.beside import slowed
+from mdfuse.seeing.contention import slowed
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event, Part, makespan, name_of
 from mdfuse.seeing.rank_classes import Classes, rank_classes

@@ -27,7 +27,7 @@ from mdfuse.backends.post_notes import PostInfo
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, CommunicationError, ProgramError
 from mdfuse.layouts.call import Call
-from mdfuse.runtime.agreement.meetings import Meetings
+from mdfuse.runtime.agreement.rendezvous import Meetings
 from mdfuse.runtime.fast_lane import Lanes, Replays, agree_on_lanes
 from mdfuse.runtime.watch.positions import is_shared
 from mdfuse.runtime.watch.running import RunCount

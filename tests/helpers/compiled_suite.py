@@ -19,9 +19,9 @@ from mdfuse.config import Options
 from mdfuse.hir.passes import fill_outputs
 from mdfuse.plan import inductor
 from mdfuse.plan.context import Context
-from mdfuse.plan.forms import form_of
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.inductor import Traced
+from mdfuse.plan.tensor_meta import form_of
 from mdfuse.simulation import prepared
 
 #: Why launches ran eagerly -> how often, in all tests.

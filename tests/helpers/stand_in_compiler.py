@@ -21,8 +21,8 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse.plan import inductor
-from mdfuse.plan.forms import Form, form_of
 from mdfuse.plan.inductor import Traced
+from mdfuse.plan.tensor_meta import Form, form_of
 
 #: How long processes wait for each other, seconds.
 _PATIENCE_S = 120.0

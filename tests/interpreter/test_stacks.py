@@ -14,7 +14,7 @@ import pytest
 
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.interpreter.stacks import seen
-from mdfuse.runtime.agreement.crowds import crowd
+from mdfuse.runtime.agreement.concurrent_runs import crowd
 from mdfuse.runtime.watch import watch
 from mdfuse.runtime.watch.running import running
 

@@ -16,8 +16,8 @@ from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard, communication
 from mdfuse.communication import Communication
 from mdfuse.layouts import messages
 from mdfuse.layouts.boxes import Box, box_shape, box_size
-from mdfuse.layouts.lacks import is_lacking, worst_lack
 from mdfuse.layouts.layout import Placement
+from mdfuse.layouts.recv_volume import is_lacking, worst_lack
 
 MESHES = (
     DeviceMesh.arange(a=2, b=4),

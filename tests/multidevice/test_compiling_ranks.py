@@ -17,7 +17,7 @@ from helpers.stand_in_compiler import Compiled
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Shard
 from mdfuse.plan import compilation, inductor
-from mdfuse.plan.forms import form_of
+from mdfuse.plan.tensor_meta import form_of
 
 #: For how long one rank compiles each function. Others poll, yield and sleep long before.
 DELAY_S = 1.5

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
-from mdfuse.compiled.together import together
+from mdfuse.compiled.all_or_none import together
 
 F = torch.nn.functional
 MESH = DeviceMesh.arange(dp=2)

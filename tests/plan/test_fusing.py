@@ -18,8 +18,8 @@ from mdfuse.hir.text.parser import parse
 from mdfuse.ir import creation, random
 from mdfuse.plan import compilation, inductor
 from mdfuse.plan.build import Plan
-from mdfuse.plan.forms import Form, form_of
 from mdfuse.plan.inductor import Traced
+from mdfuse.plan.tensor_meta import Form, form_of
 
 MESH = DeviceMesh.arange(t=1)
 ALWAYS = Options(compile="always")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mdfuse as mf
-from mdfuse.plan.forms import Form
 from mdfuse.plan.graphs import GRAPHS, TIMES, GraphPlan
+from mdfuse.plan.tensor_meta import Form
 from mdfuse.torch_private import likeness
 
 ONE = mf.DeviceMesh([0])

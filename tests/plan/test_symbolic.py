@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mdfuse.plan.forms import form_of
 from mdfuse.plan.lines import Line, SlotRef
 from mdfuse.plan.symbolic import Calls, Size, fit, joined
+from mdfuse.plan.tensor_meta import form_of
 
 
 def test_what_fits() -> None:

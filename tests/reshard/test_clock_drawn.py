@@ -12,12 +12,12 @@ import pytest
 from layouts.test_exchange import held
 
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
-from mdfuse.layouts import crossing as network
 from mdfuse.layouts import hosts
-from mdfuse.layouts.crossing import crossing, first_and_all, messages
+from mdfuse.layouts import inter_host_volume as network
+from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
+from mdfuse.layouts.inter_host_volume import crossing, first_and_all, messages
 from mdfuse.layouts.layout import Placement
-from mdfuse.layouts.side import Side
 from mdfuse.reshard import Step, across
 
 costs = sys.modules["mdfuse.reshard.costs"]

@@ -25,12 +25,12 @@ from mdfuse.hir.rank.pipelines import project
 from mdfuse.interpreter.threads import within
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan, build
-from mdfuse.runtime.agreement.crowds import crowd
-from mdfuse.runtime.agreement.meetings import Meetings
+from mdfuse.runtime.agreement.concurrent_runs import crowd
 from mdfuse.runtime.agreement.programs import agree, fingerprint
+from mdfuse.runtime.agreement.rendezvous import Meetings
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.watch import running
-from mdfuse.runtime.watch.bulletin import Bulletin
+from mdfuse.runtime.watch.position_store import Bulletin
 from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
 from mdfuse.runtime.watch.report import Alarm, Table, blame, explained, report
 from mdfuse.runtime.watch.running import RunCount

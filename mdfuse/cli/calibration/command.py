@@ -15,12 +15,12 @@ from rich.table import Table
 from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
 from mdfuse.cli.calibration.held_out import COUNT, programs
-from mdfuse.cli.calibration.judged import Pair, errors, pair
-from mdfuse.cli.calibration.listing import points
 from mdfuse.cli.calibration.measuring import Measurements
+from mdfuse.cli.calibration.microbenchmarks import OPTIONS
 from mdfuse.cli.calibration.scales import CPU, GPU, Scale
 from mdfuse.cli.calibration.sending import Backends, ways
-from mdfuse.cli.calibration.subjects import OPTIONS
+from mdfuse.cli.calibration.suite import points
+from mdfuse.cli.calibration.validation import Pair, errors, pair
 from mdfuse.cli.report import size_text, time_text, titled
 from mdfuse.config import BETWEEN_MESHES, options_from_environment
 from mdfuse.errors import BackendError, ProgramError

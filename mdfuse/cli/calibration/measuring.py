@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.cli.calibration.listing import subjects
-from mdfuse.cli.calibration.sampling import QUEUED, WALL, Call, own_clock, samples_of, seconds_of
-from mdfuse.cli.calibration.scales import Scale
-from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, received, ways
-from mdfuse.cli.calibration.subjects import (
+from mdfuse.cli.calibration.microbenchmarks import (
     BETWEEN,
     OPTIONS,
     TURNS,
@@ -28,6 +24,10 @@ from mdfuse.cli.calibration.subjects import (
     linear,
     switches,
 )
+from mdfuse.cli.calibration.sampling import QUEUED, WALL, Call, own_clock, samples_of, seconds_of
+from mdfuse.cli.calibration.scales import Scale
+from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, received, ways
+from mdfuse.cli.calibration.suite import subjects
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options
 from mdfuse.errors import BackendError

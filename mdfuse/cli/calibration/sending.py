@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from mdfuse.cli.calibration.scales import Scale
-from mdfuse.cli.calibration.subjects import (
+from mdfuse.cli.calibration.microbenchmarks import (
     CHAINS,
     ONCE_S,
     OPTIONS,
@@ -18,6 +17,7 @@ from mdfuse.cli.calibration.subjects import (
     repeated,
     runs_of,
 )
+from mdfuse.cli.calibration.scales import Scale
 from mdfuse.compiled.program import compile
 from mdfuse.config import Options
 from mdfuse.frontend.definition import FusionDefinition

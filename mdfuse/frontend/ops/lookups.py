@@ -300,7 +300,8 @@ def _sources(
 def index_copy(x: Handle, dim: int, index: Handle, source: Handle) -> Handle:
     """x with the places of source in place of its own, each at its index along the dim.
 
-    Of equal indices the last one counts. Where the result reuses x, these places alone are written.
+    Among equal indices the last one counts. Where the result reuses x, only these places are
+    written.
     """
     at, index, source = _sources("index_copy", x, dim, index, source)
     return record("index_copy", index, source, x, along=at)

@@ -109,7 +109,7 @@ def _with_zeros(x: Handle, more: int) -> Handle:
 
 
 def diag(x: Handle, diagonal: int = 0) -> Handle:
-    """Of a vector the matrix with it along a diagonal; of a matrix its diagonal."""
+    """The matrix with a vector along a diagonal, or the diagonal of a matrix."""
     if x.ndim == 1:
         return diag_embed(x, diagonal)
     if x.ndim == 2:

@@ -12,7 +12,7 @@ The memory of an output is there from the start where runs are captured as graph
 it is written. Here it holds what an elementwise op makes the output of: a product, which is rounded
 as it is made, where the rest is an input of the program; else %h itself. A compiler keeps %h in
 registers, so that it is rounded only where it is written. What is written over is read before in
-launches of their own (`group_launches`), so only where nothing is lost by that: what is made of the
+launches of their own (`form_fusion_groups`), so only where nothing is lost: what is made of the
 value goes to library calls, which no compiler joins with what is before. And only where it saves
 anything: the program holds most while the value is there.
 """
@@ -26,7 +26,7 @@ from itertools import accumulate
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
 from mdfuse.hir.instructions import BLOCKS, is_library, is_local, op_of
-from mdfuse.hir.passes.group_launches import is_grouped
+from mdfuse.hir.passes.form_fusion_groups import is_grouped
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import fresh_name
 

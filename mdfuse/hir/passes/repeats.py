@@ -5,7 +5,7 @@ units are compiled once. So a long run of instructions is cut at the border of w
 
     norm linear gelu linear norm linear gelu linear    ->    (norm linear gelu linear) twice
 
-Of all borders a period apart, those are taken over which the fewest values are read.
+The borders are a period apart; those are taken over which the fewest values are read.
 """
 
 from __future__ import annotations

@@ -49,9 +49,9 @@ from mdfuse.hir.text.values import (
     value_of,
 )
 from mdfuse.ir.ops import TABLE
+from mdfuse.layouts.halo import Reach
 from mdfuse.layouts.kinds import KINDS
 from mdfuse.layouts.layout import Layout, Placement
-from mdfuse.layouts.reach import Reach
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 

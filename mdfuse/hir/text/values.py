@@ -17,8 +17,8 @@ from mdfuse.hir.forms import attributes_problem
 from mdfuse.hir.program import BufferType, Padding
 from mdfuse.ir.attributes import attr
 from mdfuse.ir.graph import DTYPE_NAMES
+from mdfuse.layouts.halo import Reach
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, Varies
-from mdfuse.layouts.reach import Reach
 from mdfuse.mesh import MOST_RANKS, DeviceMesh
 
 Node = Tree[Token]

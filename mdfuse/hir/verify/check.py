@@ -27,11 +27,11 @@ from mdfuse.hir.rank.execute import executed, runs_all
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.rank.unroll import is_numbered
 from mdfuse.hir.rank.unrolled import written_out
-from mdfuse.hir.verify.elsewhere import Ends, key_near, key_of
 from mdfuse.hir.verify.flow import Flow
-from mdfuse.hir.verify.folded import FoldedProgram, folded
-from mdfuse.hir.verify.layers import Shortened, without_repeated
-from mdfuse.hir.verify.rotations import rotates, turns
+from mdfuse.hir.verify.loop_summary import FoldedProgram, folded
+from mdfuse.hir.verify.rank_equivalence import Ends, key_near, key_of
+from mdfuse.hir.verify.repeated_layers import Shortened, without_repeated
+from mdfuse.hir.verify.ring_matching import rotates, turns
 from mdfuse.hir.verify.sizes import check_sizes
 from mdfuse.hir.verify.structure import check_defined, check_structure
 from mdfuse.hir.verify.teams import check_teams
@@ -271,7 +271,7 @@ def _is_transfer(i: Instruction) -> bool:
 def _classes(program: HostProgram) -> Iterator[tuple[int, int]]:
     """Yield the first and last rank of each class: ranks in the same meshes, first in the same.
 
-    All ranks of a class run the same instructions. Of a mesh, the first rank has the largest parts,
+    All ranks of a class run the same instructions. The first rank of a mesh has the largest parts,
     the last one the smallest.
     """
     meshes = program.meshes

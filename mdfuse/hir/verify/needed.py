@@ -54,7 +54,7 @@ class _History(Clocks):
     def fewest(self, stream: int, of: int, tick: int, needed: Marks = frozenset()) -> Marks:
         """Return the syncs from which `stream` knows that stream `of` has come as far as `tick`.
 
-        Of several ways to know this, the one that adds fewest to the syncs in `needed` is taken.
+        Among several ways to know this, the one that adds fewest to the syncs in `needed` counts.
         """
         found = self.learned.get((stream, of), {})
         ways = [way for way, known in found.items() if known >= tick]

@@ -1,7 +1,7 @@
 """Sets of ranks whose terms a buffer holds, as the bits of one number.
 
-Of a mesh only the axes count along which something is Partial: a bit is a place along these. A set
-is moved, joined and compared in one operation, however many ranks there are.
+Only those axes of a mesh count along which something is Partial: a bit is a place along these. A
+set is moved, joined and compared in one operation, however many ranks there are.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 
 from mdfuse.errors import CommunicationError
-from mdfuse.hir.verify.alike import check_alike
 from mdfuse.hir.verify.events import Event, Programs, difference, events
 from mdfuse.hir.verify.point_to_point import match_transfers
 from mdfuse.hir.verify.progress import Meeting, check_progress
+from mdfuse.hir.verify.replica_consistency import check_alike
 from mdfuse.hir.verify.report import disagreement
 from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
 

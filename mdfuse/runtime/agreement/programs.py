@@ -19,8 +19,8 @@ from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.verify.bindings import check_bindings
 from mdfuse.hir.verify.check import verify_once
 from mdfuse.interpreter.garbage import no_collection
-from mdfuse.runtime.agreement.crowds import BECAUSE, HINT, crowd
-from mdfuse.runtime.agreement.meetings import raise_alike
+from mdfuse.runtime.agreement.concurrent_runs import BECAUSE, HINT, crowd
+from mdfuse.runtime.agreement.rendezvous import raise_alike
 from mdfuse.runtime.watch.report import ranks_text
 from mdfuse.seeing.named_tables import told_apart
 

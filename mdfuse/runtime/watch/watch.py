@@ -30,8 +30,8 @@ from mdfuse.interpreter.stacks import seen
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.watch import running
-from mdfuse.runtime.watch.bulletin import Answers, Bulletin
 from mdfuse.runtime.watch.neighbours import Neighbours
+from mdfuse.runtime.watch.position_store import Answers, Bulletin
 from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
 from mdfuse.runtime.watch.report import NEVER_TOLD, Alarm, Table, blame, explained, report
 from mdfuse.runtime.watch.reports import Page, tell_torchrun

@@ -10,12 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 import mdfuse as mf
-from mdfuse.cli.calibration import command, judged, measuring, sampling
+from mdfuse.cli.calibration import command, measuring, sampling, validation
 from mdfuse.cli.calibration.command import calibrated
-from mdfuse.cli.calibration.listing import subjects
+from mdfuse.cli.calibration.microbenchmarks import TURNS, Subject
 from mdfuse.cli.calibration.scales import CPU, Scale
 from mdfuse.cli.calibration.sending import beside, links, received, ways
-from mdfuse.cli.calibration.subjects import TURNS, Subject
+from mdfuse.cli.calibration.suite import subjects
 from mdfuse.cli.main import app
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.rank.pipelines import project
@@ -332,6 +332,8 @@ def test_the_spread_is_that_of_quartiles() -> None:
 
 
 def test_errors_are_those_of_all_pairs() -> None:
-    pairs = [judged.Pair(name="", predicted_s=100.0 + n, measured_s=100.0) for n in range(1, 21)]
-    mean, p95 = judged.errors(pairs)
+    pairs = [
+        validation.Pair(name="", predicted_s=100.0 + n, measured_s=100.0) for n in range(1, 21)
+    ]
+    mean, p95 = validation.errors(pairs)
     assert mean == pytest.approx(0.105) and p95 == pytest.approx(0.1905)

@@ -13,7 +13,7 @@ from helpers.layout_claims import Claim, check
 
 import mdfuse as mf
 from mdfuse import DefinitionError, DeviceMesh, FusionDefinition, Layout, Shard
-from mdfuse.layouts.reach import Reach
+from mdfuse.layouts.halo import Reach
 
 X, W = (2, 4, 6, 5), (5, 4, 3, 2)  # over three ranks: 2, 2 and 0 channels; 2, 2 and 1 kernels
 

@@ -21,7 +21,7 @@ from helpers.fake_nccl import FakeTrack
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mdfuse.backends.post_notes import PostInfo
-from mdfuse.runtime.watch import bulletin as bulletin_module
+from mdfuse.runtime.watch import position_store as bulletin_module
 from mdfuse.runtime.watch import watch as watch_module
 from mdfuse.runtime.watch.positions import Position, Progress
 from mdfuse.runtime.watch.report import bytes_text

@@ -16,7 +16,7 @@ import numpy as np
 
 from mdfuse.layouts.dim_rows import DimRows, OnHosts
 from mdfuse.layouts.hosts import Digits
-from mdfuse.layouts.lacks import most
+from mdfuse.layouts.recv_volume import most
 
 Splits = tuple[tuple[int, ...], ...]
 

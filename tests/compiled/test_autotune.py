@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mdfuse import Options
-from mdfuse.compiled import trial
-from mdfuse.compiled.trial import Trial
+from mdfuse.compiled import autotune
+from mdfuse.compiled.autotune import Trial
 
 
 class Clock:
@@ -50,7 +50,7 @@ class Others:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(trial, "_now", lambda: found.now)
+    monkeypatch.setattr(autotune, "_now", lambda: found.now)
     return found
 
 
@@ -58,7 +58,7 @@ def tried(
     plain: Fake, chunks: Fake, others: Others, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Trial, list[Trial]]:
     """A trial after its last run, and those that it told of its decision."""
-    monkeypatch.setattr(trial, "init", lambda _: others)
+    monkeypatch.setattr(autotune, "init", lambda _: others)
     kept: list[Trial] = []
     found = Trial(plain, chunks, kept.append)  # type: ignore[arg-type]
     for turn in range(12):
@@ -118,7 +118,7 @@ def test_a_form_whose_runs_fail_is_not_kept(
         raise ValueError("as it is asked to")
 
     monkeypatch.setattr({"plain": plain, "chunks": chunks}[failing], "call", fail)
-    monkeypatch.setattr(trial, "init", lambda _: Others())
+    monkeypatch.setattr(autotune, "init", lambda _: Others())
     kept: list[Trial] = []
     found = Trial(plain, chunks, kept.append)  # type: ignore[arg-type]
     for turn in range(12 if failing == "plain" else 13):

@@ -38,7 +38,7 @@ from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.dims import Shape
 from mdfuse.mesh import DeviceMesh
 
-name = "group_launches"
+name = "form_fusion_groups"
 
 
 def run(program: HostProgram, options: Options) -> HostProgram:
@@ -157,8 +157,8 @@ class _Groups:
         """Return the units that go first.
 
         That is work on another mesh, and what was computed before where something is computed
-        again: in one unit a compiler would keep it till then. Of what is written over it is whoever
-        reads it elsewhere than where it is written.
+        again: in one unit a compiler would keep it till then. Readers of a value that is
+        written over go first, too, but for the unit that writes it.
         """
         if not self.waiting:
             return []

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from mdfuse.cli.calibration.scales import Scale, blocks_of
-from mdfuse.cli.calibration.sending import USUAL, Backends, links, ways
-from mdfuse.cli.calibration.subjects import (
+from mdfuse.cli.calibration.microbenchmarks import (
     FEW,
     MASKS,
     WORKS,
@@ -16,6 +14,8 @@ from mdfuse.cli.calibration.subjects import (
     products,
     works,
 )
+from mdfuse.cli.calibration.scales import Scale, blocks_of
+from mdfuse.cli.calibration.sending import USUAL, Backends, links, ways
 from mdfuse.mesh import DeviceMesh
 
 

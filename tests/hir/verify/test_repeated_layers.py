@@ -15,7 +15,7 @@ from mdfuse import DeviceMesh, MdfuseError, Options, Shard, Stream
 from mdfuse.hir import HostProgram
 from mdfuse.hir.text.parser import parse
 from mdfuse.hir.verify.check import verify
-from mdfuse.hir.verify.layers import without_repeated
+from mdfuse.hir.verify.repeated_layers import without_repeated
 
 MESH = DeviceMesh.arange(tp=2)
 LAYERS = 5

@@ -16,8 +16,8 @@ What the verifier accepts of this it accepts of all iterations written out:
 - This is some of the instructions that run, in their order. What is ordered among these is so among
   all; what one iteration does before the next one, it does before each later one.
 - The parts of chunks that are added up are added by the one that stands for many, all at once.
-- Of a buffer from outside of the loop each iteration uses a chunk of its own, or the whole. The one
-  that stands for many reads and writes all their chunks, and is in conflict where any of them is.
+- Each iteration uses a chunk of its own, or the whole, of a buffer from outside. The one that
+  stands for many reads and writes all their chunks, and is in conflict where any of them is.
 Where one of these is not sure, there is no such program, and all iterations have to be written out.
 """
 

@@ -24,7 +24,7 @@ from mdfuse.hir.instructions import COMMUNICATIONS, POSTS, PURE_VIEWS, row_of
 from mdfuse.hir.orders import Dims, seen_through
 from mdfuse.hir.program import HostProgram, Instruction
 
-name = "raise_posts"
+name = "hoist_posts"
 
 #: Instructions that nothing passes: others count on what stands before them.
 _FENCES = ("block", "call", "barrier", "get_stream", "set_stream", "sync", "return")

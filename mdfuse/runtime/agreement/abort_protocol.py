@@ -10,7 +10,7 @@ from datetime import timedelta
 from mdfuse.backends.work import first_line
 from mdfuse.errors import BackendError, ProgramError, told
 from mdfuse.interpreter.threads import within
-from mdfuse.runtime.agreement.meetings import ANSWER_S
+from mdfuse.runtime.agreement.rendezvous import ANSWER_S
 from mdfuse.runtime.watch.reports import tell_torchrun, untell_torchrun
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.torch_private import Store

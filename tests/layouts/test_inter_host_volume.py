@@ -11,14 +11,14 @@ from layouts.test_exchange import drawn, held
 from mdfuse import DeviceMesh, Layout, Replicate
 from mdfuse.communication import Communication
 from mdfuse.layouts.boxes import box_size
-from mdfuse.layouts.crossing import (
+from mdfuse.layouts.endpoints import Side
+from mdfuse.layouts.exchange import Exchange
+from mdfuse.layouts.inter_host_volume import (
     crossing,
     elements_by_host,
     hosts_of_terms,
     messages,
 )
-from mdfuse.layouts.exchange import Exchange
-from mdfuse.layouts.side import Side
 
 
 def on_host(layout: Layout, shape: tuple[int, ...], host: dict[int, int], h: int) -> set[object]:

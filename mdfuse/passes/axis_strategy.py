@@ -13,8 +13,8 @@ import torch
 from mdfuse.ir.dims import DimMap, Labels
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
+from mdfuse.layouts.halo import Reach
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
-from mdfuse.layouts.reach import Reach
 from mdfuse.mesh import DeviceMesh
 
 

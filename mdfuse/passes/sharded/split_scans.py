@@ -21,8 +21,14 @@ from collections.abc import Iterator
 
 from mdfuse.ir.graph import Expr, Fusion, fresh_name
 from mdfuse.layouts.layout import Replicate
-from mdfuse.passes.keep_splits import Maker, forgotten, is_gathered, may_stay, with_placements
 from mdfuse.passes.propagate_layouts import anew
+from mdfuse.passes.sharded.keep_splits import (
+    Maker,
+    forgotten,
+    is_gathered,
+    may_stay,
+    with_placements,
+)
 from mdfuse.reshard import cost
 
 name = "split_scans"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.plan.boxed_args import freeing
 from mdfuse.plan.context import Step
-from mdfuse.plan.last_reads import freeing
 from mdfuse.plan.lines import Line, SlotRef, drop, write
 
 

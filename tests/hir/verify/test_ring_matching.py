@@ -13,8 +13,8 @@ from mdfuse import DeviceMesh, Shard, Stream, hir
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.hir.verify.check import verify
-from mdfuse.hir.verify.folded import folded
-from mdfuse.hir.verify.rotations import rotates
+from mdfuse.hir.verify.loop_summary import folded
+from mdfuse.hir.verify.ring_matching import rotates
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -16,7 +16,7 @@ from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 from mdfuse.passes.strategy import Strategy, choose_here
 
-name = "push_slices"
+name = "reduce_scatter_creation"
 
 
 def run(fusion: Fusion) -> Fusion:

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdfuse.layouts.aligned import Aligned, Alone
 from mdfuse.layouts.dim_rows import dims_of
+from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import digits, hosts_by_rank
-from mdfuse.layouts.lacks import (
+from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.mixed_radix import Aligned, Alone
+from mdfuse.layouts.recv_volume import (
     cut,
     every_coordinate,
     meeting,
@@ -21,8 +23,6 @@ from mdfuse.layouts.lacks import (
     rows_at,
     shared,
 )
-from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.side import Side
 from mdfuse.mesh import DeviceMesh
 
 

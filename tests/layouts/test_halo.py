@@ -10,7 +10,7 @@ import pytest
 
 from mdfuse import DeviceMesh, Layout, LayoutError, Replicate, Shard
 from mdfuse.communication import Communication
-from mdfuse.layouts.reach import Reach
+from mdfuse.layouts.halo import Reach
 from mdfuse.reshard import steps
 
 

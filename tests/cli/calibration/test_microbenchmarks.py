@@ -9,10 +9,10 @@ from helpers import sampling
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
-from mdfuse.cli.calibration.listing import points, subjects
+from mdfuse.cli.calibration.microbenchmarks import BETWEEN, OPTIONS, TURNS, _sum_across, switches
 from mdfuse.cli.calibration.scales import CPU, GPU, Scale, blocks_of
 from mdfuse.cli.calibration.sending import Backends, Way, beside, ways
-from mdfuse.cli.calibration.subjects import BETWEEN, OPTIONS, TURNS, _sum_across, switches
+from mdfuse.cli.calibration.suite import points, subjects
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.rank.unrolled import written_out

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mdfuse.bootstrap import Launch
 from mdfuse.errors import BackendError
-from mdfuse.runtime.agreement.meetings import Meetings, raise_alike
+from mdfuse.runtime.agreement.rendezvous import Meetings, raise_alike
 from mdfuse.runtime.deadline import Deadline
 from mdfuse.runtime.joining import disagreement
 

@@ -12,8 +12,8 @@ from itertools import product
 from typing import NamedTuple
 
 from mdfuse.layouts.boxes import Box, Rows, common
+from mdfuse.layouts.endpoints import At
 from mdfuse.layouts.messages import Pattern
-from mdfuse.layouts.side import At
 
 #: (sender, index of its share, number of shares)
 Sender = tuple[int, int, int]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mdfuse.seeing.beside import slowed
+from mdfuse.seeing.contention import slowed
 from mdfuse.seeing.events import Event
 
 

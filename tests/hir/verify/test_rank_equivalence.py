@@ -14,7 +14,7 @@ from mdfuse import DeviceMesh, Replicate, Shard, hir
 from mdfuse.hir.rank.execute import executed
 from mdfuse.hir.verify import check
 from mdfuse.hir.verify.check import verify
-from mdfuse.hir.verify.elsewhere import key_of
+from mdfuse.hir.verify.rank_equivalence import key_of
 
 
 def stages(*first_ranks: int, hosts: bool = False) -> hir.HostProgram:

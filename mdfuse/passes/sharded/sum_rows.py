@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from mdfuse.extents.extent import comparable
 from mdfuse.ir.graph import Expr, Fusion, Operand
 from mdfuse.layouts.layout import Layout
-from mdfuse.passes.keep_splits import Maker, forgotten
 from mdfuse.passes.propagate_layouts import anew
+from mdfuse.passes.sharded.keep_splits import Maker, forgotten
 from mdfuse.passes.strategy import choose
 
 name = "sum_rows"

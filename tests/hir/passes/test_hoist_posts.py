@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
-from mdfuse.hir.passes import raise_posts
+from mdfuse.hir.passes import hoist_posts
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.verify.check import verify
 from mdfuse.seeing.memory import memory_of
@@ -167,7 +167,7 @@ TAIL = "  %u: f32[2] of [4] (dp=S0) = exp(%t)\n  return %u, %whole\n}"
 def raised(text: str, size: int = 1 << 20) -> list[str]:
     program = mf.hir.parse(text)
     verify(program)
-    found = raise_posts.run(program, ahead(size))
+    found = hoist_posts.run(program, ahead(size))
     verify(found)
     assert sorted(map(str, found)) == sorted(map(str, program))
     return [i.fn or i.op for i in found]

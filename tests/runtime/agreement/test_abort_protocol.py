@@ -15,7 +15,7 @@ from pathlib import Path
 from helpers.shown_reports import not_said, shown
 
 from mdfuse import BackendError
-from mdfuse.runtime.agreement.refusals import Refusals
+from mdfuse.runtime.agreement.abort_protocol import Refusals
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.torch_private import HashStore
 

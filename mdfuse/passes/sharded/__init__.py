@@ -1,0 +1,1 @@
+"""Decompositions of operations over dims that are split."""
