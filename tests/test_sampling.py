@@ -41,6 +41,7 @@ def test_times_are_of_tests() -> None:
     for name in sampling.times():
         path, _, test = name.partition("::")
         text = (ROOT / path).read_text(encoding="utf-8")
+        # defined there, or imported
         assert re.search(rf"\b{test.rpartition('::')[2]}\b", text), (
             name
         )  # defined or imported there
