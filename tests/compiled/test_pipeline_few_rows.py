@@ -169,3 +169,38 @@ def test_blocks_that_are_taken_out_of_what_was_joined(widths: tuple[int, ...], r
     for got, x in zip(found, xs, strict=False):
         torch.testing.assert_close(got, 3 * x * x)
     torch.testing.assert_close(found[-1], torch.cat(xs, 1).sum(0) + total)
+
+
+STAGES = [DeviceMesh(ranks, axes=("tp",)) for ranks in ([0, 1], [2, 3])]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_columns_that_are_summed_up_in_microbatches(count: int) -> None:
+    """A rank's part of a slice is zero beside its columns; its rows are those of a microbatch."""
+    with mf.FusionDefinition("columns") as fd:
+        x = fd.define_tensor([6, 9], torch.float64, STAGES[0], {"tp": Shard(1)}, name="x")
+        part = (x * 2)[:, :5].on(STAGES[0], {"tp": mf.Partial()})
+        fd.add_output(fd.ops.set(part).on(STAGES[1]) + 1)
+    program = mf.pipeline(fd, microbatches=count, batch={"x": 0})
+    x = torch.randn(6, 9, dtype=torch.float64)
+    (rows,) = mf.simulate(program, [x], options=mf.Options(poison=True)).outputs
+    torch.testing.assert_close(rows, (x * 2)[:, :5] + 1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb1p"])
+def test_gradients_of_narrow_stages_are_reduced_wide(schedule: str) -> None:
+    """The buffer of a sum that is rounded and widened again is allocated outside of all blocks."""
+    with mf.FusionDefinition("wide") as fd:
+        x = fd.define_tensor([8, 3, 2], torch.bfloat16, STAGES[0], {}, name="x")
+        w = fd.define_tensor([1, 2], torch.bfloat16, STAGES[1], {"tp": Shard(0)}, name="w")
+        h = fd.ops.set(x.exp()).on(STAGES[1])
+        h = (h * 1.0).on(STAGES[1], {"tp": Shard(1)})
+        y = fd.ops.linear(h, w).on(STAGES[1], {"tp": Shard(1)})
+        (slope,) = mf.grad(y.mean(), [w])
+        fd.add_output(slope)
+    options = mf.Options(reduce_dtype=torch.float32, poison=True)
+    program = mf.pipeline(fd, microbatches=2, batch={"x": 0}, schedule=schedule, options=options)
+    x, w = torch.randn(8, 3, 2).bfloat16(), torch.randn(1, 2).bfloat16()
+    (slope,) = mf.simulate(program, [x, w]).outputs
+    want = x.double().exp().mean((0, 1))[None]
+    torch.testing.assert_close(slope.double(), want, rtol=0.02, atol=0.02)

@@ -31,7 +31,8 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     if not instead:
         return program
     reads = Counter(x for i in program.walk() if i.op != "launch" for x in i.reads)
-    back = Counter(i.reads[0] for i in program.walk() if not instead.keys().isdisjoint(i.outputs))
+    casts = (i for i in program.walk() if i.reads and not instead.keys().isdisjoint(i.outputs))
+    back = Counter(i.reads[0] for i in casts)
     unread = {x for x, n in back.items() if reads[x] == n and x not in program.outputs}
     gone = instead.keys() | unread
     block = _renamed(program.instructions, instead, gone)
