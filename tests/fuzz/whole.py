@@ -358,6 +358,8 @@ class Whole(Drawn):
 
     def output(self, known: Known, reuse: Known | None = None, order: Any = None) -> None:
         """Make a value an output, unless the definition refuses it."""
+        if order is not None or known.handle.stride_order_requirement is not None:
+            reuse = None  # a run refuses an input that does not lie in that order
         place = None if reuse is None else self.fd.inputs.index(reuse.handle.id)
         try:
             into = None if reuse is None else reuse.handle

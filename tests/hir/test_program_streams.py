@@ -255,3 +255,16 @@ def test_a_caller_who_does_not_wait_sees_what_is_there() -> None:
     x = numbers(2)
     outcomes = {is_right(parse(body), [{"x": x}], lambda rank: [2 * x], seed) for seed in SEEDS}
     assert outcomes == {True, False}
+
+
+def test_a_rotation_along_an_axis_of_one_rank() -> None:
+    """All ranks of such an axis are at one chunk, whichever team a post has."""
+    mesh = mf.DeviceMesh.arange(a=3, b=1, c=2)
+    turn = mf.Stream(0, 2, rotate="b")
+    with mf.FusionDefinition("turns") as fd:
+        x = fd.define_tensor([3, 1, 1], torch.float64, mesh, {"a": mf.Shard(2)})
+        y = fd.ops.set(x).on(mesh, {"c": mf.Shard(2)})
+        fd.add_output(fd.ops.set(y).on(mesh, {}, stream=turn))
+    x = torch.randn(3, 1, 1, dtype=torch.float64)
+    (result,) = mf.simulate(mf.compile(fd), [x], options=mf.Options(poison=True)).outputs
+    assert torch.equal(result, x)

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from mdfuse.communication import Communication
 from mdfuse.errors import MdfuseError
-from mdfuse.extents.expressions import terms
+from mdfuse.extents.expressions import Term, terms
 from mdfuse.hir.program import BufferType, Padding
 from mdfuse.hir.verify.layouts import chunk_of, is_alike, is_one_chunk, plain
 from mdfuse.hir.verify.op_types import is_said
@@ -49,13 +49,21 @@ def transition_problem(comm: Communication) -> Problem:
     return _KINDS[comm.kind](comm) or _moving_chunk_problem(comm)
 
 
+def _is_one(term: Term, comm: Communication, layout: Layout) -> bool:
+    """Return whether a coordinate is the same for all members of a team."""
+    if term.kind != "coord":
+        return False
+    if comm.axes and term.name not in comm.axes:
+        return True
+    return term.name in layout.mesh.axes and layout.mesh.axis_size(term.name) == 1
+
+
 def _moving_chunk_problem(comm: Communication) -> Problem:
     """Return why the members of a team would be at different chunks; None where they are at one."""
     for layout in (comm.source, comm.destination):
         chunk = chunk_of(layout)
         for term in terms(chunk.index) if chunk is not None else ():
-            is_other = term.kind == "coord" and comm.axes and term.name not in comm.axes
-            if term.kind in ("rank", "coord") and not is_other:
+            if term.kind in ("rank", "coord") and not _is_one(term, comm, layout):
                 return f"the ranks of a team are at different chunks: {layout}"
     return None
 
