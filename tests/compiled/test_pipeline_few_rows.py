@@ -204,3 +204,21 @@ def test_gradients_of_narrow_stages_are_reduced_wide(schedule: str) -> None:
     (slope,) = mf.simulate(program, [x, w]).outputs
     want = x.double().exp().mean((0, 1))[None]
     torch.testing.assert_close(slope.double(), want, rtol=0.02, atol=0.02)
+
+
+def test_a_wide_sum_that_is_sent_in_another_memory_order() -> None:
+    mesh = STAGES[1]
+    with mf.FusionDefinition("orders") as fd:
+        x = fd.define_tensor([4, 2, 2], torch.bfloat16, STAGES[0], {"tp": Shard(2)}, name="x")
+        w = fd.define_tensor([2, 2], torch.bfloat16, mesh, {"tp": Shard(1)}, name="w")
+        h = fd.ops.set(x * 1.0).on(mesh, {"tp": Shard(2)})
+        y = fd.ops.linear(h, w).on(mesh, {"tp": Shard(1)})
+        fd.add_output(mf.grad((y * y).sum(), [w])[0])
+    options = mf.Options(reduce_dtype=torch.float32, poison=True)
+    program = mf.pipeline(fd, microbatches=2, batch={"x": 0}, options=options)
+    given = [torch.randint(-3, 4, shape).bfloat16() for shape in ((4, 2, 2), (2, 2))]
+    (slope,) = mf.simulate(program, given).outputs
+    a, b = (t.double() for t in given)
+    b.requires_grad_()
+    (a @ b.T).square().sum().backward()
+    torch.testing.assert_close(slope.double(), b.grad, rtol=0.02, atol=0.5)

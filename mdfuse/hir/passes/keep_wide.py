@@ -5,7 +5,8 @@
     %c = post allreduce[sum](%y.wide) -> %z          %c = post allreduce[sum](%y.sum) -> %z
 
 `Options.reduce_dtype` widens what is reduced; 16-bit parts of a batch are added up in f32. So a sum
-is rounded once, behind both.
+is rounded once, behind both. A wide value that has to lie in another memory order than the sum is
+a copy of the sum.
 """
 
 from __future__ import annotations
@@ -30,14 +31,39 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     }
     if not instead:
         return program
+    moved = [i.outputs[0] for i in program.walk() if _has_own_order(program, i, instead)]
     reads = Counter(x for i in program.walk() if i.op != "launch" for x in i.reads)
     casts = (i for i in program.walk() if i.reads and not instead.keys().isdisjoint(i.outputs))
     back = Counter(i.reads[0] for i in casts)
     unread = {x for x, n in back.items() if reads[x] == n and x not in program.outputs}
+    copies = {x: instead.pop(x) for x in moved}
     gone = instead.keys() | unread
-    block = _renamed(program.instructions, instead, gone)
+    block = _renamed(_copied(program.instructions, copies), instead, gone)
     types = {n: kind for n, kind in program.types.items() if n not in gone}
     return replace(program, instructions=block, types=types)
+
+
+def _has_own_order(program: HostProgram, i: Instruction, instead: Mapping[str, str]) -> bool:
+    """Whether a wide value must lie in another memory order than the sum does."""
+    if i.fn != "widen" or i.outputs[0] not in instead or i.order is None:
+        return False
+    known = program.orders.get(program.root(instead[i.outputs[0]]))
+    return known is None or known.lies != i.order
+
+
+def _copied(block: Sequence[Instruction], copies: Mapping[str, str]) -> tuple[Instruction, ...]:
+    """Return instructions with casts of a rounded sum as copies of the sum itself."""
+    if not copies:
+        return tuple(block)
+    changed = []
+    for i in block:
+        if i.fn == "widen" and i.outputs[0] in copies:
+            i = replace(i, op="set", fn="set", inputs=(copies[i.outputs[0]],), attrs=())
+        elif i.body or i.orelse:
+            body, orelse = (_copied(b, copies) for b in (i.body, i.orelse))
+            i = replace(i, body=body, orelse=orelse)
+        changed.append(i)
+    return tuple(changed)
 
 
 def _are_alike(program: HostProgram, i: Instruction, total: str) -> bool:
