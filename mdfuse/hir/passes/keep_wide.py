@@ -44,7 +44,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 
 
 def _has_own_order(program: HostProgram, i: Instruction, instead: Mapping[str, str]) -> bool:
-    """Whether a wide value must lie in another memory order than the sum does."""
+    """Return whether a wide value must lie in another memory order than the sum does."""
     if i.fn != "widen" or i.outputs[0] not in instead or i.order is None:
         return False
     known = program.orders.get(program.root(instead[i.outputs[0]]))
@@ -67,7 +67,7 @@ def _copied(block: Sequence[Instruction], copies: Mapping[str, str]) -> tuple[In
 
 
 def _are_alike(program: HostProgram, i: Instruction, total: str) -> bool:
-    """Whether what was added up is what a cast makes of it again, but for rounding."""
+    """Return whether a sum is what a cast makes of it again, but for rounding."""
     return program.types[i.outputs[0]] == program.types[total]
 
 
