@@ -8,7 +8,7 @@ import torch
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops import parts, reductions, views
+from mdfuse.frontend.ops import joining, parts, reductions, views
 from mdfuse.frontend.ops.pointwise import ROWS, cast
 from mdfuse.frontend.ops.recording import (
     Dims,
@@ -29,6 +29,8 @@ def cosine_similarity(x1: Handle, x2: Handle, dim: int = 1, eps: float = 1e-8) -
     """The cosine of the angle between vectors along a dim; norms are at least eps."""
     real_only("cosine_similarity", x1, x2)
     first, second = (in_f32(floating(x)) for x in (x1, x2))
+    if x1.shape != x2.shape:  # norms are those of the vectors as they are repeated
+        first, second = joining.broadcast_tensors(first, second)
     sizes = [ROWS["maximum"](norm(x, 2, dim, keepdim=True), eps) for x in (first, second)]
     cosine = sum((first / sizes[0]) * (second / sizes[1]), dim)
     return _as(cosine, torch.promote_types(x1.dtype, x2.dtype))
