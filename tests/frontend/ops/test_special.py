@@ -111,3 +111,21 @@ def test_integers_whose_difference_is_none_of_theirs(dtype: torch.dtype) -> None
             simulated(lambda a, b, how=how: torch.isclose(a, b, **how), x, y),
             torch.isclose(x, y, **how),
         )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "dim"),
+    [((1, 6), (1, 1), 1), ((3, 4), (4,), 1), ((2, 1, 5), (3, 1), -1), ((3, 1), (1, 4), 0)],
+)
+def test_cosines_of_repeated_vectors(
+    one: tuple[int, ...], other: tuple[int, ...], dim: int
+) -> None:
+    """A vector that is repeated along the dim has the norm of the repeated one, as in torch."""
+    mesh = mf.DeviceMesh.arange(x=2)
+    with mf.FusionDefinition("cosines") as fd:
+        x = fd.define_tensor(list(one), torch.float64, mesh, {"x": mf.Shard(0)})
+        y = fd.define_tensor(list(other), torch.float64, mesh)
+        fd.add_output(torch.cosine_similarity(x, y, dim))
+    given = [torch.randn(shape, dtype=torch.float64) for shape in (one, other)]
+    (cosines,) = mf.simulate(mf.compile(fd), given).outputs
+    torch.testing.assert_close(cosines, torch.cosine_similarity(*given, dim=dim))
