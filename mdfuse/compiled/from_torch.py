@@ -122,7 +122,7 @@ def _axes(gather: Sequence[str], mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _places(captured: Captured, patterns: Patterns) -> tuple[dict[Node, Placed], dict[int, Placed]]:
-    """Where patterns say that parameters and inputs live, and outputs by their place."""
+    """Return the placements that patterns give parameters and inputs, and outputs by position."""
     placed: dict[Any, Placed] = {}
     asked = [(n, p.names, n) for n, p in captured.parameters.items()]
     asked += [
@@ -136,17 +136,17 @@ def _places(captured: Captured, patterns: Patterns) -> tuple[dict[Node, Placed],
         if o.place is not None
     ]
     for key, names, node in (*asked, *asked_outputs):
-        found = patterns.find(names, node.meta["val"].ndim)
-        if found is not None:
-            placed[key] = found
+        place = patterns.find(names, node.meta["val"].ndim)
+        if place is not None:
+            placed[key] = place
     patterns.check_used([name for _, names, _ in (*asked, *asked_outputs) for name in names])
     _place_adapters(captured, patterns, placed)
-    outputs = {key: found for key, found in placed.items() if isinstance(key, int)}
-    return {key: found for key, found in placed.items() if isinstance(key, Node)}, outputs
+    outputs = {key: place for key, place in placed.items() if isinstance(key, int)}
+    return {key: place for key, place in placed.items() if isinstance(key, Node)}, outputs
 
 
 def _place_adapters(captured: Captured, patterns: Patterns, placed: dict[Any, Placed]) -> None:
-    """Let adapters live as their matrices do, but for what a pattern says of `lora_` itself."""
+    """Place adapters as their matrices, unless a pattern matches `lora_` itself."""
     nodes = {name: n for n, p in captured.parameters.items() for name in p.names}
     for node, p in captured.parameters.items():
         said = placed.pop(node, None) if p.adapter is not None else None

@@ -14,7 +14,7 @@ from mdfuse.compiled.all_or_none import check_communicator, save_together, toget
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options
-from mdfuse.errors import DefinitionError, ProgramError, counted
+from mdfuse.errors import DefinitionError, ProgramError
 from mdfuse.files import as_path
 from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
@@ -279,16 +279,8 @@ class ImportedModel:
         {'twice': tensor([2., 2., 2.]), 'sum': tensor(3.)}
         """
         written = len(self.model.captured.mutated)
-        count = written + len(self._places)
-        if not isinstance(results, list | tuple) or len(results) != count:
-            raise given.refused(
-                f"outputs of {self.model.captured.name}",
-                "results",
-                results,
-                because=f"a run returns a list of {counted(count, 'result')}",
-                hint="pass what program.run(...) returned, or mf.simulate(...).outputs",
-                kind=ProgramError,
-            )
+        call, count = f"outputs of {self.model.captured.name}", written + len(self._places)
+        results = given.results(call, "results", results, count)
         there = dict(zip(self._places, results[written:], strict=True))
         tensors = [there[x.id] if isinstance(x, Handle) else x for x in self._results]
         captured = self.model.captured

@@ -175,15 +175,7 @@ class TrainingStep:
             ProgramError: another number of outputs.
         """
         reuse, count = self.fusion.reuse, len(self.fusion.outputs)
-        if not isinstance(outputs, list | tuple) or len(outputs) != count:
-            raise given.refused(
-                f"updated of @{self.fusion.name}",
-                "outputs",
-                outputs,
-                because=f"a run returns a list of {counted(count, 'output')}",
-                hint="pass what program.run(...) returned, or mf.simulate(...).outputs",
-                kind=ProgramError,
-            )
+        outputs = given.results(f"updated of @{self.fusion.name}", "outputs", outputs, count)
         pairs = zip(self.fusion.outputs, outputs, strict=True)
         return {reuse[name]: x for name, x in pairs if name in reuse}
 

@@ -1,4 +1,4 @@
-"""Checks of arguments by type: each returns the argument, or raises a DefinitionError.
+"""Checks of arguments by type: each returns the argument, or raises an error that says the call.
 
 `call` names the call in messages, as "load of Linear"; `name` is the argument's.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mdfuse.errors import DefinitionError, MdfuseError, ProgramError, reason
+from mdfuse.errors import DefinitionError, MdfuseError, ProgramError, counted, reason
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.plain import brief
 
@@ -121,6 +121,15 @@ def why_no_numbers(x: Any) -> str | None:
     if x.is_nested or x.layout != torch.strided:
         return f"it is a tensor of the layout {'nested' if x.is_nested else x.layout}"
     return "it is on the meta device, and has no numbers" if x.is_meta else None
+
+
+def results(call: str, name: str, value: Any, count: int) -> Sequence[Any]:
+    """Return what a run returned, which has so many entries; raise ProgramError otherwise."""
+    if not isinstance(value, list | tuple) or len(value) != count:
+        because = f"a run returns a list of {counted(count, name.removesuffix('s'))}"
+        hint = "pass what program.run(...) returned, or mf.simulate(...).outputs"
+        raise refused(call, name, value, because=because, hint=hint, kind=ProgramError)
+    return value
 
 
 def parts(call: str, name: str, value: Any, hint: str) -> Sequence[Tensor | None]:
