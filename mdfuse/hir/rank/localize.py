@@ -39,16 +39,14 @@ def localized(program: HostProgram, i: Instruction, rank: int, known: Known) -> 
 
 
 def globalized(program: HostProgram, i: Instruction, rank: int) -> Instruction:
-    """Return an instruction of a rank with attributes of the whole, where local ones are ambiguous.
+    """Return an instruction of a rank with attributes of the whole.
 
-    These are the ends of dims in blocks, and the windows of parts that are summed up. Other
-    attributes are made local again as they are: they end where the part ends.
+    They are made local again where types became more exact: made local twice, the ends of blocks
+    and the windows of parts that are summed up would be others.
     """
     op, first = op_of(i), i.inputs[0] if i.inputs else None
     layout = program.types[first].layout if isinstance(first, str) else None
     if op is None or op.globalize is None or layout is None:
-        return i
-    if not layout.cuts and i.fn != "window":
         return i
     return replace(i, attrs=tuple(op.globalize(dict(i.attrs), _part(program, i, rank)).items()))
 
