@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from networkx.utils import UnionFind
 
-from mdfuse.errors import BACKWARD, RECOMPUTED, LoweringError
+from mdfuse.errors import RECOMPUTED, LoweringError
 from mdfuse.extents.extent import comparable, example
 from mdfuse.ir.dims import reduced_dims, reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
@@ -274,16 +274,6 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
         cut = (values[x].stream for x in (*expr.reads, *expr.outputs) if _is_read(x, values))
         (chunks,) = {stream.chunks for stream in cut if stream is not None}
         yield replace(value, stream=Stream.over(op, chunks))
-
-
-def behind_gradients(fusion: Fusion) -> set[str]:
-    """Return the values that depend on a gradient, or are recomputed for one."""
-    behind = set[str]()
-    for expr in fusion.exprs:
-        note = expr.source.note if expr.source is not None else ""
-        if note in (BACKWARD, RECOMPUTED) or not behind.isdisjoint(expr.reads):
-            behind.update(expr.outputs)
-    return behind
 
 
 def _behind(fusion: Fusion, values: Mapping[str, Value]) -> set[str]:

@@ -26,7 +26,6 @@ import networkx as nx
 from mdfuse.errors import BACKWARD, RECOMPUTED, LoweringError
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.mesh import DeviceMesh
-from mdfuse.passes.microbatches import behind_gradients
 from mdfuse.passes.segmentation import Group, ShouldMerge
 from mdfuse.pipelines.timing import Reads
 
@@ -166,7 +165,7 @@ class _Finder:
             is_in = expr.outputs[0] in self.made
             if _changes_mesh(fusion, expr) and _is_of_batch(fusion, expr) and not is_in:
                 raise _whole(fusion, expr)
-        self.back = behind_gradients(fusion)
+        self.back = _behind_gradients(fusion)
         #: the results of hand-overs
         self.over = {e.output for e in self.exprs if self.is_border(e)}
 
@@ -380,6 +379,16 @@ def _changes_mesh(fusion: Fusion, expr: Expr) -> bool:
     if expr.op != "set" or not fusion.values[expr.output].is_tensor:
         return False
     return fusion.layout(expr.reads[0]).mesh != fusion.layout(expr.output).mesh
+
+
+def _behind_gradients(fusion: Fusion) -> set[str]:
+    """Return the values that depend on a gradient, or are recomputed for one."""
+    behind = set[str]()
+    for expr in fusion.exprs:
+        note = expr.source.note if expr.source is not None else ""
+        if note in (BACKWARD, RECOMPUTED) or not behind.isdisjoint(expr.reads):
+            behind.update(expr.outputs)
+    return behind
 
 
 def _brings_together(fusion: Fusion, expr: Expr) -> bool:

@@ -14,7 +14,7 @@ RankPass = Callable[[HostProgram], HostProgram]
 WRITTEN_OUT: tuple[tuple[str, RankPass], ...] = (
     # What follows asks for the next use of a buffer, which only straight lines say.
     ("unroll", unroll.write),
-    # Iterations that were one wait are several now.
+    # Needs iterations one by one: a wait may move down into a later iteration.
     ("late_waits", late_waits.run),
     # Needs the waits where data is needed: whoever sends a buffer may have to wait sooner.
     ("early_waits", early_waits.run),
