@@ -17,7 +17,8 @@ from mdfuse.errors import ProgramError, counted, near
 from mdfuse.extents.expressions import DEEPEST, LARGEST, Calc, Index, Term, terms
 from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, Row, op_of, row_of
 from mdfuse.ir.attributes import Attr, is_permutation
-from mdfuse.ir.graph import attr_text
+from mdfuse.ir.extremes import is_number_of
+from mdfuse.ir.graph import attr_text, dtype_name
 from mdfuse.ir.ops import TABLE
 from mdfuse.names import RULE, is_name, is_value_name
 
@@ -195,7 +196,7 @@ def problem(
         return _unknown(i)
     found = _of_parts(i, row) or _of_operands(i, row)
     if found is None and (i.attrs or row.attrs or row.sets):
-        found = _of_attributes(i, row, types, rank)
+        found = _of_attributes(i, row, types, rank) or _of_fill(i, types)
     if found is None and i.order is not None:
         found = _of_order(i, row, types)
     for index in i.indices if found is None else ():
@@ -377,6 +378,16 @@ def _named(attrs: tuple[Attr, ...], key: str, rank: int | None) -> Attr | None:
 def _known_text(name: str, attrs: tuple[Attr, ...]) -> str:
     named = [f"{a.name} ({a.kind})" for a in attrs if not a.is_local]
     return f"{name} has the attributes {', '.join(named)}" if named else f"{name} has no attributes"
+
+
+def _of_fill(i: Instruction, types: Mapping[str, BufferType]) -> Problem | None:
+    """Return why a buffer cannot hold the number that it is filled with; None where it can."""
+    kind, fill = types.get(i.outputs[0]) if i.op == "alloc" else None, i.kwargs.get("fill")
+    if kind is None or fill is None or is_number_of(fill, kind.dtype):
+        return None
+    what = f"alloc(fill={fill}) of {dtype_name(kind.dtype)}"
+    hint = "leave fill= out, or alloc(fill=0)"
+    return Problem(what, "the buffer is filled with a number of its dtype", hint)
 
 
 def _of_order(i: Instruction, row: Row, types: Mapping[str, BufferType]) -> Problem | None:
