@@ -67,7 +67,7 @@ class Row:
 
     @property
     def is_pure_view(self) -> bool:
-        """Whether a view reads no element, and so does nothing on a device."""
+        """True if a view reads no element, and so does nothing on a device."""
         return self.is_view and not self.may_copy
 
     @property

@@ -35,8 +35,8 @@ def _made(i: Instruction, context: Context, run: _Call, *args: Any) -> list[Line
     source, fact = context.ref(operand), context.fact(operand)
 
     def call(x: Tensor) -> Tensor:
-        made: Tensor = getattr(x, run)(*args) if isinstance(run, str) else run(x, *args)
-        return made
+        result: Tensor = getattr(x, run)(*args) if isinstance(run, str) else run(x, *args)
+        return result
 
     if not context.has_buffer(output):
         if not is_view:

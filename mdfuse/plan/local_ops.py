@@ -260,9 +260,9 @@ def ordered(i: Instruction, context: Context, line: Line) -> list[Line]:
     return [plain, view, drop(plain_slot)]
 
 
-def _lies_so(shape: tuple[int, ...], found: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _lies_so(shape: tuple[int, ...], actual: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Tell whether strides are those asked for; strides of dims of one element mean nothing."""
-    return all(n <= 1 or s == t for n, s, t in zip(shape, found, strides, strict=True))
+    return all(n <= 1 or s == t for n, s, t in zip(shape, actual, strides, strict=True))
 
 
 def _copied(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

@@ -187,8 +187,8 @@ class _Groups:
             first -= 1
             left -= sum(self.memory(x) == memory for x in self.waiting[first].reads)
         tangled = [j for j in self.waiting[first:] if not self.follows(j)]
-        kept = self.led_to(i, shape) if tangled else set()
-        done = self.units([j for j in self.waiting if id(j) not in kept] if tangled else ())
+        leading = self.led_to(i, shape) if tangled else set()
+        done = self.units([j for j in self.waiting if id(j) not in leading] if tangled else ())
         if not self.follows(i):
             done += self.units(self.waiting)
         self.over.update({memory: shape, i.outputs[0]: shape})
@@ -226,9 +226,9 @@ class _Groups:
     def not_held(self, i: Instruction) -> list[Instruction]:
         """Return the waiting instructions that must run before one that is no local work."""
         held = self.held(i) if i.op in ("post", "wait") else {}
-        made = {x for j in held.values() for x in j.outputs}
-        taken = {x for j in held.values() for x in j.reads} - made
-        needed = {x for x in made if any(id(j) not in held for j in self.readers_of[x])}
+        results = {x for j in held.values() for x in j.outputs}
+        taken = {x for j in held.values() for x in j.reads} - results
+        needed = {x for x in results if any(id(j) not in held for j in self.readers_of[x])}
         if sum(map(self.nbytes, taken)) > sum(map(self.nbytes, needed)):
             held = {}  # to compute it late would read more than to read what it makes
         return [j for j in self.waiting if id(j) not in held]
@@ -272,14 +272,14 @@ class _Groups:
         if len(works) < 2 or all(is_library(i) or i.op == "accumulate" for i in works):
             return taken
         inner = Counter(x for i in taken for x in i.reads)
-        made: dict[str, None] = {}
+        results: dict[str, None] = {}
         inputs: dict[str, None] = {}
         for i in taken:
-            inputs |= dict.fromkeys(x for x in i.reads if x not in made)
-            made |= dict.fromkeys(i.outputs)
+            inputs |= dict.fromkeys(x for x in i.reads if x not in results)
+            results |= dict.fromkeys(i.outputs)
         outputs = tuple(
             x
-            for x in made
+            for x in results
             if x in self.kept or x in self.given or len(self.readers_of.get(x, ())) > inner[x]
         )
         if not outputs:  # nobody reads what it makes

@@ -142,8 +142,8 @@ def _is_one_run(rows: Rows, of: Rows) -> bool:
     """Return whether rows of a dim are one run of those that a rank has, in which a view shows."""
     if rows == of:
         return True
-    (x, y), *more = [piece for piece in rows if piece[0] < piece[1]]
-    return not more and any(a <= x and y <= b for a, b in of) and len(of) == len(rows) == 1
+    (x, y), *others = [piece for piece in rows if piece[0] < piece[1]]
+    return not others and any(a <= x and y <= b for a, b in of) and len(of) == len(rows) == 1
 
 
 def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
@@ -153,9 +153,9 @@ def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
         return False
     if dim in p.blocked or dim in q.blocked:
         return p.cuts.get(dim) == q.cuts.get(dim) and q.split_axes(dim) == axes
-    here, there = (c if c is not None and c.dim == dim else None for c in map(chunk_of, (p, q)))
-    if here is not None:
-        return there is not None and is_one_chunk(p, q) and q.split_axes(dim) == axes
+    chunk, narrowed = (c if c is not None and c.dim == dim else None for c in map(chunk_of, (p, q)))
+    if chunk is not None:
+        return narrowed is not None and is_one_chunk(p, q) and q.split_axes(dim) == axes
     return q.split_axes(dim)[: len(axes)] == axes
 
 
@@ -187,8 +187,8 @@ def _select(types: Types, i: Instruction, before: BufferType, after: BufferType)
 def _selected(types: Types, before: BufferType, dim: int, index: object) -> Layout:
     """Return the layout without a dim; axes that split it make each rank's row its own."""
     layout = plain(_layout(before), len(before.shape))
-    kept = {d: d - (d > dim) for d in range(len(before.shape)) if d != dim}
-    made = layout.with_dims(kept)
+    left = {d: d - (d > dim) for d in range(len(before.shape)) if d != dim}
+    result = layout.with_dims(left)
     moving = {*layout.split_axes(dim)}
     chunk = chunk_of(layout)
     if chunk is not None and chunk.dim == dim:
@@ -196,9 +196,9 @@ def _selected(types: Types, before: BufferType, dim: int, index: object) -> Layo
     if before.shape[dim] != 1 and not isinstance(index, int):
         moving |= types.axes_of(index, layout.mesh)  # type: ignore[arg-type]
     for axis in moving:
-        if not isinstance(made.placement(axis), Shard):
-            made = made.with_placement(axis, Varies())
-    return made
+        if not isinstance(result.placement(axis), Shard):
+            result = result.with_placement(axis, Varies())
+    return result
 
 
 def _unexpand(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
@@ -300,8 +300,8 @@ def _addmm(types: Types, i: Instruction) -> None:
     """
     types.made(i)
     names = (*i.outputs, *i.inputs[-2:])
-    found = (types.program.types.get(x) if isinstance(x, str) else None for x in names)
-    kinds = [k for k in found if k is not None and k.layout is not None]
+    named = (types.program.types.get(x) if isinstance(x, str) else None for x in names)
+    kinds = [k for k in named if k is not None and k.layout is not None]
     if len(kinds) < 3:
         raise types.mismatch(i, "addmm is for three buffers")
     into, a, b = kinds
