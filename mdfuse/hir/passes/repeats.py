@@ -33,15 +33,15 @@ def pieces(program: HostProgram, run: Sequence[Instruction]) -> list[Sequence[In
         return [run]
     keys, live = _keys(program, run), _live(run)
     borders = [0, *_borders(keys, live), len(run)]
-    found: list[Sequence[Instruction]] = []
+    cuts: list[Sequence[Instruction]] = []
     for start, stop in pairwise(borders):
         while stop - start > LIMIT:
             at = _narrowest(live, start + LIMIT // 2, start + LIMIT + 1)
-            found.append(run[start:at])
+            cuts.append(run[start:at])
             start = at
         if start < stop:
-            found.append(run[start:stop])
-    return found
+            cuts.append(run[start:stop])
+    return cuts
 
 
 def _keys(program: HostProgram, run: Sequence[Instruction]) -> list[Hashable]:
