@@ -1,0 +1,38 @@
+"""Golden files: a text that differs or has no file, and a file that no test reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import golden
+
+
+def test_a_file_has_the_text_that_was_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "program.txt"
+    with pytest.raises(AssertionError, match="missing"):
+        golden.same("a\nb", file, is_accepted=False)
+    golden.same("a\nb", file, is_accepted=True)
+    golden.same("a\nb", file, is_accepted=False)
+    with pytest.raises(AssertionError, match="--accept"):
+        golden.same("a\nb\n", file, is_accepted=False)
+
+
+def test_a_file_that_no_test_reads(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(golden, "FOLDER", tmp_path)
+    file = golden.folder(Path(__file__)) / "renamed.txt"
+    file.parent.mkdir()
+    file.touch()
+    assert golden.unread([request.node]) == [file]
+    monkeypatch.setattr(golden, "path", lambda test: file)
+    monkeypatch.setattr(request.node, "fixturenames", ["golden"])
+    assert golden.unread([request.node]) == []
+
+
+def test_each_folder_is_of_a_module() -> None:
+    """The folder of a module that is gone would go unnoticed."""
+    folders = {file.parent for file in golden.FOLDER.rglob("*.txt")}
+    modules = [golden.TESTS / x.relative_to(golden.FOLDER).with_suffix(".py") for x in folders]
+    assert modules and all(x.is_file() for x in modules)
