@@ -1,11 +1,11 @@
-"""Golden files: a text that differs or has no file, and a file that no test reads."""
+"""Files that tests read: a text that differs or has no file, and a file that no test reads."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from helpers import golden
+from helpers import golden, programs
 
 
 def test_a_file_has_the_text_that_was_accepted(tmp_path: Path) -> None:
@@ -36,3 +36,11 @@ def test_each_folder_is_of_a_module() -> None:
     folders = {file.parent for file in golden.FOLDER.rglob("*.txt")}
     modules = [golden.TESTS / x.relative_to(golden.FOLDER).with_suffix(".py") for x in folders]
     assert modules and all(x.is_file() for x in modules)
+
+
+def test_each_program_is_read() -> None:
+    """A text that no test names, by itself or by its folder, would go unnoticed."""
+    sources = "".join(x.read_text(encoding="utf-8") for x in golden.TESTS.rglob("*.py"))
+    for file in programs.FOLDER.rglob("*.hir"):
+        folder = file.parent.name
+        assert f'program_texts("{folder}")' in sources or f'"{folder}/{file.stem}"' in sources, file

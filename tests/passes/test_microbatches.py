@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.golden import Golden
 from helpers.microbatches import LAYOUTS, Net, network
+from helpers.programs import program_text
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard, hir
@@ -483,20 +484,7 @@ def test_batches_of_other_lengths_are_refused() -> None:
 
 # -- what the verifier sees ----------------------------------------------------------------------
 
-SUMS = """
-host @sums on mesh(dp=1) {
-  input %x: f32[8,3] (dp=R)
-  %z: f32[3] (dp=R) = alloc
-  for %i in 0..4 {
-    %x.i: f32[2,3] of [8,3] (dp=R, chunk(0,4,%i)) = chunk(%x)
-    %z.i: f32[3] (dp=R, chunk(P(sum),4,%i)) = sum(%x.i, dims=[0])
-    %z = accumulate(%z.i)
-    free %z.i, %x.i
-  }
-  %y: f32[3] (dp=R) = mul(%z, 2)
-  free %z
-  return %y
-}"""
+SUMS = program_text("microbatches/sums")
 
 
 def test_sums_by_hand() -> None:

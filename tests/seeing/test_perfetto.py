@@ -9,26 +9,13 @@ from typing import Any
 
 import pytest
 from helpers.golden import Golden
+from helpers.programs import program_text
 
 from mdfuse import hir
 from mdfuse.seeing import UNIT
 from mdfuse.seeing.timeline import timeline
 
-PAIR = """
-host @pair on mesh(x=2) {
-  input %x: f32[2] of [4] (x=S0)
-  if coord(x) == 0 {
-    %h: f32[2] of [4] (x=S0) = neg(%x)
-    %c = send(%h, to=1)
-    wait %c
-  } else {
-    %r: f32[2] of [4] (x=S0) = alloc
-    %d = recv(%r, from=0)
-    wait %d
-  }
-  %y: f32[2] of [4] (x=S0) = exp(%x)
-  return %y
-}"""
+PAIR = program_text("perfetto/pair")
 
 
 def traced(tmp_path: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from helpers.calls import CALLS, TWO_MESHES, ordered
+from helpers.programs import program_text
 
 import mdfuse as mf
 from mdfuse import hir
@@ -98,28 +99,7 @@ def test_what_belongs_to_an_index_is_not_read_outside() -> None:
     assert "reads %h, which nothing computed" in refused(text)
 
 
-PRODUCTS = """
-host @products on mesh(x=1) {
-  input %x: f32[3,4] (x=R)
-  input %w: f32[4,3] (x=R)
-  %z: f32[3,3] (x=R) = alloc
-  block @take(%i) {
-    %x.i: f32[3,2] of [3,4] (x=R, chunk(1,2,%i)) = chunk(%x)
-    %w.i: f32[2,3] of [4,3] (x=R, chunk(0,2,%i)) = chunk(%w)
-  }
-  block @add(%i) {
-    %z.i: f32[3,3] (x=R, chunk(P(sum),2,%i)) = matmul(%x.i, %w.i)
-    %z = accumulate(%z.i)
-    free %z.i, %x.i, %w.i
-  }
-  call take(0)
-  call take(1)
-  call add(0)
-  call add(1)
-  %y: f32[3,3] (x=R) = neg(%z)
-  free %z
-  return %y
-}"""
+PRODUCTS = program_text("calls/products")
 
 
 @pytest.mark.parametrize("is_verified", [True, False])
