@@ -129,9 +129,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     from helpers import sampling
 
-    sampling.take_all(config.getoption("whole"))
     if config.option.draw is None:  # processes of pytest -n get it from this one
         config.option.draw = sampling.seed_of_commit()
+    sampling.configure(config.getoption("whole"), config.option.draw)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -114,3 +114,25 @@ def test_an_accumulator_is_not_freed_between_calls(call: str, is_verified: bool)
         mf.ProgramError, match=r"%z, (which was freed before|to which only the parts of)"
     ):
         mf.simulate(broken, [x, w], options=mf.Options(verify=is_verified))
+
+
+ONE_OF_TWO_PARTS = """
+host @products on mesh(x=1) {
+  input %x: f32[3,4] (x=R)
+  %z: f32[3] (x=R) = alloc
+  for %i in 0..1 {
+    %x.i: f32[3,2] of [3,4] (x=R, chunk(1,2,%i)) = chunk(%x)
+    %z.i: f32[3] (x=R, chunk(P(sum),2,%i)) = sum(%x.i, dims=[1])
+    %z = accumulate(%z.i)
+    free %z.i, %x.i
+  }
+  free %z
+  return %x
+}"""
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_an_accumulator_that_nothing_reads_is_complete_where_it_is_freed(is_verified: bool) -> None:
+    options = mf.Options(verify=is_verified)
+    with pytest.raises(mf.ProgramError, match=r"free uses %z, to which only the parts of 1"):
+        mf.simulate(hir.parse(ONE_OF_TWO_PARTS), [torch.ones(3, 4)], options=options)
