@@ -120,6 +120,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="draw the samples of sweeps by this seed; by default by one of the commit",
     )
     parser.addoption(
+        "--parts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="one of N parts of the tests that would run otherwise, which --draw chooses, too",
+    )
+    parser.addoption(
         "--accept",
         action="store_true",
         help="after a wanted change of printed text: write it to the files of tests/golden",
@@ -168,10 +175,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"no test reads {', '.join(map(str, files))}: --accept")
         for file in files:
             file.unlink()
-    gone: set[str] = set()
+    ids = [x.nodeid for x in items]
+    gone = sampling.beside_part(ids, config.option.parts, config.option.draw)
     if not _takes_all(config):
-        ids = [x.nodeid for x in items]
-        gone = sampling.left_out(ids, sampling.times(), config.option.draw)
+        gone |= sampling.left_out(ids, sampling.times(), config.option.draw)
     has_launches = config.getoption("launches")
     dropped = [x for x in items if x.nodeid in gone or (has_launches and _is_about_form(x))]
     if dropped:
