@@ -42,5 +42,7 @@ def test_each_program_is_read() -> None:
     """A text that no test names, by itself or by its folder, would go unnoticed."""
     sources = "".join(x.read_text(encoding="utf-8") for x in golden.TESTS.rglob("*.py"))
     for file in programs.FOLDER.rglob("*.hir"):
-        folder = file.parent.name
-        assert f'program_texts("{folder}")' in sources or f'"{folder}/{file.stem}"' in sources, file
+        folder, name = file.parent.name, file.stem
+        of_functions = f'(f"{folder}/{{name}}")' in sources and f"\ndef {name}(" in sources
+        whole = f'program_texts("{folder}")' in sources
+        assert of_functions or whole or f'"{folder}/{name}"' in sources, file
