@@ -17,12 +17,17 @@ import torch
 from helpers import sampling
 from helpers.drawn_views import Printed, layouts, mesh_pairs
 from helpers.oracle import POISON, is_close, shares
-from hypothesis import given
+from hypothesis import given, settings
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, MdfuseError, Stream, hir_lowering
 from mdfuse.hir.program import BufferType, HostProgram
 from mdfuse.ir.symbolic import with_known_extents
+
+#: A third of the same examples each time: some that other seeds draw take minutes.
+SAME_EVERY_TIME = settings(
+    max_examples=sampling.of(150, 50), derandomize=True, deadline=None, database=None
+)
 
 #: Extents that are tried; the ends of what four or six ranks share are among them.
 EXTENTS = (8, 24, 12, 36, 5, 7, 6, 1, 2, 3, 4, 9, 13, 16, 31, 64, 0)
@@ -194,7 +199,7 @@ def programs(draw: st.DrawFn) -> Drawn:
 
 
 @given(drawn=programs(), numbers=st.lists(st.sampled_from(EXTENTS), min_size=8, max_size=8))
-@sampling.examples(150)
+@SAME_EVERY_TIME
 def test_a_shared_lowering_is_the_one_of_these_extents(drawn: Drawn, numbers: list[int]) -> None:
     try:
         definition = drawn.define()
