@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.programs import program_text
 
 import mdfuse as mf
 from mdfuse import hir
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.simulation import prepared
 
-RING = """
-host @ring on mesh(tp=2) {
-  input %x: f32[2] of [4] (tp=S0)
-  %y: f32[2] of [4] (tp=S0) = alloc
-  group_start
-  %c0 = send(%x, to=(coord(tp) + 1) mod 2, axis=tp)
-  %c1 = recv(%y, from=(coord(tp) - 1) mod 2, axis=tp)
-  group_end
-  wait %c0
-  wait %c1
-  return %y
-}"""
+RING = program_text("prepared/ring")
 
 
 def projections() -> list[hir.HostProgram]:
