@@ -186,7 +186,7 @@ def settled(
 
 
 def _error(layer: Bench, call: Callable[[], Tensor], want: Tensor) -> float:
-    """Of a result that was computed anew, from an x that the call did not see before."""
+    """The error of a result that was computed anew, from an x that the call did not see before."""
     inputs = layer.parts["x"], layer.wholes["x"]
     right = [x.clone() for x in inputs]
     for x in inputs:

@@ -190,7 +190,7 @@ class Case:
 
 
 def _angles(case: Case, device: torch.device) -> Tensor:
-    """Of rotary embedding: [positions, features of a head]."""
+    """Tables of rotary embedding: [positions, features of a head]."""
     first, head = (case.cache, case.model.head) if case.phase == "decode" else (0, case.model.head)
     length = 1 if case.phase == "decode" else case.tokens
     positions = torch.arange(first, first + length, device=device, dtype=torch.float32)

@@ -21,7 +21,7 @@ from mdfuse.layouts.layout import Placement
 from mdfuse.reshard.bound import crossing_bound
 from mdfuse.reshard.steps import steps
 
-#: Of the model: what a message takes, bytes in a nanosecond within a host, and between hosts.
+#: Constants of the model: ns per message, bytes per ns within a host, and between hosts.
 _MESSAGE_NS, _LINK, _NETWORK = 10_000, 270, 27
 _ITEMSIZE = 4
 

@@ -26,7 +26,7 @@ from mdfuse.layouts.call import Call
 
 _RESULTS = Path(__file__).parent / "results"
 
-#: Of each rank's own tensor.
+#: Elements of each rank's own tensor.
 _SIZES = (4, 64 << 10, 1 << 20, 16 << 20)
 
 _Post = Callable[[], None]

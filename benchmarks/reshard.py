@@ -1,15 +1,15 @@
-"""How far reshards are from the bound: bytes, messages and planning time, beside DTensor's planner.
+"""Distances of reshards from the bound: bytes, messages, planning time, beside DTensor's planner.
 
 python benchmarks/reshard.py
 python benchmarks/reshard.py --jobs 8
 mdfuse bench reshard --quick
 
-Nothing is sent: the steps of all pairs of layouts are planned, and what they bring to each rank is
-counted; times are those of the processor. Prints the tables and the worst pairs, and stores them as
-JSON. A row is about the changes of one mesh and shape; ratios are to what no algorithm can go below
-(`_reshard_pairs.bound`), "whole" to the same in whole elements. "reachable" is the least of three
-steps through layouts, "owners" what comes at least where each element is reduced by one rank,
-whichever. Of changes from mesh to mesh whose hosts are known, the time follows from a model
+Nothing is sent: the steps of all pairs of layouts are planned, and the elements that each rank
+receives are counted; times are those of the processor. Prints the tables and the worst pairs, and
+stores them as JSON. A row is about the changes of one mesh and shape; ratios are to a lower bound
+of all algorithms (`_reshard_pairs.bound`), "whole" to the same in whole elements. "reachable" is
+the least of three steps through layouts, "owners" a bound for one reducing rank per element,
+whichever. The time of changes from mesh to mesh with known hosts follows from a model
 (`_reshard_hosts`). Drawn changes on up to thousands of ranks are planned (`_reshard_planning`).
 """
 
@@ -152,7 +152,7 @@ _LARGE: dict[str, tuple[dict[str, Placement], dict[str, Placement], bool]] = {
 def large(n: int) -> Iterator[tuple[str, float, float, int]]:
     """Yield name, ms to plan, ms for one rank's part, and its messages, on n ranks.
 
-    Of several times the least: thousands of ranks are much for the caches of a busy processor.
+    Each time is the least of several: thousands of ranks fill the caches of a busy processor.
     """
     one = DeviceMesh.of((n // 8, 8), range(n), ("a", "b"))
     other = DeviceMesh.of((n // 8, 8), range(n, 2 * n), ("a", "b"))

@@ -239,7 +239,7 @@ def rotated(x: Any, cos: Any, sin: Any) -> Any:
 
 
 def attention(m: Model, q: Any, k: Any, v: Any, seen: Any) -> Any:
-    """Of one position to those seen so far; each head of keys serves several of queries."""
+    """Attend from one position to all earlier ones; each head of keys serves several of queries."""
     q = q.view(1, m.kv_heads, m.heads // m.kv_heads, m.head)
     scores = (q @ k.mT * m.head**-0.5).masked_fill(~seen, -torch.inf)
     return (scores.softmax(-1) @ v).reshape(1, 1, -1)

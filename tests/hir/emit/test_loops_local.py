@@ -35,7 +35,7 @@ host @one_op on mesh(tp=4) {
         )
 
     def test_inner_dim(self) -> None:
-        """Of each rank's own rows, all; each iteration some columns."""
+        """Each iteration takes some columns of all of a rank's own rows."""
         self.assertExpectedInline(
             text(CASES["inner_dim"].compile()),
             """\
