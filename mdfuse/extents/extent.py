@@ -77,24 +77,6 @@ class Extent(_Integer):
         poly = plus(constant(off), plus(self.poly, poly_from(other), -1), times)
         return decide(poly, relation, _merged(self, other))
 
-    def __eq__(self, other: object) -> Any:
-        return self._compared(other, "==")
-
-    def __ne__(self, other: object) -> Any:
-        return self._compared(other, "!=")
-
-    def __ge__(self, other: object) -> Any:
-        return self._compared(other, ">=")
-
-    def __gt__(self, other: object) -> Any:
-        return self._compared(other, ">")
-
-    def __le__(self, other: object) -> Any:
-        return self._compared(other, "<=")
-
-    def __lt__(self, other: object) -> Any:
-        return self._compared(other, "<")
-
     def __bool__(self) -> bool:
         return decide(self.poly, "!=", self.examples)
 
@@ -102,36 +84,6 @@ class Extent(_Integer):
         return hash(pinned(self))
 
     # -- arithmetic ------------------------------------------------------------------------------
-
-    def __add__(self, other: Any) -> Any:
-        return _calculated("+", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return _calculated("+", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return _calculated("-", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return _calculated("-", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return _calculated("*", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return _calculated("*", other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return _calculated("//", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return _calculated("//", other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return _calculated("mod", self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return _calculated("mod", other, self)
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -160,6 +112,18 @@ _RELATIONS = {
 }
 
 
+def _comparison(op: str) -> Callable[[Extent, object], Any]:
+    return lambda self, other: self._compared(other, op)
+
+
+def _operation(op: str) -> Callable[[Extent, Any], Any]:
+    return lambda self, other: _calculated(op, self, other)
+
+
+def _reflected(op: str) -> Callable[[Extent, Any], Any]:
+    return lambda self, other: _calculated(op, other, self)
+
+
 def _pinning(name: str) -> Callable[..., Any]:
     """Return a method of int that needs the number itself, which pins the extent."""
     method = getattr(int, name)
@@ -170,6 +134,13 @@ def _pinning(name: str) -> Callable[..., Any]:
     return function
 
 
+for _op, _name in (
+    ("==", "eq"), ("!=", "ne"), (">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")
+):  # fmt: skip
+    setattr(Extent, f"__{_name}__", _comparison(_op))
+for _op, _name in (("+", "add"), ("-", "sub"), ("*", "mul"), ("//", "floordiv"), ("mod", "mod")):
+    setattr(Extent, f"__{_name}__", _operation(_op))
+    setattr(Extent, f"__r{_name}__", _reflected(_op))
 for _name in (
     "truediv", "rtruediv", "pow", "rpow", "lshift", "rlshift", "rshift", "rrshift", "and", "rand",
     "or", "ror", "xor", "rxor", "invert", "round", "trunc", "floor", "ceil", "int", "index",
