@@ -50,9 +50,12 @@ def comments(text: str) -> str:
 
 @cache
 def counted() -> dict[str, int]:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in MODULES]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (*MODULES, *SCRIPTS)]
     classes = Counter(
-        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        node.name
+        for tree in trees[: len(MODULES)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
     )
     asking = re.compile(r"(What|Where|How|Whether|Which|Who)\b")
     return {
