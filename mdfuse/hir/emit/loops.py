@@ -14,6 +14,7 @@ A value that only its own loop reads has no whole buffer: an iteration binds its
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -62,41 +63,52 @@ def _gathered(sections: list[Section], host_loops: HostLoops) -> list[list[Secti
     """
     owner = {name: n for n, s in enumerate(sections) for e in s.exprs for name in e.outputs}
     edges = {(owner[x], n) for n, s in enumerate(sections) for x in s.inputs if x in owner}
-    readers: dict[int, list[int]] = {n: [] for n in range(len(sections))}
-    for n, k in sorted(edges):
-        readers[n].append(k)
-    members: dict[int, list[int]] = {}
-    home: dict[int, int] = {}
-    #: section, or loop by its last section -> the loops that wait for it
-    before: dict[int, set[int]] = {}
-    for n in reversed(range(len(sections))):
-        waiting = {k: {home[k]} if k in home else before[k] for k in readers[n]}
-        for m in members if sections[n].is_streamed else ():
-            outside = set().union(*(loops for k, loops in waiting.items() if home.get(k) != m))
-            near = [sections[k] for k in (m, *readers[n]) if home.get(k) == m]
-            exprs = [e for s in near for e in s.exprs]
-            if m not in _behind(outside, before) and host_loops.may_share(sections[n].exprs, exprs):
-                home[n] = m
-                break
-        if sections[n].is_streamed:
-            members.setdefault(home.setdefault(n, n), []).insert(0, n)
-        at = home.get(n, n)
-        before.setdefault(at, set()).update(*waiting.values())
-        before[at].discard(at)
+    home = _homes(sections, sorted(edges), host_loops)
+    members: dict[int, list[int]] = defaultdict(list)
+    for n in range(len(sections)):
+        members[home.get(n, n)].append(n)
     graph: nx.DiGraph[int] = nx.DiGraph()
-    graph.add_nodes_from(home.get(n, n) for n in range(len(sections)))
+    graph.add_nodes_from(members)
     ends = ((home.get(n, n), home.get(k, k)) for n, k in edges)
     graph.add_edges_from((a, b) for a, b in ends if a != b)
     order = nx.lexicographical_topological_sort(graph)
-    return [[sections[k] for k in members.get(n, [n])] for n in order]
+    return [[sections[k] for k in members[n]] for n in order]
 
 
-def _behind(loops: set[int], before: dict[int, set[int]]) -> set[int]:
+def _homes(
+    sections: Sequence[Section], edges: Iterable[tuple[int, int]], host_loops: HostLoops
+) -> dict[int, int]:
+    """Return streamed section -> its loop; the last section of a loop names it."""
+    readers: dict[int, list[int]] = {n: [] for n in range(len(sections))}
+    for n, k in edges:
+        readers[n].append(k)
+    home: dict[int, int] = {}
+    #: section, or loop -> the loops that wait for it
+    waiters: dict[int, set[int]] = {}
+    for n in reversed(range(len(sections))):
+        waiting = {k: {home[k]} if k in home else waiters[k] for k in readers[n]}
+        for last in dict.fromkeys(home.values()) if sections[n].is_streamed else ():
+            outside = set().union(*(loops for k, loops in waiting.items() if home.get(k) != last))
+            near = [sections[k] for k in (last, *readers[n]) if home.get(k) == last]
+            exprs = [e for s in near for e in s.exprs]
+            is_free = last not in _behind(outside, waiters)
+            if is_free and host_loops.may_share(sections[n].exprs, exprs):
+                home[n] = last
+                break
+        if sections[n].is_streamed:
+            home.setdefault(n, n)
+        at = home.get(n, n)
+        waiters.setdefault(at, set()).update(*waiting.values())
+        waiters[at].discard(at)
+    return home
+
+
+def _behind(loops: set[int], waiters: dict[int, set[int]]) -> set[int]:
     """Return loops, and all loops that wait for them."""
     waiting, new = set[int](), set(loops)
     while new:
         waiting |= new
-        new = set().union(*(before[m] for m in new)) - waiting
+        new = set().union(*(waiters[m] for m in new)) - waiting
     return waiting
 
 

@@ -258,23 +258,19 @@ def _emit_split_outermost(
     out: Emitter, comm: Communication, current: str, result: str, source: Source | None
 ) -> str:
     """Bring the split dim to the front, pad it to equal blocks, post, and undo both."""
-    assert comm.dim is not None
-    dtype, shape = out.types[current].dtype, comm.shape
-    ndim = len(shape)
-    front = comm.front()
+    split, front, plain = comm.dim, comm.front(), tuple(range(len(comm.shape)))
+    assert split is not None
+    dtype, dim = out.types[current].dtype, front.index(split)
+    is_moved, padded = front != plain, not comm.is_even
+    # the sharded side is padded to one block, the whole side to the blocks of the team
     sides = ("block", "team") if comm.whole() == comm.destination else ("team", "block")
-    padded = not comm.is_even
-
-    is_moved = front != tuple(range(ndim))
-    dim = front.index(comm.dim)
-    split = comm.dim
 
     def kind(layout: Layout, side: Any) -> BufferType:
         axis = comm.axis if comm.axis in layout.split_axes(split) else None
         padding = Padding(side=side, dim=dim, parts=comm.size, axis=axis) if padded else None
         return BufferType(
             dtype=dtype,
-            shape=tuple(shape[d] for d in front),
+            shape=tuple(comm.shape[d] for d in front),
             layout=layout.permuted(front),
             padding=padding,
         )
@@ -285,7 +281,7 @@ def _emit_split_outermost(
         is_written_so = not padded and _moves_producer(out, current, front)
         current = out.op("permute", f"{result}.send", view, (current,), source, dims=front)
         if not padded and not is_written_so:
-            out.code[-1] = replace(out.code[-1], order=tuple(range(ndim)))
+            out.code[-1] = replace(out.code[-1], order=plain)
     elif not padded:
         current = dense(out, current, source)
     if padded:
