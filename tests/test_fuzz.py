@@ -39,7 +39,7 @@ def test_nothing_is_found(name: str) -> None:
 
 
 def test_programs_run_with_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the programs few may be such as the default options refuse: they say nothing."""
+    """Few of the programs may be such as the default options refuse: they say nothing."""
     monkeypatch.setattr(options, "TALLY", Counter())
     programs = sampling.window(PROGRAMS, 3)
     found = fuzz(options.fuzz, len(programs), SEED + programs.start)

@@ -106,7 +106,7 @@ def are_same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("name", sorted(frontend.BY_NAME))
 def test_what_was_passed_before_changes_nothing(name: str) -> None:
-    """Of calls in a row, each is taken as if it were the first."""
+    """Each of several calls in a row is taken as if it were the first."""
     signature = inspect.signature(frontend.BY_NAME[name])
 
     @functools.wraps(inspect.unwrap(frontend.BY_NAME[name]))

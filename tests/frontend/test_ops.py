@@ -517,7 +517,7 @@ GROUPS = (
     contraction_rows, composite_rows,
 )  # fmt: skip
 CASES = [case for rows in GROUPS for case in rows()]
-#: Of these, rows are much alike: what one finds on a mesh, the next one does.
+#: Rows of these are much alike: a fault that one finds on a mesh, the next one finds, too.
 ALIKE = {
     case.name
     for rows in (unary_rows, binary_rows, operator_rows, view_rows, reduction_rows)

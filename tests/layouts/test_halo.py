@@ -89,7 +89,7 @@ def test_a_team_is_those_who_send_or_receive(seed: int) -> None:
 
 
 def test_windows_of_a_few_ranks_leave_out_the_others() -> None:
-    """Of eight ranks, the the windows of the first two reach rows of the first five."""
+    """On eight ranks, the windows of the first two reach rows of the first five."""
     mesh = DeviceMesh.arange(tp=8)
     part = Layout(mesh, {"tp": Shard(0)})
     wide = part.reaching({0: Reach(of=2, up=2, down=1, first=0, last=3)}, (8,))

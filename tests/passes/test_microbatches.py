@@ -288,7 +288,7 @@ UNEVEN_MICROBATCHES = [(7, 1, 4), (14, 2, 3), (14, 2, 8)]
 def test_rows_that_are_merged_where_parts_are_uneven(
     name: str, rows: int, ranks: int, count: int, weight: Any
 ) -> None:
-    """Of ranks: the batch is gathered for the reshape, and then taken in microbatches."""
+    """Ranks gather the batch for the reshape, and then take it in microbatches."""
     f, mesh = MERGED[name], DeviceMesh.arange(dp=ranks)
     x, w = (torch.randn(shape, dtype=torch.float64) for shape in ((rows, 4, 6), (4, 6)))
     with mf.FusionDefinition("merged") as fd:

@@ -46,7 +46,7 @@ def test_projections_are_verified_and_built_once(counted: list[str]) -> None:
 
 
 def test_other_projections_are_verified_anew(counted: list[str]) -> None:
-    """Of the same text, and one of them exchanged: the second rank waits for nobody."""
+    """Programs of the same text, one of them exchanged: the second rank waits for nobody."""
     ranks = projections()
     given = [{ranks[0].inputs[0]: part} for part in torch.arange(4.0).chunk(2)]
     mf.simulate(ranks, per_rank=given)

@@ -74,7 +74,7 @@ def test_a_receiver_does_not_wait_for_what_it_computes() -> None:
 
 
 def test_a_sender_computes_the_next_chunk_meanwhile() -> None:
-    """Of the program as it runs: two chunks are alive at most."""
+    """Two chunks at most are alive in the program as it runs."""
     found = ops(written_out(chunked(3).for_rank(0)))
     calls = re.findall(r"matmul|post c0@\d|wait c0@\d|free h.i@\d", "\n".join(found))
     assert calls[:8] == [

@@ -117,7 +117,7 @@ def test_a_value_that_is_not_computed_from_the_index() -> None:
 
 
 def test_chunks_in_a_loop() -> None:
-    """Of a streamed intermediate only one chunk is alive."""
+    """Only one chunk of a streamed intermediate is alive."""
     body = """
       input %x: f32[8,4] (x=R)
       %y: f32[8,4] (x=R) = alloc

@@ -226,7 +226,7 @@ def test_what_a_product_that_adds_takes() -> None:
 
 
 def test_what_products_behind_a_launch_read_is_held_till_then() -> None:
-    """Of two products with factors of a unit, both factors: not one after the other."""
+    """Two products with factors of a unit take both factors: not one after the other."""
     mesh, width = DeviceMesh.arange(t=1), 32
     with mf.FusionDefinition("late") as fd:
         x, t = (fd.define_tensor([8, width], mesh=mesh, name=n) for n in "xt")

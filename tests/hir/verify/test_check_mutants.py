@@ -161,7 +161,7 @@ def test_every_broken_program_is_caught(name: str) -> None:
 # -- types, communications, attributes -----------------------------------------------------------
 
 SEED = 1
-#: Of each program that was compiled, and of each rank's, as many of its mutants, drawn with SEED.
+#: So many mutants, drawn with SEED, of each compiled program and of each rank's program.
 SAMPLE = 120
 ORDERS = (None, 0, 1, 2)
 

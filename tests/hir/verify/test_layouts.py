@@ -319,7 +319,7 @@ def test_every_kind_has_a_rule() -> None:
 
 @pytest.mark.parametrize("fn", TABLE)
 def test_every_row_keeps_a_layout(fn: str) -> None:
-    """Of operands that are whole everywhere each row makes one that is, unless a number varies."""
+    """Operands that are whole everywhere give whole results in each row, unless a number varies."""
     shapes, attrs, made = _taken(fn)
     mesh = DeviceMesh.arange(x=2)
     whole = Layout(mesh, {})
