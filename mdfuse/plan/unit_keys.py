@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mdfuse.errors import PACKAGE
+from mdfuse.hir.analysis.normal_form import Numbers
 from mdfuse.plan.lines import Line, SlotRef
 
 #: The type of torch's own ops, as `torch.ops.aten.add.out`.
@@ -34,11 +35,8 @@ def unit_key(lines: Sequence[Line], takes: Sequence[int], makes: Sequence[int]) 
         takes: slots that have values before.
         makes: slots whose values are wanted.
     """
-    numbers: dict[int, int] = {}
-
-    def number(slot: int) -> int:
-        return numbers.setdefault(slot, len(numbers))
-
+    numbers = Numbers[int]()
+    number = numbers.__getitem__
     for slot in takes:
         number(slot)
     calls: list[Hashable] = []

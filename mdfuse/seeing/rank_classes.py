@@ -14,6 +14,7 @@ from typing import Any
 
 from mdfuse.communication import Communication
 from mdfuse.extents.expressions import Calc, Term, terms
+from mdfuse.hir.analysis.normal_form import Numbers
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.layouts.kinds import KINDS
@@ -80,8 +81,8 @@ def _classes(ranks: Sequence[int], told: _Told, by: _Apart) -> Classes:
 
 
 def _numbered(ranks: Sequence[int], keys: Sequence[Hashable]) -> dict[int, int]:
-    known: dict[Hashable, int] = {}
-    return {r: known.setdefault(k, len(known)) for r, k in zip(ranks, keys, strict=True)}
+    known = Numbers[Hashable]()
+    return {r: known[k] for r, k in zip(ranks, keys, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

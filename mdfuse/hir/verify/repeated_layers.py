@@ -17,17 +17,15 @@ first one did to it, and before what comes behind the last one, since layers use
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mdfuse.communication import Communication
-from mdfuse.extents.expressions import Calc, Index, Poly, Term, terms
+from mdfuse.extents.expressions import Calc, Poly, Term, terms
+from mdfuse.hir.analysis.normal_form import NormalForm, Stretch, stretches
 from mdfuse.hir.forms import check_nesting
 from mdfuse.hir.instructions import TRANSFERS, row_of
-from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.layouts.layout import Layout
+from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.names import is_value_name
 
 #: Layers of which one is left out: two are kept.
@@ -73,27 +71,27 @@ def without_repeated(program: HostProgram) -> Shortened | None:
     if len(program.meshes) > 1:  # stages have meshes of their own, and so are not alike
         return None
     check_nesting(program)
-    found = _longest([_sketch(i) for i in program.instructions])
-    if found is None:
+    layers = _longest([_sketch(i) for i in program.instructions])
+    if layers is None:
         return None
     try:
-        return _shortened(program, *found)
+        return _shortened(program, layers)
     except (_Unlike, TypeError, ValueError, AttributeError, KeyError):
         return None  # what has a wrong form is refused elsewhere
 
 
-def _shortened(program: HostProgram, start: int, period: int, count: int) -> Shortened:
+def _shortened(program: HostProgram, likely: Stretch) -> Shortened:
     """Return a program with two of some layers; raise _Unlike where they are not alike."""
-    uses = _uses_of(program)
-    _Layers(program, (), uses, start, period, count).check_behind()
-    forms = [_Form(program).of(i) for i in program.instructions[start : start + period * count]]
-    alike = _longest([form.said for form in forms])
+    uses, (start, period, length) = _uses_of(program), likely
+    _Layers(program, (), uses, start, period, length // period).check_behind()
+    forms = [_form(program, i) for i in program.instructions[start : start + length]]
+    alike = _longest([form.key for form in forms])
     if alike is None:
         raise _Unlike
-    skipped, period, count = alike
-    for more in (0, 1):  # the first one may read other things than all others do
-        first = skipped + more * period
-        layers = _Layers(program, forms[first:], uses, start + first, period, count - more)
+    skipped, period, length = alike
+    for first in (skipped, skipped + period):  # the first layer may read other names than the rest
+        count = (skipped + length - first) // period
+        layers = _Layers(program, forms[first:], uses, start + first, period, count)
         try:
             layers.check()
         except _Unlike:
@@ -102,61 +100,56 @@ def _shortened(program: HostProgram, start: int, period: int, count: int) -> Sho
     raise _Unlike
 
 
-# -- what is said without names ------------------------------------------------------------------
+# -- instructions without names ------------------------------------------------------------------
 
 
 def _sketch(i: Instruction) -> Hashable:
-    """Return what is the same for instructions that are alike, made quickly."""
+    """Return a key that is equal for instructions that are alike, and perhaps for others."""
     if i.op in _NEVER:
         return id(i)
     return i.op, i.fn if i.op != "launch" else "", len(i.inputs), len(i.outputs), len(i.body)
 
 
+def _form(program: HostProgram, i: Instruction) -> _Form:
+    form = _Form(program)
+    form.key = form.instruction(i)
+    return form
+
+
 @dataclass(slots=True)
-class _Form:
-    """What an instruction says, and the names in it, in order.
+class _Form(NormalForm):
+    """The normal form of an instruction, and the names in it, in order.
 
     Attributes:
-        said: the same for instructions that are alike but for names.
+        key: equal for instructions that are alike but for names.
         names: all names but indices of loops.
-        made: those that it binds or writes.
+        written: the names that it binds or writes.
         loops: index of a loop around -> how deep it is.
         views: (result, operand) of what may share memory.
-        sends: how many sends it has, less its receives.
+        sends: the number of its sends, less that of its receives.
     """
 
-    program: HostProgram
-    said: Hashable = None
+    key: Hashable = None
     names: list[str] = field(default_factory=list)
-    made: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
     loops: dict[str, int] = field(default_factory=dict)
     views: list[tuple[str, str]] = field(default_factory=list)
     sends: int = 0
-
-    def of(self, i: Instruction) -> _Form:
-        self.said = self.instruction(i)
-        return self
 
     def instruction(self, i: Instruction) -> Hashable:
         if i.op in _NEVER:
             return i.op, id(i)
         if i.op == "for":
             return self.loop(i)
-        inputs = tuple([self.name(x) if type(x) is str else self.value(x) for x in i.inputs])
-        kinds = tuple([self.result(x) for x in i.outputs])
+        key = NormalForm.instruction(self, i)
         if i.op in _WRITING:
-            self.made += _written(i)
+            self.written += _written(i)
         row = row_of(i) if i.outputs and i.inputs else None
         if row is not None and row.is_view:
             self.views += [(x, y) for x in i.outputs for y in i.reads]
         if i.op in TRANSFERS:
             self.sends += 1 if i.op == "send" else -1
-        attrs = tuple([(k, self.value(v)) for k, v in i.attrs]) if i.attrs else ()
-        comm = self.posted(i.comm) if i.comm is not None else None
-        body = tuple([self.instruction(j) for j in i.body]) if i.body else ()
-        orelse = tuple([self.instruction(j) for j in i.orelse]) if i.orelse else ()
-        fn = i.fn if i.op != "launch" else ""
-        return i.op, fn, inputs, kinds, attrs, i.order, comm, body, orelse
+        return key
 
     def loop(self, i: Instruction) -> Hashable:
         (index,) = i.outputs
@@ -166,94 +159,44 @@ class _Form:
         self.loops = outer
         return i.op, attrs, body
 
-    def name(self, name: str) -> int | None:
-        found = self.loops.get(name)
-        if found is None:
+    def operand(self, name: str) -> int | None:
+        depth = self.loops.get(name)
+        if depth is None:
             self.names.append(name)
-        return found
+        return depth
 
     def result(self, name: str) -> Hashable:
         if name in self.loops:
             raise _Unlike
         self.names.append(name)
-        self.made.append(name)
-        kind = self.program.types.get(name)
-        return self.kind(kind) if kind is not None else None
+        self.written.append(name)
+        return self.type_of(name)
 
-    def value(self, x: Any) -> Hashable:
-        kind = type(x)
-        return self.index(x) if kind is Term or kind is Calc or kind is Poly else (kind, x)
-
-    def index(self, x: Index | Poly | None) -> Hashable:
-        """Return an index with the indices of loops among the names."""
-        if type(x) is int:
-            return x
-        if isinstance(x, Calc):
-            return x.op, self.index(x.left), self.index(x.right)
-        if isinstance(x, Poly):
-            if any(t.kind in ("index", "extent") for t in terms(x)):
-                raise _Unlike
-            return x
-        if isinstance(x, Term):
-            if x.kind == "extent":
-                raise _Unlike
-            return ("index", self.loops[x.name]) if x.kind == "index" else x
-        return x
-
-    def kind(self, kind: BufferType) -> Hashable:
-        layout = self.layout(kind.layout) if kind.layout is not None else None
-        if layout is kind.layout:
-            return kind
-        return kind.dtype, kind.shape, kind.padding, kind.flat, layout
-
-    def layout(self, layout: Layout) -> Hashable:
-        chunk = layout.stream
-        if chunk is None or chunk.index is None or isinstance(chunk.index, int):
-            return layout
-        parts = chunk.dim, chunk.chunks, chunk.rotate, chunk.op, self.index(chunk.index)
-        return layout.mesh, layout.placements, layout.splits, layout.reaches, *parts
-
-    def posted(self, comm: Communication) -> Hashable:
-        return *comm.beside_layouts, self.layout(comm.source), self.layout(comm.destination)
+    def index(self, index: Any) -> Hashable:
+        """Return an index with the depths of loops in the place of their indices."""
+        if isinstance(index, Calc):
+            return index.op, self.index(index.left), self.index(index.right)
+        if any(t.kind == "extent" for t in terms(index)):
+            raise _Unlike
+        if isinstance(index, Term) and index.kind == "index":
+            return "index", self.loops[index.name]
+        if isinstance(index, Poly) and any(t.kind == "index" for t in terms(index)):
+            raise _Unlike
+        return index  # type: ignore[no-any-return]
 
 
 # -- which layers there are ----------------------------------------------------------------------
 
 
-def _longest(codes: Sequence[Hashable]) -> tuple[int, int, int] | None:
-    """Return (start, length of a layer, how many) of the layers that have the most instructions.
+def _longest(codes: Sequence[Hashable]) -> Stretch | None:
+    """Return the layers whose repetitions have the most instructions; None where there are none.
 
     >>> _longest("xabcdabcdabcdy")
-    (1, 4, 3)
+    Stretch(start=1, period=4, length=12)
     """
-    numbers: dict[Hashable, int] = {}
-    known = [numbers.setdefault(code, len(numbers)) for code in codes]
-    last: dict[Hashable, int] = {}
-    distances: Counter[int] = Counter()
-    for at, window in enumerate(zip(*(known[n:] for n in range(_WINDOW)), strict=False)):
-        if window in last:
-            distances[at - last[window]] += 1
-        last[window] = at
-    best, found = 0, None
-    for period, _ in distances.most_common(_TRIED):
-        for start, stop in _runs(known, period):
-            count = (stop - start) // period + 1
-            if count >= _FEWEST and (count - 2) * period > best:
-                best, found = (count - 2) * period, (start, period, count)
-    return found
-
-
-def _runs(codes: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
-    """Yield the longest [start, stop) in which each code is the one `period` later."""
-    start = None
-    for at, (a, b) in enumerate(zip(codes, codes[period:], strict=False)):
-        if a == b:
-            start = at if start is None else start
-        elif start is not None:
-            yield start, at
-            start = None
-    if start is not None:
-        yield start, len(codes) - period
+    repeated = stretches(codes, tried=_TRIED, window=_WINDOW)
+    several = (s for s in repeated if s.length // s.period >= _FEWEST)
+    return max(several, key=lambda s: (s.length // s.period - 2) * s.period, default=None)
 
 
 @dataclass(slots=True)
@@ -364,7 +307,7 @@ class _Layers:
         second = self.forms[self.period : 2 * self.period]
         if sum(form.sends for form in second):
             raise _Unlike
-        if any(self.owner(n) < 0 for form in second for n in form.made):
+        if any(self.owner(n) < 0 for form in second for n in form.written):
             raise _Unlike  # each layer writes there
         aliases = self.program.aliases
         shared = {*aliases, *aliases.values()}
