@@ -198,10 +198,13 @@ class Held:
         """Raise Unclear where terms go from one layer to the next, or are read again and again."""
         if terms is None or self.is_usual(self.layout(name), terms):
             return
-        layers = {self.layers.get(n.split("@")[0]) for n in (view.storage.name, *i.outputs)}
         is_again = id(i) in self.repeated and not terms.is_spread and name not in i.outputs
-        if len(layers - {None}) > 1 or is_again:
+        if is_again or self.crosses_layers((view.storage.name, *i.outputs)):
             raise Unclear(f"{i} reads terms that another iteration or layer left")
+
+    def crosses_layers(self, names: Iterable[str]) -> bool:
+        """Return whether names belong to several layers."""
+        return len({self.layers.get(n.split("@")[0]) for n in names} - {None}) > 1
 
     def joined(
         self, i: Instruction, held: Mapping[str, Terms | None], views: Mapping[str, View]
