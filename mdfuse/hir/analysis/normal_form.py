@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from mdfuse.communication import Communication
-from mdfuse.extents.expressions import UNKNOWN, Poly
+from mdfuse.extents.expressions import UNKNOWN, Calc, Poly, Term
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
@@ -55,7 +55,13 @@ class NormalForm:
 
     def index(self, index: Any) -> Hashable:
         """Return what stands for an index expression."""
-        return index  # type: ignore[no-any-return]
+        if isinstance(index, Calc):
+            return index.op, self.index(index.left), self.index(index.right)
+        return self.term(index) if isinstance(index, Term) else index
+
+    def term(self, term: Term) -> Hashable:
+        """Return what stands for a term of an index expression."""
+        return term
 
     def mesh(self, mesh: DeviceMesh) -> Hashable:
         """Return what stands for a mesh."""

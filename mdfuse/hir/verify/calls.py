@@ -97,11 +97,11 @@ class _Calls:
 
     def needs(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield (block, name that it reads -> the block that makes it)."""
-        root, own = self.program.root, per_index(self.program)
+        root, of_index = self.program.root, per_index(self.program)
         makers: dict[str, str] = {}
         for block in self.blocks.values():
             inside = [j for i in block.body for j in i.walk()]
-            read = dict.fromkeys(n for i in inside for n in map(root, i.reads) if n in own)
+            read = dict.fromkeys(n for i in inside for n in map(root, i.reads) if n in of_index)
             yield block.fn, {n: makers[n] for n in read if n in makers}
             for n in (n for i in inside for n in map(root, i.outputs)):
                 makers.setdefault(n, block.fn)

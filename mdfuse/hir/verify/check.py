@@ -29,7 +29,7 @@ from mdfuse.hir.rank.unroll import is_numbered
 from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.loop_summary import FoldedProgram, folded
-from mdfuse.hir.verify.rank_equivalence import Ends, key_near, key_of
+from mdfuse.hir.verify.rank_equivalence import Ends, key_near, key_of, representatives
 from mdfuse.hir.verify.repeated_layers import Shortened, without_repeated
 from mdfuse.hir.verify.ring_matching import rotates, turns
 from mdfuse.hir.verify.sizes import check_sizes
@@ -148,7 +148,7 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
     written = program.written_inputs
     known: dict[Hashable, bool] = {}  # what some rank runs -> whether its flow was checked
     nears: dict[tuple[DeviceMesh, ...], Hashable] = {}
-    for first, last in _classes(program):
+    for first, last in representatives(program):
         if not is_straight:
             _verify_looped_ranks(program, first, last, how)
             continue
@@ -193,11 +193,11 @@ def _verify_straight(mine: HostProgram, program: HostProgram, has_flow: bool, ho
 
 
 def _by_mesh(program: HostProgram, names: Iterable[str]) -> Mapping[DeviceMesh | None, list[str]]:
-    found: dict[DeviceMesh | None, list[str]] = defaultdict(list)
+    by_mesh: dict[DeviceMesh | None, list[str]] = defaultdict(list)
     for name in names:
         layout = program.types[name].layout
-        found[layout.mesh if layout is not None else None].append(name)
-    return found
+        by_mesh[layout.mesh if layout is not None else None].append(name)
+    return by_mesh
 
 
 def _held(mine: HostProgram, program: HostProgram, ends: Ends) -> HostProgram:
@@ -207,8 +207,8 @@ def _held(mine: HostProgram, program: HostProgram, ends: Ends) -> HostProgram:
         return mine  # all ranks have all of them
     meshes = (None, *program.meshes_of(mine.rank))
     inputs, outputs = (tuple(n for m in meshes for n in by_mesh.get(m, ())) for by_mesh in ends)
-    kept = tuple(replace(i, inputs=outputs) if i.op == "return" else i for i in mine.instructions)
-    return replace(mine, inputs=inputs, outputs=outputs, instructions=kept)
+    code = tuple(replace(i, inputs=outputs) if i.op == "return" else i for i in mine.instructions)
+    return replace(mine, inputs=inputs, outputs=outputs, instructions=code)
 
 
 def _verify_looped_ranks(program: HostProgram, first: int, last: int, how: _How) -> None:
@@ -254,8 +254,8 @@ _OF_PATHS = (*BLOCKS, *POSTS)
 def _depends_on_rank(i: Instruction) -> bool:
     """Return whether its path, or the peer it meets, cannot be told for all ranks at once."""
     if i.op in BLOCKS:
-        found = (t for _, v in i.attrs for t in terms(v))
-        return any(t.kind != "index" for t in found)
+        bounds = (t for _, v in i.attrs for t in terms(v))
+        return any(t.kind != "index" for t in bounds)
     axis = i.kwargs.get("axis") if _is_transfer(i) else None
     if axis is None:
         return _is_transfer(i)
@@ -266,34 +266,6 @@ def _depends_on_rank(i: Instruction) -> bool:
 def _is_transfer(i: Instruction) -> bool:
     """Return whether an instruction is a `send` or `recv` rather than a post of a communication."""
     return i.op in POSTS and i.comm is None
-
-
-def _classes(program: HostProgram) -> Iterator[tuple[int, int]]:
-    """Yield the first and last rank of each class: ranks in the same meshes, first in the same.
-
-    All ranks of a class run the same instructions. The first rank of a mesh has the largest parts,
-    the last one the smallest.
-    """
-    meshes = program.meshes
-    if not meshes:
-        yield 0, 0  # a program of numbers alone: any rank stands for all
-        return
-    if len(meshes) == 1:
-        (mesh,) = meshes
-        yield mesh.first, mesh.rank_at([n - 1 for n in mesh.shape])
-        return
-    found: dict[tuple[tuple[int, bool], ...], list[int]] = defaultdict(list)
-    for rank in sorted({r for mesh in meshes for r in _borders(mesh)}):
-        found[tuple((id(m), rank == m.first) for m in program.meshes_of(rank))].append(rank)
-    for places, ranks in found.items():
-        if places:
-            yield ranks[0], ranks[-1]
-
-
-def _borders(mesh: DeviceMesh) -> set[int]:
-    """Return the ranks of a mesh beside which the next rank may be in other meshes."""
-    ends = (mesh.first, mesh.first + mesh.size - 1)
-    return {r + d for r in (ends if mesh.is_consecutive else mesh.ranks) for d in (-1, 0, 1)}
 
 
 def _check_transfers(program: HostProgram) -> None:

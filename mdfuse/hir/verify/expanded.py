@@ -53,22 +53,22 @@ class Expanded:
     @cached_property
     def writers(self) -> Mapping[str, list[Instruction]]:
         """Buffer -> the instructions that make it, write into it or receive into it."""
-        found = defaultdict[str, list[Instruction]](list)
+        writers = defaultdict[str, list[Instruction]](list)
         for i in self.program.walk():
             if i.op != "launch":
                 for root in {self.program.root(n) for n in (*i.outputs, *received(i))}:
-                    found[root].append(i)
-        return found
+                    writers[root].append(i)
+        return writers
 
     @cached_property
     def views(self) -> Mapping[str, list[str]]:
         """Buffer -> those that are views of it, but for views of views."""
-        found = defaultdict[str, list[str]](list)
+        views = defaultdict[str, list[str]](list)
         for root, (maker, *_) in self.writers.items():
             of = shared_operand(maker)
             if of is not None:
-                found[self.program.root(of)].append(root)
-        return found
+                views[self.program.root(of)].append(root)
+        return views
 
     def _is_changed(self, root: str) -> bool:
         """Whether something is written into a buffer through views of it, or of these."""
@@ -95,10 +95,10 @@ class Expanded:
         if i.fn in ("reshape", "expand"):
             attrs["shape"] = kind.shape
         try:
-            made = infer(TABLE[i.fn], [source], attrs, {source: value}, None)
+            inferred = infer(TABLE[i.fn], [source], attrs, {source: value}, None)
         except MdfuseError:
             return frozenset()
-        return stretched(made)  # type: ignore[arg-type]
+        return stretched(inferred)  # type: ignore[arg-type]
 
 
 def _value(name: str, kind: BufferType, expanded: frozenset[int]) -> Value:

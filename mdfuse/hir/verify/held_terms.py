@@ -71,9 +71,9 @@ class Held:
         return self.program.rank
 
     def layout(self, name: str) -> Layout:
-        found = self.program.types[name].layout
-        assert found is not None
-        return found
+        layout = self.program.types[name].layout
+        assert layout is not None
+        return layout
 
     def usual(self, layout: Layout) -> int:
         """Return the terms that a buffer of a layout holds on this rank."""
@@ -106,11 +106,11 @@ class Held:
         layout = self.program.types[name].layout
         if layout is None or view.is_said or layout.mesh not in self.spaces:
             return None
-        found = self.entries(name, view)
-        if not found:
+        entries = self.entries(name, view)
+        if not entries:
             return self.unlike(view.storage, layout)
-        kinds = {terms for _, terms in found}
-        if len(kinds) == 1 and self.is_covered(view, found):
+        kinds = {terms for _, terms in entries}
+        if len(kinds) == 1 and self.is_covered(view, entries):
             (terms,) = kinds
             return terms
         wanting = [t for t in kinds if t.held != self.usual(layout) or t.is_spread]
@@ -120,11 +120,14 @@ class Held:
 
     def unlike(self, storage: Storage, layout: Layout) -> Terms | None:
         """Return the terms of a buffer that is read by a name of another layout (`own`)."""
-        made = self.layout(storage.name)
-        if made is layout or made.mesh != layout.mesh or self.usual(made) == self.usual(layout):
+        whole_of = self.layout(storage.name)
+        if whole_of is layout or whole_of.mesh != layout.mesh:
             return None
-        ops = [*layout.reduce_ops.values(), *made.reduce_ops.values()]
-        return Terms(ops[0], self.usual(made))
+        usual = self.usual(whole_of)
+        if usual == self.usual(layout):
+            return None
+        ops = [*layout.reduce_ops.values(), *whole_of.reduce_ops.values()]
+        return Terms(ops[0], usual)
 
     def is_covered(self, view: View, found: list[tuple[Box | None, Terms]]) -> bool:
         if any(covers(b, view.region) for b, _ in found):
@@ -160,9 +163,9 @@ class Held:
         if terms.is_spread or id(i) in self.repeated:
             return Unclear(f"{i} reads terms of several iterations")
         space, usual = self.spaces[layout.mesh], self.usual(layout)
-        lacking, more = usual & ~terms.held, terms.held & ~usual
+        lacking, surplus = usual & ~terms.held, terms.held & ~usual
         return refusals.wanting(
-            self.program, name, i, space.ranks(lacking, self.rank), space.ranks(more, self.rank)
+            self.program, name, i, space.ranks(lacking, self.rank), space.ranks(surplus, self.rank)
         )
 
     # -- what is computed ------------------------------------------------------------------------
@@ -247,8 +250,8 @@ class Held:
                 raise Unclear(f"{i} adds terms of several iterations")
             name = next(iter(names))
             space = self.spaces[self.layout(name).mesh]
-            ranks = space.ranks(a.held & b.held, self.rank)
-            raise refusals.doubled(self.program, i.outputs[0], i, ranks)
+            ranks = refusals.ranks_text(space.ranks(a.held & b.held, self.rank))
+            raise refusals.DOUBLED(self.program, i, ranks=ranks, name=i.outputs[0])
         both = Terms(a.op, a.held | b.held, a.is_spread or b.is_spread)
         to = [n for n, t in zip(names, (a, b), strict=False) if not t.is_spread]
         return self.gathered(i, both, *to)
@@ -296,9 +299,9 @@ class Held:
         if i.op != "reduce" or len(views) != 1:
             return None
         ((name, view),) = views.items()
-        found = self.entries(name, view)
+        entries = self.entries(name, view)
         layout = self.layout(name)
-        odd = [t for _, t in found if not self.is_usual(layout, t)]
+        odd = [t for _, t in entries if not self.is_usual(layout, t)]
         if len({*odd}) < 2 or view.dims is not None or view.is_said:
             return None
         if any(t.op != i.fn or t.is_spread for t in odd) or id(i) in self.repeated:
@@ -306,7 +309,7 @@ class Held:
         n = len(self.program.types[name].shape)
         dims = {d % n for d in (i.kwargs.get("dims") or range(n))}
         rows: dict[object, list[Terms]] = defaultdict(list)
-        for box, terms in found:
+        for box, terms in entries:
             assert box is not None
             rows[tuple(x for d, x in enumerate(box) if d not in dims)].append(terms)
         sums = {self.summed(i, name, some) for some in rows.values()}
@@ -316,8 +319,8 @@ class Held:
         return sums.pop()
 
     def summed(self, i: Instruction, name: str, some: list[Terms]) -> Terms:
-        first, *rest = some
-        for terms in rest:
+        first, *others = some
+        for terms in others:
             first = self.union(i, (name,), first, terms)
         return first
 
@@ -408,5 +411,5 @@ def _cut_out(terms: dict[Box | None, Terms], region: Box | None, box: Box) -> No
         del terms[region]
         return
     for other in _touching([b for b in terms if b is not None], region):
-        kept = terms.pop(other)
-        terms.update((part, kept) for part in outside(other, region))
+        parted = terms.pop(other)
+        terms.update((part, parted) for part in outside(other, region))

@@ -139,21 +139,21 @@ def note_written(storage: Storage, region: Box | None, box: Box) -> None:
 def missing(storage: Storage, region: Box) -> int:
     """Count the elements of a region that nothing has written."""
     shared = (intersect(box, region) for box in storage.written or ())
-    found = sum(box_size(b) for b in shared if b is not None)
-    return max(math.prod(box_shape(region)) - found, 0)
+    written = sum(box_size(b) for b in shared if b is not None)
+    return max(math.prod(box_shape(region)) - written, 0)
 
 
 def outside(box: Box, other: Box) -> list[Box]:
     """Return disjoint boxes that have what is in a box and not in another one."""
     if intersect(box, other) is None:
         return [box]
-    found, rest = [], list(box)
+    parts, core = [], list(box)
     for d, ((start, stop), (first, last)) in enumerate(zip(box, other, strict=True)):
         for part in ((start, first), (last, stop)):
             if part[0] < part[1]:
-                found.append((*rest[:d], part, *rest[d + 1 :]))
-        rest[d] = (max(start, first), min(stop, last))
-    return found
+                parts.append((*core[:d], part, *core[d + 1 :]))
+        core[d] = (max(start, first), min(stop, last))
+    return parts
 
 
 # -- order ---------------------------------------------------------------------------------------
@@ -169,15 +169,15 @@ class Clocks:
     @property
     def now(self) -> Clock:
         """The clock of the current stream."""
-        found = self.streams.get(self.current)
-        return self.of(self.current) if found is None else found
+        clock = self.streams.get(self.current)
+        return self.of(self.current) if clock is None else clock
 
     def of(self, stream: int) -> Clock:
         """Return the clock of a stream, a new one where the stream was not seen before."""
-        found = self.streams.get(stream)
-        if found is None:
-            found = self.streams[stream] = {stream: 0}
-        return found
+        clock = self.streams.get(stream)
+        if clock is None:
+            clock = self.streams[stream] = {stream: 0}
+        return clock
 
     def snapshot(self, stream: int) -> Clock:
         """Return a stream's clock, for another stream to wait for, and advance the stream."""
@@ -225,15 +225,15 @@ def record(view: View, access: Access) -> None:
         storage.accesses = [access]
         return
     who, region, is_write = access.who, access.region, access.is_write
-    kept = [
+    pending = [
         a
         for a in storage.accesses
         if a.who == PENDING
         or not (is_write or (a.who == who and not a.is_write))
         or not (region is None or covers(region, a.region))
     ]
-    kept.append(access)
-    storage.accesses = kept
+    pending.append(access)
+    storage.accesses = pending
 
 
 def covers(a: Box | None, b: Box | None) -> bool:

@@ -56,8 +56,8 @@ class _History(Clocks):
 
         Among several ways to know this, the one that adds fewest to the syncs in `needed` counts.
         """
-        found = self.learned.get((stream, of), {})
-        ways = [way for way, known in found.items() if known >= tick]
+        learned = self.learned.get((stream, of), {})
+        ways = [way for way, known in learned.items() if known >= tick]
         return min(ways, key=lambda way: len(way - needed), default=frozenset())
 
 

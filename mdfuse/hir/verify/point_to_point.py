@@ -51,8 +51,8 @@ def match_transfers(
         CommunicationError: a send or receive has no counterpart, or the two do not fit.
     """
     channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
-    for rank, found in begun.items():
-        for e in found:
+    for rank, events in begun.items():
+        for e in events:
             for peer, size in zip(e.call.sends, e.sends, strict=True):
                 channels[rank, peer].sends.append(_Side(e, size))
             for peer, size in zip(e.call.recvs, e.recvs, strict=True):
@@ -194,8 +194,8 @@ def _differs_elsewhere(programs: Programs, send: Event, recv: Event) -> str | No
 @lru_cache(maxsize=256)
 def _other_axes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> tuple[str, ...]:
     """Return the axes of several ranks along which all these ranks have one coordinate."""
-    here = [c for c in map(mesh.coordinate, ranks) if c is not None]
-    are_one = [len({c[at] for c in here}) == 1 for at in range(mesh.ndim)]
+    coordinates = [c for c in map(mesh.coordinate, ranks) if c is not None]
+    are_one = [len({c[at] for c in coordinates}) == 1 for at in range(mesh.ndim)]
     return tuple(
         a for a, one in zip(mesh.axes, are_one, strict=True) if one and mesh.axis_size(a) > 1
     )

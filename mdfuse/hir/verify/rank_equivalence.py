@@ -10,7 +10,8 @@ same with buffers of the same types.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mdfuse.hir.analysis.normal_form import NormalForm, Numbers
@@ -24,6 +25,30 @@ Ends = tuple[Mapping[DeviceMesh | None, list[str]], Mapping[DeviceMesh | None, l
 
 class _Unlike(Exception):
     """The program of a rank equals that of no other rank."""
+
+
+def representatives(program: HostProgram) -> Iterator[tuple[int, int]]:
+    """Yield the first and last rank of each class of ranks that run the same instructions.
+
+    The ranks of a class are in the same meshes, and first in the same. The first rank of a mesh has
+    the largest parts, the last one the smallest.
+    """
+    meshes = program.meshes
+    if not meshes:
+        yield 0, 0  # a program of numbers alone: any rank represents all
+    elif len(meshes) == 1:
+        yield meshes[0].first, meshes[0].rank_at([n - 1 for n in meshes[0].shape])
+    else:
+        classes: dict[tuple[tuple[int, bool], ...], list[int]] = defaultdict(list)
+        for rank in sorted({r for mesh in meshes for r in _borders(mesh)}):
+            classes[tuple((id(m), rank == m.first) for m in program.meshes_of(rank))].append(rank)
+        yield from ((ranks[0], ranks[-1]) for places, ranks in classes.items() if places)
+
+
+def _borders(mesh: DeviceMesh) -> set[int]:
+    """Return the ranks of a mesh beside which the next rank may be in other meshes."""
+    ends = (mesh.first, mesh.first + mesh.size - 1)
+    return {r + d for r in (ends if mesh.is_consecutive else mesh.ranks) for d in (-1, 0, 1)}
 
 
 def key_of(mine: HostProgram, written: frozenset[str]) -> Hashable:
@@ -60,13 +85,13 @@ def key_near(program: HostProgram, meshes: Sequence[DeviceMesh], ends: Ends) -> 
     code = [program.instructions[n] for n in positions]
     try:
         keys = tuple([writer.instruction(i) for i in code if i.op != "return"])
-        held = [
+        ends_held = [
             tuple([(writer.operand(n), m is None) for m in every for n in by_mesh.get(m, ())])
             for by_mesh in ends
         ]
     except _Unlike:
         return None
-    return keys, *held, tuple(writer.facts)
+    return keys, *ends_held, tuple(writer.facts)
 
 
 @dataclass(slots=True)

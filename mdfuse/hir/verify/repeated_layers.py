@@ -8,11 +8,12 @@
     %x_3 = relu(%h_3)
     return %x_3                                          return %x_2
 
-Layers are runs of instructions that are the same but for names. A name of a layer is its own, one
-of the layer before, an input that this layer alone reads, or the same in all layers, which then
-only read it. So each pair of layers in a row is like the first two: what is ordered, written, freed
-and posted there is so everywhere. What a layer does to what all layers read is behind what the
-first one did to it, and before what comes behind the last one, since layers use the same streams.
+Layers are equal runs of instructions, apart from names. A layer uses names that it binds itself,
+names of the layer before, inputs that it alone reads, and names that all layers read and none
+writes. So any two layers in a row are like the first two: the same accesses are ordered, the same
+buffers written and freed, the same communications posted. Layers use the same streams: an access to
+a name that all layers read is ordered behind those of the first layer, and before those behind the
+last one.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mdfuse.extents.expressions import Calc, Poly, Term, terms
+from mdfuse.extents.expressions import Poly, Term, terms
 from mdfuse.hir.analysis.normal_form import NormalForm, Stretch, stretches
 from mdfuse.hir.forms import check_nesting
 from mdfuse.hir.instructions import TRANSFERS, row_of
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.names import is_value_name
 
-#: Layers of which one is left out: two are kept.
+#: The fewest layers that are shortened: two remain.
 _FEWEST = 3
 
-#: How many lengths of a layer are tried, the most frequent distances first.
+#: How many lengths of a layer are tried.
 _TRIED = 4
 
-#: How many instructions in a row are looked for further on.
+#: How many instructions in a row must be equal for their distance to be tried.
 _WINDOW = 4
 
-#: What stands in a layer alone would be left out with it, or means another thing in each layer.
+#: Instructions that no two layers share: each belongs to one place, or acts on the whole program.
 _NEVER = ("block", "call", "get_stream", "accumulate", "return", "barrier")
 
 
@@ -47,23 +48,23 @@ _WRITING = ("post", "recv")
 
 @dataclass(frozen=True, kw_only=True)
 class Shortened(HostProgram):
-    """A program with two of all layers that are alike.
+    """A program in which two layers stand for all that are like them.
 
     Attributes:
-        layer_of: name -> the layer that makes it, 0 or 1.
+        layer_of: name -> the layer that binds it, 0 or 1.
     """
 
     layer_of: Mapping[str, int]
 
 
 class _Unlike(Exception):
-    """Names stand for different things in two layers."""
+    """Two layers differ in more than names."""
 
 
 def without_repeated(program: HostProgram) -> Shortened | None:
     """Return a program with two of all layers that are alike; None where there are none.
 
-    Whatever is wrong with the one is wrong with the other, but for the names in it.
+    It is right if the program is, and wrong if the program is.
 
     Args:
         program: for all ranks.
@@ -173,16 +174,15 @@ class _Form(NormalForm):
         return self.type_of(name)
 
     def index(self, index: Any) -> Hashable:
-        """Return an index with the depths of loops in the place of their indices."""
-        if isinstance(index, Calc):
-            return index.op, self.index(index.left), self.index(index.right)
-        if any(t.kind == "extent" for t in terms(index)):
+        if isinstance(index, Poly) and any(t.kind in ("index", "extent") for t in terms(index)):
             raise _Unlike
-        if isinstance(index, Term) and index.kind == "index":
-            return "index", self.loops[index.name]
-        if isinstance(index, Poly) and any(t.kind == "index" for t in terms(index)):
+        return NormalForm.index(self, index)
+
+    def term(self, term: Term) -> Hashable:
+        """Return a term with the depth of a loop in the place of its index."""
+        if term.kind == "extent":
             raise _Unlike
-        return index  # type: ignore[no-any-return]
+        return ("index", self.loops[term.name]) if term.kind == "index" else term
 
 
 # -- which layers there are ----------------------------------------------------------------------
@@ -201,22 +201,22 @@ def _longest(codes: Sequence[Hashable]) -> Stretch | None:
 
 @dataclass(slots=True)
 class _Uses:
-    """Where names stand in a program, loop indices left out: positions of its instructions.
+    """The positions at which names other than loop indices are used.
 
     Attributes:
-        made: name -> where it is bound or written first.
-        first: name -> where it stands first.
-        last: name -> where it stands last; the outputs are used behind the end.
+        bound: name -> the position at which it is bound or written first.
+        first: name -> the position of its first use.
+        last: name -> the position of its last use; behind the end for outputs.
     """
 
-    made: dict[str, int] = field(default_factory=dict)
+    bound: dict[str, int] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
 
     def note(self, i: Instruction, at: int) -> None:
         first, last = self.first, self.last
         for name in (*i.outputs, *_written(i)) if i.op in _WRITING else i.outputs:
-            self.made.setdefault(name, at)
+            self.bound.setdefault(name, at)
         for name in i.outputs:
             first.setdefault(name, at)
             last[name] = at
@@ -230,8 +230,8 @@ class _Uses:
             self.note(inner, at)
         if i.op == "for":
             for name in i.outputs:
-                for found in (self.made, self.first, self.last):
-                    found.pop(name, None)
+                for positions in (self.bound, first, last):
+                    positions.pop(name, None)
 
 
 def _written(i: Instruction) -> tuple[str, ...]:
@@ -241,11 +241,11 @@ def _written(i: Instruction) -> tuple[str, ...]:
 
 
 def _uses_of(program: HostProgram) -> _Uses:
-    found = _Uses()
+    uses = _Uses()
     for at, i in enumerate(program.instructions):
-        found.note(i, at)
-    found.last.update(dict.fromkeys(program.outputs, len(program.instructions)))
-    return found
+        uses.note(i, at)
+    uses.last.update(dict.fromkeys(program.outputs, len(program.instructions)))
+    return uses
 
 
 @dataclass(slots=True)
@@ -266,19 +266,19 @@ class _Layers:
         return min(max((at - self.start) // self.period, -1), self.count)
 
     def owner(self, name: str) -> int:
-        """Return the layer that makes a name; -1: it is there before."""
-        at = self.uses.made.get(name)
+        """Return the layer that computes or writes a name first; -1: that is before all layers."""
+        at = self.uses.bound.get(name)
         return self.layer(at) if at is not None else -1
 
     def reader(self, name: str) -> int | None:
-        """Return the layer that alone reads an input; None for what is no such input."""
-        if name in self.uses.made or name not in self.uses.first:
+        """Return the only layer that reads an input; None: several do, or it is no input."""
+        if name in self.uses.bound or name not in self.uses.first:
             return None
         first, last = (self.layer(at[name]) for at in (self.uses.first, self.uses.last))
         return first if first == last else None
 
     def check(self) -> None:
-        """Find what names of a layer are in the next one.
+        """Pair the names of each layer with those of the next one.
 
         Raises:
             _Unlike: a layer is not like the one before.
@@ -289,13 +289,13 @@ class _Layers:
             self.renamed.append(self.compare(n - 1, n))
 
     def check_behind(self) -> None:
-        """Check that what comes behind the layers knows the last one alone."""
+        """Check that instructions behind the layers read names of the last layer alone."""
         end = self.start + self.count * self.period
-        own = range(self.start, end - self.period)
+        earlier = range(self.start, end - self.period)
         last = self.uses.last
-        if any(at in own and last.get(name, -1) >= end for name, at in self.uses.made.items()):
+        if any(at in earlier and last.get(name, -1) >= end for name, at in self.uses.bound.items()):
             raise _Unlike
-        if any(name in self.uses.made for name in self.program.inputs):
+        if any(name in self.uses.bound for name in self.program.inputs):
             raise _Unlike
 
     def names(self, layer: int) -> list[str]:
@@ -303,7 +303,7 @@ class _Layers:
         return [n for form in forms for n in form.names]
 
     def check_once(self) -> None:
-        """Check of a layer what is then so of all."""
+        """Check the second layer for properties that all layers share, since they are alike."""
         second = self.forms[self.period : 2 * self.period]
         if sum(form.sends for form in second):
             raise _Unlike
@@ -320,26 +320,31 @@ class _Layers:
             raise _Unlike  # memory goes from layer to layer, under other names
 
     def compare(self, one: int, other: int) -> dict[str, str]:
-        """Return what names of one layer are in the next one; raise _Unlike where that differs."""
+        """Return name of one layer -> name in the next one; raise _Unlike where no such map is."""
         earlier = self.renamed[-1] if self.renamed else {}
         pairs = dict.fromkeys(zip(self.names(one), self.names(other), strict=True))
-        found = dict([*pairs])
-        if len(found) < len(pairs) or len({*found.values()}) < len(pairs):
+        renamed = dict([*pairs])
+        if len(renamed) < len(pairs) or len({*renamed.values()}) < len(pairs):
             raise _Unlike
         for x, y in pairs:
             if not self.is_same(x, y, one, other, earlier):
                 raise _Unlike
-        return found
+        return renamed
 
     def is_same(self, x: str, y: str, one: int, other: int, earlier: dict[str, str]) -> bool:
-        """Return whether a name is to one layer what another name is to the next layer."""
-        of, to = self.owner(x), self.owner(y)
+        """Return whether name x has the role in layer `one` that y has in layer `other`.
+
+        Roles: the same name, bound before all layers; a name of the layer; a name of the layer
+        before, in whose place the first layer reads a name from before all layers; an input that
+        the layer alone reads.
+        """
+        owners = self.owner(x), self.owner(y)
         if x == y:
-            return of < 0
-        if (of, to) == (one, other):
+            return owners[0] < 0
+        if owners == (one, other):
             return is_value_name(y)
-        if to == one:  # of the layer before; the first one reads what was there before
-            return of < 0 if one == 0 else earlier.get(x) == y
+        if owners[1] == one:
+            return owners[0] < 0 if one == 0 else earlier.get(x) == y
         types = self.program.types
         return (self.reader(x), self.reader(y)) == (one, other) and types[x] == types[y]
 
@@ -359,15 +364,15 @@ class _Layers:
             outputs=tuple(new.get(n, n) for n in program.outputs),
             instructions=tuple(code),
             aliases=program.aliases,
-            layer_of={n: layer for n in self.uses.made if (layer := self.owner(n)) in (0, 1)},
+            layer_of={n: layer for n in self.uses.bound if (layer := self.owner(n)) in (0, 1)},
         )
 
     def last_as_second(self) -> dict[str, str]:
-        """Return names of the last layer -> what they are in the second one."""
-        found = {n: n for n in self.names(1) if self.owner(n) == 1}
+        """Return name of the last layer -> its name in the second one."""
+        names = {n: n for n in self.names(1) if self.owner(n) == 1}
         for step in self.renamed[1:]:
-            found = {x: step[y] for x, y in found.items()}
-        return {y: x for x, y in found.items()}
+            names = {x: step[y] for x, y in names.items()}
+        return {y: x for x, y in names.items()}
 
 
 def _with_names(i: Instruction, new: dict[str, str]) -> Instruction:

@@ -48,10 +48,10 @@ def check_alike(programs: Mapping[int, HostProgram]) -> None:
     done: set[tuple[int, int, str]] = set()
     for rank, program in programs.items():
         for mesh in program.meshes:
-            here = mesh.coordinate(rank)
-            for at, axis in enumerate(mesh.axes if here is not None else ()):
-                assert here is not None
-                first = mesh.rank_at((*here[:at], 0, *here[at + 1 :]))
+            coordinate = mesh.coordinate(rank)
+            for at, axis in enumerate(mesh.axes if coordinate is not None else ()):
+                assert coordinate is not None
+                first = mesh.rank_at((*coordinate[:at], 0, *coordinate[at + 1 :]))
                 pair = id(ways[first]) if first in ways else 0, id(ways[rank]), axis
                 if first in programs and pair[0] != pair[1] and pair not in done:
                     done.add(pair)
@@ -61,32 +61,32 @@ def check_alike(programs: Mapping[int, HostProgram]) -> None:
 
 def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, _Made]:
     """Return how each rank makes each name: one object for all ranks whose programs are equal."""
-    found: dict[object, _Made] = {}
+    by_program: dict[object, _Made] = {}
     result = {}
     for rank, program in programs.items():
         key = program.instructions, tuple(program.types.items())
-        if key not in found:
-            found[key] = _ways(program)
-        result[rank] = found[key]
+        if key not in by_program:
+            by_program[key] = _ways(program)
+        result[rank] = by_program[key]
     return result
 
 
 def _ways(program: HostProgram) -> _Made:
     """Return how a program makes each name."""
-    made, slices = _Made(), dict[str, str]()
+    ways, slices = _Made(), dict[str, str]()
     numbers: dict[str, Way] = {}  # name of a number -> how it is computed
     for i in program.instructions:
         for inner in i.body if i.op == "launch" else (i,):
             for name in _makes(inner):
                 way = _way(program, inner, numbers)
-                made.ways[name].append((way, inner))
+                ways.ways[name].append((way, inner))
                 if name in slices:
-                    made.chunks[slices[name]][_chunk(program, name)] = inner
+                    ways.chunks[slices[name]][_chunk(program, name)] = inner
                 elif inner.op == "chunk":
                     slices[name] = inner.reads[0]
                 if name in program.types and program.types[name].layout is None:
                     numbers[name] = way
-    return made
+    return ways
 
 
 def _chunk(program: HostProgram, name: str) -> object:
@@ -138,17 +138,17 @@ def _without_chunk(kind: BufferType) -> BufferType:
     return replace(kind, layout=layout.with_stream(None) if layout is not None else None)
 
 
-def _compare(a: HostProgram, made: _Made, b: HostProgram, others: _Made, axis: str) -> None:
+def _compare(a: HostProgram, ways: _Made, b: HostProgram, others: _Made, axis: str) -> None:
     """Raise CommunicationError where two ranks differ in how they make what is the same on both."""
-    for name in dict.fromkeys((*made.ways, *others.ways, *made.chunks, *others.chunks)):
+    for name in dict.fromkeys((*ways.ways, *others.ways, *ways.chunks, *others.chunks)):
         kind = a.types.get(name)
         if kind is None or b.types.get(name) != kind or not _is_same_along(kind, axis, a, b):
             continue
-        mine, theirs = made.ways.get(name, ()), others.ways.get(name, ())
-        parts, rest = made.chunks.get(name, {}), others.chunks.get(name, {})
-        if parts.keys() != rest.keys():
+        mine, theirs = ways.ways.get(name, ()), others.ways.get(name, ())
+        parts, other_parts = ways.chunks.get(name, {}), others.chunks.get(name, {})
+        if parts.keys() != other_parts.keys():
             mine = [((), i) for i in parts.values()]
-            raise _differently(a, mine, b, [((), i) for i in rest.values()], name, axis)
+            raise _differently(a, mine, b, [((), i) for i in other_parts.values()], name, axis)
         at = _first_difference(mine, theirs)
         if at is not None:
             raise _differently(a, mine[at:], b, theirs[at:], name, axis)

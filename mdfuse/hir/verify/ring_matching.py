@@ -83,11 +83,11 @@ def turns(program: HostProgram) -> bool:
     meshes = {k.mesh for k in layouts if k is not None}
     pairs: Counter[tuple[DeviceMesh, DeviceMesh]] = Counter()
     if len(meshes) > 1:
-        here: dict[int, list[DeviceMesh]] = defaultdict(list)
+        meshes_at: dict[int, list[DeviceMesh]] = defaultdict(list)
         for mesh in meshes:
             for rank in mesh.ranks:
-                pairs.update((mesh, other) for other in here[rank])
-                here[rank].append(mesh)
+                pairs.update((mesh, other) for other in meshes_at[rank])
+                meshes_at[rank].append(mesh)
     is_far = all(k is not None and _is_far(i, k) for i, k in zip(every, layouts, strict=True))
     return is_far and all(n < 2 for n in pairs.values())
 
@@ -150,13 +150,13 @@ def _is_plain(program: HostProgram) -> bool:
     posts = [i for i in program.walk() if i.op in POSTS]
     if len({i.outputs[0] for i in posts}) < len(posts):
         return False
-    found = [program.types[program.root(n)].layout for i in posts for n in i.reads]
+    layouts = [program.types[program.root(n)].layout for i in posts for n in i.reads]
     for i in posts:
         if i.comm is not None:
             if i.comm.kind in POINT_TO_POINT:
                 return False
-            found += [i.comm.source, i.comm.destination]
-    return all(k is None or chunk_of(k) is None or _chunk(k) is not None for k in found)
+            layouts += [i.comm.source, i.comm.destination]
+    return all(k is None or chunk_of(k) is None or _chunk(k) is not None for k in layouts)
 
 
 def _meet(send: _Site, recv: _Site, is_sent_first: bool) -> bool:
@@ -183,12 +183,12 @@ def _peer(peer: Index, size: int, coordinate: Term) -> Linear | None:
     is_there = peer == coordinate or (
         isinstance(peer, Calc) and peer.op == "mod" and peer.right == size
     )
-    found = linear(peer, size) if is_there else None
-    if found is None or any(t != coordinate and t.kind != "index" for t, _ in found.factors):
+    position = linear(peer, size) if is_there else None
+    if position is None or any(t != coordinate and t.kind != "index" for t, _ in position.factors):
         return None
-    if found.factor(coordinate) != 1 % size:
+    if position.factor(coordinate) != 1 % size:
         return None
-    return found.plus(made({coordinate: 1}, 0, size), -1)
+    return position.plus(made({coordinate: 1}, 0, size), -1)
 
 
 # -- what is sent and received -------------------------------------------------------------------
@@ -234,8 +234,8 @@ def _names(site: _Site, parts: list[list[_Part]]) -> bool:
     """Return whether ranks along the axis have different parts, each one of its own."""
     mesh, axis = site.place
     size, coordinate = mesh.axis_size(axis), Term("coord", axis)
-    found = (p for dim in parts for p in dim)
-    return any(count == size and p.factor(coordinate) in (1, size - 1) for count, p in found)
+    numbers = (p for dim in parts for p in dim)
+    return any(count == size and p.factor(coordinate) in (1, size - 1) for count, p in numbers)
 
 
 def _parts(site: _Site) -> list[list[_Part]] | None:
@@ -271,10 +271,10 @@ def _chunk(layout: Layout) -> Linear | None:
         is_there = index.op == "mod" and index.right == count
     else:
         is_there = index is not None and 0 <= index < count
-    found = linear(index, count) if is_there and index is not None else None
-    if found is None or any(not _is_of_mesh(t, layout.mesh) for t, _ in found.factors):
+    number = linear(index, count) if is_there and index is not None else None
+    if number is None or any(not _is_of_mesh(t, layout.mesh) for t, _ in number.factors):
         return None
-    return found
+    return number
 
 
 def _is_of_mesh(term: Term, mesh: DeviceMesh) -> bool:
@@ -288,12 +288,12 @@ def _of_sender(recv: _Site, parts: list[list[_Part]], to: Linear) -> list[list[_
     if size == 1:
         return parts
     there = made({coordinate: 1}, 0, size).plus(to)
-    found = []
+    shifted = []
     for dim in parts:
         if any(p.factor(coordinate) and p.modulus != size for _, p in dim):
             return None
-        found.append([(n, p.with_term(coordinate, there)) for n, p in dim])
-    return found
+        shifted.append([(n, p.with_term(coordinate, there)) for n, p in dim])
+    return shifted
 
 
 def _are_even(

@@ -54,12 +54,12 @@ class Space:
 
     def own(self, axes: Iterable[str], rank: int) -> int:
         """Return the places of a rank along some axes, all of them along others."""
-        found = self.full
+        places = self.full
         for axis in axes:
             if axis in self.axes:
                 at = self.place(axis, rank)
-                found &= self.lanes(axis, at, at + 1)
-        return found
+                places &= self.lanes(axis, at, at + 1)
+        return places
 
     def usual(self, layout: Layout, rank: int) -> int:
         """Return the terms that a rank holds by a layout: its own, and all along other axes."""
@@ -82,17 +82,17 @@ class Space:
 
     def swept(self, held: int, axis: str, far: int, step: int, count: int) -> int:
         """Return places that are `far`, `far + step`, … on along an axis, so many times."""
-        n, found = self.size(axis), held
+        n, places = self.size(axis), held
         if step % n in (1, n - 1):  # places side by side: twice as many in each step
             sign, done = (1 if step % n == 1 else -1), 1
             while done < count:
-                more = min(done, count - done)
-                found |= self.turned(found, axis, sign * more)
-                done += more
+                doubled = min(done, count - done)
+                places |= self.turned(places, axis, sign * doubled)
+                done += doubled
         else:
             for k in range(1, count):
-                found |= self.turned(held, axis, step * k)
-        return self.turned(found, axis, far)
+                places |= self.turned(held, axis, step * k)
+        return self.turned(places, axis, far)
 
     def filled(self, held: int, axis: str) -> int:
         """Return all places along an axis of which one is held."""
@@ -107,15 +107,15 @@ class Space:
         """Return the first ranks at some places, which are where a rank is along other axes."""
         coordinate = self.mesh.coordinate(rank)
         assert coordinate is not None
-        found: list[int] = []
-        while held and len(found) <= _NAMED:
+        ranks: list[int] = []
+        while held and len(ranks) <= _NAMED:
             place = (held & -held).bit_length() - 1
             held &= held - 1
             there = list(coordinate)
             for axis, n in zip(reversed(self.axes), reversed(self.sizes), strict=True):
                 place, there[self.mesh.axis_index(axis)] = divmod(place, n)
-            found.append(self.mesh.rank_at(there))
-        return found
+            ranks.append(self.mesh.rank_at(there))
+        return ranks
 
 
 @lru_cache(maxsize=1024)

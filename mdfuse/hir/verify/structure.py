@@ -58,12 +58,12 @@ def _check_block(program: HostProgram, block: tuple[Instruction, ...], known: se
             kind = types.get(name)
             if name not in known or (kind is not None and kind.layout is not None):
                 raise _no_index(program, i, name)
-        made = {*(map(root, i.outputs) if program.aliases else i.outputs)} - known
-        known |= made
+        bound = {*(map(root, i.outputs) if program.aliases else i.outputs)} - known
+        known |= bound
         for inner in (i.body, i.orelse):
             _check_block(program, inner, known)
         if i.op in ("for", "block"):
-            known -= made
+            known -= bound
 
 
 def _undefined(program: HostProgram, i: Instruction, name: str) -> ProgramError:
@@ -256,7 +256,7 @@ class _Structure:
 
     def launch(self, i: Instruction) -> None:
         """Check that a unit reads only its inputs and what it defines, and defines its outputs."""
-        known, made = set(i.inputs), {n for j in i.body for n in j.outputs}
+        known, results = set(i.inputs), {n for j in i.body for n in j.outputs}
         for inner in i.body:
             if not is_local(inner):
                 raise wrong(
@@ -273,7 +273,7 @@ class _Structure:
             known.update(inner.outputs)
             self.check_writes(inner, inner.outputs)
         for name in i.outputs:
-            if name not in made:
+            if name not in results:
                 raise wrong(
                     self.program,
                     i,

@@ -97,7 +97,7 @@ class Network:
             receivers, senders = sorted(m[0] for m in moves), sorted(m[1] for m in moves)
             if receivers != senders:
                 _, _, i, program = moves[0]
-                raise refusals.not_moved(program, i.reads[0], i)
+                raise refusals.NOT_MOVED(program, i, name=i.reads[0])
 
 
 @dataclass
@@ -213,7 +213,7 @@ class Ledger(Held):
             return None
         if layout.mesh != sent.layout.mesh:
             if sent.layout.partial_axes and not (layout.partial_axes or layout.varying_axes):
-                raise refusals.other_mesh(self.program, i, str(sent.layout), str(layout))
+                raise refusals.OTHER_MESH(self.program, i, sent=sent.layout, received=layout)
             return None
         held = sent.terms.held if sent.terms else space.usual(sent.layout, sent.rank)
         is_spread = isinstance(channel, Hop) and channel.turns > 1
@@ -240,7 +240,7 @@ class Ledger(Held):
                 held = space.filled(held, axis)
             elif isinstance(q, Partial) and isinstance(p, Partial):
                 if p.op != q.op:
-                    raise refusals.other_terms(self.program, i, str(p), str(q))
+                    raise refusals.OTHER_TERMS(self.program, i, sent=p, received=q)
                 if sent.terms is None and self.stays_partial(i, sent):
                     held = space.put(held, axis, self.rank)
                 ops.add(q.op)
@@ -255,7 +255,8 @@ class Ledger(Held):
         if not ops or (held == self.usual(layout) and not is_spread):
             return None
         if len(ops) > 1:
-            raise refusals.other_terms(self.program, i, *(f"P({op})" for op in sorted(ops)[:2]))
+            one, other, *_ = (f"P({op})" for op in sorted(ops))
+            raise refusals.OTHER_TERMS(self.program, i, sent=one, received=other)
         is_spread = is_spread and held != self.usual(sent.layout)
         return Terms(ops.pop(), held, is_spread)
 

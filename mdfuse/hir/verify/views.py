@@ -177,15 +177,15 @@ def pieces_of(
         used: the name of each buffer, its view, and whether it is written.
         count: of the pieces; None where it arrives at once.
     """
-    found: dict[int | None, list[tuple[View, Access]]] = {}
+    pieces: dict[int | None, list[tuple[View, Access]]] = {}
     for n in (None,) if count is None else range(count):
-        found[n] = []
+        pieces[n] = []
         for name, view, is_write in used:
             part = view if count is None else _rows(program, name, view, count, n or 0)
             access = Access(PENDING, 0, part.region, is_write, i)
             part.storage.accesses.append(access)
-            found[n].append((part, access))
-    return found
+            pieces[n].append((part, access))
+    return pieces
 
 
 def _rows(program: HostProgram, name: str, view: View, count: int, n: int) -> View:
