@@ -1,7 +1,7 @@
 """Keys of a host unit's computation, within this process and as names in all processes.
 
 A key is a nested tuple of plain values. Functions stand in it with their code and their bound
-values, so that units of equal layers, whose functions were made apart, have equal keys.
+values, so that units of equal layers, whose functions are different objects, have equal keys.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _value(x: Any, number: Callable[[int], int]) -> Hashable:
 
 
 def _is_known(x: Any) -> bool:
-    """Tell whether a function of C has a name that says which it is."""
-    of = getattr(x, "__self__", None)  # of a method that is bound: whose
+    """Return whether the name of a function of C identifies it."""
+    of = getattr(x, "__self__", None)  # the object of a bound method
     return (of is None or isinstance(of, type | types.ModuleType)) and bool(_module_of(x))
 
 

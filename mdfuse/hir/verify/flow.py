@@ -50,7 +50,7 @@ class Flow:
     Args:
         program: straight-line, with the rank that runs it.
         updated: inputs that an alias writes into.
-        has_frees: the program frees what it binds: nothing may be left.
+        has_frees: the program must free each buffer that it binds.
     """
 
     program: HostProgram
@@ -62,13 +62,13 @@ class Flow:
     numbers: set[str] = field(default_factory=set)
     freed: dict[str, Instruction] = field(default_factory=dict)
     posted: dict[str, OpenPost] = field(default_factory=dict)
-    #: names of buffers that posts under way use, and of their memory -> how many do
+    #: name of a buffer, or of its memory -> how many posts under way use it
     busy: Counter[str] = field(default_factory=Counter)
     waited: dict[str, Instruction] = field(default_factory=dict)
     #: values of get_stream -> the stream
     streams: dict[str, int] = field(default_factory=dict)
     clocks: Clocks = field(default_factory=Clocks)
-    #: which terms of sums buffers hold; None where ranks send none, or it is not known
+    #: the terms of sums in buffers; None where ranks send none, or another walk follows them
     terms: Ledger | None = None
 
     @property
@@ -224,16 +224,16 @@ class Flow:
             self.write(output, i)
 
     def compute_terms(self, i: Instruction, terms: Ledger) -> None:
-        """Follow a local op, and which terms of a sum its results hold."""
+        """Follow a local op, and the terms of sums in its results."""
         views = {x: view for x in i.reads if (view := self.read(x, i)) is not None}
-        held = terms.made(i, views)
+        held = terms.computed(i, views)
         for output in i.outputs:
             self.write(output, i)
             if output in self.bound:
                 terms.note(output, self.bound[output], held)
 
     def accumulate(self, i: Instruction) -> None:
-        """Follow what adds the part of a chunk to those that are there; each comes once."""
+        """Follow the addition of a chunk's part to a sum, to which each part is added once."""
         (part,), (output,) = i.reads, i.outputs
         source = self.read(part, i)
         held = self.terms.held(part, source, i) if self.terms and source is not None else None

@@ -68,10 +68,10 @@ def is_alike(a: Layout, b: Layout, ndim: int) -> bool:
 
 
 def is_one_chunk(a: Layout, b: Layout) -> bool:
-    """Return whether two buffers are the same chunk of their part, or no chunk at all.
+    """Return whether two buffers are the same chunk of their part, or both whole.
 
-    Indices that are written differently are compared later, where their numbers are known; those
-    that depend on the rank have to be written alike, so that they are the same on all ranks.
+    Two different index expressions may be equal: they are compared again when loops are written
+    out. Expressions that depend on the rank must be equal, so that all ranks agree.
     """
     p, q = chunk_of(a), chunk_of(b)
     if p is None or q is None:
@@ -201,7 +201,7 @@ class _Row:
             self.check_chunks(label, chunk)
 
     def is_of_units(self, chunk: Stream, label: int | None, declared: Layout) -> bool:
-        """Whether a chunk of a reshape's operand is one of a dim that no label says."""
+        """Return whether a chunk of a reshape's operand is along a dim without a label."""
         wanted = chunk_of(declared)
         to, *_ = self.units.get(chunk.dim, (None,))
         return to is not None and (label is None or (wanted is not None and wanted.dim == to))
@@ -395,7 +395,7 @@ def _known_result(
     numbers: frozenset[str],
     absent: tuple[bool, ...],
 ) -> Layout | str:
-    """Return the layout, or why there is none: the same for all extents with these labels."""
+    """Return the layout, or the contradiction; it depends on labels alone, not on extents."""
     labels = DimMap(operands=key[0], results=(key[1],), reduces=dict(key[2]))
     try:
         return _result(fn, labels, layouts, declared, numbers, absent)
@@ -441,7 +441,7 @@ def _on(mesh: DeviceMesh, layout: Layout, at: int) -> Layout:
 
 
 def is_shown(made: Layout, declared: Layout, ndim: int) -> bool:
-    """Return whether a value with layout `made` may be declared so: as it is, or as varying."""
+    """Return whether a value of layout `made` may be declared with a layout, or as varying."""
     if is_alike(made, declared, ndim):
         return True
     if made.mesh != declared.mesh:
@@ -460,8 +460,8 @@ def is_shown(made: Layout, declared: Layout, ndim: int) -> bool:
 def may_be_said(before: Layout, after: Layout) -> bool:
     """Return whether a `set` may give a value this layout on the author's word.
 
-    Along an axis it begins to vary, or no longer does; a chunk becomes a value of its own, and such
-    a value a chunk. Along the other axes it stays what it is. Local shapes are not looked at.
+    The value may begin or cease to vary along an axis; a chunk may become a value of its own, and
+    such a value a chunk. Placements along other axes stay. Local shapes are not compared.
     """
     chunks = chunk_of(before), chunk_of(after)
     if any(c is not None and c.op is not None for c in chunks):

@@ -29,9 +29,8 @@ Where a condition is not sure, there is no summary, and all iterations are writt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from itertools import pairwise
 
 from mdfuse.communication import Communication
@@ -40,6 +39,7 @@ from mdfuse.extents.expressions import Calc, Term, resolve, terms
 from mdfuse.extents.linear import Linear, linear
 from mdfuse.hir.analysis.dataflow import shared_operand, storage
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
+from mdfuse.hir.once import once
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.rank.unroll import LIMIT, Turn, Unrolled
 from mdfuse.hir.rank.unrolled import WAITS
@@ -61,7 +61,7 @@ def folded(program: HostProgram) -> FoldedProgram | None:
 
     It is None, too, where writing it out is an error, which is then raised without a summary.
     """
-    writer = _Folded(program, memory=Memory(program))
+    writer = _Folded(program)
     try:
         summary = writer.write()
         for _, run in WAITS:
@@ -85,27 +85,11 @@ class FoldedProgram(HostProgram):
     repeated: frozenset[int]
 
 
-@dataclass
-class Memory:
-    """The names of a program that stand for the same memory, computed on demand."""
-
-    program: HostProgram
-
-    @cached_property
-    def shared(self) -> dict[str, str]:
-        """Name -> the name whose memory it may share."""
-        return storage(self.program)
-
-    @cached_property
-    def ambiguous(self) -> frozenset[str]:
-        """Names that may stand for other memory than `shared` says."""
-        return _ambiguous(self.program, self.shared)
-
-
-def _ambiguous(program: HostProgram, shared: Mapping[str, str]) -> frozenset[str]:
+@once
+def _ambiguous(program: HostProgram) -> frozenset[str]:
     """Return the names that several views may bind to different memory, and views of such names."""
-    views = [*_views(program)]
-    names = {n for n, of in views if shared.get(n, n) != shared.get(of, of)}
+    views, memories = [*_views(program)], storage(program)
+    names = {n for n, of in views if memories.get(n, n) != memories.get(of, of)}
     added = names
     while added:
         added = {n for n, of in views if of in added} - names
@@ -136,7 +120,6 @@ def _views(program: HostProgram) -> Iterator[tuple[str, str]]:
 
 @dataclass
 class _Folded(Unrolled):
-    memory: Memory = field(kw_only=True)
     #: how many instructions were left out
     saved: int = 0
     #: those that represent several iterations
@@ -149,7 +132,7 @@ class _Folded(Unrolled):
     _which: dict[Layout, Linear | None] = field(default_factory=dict)
 
     def loop(self, i: Instruction) -> None:
-        """Write out a loop; one that only switches streams does the same wherever it stands."""
+        """Write out a loop; equal loops that only switch streams are written out once."""
         if self.env or not self.only_switches(i):
             super().loop(i)
             return
@@ -164,7 +147,7 @@ class _Folded(Unrolled):
         self.switches[key] = self.code[before:]
 
     def only_switches(self, loop: Instruction) -> bool:
-        """Return whether a short loop has nothing but streams in it, which are all of one name."""
+        """Return whether a short loop switches streams alone, to the same ones everywhere."""
         if any(j.op not in ("set_stream", "sync") or j.indices for j in loop.body):
             return False
         bounds = [v for _, v in loop.attrs]
@@ -183,17 +166,19 @@ class _Folded(Unrolled):
         return runs
 
     def part(self, loop: Instruction, part: tuple[Instruction, ...], turn: Turn) -> None:
+        """Write out a part, and note the instructions that represent several; Lemma 3."""
         before = len(self.code)
         if len(turn.numbers) > 1:
             self.last = loop.outputs[0], turn.numbers[-1]
         super().part(loop, part, turn)
         if self.last is not None:
-            self.code[before:] = [replace(i) for i in self.code[before:]]  # told by identity
+            self.code[before:] = [replace(i) for i in self.code[before:]]  # new ids
             self.repeated += self.code[before:]
         self.last = None
         self.saved += (len(turn.numbers) - 1) * (len(self.code) - before)
 
     def here(self, kind: BufferType) -> BufferType:
+        """Return a type with all chunks of a run; Lemma 5."""
         at_first, layout = super().here(kind), kind.layout
         if self.last is None or kind is at_first or layout is None or layout.stream is None:
             return at_first
@@ -229,6 +214,7 @@ class _Folded(Unrolled):
         return spanned
 
     def posted(self, comm: Communication) -> Communication:
+        """Return a communication of all chunks of a run; Lemma 5."""
         first = super().posted(comm)
         if self.last is None or first == comm:
             return first
@@ -239,6 +225,7 @@ class _Folded(Unrolled):
         return replace(first, source=source, destination=destination)
 
     def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
+        """Return a type; that of a part of a sum has the chunk lengths of the operands. Lemma 4."""
         at_first = super().at(name, kind, i)
         if at_first is kind or self.last is None:
             return at_first
@@ -255,6 +242,7 @@ class _Folded(Unrolled):
         return replace(at_first, layout=at_first.layout.with_stream(stream))
 
     def renamed(self, i: Instruction) -> Instruction:
+        """Add to an instruction the parts of sums, or the peers, of all iterations; Lemma 4."""
         new = super().renamed(i)
         if i.op in TRANSFERS and self.last is not None:
             return new.changed(attrs=(*new.attrs, ("turns", self.turned(i))))
@@ -362,10 +350,10 @@ class _Folded(Unrolled):
         of, made_of = (self.program.root(n) for n in (i.reads[0], i.outputs[0]))
         which, types = found.get(made_of), self.program.types
         if of not in found:
-            memory = self.memory.shared.get(of, of)
+            memory = storage(self.program).get(of, of)
             if which is None or not is_slice:
                 return  # it shows all of the buffer, whatever the iteration
-            is_known = i.op == "chunk" and of not in self.memory.ambiguous
+            is_known = i.op == "chunk" and of not in _ambiguous(self.program)
             if not is_known or cut.setdefault(memory, which) != which:
                 raise _Unfit
             return

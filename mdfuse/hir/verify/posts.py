@@ -1,4 +1,4 @@
-"""What each kind of communication makes of a layout, and which buffers it reads and writes.
+"""Layouts before and after each kind of communication, and the buffers that it reads and writes.
 
     post allreduce[sum](%p) -> %y f32[4] (x=P(sum)) => (x=R) axis=x
 
@@ -28,7 +28,7 @@ Problem = str | None
 
 @lru_cache(maxsize=4096)
 def transition_problem(comm: Communication) -> Problem:
-    """Return why a communication does not make its destination of its source; None: it does."""
+    """Return why a communication does not turn its source into its destination; None: it does."""
     ndim = len(comm.shape)
     for layout in (comm.source, comm.destination):
         if any(not -ndim <= d < ndim for d, _ in layout.splits):
@@ -105,7 +105,7 @@ def _result_problem(comm: Communication, made: Layout) -> Problem:
 
 
 def _chunked_dim_problem(comm: Communication) -> Problem:
-    """Return why a dim whose parts change hands is taken in chunks; None where it is not."""
+    """Return why a dim that is exchanged may not be in chunks; None where it is not."""
     chunk = chunk_of(comm.source)
     if chunk is not None and chunk.dim % len(comm.shape) in (comm.dim, comm.to_dim):
         return f"chunks of the parts of dim {chunk.dim} are no chunk of the whole"

@@ -1,4 +1,4 @@
-"""Products of a rank's own parts that are added to what it has: which are right, and where."""
+"""Products of parts that each rank adds to a buffer: their types, and their place in a sum."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def own_problem(whole: BufferType, term: BufferType, rank: int | None) -> str | 
 
 
 def _is_known(kind: BufferType) -> bool:
-    """Tell whether it is known which chunk a buffer is; in a loop it is not, until written out."""
+    """Return whether the number of a buffer's chunk is known; in a loop it is not."""
     stream = kind.layout.stream if kind.layout is not None else None
     return stream is None or all(t.kind in ("rank", "coord") for t in terms(stream.index))
 

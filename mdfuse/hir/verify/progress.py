@@ -26,10 +26,10 @@ _Order = Callable[[dict[_Node, set[_Node]], HostProgram, int, _Posted], None]
 def check_progress(programs: Programs, meetings: list[Meeting]) -> None:
     """Raise CommunicationError where communications wait for each other in a cycle.
 
-    A communication is done once all its ranks have posted it, and a rank posts only after the waits
-    before that post. Sends and receives of one group go on at once, one outside of groups alone:
-    those before are over, and those behind begin once these are. These relations make a graph over
-    communications and points of programs, which must have no cycle.
+    A communication ends after all its ranks have posted it, and a rank posts only after its earlier
+    waits. Sends and receives of one group proceed together; a transfer outside of groups proceeds
+    alone. A group begins after the one before has ended. These relations are the edges of a graph
+    over communications and points of programs, which must have no cycle.
 
     Args:
         programs: straight-line, by rank.
@@ -41,7 +41,7 @@ def check_progress(programs: Programs, meetings: list[Meeting]) -> None:
             posted[e.rank, e.at].append(n)
     cycle = _cycle(programs, posted, _order_rank, _order_transfers)
     if cycle:
-        cycle = _cycle(programs, posted, _order_rank) or cycle  # the reason that lies nearer
+        cycle = _cycle(programs, posted, _order_rank) or cycle  # the plainer reason
         raise _deadlock(programs, meetings, cycle)
 
 
@@ -90,8 +90,8 @@ def _order_transfers(
 ) -> None:
     """Add the edges of a rank's sends and receives with others."""
     is_grouped = False
-    over: list[int] = []  # those of the last group, or the last one outside of groups
-    at_once: list[int] = []  # those of this group up to here
+    over: list[int] = []  # the transfers of the last group, or the last one outside of groups
+    at_once: list[int] = []  # the transfers of this group so far
     for at, i in enumerate(program.instructions):
         if i.op in ("group_start", "group_end"):
             is_grouped = i.op == "group_start"

@@ -1,4 +1,4 @@
-"""Check across ranks that values which are the same along an axis are made in the same way there.
+"""Check across ranks that values which are equal along an axis are computed in the same way there.
 
 rank 0   %y: f32[4] (x=R) = mul(%x, 2.0)        ProgramError: %y is the same on the ranks along
 rank 1   %y: f32[4] (x=R) = mul(%x, 3.0)   ->   x, by its type; rank 0 and rank 1 make it in
@@ -19,15 +19,15 @@ from mdfuse.layouts.layout import Layout, Replicate
 
 #: Attributes that follow from the part that a rank has.
 _OF_THE_PART = ("count", "identity", "part", "box", "shape", "ends")
-#: Instructions that make no value; `point_to_point` compares what is sent and received.
+#: Instructions that compute no value; `point_to_point` compares messages.
 _SILENT = ("alloc", "free", "wait", "barrier", "send", "group_start", "group_end", "return")
 
-#: What an instruction does to a name: an op, its numbers, the types of what it reads.
+#: How an instruction computes a name: op, numbers, types of its operands.
 Way = tuple[object, ...]
 
 
 @dataclass(slots=True, eq=False)
-class _Made:
+class _Computed:
     """The ways in which a program makes each name, and the chunks in which it writes a buffer."""
 
     ways: dict[str, list[tuple[Way, Instruction]]] = field(
@@ -37,7 +37,7 @@ class _Made:
 
 
 def check_alike(programs: Mapping[int, HostProgram]) -> None:
-    """Raise CommunicationError where ranks that are to hold the same value make it differently.
+    """Raise CommunicationError where ranks compute one value in different ways.
 
     Each rank is compared with the first one of its team along each axis.
 
@@ -59,9 +59,9 @@ def check_alike(programs: Mapping[int, HostProgram]) -> None:
                     _compare(programs[first], ways[first], program, ways[rank], axis)
 
 
-def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, _Made]:
+def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, _Computed]:
     """Return how each rank makes each name: one object for all ranks whose programs are equal."""
-    by_program: dict[object, _Made] = {}
+    by_program: dict[object, _Computed] = {}
     result = {}
     for rank, program in programs.items():
         key = program.instructions, tuple(program.types.items())
@@ -71,9 +71,9 @@ def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, _Made]:
     return result
 
 
-def _ways(program: HostProgram) -> _Made:
+def _ways(program: HostProgram) -> _Computed:
     """Return how a program makes each name."""
-    ways, slices = _Made(), dict[str, str]()
+    ways, slices = _Computed(), dict[str, str]()
     numbers: dict[str, Way] = {}  # name of a number -> how it is computed
     for i in program.instructions:
         for inner in i.body if i.op == "launch" else (i,):
@@ -107,7 +107,7 @@ def _makes(i: Instruction) -> Iterator[str]:
 
 
 def _way(program: HostProgram, i: Instruction, numbers: Mapping[str, Way]) -> Way:
-    """Return what an instruction does to its result, whatever part the rank has."""
+    """Return the computation of an instruction, without attributes of the rank's part."""
     if i.op == "post":
         return i.op, i.comm, i.inputs[0]
     if i.op == "recv":
@@ -138,8 +138,8 @@ def _without_chunk(kind: BufferType) -> BufferType:
     return replace(kind, layout=layout.with_stream(None) if layout is not None else None)
 
 
-def _compare(a: HostProgram, ways: _Made, b: HostProgram, others: _Made, axis: str) -> None:
-    """Raise CommunicationError where two ranks differ in how they make what is the same on both."""
+def _compare(a: HostProgram, ways: _Computed, b: HostProgram, others: _Computed, axis: str) -> None:
+    """Raise CommunicationError where two ranks compute a value differently that both must have."""
     for name in dict.fromkeys((*ways.ways, *others.ways, *ways.chunks, *others.chunks)):
         kind = a.types.get(name)
         if kind is None or b.types.get(name) != kind or not _is_same_along(kind, axis, a, b):
@@ -174,7 +174,7 @@ def _first_difference(
 
 
 def _is_one_post(p: Way, q: Way) -> bool:
-    """Return whether both are one post, for which only one of the ranks has something to send."""
+    """Return whether both are one post, in which only one of the ranks sends."""
     return p[0] == q[0] == "post" and p[1] == q[1] and None in (p[2], q[2])
 
 

@@ -1,4 +1,4 @@
-"""How many elements a communication reads and writes on one rank, as backends count them."""
+"""The elements that a communication reads and writes on one rank, as backends count them."""
 
 from __future__ import annotations
 

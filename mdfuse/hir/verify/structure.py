@@ -1,4 +1,4 @@
-"""Check what the text of a host program alone shows: aliases, blocks, units, groups, handles."""
+"""Check a host program without following it: aliases, blocks, units, groups, handles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mdfuse.layouts.kinds import IN_PIECES
 
 
 def check_structure(program: HostProgram, allocates_once: bool = True) -> None:
-    """Raise ProgramError for a fault that the instructions show, whatever rank runs them.
+    """Raise ProgramError for a fault in the structure of a program.
 
     Args:
         program: for all ranks, or for one.
@@ -31,10 +31,10 @@ def check_structure(program: HostProgram, allocates_once: bool = True) -> None:
 
 
 def check_defined(program: HostProgram) -> None:
-    """Raise ProgramError where a name is read that no earlier instruction makes, on any path.
+    """Raise ProgramError where a name is read that no earlier instruction binds, on any path.
 
-    Programs with loops are written out before their flow is checked, which needs the types of what
-    is read.
+    A program with loops is written out before its flow is checked, and that needs the types of all
+    operands.
     """
     root = program.root
     ends = [program.types[n].layout for n in (*program.inputs, *program.outputs)]

@@ -24,8 +24,8 @@ def check_teams(programs: Programs, along: Set[str] | None = None) -> None:
 
     Args:
         programs: straight-line, by rank.
-        along: None where these are all ranks that take part. Else they are one team, only transfers
-            among them are looked at, and these are the handles of those along the team's axis.
+        along: None if the programs are those of all ranks. Otherwise they are those of one team,
+            whose transfers alone are compared: the handles of transfers along its axis.
     """
     begun = {rank: list(events(program)) for rank, program in programs.items()}
     meetings: list[Meeting] = []

@@ -1,4 +1,4 @@
-"""Check types: what each instruction makes is what its name is declared to be."""
+"""Check types: the result of each instruction has the declared type of its name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from mdfuse.mesh import DeviceMesh
 
 
 def check_types(program: HostProgram) -> None:
-    """Raise ProgramError where an instruction makes something else than its declared result.
+    """Raise ProgramError where a result has another type than the declared one.
 
-    Operands without a type are left out: who reads them reads what nothing computed.
+    Rows with an operand without a type are left out: the flow refuses them, since nothing computes
+    the operand.
     """
     Types(program).block(program.instructions)
 
@@ -41,12 +42,12 @@ class Types:
     by_id: dict[int, int] = field(default_factory=dict)
     #: rows with operands that were checked
     seen: set[object] = field(default_factory=set)
-    #: the same, but for which ranks a mesh has, or for the numbers of chunks: stages and iterations
-    #: that do the same
+    #: the same without the ranks of a mesh, or without the numbers of chunks: equal stages and
+    #: iterations are checked once
     seen_elsewhere: set[object] = field(default_factory=set)
     #: number -> the index expressions that it was computed from
     computed_from: dict[str, tuple[Index, ...]] = field(default_factory=dict)
-    #: part of a buffer -> the buffer; what is written into the one is written into the other
+    #: part of a buffer -> the buffer, which a write into the part changes
     slices: dict[str, str] = field(default_factory=dict)
     #: buffer -> (dim, to_dim, axis) of what was packed into it
     packed: dict[str, tuple[object, ...]] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Types:
                 self.loops = [loop for loop in self.loops if loop is not i]
 
     def code(self, x: Operand) -> object:
-        """Return what stands for the type of an operand when rows are looked up in `seen`."""
+        """Return a key of the type of an operand, for `seen`."""
         if type(x) is str:
             code = self.codes.get(x)
             return self.intern(x) if code is None else code
@@ -203,7 +204,7 @@ class Types:
     # -- buffers ---------------------------------------------------------------------------------
 
     def rank_of(self, kind: BufferType) -> int:
-        """Return the rank whose part is looked at: the program's, else the first of the mesh."""
+        """Return the rank whose part is compared: the program's, else the first of the mesh."""
         assert kind.layout is not None
         return kind.layout.mesh.first if self.program.rank is None else self.program.rank
 
