@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from mdfuse.communication import Communication
-from mdfuse.extents.expressions import UNKNOWN, Calc, Poly, Term
+from mdfuse.extents.expressions import UNKNOWN, Calc, Poly, Term, terms
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
@@ -57,7 +57,9 @@ class NormalForm:
         """Return what stands for an index expression."""
         if isinstance(index, Calc):
             return index.op, self.index(index.left), self.index(index.right)
-        return self.term(index) if isinstance(index, Term) else index
+        if isinstance(index, Term):
+            return self.term(index)
+        return (index, *map(self.term, terms(index))) if isinstance(index, Poly) else index
 
     def term(self, term: Term) -> Hashable:
         """Return what stands for a term of an index expression."""

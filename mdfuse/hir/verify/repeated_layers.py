@@ -20,9 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from mdfuse.extents.expressions import Poly, Term, terms
+from mdfuse.extents.expressions import Term
 from mdfuse.hir.analysis.normal_form import NormalForm, Stretch, stretches
 from mdfuse.hir.forms import check_nesting
 from mdfuse.hir.instructions import TRANSFERS, row_of
@@ -172,11 +171,6 @@ class _Form(NormalForm):
         self.names.append(name)
         self.written.append(name)
         return self.type_of(name)
-
-    def index(self, index: Any) -> Hashable:
-        if isinstance(index, Poly) and any(t.kind in ("index", "extent") for t in terms(index)):
-            raise _Unlike
-        return NormalForm.index(self, index)
 
     def term(self, term: Term) -> Hashable:
         """Return a term with the depth of a loop in the place of its index."""
