@@ -14,7 +14,14 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Shape, check_fill, definition_of, record, sequence
+from mdfuse.frontend.ops.recording import (
+    Integers,
+    Operand,
+    check_fill,
+    definition_of,
+    record,
+    sequence,
+)
 from mdfuse.frontend.plain import brief, is_in_range
 from mdfuse.layouts.layout import Layout
 
@@ -37,8 +44,8 @@ def _default_dtype(value: Any) -> torch.dtype:
 
 
 def full(
-    shape: Shape,
-    fill_value: Any,
+    shape: Integers,
+    fill_value: Operand,
     *,
     dtype: torch.dtype | None = None,
     mesh: Any = None,
@@ -62,7 +69,7 @@ def full(
 
 def _full_of(name: str, number: int) -> Callable[..., Handle]:
     def function(
-        shape: Shape,
+        shape: Integers,
         *more: int,
         dtype: torch.dtype | None = None,
         mesh: Any = None,
@@ -153,7 +160,7 @@ def eye(
     return _placed(diagonal, mesh, layout)
 
 
-def scalar_tensor(fill_value: Any, *, dtype: torch.dtype | None = None) -> Handle:
+def scalar_tensor(fill_value: Operand, *, dtype: torch.dtype | None = None) -> Handle:
     """A tensor of one number and no dims, of torch's default dtype."""
     return full((), fill_value, dtype=dtype or torch.get_default_dtype())
 
@@ -239,7 +246,7 @@ def _numbers(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
 # -- like another --------------------------------------------------------------------------------
 
 
-def full_like(x: Handle, fill_value: Any, *, dtype: torch.dtype | None = None) -> Handle:
+def full_like(x: Handle, fill_value: Operand, *, dtype: torch.dtype | None = None) -> Handle:
     """One number everywhere, in the shape and the layout of x, which is not read."""
     dtype = dtype or x.dtype
     check_fill("full_like", fill_value, dtype)
@@ -257,24 +264,24 @@ def ones_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
 
 
 def new_full(
-    x: Handle, shape: Shape, fill_value: Any, *, dtype: torch.dtype | None = None
+    x: Handle, shape: Integers, fill_value: Operand, *, dtype: torch.dtype | None = None
 ) -> Handle:
     """One number everywhere, in the dtype of x."""
     return full(shape, fill_value, dtype=dtype or x.dtype)
 
 
-def new_zeros(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = None) -> Handle:
+def new_zeros(x: Handle, shape: Integers, *more: int, dtype: torch.dtype | None = None) -> Handle:
     """Zeros in the dtype of x."""
     return zeros(shape, *more, dtype=dtype or x.dtype)
 
 
-def new_ones(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = None) -> Handle:
+def new_ones(x: Handle, shape: Integers, *more: int, dtype: torch.dtype | None = None) -> Handle:
     """Ones in the dtype of x."""
     return ones(shape, *more, dtype=dtype or x.dtype)
 
 
 def empty(
-    shape: Shape,
+    shape: Integers,
     *more: int,
     dtype: torch.dtype | None = None,
     mesh: Any = None,
@@ -289,6 +296,6 @@ def empty_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
     return zeros_like(x, dtype=dtype)
 
 
-def new_empty(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = None) -> Handle:
+def new_empty(x: Handle, shape: Integers, *more: int, dtype: torch.dtype | None = None) -> Handle:
     """Zeros in the dtype of x."""
     return new_zeros(x, shape, *more, dtype=dtype)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
 from mdfuse.frontend.ops.first_places import first_extreme, first_place
-from mdfuse.frontend.ops.recording import Dims, Operation, checked, record
+from mdfuse.frontend.ops.recording import Dims, Integers, Operation, checked, record
 from mdfuse.frontend.ops.reductions import Reduction, amax, amin
 
 
@@ -41,7 +41,7 @@ class Extremes(NamedTuple):
 
 def _as_in_torch(name: str, over: Reduction, pairwise: Reduction) -> Operation:
     def function(
-        x: Handle, dim: Dims | Handle = None, keepdim: bool = False, *, dims: Dims = None
+        x: Handle, dim: Handle | Dims = None, keepdim: bool = False, *, dims: Integers | None = None
     ) -> Handle | Extremes:
         if isinstance(dim, Handle):
             return pairwise(x, dim)

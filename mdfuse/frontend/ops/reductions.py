@@ -19,6 +19,7 @@ from mdfuse.frontend.ops.exponents import log_of_sum
 from mdfuse.frontend.ops.pointwise import ROWS, cast
 from mdfuse.frontend.ops.recording import (
     Dims,
+    Integers,
     again,
     as_dtype,
     back,
@@ -41,7 +42,7 @@ def _of_all(name: str, doc: str) -> Reduction:
         keepdim: bool = False,
         dtype: torch.dtype | None = None,
         *,
-        dims: Dims = None,
+        dims: Integers | None = None,
     ) -> Handle:
         return record(name, x, dims=checked(x, dim, dims), keepdim=keepdim, dtype=dtype)
 
@@ -59,7 +60,7 @@ def mean(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
     *,
-    dims: Dims = None,
+    dims: Integers | None = None,
 ) -> Handle:
     """Mean over dims (all by default)."""
     x = x if dtype is None or dtype == x.dtype else cast(x, dtype)
@@ -68,7 +69,7 @@ def mean(
 
 def _plain(name: str, op: str, doc: str) -> Reduction:
     def function(
-        x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None
+        x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Integers | None = None
     ) -> Handle:
         return record(op, x, dims=checked(x, dim, dims), keepdim=keepdim)
 
@@ -85,7 +86,7 @@ all = _plain("all", "all", "Whether every element is true, over dims (all by def
 # -- composed reductions ---------------------------------------------------------------------------
 
 
-def count_nonzero(x: Handle, dim: Dims = None, *, dims: Dims = None) -> Handle:
+def count_nonzero(x: Handle, dim: Dims = None, *, dims: Integers | None = None) -> Handle:
     """How many elements are not zero, over dims (all by default)."""
     return sum(ROWS["ne"](x, 0), chosen(dim, dims))
 
@@ -97,7 +98,7 @@ def var(
     keepdim: bool = False,
     *,
     correction: float | None = None,
-    dims: Dims = None,
+    dims: Integers | None = None,
 ) -> Handle:
     """Variance over dims (all by default): squared distances from the mean over n - correction.
 
@@ -172,7 +173,7 @@ def std(
     keepdim: bool = False,
     *,
     correction: float | None = None,
-    dims: Dims = None,
+    dims: Integers | None = None,
 ) -> Handle:
     """Standard deviation over dims (all by default): the square root of `var`."""
     wide = var(in_f32(x), dim, unbiased, keepdim, correction=correction, dims=dims)
@@ -192,7 +193,7 @@ def var_mean(
     keepdim: bool = False,
     *,
     correction: float | None = None,
-    dims: Dims = None,
+    dims: Integers | None = None,
 ) -> tuple[Handle, Handle]:
     """The variance as `var` has it, and the mean, over dims (all by default)."""
     over = checked(x, dim, dims)
@@ -207,7 +208,7 @@ def std_mean(
     keepdim: bool = False,
     *,
     correction: float | None = None,
-    dims: Dims = None,
+    dims: Integers | None = None,
 ) -> tuple[Handle, Handle]:
     """The standard deviation as `std` has it, and the mean, over dims (all by default)."""
     over = checked(x, dim, dims)
@@ -217,7 +218,9 @@ def std_mean(
     )
 
 
-def logsumexp(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
+def logsumexp(
+    x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Integers | None = None
+) -> Handle:
     """log(sum(exp(x))) over dims (all by default), without overflow."""
     over = checked(x, dim, dims)
     x = floating(x)
@@ -240,7 +243,7 @@ def norm(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
     *,
-    dims: Dims = None,
+    dims: Integers | None = None,
 ) -> Handle:
     """The p-norm of the elements along dims (of all by default), also of a matrix ("fro": 2)."""
     if isinstance(p, str) and p != "fro":

@@ -18,6 +18,7 @@ from mdfuse.frontend.ops import creations, extremes, ordering, parts, reductions
 from mdfuse.frontend.ops.pointwise import ROWS, cast, lerp, where
 from mdfuse.frontend.ops.recording import (
     Dims,
+    Integers,
     Operation,
     as_dtype,
     back,
@@ -239,7 +240,7 @@ def _skipping(name: str, over: Callable[..., Handle], doc: str) -> Operation:
         keepdim: bool = False,
         *,
         dtype: torch.dtype | None = None,
-        dims: Dims = None,
+        dims: Integers | None = None,
     ) -> Handle:
         real_only(name, x)
         is_float = x.dtype.is_floating_point
