@@ -23,6 +23,7 @@ from mdfuse.frontend.ops.recording import (
     Sizes,
     back,
     in_f32,
+    named,
     record,
     record_several,
     shown,
@@ -69,9 +70,8 @@ def _convolution(n: int) -> Operation:
         convolved = record("convolution", whole, weight, groups=groups, **how)
         return _unbatched(_with_bias(convolved, bias), x)
 
-    function.__name__ = f"conv{n}d"
-    function.__doc__ = _CONVOLUTION.format(dims=("l", "h,w", "d,h,w")[n - 1])
-    return function
+    doc = _CONVOLUTION.format(dims=("l", "h,w", "d,h,w")[n - 1])
+    return named(f"conv{n}d", doc, function)
 
 
 _CONVOLUTION = """x[n,i,{dims}] or x[i,{dims}] with the kernels weight[o,i/groups,…] at each place.
@@ -163,11 +163,8 @@ def _transposed(n: int) -> Operation:
         convolved = record("convolution", whole, weight, groups=groups, transposed=True, **how)
         return _unbatched(_with_bias(convolved, bias), x)
 
-    function.__name__ = f"conv_transpose{n}d"
-    function.__doc__ = (
-        f"The transpose of conv{n}d: x[n,i,…] is spread by the kernels weight[i,o/groups,…]."
-    )
-    return function
+    doc = f"The transpose of conv{n}d: x[n,i,…] is spread by the kernels weight[i,o/groups,…]."
+    return named(f"conv_transpose{n}d", doc, function)
 
 
 conv_transpose1d, conv_transpose2d, conv_transpose3d = map(_transposed, (1, 2, 3))
@@ -205,12 +202,8 @@ def _max_pool(n: int) -> Operation:
         values, places = record_several("max_pool", x, ceil=ceil_mode, **how)
         return (values, places) if return_indices else values
 
-    function.__name__ = f"max_pool{n}d"
-    function.__doc__ = (
-        f"The largest element of each window of the last {n} dim{'s' * (n > 1)}, "
-        "and with return_indices where it stands."
-    )
-    return function
+    doc = f"The largest element of each window of the last {n} dim{'s' * (n > 1)}, "
+    return named(f"max_pool{n}d", doc + "and with return_indices where it stands.", function)
 
 
 max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
@@ -250,9 +243,8 @@ def _avg_pool(n: int) -> Operation:
             means = _divided(means, x.ndim - n + at, c)
         return back(means, x)
 
-    function.__name__ = f"avg_pool{n}d"
-    function.__doc__ = f"The mean of each window of the last {n} dim{'s' * (n > 1)}."
-    return function
+    doc = f"The mean of each window of the last {n} dim{'s' * (n > 1)}."
+    return named(f"avg_pool{n}d", doc, function)
 
 
 def _cut_to(x: Handle, how: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -353,9 +345,8 @@ def _adaptive(n: int, name: str, join: Operation, words: str) -> Operation:
             result = _in_parts(result, x.ndim - n + at, m, join)
         return record("set", back(result, x))
 
-    function.__name__ = f"adaptive_{name}_pool{n}d"
-    function.__doc__ = f"{words} of so many parts of each of the last {n} dim{'s' * (n > 1)}."
-    return function
+    doc = f"{words} of so many parts of each of the last {n} dim{'s' * (n > 1)}."
+    return named(f"adaptive_{name}_pool{n}d", doc, function)
 
 
 def _in_parts(x: Handle, dim: int, m: int, join: Operation) -> Handle:

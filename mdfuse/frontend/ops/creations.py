@@ -19,6 +19,7 @@ from mdfuse.frontend.ops.recording import (
     Operand,
     check_fill,
     definition_of,
+    named,
     record,
     sequence,
 )
@@ -67,7 +68,7 @@ def full(
     return _placed(definition.record("full", (fill_value,), attrs), mesh, layout)
 
 
-def _full_of(name: str, number: int) -> Callable[..., Handle]:
+def _full_of(name: str, number: int, doc: str) -> Callable[..., Handle]:
     def function(
         shape: Integers,
         *more: int,
@@ -78,11 +79,12 @@ def _full_of(name: str, number: int) -> Callable[..., Handle]:
         dtype = dtype or torch.get_default_dtype()
         return full(sequence(shape, more), number, dtype=dtype, mesh=mesh, layout=layout)
 
-    function.__name__, function.__doc__ = name, f"{name.title()}, of torch's default dtype."
-    return function
+    return named(name, doc, function)
 
 
-zeros, ones = _full_of("zeros", 0), _full_of("ones", 1)
+zeros = _full_of("zeros", 0, "Zeros, of torch's default dtype.")
+ones = _full_of("ones", 1, "Ones, of torch's default dtype.")
+empty = _full_of("empty", 0, "Zeros, since a program computes the same in every run.")
 
 
 def arange(
@@ -173,11 +175,9 @@ def _triangle(name: str) -> Callable[..., Handle]:
             )
         return tensor(getattr(torch, name)(rows, columns, offset))
 
-    function.__name__ = name
-    which = "lower" if name.startswith("tril") else "upper"
-    function.__doc__ = f"Rows and columns of the elements of an {which} triangle, as a constant."
-    function.__doc__ = function.__doc__.replace("an lower", "a lower")
-    return function
+    which = "a lower" if name.startswith("tril") else "an upper"
+    doc = f"Rows and columns of the elements of {which} triangle, as a constant."
+    return named(name, doc, function)
 
 
 tril_indices, triu_indices = _triangle("tril_indices"), _triangle("triu_indices")
@@ -278,17 +278,6 @@ def new_zeros(x: Handle, shape: Integers, *more: int, dtype: torch.dtype | None 
 def new_ones(x: Handle, shape: Integers, *more: int, dtype: torch.dtype | None = None) -> Handle:
     """Ones in the dtype of x."""
     return ones(shape, *more, dtype=dtype or x.dtype)
-
-
-def empty(
-    shape: Integers,
-    *more: int,
-    dtype: torch.dtype | None = None,
-    mesh: Any = None,
-    layout: Any = None,
-) -> Handle:
-    """Zeros, since a program computes the same in every run."""
-    return zeros(shape, *more, dtype=dtype, mesh=mesh, layout=layout)
 
 
 def empty_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:

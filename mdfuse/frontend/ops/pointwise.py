@@ -20,6 +20,7 @@ from mdfuse.frontend.ops.recording import (
     in_f32,
     is_inexact,
     is_narrow,
+    named,
     record,
     shown,
 )
@@ -31,16 +32,14 @@ def _unary(name: str) -> Elementwise:
     def function(x: Operand) -> Handle:
         return record(name, x)
 
-    function.__name__, function.__doc__ = name, f"Elementwise `torch.{name}`."
-    return function
+    return named(name, f"Elementwise `torch.{name}`.", function)
 
 
 def _binary(name: str) -> Elementwise:
     def function(x: Operand, other: Operand) -> Handle:
         return record(name, x, other)
 
-    function.__name__, function.__doc__ = name, f"Elementwise `torch.{name}`, broadcasting."
-    return function
+    return named(name, f"Elementwise `torch.{name}`, broadcasting.", function)
 
 
 _RECORDED = {"unary": _unary, "binary": _binary}

@@ -35,6 +35,12 @@ Flags = Sequence[bool] | Sequence[int]
 _INTEGERS = (int, Extent)
 
 
+def named(name: str, doc: str, function: Operation) -> Operation:
+    """Return an operation with its name and its docstring."""
+    function.__name__, function.__doc__ = name, doc
+    return function
+
+
 def definition_of(*operands: Any) -> FusionDefinition:
     """Return the definition of the first operand that is a value, else the open one."""
     for x in operands:

@@ -202,7 +202,7 @@ def repeat_interleave(x: Handle, repeats: int, dim: int | None = None) -> Handle
 # -- memory order --------------------------------------------------------------------------------
 
 
-def stride_order(x: Handle, order: Sequence[int]) -> Handle:
+def stride_order(x: Handle, order: Integers) -> Handle:
     """The value in a memory order that is kept: `order[d]` is the place of dim d, 0 the fastest.
 
     Args:
