@@ -172,13 +172,13 @@ def kinds(costs: Costs) -> Table:
     for key, curve in costs.works.items():
         size, seconds = curve.points[-1]
         what, speed = size_text(round(size)), f"{size / seconds / 1e9:.4g} GB/s"
-        if key.startswith("query"):
+        if key.name == "query":
             what, speed = f"{size:.0f} keys", ""
-        table.add_row(key, time_text(curve.points[0][1]), what, speed)
+        table.add_row(str(key), time_text(curve.points[0][1]), what, speed)
     for key, grid in costs.products.items():
         m, n, k = (axis[-1] for axis in grid.axes)
         speed = f"{2 * m * n * k / grid.times[-1] / 1e9:.4g} GFLOP/s"
-        table.add_row(key, time_text(min(grid.times)), f"{m:.0f} x {n:.0f} x {k:.0f}", speed)
+        table.add_row(str(key), time_text(min(grid.times)), f"{m:.0f} x {n:.0f} x {k:.0f}", speed)
     for key, grid in costs.attentions.items():
         blocks, keys, features = (axis[-1] for axis in grid.axes)
         count = 4 * blocks * QUERIES * keys * features
@@ -193,11 +193,11 @@ def communications(costs: Costs) -> Table:
     right = ("least time", "largest size", "its speed", "work beside it is slower by")
     table = titled("communications", "kind and ranks", right=right)
     for key, link in costs.links.items():
-        if link.curve is not None and not key.endswith("*"):
+        if link.curve is not None and key.kind != "*":
             size, seconds = link.curve.points[-1]
             speed, slower = f"{size / seconds / 1e9:.4g} GB/s", f"{link.slows:.1%}"
             least = time_text(link.curve.points[0][1])
-            table.add_row(key, least, size_text(round(size)), speed, slower)
+            table.add_row(str(key), least, size_text(round(size)), speed, slower)
     return table
 
 
