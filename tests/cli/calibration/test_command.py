@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import mdfuse as mf
-from mdfuse.cli.calibration import command, measuring, sampling, validation
+from mdfuse.cli.calibration import command, held_out, measuring, sampling
 from mdfuse.cli.calibration.command import calibrated
 from mdfuse.cli.calibration.microbenchmarks import TURNS, Subject
 from mdfuse.cli.calibration.scales import CPU, Scale
@@ -333,8 +333,5 @@ def test_the_spread_is_that_of_quartiles() -> None:
 
 
 def test_errors_are_those_of_all_pairs() -> None:
-    pairs = [
-        validation.Pair(name="", predicted_s=100.0 + n, measured_s=100.0) for n in range(1, 21)
-    ]
-    mean, p95 = validation.errors(pairs)
+    mean, p95 = held_out.errors((100.0 + n, 100.0) for n in range(1, 21))
     assert mean == pytest.approx(0.105) and p95 == pytest.approx(0.1905)
