@@ -183,9 +183,16 @@ class Costs:
             k.ranks for k in self.links if (k.kind, k.backend) == (kind, backend) and k.ranks
         ]
         nearest = max((n for n in measured if n <= ranks), default=min(measured, default=0))
-        special_first = ((kind, axes), ("*", axes), (kind, "", nearest), (kind,), ("*",))
-        keys = (LinkKey(*key)._replace(backend=backend) for key in special_first)
-        return next((self.links[key] for key in keys if key in self.links), Link())
+        for key in (
+            LinkKey(kind, axes, 0, backend),
+            LinkKey("*", axes, 0, backend),
+            LinkKey(kind, "", nearest, backend),
+            LinkKey(kind, "", 0, backend),
+            LinkKey("*", "", 0, backend),
+        ):
+            if key in self.links:
+                return self.links[key]
+        return Link()
 
     def by(self, backend: str, usual: str | None = None) -> Costs | None:
         """Return the table for programs whose usual backend is another one; None: not measured.
