@@ -19,6 +19,7 @@ from mdfuse.frontend.importing.capture import Captured, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.place import Patterns, Placed
 from mdfuse.mesh import DeviceMesh, as_mesh
+from mdfuse.plan.progress import stage
 
 
 def from_torch(
@@ -78,9 +79,13 @@ def from_torch(
     """
     _check_dicts(layouts, kwargs, blocks, adapters, buffers)
     patterns = Patterns(layouts or {}, mesh := as_mesh(mesh))
-    model = _model(capture(module, args, kwargs, dynamic_shapes, adapters), patterns, buffers or {})
-    model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
-    return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
+    name = type(module).__name__
+    with stage(f"exporting {name}"):
+        captured = capture(module, args, kwargs, dynamic_shapes, adapters)
+    with stage(f"importing {name}"):
+        model = _model(captured, patterns, buffers or {})
+        model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
+        return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
 
 
 #: What is by name, with the errors that say so.
