@@ -9,7 +9,8 @@ groups whose teams have an order of their own).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter, methodcaller
@@ -33,7 +34,9 @@ from torch._C._distributed_c10d import (
 from torch._C._dynamo import eval_frame, guards
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch.autograd import forward_ad
+from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazily
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -51,6 +54,7 @@ __all__ = [
     "begin_group",
     "cache_folder",
     "checkpoint_metadata",
+    "checkpoints_noted",
     "current_gpu",
     "current_raw_stream",
     "default_store",
@@ -62,6 +66,7 @@ __all__ = [
     "is_capturing",
     "is_transformed",
     "is_zero_tensor",
+    "late_code",
     "likeness",
     "local_of",
     "nccl_options",
@@ -310,6 +315,27 @@ def writes(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     is_detach = target is _ATEN.detach_.default
     return schema is not None and bool(schema.is_mutable) and not is_detach
+
+
+def late_code() -> AbstractContextManager[None]:
+    """Return a context in which torch writes the code of a graph only where it is run."""
+    return lazily(should_use=True)
+
+
+@contextmanager
+def checkpoints_noted(note: Callable[[], None]) -> Iterator[None]:
+    """Call a function at each call of `torch.utils.checkpoint.checkpoint(use_reentrant=False)`."""
+    plain = checkpoint._checkpoint_without_reentrant_generator
+
+    def generator(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return plain(*args, **kwargs)
+
+    checkpoint._checkpoint_without_reentrant_generator = generator
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = plain
 
 
 def argument_names(overload: Any) -> list[str]:

@@ -19,6 +19,7 @@ from mdfuse.frontend.importing.capture import Captured, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.place import Patterns, Placed
 from mdfuse.mesh import DeviceMesh, as_mesh
+from mdfuse.plan.progress import stage
 
 
 def from_torch(
@@ -78,9 +79,14 @@ def from_torch(
     """
     _check_dicts(layouts, kwargs, blocks, adapters, buffers)
     patterns = Patterns(layouts or {}, mesh := as_mesh(mesh))
-    model = _model(capture(module, args, kwargs, dynamic_shapes, adapters), patterns, buffers or {})
-    model = replace(model, blocks=blocks_of(model, blocks or {}), gather=_axes(gather, mesh))
+    captured = _exported(module, args, kwargs, dynamic_shapes, adapters)
+    model = _model(captured, patterns, buffers or {}, blocks or {}, _axes(gather, mesh))
     return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
+
+
+def _exported(module: nn.Module, *how: Any) -> Captured:
+    with stage(f"exporting {type(module).__name__}"):
+        return capture(module, *how)
 
 
 #: What is by name, with the errors that say so.
@@ -95,14 +101,21 @@ def _check_dicts(*values: object) -> None:
         given.by_name("from_torch", name, value, kind)
 
 
-def _model(captured: Captured, patterns: Patterns, buffers: Mapping[str, Tensor]) -> Model:
+@stage("reading the exported module")
+def _model(
+    captured: Captured,
+    patterns: Patterns,
+    buffers: Mapping[str, Tensor],
+    blocks: Mapping[str, Any],
+    gather: tuple[str, ...],
+) -> Model:
     live = live_nodes(captured)
     check_known(captured, live)
     folded = Folded(captured, live, numbers_of(captured, buffers))
     placed, outputs = _places(captured, patterns)
     constants = constants_of(live, folded)
     first = dict.fromkeys(constants.values())
-    return Model(
+    model = Model(
         captured=captured,
         live=live,
         folded=folded,
@@ -112,6 +125,7 @@ def _model(captured: Captured, patterns: Patterns, buffers: Mapping[str, Tensor]
         constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
         same={n: same for n, same in constants.items() if n is not same},
     )
+    return replace(model, blocks=blocks_of(model, blocks), gather=gather)
 
 
 def _axes(gather: Sequence[str], mesh: DeviceMesh) -> tuple[str, ...]:

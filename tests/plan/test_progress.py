@@ -7,13 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 from helpers.stand_in_compiler import until
 
 from mdfuse.plan import progress as module
-from mdfuse.plan.progress import progress
+from mdfuse.plan.progress import progress, stage
 
 
 class Terminal(io.StringIO):
@@ -84,3 +84,21 @@ def test_where_nothing_shows(case: str) -> None:
             assert threading.active_count() == before  # nothing will show later either
             advance()
         assert screen.getvalue() == ""
+
+
+def ranked(rank: int) -> AbstractContextManager[Terminal]:
+    """Put a terminal in the place of standard error of one rank of two."""
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+    return terminal(RANK=str(rank), LOCAL_RANK=str(rank), **job)
+
+
+def test_a_stage_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """It shows on the first rank alone."""
+    with caplog.at_level("INFO", "mdfuse.progress"):
+        with ranked(0) as screen, stage("exporting"):
+            assert shows(screen, "exporting")
+        with ranked(1) as screen, stage("importing"):
+            assert screen.getvalue() == ""
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0] for line in said] == ["exporting", "importing"]
+    assert all(line.endswith(" s") for line in said)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
@@ -20,7 +19,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import routes
 from mdfuse.frontend.importing.batches import on_batches
 from mdfuse.frontend.importing.capture import Captured
-from mdfuse.frontend.importing.constants import as_value, is_made
+from mdfuse.frontend.importing.constants import Distinct, as_value, is_made
 from mdfuse.frontend.importing.drawn import Context, draws
 from mdfuse.frontend.importing.fold import Folded
 from mdfuse.frontend.importing.indices import ramp_of
@@ -269,6 +268,7 @@ def constants_of(live: Mapping[Node, None], folded: Folded) -> dict[Node, Node]:
     Each node maps to the first node with an equal value.
     """
     constants: dict[Node, Node] = {}
+    distinct, nodes = Distinct(), dict[int, Node]()
     for node in live:
         if node.op != "call_function":
             continue
@@ -278,8 +278,7 @@ def constants_of(live: Mapping[Node, None], folded: Folded) -> dict[Node, Node]:
         asked = [*leaves(wanted(*args, **kwargs) if wanted else (args, kwargs))]
         for n, x in known.items():
             if isinstance(x, Tensor) and any(x is y for y in asked) and not is_made(x):
-                same = (m for m in constants.values() if _are_equal(folded[m], x))
-                constants[n] = constants.get(n) or next(same, n)
+                constants[n] = constants.get(n) or nodes.setdefault(id(distinct.first(x)), n)
     return constants
 
 
@@ -292,10 +291,6 @@ class _Unknown:
 
 def _shape_of(node: Node) -> _Unknown:
     return _Unknown(getattr(node.meta.get("val"), "shape", None))
-
-
-def _are_equal(x: Tensor, y: Tensor) -> bool:
-    return x.dtype == y.dtype and torch.equal(x, y)
 
 
 # -- recording -------------------------------------------------------------------------------------

@@ -18,14 +18,14 @@ from torch.fx import GraphModule, Node
 from mdfuse.errors import OWN, DefinitionError, Source
 from mdfuse.frontend.given import check_module
 from mdfuse.frontend.importing.adapters import Adapter, adapted
-from mdfuse.frontend.importing.backwards import own_backwards
+from mdfuse.frontend.importing.backwards import Backwards, own_backwards
 from mdfuse.frontend.importing.dynamic import dims_of_tensors
 from mdfuse.frontend.importing.inline import inline, part_detached
 from mdfuse.frontend.importing.lines import line_of
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.names import as_name
-from mdfuse.torch_private import writes
+from mdfuse.torch_private import late_code, writes
 from mdfuse.trees import flattened, key_text, unflattened
 
 #: The attribute under which the wrapper holds the module.
@@ -84,8 +84,7 @@ class Captured:
         mutated: placeholders of buffers that the module writes, in the order of the first results.
         unused: parameters that nothing reads.
         structure: of the arguments, and of the result, as `unflattened` takes them.
-        own_backwards: the functions of torch.autograd that it calls; only their forward is
-            captured.
+        backwards: calls that say how the backward goes; only their forward is captured.
     """
 
     module: nn.Module
@@ -99,7 +98,7 @@ class Captured:
     mutated: tuple[Node, ...]
     unused: tuple[Parameter, ...]
     structure: tuple[Any, Any]
-    own_backwards: tuple[str, ...] = ()
+    backwards: Backwards = field(default_factory=Backwards)
 
     @property
     def results(self) -> tuple[Any, ...]:
@@ -201,7 +200,7 @@ def _captured(
     names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
     dynamic = dims_of_tensors(module, args, kwargs or {}, dynamic_shapes, names)
     try:
-        with warnings.catch_warnings(), own_backwards() as backwards:
+        with warnings.catch_warnings(), late_code(), own_backwards() as backwards:
             warnings.simplefilter("ignore")
             dims = None if dynamic is None else (tuple(dynamic),)
             exported = torch.export.export(whole, tensors, dynamic_shapes=dims, strict=False)
@@ -228,7 +227,7 @@ def _captured(
         mutated=mutated,
         unused=tuple(p for p in parameters if p.name not in read),
         structure=(structure, whole.seen.structure),
-        own_backwards=tuple(backwards),
+        backwards=backwards,
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing.constants import asked_once, without_repeats
 
 ops: Any = operations
 
@@ -106,17 +107,20 @@ def draws(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return is_attention and bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
 
 
+@asked_once
 def kind_of_mask(mask: Any, rows: Any, columns: Any) -> str | None:
     """Return the kind of a known mask: "none" hides nothing, "causal" hides later positions."""
     if not isinstance(mask, Tensor):
         return None
+    is_square = mask.ndim >= 2 and tuple(mask.shape[-2:]) == (rows, columns) and rows == columns
+    mask = without_repeats(mask)
     shown = mask if mask.dtype == torch.bool else mask == 0
     if shown.all():
         return "none"
-    is_square = mask.ndim >= 2 and tuple(mask.shape[-2:]) == (rows, columns) and rows == columns
-    if not is_square or (mask.dtype != torch.bool and not (mask[~shown] == -torch.inf).all()):
+    if not is_square or (mask.dtype != torch.bool and not (shown | (mask == -torch.inf)).all()):
         return None
-    return "causal" if torch.equal(shown, torch.ones_like(shown).tril()) else None
+    causal = torch.ones(rows, columns, dtype=torch.bool).tril()
+    return "causal" if (shown == causal).all() else None
 
 
 def wanted_of_attention(

@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate, map_arg
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.importing.buffers import made_again
 from mdfuse.frontend.importing.capture import Captured
+from mdfuse.frontend.importing.constants import Distinct
 from mdfuse.frontend.importing.drawn import draws
 from mdfuse.frontend.importing.lines import line_of
 from mdfuse.frontend.importing.table import IN_CONTEXT
@@ -58,6 +59,8 @@ def _is_static(x: Any) -> bool:
 class Folded:
     """The values of nodes that depend on nothing, computed when they are asked for.
 
+    What is computed alike, or has equal numbers, is one tensor: each layer may make its own mask.
+
     Args:
         captured: the graph.
         live: its nodes that depend on inputs or parameters.
@@ -71,6 +74,9 @@ class Folded:
         self._live = live
         self._buffers = buffers
         self._known: dict[Node, Any] = {}
+        self._by_form: dict[str, Any] = {}
+        self._distinct = Distinct()
+        self._order = {n: i for i, n in enumerate(captured.graph.graph.nodes)}
 
     def __contains__(self, node: Node) -> bool:
         return node not in self._live
@@ -78,7 +84,7 @@ class Folded:
     def __getitem__(self, node: Node) -> Any:
         if node not in self._known:
             for step in self._before(node):
-                self._known[step] = self._run(step)
+                self._known[step] = self._run_once(step)
         return self._known[node]
 
     def _before(self, node: Node) -> list[Node]:
@@ -88,7 +94,22 @@ class Folded:
             new = [n for n in _read_by(left.pop()) if n not in self._known and n not in wanted]
             wanted.update(new)
             left += new
-        return [n for n in self.captured.graph.graph.nodes if n in wanted]
+        return sorted(wanted, key=self._order.__getitem__)
+
+    def _run_once(self, node: Node) -> Any:
+        """Return the value of a node that is computed alike; run it only where there is none."""
+
+        def name(n: Node) -> str:
+            return f"%{id(self._known[n]) if n in self._known else n.name}"
+
+        form = f"{node.target} {map_arg((node.args, node.kwargs), name)}"
+        if form not in self._by_form or node.op != "call_function":
+            value = self._run(node)
+            is_tensor = isinstance(value, Tensor)
+            self._by_form[form] = (
+                self._distinct.first(value, value.stride()) if is_tensor else value
+            )
+        return self._by_form[form]
 
     def _run(self, node: Node) -> Any:
         if node.op == "placeholder":

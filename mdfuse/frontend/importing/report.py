@@ -50,8 +50,14 @@ def report(
         "skipped of the plan": ", ".join(skipped),
     }
     lines += [f"  {name}: {text}" for name, text in notes.items() if text]
-    uncaptured = (f"the backward of {name} is not captured: gradients are those of its forward"
-           for name in captured.own_backwards)  # fmt: skip
+    uncaptured = [f"the backward of {name} is not captured: gradients are those of its forward"
+           for name in captured.backwards.functions]  # fmt: skip
+    if captured.backwards.checkpoints:
+        calls = counted(captured.backwards.checkpoints, "call")
+        uncaptured.append(
+            f"torch.utils.checkpoint, {calls}, is not followed: the backward reads what the "
+            "forward keeps, and computes nothing again"
+        )
     return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *uncaptured))])
 
 
