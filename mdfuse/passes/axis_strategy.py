@@ -27,6 +27,8 @@ class Operand:
     layout: Layout | None
     #: dim -> which rows of it are read, where these are not those of a part
     reaches: Mapping[int, Reach] = field(default_factory=dict)
+    #: the layouts in which other expressions read it
+    copies: tuple[Layout, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +143,8 @@ def _price(
             wanted: Placement = Replicate()
             if label is not None and label in o.labels:
                 wanted = Shard(o.labels.index(label))
-            change = _change(o.layout.placement(axis), wanted, n)
-            total += change * _part(o.value, axis, mesh, _splitting(o.layout))
+            changes = [_change(p, wanted, n) for p in _placements(o, axis)]
+            total += min(changes) * _part(o.value, axis, mesh, _splitting(o.layout))
     for r in results:
         placement: Placement = Replicate()
         if label is not None:
@@ -154,6 +156,17 @@ def _price(
         splitting = [b for b, c in chosen.items() if isinstance(c, int) and c in r.labels]
         total += _change(placement, goal, n) * _part(r.value, axis, mesh, splitting)
     return total
+
+
+def _placements(operand: Operand, axis: str) -> list[Placement]:
+    """Return the placements along an axis in which an operand is there, other axes being alike."""
+    layout = operand.layout
+    assert layout is not None
+    alike = (c for c in operand.copies if c.mesh == layout.mesh)
+    placements = [
+        c.placement(axis) for c in alike if c.with_placement(axis, layout.placement(axis)) == layout
+    ]
+    return [layout.placement(axis), *placements]
 
 
 def _part(value: Value, axis: str, mesh: DeviceMesh, splitting: Iterable[str]) -> int:

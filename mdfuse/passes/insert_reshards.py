@@ -22,11 +22,10 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
-from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
-from mdfuse.passes.strategy import choose, choose_here
+from mdfuse.passes.strategy import choose_here, is_view, viewed_as
 from mdfuse.passes.streams import operand_streams
 from mdfuse.reshard import costs
 
@@ -117,17 +116,10 @@ class _Rewriter:
         view = self.views.get(value)
         if view is not None:
             for source, views in self.through_views(view.reads[0]):
-                reached = self.viewed_as(view, views[-1][1] if views else self.layout(source))
+                layout = views[-1][1] if views else self.layout(source)
+                reached = viewed_as(view, self.values, layout)
                 if reached is not None:
                     yield source, (*views, (view, reached))
-
-    def viewed_as(self, view: Expr, layout: Layout) -> Layout | None:
-        """Return the layout of a view of its operand in a layout; None where that must move."""
-        (operand,) = view.reads
-        read = replace(self.values[operand], layout=layout)
-        strategy = choose(view, {operand: read, view.output: self.values[view.output]})
-        is_read_so = strategy is not None and strategy.wanted[operand] == layout
-        return strategy.result if strategy is not None and is_read_so else None
 
     def place(self, made: Expr, expr: Expr) -> int:
         """Return where a new set goes: if possible, before the streamed ones ahead of `expr`.
@@ -177,7 +169,7 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
         is_there = rewriter.layout(name) == layout
         local_names[name] = name if is_there else _local(rewriter, rewriter.values[name], layout)
     outputs = tuple(local_names.values())
-    if TABLE[expr.op].is_view and len(expr.reads) == 1 and names == {x: x for x in names}:
+    if is_view(expr) and names == {x: x for x in names}:
         rewriter.views[expr.output] = expr
     is_same = inputs == expr.inputs and outputs == expr.outputs
     rewriter.exprs.append(expr if is_same else replace(expr, inputs=inputs, outputs=outputs))

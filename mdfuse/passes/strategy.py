@@ -73,6 +73,20 @@ def choose_here(expr: Expr, values: Mapping[str, Value]) -> Strategy | None:
     return choose(expr, values, *[values[name].layout for name in expr.outputs])
 
 
+def is_view(expr: Expr) -> bool:
+    """Return whether an expression yields a view of the only tensor that it reads."""
+    return TABLE[expr.op].is_view and len(expr.reads) == 1
+
+
+def viewed_as(view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout | None:
+    """Return the layout of a view of its operand in a layout; None where that must move."""
+    (operand,) = view.reads
+    read = replace(values[operand], layout=layout, copies=())
+    strategy = choose(view, {operand: read, view.output: values[view.output]})
+    is_read_so = strategy is not None and strategy.wanted[operand] == layout
+    return strategy.result if strategy is not None and is_read_so else None
+
+
 #: What was chosen: layouts of the operands and of the results. Passes ask several times about an
 #: expression, and layers of a model ask the same.
 CHOICES: Cache[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = Cache(limit=16384)
@@ -95,7 +109,7 @@ def _question(
     operands = []
     for name in places:
         v = values[name]
-        operands.append((v.shape, v.dtype, v.expanded, v.layout))
+        operands.append((v.shape, v.dtype, v.expanded, v.layout, v.copies_beside(expr)))
     results = tuple([(values[n].shape, values[n].dtype, values[n].expanded) for n in expr.outputs])
     key = expr.op, expr.attrs, tuple(pattern), tuple(operands), results, laws
     return tuple(places), key
@@ -247,6 +261,7 @@ def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[Operand], D
             _without(labels.operands[at], clashing),
             values[x].layout,
             {d: reach for (p, d), reach in labels.reaches.items() if p == at},
+            values[x].copies_beside(expr) if values[x].copies else (),
         )
         for x, (at, *_) in read.items()
     ]
