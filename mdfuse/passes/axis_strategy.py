@@ -225,14 +225,22 @@ def _passes_partial(
         return None
     if rule == "sum":  # a number would be added on every rank
         tensors = {o.value.name for o in operands}
-        every = alike and tensors.issuperset(x for x in expr.inputs if x is not None)
-        return op if every else None
+        every = tensors.issuperset(x for x in expr.inputs if x is not None)
+        return op if every and (alike or _is_sum_of_scalars(out, placements)) else None
     # The first operand alone is Partial, and it is read once.
     alone = expr.inputs[0] == operands[0].value.name and isinstance(placements[0], Partial)
     others = all(isinstance(p, Replicate) for p in placements[1:])
     once = expr.inputs.count(operands[0].value.name) == 1
     asked = rule != "quotient" or isinstance(result.wanted(axis), Partial)
     return op if alone and others and once and asked else None
+
+
+def _is_sum_of_scalars(out: Value, placements: Sequence[Placement | None]) -> bool:
+    """Return whether replicated addends become terms of one rank, which makes one reduction of all.
+
+    Of larger values that would write a copy.
+    """
+    return not out.shape and all(isinstance(p, Partial | Replicate) for p in placements)
 
 
 def _keeps(term: torch.dtype, result: torch.dtype, op: str) -> bool:

@@ -174,8 +174,9 @@ def _by_labels(
     chosen = _strategies(expr, mesh, on_mesh, labels, results)
     splits = _splits(mesh, chosen, on_mesh, labels, results)
     cuts = _cuts(expr, splits, on_mesh, labels, results, taken)
+    is_sum = TABLE[expr.op].partial == "sum"
     wanted = {
-        o.value.name: _layout(mesh, o.labels, splits, cuts, _partials(chosen, o, mesh)).reaching(
+        o.value.name: _layout(mesh, o.labels, splits, cuts, _partials(chosen, o, is_sum)).reaching(
             o.reaches, o.value.shape
         )
         for o in on_mesh
@@ -341,15 +342,16 @@ def _cuts(
 
 
 def _partials(
-    chosen: Mapping[str, int | str | None], operand: Operand, mesh: DeviceMesh
+    chosen: Mapping[str, int | str | None], operand: Operand, is_addend: bool
 ) -> dict[str, Partial]:
-    """Return the axes along which an operand is read as the Partial that it is."""
+    """Return the axes along which an operand is read as a Partial: it is one, or an addend."""
     if operand.layout is None:
         return {}
+    passed = {a: Partial(op) for a, op in chosen.items() if isinstance(op, str)}
     return {
         a: p
-        for a, p in operand.layout.by_axis().items()
-        if isinstance(p, Partial) and isinstance(chosen.get(a), str)
+        for a, p in passed.items()
+        if isinstance(operand.layout.placement(a), Partial) or is_addend
     }
 
 
