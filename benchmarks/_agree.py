@@ -52,12 +52,12 @@ def check(
         AssertionError: they do not do the same.
     """
     counts = counts and ranks.is_null
-    found = [(contender(), *_counted(contender, counts)) for contender in contenders]
-    for first, second, _ in found:
+    counted_results = [(contender(), *_counted(contender, counts)) for contender in contenders]
+    for first, second, _ in counted_results:
         for got in (first, second):
             _same_tensor(what, ranks, got, want)
-    if len({str(sorted(count.items())) for _, _, count in found}) > 1:
-        raise AssertionError(f"{what}: calls differ: {[count for _, _, count in found]}")
+    if len({str(sorted(count.items())) for _, _, count in counted_results}) > 1:
+        raise AssertionError(f"{what}: calls differ: {[count for _, _, count in counted_results]}")
 
 
 def _counted(contender: Callable[[], Tensor], counts: bool) -> tuple[Tensor, Counter[str]]:

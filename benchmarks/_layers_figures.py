@@ -28,7 +28,7 @@ _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What is allowed on GPUs.
+    """The limits of times on GPUs.
 
     Attributes:
         times: contender -> mdfuse's time on the device, as a multiple of its.
@@ -66,7 +66,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a layer is measured.
+    """The settings of a measurement of a layer.
 
     Attributes:
         ranks: on which ranks.
@@ -133,7 +133,7 @@ def prepare(plan: Plan, layer: Bench) -> dict[str, Ready]:
     torch.compiler.reset()  # else the layers before count as recompilations
     want = reference(layer)
     calls: dict[object, Callable[[], Tensor]] = {}
-    found = {}
+    prepared = {}
     for name in plan.peers:
         make = PEERS[name].make
         try:
@@ -148,8 +148,8 @@ def prepare(plan: Plan, layer: Bench) -> dict[str, Ready]:
         error_of = 0.0 if PEERS[name].lacks else _error(layer, steady, want)
         if not error_of < _TOLERANCE[layer.parts["x"].dtype]:
             raise AssertionError(f"{layer.case.name}, {name}: a relative error of {error_of:.2g}")
-        found[name] = Ready(call=steady, peak=peak, error=error_of)
-    return found
+        prepared[name] = Ready(call=steady, peak=peak, error=error_of)
+    return prepared
 
 
 _Call = Callable[[], Any]
@@ -186,7 +186,7 @@ def settled(
 
 
 def _error(layer: Bench, call: Callable[[], Tensor], want: Tensor) -> float:
-    """Of a result that was computed anew, from an x that the call did not see before."""
+    """The error of a result that was computed anew, from an x that the call did not see before."""
     inputs = layer.parts["x"], layer.wholes["x"]
     right = [x.clone() for x in inputs]
     for x in inputs:

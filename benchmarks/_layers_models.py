@@ -117,7 +117,7 @@ class Case:
         """Name -> outputs, inputs, and the dim of the weight whose parts the ranks have."""
         m = self.model
         queries, keys = m.heads * m.head, m.kv_heads * m.head
-        found = {
+        linears = {
             "q": (queries, m.width, 0),
             "k": (keys, m.width, 0),
             "v": (keys, m.width, 0),
@@ -126,30 +126,30 @@ class Case:
             "down": (m.width, m.hidden, 1),
         }
         if m.family == "llama":
-            found["gate"] = (m.hidden, m.width, 0)
-        return found
+            linears["gate"] = (m.hidden, m.width, 0)
+        return linears
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
         """Every input of the layer -> its shape, and the dim that is split along tp."""
         m, is_llama = self.model, self.model.family == "llama"
         rows, length = (self.tokens, 1) if self.phase == "decode" else (1, self.tokens)
-        found: dict[str, tuple[tuple[int, ...], int | None]] = {
+        shapes: dict[str, tuple[tuple[int, ...], int | None]] = {
             "x": ((rows, length, m.width), None)
         }
         if self.phase == "decode":
             past = (rows, m.kv_heads, self.cache, m.head)
-            found |= {"keys": (past, 1), "values": (past, 1)}
+            shapes |= {"keys": (past, 1), "values": (past, 1)}
         if is_llama:
-            found |= {"cos": ((length, m.head), None), "sin": ((length, m.head), None)}
+            shapes |= {"cos": ((length, m.head), None), "sin": ((length, m.head), None)}
         for name, (outputs, inputs, dim) in self.linears().items():
-            found[name] = (outputs, inputs), dim
+            shapes[name] = (outputs, inputs), dim
             if not is_llama:
-                found[f"{name}_bias"] = (outputs,), None if dim else 0
+                shapes[f"{name}_bias"] = (outputs,), None if dim else 0
         for name in ("norm_1", "norm_2"):
-            found[name] = (m.width,), None
+            shapes[name] = (m.width,), None
             if not is_llama:
-                found[f"{name}_bias"] = (m.width,), None
-        return found
+                shapes[f"{name}_bias"] = (m.width,), None
+        return shapes
 
     def layouts(self, mesh: DeviceMesh, is_sequence: bool = False) -> dict[str, Layout]:
         """Heads and hidden units are split along tp, the rest is everywhere.
@@ -166,7 +166,7 @@ class Case:
     def draw(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """Random inputs of ordinary sizes, whole; the same on all ranks with such a device."""
         generator = torch.Generator(device).manual_seed(0)
-        found: dict[str, Tensor] = {}
+        inputs: dict[str, Tensor] = {}
         for name, (shape, _) in self.shapes().items():
             drawn = torch.randn(shape, generator=generator, dtype=dtype, device=device)
             if name in self.linears():
@@ -175,8 +175,8 @@ class Case:
                 drawn = 1 + drawn / 8
             elif name in ("cos", "sin"):
                 drawn = getattr(torch, name)(_angles(self, device)).to(dtype)
-            found[name] = drawn
-        return found
+            inputs[name] = drawn
+        return inputs
 
     def layer(self, w: Mapping[str, Any], dense: Dense, gather: Gather = as_it_is) -> Any:
         """The layer's output.
@@ -190,7 +190,7 @@ class Case:
 
 
 def _angles(case: Case, device: torch.device) -> Tensor:
-    """Of rotary embedding: [positions, features of a head]."""
+    """Tables of rotary embedding: [positions, features of a head]."""
     first, head = (case.cache, case.model.head) if case.phase == "decode" else (0, case.model.head)
     length = 1 if case.phase == "decode" else case.tokens
     positions = torch.arange(first, first + length, device=device, dtype=torch.float32)
@@ -258,7 +258,7 @@ def _rotated(x: Any, cos: Any, sin: Any) -> Any:
 def cases(
     models: list[str] | None, phase: Phase | None, tokens: int | None, cache: int, is_small: bool
 ) -> Iterator[Case]:
-    """What is measured: everything, or what was chosen."""
+    """Return the cases to measure: all, or the chosen ones."""
     for model in MODELS:
         if models and model.name not in models:
             continue

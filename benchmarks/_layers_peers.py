@@ -1,4 +1,4 @@
-"""What runs a layer: mdfuse, torch by hand, torch.compile, DTensor; eagerly and as CUDA graphs."""
+"""Contenders that run a layer: mdfuse, torch by hand, torch.compile, DTensor; also as graphs."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _compiled(bench: Bench) -> _Call:
 
 
 def _reduced_compiled(bench: Bench) -> _Call:
-    """Where tokens are split: the same with tokens everywhere, and all-reduces."""
+    """Return the same for split tokens, with tokens everywhere, and all-reduces."""
     return _compiled(replace(bench, is_sequence=False, parts={**bench.parts, **_whole(bench)}))
 
 
@@ -248,7 +248,7 @@ class Peer:
     lacks: str = ""
 
     def steady(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """What is called from now on, after `call` was called once."""
+        """Return the function to call after the first `call`."""
         if not self.is_captured:
             return call
         captured = HandGraph(call, ())

@@ -19,15 +19,15 @@ _COLUMNS = 5
 
 def times(paths: Sequence[Path]) -> dict[str, dict[str, float]]:
     """Layer -> contender -> median of microseconds."""
-    found: dict[str, dict[str, float]] = {}
+    by_row: dict[str, dict[str, float]] = {}
     for path in paths:
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             layer, _, what = row["name"].partition(": ")
             if what in _DRAWN and row["alternative"] != "nothing":
-                bars = found.setdefault(f"{layer}\n{row['sizes']}", {})
+                bars = by_row.setdefault(f"{layer}\n{row['sizes']}", {})
                 bars["mdfuse"] = row["ours"]["median"] / 1e3
                 bars[row["alternative"]] = row["against"]["median"] / 1e3
-    return found
+    return by_row
 
 
 def draw(paths: Sequence[Path], to: Path) -> None:
@@ -40,17 +40,17 @@ def draw(paths: Sequence[Path], to: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    found = times(paths)
-    names = list(dict.fromkeys(name for bars in found.values() for name in bars))
-    columns = min(len(found), _COLUMNS)
-    lines = math.ceil(len(found) / columns)
+    by_row = times(paths)
+    names = list(dict.fromkeys(name for bars in by_row.values() for name in bars))
+    columns = min(len(by_row), _COLUMNS)
+    lines = math.ceil(len(by_row) / columns)
     figure: Any
     figure, panels = pyplot.subplots(
         lines, columns, figsize=(2.6 * columns, 3 * lines), squeeze=False, layout="constrained"
     )
-    for panel in panels.flat[len(found) :]:
+    for panel in panels.flat[len(by_row) :]:
         panel.set_axis_off()
-    for panel, (layer, bars) in zip(panels.flat, found.items(), strict=False):
+    for panel, (layer, bars) in zip(panels.flat, by_row.items(), strict=False):
         for name, took in bars.items():
             at = names.index(name)
             panel.bar(at, took, color=f"C{at}")

@@ -1,4 +1,4 @@
-"""What all benchmarks share: interleaved timing, statistics, one table, one JSON file.
+"""Common parts of all benchmarks: interleaved timing, statistics, one table, one JSON file.
 
 Contenders run in one process, in rounds of random order, so that what disturbs the machine disturbs
 them alike; a figure is a ratio (or a difference) within each round, and its median over rounds.
@@ -111,7 +111,7 @@ class Row:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the median figure is within the limit; None without one."""
+        """Return whether the median figure is within the limit; None without a limit."""
         if self.limit is None:
             return None
         return Spread.of(self.figures).median <= self.limit
@@ -129,7 +129,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def eagerly(program: mdfuse.Program) -> list[str]:
-    """What a program runs eagerly though it was to be compiled or captured, and why."""
+    """Yield the parts of a program that are neither compiled nor captured, with the reasons."""
     lines = map(str.strip, program.explain().splitlines())
     return [line for line in lines if _EAGER.search(line)]
 
@@ -266,7 +266,7 @@ def _figure_text(row: Row) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What is stored of one run of a benchmark."""
+    """The stored results of one run of a benchmark."""
 
     benchmark: str
     arguments: Mapping[str, Any]

@@ -69,7 +69,7 @@ class Alone:
 
     @property
     def where(self) -> dict[str, object]:
-        """What is stored of the place."""
+        """The stored facts about the machine."""
         return {
             "ranks": 1,
             "stands for rank 0 of": self.size,
@@ -148,7 +148,7 @@ class Alone:
         self, shape: Shape, mine: Parts, right: Tensor, incoming: dict[int, Tensor], most: int
     ) -> dict[Cut, _Call]:
         """The cuts by hand, whose values are compared first."""
-        found: dict[Cut, _Call] = {}
+        calls: dict[Cut, _Call] = {}
         copies = Copies(self.device)
         hand = ByHand(shape, mine, copies)
         for cut in cuts(shape):
@@ -158,8 +158,8 @@ class Alone:
                 hand.poison()
                 compare(f"{shape}, by hand: {cut}", call(), right)
             copies.expect(incoming, self.share, most)
-            found[cut] = self._steady(call)
-        return found
+            calls[cut] = self._steady(call)
+        return calls
 
     def _program(
         self,
@@ -209,7 +209,7 @@ class Alone:
         return move
 
     def _steady(self, call: _Call) -> _Call:
-        """What is timed: on a GPU a graph, whose buffers are the call's."""
+        """Return the timed function: on a GPU a graph, whose buffers are the call's."""
         if not self.is_gpu:
             return call
         graph = HandGraph(call, ()).graph

@@ -35,19 +35,23 @@ class Cut:
 
     Attributes:
         pieces: lengths of what is sent, in sixteenths of a shard.
-        own: of the products of the own rows, likewise.
+        own_rows: the same of the products of the own rows.
         added: how many of these rows, the last ones, are computed before, and added when the other
             rank's part is there, of a sum; the products of all others add.
     """
 
     pieces: Lengths
-    own: Lengths
+    own_rows: Lengths
     added: int = 0
 
     def __str__(self) -> str:
-        told = "+".join(map(str, self.pieces))
-        own = f", own rows {'+'.join(map(str, self.own))}" if self.own != self.pieces else ""
-        return f"{told}{own}{f', the last {self.added} added' if self.added else ''}"
+        pieces = "+".join(map(str, self.pieces))
+        own_rows = (
+            f", own rows {'+'.join(map(str, self.own_rows))}"
+            if self.own_rows != self.pieces
+            else ""
+        )
+        return f"{pieces}{own_rows}{f', the last {self.added} added' if self.added else ''}"
 
 
 def cuts(shape: Shape) -> tuple[Cut, ...]:
@@ -98,7 +102,7 @@ class ByHand:
         for piece in _pieces(cut.pieces, rows):
             shape.ready(mine.x[piece], x[piece])
             sent.append(self._move(x[piece], x[rows:][piece], piece))
-        for piece in _pieces(cut.own, rows):
+        for piece in _pieces(cut.own_rows, rows):
             torch.mm(x[piece], mine.w, out=y[piece])
         for piece, (arrived, _) in sent:
             arrived()
@@ -118,7 +122,7 @@ class ByHand:
         if late < rows:
             torch.mm(mine.x[late:rows], mine.w, out=q[late:])
         waiting = [*sent]
-        for piece in _pieces(cut.own, rows):
+        for piece in _pieces(cut.own_rows, rows):
             while waiting and waiting[0][0].start < piece.stop:
                 waiting.pop(0)[1][0]()
             if piece.start >= late:

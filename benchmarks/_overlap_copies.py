@@ -108,7 +108,7 @@ class Copies:
         self._out.begin()
 
     def end(self) -> tuple[Callable[[], None], ...]:
-        """What lets the then current stream wait for the copies so far."""
+        """Return a function that lets the current stream wait for the copies so far."""
         return self._into.end(), self._out.end()
 
     def _part(self, size: int) -> int:
@@ -132,7 +132,7 @@ class _Poster:
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> _Copying:
         copies, call = self.copies, self.call
         others = [r for r in call.team if r != call.rank]
-        own = call.team.index(call.rank)
+        place = call.team.index(call.rank)
         sum_up: Callable[[], object] = _nothing
         copies.begin()
         match call.kind:
@@ -143,7 +143,7 @@ class _Poster:
                     copies.receive(peer, dst)
             case "Allgather":
                 blocks = dsts[0].view(-1).chunk(len(call.team))
-                copies.keep(srcs[0], blocks[own])
+                copies.keep(srcs[0], blocks[place])
                 for peer in others:
                     copies.send(srcs[0])
                     copies.receive(peer, blocks[call.team.index(peer)])
@@ -155,7 +155,7 @@ class _Poster:
                     copies.receive(peer, row)
 
                 def sum_up() -> object:
-                    return torch.sum(torch.stack([blocks[own].view_as(dst), *rows]), 0, out=dst)
+                    return torch.sum(torch.stack([blocks[place].view_as(dst), *rows]), 0, out=dst)
 
             case _:
                 raise NotImplementedError(call.kind)
@@ -166,10 +166,10 @@ class _Poster:
         """Return None: a post reads the addresses of its buffers in each run."""
 
     def _rows(self, dst: Tensor, count: int) -> tuple[Tensor, ...]:
-        found = self._scratch.get(dst.nbytes)
-        if found is None:
-            found = self._scratch[dst.nbytes] = dst.new_empty((count, *dst.shape))
-        return tuple(found)
+        scratch = self._scratch.get(dst.nbytes)
+        if scratch is None:
+            scratch = self._scratch[dst.nbytes] = dst.new_empty((count, *dst.shape))
+        return tuple(scratch)
 
 
 def _nothing() -> None:
@@ -178,15 +178,15 @@ def _nothing() -> None:
 
 @dataclass(eq=False)
 class _Side:
-    """Copies into this rank, or out of it; `kept` lives until they are waited for."""
+    """Copies into this rank, or out of it; `alive` lives until they are waited for."""
 
     join: Callable[[], None]
-    kept: object
+    alive: object
 
     def wait(self) -> None:
         """Let the current stream wait."""
         self.join()
-        self.kept = None
+        self.alive = None
 
 
 @dataclass(eq=False)
@@ -209,13 +209,13 @@ def stand_in(size: int, device: torch.device) -> tuple[mf.Communicator, Copies]:
 
     They stand for those of the backend symmetric, whose programs are also for `SYMMETRIC` here.
     """
-    made: list[Copies] = []
+    all_copies: list[Copies] = []
 
     def opened(world: World) -> Copies:
-        made.append(Copies(world.device))
-        return made[-1]
+        all_copies.append(Copies(world.device))
+        return all_copies[-1]
 
     BACKENDS["null"] = replace(BACKENDS["null"], open=opened)
-    BACKENDS["symmetric"] = replace(BACKENDS["null"], open=lambda world: made[0])
+    BACKENDS["symmetric"] = replace(BACKENDS["null"], open=lambda world: all_copies[0])
     comm = mf.init(backend="null", rank=0, size=size, device=device)
-    return comm, made[0]
+    return comm, all_copies[0]

@@ -53,7 +53,7 @@ class Together:
 
     @property
     def where(self) -> dict[str, object]:
-        """What is stored of the place."""
+        """The stored facts about the machine."""
         comm = self.ranks.comm
         return {
             "ranks": comm.size,
@@ -126,11 +126,11 @@ class Together:
                 return functional.all_gather_tensor(shape.ready(x), 0, group) @ w
             return functional.reduce_scatter_tensor(x @ w, "sum", 0, group)
 
-        made = torch.compile(layer, backend=self.compiler, dynamic=False, fullgraph=True)
-        return partial(made, mine.x, mine.w)
+        compiled = torch.compile(layer, backend=self.compiler, dynamic=False, fullgraph=True)
+        return partial(compiled, mine.x, mine.w)
 
     def _steady(self, call: Callable[[], object]) -> Callable[[], object]:
-        """What is timed: on a GPU a graph, whose buffers are the call's."""
+        """Return the timed function: on a GPU a graph, whose buffers are the call's."""
         if not self.is_gpu:
             return call
         graph = HandGraph(call, ()).graph
@@ -142,7 +142,7 @@ class Together:
 
 
 def _product(shape: Shape, mine: Parts, whole: Tensor, y: Tensor) -> Tensor:
-    """What a rank computes, without any communication."""
+    """Return the work of a rank, without any communication."""
     shape.ready(mine.x)
     return torch.mm(whole, mine.w, out=y)
 

@@ -42,25 +42,25 @@ class Shape:
         return 1 / 0.95 if self.rows >= 8192 else 1 / 0.90
 
     def moved(self, ranks: int, itemsize: int) -> int:
-        """How many bytes come to a rank, and leave it."""
+        """Return the bytes that a rank receives, and sends."""
         width = self.inner if self.kind == "AG+MM" else self.columns
         return (ranks - 1) * self.rows // ranks * width * itemsize
 
     def parts(self, ranks: int, device: torch.device, dtype: torch.dtype) -> list[Parts]:
-        """What each of some ranks has, drawn alike on every machine."""
+        """Return the parts of some ranks, drawn alike on every machine."""
         draw = torch.Generator(device).manual_seed(self.rows + self.columns)
         rows = self.rows // ranks if self.kind == "AG+MM" else self.rows
 
         def drawn(*shape: int) -> Tensor:
-            made = torch.randn(shape, generator=draw, device=device, dtype=torch.float32)
-            return (made * self.inner**-0.25).to(dtype)
+            numbers = torch.randn(shape, generator=draw, device=device, dtype=torch.float32)
+            return (numbers * self.inner**-0.25).to(dtype)
 
         return [
             Parts(drawn(rows, self.inner), drawn(self.inner, self.columns)) for _ in range(ranks)
         ]
 
     def ready(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """What a rank does with its part first."""
+        """Return the first step of a rank on its part."""
         return torch.mul(x, 0.5, out=out) if self.kind == "AG+MM" else x
 
     def incoming(self, parts: list[Parts]) -> dict[int, Tensor]:
@@ -71,7 +71,7 @@ class Shape:
         return {r: p.x[:mine] @ p.w for r, p in enumerate(parts) if r}
 
     def right(self, parts: list[Parts], rank: int = 0) -> Tensor:
-        """What a rank is to compute, in float64: every 97th row."""
+        """Return the expected result of a rank, in float64: every 97th row."""
         if self.kind == "AG+MM":
             whole = torch.cat([self.ready(p.x) for p in parts])[::97]
             return whole.double() @ parts[rank].w.double()
@@ -84,7 +84,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a rank has: a part of the left operand, and one of the right."""
+    """The parts of a rank: of the left operand, and of the right."""
 
     x: Tensor
     w: Tensor
@@ -126,8 +126,8 @@ _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 def compare(what: str, got: Tensor, right: Tensor) -> None:
     """Raise AssertionError where a result is wrong; `right` has every 97th row."""
-    found = got[::97].double()
-    error = float(torch.linalg.vector_norm(found - right) / torch.linalg.vector_norm(right))
+    rows = got[::97].double()
+    error = float(torch.linalg.vector_norm(rows - right) / torch.linalg.vector_norm(right))
     if not error < _TOLERANCE[got.dtype]:
         raise AssertionError(f"{what}: a relative error of {error:.2g}")
 

@@ -105,7 +105,7 @@ def peak_bytes(ranks: Ranks, footprint: Footprint) -> tuple[int, int]:
 
 
 def _peak_on_gpu(prepare: Callable[[], Callable[[], object]]) -> int:
-    """What the caching allocator counts. It keeps cuBLAS's workspace too: made beforehand."""
+    """Return the count of the caching allocator, with cuBLAS's workspace, made beforehand."""
     one = torch.ones(64, 64, device="cuda")
     torch.mm(one, one)
     gc.collect()
@@ -122,7 +122,7 @@ def _peak_on_gpu(prepare: Callable[[], Callable[[], object]]) -> int:
 
 
 def _peak_on_cpu(prepare: Callable[[], Callable[[], object]]) -> int:
-    """What the profiler sees of every allocation since before the inputs were made."""
+    """Return the peak of all allocations that the profiler sees, those of the inputs included."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run = prepare()

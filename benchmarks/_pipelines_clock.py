@@ -1,4 +1,4 @@
-"""How long all ranks of one host take together."""
+"""The time that all ranks of one host take together."""
 
 from __future__ import annotations
 

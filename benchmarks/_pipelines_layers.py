@@ -64,7 +64,7 @@ class Bench:
         return self.ranks.comm.size
 
     def stage(self, w: Mapping[str, Any], x: Any) -> Any:
-        """What a stage computes, of tensors or of values of a fusion."""
+        """Return the result of a stage, from tensors or from values of a fusion."""
         for n in range(self.layers):
             mine = {k: w[f"{k}.{n}"] for k in _names(self.case)}
             mine |= {k: w[k] for k in self.angles}
@@ -75,21 +75,21 @@ class Bench:
 
 
 def _names(case: Case) -> list[str]:
-    """What is trained of a layer."""
+    """Return the names of a layer's trained inputs."""
     return [name for name in case.shapes() if name not in ("x", "cos", "sin")]
 
 
 def _drawn(case: Case, stage: int, layers: int, device: torch.device, dtype: torch.dtype) -> Any:
     """The weights of a stage, the same on every rank."""
-    found = {}
+    drawn = {}
     for n in range(layers):
         draw = torch.Generator(device).manual_seed(1 + stage * layers + n)
         for name in _names(case):
             shape, _ = case.shapes()[name]
             x = torch.randn(shape, generator=draw, device=device, dtype=torch.float32)
             x = 1 + x / 8 if len(shape) == 1 else x * shape[1] ** -0.5
-            found[f"{name}.{n}"] = x.to(dtype)
-    return found
+            drawn[f"{name}.{n}"] = x.to(dtype)
+    return drawn
 
 
 def bench(ranks: Ranks, case: Case, layers: int, microbatches: int) -> Bench:
@@ -130,8 +130,8 @@ class _Ours:
     names: list[str]
 
     def __call__(self) -> Results:
-        loss, *found = self.program.run(*self.inputs)
-        return loss, {n: x for n, x in zip(self.names, found, strict=True) if x is not None}
+        loss, *gradients = self.program.run(*self.inputs)
+        return loss, {n: x for n, x in zip(self.names, gradients, strict=True) if x is not None}
 
 
 def _ours(bench: Bench, schedule: str, options: mf.Options) -> _Ours:
@@ -279,8 +279,8 @@ class Layers:
             for peer, module in stages.items():
                 if name == "zb1p" and peer != "torch":
                     continue  # a graph that is compiled goes back in one piece
-                made = partial(step_of, bench, name, module)
-                calls[peer] = self._ready(f"{peer}: {name}", made, want)
+                maker = partial(step_of, bench, name, module)
+                calls[peer] = self._ready(f"{peer}: {name}", maker, want)
             for line in eagerly(ours.program):
                 self.note(f"{name}: not compiled or captured: {line}")
             yield from self._schedule(name, ours, alone, calls)
@@ -289,14 +289,14 @@ class Layers:
         """Make a step, and run it until it is compiled, captured, and right."""
         begin = time.perf_counter()
         call = make()
-        made = time.perf_counter()
+        ready = time.perf_counter()
         for _ in range(3):  # eager, captured, replayed
-            found = call()
+            results = call()
             if want is not None:
-                _compare(what, found, want)
+                _compare(what, results, want)
         self.bench.ranks.settle()
         end = time.perf_counter()
-        self.note(f"{what}: made in {made - begin:.1f} s, compiled in {end - made:.1f} s")
+        self.note(f"{what}: made in {ready - begin:.1f} s, compiled in {end - ready:.1f} s")
         return call
 
     def _schedule(
@@ -319,7 +319,7 @@ class Layers:
     def _bubbles(
         self, name: str, ours: _Ours, alone: _Ours, times: Mapping[str, list[float]]
     ) -> Iterator[Row]:
-        """What a step takes beyond the work of a stage: beside the table's share of that work.
+        """Compare a step's time beyond the work of a stage with the table's share of that work.
 
         The table knows of no hand-overs. Costs do: of their time, and that work beside is slower.
         """

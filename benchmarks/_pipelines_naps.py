@@ -36,7 +36,7 @@ _TAGS = 1 << 10
 
 @dataclass
 class Nap:
-    """How long one is, in seconds: none while programs are made and their results compared."""
+    """The length of a nap, in seconds: 0 while programs are made and their results compared."""
 
     seconds: float = 0.0
 
@@ -114,8 +114,8 @@ class _Naps:
     def check(self, rank: int) -> None:
         """Raise AssertionError where a result is wrong."""
         fusion = self.program.fusion
-        found = self.program.run(*self.inputs)
-        for name, got, want in zip(fusion.outputs, found, self.wanted, strict=True):
+        results = self.program.run(*self.inputs)
+        for name, got, want in zip(fusion.outputs, results, self.wanted, strict=True):
             if rank in fusion.layout(name).mesh:
                 torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -175,12 +175,14 @@ def rows(ranks: Ranks, lengths: Sequence[float], microbatches: int, rounds: int)
     """Each schedule beside its table, by naps of some lengths, in seconds."""
     nap, size = Nap(), ranks.comm.size
     op = register(nap)
-    made = {name: _made(ranks, op, name, microbatches) for name in _possible(size, microbatches)}
-    for naps in made.values():
+    programs = {
+        name: _made(ranks, op, name, microbatches) for name in _possible(size, microbatches)
+    }
+    for naps in programs.values():
         for _ in range(2):  # the second run has a plan
             naps.check(ranks.comm.rank)
     calls = {"naps": Contender(call=partial(nap.take, _ALONE))}
-    for name, x in made.items():
+    for name, x in programs.items():
         calls[name] = Contender(call=partial(x.program.run, *x.inputs))
         calls[f"{name} by hand"] = Contender(call=_by_hand(ranks, nap, x.schedule))
     clock = partial(makespan_of, ranks)
@@ -188,12 +190,12 @@ def rows(ranks: Ranks, lengths: Sequence[float], microbatches: int, rounds: int)
     measure(rounds=0)  # naps of no length warm as well
     for nap.seconds in lengths:
         times = measure(rounds=rounds, warm=0)
-        for name, naps in made.items():
+        for name, naps in programs.items():
             slots = naps.schedule.timed().makespan
-            told = [slots * nap.seconds * 1e9] * rounds
+            expected = [slots * nap.seconds * 1e9] * rounds
             beside = {
                 "table": [slots * each / _ALONE for each in times["naps"]],
-                "table, as told": told,
+                "table, as told": expected,
                 "by hand": times[f"{name} by hand"],
             }
             sizes = f"{size} ranks, {len(_places(size, name))} stages, {microbatches} microbatches"

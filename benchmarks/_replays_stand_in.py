@@ -52,8 +52,8 @@ def stand_in() -> None:
     which.HostIrEvaluator._may_capture = lambda *_: True
     which.HostIrEvaluator._may_compile = lambda *_: False
     which.check_graph = lambda *_: None
-    made: Any = capturing
-    made.capture_stream = lambda _: _Stream()
-    made.CudaRecorder = _Recorder
+    module: Any = capturing
+    module.capture_stream = lambda _: _Stream()
+    module.CudaRecorder = _Recorder
     of_plans: Any = graphs
     of_plans.all_new = _all_at_one_place

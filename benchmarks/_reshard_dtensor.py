@@ -1,4 +1,4 @@
-"""What DTensor's planners would move for the same changes of layout; no rank sends anything."""
+"""Bytes that DTensor's planners would move for the same changes of layout; nothing is sent."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from mdfuse.layouts.layout import Placement
 from mdfuse.reshard.bound import crossing_bound
 from mdfuse.reshard.steps import steps
 
-#: Of the model: what a message takes, bytes in a nanosecond within a host, and between hosts.
+#: Constants of the model: ns per message, bytes per ns within a host, and between hosts.
 _MESSAGE_NS, _LINK, _NETWORK = 10_000, 270, 27
 _ITEMSIZE = 4
 
@@ -97,7 +97,7 @@ def network(comm: Communication, hosts: dict[int, int]) -> int:
             parts = (comm.destination if comm.kind == "Scatter" else comm.source,)
             into[home] += sum(math.prod(parts[0].local_shape(comm.shape, r)) for r in far)
         elif len(got) > 1:  # what goes round comes to each host once
-            into.update({host: max(max(found) for found in got.values()) for host in got})
+            into.update({host: max(max(times) for times in got.values()) for host in got})
     return max((0, *into.values()))
 
 
@@ -115,22 +115,22 @@ def nanoseconds(found: Sequence[Communication], hosts: dict[int, int]) -> float:
 
 def timed(case: str) -> Timed:
     """Plan a case where hosts are known, and where they are not."""
-    here, there, shape, before, after = CASES[case]
-    one = mesh_of(here, 0, 0)
-    other = mesh_of(there, one.size, here[0])
+    source_sizes, goal_sizes, shape, before, after = CASES[case]
+    one = mesh_of(source_sizes, 0, 0)
+    other = mesh_of(goal_sizes, one.size, source_sizes[0])
     source, goal = Layout(one, before), Layout(other, after)  # type: ignore[arg-type]
     hosts = dict(zip((*one, *other), (*(one.hosts or ()), *(other.hosts or ())), strict=True))
-    found = posts(steps(source, goal, shape, _ITEMSIZE), shape)
+    comms = posts(steps(source, goal, shape, _ITEMSIZE), shape)
     unknown = [Layout(x.mesh.with_hosts(None), x.by_axis()) for x in (source, goal)]
     without = posts(steps(*unknown, shape), shape)
     crossing = crossing_bound(source, goal, shape)
     least = max(bound(source, goal, shape).worst / _LINK, crossing / _NETWORK) * _ITEMSIZE
     return Timed(
         case=case,
-        steps="; ".join(map(str, found)),
-        crossing=sum(network(comm, hosts) for comm in found) * _ITEMSIZE,
+        steps="; ".join(map(str, comms)),
+        crossing=sum(network(comm, hosts) for comm in comms) * _ITEMSIZE,
         least_crossing=crossing * _ITEMSIZE,
-        microseconds=nanoseconds(found, hosts) / 1e3,
+        microseconds=nanoseconds(comms, hosts) / 1e3,
         least_microseconds=(_MESSAGE_NS + least) / 1e3,
         without_hosts=nanoseconds(without, hosts) / 1e3,
     )

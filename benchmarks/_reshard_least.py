@@ -47,7 +47,7 @@ class Least:
         start, stop = rows[..., 0], rows[..., 1]
         need = np.prod(stop - start, 1)
         both = np.minimum(stop[:, None], stop[None]) - np.maximum(start[:, None], start[None])
-        own = np.prod(np.maximum(both, 0), 2)
+        shared = np.prod(np.maximum(both, 0), 2)
         steps = np.full((n, n, len(ranks)), _NEVER)
         for i, source in enumerate(self.every):
             for j, goal in enumerate(self.every):
@@ -55,7 +55,7 @@ class Least:
                 if not {*goal.partial_axes} <= {*source.partial_axes}:
                     continue
                 copies = math.prod(map(self.mesh.axis_size, terms))
-                steps[i, j] = copies * need[j] - own[i, j]
+                steps[i, j] = copies * need[j] - shared[i, j]
                 if goal == _whole(source, terms):
                     ring = 2 * (copies - 1) * int(need[i].max()) / copies
                     steps[i, j] = np.minimum(steps[i, j], math.ceil(ring))

@@ -1,4 +1,4 @@
-"""What is looked at of all pairs of layouts on a mesh, in one process or in several."""
+"""Figures of all pairs of layouts on a mesh, in one process or in several."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def running(jobs: int) -> Iterator[Run]:
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
 
         def run(what: str, do: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
-            found = pool.map(do, tasks)
-            return [*track(found, what, total=len(tasks), console=console)]
+            looks = pool.map(do, tasks)
+            return [*track(looks, what, total=len(tasks), console=console)]
 
         yield run
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found of one pair."""
+    """The figures of one pair."""
 
     pair: str
     steps: str
@@ -66,7 +66,7 @@ class Found:
 
     @property
     def ratio(self) -> float:
-        """What the worst rank gets over what it must; 1 where nothing has to move."""
+        """The bytes of the worst rank over the bound; 1 where nothing has to move."""
         return self.ours.worst / self.least.worst if self.least.worst else 1.0 + self.ours.worst
 
     @property
@@ -77,14 +77,14 @@ class Found:
 
     @property
     def reachable_ratio(self) -> float | None:
-        """What it gets at least by steps between layouts, over what it must."""
+        """The least bytes by steps between layouts, over the bound."""
         if self.reachable is None:
             return None
         return self.reachable / self.least.worst if self.least.worst else 1.0 + self.reachable
 
     @property
     def owners_ratio(self) -> float | None:
-        """What it gets at least where any rank may reduce any element, over what it must."""
+        """The least bytes where any rank may reduce any element, over the bound."""
         if self.owners is None:
             return None
         return max(self.owners / self.least.worst, 1.0)
@@ -101,25 +101,25 @@ def look(
     start = time.process_time_ns()
     path = planned(source, goal, shape)
     elapsed = time.process_time_ns() - start
-    found, ranks = posts(path, shape), sorted({*source.mesh.ranks, *goal.mesh.ranks})
+    comms, ranks = posts(path, shape), sorted({*source.mesh.ranks, *goal.mesh.ranks})
     return Found(
         pair=f"{source} -> {goal}",
-        steps="; ".join(map(str, found)) or "nothing is sent",
+        steps="; ".join(map(str, comms)) or "nothing is sent",
         least=bound(source, goal, shape),
-        ours=moved(found, ranks),
+        ours=moved(comms, ranks),
         reachable=least.worst(source, goal) if least is not None else None,
         owners=worst_of_owners(source, goal, shape)
         if least is not None and source.partial_axes and not goal.partial_axes
         else None,
         dtensor=theirs.elements(source, goal, least=True) if theirs is not None else None,
-        messages=sum(map(_messages, found)),
+        messages=sum(map(_messages, comms)),
         milliseconds=elapsed / 1e6,
-        spread=sender_spread(found),
+        spread=sender_spread(comms),
     )
 
 
 def _messages(comm: Communication) -> int:
-    """How many sends the busiest rank posts; one for a collective."""
+    """Return the number of sends of the busiest rank; one for a collective."""
     if comm.kind not in ("Exchange", "ReduceExchange"):
         return 1
     calls = (comm.part(r).call for r in comm.source.mesh.ranks)
@@ -146,10 +146,10 @@ def found_of(looks: Looks, run: Run) -> list[Found]:
     """Look at all pairs; what is found is in their order."""
     what = f"{MESHES[looks.place]} {' x '.join(map(str, looks.shape))}"
     tasks = [replace(looks, first=n) for n in range(_PARTS)]
-    found: list[Any] = [None] * len(pairs_of(looks.place, looks.shape, looks.are_blocked))
+    rows: list[Any] = [None] * len(pairs_of(looks.place, looks.shape, looks.are_blocked))
     for n, part in enumerate(run(what, _looked, tasks)):
-        found[n::_PARTS] = part
-    return found
+        rows[n::_PARTS] = part
+    return rows
 
 
 def _looked(looks: Looks) -> list[Found]:

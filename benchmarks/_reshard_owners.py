@@ -1,4 +1,4 @@
-"""What comes to the worst rank at least where each element is reduced by one rank, whichever.
+"""The least that comes to the worst rank if one rank reduces each element, whichever it is.
 
 That rank gets all terms of the element, and sends the sum on. So ranks may reduce pieces of any
 shape and size, as no layout has them, and share the work as evenly as it goes. Prices of what comes
@@ -30,20 +30,20 @@ def worst(source: Layout, goal: Layout, shape: tuple[int, ...]) -> float:
     )
     elements = volume.reshape(-1) * need.any(0)
     # More than the one copy that a rank needs comes to it of what it reduces: but its own term.
-    more = (terms - have.astype(int) - need) * elements
-    return _least(more, (need * elements).sum(1))
+    extra = (terms - have.astype(int) - need) * elements
+    return _least(extra, (need * elements).sum(1))
 
 
 def _least(more: Any, needed: Any) -> float:
     """Return the most that prices say."""
-    found, say = 0.0, np.zeros(len(needed))
+    least, say = 0.0, np.zeros(len(needed))
     for n in range(_ROUNDS):
         prices = np.exp(say - say.max())
         prices = prices / prices.sum()
         priced = prices[:, None] * more
         cheapest = priced.min(0)
-        found = max(found, float(prices @ needed + cheapest.sum()))
+        least = max(least, float(prices @ needed + cheapest.sum()))
         is_taken = priced <= cheapest + 1e-12
         comes = needed + (is_taken / is_taken.sum(0) * more).sum(1)
         say = say + 4 / math.sqrt(1 + n) * (comes / comes.max() - 1)
-    return found
+    return least

@@ -1,4 +1,4 @@
-"""How long it takes to plan drawn changes on meshes of three axes, of up to thousands of ranks.
+"""The time to plan drawn changes on meshes of three axes, of up to thousands of ranks.
 
 Processor time of the first plan of each change; other changes on the same meshes came before it.
 """
@@ -26,7 +26,7 @@ _ON_HOST = 8
 
 @dataclass(frozen=True)
 class Planning:
-    """How long the plans of some changes take."""
+    """The times of plans of some changes."""
 
     name: str
     pairs: int

@@ -1,4 +1,4 @@
-"""Who makes a training step: mdfuse; torch's autograd and optimizer, alone, by hand and as DDP."""
+"""Training steps: mdfuse; torch's autograd and optimizer, alone, by hand and as DDP."""
 
 from __future__ import annotations
 
@@ -113,16 +113,18 @@ def _fusion(net: Net) -> mf.FusionDefinition:
         fd.add_output(y)
         fd.add_output(dx)
         for name, gradient in zip(names, gradients, strict=True):
-            own, where = w[name], net.layouts[name]
+            weight, where = w[name], net.layouts[name]
             old = (
-                own,
+                weight,
                 *(
-                    fd.define_tensor(own.shape, own.dtype, net.mesh, where, name=f"{name}.{moment}")
+                    fd.define_tensor(
+                        weight.shape, weight.dtype, net.mesh, where, name=f"{name}.{moment}"
+                    )
                     for moment in ("mean", "square")
                 ),
             )
             new = mf.optim.adamw(
-                own, gradient, *old[1:], step, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY
+                weight, gradient, *old[1:], step, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY
             )
             for before, after in zip(old, new, strict=True):
                 fd.add_output(after, reuse=before)
@@ -322,11 +324,11 @@ def reference(net: Net) -> dict[str, Tensor]:
         assert x is not None
         return net.stack.ranks.local(x.detach(), net.layouts[name]).clone()
 
-    found = {"y": mine(y, "x"), "dx": mine(leaves["x"].grad, "x")}
+    tensors = {"y": mine(y, "x"), "dx": mine(leaves["x"].grad, "x")}
     for name in names:
         w, g = mine(leaves[name], name), mine(leaves[name].grad, name)
         leaves[name].grad = None
-        found[f"{name}.mean"] = g * (1 - BETAS[0])
-        found[f"{name}.square"] = g * g * (1 - BETAS[1])
-        found[name] = w * (1 - LR * DECAY) - LR * g / (g.abs() + EPS)
-    return found
+        tensors[f"{name}.mean"] = g * (1 - BETAS[0])
+        tensors[f"{name}.square"] = g * g * (1 - BETAS[1])
+        tensors[name] = w * (1 - LR * DECAY) - LR * g / (g.abs() + EPS)
+    return tensors

@@ -26,7 +26,7 @@ from mdfuse.layouts.call import Call
 
 _RESULTS = Path(__file__).parent / "results"
 
-#: Of each rank's own tensor.
+#: Elements of each rank's own tensor.
 _SIZES = (4, 64 << 10, 1 << 20, 16 << 20)
 
 _Post = Callable[[], None]
@@ -73,7 +73,7 @@ def _contenders(comm: mf.Communicator, names: list[str], kind: str, size: int) -
     team, k = tuple(range(comm.size)), max(1, size // 4)
     call, expected = _KINDS[kind](Call(kind=kind, team=team, rank=comm.rank), k)
     src = _drawn(comm.rank, k).to(comm.device)
-    found: dict[str, _Post] = {}
+    contenders: dict[str, _Post] = {}
     for name in names:
         dst = torch.full_like(expected, torch.nan, device=comm.device)
         poster = comm.poster(replace(call, backend=name))
@@ -85,8 +85,8 @@ def _contenders(comm: mf.Communicator, names: list[str], kind: str, size: int) -
         post()
         if not torch.equal(dst.cpu(), expected):
             raise AssertionError(f"{kind} of {size} bytes by {name} is wrong on rank {comm.rank}")
-        found[name] = post
-    return found
+        contenders[name] = post
+    return contenders
 
 
 def _finish(comm: mf.Communicator) -> None:
@@ -100,13 +100,13 @@ def _settle(comm: mf.Communicator) -> None:
 
 
 def _rows(comm: mf.Communicator, names: list[str], sizes: list[int], rounds: int) -> list[Row]:
-    found = []
+    rows = []
     for kind in _KINDS:
         for size in sizes:
             posts = _contenders(comm, names, kind, size)
             contenders = {name: Contender(call=post) for name, post in posts.items()}
             times = interleave(contenders, rounds=rounds, batch=1, settle=lambda: _settle(comm))
-            found += [
+            rows += [
                 Row(
                     name=f"{kind}: {name}",
                     sizes=f"{size_text(size)} each, {comm.size} ranks",
@@ -118,7 +118,7 @@ def _rows(comm: mf.Communicator, names: list[str], sizes: list[int], rounds: int
                 )
                 for name in names[1:]
             ]
-    return found
+    return rows
 
 
 def _arguments() -> argparse.Namespace:

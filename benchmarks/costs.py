@@ -66,13 +66,13 @@ _PROGRAMS = (
 
 
 def _cases(is_gpu: bool, is_small: bool, models: list[str] | None) -> Iterator[tuple[Case, int]]:
-    """What is predicted and measured: a layer, and how many of them."""
+    """Yield the predicted and measured cases: a layer, and the number of layers."""
     for model, phase, layers, on_cpu, on_gpu in _PROGRAMS:
         if models is not None and model not in models:
             continue
         tokens = None if is_small else on_gpu if is_gpu else on_cpu
-        found = cases([model], phase, tokens, 2048 if is_gpu else 256, is_small=is_small)  # type: ignore[arg-type]
-        yield from ((case, layers) for case in found)
+        chosen = cases([model], phase, tokens, 2048 if is_gpu else 256, is_small=is_small)  # type: ignore[arg-type]
+        yield from ((case, layers) for case in chosen)
 
 
 def _program(
@@ -159,15 +159,15 @@ def kinds(
         for _ in range(_TRACED):
             call()
         ranks.settle()
-        found = defaultdict[str, list[float]](lambda: [0.0, 0.0])
+        seconds = defaultdict[str, list[float]](lambda: [0.0, 0.0])
         if ranks.comm.rank == 0:
             both = program.timeline(table.costs).events, last_run(place, program.host.name)
             for side, events in enumerate(both):
                 for e in (e for e in events if e.rank == 0 and e.part != "transfer"):
                     kind = e.name.rpartition(" = ")[2].partition(" ")[0]
-                    found[kind][side] += (e.stop_ns - e.start_ns) / 1e9
+                    seconds[kind][side] += (e.stop_ns - e.start_ns) / 1e9
         ranks.settle()
-        yield f"{case.name}, {case.sizes}", {k: (a, b) for k, (a, b) in found.items()}
+        yield f"{case.name}, {case.sizes}", {k: (a, b) for k, (a, b) in seconds.items()}
 
 
 def shown_kinds(name: str, found: dict[str, tuple[float, float]]) -> Table:
@@ -188,8 +188,8 @@ def table_of(ranks: Ranks, file: Path | None) -> CostTable:
     if file is not None:
         return parsed(file.read_text(encoding="utf-8"))
     machine = machine_of(ranks.device, ranks.comm.backend)
-    table, told = found(machine)
-    for line in told:
+    table, words = found(machine)
+    for line in words:
         screen.output().print(line)
     is_right = table is not None and table.ranks == ranks.comm.size
     if any(ranks.comm.all_ok(None if is_right else "no table")):
@@ -219,12 +219,12 @@ def main() -> None:
     ranks = start_or_alone(arguments.device)
     table = table_of(ranks, arguments.costs)
     eager: list[str] = []
-    found = list(rows(ranks, table, arguments, eager))
+    all_rows = list(rows(ranks, table, arguments, eager))
     by_kind = dict[str, dict[str, tuple[float, float]]]()
     if arguments.kinds:
         with tempfile.TemporaryDirectory() as mine:
-            told = ranks.comm.all_ok(mine)  # ranks of one host write into one folder
-            by_kind = dict(kinds(ranks, table, arguments, Path(str(told[0]))))
+            folders = ranks.comm.all_ok(mine)  # ranks of one host write into one folder
+            by_kind = dict(kinds(ranks, table, arguments, Path(str(folders[0]))))
             ranks.settle()
     if ranks.comm.rank == 0:
         path = arguments.output or _RESULTS / f"costs-{ranks.name}.json"
@@ -239,12 +239,12 @@ def main() -> None:
             "kinds": by_kind,
         }
         given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
-        show(screen.output(), f"predicted and measured, on {ranks.name}", found)
+        show(screen.output(), f"predicted and measured, on {ranks.name}", all_rows)
         for name, some in by_kind.items():
             screen.output().print(shown_kinds(name, some))
         for line in eager:
             screen.output().print(f"not compiled or captured: {line}", soft_wrap=True)
-        Report(benchmark="costs", arguments=given, rows=found, where=where).write(path)
+        Report(benchmark="costs", arguments=given, rows=all_rows, where=where).write(path)
         screen.output().print(f"written: {path}", soft_wrap=True)
     ranks.close()
 

@@ -1,4 +1,4 @@
-"""What it costs to define a fusion again that was defined before.
+"""The cost to define a fusion again that was defined before.
 
 python benchmarks/definitions.py
 mdfuse bench definitions --quick
@@ -107,28 +107,28 @@ def rows(rounds: int, batch: int) -> Iterator[Row]:
     for define in (mlp, layer):
         n = recorded(define)
         sizes = f"{n} recorded"
-        found = times(again=define, nothing=nothing)
+        ns = times(again=define, nothing=nothing)
         yield Row(
             name=f"{define.__name__}, defined again: per recorded operation", sizes=sizes,
-            unit="us", ours=found["again"], against=found["nothing"], alternative="nothing",
+            unit="us", ours=ns["again"], against=ns["nothing"], alternative="nothing",
             limit=_LIMIT, kind="added", per=n,
         )  # fmt: skip
         mf.compile(define())
-        found = times(again=lambda: mf.compile(define()), nothing=nothing)  # noqa: B023
+        ns = times(again=lambda: mf.compile(define()), nothing=nothing)  # noqa: B023
         yield Row(
-            name="  and compiled again", sizes=sizes, unit="us", ours=found["again"],
-            against=found["nothing"], alternative="nothing", limit=None, kind="added", per=n,
+            name="  and compiled again", sizes=sizes, unit="us", ours=ns["again"],
+            against=ns["nothing"], alternative="nothing", limit=None, kind="added", per=n,
         )  # fmt: skip
-    found = times(again=mlp, fx=lambda: torch.fx.symbolic_trace(_Module()))
+    ns = times(again=mlp, fx=lambda: torch.fx.symbolic_trace(_Module()))
     yield Row(
         name="mlp, defined again", sizes=f"{recorded(mlp)} recorded", unit="us",
-        ours=found["again"], against=found["fx"], alternative="torch.fx.symbolic_trace", limit=None,
+        ours=ns["again"], against=ns["fx"], alternative="torch.fx.symbolic_trace", limit=None,
     )  # fmt: skip
     batch = max(1, batch // 20)
-    found = times(again=mlp, anew=_anew(mlp))
+    ns = times(again=mlp, anew=_anew(mlp))
     yield Row(
-        name="mlp, defined again or anew", sizes="", unit="us", ours=found["again"],
-        against=found["anew"], alternative="anew", limit=None,
+        name="mlp, defined again or anew", sizes="", unit="us", ours=ns["again"],
+        against=ns["anew"], alternative="anew", limit=None,
     )  # fmt: skip
 
 
@@ -142,11 +142,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only to see that it runs")
     arguments = parser.parse_args()
     rounds, batch = (3, 20) if arguments.quick else (arguments.rounds, 100)
-    found = list(rows(rounds, batch))
+    all_rows = list(rows(rounds, batch))
     path = arguments.output or _RESULTS / "definitions.json"
-    show(screen.output(), "defining again", found)
+    show(screen.output(), "defining again", all_rows)
     given = {"rounds": str(rounds), "quick": str(arguments.quick)}
-    Report(benchmark="definitions", arguments=given, rows=found, where={"ranks": 1}).write(path)
+    Report(benchmark="definitions", arguments=given, rows=all_rows, where={"ranks": 1}).write(path)
     screen.output().print(f"written: {path}", soft_wrap=True)
 
 

@@ -42,7 +42,7 @@ _QUEUED = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much is measured.
+    """The extent of a measurement.
 
     Attributes:
         ranks: on which ranks.
@@ -66,7 +66,7 @@ class Plan:
 
 
 def instructions(plan: Plan) -> Iterator[Row]:
-    """What the evaluator adds to the calls it makes."""
+    """Yield the time that the evaluator adds to its calls."""
     cases = [_chains.communicating(plan.ranks, 8), _chains.local(plan.ranks, 8)]
     if not plan.is_quick:
         cases.insert(1, _chains.communicating(plan.ranks, 32))

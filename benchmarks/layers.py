@@ -67,7 +67,7 @@ def _chosen(arguments: argparse.Namespace, size: int) -> list[Case]:
     wanted = cases(
         arguments.model, arguments.phase, arguments.tokens, cache, is_small=arguments.small
     )
-    found = []
+    chosen = []
     for case in wanted:
         if arguments.sequence and case.phase == "decode":
             continue
@@ -75,10 +75,10 @@ def _chosen(arguments: argparse.Namespace, size: int) -> list[Case]:
             heads = f"{case.model.kv_heads} heads, {case.model.hidden} hidden units"
             screen.output().print(f"left out: {case.name}: {heads} on {size} ranks")
         else:
-            found.append(case)
-    if not found:
+            chosen.append(case)
+    if not chosen:
         screen.fail("no layer is left to measure: minilm has no decode, and heads must be split")
-    return found
+    return chosen
 
 
 def _peers(wanted: str | None, is_gpu: bool) -> tuple[str, ...]:
@@ -110,13 +110,13 @@ def _measure(plan: Plan, chosen: Sequence[Case], arguments: argparse.Namespace) 
     """All figures; each layer is shown and stored as soon as it is there."""
     path: Path = arguments.output or _RESULTS / f"layers-{plan.ranks.name}.json"
     given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
-    found: list[Row] = []
+    all_rows: list[Row] = []
     for case in chosen:
         of_case = list(rows(plan, case))
-        found += of_case
+        all_rows += of_case
         if plan.ranks.comm.rank == 0:
             show(screen.output(), f"{case.name}, on {plan.ranks.name}", of_case)
-            report = Report(benchmark="layers", arguments=given, rows=found, where=_where(plan))
+            report = Report(benchmark="layers", arguments=given, rows=all_rows, where=_where(plan))
             report.write(path)
         mf.debug.FusionCache.reset()  # plans own buffers and graphs
         gc.collect()

@@ -1,4 +1,4 @@
-"""What it costs to define, lower, verify and plan a stack of layers, per expression.
+"""The cost to define, lower, verify and plan a stack of layers, per expression.
 
 python benchmarks/lowering.py
 mdfuse bench lowering --quick
@@ -120,7 +120,7 @@ def stages(layers: int) -> tuple[int, dict[str, float]]:
 
 
 def _arguments(program: mf.Program) -> list[Any]:
-    """What rank 0 passes: its parts of the inputs."""
+    """Return the arguments of rank 0: its parts of the inputs."""
     host = program.host
     types = (host.types[name] for name in host.inputs)
     return [torch.ones(t.layout.local_shape(t.shape, 0), dtype=t.dtype) for t in types if t.layout]
@@ -135,16 +135,16 @@ def rows(rounds: int, counts: Sequence[int]) -> Iterator[Row]:
             expressions, times = stages(layers)
             for name, time_ns in times.items():
                 samples[name].append(time_ns)
-        for name, found in samples.items():
+        for name, of_rounds in samples.items():
             yield Row(
                 name=f"{name}, per expression", unit="us", kind="added", per=expressions,
-                sizes=f"{layers} layers, {expressions} expressions", ours=found,
+                sizes=f"{layers} layers, {expressions} expressions", ours=of_rounds,
                 against=[0.0] * rounds, alternative="nothing", limit=_LIMITS.get(name),
             )  # fmt: skip
 
 
 def verified(rounds: int, largest: int) -> Iterator[Row]:
-    """What it costs to verify rings and pipelines, against what it costs to define and lower them.
+    """Compare the cost to verify rings and pipelines with the cost to define and lower them.
 
     Args:
         rounds: how often.
@@ -184,12 +184,15 @@ def main() -> None:
     mf.init(backend="null", size=_MESH.size)
     rounds = 1 if arguments.quick else arguments.rounds
     counts = (2,) if arguments.quick else tuple(map(int, arguments.layers.split(",")))
-    found = [*rows(rounds, counts), *verified(rounds, 8 if arguments.quick else arguments.largest)]
+    all_rows = [
+        *rows(rounds, counts),
+        *verified(rounds, 8 if arguments.quick else arguments.largest),
+    ]
     path = arguments.output or _RESULTS / "lowering.json"
-    show(screen.output(), "defining, lowering, verifying, planning", found)
+    show(screen.output(), "defining, lowering, verifying, planning", all_rows)
     given = {"rounds": str(rounds), "layers": ",".join(map(str, counts))}
     given["largest"] = str(arguments.largest)
-    Report(benchmark="lowering", arguments=given, rows=found, where={"ranks": 1}).write(path)
+    Report(benchmark="lowering", arguments=given, rows=all_rows, where={"ranks": 1}).write(path)
     screen.output().print(f"written: {path}", soft_wrap=True)
 
 

@@ -74,17 +74,17 @@ def main() -> None:
     given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
     shapes = SMALL if arguments.small else SHAPES
     is_first = not isinstance(bench, Together) or bench.ranks.comm.rank == 0
-    found: list[Row] = []
-    told = 0
+    all_rows: list[Row] = []
+    shown = 0
     for shape in [shapes[n] for n in arguments.shapes or range(len(shapes))]:
         of_shape = list(bench.rows(shape))
-        found += of_shape
+        all_rows += of_shape
         if is_first:
             show(screen.output(), f"{shape}, {bench.size} ranks", of_shape)
-            for line in bench.eager[told:]:
+            for line in bench.eager[shown:]:
                 screen.output().print(f"not compiled or captured: {line}", soft_wrap=True)
-            told = len(bench.eager)
-            report = Report(benchmark="overlap", arguments=given, rows=found, where=bench.where)
+            shown = len(bench.eager)
+            report = Report(benchmark="overlap", arguments=given, rows=all_rows, where=bench.where)
             report.write(path)
         mf.debug.FusionCache.reset()  # plans own buffers and graphs
         gc.collect()

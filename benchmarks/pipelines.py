@@ -70,11 +70,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="short naps, small layers")
     parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
-    found = parser.parse_args()
-    unknown = {*found.schedules.split(",")} - {*SCHEDULES}
+    arguments = parser.parse_args()
+    unknown = {*arguments.schedules.split(",")} - {*SCHEDULES}
     if unknown:
         parser.error(f"--schedules: {', '.join(unknown)}; there are {', '.join(SCHEDULES)}")
-    return found
+    return arguments
 
 
 def main() -> None:
@@ -88,15 +88,15 @@ def main() -> None:
     path: Path = arguments.output or _RESULTS / f"pipelines-{arguments.what}-{ranks.name}.json"
     given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
     where = {"ranks": ranks.comm.size, "device": str(ranks.device)}
-    found: list[Row] = []
+    all_rows: list[Row] = []
     for row in _rows(arguments, ranks):
-        found.append(row)
+        all_rows.append(row)
         if ranks.comm.rank == 0:
             if arguments.what == "layers":
                 show(screen.output(), f"pipelines on {ranks.name}", [row])
-            Report(benchmark="pipelines", arguments=given, rows=found, where=where).write(path)
+            Report(benchmark="pipelines", arguments=given, rows=all_rows, where=where).write(path)
     if ranks.comm.rank == 0:
-        show(screen.output(), f"pipelines on {ranks.name}", found)
+        show(screen.output(), f"pipelines on {ranks.name}", all_rows)
         screen.output().print(f"written: {path}", soft_wrap=True)
     ranks.close()
 
@@ -105,8 +105,8 @@ def _rows(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
     """The rows of either half, each as soon as it is measured."""
     m, rounds = arguments.microbatches, arguments.rounds
     if arguments.what == "naps":
-        told = "1" if arguments.small else arguments.nap
-        yield from naps.rows(ranks, [float(x) / 1e3 for x in told.split(",")], m, rounds)
+        nap = "1" if arguments.small else arguments.nap
+        yield from naps.rows(ranks, [float(x) / 1e3 for x in nap.split(",")], m, rounds)
         return
 
     def note(line: str) -> None:
@@ -130,8 +130,8 @@ def _costs(arguments: argparse.Namespace, note: Callable[[str], None]) -> Costs 
     backend = arguments.backend or "auto"
     if arguments.costs != HERE:
         return named(arguments.costs, backend)[0]
-    table, told = here(backend)
-    for line in told:
+    table, words = here(backend)
+    for line in words:
         note(f"costs: {line}")
     return table.costs if table is not None else None
 

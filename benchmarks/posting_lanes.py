@@ -53,11 +53,11 @@ def _bound(calls: Sequence[Prepared], src: Tensor, dst: Tensor) -> _Calls:
     def given(argument: Any) -> Any:
         return sides[argument.side] if isinstance(argument, Buffer) else argument
 
-    found = []
+    bound = []
     for call in calls:
         assert callable(call.run)  # a lane's are functions, no names of methods
-        found.append((call.run, tuple(map(given, call.args))))
-    return found
+        bound.append((call.run, tuple(map(given, call.args))))
+    return bound
 
 
 def _walk(calls: _Calls) -> None:
@@ -100,7 +100,7 @@ def _event() -> Any:
 
 
 def _pieces(ranks: Ranks, lane: NcclLane, src: Tensor, dst: Tensor) -> dict[str, Any]:
-    """What a post of the lane consists of, and torch's own way of an event."""
+    """Yield the pieces of a post of the lane, and torch's own way of an event."""
     device, stream = CudaDevice(ranks.device), torch.cuda.current_stream()
     handle, event, theirs = device.stream(stream.cuda_stream), device.event(), _event()
     call = Call(kind="Allgather", team=lane.team, rank=ranks.comm.rank)

@@ -66,8 +66,8 @@ def _replayed(name: str, program: mf.Program, call: Callable[[], object]) -> Rep
     plan = program.plans.recent
     if not isinstance(plan, GraphPlan) or any(r.eager for r in plan.regions):
         raise AssertionError(f"{name}: not all of it is replayed\n{program.explain()}")
-    found = plan.replays()
-    return Replayed(name=name, inputs=len(program.host.inputs), call=call, alone=found[-1].replay)
+    replay = plan.replays()
+    return Replayed(name=name, inputs=len(program.host.inputs), call=call, alone=replay[-1].replay)
 
 
 def _layer(plan: Plan, case: Case) -> Replayed:
@@ -93,20 +93,20 @@ def _generating(plan: Plan) -> Replayed:
     program = mf.compile(example.define(mesh, weights.model), plan.options)
     given = example.given(weights, program.fusion, plan.ranks.comm.rank)
     mine = {name: x.to(plan.ranks.device) for name, x in given.items()}
-    kept = {name: mine.pop(name) for name in example.initial_state(weights.model)}
-    step = mf.Step(program, kept)
+    state = {name: mine.pop(name) for name in example.initial_state(weights.model)}
+    step = mf.Step(program, state)
     others = [mine[name] for name in program.fusion.inputs if name in mine]
 
     def call() -> None:
         step(*others)
 
     def first() -> None:
-        kept["at"].zero_()
+        state["at"].zero_()
         call()
 
-    made = _replayed("generate.py: a token", program, first)
+    replayed = _replayed("generate.py: a token", program, first)
     # there is room for 512 tokens
-    return replace(made, call=call, begin=kept["at"].zero_)
+    return replace(replayed, call=call, begin=state["at"].zero_)
 
 
 def _begin(ranks: Ranks, one: Replayed) -> None:
@@ -116,12 +116,12 @@ def _begin(ranks: Ranks, one: Replayed) -> None:
 
 def rows(plan: Plan, case: Case, layers: int, batch: int) -> Iterator[Row]:
     """Each program beside its graph."""
-    found = (
+    all_rows = (
         partial(_layer, plan, case),
         partial(_training, plan, case, layers),
         partial(_generating, plan),
     )
-    for make in found:
+    for make in all_rows:
         one = make()
         times = interleave(
             {"ours": Contender(call=one.call), "alone": Contender(call=one.alone)},
@@ -168,13 +168,13 @@ def main() -> None:
     (case,) = cases(["llama3-8b"], "prefill", None, 0, is_small=not arguments.full)
     layers = arguments.layers or (1 if arguments.full else 2)
     batch = arguments.batch or (32 if is_gpu else 2000)
-    found = list(rows(plan, case, layers, batch))
+    all_rows = list(rows(plan, case, layers, batch))
     name = "gpu" if is_gpu else "stand-in"
     path: Path = arguments.output or _RESULTS / f"replays-{name}.json"
     given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
     where = {"device": str(ranks.device), "batch": batch, "layers": layers}
-    show(screen.output(), f"host time of replays ({name})", found)
-    Report(benchmark="replays", arguments=given, rows=found, where=where).write(path)
+    show(screen.output(), f"host time of replays ({name})", all_rows)
+    Report(benchmark="replays", arguments=given, rows=all_rows, where=where).write(path)
     screen.output().print(f"written: {path}", soft_wrap=True)
     ranks.close()
 

@@ -1,15 +1,15 @@
-"""How far reshards are from the bound: bytes, messages and planning time, beside DTensor's planner.
+"""Distances of reshards from the bound: bytes, messages, planning time, beside DTensor's planner.
 
 python benchmarks/reshard.py
 python benchmarks/reshard.py --jobs 8
 mdfuse bench reshard --quick
 
-Nothing is sent: the steps of all pairs of layouts are planned, and what they bring to each rank is
-counted; times are those of the processor. Prints the tables and the worst pairs, and stores them as
-JSON. A row is about the changes of one mesh and shape; ratios are to what no algorithm can go below
-(`_reshard_pairs.bound`), "whole" to the same in whole elements. "reachable" is the least of three
-steps through layouts, "owners" what comes at least where each element is reduced by one rank,
-whichever. Of changes from mesh to mesh whose hosts are known, the time follows from a model
+Nothing is sent: the steps of all pairs of layouts are planned, and the elements that each rank
+receives are counted; times are those of the processor. Prints the tables and the worst pairs, and
+stores them as JSON. A row is about the changes of one mesh and shape; ratios are to a lower bound
+of all algorithms (`_reshard_pairs.bound`), "whole" to the same in whole elements. "reachable" is
+the least of three steps through layouts, "owners" a bound for one reducing rank per element,
+whichever. The time of changes from mesh to mesh with known hosts follows from a model
 (`_reshard_hosts`). Drawn changes on up to thousands of ranks are planned (`_reshard_planning`).
 """
 
@@ -80,7 +80,7 @@ class Row:
 
     @property
     def title(self) -> str:
-        """Which pairs it is about."""
+        """The pairs of a row, in words."""
         return f"{self.mesh} {' x '.join(map(str, self.shape))}, {self.group}"
 
 
@@ -125,17 +125,17 @@ def rows(is_quick: bool, run: Run) -> Iterator[Row]:
         together = list[Found]()
         for shape in shapes:
             every = pairs_of(place, shape)
-            found = found_of(Looks(place, shape), run)
+            looks = found_of(Looks(place, shape), run)
             for group, belongs in _GROUPS.items():
-                inside = [f for (s, g), f in zip(every, found, strict=True) if belongs(s, g)]
+                inside = [f for (s, g), f in zip(every, looks, strict=True) if belongs(s, g)]
                 yield row(mesh, shape, group, inside)
-            together += [f for (s, _), f in zip(every, found, strict=True) if s.partial_axes]
+            together += [f for (s, _), f in zip(every, looks, strict=True) if s.partial_axes]
         yield row(mesh, (), "Partial, all shapes", together)
     for shape in shapes:
         every = pairs_of(0, shape, are_blocked=True)
-        found = found_of(Looks(0, shape, are_blocked=True), run)
+        looks = found_of(Looks(0, shape, are_blocked=True), run)
         for group, belongs in _GROUPS.items():
-            inside = [f for (s, g), f in zip(every, found, strict=True) if belongs(s, g)]
+            inside = [f for (s, g), f in zip(every, looks, strict=True) if belongs(s, g)]
             yield row(MESHES[0], shape, f"blocks; {group}", inside)
 
 
@@ -152,7 +152,7 @@ _LARGE: dict[str, tuple[dict[str, Placement], dict[str, Placement], bool]] = {
 def large(n: int) -> Iterator[tuple[str, float, float, int]]:
     """Yield name, ms to plan, ms for one rank's part, and its messages, on n ranks.
 
-    Of several times the least: thousands of ranks are much for the caches of a busy processor.
+    Each time is the least of several: thousands of ranks fill the caches of a busy processor.
     """
     one = DeviceMesh.of((n // 8, 8), range(n), ("a", "b"))
     other = DeviceMesh.of((n // 8, 8), range(n, 2 * n), ("a", "b"))
@@ -163,8 +163,8 @@ def large(n: int) -> Iterator[tuple[str, float, float, int]]:
             both: dict[str, Placement] = {"a": Shard(0), "b": Shard(0)}
             source, goal = Layout(one, both), Layout(one, both, {0: ("b", "a")})
         planning, path = _least_ms(partial(planned, source, goal, shape))
-        rank, found = one.ranks[n // 2 + 1], posts(path, shape)
-        elapsed, parts = _least_ms(lambda found=found, rank=rank: [c.part(rank) for c in found])
+        rank, comms = one.ranks[n // 2 + 1], posts(path, shape)
+        elapsed, parts = _least_ms(lambda comms=comms, rank=rank: [c.part(rank) for c in comms])
         yield name, planning, elapsed, sum(len(p.sends) + len(p.recvs) for p in parts)
 
 
@@ -175,9 +175,9 @@ def _least_ms(run: Callable[[], _T]) -> tuple[float, _T]:
         communication._known_part.cache_clear()
         communication._known_exchanging.cache_clear()
         start = time.process_time_ns()
-        found = run()
+        result_of_run = run()
         times.append(time.process_time_ns() - start)
-    return min(times) / 1e6, found
+    return min(times) / 1e6, result_of_run
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -253,10 +253,10 @@ def main() -> None:
     if not console.is_terminal:
         console.width = 170
     with running(arguments.jobs) as run:
-        found = list(rows(arguments.quick, run))
+        all_rows = list(rows(arguments.quick, run))
         drawn = plannings(*(((8, 64), 6) if arguments.quick else (RANKS, 40)), run)
-    console.print(_shown(found))
-    for r in found:
+    console.print(_shown(all_rows))
+    for r in all_rows:
         console.print(f"worst of {r.title}:", highlight=False)
         for ratio, pair, how in r.worst:
             console.print(f"  {ratio:.3f} {pair}: {how}", highlight=False, markup=False)
@@ -275,7 +275,7 @@ def main() -> None:
     stored = {
         "benchmark": "reshard",
         "versions": {"torch": torch.__version__},
-        "rows": [asdict(r) for r in found],
+        "rows": [asdict(r) for r in all_rows],
         "large": scale,
         "planning": [asdict(p) for p in drawn],
         "hosts": [asdict(t) for t in hosts],

@@ -174,26 +174,26 @@ def _error(net: Stack, step: mf.Step, call: Callable[[], Any]) -> float:
 
 def _ready(plan: Plan, net: Stack) -> dict[str, Ready]:
     one_layer = sum(w.nbytes for w in net.weights[0].values())
-    found: dict[str, Ready] = {}
+    contenders: dict[str, Ready] = {}
     for name, ahead in (("mdfuse", one_layer), ("unraised", 0)):
         if name in plan.peers:
             step = _ours(net, ahead)
             given = net.mine(net.x), net.mine(net.seed), *net.angles.values()
             call = partial(_first, step, given)
             steady, peak = settled(plan, call)
-            found[name] = Ready(call=steady, peak=peak, error=_error(net, step, steady))
+            contenders[name] = Ready(call=steady, peak=peak, error=_error(net, step, steady))
     for name in ("fsdp", "fsdp-compiled"):
         if name in plan.peers:
             theirs = _theirs(net, name == "fsdp-compiled")
             theirs()  # makes the moments, which are no part of the peak
             steady, peak = settled(plan, theirs)
-            found[name] = Ready(call=steady, peak=peak, error=0.0)
-    return found
+            contenders[name] = Ready(call=steady, peak=peak, error=0.0)
+    return contenders
 
 
 def _first(step: mf.Step, given: tuple[Tensor, ...]) -> Tensor:
-    found: Tensor = step(*given)[0]
-    return found
+    loss: Tensor = step(*given)[0]
+    return loss
 
 
 def _arguments() -> argparse.Namespace:
@@ -232,11 +232,11 @@ def main() -> None:
     net = stacked(bench(plan, case), arguments.layers, ranks.comm.size)
     rows = list(figures(plan, case, _ready(plan, net)))
     if ranks.comm.rank == 0:
-        told = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
+        settings = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
         where = {"device": str(ranks.device), "dtype": str(net.x.dtype).removeprefix("torch.")}
         title = f"{arguments.layers} layers of {case.name}, sharded, on {ranks.name}"
         show(screen.output(), title, rows)
-        Report(benchmark="sharded", arguments=told, rows=rows, where=where).write(path)
+        Report(benchmark="sharded", arguments=settings, rows=rows, where=where).write(path)
         for line in plan.told():
             screen.output().print(line, markup=False, soft_wrap=True)
         screen.output().print(f"written: {path}", soft_wrap=True)

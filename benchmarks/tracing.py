@@ -1,4 +1,4 @@
-"""What seeing costs: traced runs beside untraced ones, ranges, and how soon a timeline is there.
+"""The cost of seeing: traced runs beside untraced ones, ranges, and how soon a timeline is there.
 
 python benchmarks/tracing.py
 python benchmarks/tracing.py --quick                # only to see that it runs
@@ -62,7 +62,7 @@ def _posting(length: int) -> mf.FusionDefinition:
 
 
 def runs(rounds: int, is_quick: bool, folder: str) -> Iterator[Row]:
-    """What stamps and ranges add to an instruction."""
+    """Yield the time that stamps and ranges add to an instruction."""
     length = 20 if is_quick else 500
     for fd in (_chain(length), _posting(length // 5)):
         contenders, count = {}, 0
@@ -105,7 +105,7 @@ def _step(layers: int) -> mf.Program:
     mesh = DeviceMesh.arange(**_LARGE)
     model = next(m for m in MODELS if m.name == "llama-1b")
     case = Case(model=model, phase="prefill", tokens=512, cache=0)
-    shapes = {name: found for name, found in case.shapes().items() if name != "x"}
+    shapes = {name: shape for name, shape in case.shapes().items() if name != "x"}
     with mf.FusionDefinition("step") as fd:
         batch = Layout(mesh, {"dp": Shard(0)})
         x: Any = fd.define_tensor([mesh.shape[0], 512, model.width], layout=batch)
@@ -126,18 +126,18 @@ def _step(layers: int) -> mf.Program:
 
 
 def pictures(rounds: int, is_quick: bool) -> Iterator[Row]:
-    """How soon a timeline of a large step is there, and a report of MiniLM's layers."""
+    """Yield the times of a timeline of a large step, and of a report of MiniLM's layers."""
     program = _step(1 if is_quick else 80)
     minilm = _minilm(1 if is_quick else 6)
 
     def report() -> int:
-        fd, found = minilm
+        fd, encoder = minilm
         subject = Subject(
-            host=found.host,
+            host=encoder.host,
             definition=str(fd),
-            segments=[str(s.fusion) for s in found.segments],
-            explained=found.explain(),
-            values=values_of(found.fusion),
+            segments=[str(s.fusion) for s in encoder.segments],
+            explained=encoder.explain(),
+            values=values_of(encoder.fusion),
             costs=H100,
         )
         return len(html(subject).encode())
@@ -145,14 +145,14 @@ def pictures(rounds: int, is_quick: bool) -> Iterator[Row]:
     ranks = 1
     for size in _LARGE.values():
         ranks *= size
-    made = {
+    reports = {
         f"timeline of a step of {1 if is_quick else 80} layers": (
             lambda: program.timeline(H100), f"{len(program.host)} instructions, {ranks} ranks",
             _TIMELINE_S,
         ),
         "report of all-MiniLM-L6-v2": (report, f"4 ranks, {report() / 1024:.0f} KiB", _REPORT_S),
     }  # fmt: skip
-    for name, (call, sizes, limit_s) in made.items():
+    for name, (call, sizes, limit_s) in reports.items():
         times = interleave(
             {"ours": Contender(call=call)},
             rounds=rounds,
@@ -205,13 +205,13 @@ def main() -> None:
     comm = mf.init(backend="null", rank=0, size=8)
     rounds = 3 if arguments.quick else arguments.rounds
     with tempfile.TemporaryDirectory() as folder:
-        found = [*runs(rounds, arguments.quick, folder)]
+        all_rows = [*runs(rounds, arguments.quick, folder)]
         comm.close()
-    found += pictures(1 if arguments.quick else 5, arguments.quick)
-    show(screen.output(), "what seeing costs", found)
+    all_rows += pictures(1 if arguments.quick else 5, arguments.quick)
+    show(screen.output(), "what seeing costs", all_rows)
     given = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
     where = {"backend": "null", "ranks": 8, "device": "cpu"}
-    Report(benchmark="tracing", arguments=given, rows=found, where=where).write(arguments.output)
+    Report(benchmark="tracing", arguments=given, rows=all_rows, where=where).write(arguments.output)
     screen.output().print(f"written: {arguments.output}", soft_wrap=True)
 
 

@@ -118,11 +118,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def _style(parallel: str | None, ranks: Ranks) -> Style:
-    """How the ranks share the work, which has to be said where there are several."""
+    """Return how the ranks share the work; several ranks need a choice."""
     if (ranks.comm.size > 1) == (parallel is None):
         screen.fail("--parallel dp or --parallel tp is for several ranks, which need one of them")
-    found: Style = "tp" if parallel == "tp" else "dp" if parallel else "alone"
-    return found
+    style: Style = "tp" if parallel == "tp" else "dp" if parallel else "alone"
+    return style
 
 
 def _plan(arguments: argparse.Namespace, ranks: Ranks, style: Style) -> Plan:
@@ -157,16 +157,16 @@ def main() -> None:
         "ranks": ranks.comm.size, "parallel": style, "layers": layers, "left_out": plan.left_out,
         "eager": plan.eager,
     }  # fmt: skip
-    found: list[Row] = []
+    all_rows: list[Row] = []
     llamas = [m.name for m in MODELS if m.family == "llama"]
     models = arguments.model or (llamas if style == "alone" else ["llama3-8b"])
     for case in cases(models, "prefill", arguments.tokens, 0, is_small=arguments.small):
         of_case = list(rows(plan, case, style, layers))
-        found += of_case
+        all_rows += of_case
         if ranks.comm.rank == 0:
             title = f"{case.name}, a training step of {layers} on {of}"
             show(screen.output(), title, of_case)
-            Report(benchmark="training", arguments=given, rows=found, where=where).write(path)
+            Report(benchmark="training", arguments=given, rows=all_rows, where=where).write(path)
         mf.debug.FusionCache.reset()  # plans own buffers and graphs
         gc.collect()
         if plan.is_gpu:

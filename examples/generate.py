@@ -81,18 +81,18 @@ class Model:
         sizes = {"q": self.heads * self.head, "k": self.kv_heads * self.head, "gate": self.hidden}
         sizes |= {"v": sizes["k"], "up": self.hidden, "table": self.vocabulary}
         sizes |= {"head": self.vocabulary}
-        found: dict[str, tuple[tuple[int, ...], int | None]] = {}
+        shapes: dict[str, tuple[tuple[int, ...], int | None]] = {}
         names = ["table", *(f"{x}.{n}" for n in range(self.layers) for x in own.LAYER)]
         for name in (*names, "norm", "head"):
             kind = name.split(".")[0]
             if kind in sizes:
-                found[name] = (sizes[kind], self.width), own.ROWS
+                shapes[name] = (sizes[kind], self.width), own.ROWS
             elif kind in ("o", "down"):
                 rows = sizes["q"] if kind == "o" else self.hidden
-                found[name] = (self.width, rows), own.COLUMNS
+                shapes[name] = (self.width, rows), own.COLUMNS
             else:
-                found[name] = (self.width,), own.WHOLE
-        return found
+                shapes[name] = (self.width,), own.WHOLE
+        return shapes
 
     def angles(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines for all positions."""
@@ -100,10 +100,10 @@ class Model:
         if self.longer:
             low, high = (self.longer[f"{x}_freq_factor"] for x in ("low", "high"))
             turns = speeds * self.longer["original_max_position_embeddings"] / (2 * torch.pi)
-            kept = ((turns - low) / (high - low)).clamp(0, 1)
-            speeds = speeds * (kept + (1 - kept) / self.longer["factor"])
-        found = torch.outer(torch.arange(ROOM, dtype=torch.float64), speeds).repeat(1, 2)
-        return found.cos().float(), found.sin().float()
+            share = ((turns - low) / (high - low)).clamp(0, 1)
+            speeds = speeds * (share + (1 - share) / self.longer["factor"])
+        angles = torch.outer(torch.arange(ROOM, dtype=torch.float64), speeds).repeat(1, 2)
+        return angles.cos().float(), angles.sin().float()
 
 
 def model_of(config: dict[str, Any]) -> Model:
@@ -154,7 +154,7 @@ class Weights:
             check_shape(self._kept, self._names[x], shape)
 
     def part(self, name: str, layout: Any, rank: int | None) -> Tensor:
-        """What a rank has of a parameter; without one the whole."""
+        """Return a rank's part of a parameter; for None the whole."""
         shape = self.model.parameters[name][0]
         whole = tuple((0, n) for n in shape)
         box = whole if rank is None else layout.box(shape, rank)
@@ -239,7 +239,7 @@ def rotated(x: Any, cos: Any, sin: Any) -> Any:
 
 
 def attention(m: Model, q: Any, k: Any, v: Any, seen: Any) -> Any:
-    """Of one position to those seen so far; each head of keys serves several of queries."""
+    """Attend from one position to all earlier ones; each head of keys serves several of queries."""
     q = q.view(1, m.kv_heads, m.heads // m.kv_heads, m.head)
     scores = (q @ k.mT * m.head**-0.5).masked_fill(~seen, -torch.inf)
     return (scores.softmax(-1) @ v).reshape(1, 1, -1)
@@ -256,21 +256,21 @@ def initial_state(m: Model) -> dict[str, Tensor]:
 def given(weights: Weights, fusion: Any, rank: int | None) -> dict[str, Tensor]:
     """All inputs by name: what a rank has of them, or the wholes."""
     m = weights.model
-    found = {name: weights.part(name, fusion.layout(name), rank) for name in m.parameters}
+    parts = {name: weights.part(name, fusion.layout(name), rank) for name in m.parameters}
     for name, x in {
         **dict(zip(("cos", "sin"), m.angles(), strict=True)),
         **initial_state(m),
     }.items():
         layout = fusion.layout(name)
-        found[name] = x if rank is None else mf.shard_tensor(x, layout, rank=rank)
-    return found
+        parts[name] = x if rank is None else mf.shard_tensor(x, layout, rank=rank)
+    return parts
 
 
 def build(mesh: DeviceMesh) -> tuple[mf.FusionDefinition, list[Tensor]]:
     """The first step, for `mdfuse dump` and `mdfuse run`."""
     fd = define(mesh)
-    found = given(Weights(None), fd.fusion, None)
-    return fd, [found[name] for name in fd.fusion.inputs]
+    parts = given(Weights(None), fd.fusion, None)
+    return fd, [parts[name] for name in fd.fusion.inputs]
 
 
 class Simulated:
@@ -285,8 +285,8 @@ class Simulated:
         if token is not None:
             self.given["token"] = torch.tensor([[token]])
         fusion = self.program.fusion
-        made = mf.simulate(self.program, [self.given[name] for name in fusion.inputs]).outputs
-        for name, x in zip(fusion.outputs, made, strict=True):
+        outputs = mf.simulate(self.program, [self.given[name] for name in fusion.inputs]).outputs
+        for name, x in zip(fusion.outputs, outputs, strict=True):
             self.given[fusion.reuse[name]] = x
         return int(self.given["token"])
 
@@ -298,8 +298,8 @@ class Launched:
         comm, self.program = mf.init(), mf.compile(define(mesh, weights.model))
         mine = {name: x.to(comm.device)
                 for name, x in given(weights, self.program.fusion, comm.rank).items()}  # fmt: skip
-        kept = {name: mine.pop(name) for name in initial_state(weights.model)}
-        self.step = mf.Step(self.program, kept)
+        state = {name: mine.pop(name) for name in initial_state(weights.model)}
+        self.step = mf.Step(self.program, state)
         self.others = [mine[name] for name in self.program.fusion.inputs if name in mine]
 
     def __call__(self, token: int | None) -> int:
@@ -312,18 +312,18 @@ class Launched:
 
 def generate(step: Callable[[int | None], int], prompt: Sequence[int], count: int) -> list[int]:
     """The tokens behind a prompt, each the most probable one."""
-    found, began = list[int](), time.perf_counter()
+    tokens, began = list[int](), time.perf_counter()
     with Progress(TextColumn("{task.description}"), console=screen.output(), transient=True) as bar:
         task = bar.add_task("", total=None)
         for token in prompt[:-1]:
             step(token)
         token: int | None = prompt[-1]
         for n in range(count):
-            found.append(step(token))
+            tokens.append(step(token))
             token = None
             rate = (n + 1) / (time.perf_counter() - began)
             bar.update(task, description=f"{n + 1} of {count} tokens, {rate:,.0f} tokens a second")
-    return found
+    return tokens
 
 
 def main() -> None:
@@ -347,9 +347,9 @@ def main() -> None:
         if not prompt or arguments.tokens < 0 or len(prompt) + arguments.tokens > ROOM:
             screen.fail(f"a prompt of some tokens, and with what follows at most {ROOM}")
         step = (Simulated if is_alone else Launched)(mesh, weights)
-        found = generate(step, prompt, arguments.tokens)
+        continuation = generate(step, prompt, arguments.tokens)
     if screen.is_first():
-        text = weights.text.text([*prompt, *found])
+        text = weights.text.text([*prompt, *continuation])
         screen.output().print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -55,7 +55,7 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class Config:
-    """What the model's config.json says.
+    """The settings of the model's config.json.
 
     Attributes:
         layers: encoder layers.
@@ -122,7 +122,7 @@ def load_tokens() -> tuple[Tensor, Tensor]:
 
 
 def weight_layout(name: str) -> dict[str, mf.Shard]:
-    """How a weight is split along `tp`; what is not named here is replicated."""
+    """Return the split of a weight along `tp`; other weights are replicated."""
     columns = ("query", "key", "value", "intermediate.dense")
     rows = ("attention.output.dense.weight", "output.dense.weight")
     if name == "embeddings.word_embeddings.weight" or any(f"{c}." in name for c in columns):
@@ -239,7 +239,7 @@ def check_mesh(mesh: DeviceMesh, config: Config) -> None:
 
 
 def single_device() -> Tensor:
-    """What the model gives without mdfuse: written separately, to compare with."""
+    """Return the model's result without mdfuse: written separately, to compare with."""
     w, config = load_weights(), load_config()
     ids, mask = load_tokens()
 
@@ -287,7 +287,7 @@ def choose_mesh(ranks: int, dp: int | None, tp: int | None) -> DeviceMesh:
 
 
 def write_programs(program: mf.Program) -> list[Path]:
-    """What the fusion became, as text: with layouts, for all ranks, and for each rank."""
+    """Write the lowered fusion as text: with layouts, for all ranks, and for each rank."""
     WRITTEN.mkdir(parents=True, exist_ok=True)
     texts = {"fusion.txt": str(program.fusion), "host.txt": str(program)}
     for rank in range(program.host.last_rank + 1):
@@ -361,8 +361,8 @@ def launched(mesh: DeviceMesh) -> float:
         ("time", f"{time} per forward pass, median of {len(outcome.seconds)} on rank 0"),
     ]
     difference = show(program, mesh, outcome, run) if comm.rank == 0 else 0.0
-    told = comm.all_ok(None if comm.rank else str(difference))
-    return float(told[0] or 0.0)
+    words = comm.all_ok(None if comm.rank else str(difference))
+    return float(words[0] or 0.0)
 
 
 def main(

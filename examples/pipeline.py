@@ -51,7 +51,7 @@ def groups_of(mesh: DeviceMesh) -> list[DeviceMesh]:
 
 
 def turns(schedule: str) -> bool:
-    """Whether stages go down the rank groups and up again, not round and round."""
+    """Return whether stages go down the rank groups and up again, not round and round."""
     return schedule in ("zbv", "dualpipev")
 
 
@@ -85,26 +85,26 @@ def define(places: Sequence[DeviceMesh]) -> mf.FusionDefinition:
             ]
             count[m] = fd.define_tensor([], mesh=m, name=f"count.{n}")
         tokens, targets = data("tokens", first), data("targets", last)
-        own, moments = {}, {}
+        params, moments = {}, {}
         for name, (shape, split) in llama.PARAMETERS.items():
             m = places[stage_of(name, len(places))]
             where = llama.split_of(m, split)
-            own[name], *moments[name] = (
+            params[name], *moments[name] = (
                 fd.define_tensor(shape, mesh=m, layout=where, name=f"{name}{kind}")
                 for kind in ("", ".mean", ".square")
             )
-        h, at = F.embedding(tokens, own["table"]), 0
+        h, at = F.embedding(tokens, params["table"]), 0
         for n in range(HALVES):
             stage = n * len(places) // HALVES
             if stage > at:
                 at, m = stage, places[stage]
                 h = fd.ops.set(h).on(m, batch[m])
-            h = h + llama.half(own, n, h, rotary[places[stage]])
-        loss = llama.judged(own, h, targets)
-        grads, norm = mf.optim.clip_by_global_norm(mf.grad(loss, list(own.values())), llama.CLIP)
+            h = h + llama.half(params, n, h, rotary[places[stage]])
+        loss = llama.judged(params, h, targets)
+        grads, norm = mf.optim.clip_by_global_norm(mf.grad(loss, list(params.values())), llama.CLIP)
         fd.add_output(fd.ops.set(loss).on(first, {}))  # where it is printed
         fd.add_output(norm)
-        for (name, w), dw in zip(own.items(), grads, strict=True):
+        for (name, w), dw in zip(params.items(), grads, strict=True):
             olds, m = (w, *moments[name]), places[stage_of(name, len(places))]
             news = mf.optim.adamw(w, dw, *olds[1:], count[m], lr=llama.LR, weight_decay=llama.DECAY)
             for new, old in zip(news, olds, strict=True):
@@ -203,8 +203,8 @@ def main() -> None:
             stages = len(groups_of(mesh)) * (1 + turns(arguments.schedule))
         program = compiled(mesh, stages, arguments.microbatches, arguments.schedule)
         if screen.is_first():
-            told = program.schedule, program.schedule.timed()
-            console.print(*map(str, told), sep="\n\n", soft_wrap=True)
+            lines = program.schedule, program.schedule.timed()
+            console.print(*map(str, lines), sep="\n\n", soft_wrap=True)
         step = Simulated(program) if is_alone else Launched(program)
         losses = llama.train(step, arguments.steps)
     if not screen.is_first():

@@ -86,7 +86,7 @@ def loss_of(p: Any, tokens: Any, targets: Any, rotary: Any, between: Any = lambd
 
 
 def half(p: Any, n: int, h: Any, rotary: Any) -> Any:
-    """What half a layer adds: attention where n is even, else the hidden units."""
+    """Return the addend of half a layer: attention for even n, else the hidden units."""
     layer = n // 2
     w = {name: p[f"{name}.{layer}"] for name in (SECOND if n % 2 else FIRST)}
     if n % 2 == 0:
@@ -121,8 +121,8 @@ def rotated(x: Any, cos: Any, sin: Any) -> Any:
 def angles() -> tuple[Tensor, Tensor]:
     """Cosines and sines for all positions."""
     speeds = 10000.0 ** (-torch.arange(0, HEAD, 2, dtype=torch.float64) / HEAD)
-    found = torch.outer(torch.arange(LENGTH, dtype=torch.float64), speeds).repeat(1, 2)
-    return found.cos().float(), found.sin().float()
+    angles = torch.outer(torch.arange(LENGTH, dtype=torch.float64), speeds).repeat(1, 2)
+    return angles.cos().float(), angles.sin().float()
 
 
 def initial() -> dict[str, Tensor]:
@@ -151,44 +151,44 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def split_of(mesh: DeviceMesh, split: int | None) -> dict[str, Shard]:
-    """Where a parameter is while it is read."""
+    """Return the layout of a parameter while it is read."""
     return {} if split is WHOLE else {a: Shard(split) for a in ("tp", "sp") if a in mesh.axes}
 
 
 def define(mesh: DeviceMesh) -> mf.FusionDefinition:
     """Forward, backward, clipping and AdamW; parameters and moments are written in place."""
     batch = {axis: Shard(0) for axis in ("dp", "fsdp") if axis in mesh.axes}
-    kept = {"fsdp": Shard(0)} if "fsdp" in mesh.axes else {}
+    fsdp = {"fsdp": Shard(0)} if "fsdp" in mesh.axes else {}
     positions = {"sp": Shard(1)} if "sp" in mesh.axes else {}
     with mf.FusionDefinition("step") as fd:
         tokens = fd.define_tensor([BATCH, LENGTH], torch.int64, mesh, batch, name="tokens")
         targets = fd.define_tensor([BATCH, LENGTH], torch.int64, mesh, batch, name="targets")
         rotary = [fd.define_tensor([LENGTH, HEAD], mesh=mesh, name=n) for n in ("cos", "sin")]
         count = fd.define_tensor([], mesh=mesh, name="count")
-        own, moments = {}, {}
+        params, moments = {}, {}
         for name, (shape, split) in PARAMETERS.items():
-            where = {**split_of(mesh, split), **kept}
-            own[name] = fd.define_tensor(shape, mesh=mesh, layout=where, name=name)
+            where = {**split_of(mesh, split), **fsdp}
+            params[name] = fd.define_tensor(shape, mesh=mesh, layout=where, name=name)
             moments[name] = [
                 fd.define_tensor(shape, mesh=mesh, layout=where, name=f"{name}.{kind}")
                 for kind in ("mean", "square")
             ]
-        read = own
-        if kept:
+        read = params
+        if fsdp:
             with mf.recompute():  # gathered again in the backward
                 read = {
                     name: fd.ops.set(w).on(mesh, split_of(mesh, PARAMETERS[name][1]))
-                    for name, w in own.items()
+                    for name, w in params.items()
                 }
 
         def between(h: Any) -> Any:
             return fd.ops.set(h).on(mesh, {**batch, **positions}) if positions else h
 
         loss = loss_of(read, tokens, targets, rotary, between)
-        grads, norm = mf.optim.clip_by_global_norm(mf.grad(loss, list(own.values())), CLIP)
+        grads, norm = mf.optim.clip_by_global_norm(mf.grad(loss, list(params.values())), CLIP)
         fd.add_output(loss)
         fd.add_output(norm)
-        for (name, w), dw in zip(own.items(), grads, strict=True):
+        for (name, w), dw in zip(params.items(), grads, strict=True):
             olds = (w, *moments[name])
             news = mf.optim.adamw(w, dw, *moments[name], count, lr=LR, weight_decay=DECAY)
             for new, old in zip(news, olds, strict=True):
@@ -254,8 +254,8 @@ class Launched:
                 layout = fusion.layout(name)
                 w = fd.define_tensor(shape, mesh=layout.mesh, layout=layout, name=name)
                 fd.add_output(fd.ops.set(w).on(layout.mesh, {}))
-        own = [self.step.state[name] for name in PARAMETERS]
-        return dict(zip(PARAMETERS, mf.compile(fd).run(*own), strict=True))
+        parts = [self.step.state[name] for name in PARAMETERS]
+        return dict(zip(PARAMETERS, mf.compile(fd).run(*parts), strict=True))
 
 
 # -- training --------------------------------------------------------------------------------------

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from mdfuse.errors import BackendError
 
-#: More than any launcher starts: a number beyond is a mistake, and lists of ranks would not fit.
+#: The most ranks of a launch: a larger number is a mistake, and lists of ranks would not fit.
 MOST_RANKS = 1 << 20
 
 
@@ -17,13 +16,13 @@ class Launch:
     """The launch of this process.
 
     Attributes:
-        name: "default group", "torchrun", "mpirun", "srun", "single", or "null" where nobody
-            launched this rank.
+        name: "default group", "torchrun", "mpirun", "srun", "single", or "null" for a rank that
+            nobody launched.
         rank: 0 <= rank < size.
         size: number of ranks.
-        local_rank: the rank's number on its host; `rank` where the launcher does not tell.
+        local_rank: the rank's number on its host; `rank` if the launcher does not tell.
         why: the evidence for the launcher, in words.
-        local_size: ranks on this host, or None where the launcher does not tell.
+        local_size: ranks on this host; None if the launcher does not tell.
     """
 
     name: str
@@ -40,166 +39,148 @@ class Launch:
 
     @property
     def others(self) -> str:
-        """The words of errors for the ranks that are not this one."""
+        """The other ranks, in the words of errors."""
         return "the other rank" if self.size == 2 else f"the other {self.size - 1} ranks"
 
 
-class Launcher(Protocol):
-    """A launcher, as its environment variables tell of it."""
+def _nowhere(environment: Mapping[str, str]) -> bool:
+    return False
 
-    def is_present(self, environment: Mapping[str, str]) -> bool: ...
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """A launcher, by the environment variables in which it describes a launch.
+
+    Attributes:
+        name: as `Launch.name`.
+        rank: the variable of the rank.
+        sizes: variables of the number of ranks; the first one that is set counts.
+        local_rank: the variable of the rank's number on its host.
+        local_size: the variable of the number of ranks on this host; "" for none.
+        nodes: variables of the number of hosts; on one host, all ranks are local.
+        others: further variables that it always sets.
+        excludes: whether it did not start this process, though the variables are set.
+    """
+
+    name: str
+    rank: str
+    sizes: tuple[str, ...]
+    local_rank: str
+    local_size: str = ""
+    nodes: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    excludes: Callable[[Mapping[str, str]], bool] = _nowhere
+
+    def is_present(self, environment: Mapping[str, str]) -> bool:
+        """Return whether the variables are set, by this launcher."""
+        is_set = all(name in environment for name in (self.rank, *self.others))
+        has_size = _first(environment, self.sizes) is not None
+        return is_set and has_size and not self.excludes(environment)
 
     def launch(self, environment: Mapping[str, str]) -> Launch:
-        """Return the launch that the variables describe; only where `is_present`.
+        """Return the launch that the variables describe; only if `is_present`.
 
         Raises:
             BackendError: they contradict each other or are not numbers.
         """
-
-
-class Torchrun:
-    """torchrun, and whatever else sets the variables of torch's own rendezvous."""
-
-    def is_present(self, environment: Mapping[str, str]) -> bool:
-        return _has_all(environment, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-    def launch(self, environment: Mapping[str, str]) -> Launch:
-        return _launch(
-            environment,
-            "torchrun",
-            rank="RANK",
-            size="WORLD_SIZE",
-            local_rank="LOCAL_RANK",
-            local_size="LOCAL_WORLD_SIZE",
-        )
-
-
-class OpenMpi:
-    """mpirun of Open MPI, with ssh, Slurm or nothing below it."""
-
-    def is_present(self, environment: Mapping[str, str]) -> bool:
-        return _has_all(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-
-    def launch(self, environment: Mapping[str, str]) -> Launch:
-        return _launch(
-            environment,
-            "mpirun",
-            rank="OMPI_COMM_WORLD_RANK",
-            size="OMPI_COMM_WORLD_SIZE",
-            local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-            local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        )
-
-
-class Hydra:
-    """mpirun of MPICH and Intel MPI."""
-
-    def is_present(self, environment: Mapping[str, str]) -> bool:
-        """Return whether Hydra set the variables, and not srun.
-
-        srun sets PMI_RANK and PMI_SIZE, too, with --mpi=pmi2, and is preferred there, as it also
-        tells the local rank. Below proxies that srun started, Slurm's numbers are those of the
-        proxies, and differ.
-        """
-        is_sruns = all(
-            pmi in environment and environment[pmi] == environment.get(slurm)
-            for pmi, slurm in (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
-        )
-        return _has_all(environment, "PMI_RANK", "PMI_SIZE") and not is_sruns
-
-    def launch(self, environment: Mapping[str, str]) -> Launch:
-        return _launch(
-            environment,
-            "mpirun",
-            rank="PMI_RANK",
-            size="PMI_SIZE",
-            local_rank="MPI_LOCALRANKID",
-            local_size="MPI_LOCALNRANKS",
-        )
-
-
-class Srun:
-    """A step of a Slurm job, with or without PMIx."""
-
-    sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    nodes = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
-
-    def is_present(self, environment: Mapping[str, str]) -> bool:
-        """Return whether this process is a task of a job step, and no batch script.
-
-        A batch script has SLURM_PROCID=0 and SLURM_NTASKS=n without being one of n ranks. Only a
-        job step has a step id.
-        """
-        is_batch_script = "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
-        has_size = _first(environment, self.sizes) is not None
-        return "SLURM_PROCID" in environment and has_size and not is_batch_script
-
-    def launch(self, environment: Mapping[str, str]) -> Launch:
         size = _first(environment, self.sizes)
         assert size is not None
         nodes = _first(environment, self.nodes)
         is_one_node = nodes is not None and _number(environment, nodes) == 1
-        return _launch(
-            environment,
-            "srun",
-            rank="SLURM_PROCID",
-            size=size,
-            local_rank="SLURM_LOCALID",
-            # the tasks per node of larger steps are not needed
-            local_size=size if is_one_node else None,
+        # on several nodes srun lists its tasks per node, which nothing needs
+        local_size = size if is_one_node else self.local_size
+        number, count = _number(environment, self.rank), _number(environment, size)
+        local = _optional_number(environment, self.local_rank)
+        on_host = _optional_number(environment, local_size)
+
+        def check(is_right: bool, one: str, other: str, rule: str) -> None:
+            if not is_right:
+                raise BackendError(
+                    f"{one}={environment[one]} does not fit {other}={environment[other]}",
+                    because=rule,
+                    hint=f"unset the variables, or start the program with {self.name}",
+                )
+
+        check(number < count, self.rank, size, "a rank is smaller than the number of ranks")
+        if on_host is not None:
+            rule = "this rank is on its host, and no host has more ranks than there are"
+            check(0 < on_host <= count, local_size, size, rule)
+        if local is not None:
+            rule = "a rank's number on its host is smaller than the number of ranks there"
+            limit = local_size if on_host else size
+            check(local < (on_host or count), self.local_rank, limit, rule)
+        return Launch(
+            name=self.name,
+            rank=number,
+            size=count,
+            local_rank=number if local is None else local,
+            local_size=on_host,
+            why=f"{self.rank}={number} and {size}={count} are set",
         )
 
 
-#: In order of precedence, each with the reason why it stands there.
-LAUNCHERS: tuple[Launcher, ...] = (
-    Torchrun(),  # may itself have been started by srun or mpirun, one agent per host
-    OpenMpi(),  # inside a Slurm allocation it inherits SLURM_PROCID, so it goes before srun
-    Hydra(),  # starts its ranks from a proxy that srun may have started
-    Srun(),
+def _is_sruns(environment: Mapping[str, str]) -> bool:
+    """Return whether srun set the variables of Hydra, as it does with --mpi=pmi2.
+
+    srun is preferred there, as it also tells the local rank. Below proxies that srun started,
+    Slurm's numbers are those of the proxies, and differ.
+    """
+    pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
+    return all(environment[pmi] == environment.get(slurm) for pmi, slurm in pairs)
+
+
+def _is_batch_script(environment: Mapping[str, str]) -> bool:
+    """Return whether this process is a batch script of Slurm, and no task of a job step.
+
+    A batch script has SLURM_PROCID=0 and SLURM_NTASKS=n without being one of n ranks. Only a job
+    step has a step id.
+    """
+    return "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
+
+
+#: torchrun, and every program that sets the variables of torch's own rendezvous
+TORCHRUN = Launcher(
+    name="torchrun",
+    rank="RANK",
+    sizes=("WORLD_SIZE",),
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    others=("MASTER_ADDR", "MASTER_PORT"),
+)
+#: mpirun of Open MPI, with ssh, Slurm or nothing below it
+OPEN_MPI = Launcher(
+    name="mpirun",
+    rank="OMPI_COMM_WORLD_RANK",
+    sizes=("OMPI_COMM_WORLD_SIZE",),
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+#: mpirun of MPICH and Intel MPI
+HYDRA = Launcher(
+    name="mpirun",
+    rank="PMI_RANK",
+    sizes=("PMI_SIZE",),
+    local_rank="MPI_LOCALRANKID",
+    local_size="MPI_LOCALNRANKS",
+    excludes=_is_sruns,
+)
+#: a step of a Slurm job, with or without PMIx
+SRUN = Launcher(
+    name="srun",
+    rank="SLURM_PROCID",
+    sizes=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+    local_rank="SLURM_LOCALID",
+    nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    excludes=_is_batch_script,
 )
 
-
-def _launch(
-    environment: Mapping[str, str],
-    name: str,
-    *,
-    rank: str,
-    size: str,
-    local_rank: str,
-    local_size: str | None,
-) -> Launch:
-    """Return the launch that the variables of these names describe.
-
-    Raises:
-        BackendError: they contradict each other or are not numbers.
-    """
-    number, count = _number(environment, rank), _number(environment, size)
-    local = _optional_number(environment, local_rank)
-    on_host = None if local_size is None else _optional_number(environment, local_size)
-
-    def check(is_right: bool, one: str, other: str | None, rule: str) -> None:
-        if not is_right and other is not None:
-            raise BackendError(
-                f"{one}={environment[one]} does not fit {other}={environment[other]}",
-                because=rule,
-                hint=f"unset the variables, or start the program with {name}",
-            )
-
-    check(number < count, rank, size, "a rank is smaller than the number of ranks")
-    if on_host is not None:
-        rule = "this rank is on its host, and no host has more ranks than there are"
-        check(0 < on_host <= count, str(local_size), size, rule)
-    if local is not None:
-        rule = "a rank's number on its host is smaller than the number of ranks there"
-        check(local < (on_host or count), local_rank, local_size if on_host else size, rule)
-    return Launch(
-        name=name,
-        rank=number,
-        size=count,
-        local_rank=number if local is None else local,
-        local_size=on_host,
-        why=f"{rank}={number} and {size}={count} are set",
-    )
+#: All launchers in order of precedence, each with the reason for its place.
+LAUNCHERS = (
+    TORCHRUN,  # may itself have been started by srun or mpirun, one agent per host
+    OPEN_MPI,  # inside a Slurm allocation it inherits SLURM_PROCID, so it goes before srun
+    HYDRA,  # starts its ranks from a proxy that srun may have started
+    SRUN,
+)
 
 
 def detect(environment: Mapping[str, str], default_group: tuple[int, int] | None = None) -> Launch:
@@ -294,10 +275,6 @@ def address_of_rank_0(environment: Mapping[str, str]) -> tuple[str, int] | None:
             hint="set it to a free port there, the same on all ranks",
         )
     return host, number
-
-
-def _has_all(environment: Mapping[str, str], *names: str) -> bool:
-    return all(name in environment for name in names)
 
 
 def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> str | None:

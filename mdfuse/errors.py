@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 
-#: Where mdfuse's own code lies; lines elsewhere are the user's.
+#: The folder of mdfuse's own code; lines elsewhere are the user's.
 PACKAGE = str(Path(__file__).resolve().parent) + "/"
 
 
@@ -24,7 +24,7 @@ def _directory_of(package: str) -> str:
     return f"{Path(spec.origin).parent}/" if spec and spec.origin else PACKAGE
 
 
-#: mdfuse, and torch, whose functions call mdfuse when they meet one of its values.
+#: The folders of mdfuse and of torch, whose functions call mdfuse on its values.
 OWN = (PACKAGE, _directory_of("torch"))
 
 
@@ -40,7 +40,7 @@ def printable(text: str) -> str:
 
 
 def counted(count: object, noun: str) -> str:
-    """Return how many there are of something.
+    """Return a count with its noun in the right number.
 
     >>> counted(1, "input"), counted(0, "dim"), counted(2, "axis"), counted(3, "host of a mesh")
     ('1 input', '0 dims', '2 axes', '3 hosts of a mesh')
@@ -55,7 +55,7 @@ def counted(count: object, noun: str) -> str:
 _PLURALS = {"axis": "axes", "class": "classes", "process": "processes"}
 
 
-#: How many names an error lists.
+#: The most names that an error lists.
 _LISTED = 12
 
 
@@ -71,7 +71,7 @@ def listed(names: Iterable[str]) -> str:
     return f"{shown} and {counted(hidden, 'other')}" if hidden > 0 else shown
 
 
-#: How much of a value an error shows.
+#: The most characters of a value that an error shows.
 _SHOWN = 300
 
 
@@ -135,9 +135,9 @@ def _line_of(file: str, line: int) -> str:
 
 
 def is_own(code: CodeType) -> bool:
-    """Tell whether code is mdfuse's own, or stands between mdfuse and its caller.
+    """Return whether code is mdfuse's own, or stands between mdfuse and its caller.
 
-    That is dataclasses, cached properties, contexts that are functions, and functions of torch.
+    Code in between is of dataclasses, cached properties, contexts that are functions, or torch.
     """
     is_dataclass = code.co_filename == "<string>" and code.co_name == "__init__"
     is_between = code.co_filename in (functools.__file__, contextlib.__file__)
@@ -193,7 +193,7 @@ class MdfuseError(Exception):
 
 
 def _calling_line() -> tuple[str, ...]:
-    """The user's line; none where a tool calls, as the command line does through its library."""
+    """Return the user's line; none if a tool calls, as the command line does."""
     source = user_source()
     return () if source is None or "site-packages" in source.file else (source.quote(),)
 

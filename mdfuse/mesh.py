@@ -16,7 +16,7 @@ from mdfuse.bootstrap import detect
 from mdfuse.errors import MeshError, counted, shown
 from mdfuse.names import RULE, is_name
 
-#: The most ranks of a mesh: more are a mistake, which would take long to go through.
+#: The most ranks of a mesh: a larger number is a mistake, and would take long.
 MOST_RANKS = 2**20
 
 _DEFAULT_AXES = {1: ("x",), 2: ("y", "x"), 3: ("z", "y", "x")}
@@ -31,8 +31,8 @@ class DeviceMesh:
         axes: one name per axis; by default ("x",), ("y", "x") or ("z", "y", "x"), or the names
             that a torch `DeviceMesh` has.
         hosts: the number of each rank's host, nested as the ranks are or in their order;
-            "launcher": as the launcher says, for ranks that are numbered host by host. Reshards
-            then take the fastest way on such hosts. None: not known, and fewest bytes count.
+            "launcher": as the launcher numbers them, for ranks that go host by host. Reshards are
+            then chosen by time on such hosts. None: not known, and reshards are chosen by bytes.
 
     Raises:
         MeshError: the ranks are ragged, repeated, negative or not integers, the names do not fit
@@ -163,8 +163,8 @@ class DeviceMesh:
 
     @cached_property
     def array(self) -> Any:
-        """The ranks in row-major order, an array of one dim that nobody writes to."""
-        import numpy as np  # which `import mdfuse` would bring in, too
+        """The ranks in row-major order, a read-only array of one dim."""
+        import numpy as np  # not with `import mdfuse`, which stays cheap
 
         is_listed = not self.is_consecutive
         ranks = np.array(self._ranks) if is_listed else self.first + np.arange(self.size)
@@ -302,7 +302,7 @@ def _one_of_equal(key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class MeshesByRank:
-    """An index of several meshes by rank: it finds the meshes of a rank without asking each.
+    """An index of several meshes by rank, which does not look at each mesh.
 
     >>> a, b = DeviceMesh([0, 1], ["x"]), DeviceMesh([1, 3], ["x"])
     >>> MeshesByRank([a, b]).of(1) == (a, b), MeshesByRank([a, b]).of(2)
@@ -322,7 +322,7 @@ class MeshesByRank:
                 for rank in mesh:
                     self._listed[rank].append(mesh)
         self._starts = sorted({*begins, *ends})
-        #: the meshes of consecutive ranks that have all ranks from one start to the next
+        #: start -> the meshes of consecutive ranks that contain all ranks up to the next start
         self._from: list[tuple[DeviceMesh, ...]] = []
         open_meshes: dict[int, DeviceMesh] = {}
         for start in self._starts:
@@ -405,7 +405,7 @@ def _flatten(nested: Any, what: str = "a rank") -> tuple[tuple[int, ...], list[i
 
 
 def _index(x: Any) -> int | None:
-    """Return an integer of any sort; None: it is none, as a tensor of floats is."""
+    """Return an integer of any type; None for anything else, as a tensor of floats."""
     try:
         return operator.index(x)
     except TypeError:
@@ -413,7 +413,7 @@ def _index(x: Any) -> int | None:
 
 
 def _short(number: int, what: str) -> int:
-    """Return a number that can be printed; Python refuses those of more than 4300 digits."""
+    """Return a number that can be printed: Python refuses more than 4300 digits."""
     if number.bit_length() > 64:
         raise MeshError(
             f"a number of {number.bit_length()} bits is not {what}",

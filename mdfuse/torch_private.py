@@ -1,9 +1,9 @@
-"""The parts of torch that mdfuse uses and torch does not promise to keep.
+"""The private parts of torch that mdfuse uses: torch does not promise to keep them.
 
-All of it stands here, but for kernels of attention (`ir/attention_kernels.py`) and the compiler
-(`plan/inductor.py`). The tests of this module pass with torch 2.11 to 2.14. Where torch has a
-public way, that one costs more than the call itself (the current stream), or does not do the same
-(process groups whose teams have an order of their own).
+All stand here, except for kernels of attention (`ir/attention_kernels.py`) and the compiler
+(`plan/inductor.py`). The tests of this module pass with torch 2.11 to 2.14. The public way, if
+there is one, costs more than the call itself (the current stream), or does not do the same (process
+groups whose teams have an order of their own).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _no_cuda(*_: Any) -> Any:
 
 
 #: The handle of a device's current stream, by its number: `torch.cuda.current_stream` without an
-#: object. Like the next one it is torch's own function, not one of ours around it: runs call it.
+#: object. Like the next one it is torch's function itself, without a wrapper: every run calls it.
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
 
 #: Whether that stream is being captured: `torch.cuda.is_current_stream_capturing` less a call.
@@ -101,26 +101,26 @@ current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_cuda)
 # -- tensors ---------------------------------------------------------------------------------------
 
 
-#: A new tensor of a shape, strides and a dtype on the current GPU: `torch.empty_strided` in a
-#: third of its time, since no dispatcher is asked.
+#: A new tensor of a shape, strides and a dtype on the current GPU: `torch.empty_strided` without
+#: the dispatcher, in a third of its time.
 empty_on_gpu: Callable[..., Tensor] = getattr(guards, "_empty_strided_cuda", _no_cuda)
 
 
-#: Takes values; returns where they lie if they are tensors like some others, else None.
+#: Takes values; returns their addresses if they are tensors like some others, else None.
 Likeness = Callable[[Sequence[Any]], "tuple[int, ...] | None"]
 
 
 def likeness(tensors: Sequence[Tensor]) -> Likeness:
-    """Return a function of the addresses of tensors like these, a quarter microsecond each.
+    """Return a function of the addresses of tensors like these; it takes 0.25 µs per tensor.
 
-    Alike are type, dispatch keys (so also layout, device type, and whether bits are lazy), dtype,
-    device, shape, strides, whether gradients are recorded, and the modes of torch that change what
-    its calls do: autocast, inference mode, transforms of torch.func. None is alike while
-    forward-mode gradients are under way, or where a tensor is there twice.
+    Tensors are alike if they agree in type, dispatch keys (so also in layout, device type and lazy
+    bits), dtype, device, shape, strides, `requires_grad`, and in the modes of torch that change its
+    calls: autocast, inference mode, transforms of torch.func. None are alike during forward-mode
+    differentiation, or if one tensor is given twice.
     """
     count, address, forward = len(tensors), Tensor.data_ptr, forward_ad
-    # not a tree of guards (`RootGuardManager`), which refuses nested tensors by itself: it is
-    # slower once its many small objects have left the caches, as they do between replays
+    # a tree of guards (`RootGuardManager`) would refuse nested tensors by itself, but is slower
+    # once its many small objects have left the caches, as they do between replays
     check: Callable[..., bool] = guards.TensorGuards(
         *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
     ).check
@@ -187,18 +187,18 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
-# -- tensors that are not what they seem -----------------------------------------------------------
+# -- tensors under transforms ----------------------------------------------------------------------
 
 #: The level of torch.func's innermost transform around this line; None outside of all.
 transform_level = maybe_current_level
 
-#: A tensor that a transform of torch.func goes over.
+#: Whether a tensor is wrapped by a transform of torch.func.
 is_transformed = is_functorch_wrapped_tensor
 
 #: The level of forward-mode differentiation; -1 outside of it.
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 
-#: Zeros without any memory.
+#: Whether a tensor is zeros without memory.
 is_zero_tensor: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 
 
@@ -212,7 +212,7 @@ local_of = attrgetter("_local_tensor")
 
 
 def strided_blocks(placement: Any) -> int | None:
-    """Return into how many blocks a `_StridedShard` divides its dim; None for other placements."""
+    """Return the number of blocks of a `_StridedShard`'s dim; None for other placements."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return int(placement.split_factor) if type(placement) is _StridedShard else None
@@ -231,7 +231,7 @@ def shard_order(x: DTensor) -> Sequence[tuple[int, Sequence[int]]]:
 
 
 def asynchronous_type() -> type[Any]:
-    """The type of tensors that a functional collective still writes: they have a `wait`."""
+    """The type of results of functional collectives under way: they have a `wait`."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return AsyncCollectiveTensor
@@ -248,7 +248,7 @@ MESHGRID = torch._VF.meshgrid  # type: ignore[attr-defined]
 GROUPED_MM = torch._grouped_mm
 
 
-_OPS = torch.library.Library("mdfuse", "DEF")  # it lives as long as the process
+_OPS = torch.library.Library("mdfuse", "DEF")  # lives as long as the process
 _OPS.define(
     "grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),
@@ -258,12 +258,11 @@ torch.library.register_fake("mdfuse::grouped_mm", GROUPED_MM, lib=_OPS)
 
 
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Call `GROUPED_MM` on operands whose strides a compiler keeps as they are here.
+    """Call `GROUPED_MM` on operands whose strides a compiler keeps.
 
-    The kernel takes a group only where it begins at whole 16 bytes, which groups of any size do
-    where the elements of a row lie side by side. Torch's compiler promises its own `_grouped_mm` no
-    strides: it hands over rows that are transposed as a copy in the order of their dims, and the
-    kernel then stops the device.
+    The kernel needs groups that begin at whole 16 bytes; groups of any size do, if the elements of
+    a row are adjacent. Torch's compiler promises its own `_grouped_mm` no strides: it passes
+    transposed rows as a copy in the order of their dims, and the kernel then stops the device.
     """
     result: Tensor = torch.ops.mdfuse.grouped_mm(rows, matrices, ends)
     return result
@@ -276,7 +275,7 @@ def has_grouped_kernel(rows: Sequence[Tensor], matrices: Sequence[Tensor] = ()) 
 
     Args:
         rows: operands that are gathered into new memory first, so that their strides do not count.
-        matrices: operands that are passed as they lie.
+        matrices: operands that are passed with their strides.
     """
     return (
         all(x.is_cuda and x.dtype == torch.bfloat16 for x in (*rows, *matrices))
@@ -298,7 +297,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def table_grad(ct: Tensor, indices: Tensor, rows: int) -> Tensor:
-    """Return the gradient of a table of embeddings: the same bits in every run, on GPUs too."""
+    """Return the gradient of a table of embeddings, deterministic on GPUs, too."""
     grad: Tensor = _ATEN.embedding_dense_backward(ct, indices, rows, -1, False)
     return grad
 
@@ -343,7 +342,7 @@ def checkpoint_metadata(
     Args:
         tensors: name -> dtype, shape, and (first element, extents) of each box.
         places: name and first element of a box -> file, and start and length of its bytes there.
-        save_id: a text that tells it from others.
+        save_id: a text that identifies the checkpoint.
     """
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint import metadata as of
@@ -368,7 +367,7 @@ def checkpoint_metadata(
 
 
 def untransformed(stream: Any, transforms: Sequence[str]) -> Any:
-    """Return a stream of a checkpoint as it was before it was compressed.
+    """Return the uncompressed stream of a checkpoint.
 
     Raises:
         ValueError: torch does not know one of the transforms, or cannot undo it here.
@@ -388,7 +387,7 @@ def cache_folder() -> Path:
 
 @cache
 def _cache_dir_utils() -> Any:
-    """Return torch's module that knows, by its file: its package imports all of the compiler."""
+    """Return torch's module of that folder, by its file: its package imports the compiler."""
     path = Path(torch.__file__).parent / "_inductor" / "runtime" / "cache_dir_utils.py"
     spec = importlib.util.spec_from_file_location("torch_cache_dir_utils", path)
     assert spec is not None and spec.loader is not None

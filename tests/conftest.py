@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from mdfuse.hir.verify.check import verify_once
 from mdfuse.ir.ops import TABLE
 
 if TYPE_CHECKING:
+    from helpers.golden import Golden
+
     from mdfuse.runtime.communicator import Communicator
 
 pytest_plugins = ("multirank.plugin",)
@@ -116,14 +119,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         help="draw the samples of sweeps by this seed; by default by one of the commit",
     )
+    parser.addoption(
+        "--parts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="one of N parts of the tests that would run otherwise, which --draw chooses, too",
+    )
+    parser.addoption(
+        "--accept",
+        action="store_true",
+        help="after a wanted change of printed text: write it to the files of tests/golden",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     from helpers import sampling
 
-    sampling.take_all(config.getoption("whole"))
     if config.option.draw is None:  # processes of pytest -n get it from this one
         config.option.draw = sampling.seed_of_commit()
+    sampling.configure(config.getoption("whole"), config.option.draw)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -153,12 +168,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     These compare printed text or count instructions, in which launches show, or are about passes
     before the one that makes launches.
     """
-    from helpers import sampling
+    from helpers import golden, sampling
 
-    gone: set[str] = set()
+    if not any("::" in x for x in config.args) and (files := golden.unread(items)):
+        if not config.option.accept:
+            raise pytest.UsageError(f"no test reads {', '.join(map(str, files))}: --accept")
+        for file in files:
+            file.unlink()
+    ids = [x.nodeid for x in items]
+    gone = sampling.beside_part(ids, config.option.parts, config.option.draw)
     if not _takes_all(config):
-        ids = [x.nodeid for x in items]
-        gone = sampling.left_out(ids, sampling.times(), config.option.draw)
+        gone |= sampling.left_out(ids, sampling.times(), config.option.draw)
     has_launches = config.getoption("launches")
     dropped = [x for x in items if x.nodeid in gone or (has_launches and _is_about_form(x))]
     if dropped:
@@ -183,12 +203,7 @@ _COUNTING = (
 def _is_about_form(item: pytest.Item) -> bool:
     if item.nodeid.rpartition("/")[2] in _COUNTING:
         return True
-    if hasattr(getattr(item, "cls", None), "assertExpectedInline"):
-        return True
-    if item.path.parent == _HOST_PASSES:
-        return True
-    code = getattr(getattr(item, "function", None), "__code__", None)
-    return code is not None and "assert_expected_inline" in code.co_names
+    return item.path.parent == _HOST_PASSES or "golden" in getattr(item, "fixturenames", ())
 
 
 def pytest_collection_finish() -> None:
@@ -241,6 +256,16 @@ def pytest_terminal_summary(
 def undefined() -> None:
     """No definition of an earlier test is found again."""
     FusionCache.reset()
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """Compares a text with the one in the test's own file."""
+    from helpers import golden
+
+    return partial(
+        golden.same, file=golden.path(request.node), is_accepted=request.config.option.accept
+    )
 
 
 @pytest.fixture

@@ -260,6 +260,44 @@ def test_layers_that_cannot_be_measured(
     assert done.returncode == 1 and words in done.stderr
 
 
+WHOLE = str(ROOT / "benchmarks" / "whole_models.py")
+
+
+@pytest.mark.parametrize(
+    ("style", "recompute", "peer"),
+    [("fsdp", "both", "FSDP2"), ("tp", "no", "sequence parallelism by hand")],
+)
+def test_whole_models_train_as_their_peers(
+    tmp_path: Path, style: str, recompute: str, peer: str
+) -> None:
+    """Losses of several steps are alike, and a row that mdfuse cannot run is told."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    small = ("--device", "cpu", "--small", "--compiler", "eager", "--layers", "1", "--tokens", "16")
+    few = ("--rounds", "2", "--losses", "4", "--no-warm", "--recompute", recompute)
+    started = (*torchrun, "--nproc-per-node", "2", WHOLE, *small, *few, "--rows", style)
+    done = run(tmp_path, *started, "--output", "a.json")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "a.json").read_text())
+    names = [(row["name"], row["alternative"]) for row in stored["rows"]]
+    whats = ("time of a step", "start, cold", "losses of 4 steps")
+    assert names == [(f"{style}=2: {what}", peer) for what in whats]
+    all_ = stored["world"]["contenders"]
+    mine, theirs = (all_[f"{style}=2: {name}"]["losses"] for name in ("mdfuse", peer))
+    assert theirs[2] < theirs[0] and theirs[3] < theirs[1], "batches take turns"
+    assert mine[:4] == pytest.approx(theirs[:4], rel=1e-3)
+    if recompute == "both":
+        again = f"{style}=2, recompute"
+        assert f"{again}: mdfuse absent" in done.stdout and again in stored["world"]["absent"]
+        assert f"{again}: mdfuse" not in all_
+        assert all_[f"{again}: {peer}"]["losses"] == pytest.approx(theirs, rel=1e-5)
+        assert min(all_[f"{again}: {peer}"]["times"]) > 0
+
+
+def test_one_rank_trains_no_split_model(ended_at_once: Ended) -> None:
+    done = ended_at_once(WHOLE, "--device", "cpu", "--small", "--rows", "alone,fsdp,tp")
+    assert done.returncode == 1 and "rows fsdp, tp: on 1 rank there are alone" in done.stderr
+
+
 OVERLAP = str(ROOT / "benchmarks" / "overlap.py")
 SHAPES = ("AG+MM 64 x 16 x 24", "MM+RS 64 x 16 x 24")
 OVERLAP_ON_CPUS = ("--device", "cpu", "--small", "--rounds", "2", "--output", "a.json")

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mdfuse.bootstrap import (
-    Hydra,
-    Launch,
-    Launcher,
-    OpenMpi,
-    Srun,
-    Torchrun,
-    address_of_rank_0,
-    detect,
-    gloo_devices,
-)
+from mdfuse import bootstrap
+from mdfuse.bootstrap import Launch, Launcher, address_of_rank_0, detect, gloo_devices
 from mdfuse.errors import BackendError
 from mdfuse.runtime.stores import open_store
 
@@ -138,28 +129,28 @@ def test_launcher(
     ("launcher", "environment", "needed", "facts"),
     [
         (
-            Torchrun(),
+            bootstrap.TORCHRUN,
             TORCHRUN,
             ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
             ("torchrun", 5, 8, 1, 4),
         ),
         (
-            OpenMpi(),
+            bootstrap.OPEN_MPI,
             OPEN_MPI,
             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
             ("mpirun", 2, 4, 2, 4),
         ),
-        (Hydra(), HYDRA, ("PMI_RANK", "PMI_SIZE"), ("mpirun", 1, 2, 0, 1)),
+        (bootstrap.HYDRA, HYDRA, ("PMI_RANK", "PMI_SIZE"), ("mpirun", 1, 2, 0, 1)),
         (
-            Srun(),
+            bootstrap.SRUN,
             SRUN,
             ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NTASKS"),
             ("srun", 3, 4, 1, None),
         ),
     ],
-    ids=lambda x: type(x).__name__ if not isinstance(x, dict | tuple) else "",
+    ids=lambda x: x.rank if isinstance(x, Launcher) else "",
 )
-def test_each_class_by_itself(
+def test_each_launcher_by_itself(
     launcher: Launcher,
     environment: dict[str, str],
     needed: tuple[str, ...],

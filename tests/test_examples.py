@@ -223,7 +223,7 @@ def test_training_stays_beside_one_device(axes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"fsdp": 2}, {"dp": 2, "sp": 2}], ids=str)
 def test_training_in_microbatches(axes: dict[str, int]) -> None:
-    """Of the same losses; parameters are gathered and gradients are reduced once a step."""
+    """The losses are the same; parameters are gathered and gradients are reduced once a step."""
     train = example("train_llama")
     step = train.Simulated(DeviceMesh.arange(**axes), 4)
     found = train.train(step, 3)
@@ -352,7 +352,7 @@ def test_the_curves_are_drawn_or_not(tmp_path: Path) -> None:
 def test_training_in_stages(
     axes: dict[str, int], stages: int, schedule: str, microbatches: int
 ) -> None:
-    """Of the losses of one device, each rank group by its row."""
+    """The losses are those of one device, each rank group by its row."""
     pipeline, train = example("pipeline"), example("train_llama")
     program = pipeline.compiled(DeviceMesh.arange(**axes), stages, microbatches, schedule)
     groups = axes["pp"]

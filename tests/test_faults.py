@@ -41,7 +41,7 @@ RANKS = 3
 THIRD = r"in run 3 of @gather, at Allgather #[35] \(fault_job\.py:\d+\)"
 MEETING = r"meeting \d+ of all 3 ranks"
 SILENT = r"rank {0} no sign of life for [\d.]+ s; last seen "
-#: Of one that is gone before the first run: where all are slow, before its first sign, too.
+#: A rank that is gone before the first run: where all are slow, before its first sign, too.
 UNSEEN = rf"{SILENT}|rank {{0}} no answer: the process ended, or is stuck"
 
 
@@ -127,7 +127,7 @@ CASES = (
     ),
 )
 
-#: Of a replay the watchdog knows the program, and no post in it; it ends who waits for the GPU. A
+#: The watchdog knows the program of a replay, but no post in it; it ends who waits for the GPU. A
 #: rank that has queued its part may die or stop: its GPU, and its memory, serve the others all the
 #: same, and they run on.
 REPLAYED = tuple(

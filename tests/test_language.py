@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "mdfuse").rglob("*.py"))
+#: Modules besides those of the package whose sentences are read.
+SCRIPTS = sorted(p for folder in ("benchmarks", "examples") for p in (ROOT / folder).glob("*.py"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 #: Words that say nothing of a value whose only name they are.
@@ -48,9 +50,12 @@ def comments(text: str) -> str:
 
 @cache
 def counted() -> dict[str, int]:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in MODULES]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (*MODULES, *SCRIPTS)]
     classes = Counter(
-        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        node.name
+        for tree in trees[: len(MODULES)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
     )
     asking = re.compile(r"(What|Where|How|Whether|Which|Who)\b")
     return {
@@ -75,7 +80,7 @@ def test_sentences_of_pages_begin_with_their_subject(path: Path) -> None:
 
 def test_sentences_of_modules_begin_with_their_subject() -> None:
     wrong = []
-    for path in MODULES:
+    for path in (*MODULES, *SCRIPTS):
         text = path.read_text(encoding="utf-8")
         parts = [*docstrings(ast.parse(text)), comments(text)]
         wrong += [(path.name, m[0]) for part in parts for m in OPENS.finditer(part)]

@@ -132,7 +132,7 @@ def test_nothing_is_too_long(path: Path) -> None:
 
 
 def test_tests_mirror_the_package() -> None:
-    """`tests/hir/emit/test_loops_sets.py` is about `mdfuse/hir/emit/loops.py`, or a package."""
+    """`tests/hir/emit/test_loops_values.py` is about `mdfuse/hir/emit/loops.py`, or a package."""
     strange = []
     for path in TESTS.rglob("test_*.py"):
         folder, *rest = path.relative_to(TESTS).parts

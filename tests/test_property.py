@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import torch
+from helpers import sampling
 from helpers.drawn_views import (
-    FEWER,
-    SAME_EVERY_TIME,
     Drawn,
     Printed,
     layouts,
@@ -33,7 +32,7 @@ from helpers.oracle import (
     memory_order,
     simulate_shares,
 )
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from torch import Tensor
 
 import mdfuse as mf
@@ -49,7 +48,7 @@ from mdfuse.passes.segmentation import ShouldMerge, merge_local, merge_nothing
 
 
 @given(drawn=programs(), merge=st.sampled_from([None, merge_local, merge_nothing]))
-@SAME_EVERY_TIME
+@sampling.examples(500)
 def test_programs_give_what_one_device_gives(drawn: Drawn, merge: ShouldMerge | None) -> None:
     program = mf.compile(drawn.define(), should_merge=merge)
     tensors, expected = drawn.tensors(), drawn.plain()[-1]
@@ -60,7 +59,7 @@ def test_programs_give_what_one_device_gives(drawn: Drawn, merge: ShouldMerge | 
 
 
 @given(drawn=programs())
-@FEWER
+@sampling.examples(250)
 def test_computed_outputs_are_dense_in_the_order_of_one_device(drawn: Drawn) -> None:
     """Except where the result itself was communicated: it keeps the order left behind."""
     expected = drawn.plain()[-1]
@@ -124,7 +123,7 @@ def reshards(draw: st.DrawFn, is_partial: bool = False) -> Reshard:
 
 
 @given(reshard=reshards())
-@SAME_EVERY_TIME
+@sampling.examples(500)
 def test_a_reshard_moves_what_is_lacking(reshard: Reshard) -> None:
     program = reshard.compile()
     check_everywhere(program, [reshard.tensor()], [reshard.tensor()], exact=True)
@@ -176,7 +175,7 @@ def check_team(comm: Communication, rank: int) -> None:
 
 
 @given(reshard=reshards(is_partial=True))
-@FEWER
+@sampling.examples(250)
 def test_partial_values_are_reduced_on_the_way(reshard: Reshard) -> None:
     program = reshard.compile()
     ops = [p.op for p in reshard.source.placements if isinstance(p, Partial)]
@@ -202,7 +201,7 @@ def into_partial(draw: st.DrawFn) -> Reshard:
 
 
 @given(reshard=into_partial())
-@FEWER
+@sampling.examples(250)
 def test_anything_becomes_partial(reshard: Reshard) -> None:
     program = reshard.compile()
     is_exact = Partial("avg") not in (*reshard.source.placements, *reshard.destination.placements)
@@ -210,7 +209,7 @@ def test_anything_becomes_partial(reshard: Reshard) -> None:
 
 
 @given(reshard=into_partial())
-@settings(SAME_EVERY_TIME, max_examples=60)
+@sampling.examples(60)
 def test_an_oracle_that_agrees_with_itself(reshard: Reshard) -> None:
     """The parts that the oracle cuts cover a tensor, each element once per copy."""
     source = reshard.source

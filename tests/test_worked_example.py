@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from expecttest import TestCase
+from helpers.golden import Golden
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
@@ -26,79 +26,20 @@ def without_lines(program: object) -> str:
     return re.sub(r" +# .*", "", str(program)).replace(" => ", "\n    => ")
 
 
-class TestWorkedExample(TestCase):
-    def test_fusion(self) -> None:
-        self.assertExpectedInline(
-            without_lines(definition()),
-            """\
-fusion @two_stages on mesh(x=1), mesh(x=4) {
-  %x: f32[3,4,3,5] (x=R)! = input
-  %a: f32[3,4,3] (x=R) = sum(%x, dims=[3])
-  %b: f32[3,4,3] (x=S1)! = set(%a)
-  %t: f32[3,4,3] (x=S1) = add(%b, %b)
-  return %t
-}""",
-        )
+def test_fusion(golden: Golden) -> None:
+    golden(without_lines(definition()))
 
-    def test_global_program(self) -> None:
-        self.assertExpectedInline(
-            without_lines(mf.compile(definition())),
-            """\
-host @two_stages on m0=mesh(x=1), m1=mesh(x=4) {
-  input %x: f32[3,4,3,5] m0(x=R)
-  %a: f32[3,4,3] m0(x=R) = sum(%x, dims=[3]) order=[1,0,2]
-  %b.send: f32[4,3,3] m0(x=R) = permute(%a, dims=[1,0,2])
-  %b.recv: f32[1,3,3] of [4,3,3] m1(x=S0) = alloc
-  %c0 = post scatter(%b.send) -> %b.recv f32[3,4,3] m0(x=R)
-    => m1(x=S1) axis=x dim=1
-  wait %c0
-  free %b.send, %a
-  %b: f32[3,1,3] of [3,4,3] m1(x=S1) = permute(%b.recv, dims=[1,0,2])
-  free %b.recv
-  %t: f32[3,1,3] of [3,4,3] m1(x=S1) = add(%b, %b) contiguous
-  free %b
-  return %t
-}""",
-        )
 
-    def test_rank_0(self) -> None:
-        self.assertExpectedInline(
-            without_lines(mf.compile(definition()).for_rank(0)),
-            """\
-host @two_stages on m0=mesh(x=1), m1=mesh(x=4) rank 0 {
-  input %x: f32[3,4,3,5] m0(x=R)
-  %a: f32[3,4,3] m0(x=R) = sum(%x, dims=[3]) order=[1,0,2]
-  %b.send: f32[4,3,3] m0(x=R) = permute(%a, dims=[1,0,2])
-  %b.recv: f32[1,3,3] of [4,3,3] m1(x=S0) = alloc
-  %c0 = post scatter(%b.send) -> %b.recv f32[3,4,3] m0(x=R)
-    => m1(x=S1) axis=x dim=1 team=(0 1 2 3) root=0
-  wait %c0
-  free %b.send, %a
-  %b: f32[3,1,3] of [3,4,3] m1(x=S1) = permute(%b.recv, dims=[1,0,2])
-  free %b.recv
-  %t: f32[3,1,3] of [3,4,3] m1(x=S1) = add(%b, %b) contiguous
-  free %b
-  return %t
-}""",
-        )
+def test_global_program(golden: Golden) -> None:
+    golden(without_lines(mf.compile(definition())))
 
-    def test_rank_2(self) -> None:
-        self.assertExpectedInline(
-            without_lines(mf.compile(definition()).for_rank(2)),
-            """\
-host @two_stages on m0=mesh(x=1), m1=mesh(x=4) rank 2 {
-  input %x: f32 none of [3,4,3,5] m0(x=R)
-  %b.recv: f32[1,3,3] of [4,3,3] m1(x=S0) = alloc
-  %c0 = post scatter() -> %b.recv f32[3,4,3] m0(x=R)
-    => m1(x=S1) axis=x dim=1 team=(0 1 2 3) root=0
-  wait %c0
-  %b: f32[3,1,3] of [3,4,3] m1(x=S1) = permute(%b.recv, dims=[1,0,2])
-  free %b.recv
-  %t: f32[3,1,3] of [3,4,3] m1(x=S1) = add(%b, %b) contiguous
-  free %b
-  return %t
-}""",
-        )
+
+def test_rank_0(golden: Golden) -> None:
+    golden(without_lines(mf.compile(definition()).for_rank(0)))
+
+
+def test_rank_2(golden: Golden) -> None:
+    golden(without_lines(mf.compile(definition()).for_rank(2)))
 
 
 def test_other_ranks_run_the_same_without_the_first_two_lines() -> None:

@@ -1,4 +1,4 @@
-"""What a lowering assumed of the symbolic extents: guards, and the decisions that made them."""
+"""Guards: the assumptions of a lowering about symbolic extents, made by its decisions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mdfuse.extents.facts import Facts, at_least, folded, simplified
 
 
 def _is(n: int, op: str) -> bool:
-    """Whether a number has the relation to 0."""
+    """Return whether a number has the relation to 0."""
     return bool(ARITHMETIC[op](n, 0))
 
 
@@ -44,7 +44,7 @@ class Guard:
     text: str
 
     def holds(self, extents: Mapping[str, int]) -> bool:
-        """Whether these extents satisfy the guard."""
+        """Return whether these extents satisfy the guard."""
         try:
             return _is(self.poly.value(extents), self.op)
         except ZeroDivisionError:
@@ -55,7 +55,7 @@ class Guard:
 
 
 class Assumptions:
-    """What a lowering assumed of its symbolic extents."""
+    """The assumptions of a lowering about its symbolic extents."""
 
     def __init__(self) -> None:
         self.facts = Facts()
@@ -67,24 +67,24 @@ class Assumptions:
     def guards(self) -> tuple[Guard, ...]:
         """The guards, without those that follow from others."""
         facts = self.facts
-        found = [
+        equal = [
             Guard(plus(symbol(s), p, -1), "==", f"{s} == {p}")
             for s, p in ((s, simplified(p, facts)) for s, p in facts.same.items())
         ]
         for s, d in facts.divisors.items():
             if s not in facts.same:
                 poly = folded("mod", symbol(s), constant(d), Facts())
-                found.append(Guard(poly, "==", f"{s} mod {d} == 0"))
+                equal.append(Guard(poly, "==", f"{s} mod {d} == 0"))
         for s in facts.ranges:
-            found += () if s in facts.same else _range_guards(s, facts)
-        return (*found, *(g for g in self._others if not self._follows(g.poly, g.op)))
+            equal += () if s in facts.same else _range_guards(s, facts)
+        return (*equal, *(g for g in self._others if not self._follows(g.poly, g.op)))
 
     def copy(self) -> Assumptions:
         """Return a copy, to which other assumptions can be added."""
-        made = Assumptions()
-        made.facts, made.examples = self.facts, {**self.examples}
-        made._others = {**self._others}
-        return made
+        twin = Assumptions()
+        twin.facts, twin.examples = self.facts, {**self.examples}
+        twin._others = {**self._others}
+        return twin
 
     def seen(self, examples: Mapping[str, int]) -> Mapping[str, int]:
         """Add examples of symbols, and return those of all symbols seen so far."""
@@ -92,11 +92,11 @@ class Assumptions:
         return self.examples
 
     def hold(self, extents: Mapping[str, int]) -> bool:
-        """Whether extents satisfy all guards."""
+        """Return whether extents satisfy all guards."""
         return all(g.holds(extents) for g in self.guards)
 
     def assume(self, poly: Poly, op: str, examples: Mapping[str, int]) -> None:
-        """Record a guard that holds for the examples, unless it follows from what is known."""
+        """Record a guard that holds for the examples, unless it follows from known facts."""
         poly = _reduced(simplified(poly, self.facts), op)
         poly = self._without_factors(poly, op, examples)
         if poly.constant is not None or self._follows(poly, op):
@@ -135,24 +135,24 @@ class Assumptions:
             poly = _reduced(poly_of(divided), op)
 
     def _assume_equal(self, poly: Poly, examples: Mapping[str, int]) -> bool:
-        """Replace a symbol by what the rest of an equation says; False if none stands alone."""
+        """Solve an equation for a symbol, and replace the symbol; False if none stands alone."""
         names = [m[0].name for m, c in poly.terms if len(m) == 1 and isinstance(m[0], Term)
                  and abs(c) == 1]  # fmt: skip
         for name in sorted(names, reverse=True):
             term = (Term("symbol", name),)
             c = poly.coefficients()[term]
-            rest = scaled(poly_of({m: k for m, k in poly.terms if m != term}), -c)
-            if name in rest.symbols():
+            solution = scaled(poly_of({m: k for m, k in poly.terms if m != term}), -c)
+            if name in solution.symbols():
                 continue
             low, high = self.facts.range(name)
             divisor = self.facts.divisors.get(name, 1)
-            self.facts = replace(self.facts, same={**self.facts.same, name: rest})
+            self.facts = replace(self.facts, same={**self.facts.same, name: solution})
             if low is not None:
-                self.assume(plus(rest, constant(-low)), ">=", examples)
+                self.assume(plus(solution, constant(-low)), ">=", examples)
             if high is not None:
-                self.assume(plus(constant(high), rest, -1), ">=", examples)
+                self.assume(plus(constant(high), solution, -1), ">=", examples)
             if divisor > 1:
-                self.assume(folded("mod", rest, constant(divisor), self.facts), "==", examples)
+                self.assume(folded("mod", solution, constant(divisor), self.facts), "==", examples)
             return True
         return False
 
@@ -162,21 +162,21 @@ class Assumptions:
         if len(names) != 1 or op == "==" or (op == "!=" and " mod " in str(poly)):
             return False
         (name,) = names
-        here = examples[name]
+        now = examples[name]
         low, high = self.facts.range(name)
 
         def surely(a: int, b: int | None) -> bool:
             return self._follows(poly, op, self.facts.with_range(name, (a, b)))
 
-        if not surely(here, here):
+        if not surely(now, now):
             return False
-        first = _search(lambda n: surely(n, here), here, int(low or 0))
+        first = _search(lambda n: surely(n, now), now, int(low or 0))
         limit = None if high is None else int(high)
-        last = limit if surely(first, limit) else _upwards(lambda n: surely(first, n), here)
+        last = limit if surely(first, limit) else _upwards(lambda n: surely(first, n), now)
         holds = lambda n: _is(poly.value({name: n}), op)  # noqa: E731
-        while first > int(low or 0) and here - first < 4096 and holds(first - 1):
+        while first > int(low or 0) and now - first < 4096 and holds(first - 1):
             first -= 1
-        while last is not None and last != limit and last - here < 4096 and holds(last + 1):
+        while last is not None and last != limit and last - now < 4096 and holds(last + 1):
             last += 1
         if first != low and last != limit:  # it holds for some numbers only, as a divisibility does
             return False
@@ -308,12 +308,12 @@ class assuming(Generic[A]):
 
 
 def active_assumptions() -> Assumptions | None:
-    """Return where decisions are recorded now; None for nowhere."""
+    """Return the assumptions that record decisions now; None for none."""
     return _active.get()
 
 
 def known_facts() -> Facts:
-    """Return what is known of the symbols now."""
+    """Return the facts about symbols that are known now."""
     active = _active.get()
     return active.facts if active is not None else NOTHING
 

@@ -4,8 +4,9 @@ An expression is a number, a `Term`, a `Calc` of two expressions, or a `Poly`, a
 such. Index expressions of host programs are kept as they are written: what prints reads back. They
 consist of loop indices, the rank, its coordinate along a mesh axis and extents of buffers; once a
 program is projected onto one rank, only loop indices are left. Extents that a run chooses are in
-one form for all that are equal: a `Poly` whose atoms are symbols, and what could not be simplified,
-`4*x.0 + (y.0+3)//4`. With what is known of the symbols, more can be (`mdfuse/extents/facts.py`).
+a canonical form, in which equal ones are the same: a `Poly` whose atoms are symbols and operations
+that cannot be simplified, `4*x.0 + (y.0+3)//4`. Known facts about the symbols simplify more
+(`mdfuse/extents/facts.py`).
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ class Calc(Generic[Side]):
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        kept, left, right = object.__setattr__, self.left, self.right
-        kept(self, "depth", 1 + max(getattr(left, "depth", 0), getattr(right, "depth", 0)))
-        kept(self, "size", 1 + getattr(left, "size", 0) + getattr(right, "size", 0))
+        assign, left, right = object.__setattr__, self.left, self.right
+        assign(self, "depth", 1 + max(getattr(left, "depth", 0), getattr(right, "depth", 0)))
+        assign(self, "size", 1 + getattr(left, "size", 0) + getattr(right, "size", 0))
         if self.depth > DEEPEST:
             raise ProgramError(
                 f"an index expression of {self.depth} operations, one inside the other",
@@ -111,9 +112,9 @@ class Calc(Generic[Side]):
                 hint="write the number that it is, or a shorter expression",
             )
         _check_size(self.size, "operations")
-        kept(self, "text", self._text())
-        kept(self, "terms", (*terms(left), *terms(right)))
-        kept(self, "_hash", hash((self.op, left, right)))
+        assign(self, "text", self._text())
+        assign(self, "terms", (*terms(left), *terms(right)))
+        assign(self, "_hash", hash((self.op, left, right)))
 
     def _text(self) -> str:
         if self.op in ("min", "max"):
@@ -132,7 +133,7 @@ class Calc(Generic[Side]):
         return self.text
 
 
-#: What texts of several terms, factors or operands have behind their sign.
+#: A character that only texts of several terms, factors or operands have behind their sign.
 _COMPOUND = re.compile(r"[ */+-]")
 
 
@@ -158,7 +159,7 @@ def _check_size(count: int, what: str) -> None:
 Index = int | Term | Calc["Index"]
 X = TypeVar("X")
 
-#: What an index is that is no number yet, for `isinstance`.
+#: Types of an index that is no number yet, for `isinstance`.
 UNKNOWN = (Term, Calc)
 
 
@@ -198,7 +199,7 @@ def calc(op: str, left: Index, right: Index) -> Index:
 def resolve(x: X, known: Callable[[Term], int | None]) -> X | Index:
     """Return an index with known terms replaced by their numbers, and computed where possible.
 
-    What is no index is returned as it is.
+    Anything but an index is returned as it is.
 
     >>> resolve(Calc("+", loop("i"), 2), {loop("i"): 3}.get)
     5
@@ -212,7 +213,7 @@ def resolve(x: X, known: Callable[[Term], int | None]) -> X | Index:
 
 
 def terms(x: object) -> tuple[Term, ...]:
-    """Return the terms of an expression, in order; none where there is something else."""
+    """Return the terms of an expression, in order; none of anything else."""
     if isinstance(x, Term):
         return (x,)
     if isinstance(x, Calc):
@@ -305,13 +306,13 @@ def _atom_value(atom: Atom, known: Mapping[str, int]) -> int:
 
 def poly_of(terms: Mapping[Monomial, Number]) -> Poly:
     """Return the sum of terms, sorted, with zeros left out."""
-    kept = [
+    nonzero = [
         (m, c if type(c) is int or c.denominator > 1 else int(c)) for m, c in terms.items() if c
     ]
-    if len(kept) > 1:
-        _check_size(len(kept), "terms")
-        kept.sort(key=_text_of_term)
-    return Poly(tuple(kept))
+    if len(nonzero) > 1:
+        _check_size(len(nonzero), "terms")
+        nonzero.sort(key=_text_of_term)
+    return Poly(tuple(nonzero))
 
 
 def _text_of_term(term: tuple[Monomial, Number]) -> str:
@@ -335,10 +336,10 @@ def one(atom: Atom) -> Poly:
 
 def plus(a: Poly, b: Poly, times: Number = 1) -> Poly:
     """Return a + times * b."""
-    found = a.coefficients()
+    sums = a.coefficients()
     for monomial, c in b.terms:
-        found[monomial] = found.get(monomial, 0) + c * times
-    return poly_of(found)
+        sums[monomial] = sums.get(monomial, 0) + c * times
+    return poly_of(sums)
 
 
 def scaled(a: Poly, by: Number) -> Poly:
@@ -348,9 +349,9 @@ def scaled(a: Poly, by: Number) -> Poly:
 
 def times(a: Poly, b: Poly) -> Poly:
     """Return a * b."""
-    found: dict[Monomial, Number] = {}
+    products: dict[Monomial, Number] = {}
     for m, c in a.terms:
         for n, d in b.terms:
             product = tuple(sorted((*m, *n), key=str))
-            found[product] = found.get(product, 0) + c * d
-    return poly_of(found)
+            products[product] = products.get(product, 0) + c * d
+    return poly_of(products)

@@ -1,8 +1,8 @@
 """Symbolic extents: integers that remember which expression of the inputs' extents they are.
 
 A definition with symbolic extents is lowered with an example of each. Arithmetic carries the
-expression along; a decision is taken as the example says and recorded as a guard. What was lowered
-may then be used for all extents that satisfy the guards, with their numbers in its place.
+expression along; a decision is taken for the example and recorded as a guard. The lowered program
+then serves all extents that satisfy the guards, with their numbers in the place of symbols.
 
     >>> from mdfuse.extents.assumptions import Assumptions, assuming
     >>> with assuming(Assumptions()) as assumed:
@@ -11,8 +11,8 @@ may then be used for all extents that satisfy the guards, with their numbers in 
     >>> half, is_long, [str(guard) for guard in assumed.guards]
     (x.0//2, True, ['x.0 > 1'])
 
-What needs the number itself (`range`, a slice, a hash, a float) gets that of the example, and a
-guard pins the extent to it.
+An operation that needs the number itself (`range`, a slice, a hash, a float) gets the example's,
+and a guard pins the extent to it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Extent(_Integer):
 
     Attributes:
         poly: how it depends on them.
-        examples: what they are for the time being.
-        number: what it is for the examples.
+        examples: the number of each symbol that the lowering takes.
+        number: its number for the examples.
     """
 
     __slots__ = ("examples", "number", "poly")
@@ -77,24 +77,6 @@ class Extent(_Integer):
         poly = plus(constant(off), plus(self.poly, poly_from(other), -1), times)
         return decide(poly, relation, _merged(self, other))
 
-    def __eq__(self, other: object) -> Any:
-        return self._compared(other, "==")
-
-    def __ne__(self, other: object) -> Any:
-        return self._compared(other, "!=")
-
-    def __ge__(self, other: object) -> Any:
-        return self._compared(other, ">=")
-
-    def __gt__(self, other: object) -> Any:
-        return self._compared(other, ">")
-
-    def __le__(self, other: object) -> Any:
-        return self._compared(other, "<=")
-
-    def __lt__(self, other: object) -> Any:
-        return self._compared(other, "<")
-
     def __bool__(self) -> bool:
         return decide(self.poly, "!=", self.examples)
 
@@ -102,36 +84,6 @@ class Extent(_Integer):
         return hash(pinned(self))
 
     # -- arithmetic ------------------------------------------------------------------------------
-
-    def __add__(self, other: Any) -> Any:
-        return _calculated("+", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return _calculated("+", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return _calculated("-", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return _calculated("-", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return _calculated("*", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return _calculated("*", other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return _calculated("//", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return _calculated("//", other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return _calculated("mod", self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return _calculated("mod", other, self)
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -160,6 +112,18 @@ _RELATIONS = {
 }
 
 
+def _comparison(op: str) -> Callable[[Extent, object], Any]:
+    return lambda self, other: self._compared(other, op)
+
+
+def _operation(op: str) -> Callable[[Extent, Any], Any]:
+    return lambda self, other: _calculated(op, self, other)
+
+
+def _reflected(op: str) -> Callable[[Extent, Any], Any]:
+    return lambda self, other: _calculated(op, other, self)
+
+
 def _pinning(name: str) -> Callable[..., Any]:
     """Return a method of int that needs the number itself, which pins the extent."""
     method = getattr(int, name)
@@ -170,6 +134,13 @@ def _pinning(name: str) -> Callable[..., Any]:
     return function
 
 
+for _op, _name in (
+    ("==", "eq"), ("!=", "ne"), (">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")
+):  # fmt: skip
+    setattr(Extent, f"__{_name}__", _comparison(_op))
+for _op, _name in (("+", "add"), ("-", "sub"), ("*", "mul"), ("//", "floordiv"), ("mod", "mod")):
+    setattr(Extent, f"__{_name}__", _operation(_op))
+    setattr(Extent, f"__r{_name}__", _reflected(_op))
 for _name in (
     "truediv", "rtruediv", "pow", "rpow", "lshift", "rlshift", "rshift", "rrshift", "and", "rand",
     "or", "ror", "xor", "rxor", "invert", "round", "trunc", "floor", "ceil", "int", "index",
@@ -183,9 +154,9 @@ def _extent(poly: Poly, examples: Mapping[str, int]) -> int:
     n = poly.constant
     if n is not None:
         return int(n)
-    made = object.__new__(Extent)
-    made.poly, made.examples, made.number = poly, examples, poly.value(examples)
-    return made
+    extent = object.__new__(Extent)
+    extent.poly, extent.examples, extent.number = poly, examples, poly.value(examples)
+    return extent
 
 
 def symbolic(name: str, example: int) -> int:
@@ -200,9 +171,11 @@ def poly_from(n: int) -> Poly:
 
 def _merged(*numbers: Any) -> Mapping[str, int]:
     """Return the examples of the symbols of several extents."""
-    found = [n.examples for n in numbers if type(n) is Extent]
-    first = found[0]
-    return first if all(f is first for f in found) else {k: v for f in found for k, v in f.items()}
+    examples = [n.examples for n in numbers if type(n) is Extent]
+    first = examples[0]
+    if all(each is first for each in examples):
+        return first
+    return {name: n for each in examples for name, n in each.items()}
 
 
 def _calculated(op: str, a: Any, b: Any) -> Any:
@@ -240,7 +213,7 @@ def larger(a: int, b: int) -> int:
 
 
 def are_same(a: int, b: int) -> bool:
-    """Whether two extents are equal whatever the symbols are; no guard is left."""
+    """Return whether two extents are equal for all values of the symbols; leave no guard."""
     return a == b if type(a) is type(b) is int else poly_from(a) == poly_from(b)
 
 
@@ -277,7 +250,7 @@ def pinned(n: int) -> int:
 
 
 def is_symbolic(x: Any) -> bool:
-    """Whether there is a symbolic extent in nested tuples, lists and dicts."""
+    """Return whether nested tuples, lists and dicts have a symbolic extent."""
     if isinstance(x, tuple | list):
         return {*map(type, x)} != {int} and any(map(is_symbolic, x))
     return any(map(is_symbolic, x.values())) if isinstance(x, dict) else type(x) is Extent
@@ -286,7 +259,7 @@ def is_symbolic(x: Any) -> bool:
 def mapped(x: T, change: Callable[[Extent], int]) -> T:
     """Return a program, or a part of one, with `change` applied to each symbolic extent in it.
 
-    What has none is returned as it is.
+    A value without any is returned as it is.
     """
     return _mapped(x, change)  # type: ignore[no-any-return]
 
@@ -307,20 +280,20 @@ def _mapped(x: Any, change: Callable[[Extent], int]) -> Any:
         case None:
             return x
         case names:
-            found = [(name, getattr(x, name)) for name in names]
-            changed = {k: new for k, v in found if (new := _mapped(v, change)) is not v}
+            members = [(name, getattr(x, name)) for name in names]
+            changed = {k: new for k, v in members if (new := _mapped(v, change)) is not v}
             return replace(x, **changed) if changed else x
 
 
 def comparable(x: Any) -> Any:
-    """Return what has a hash, and equals others, without deciding on symbolic extents in it."""
+    """Return a value that compares and has a hash without a decision on symbolic extents in it."""
     poly: Callable[[Extent], Any] = poly_from
     return _mapped(x, poly)
 
 
 @cache
 def _form(kind: type) -> str | tuple[str, ...] | None:
-    """How a type holds others: as a tuple, a list or a mapping, in fields so named, or not."""
+    """Return how a type holds values: "tuple", "list", "mapping", or the names of its fields."""
     for name, base in (("tuple", tuple), ("list", list), ("mapping", Mapping)):
         if issubclass(kind, base):
             return name

@@ -1,4 +1,4 @@
-"""What is known of symbolic extents, and how that simplifies polynomials.
+"""Facts about symbolic extents, and how they simplify polynomials.
 
 With x.0 a multiple of 4, `(x.0+3)//4` is `x.0//4`; with x.0 at least 4, `min(x.0, 4)` is 4.
 """
@@ -35,10 +35,10 @@ _KEPT = 1 << 14
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What is known of each symbol: its range, a divisor, an expression that it equals.
+    """Known facts about each symbol: its range, a divisor, an expression that it equals.
 
-    A symbol of which nothing is known is at least 0. Cached answers are found by the facts object
-    that they follow from, so facts are equal only to themselves.
+    A symbol without facts is at least 0. Answers are cached by the facts object that they follow
+    from, so facts are equal only to themselves.
     """
 
     ranges: Mapping[str, Range] = field(default_factory=dict)
@@ -68,15 +68,15 @@ def folded(op: str, a: Poly, b: Poly, facts: Facts) -> Poly:
         return _by_symbols(op, a, b, facts)
     if op == "//":
         return _quotient(a, d, facts)
-    _, rest = _split(a, d, facts)
-    low, high = bounds(rest, facts)
+    _, remainder = _split(a, d, facts)
+    low, high = bounds(remainder, facts)
     if low is not None and high is not None and low // d == high // d:
-        return plus(rest, constant(-d * (low // d)))
-    common = math.gcd(d, *(Fraction(c).numerator for _, c in rest.terms))
-    if common > 1 and all(c == int(c) for _, c in rest.terms):
-        rest = poly_of({m: c // common for m, c in rest.terms})
-        return scaled(folded(op, rest, constant(d // common), facts), common)
-    return _atom("mod", rest, b)
+        return plus(remainder, constant(-d * (low // d)))
+    common = math.gcd(d, *(Fraction(c).numerator for _, c in remainder.terms))
+    if common > 1 and all(c == int(c) for _, c in remainder.terms):
+        remainder = poly_of({m: c // common for m, c in remainder.terms})
+        return scaled(folded(op, remainder, constant(d // common), facts), common)
+    return _atom("mod", remainder, b)
 
 
 @lru_cache(_KEPT)
@@ -85,14 +85,14 @@ def _atom(op: str, a: Poly, b: Poly) -> Poly:
 
 
 def _by_symbols(op: str, a: Poly, b: Poly, facts: Facts) -> Poly:
-    """Return `//` or `mod` by something that is no positive number; shared factors go out."""
+    """Return `//` or `mod` by anything but a positive number; shared factors cancel."""
     if b.constant == 0:
         raise ZeroDivisionError("division by zero")
     if len(b.terms) == 1:
         ((factors, n),) = b.terms
         if factors and all(_has(m, factors) for m, _ in a.terms):
-            rest = poly_of({_without(m, factors): c for m, c in a.terms})
-            result = folded(op, rest, constant(n), facts)
+            numerator = poly_of({_without(m, factors): c for m, c in a.terms})
+            result = folded(op, numerator, constant(n), facts)
             return result if op == "//" else times(result, poly_of({factors: 1}))
     return _atom(op, a, b)
 
@@ -110,17 +110,18 @@ def _without(monomial: Monomial, factors: Monomial) -> Monomial:
 
 def _quotient(a: Poly, d: int, facts: Facts) -> Poly:
     """Return a // d, with the divisible terms taken out of the fraction."""
-    exact, rest = _split(a, d, facts)
-    low, high = bounds(rest, facts)
+    exact, remainder = _split(a, d, facts)
+    low, high = bounds(remainder, facts)
     if low is not None and high is not None and low // d == high // d:
         return plus(exact, constant(low // d))
-    if next(c for m, c in rest.terms if m) < 0:  # floor(-p/d) is -ceil(p/d)
-        return plus(exact, _quotient(plus(constant(d - 1), rest, -1), d, facts), -1)
-    common = math.gcd(d, *(int(c) for m, c in rest.terms if m))
-    if common > 1 and all(c == int(c) for _, c in rest.terms):
-        rest = poly_of({m: c // common if m == () else c / common for m, c in _fractions(rest)})
+    if next(c for m, c in remainder.terms if m) < 0:  # floor(-p/d) is -ceil(p/d)
+        return plus(exact, _quotient(plus(constant(d - 1), remainder, -1), d, facts), -1)
+    common = math.gcd(d, *(int(c) for m, c in remainder.terms if m))
+    if common > 1 and all(c == int(c) for _, c in remainder.terms):
+        shorter = {m: c // common if m == () else c / common for m, c in _fractions(remainder)}
+        remainder = poly_of(shorter)
         d //= common
-    return plus(exact, _atom("//", rest, constant(d)))
+    return plus(exact, _atom("//", remainder, constant(d)))
 
 
 def _fractions(a: Poly) -> Iterator[tuple[Monomial, Fraction]]:
@@ -128,17 +129,17 @@ def _fractions(a: Poly) -> Iterator[tuple[Monomial, Fraction]]:
 
 
 def _split(a: Poly, d: int, facts: Facts) -> tuple[Poly, Poly]:
-    """Return (the terms of a that d divides, divided by d; the rest)."""
+    """Return (the terms of a that d divides, divided by d; the other terms)."""
     exact: dict[Monomial, Number] = {}
-    rest: dict[Monomial, Number] = {}
+    remainder: dict[Monomial, Number] = {}
     for m, c in a.terms:
         if m == ():
-            exact[m], rest[m] = c // d, c % d
+            exact[m], remainder[m] = c // d, c % d
         elif Fraction(c * _divisor(m, facts), d).denominator == 1:
             exact[m] = Fraction(c) / d
         else:
-            rest[m] = c
-    return poly_of(exact), poly_of(rest)
+            remainder[m] = c
+    return poly_of(exact), poly_of(remainder)
 
 
 def _divisor(monomial: Monomial, facts: Facts) -> int:
@@ -150,17 +151,17 @@ def _divisor(monomial: Monomial, facts: Facts) -> int:
 @lru_cache(_KEPT)
 def _extreme(op: str, a: Poly, b: Poly, facts: Facts) -> Poly:
     """Return the minimum or maximum: a or b if it surely is that, a shorter form, or an atom."""
-    found = a if _is_beyond(op, a, b, facts) else b if _is_beyond(op, b, a, facts) else None
+    decided = a if _is_beyond(op, a, b, facts) else b if _is_beyond(op, b, a, facts) else None
     short_a = _without_lesser(op, a, b, facts)
     short_b = _without_lesser(op, b, short_a, facts)
     if short_a is not a or short_b is not b:
         short = _extreme(op, short_a, short_b, facts)
-        return short if found is None or short.size < found.size else found
-    return found or _atom(op, *sorted((a, b), key=str))
+        return short if decided is None or short.size < decided.size else decided
+    return decided or _atom(op, *sorted((a, b), key=str))
 
 
 def _is_beyond(op: str, a: Poly, b: Poly, facts: Facts) -> bool:
-    """Whether a is surely the minimum, or the maximum, of a and b."""
+    """Return whether a is surely the minimum, or the maximum, of a and b."""
     return at_least(plus(b, a, -1) if op == "min" else plus(a, b, -1), 0, facts)
 
 
@@ -174,10 +175,10 @@ def _without_lesser(op: str, a: Poly, b: Poly, facts: Facts) -> Poly:
         fold = monomial[0] if len(monomial) == 1 and abs(c) == 1 else None
         if not isinstance(fold, Calc) or fold.op != (op if c > 0 else _OPPOSITE[op]):
             continue
-        rest = poly_of({m: k for m, k in a.terms if m != monomial})
+        others = poly_of({m: k for m, k in a.terms if m != monomial})
         for x, y in ((fold.left, fold.right), (fold.right, fold.left)):
-            if _is_beyond(op, b, plus(rest, x, c), facts):
-                return _without_lesser(op, plus(rest, y, c), b, facts)
+            if _is_beyond(op, b, plus(others, x, c), facts):
+                return _without_lesser(op, plus(others, y, c), b, facts)
     return a
 
 
@@ -206,7 +207,7 @@ def _simple_atom(atom: Atom, facts: Facts) -> Poly:
 
 
 def at_least(a: Poly, n: Number, facts: Facts) -> bool:
-    """Whether the polynomial is surely at least n."""
+    """Return whether the polynomial is surely at least n."""
     low = _lower(plus(a, constant(-n)), facts, 6)
     return low is not None and low > -1  # a and n are integers
 
@@ -223,10 +224,10 @@ def bounds(a: Poly, facts: Facts) -> Range:
 def _lower(a: Poly, facts: Facts, depth: int) -> Number | None:
     """Return a lower bound, or None; atoms are replaced by bounds, nested ones `depth` deep."""
     folds = [(m[0], c) for m, c in a.terms if len(m) == 1 and isinstance(m[0], Calc)]
-    if folds and depth:  # first those of which both operands count, and what others are inside of
+    if folds and depth:  # first those of which both operands count, and outer ones
         atom, c = max(folds, key=lambda f: (_is_least(*f), f[0].size))
-        rest = poly_of({m: k for m, k in a.terms if m != (atom,)})
-        return _lower_with(rest, atom, c, facts, depth - 1)
+        others = poly_of({m: k for m, k in a.terms if m != (atom,)})
+        return _lower_with(others, atom, c, facts, depth - 1)
     total: Number = 0
     for monomial, c in a.terms:
         low, high = _monomial_range(monomial, facts, depth)
@@ -238,26 +239,26 @@ def _lower(a: Poly, facts: Facts, depth: int) -> Number | None:
 
 
 def _is_least(atom: Calc[Poly], c: Number) -> bool:
-    """Whether c * atom is the least of c times its operands."""
+    """Return whether c * atom is the least of c times its operands."""
     return atom.op == ("min" if c > 0 else "max")
 
 
-def _lower_with(rest: Poly, atom: Calc[Poly], c: Number, facts: Facts, depth: int) -> Number | None:
-    """Return a lower bound of rest + c * atom, or None."""
+def _lower_with(base: Poly, atom: Calc[Poly], c: Number, facts: Facts, depth: int) -> Number | None:
+    """Return a lower bound of base + c * atom, or None."""
     if atom.op in ("min", "max"):
-        found = [_lower(plus(rest, x, c), facts, depth) for x in (atom.left, atom.right)]
-        some = [x for x in found if x is not None]
+        lows = [_lower(plus(base, x, c), facts, depth) for x in (atom.left, atom.right)]
+        some = [x for x in lows if x is not None]
         if _is_least(atom, c):
             return min(some) if len(some) == 2 else None
         return max(some, default=None)
     d = atom.right.constant
     if d is None or d < 1:
         low = 0 if c > 0 else None
-        return None if low is None else _lower(rest, facts, depth)
+        return None if low is None else _lower(base, facts, depth)
     if atom.op == "mod":
-        return _lower(plus(rest, constant(0 if c > 0 else c * (d - 1))), facts, depth)
+        return _lower(plus(base, constant(0 if c > 0 else c * (d - 1))), facts, depth)
     slack = constant(0 if c < 0 else 1 - d)
-    return _lower(plus(rest, plus(atom.left, slack), Fraction(c) / d), facts, depth)
+    return _lower(plus(base, plus(atom.left, slack), Fraction(c) / d), facts, depth)
 
 
 def _monomial_range(monomial: Monomial, facts: Facts, depth: int) -> Range:

@@ -18,7 +18,7 @@ class Linear(NamedTuple):
     Attributes:
         factors: term -> its factor, which is not 0, sorted.
         constant: the number.
-        modulus: what all this is taken modulo; 0: it is the number itself.
+        modulus: the sum is taken modulo this number; 0: it is the number itself.
     """
 
     factors: tuple[tuple[Term, int], ...]
@@ -30,29 +30,29 @@ class Linear(NamedTuple):
         return next((n for t, n in self.factors if t == term), 0)
 
     def plus(self, other: Linear, times: int = 1) -> Linear:
-        """Return the sum of this and a multiple of another one, modulo what this is taken."""
+        """Return the sum of this and a multiple of another one, modulo `modulus`."""
         if not other.factors and not other.constant:
             return self
-        found = dict(self.factors)
+        factors = dict(self.factors)
         for term, n in other.factors:
-            found[term] = found.get(term, 0) + times * n
-        return made(found, self.constant + times * other.constant, self.modulus)
+            factors[term] = factors.get(term, 0) + times * n
+        return made(factors, self.constant + times * other.constant, self.modulus)
 
     def with_term(self, term: Term, other: Linear) -> Linear:
         """Return this with a sum in the place of a term."""
         n = self.factor(term)
-        rest = made({t: f for t, f in self.factors if t != term}, self.constant, self.modulus)
-        return rest.plus(other, n) if n else self
+        others = made({t: f for t, f in self.factors if t != term}, self.constant, self.modulus)
+        return others.plus(other, n) if n else self
 
 
 def made(factors: Mapping[Term, int], constant: int, modulus: int = 0) -> Linear:
     """Return a sum in the form in which equal sums are equal."""
     if modulus:
         factors, constant = {t: n % modulus for t, n in factors.items()}, constant % modulus
-    kept = [pair for pair in factors.items() if pair[1]]
-    if len(kept) > 1:
-        kept.sort(key=lambda pair: (pair[0].kind, pair[0].name, pair[0].dim))
-    return Linear(tuple(kept), constant, modulus)
+    nonzero = [pair for pair in factors.items() if pair[1]]
+    if len(nonzero) > 1:
+        nonzero.sort(key=lambda pair: (pair[0].kind, pair[0].name, pair[0].dim))
+    return Linear(tuple(nonzero), constant, modulus)
 
 
 @lru_cache(maxsize=4096)
@@ -84,5 +84,5 @@ def linear(index: Index | bool, modulus: int = 0) -> Linear | None:
         return left.plus(right, 1 if index.op == "+" else -1)
     if left.factors and right.factors:
         return None
-    number, rest = (right, left) if left.factors else (left, right)
-    return made({}, 0, modulus).plus(rest, number.constant)
+    number, factor = (right, left) if left.factors else (left, right)
+    return made({}, 0, modulus).plus(factor, number.constant)

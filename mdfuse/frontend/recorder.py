@@ -16,7 +16,7 @@ from mdfuse.frontend import gradients
 from mdfuse.frontend import sharding_constraints as constraints
 from mdfuse.frontend.cache import Fact, Recorded, Symbolic
 from mdfuse.frontend.handle import ValueId
-from mdfuse.frontend.kinds import KINDS, no_value
+from mdfuse.frontend.kinds import kind_of, no_value
 from mdfuse.frontend.plain import brief, is_in_range, plain_number
 from mdfuse.frontend.settings import check_setting, settings_of
 from mdfuse.frontend.sites import Derived, Site
@@ -460,7 +460,7 @@ class Recorder:
 
 
 def _extents(shape: Sequence[int], where: list[str]) -> tuple[int, ...]:
-    given = KINDS["shape"].take(shape)
+    given = kind_of("Integers").take(shape)
     extents = given if isinstance(given, list | tuple) else ("not a sequence",)
     if not all(type(n) is Extent or _is_extent(n) for n in extents):
         raise DefinitionError(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from mdfuse.errors import DefinitionError, shown
 
 
-def dims_of(stride_order: Sequence[int], ndim: int) -> tuple[int, ...] | None:
+def dims_of(stride_order: int | Sequence[int], ndim: int) -> tuple[int, ...] | None:
     """Return the dims, outermost first; None where the order is no permutation of `ndim` places.
 
     >>> dims_of((0, 2, 1), 3)
@@ -22,12 +22,12 @@ def dims_of(stride_order: Sequence[int], ndim: int) -> tuple[int, ...] | None:
     return tuple(sorted(range(ndim), key=lambda d: -places[d]))
 
 
-def _places(stride_order: Sequence[int]) -> tuple[int, ...]:
+def _places(stride_order: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(stride_order) if isinstance(stride_order, Sequence) else (stride_order,)
 
 
 def no_permutation(
-    stride_order: Sequence[int], ndim: int, of: str, where: Sequence[str]
+    stride_order: int | Sequence[int], ndim: int, of: str, where: Sequence[str]
 ) -> DefinitionError:
     """Return the error for a stride order that is no permutation."""
     return DefinitionError(

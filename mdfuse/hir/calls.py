@@ -35,20 +35,20 @@ def per_index(program: HostProgram) -> frozenset[str]:
     for i in program.instructions:
         if i.op != "block":
             outside.update(program.root(n) for j in i.walk() for n in j.outputs)
-    found = {n for block in blocks for n in block.outputs}
-    indices = frozenset(found)
+    names = {n for block in blocks for n in block.outputs}
+    indices = frozenset(names)
     for i in (inner for block in blocks for top in block.body for inner in top.walk()):
-        is_late = not found.isdisjoint(map(program.root, i.reads))
+        is_late = not names.isdisjoint(map(program.root, i.reads))
         if is_late or i.op in POSTS or not indices.isdisjoint(index_names(i, program.types)):
-            found.update(n for n in map(program.root, i.outputs) if n not in outside)
-    return frozenset(found) - indices
+            names.update(n for n in map(program.root, i.outputs) if n not in outside)
+    return frozenset(names) - indices
 
 
 def chunks_of(program: HostProgram, block: Instruction) -> int | None:
     """Return how many chunks a block is about; None where that is no one number."""
-    found = set[int]()
+    chunks = set[int]()
     for kind in (program.types.get(n) for i in block.body for j in i.walk() for n in j.outputs):
         stream = kind.layout.stream if kind is not None and kind.layout is not None else None
         if stream is not None and getattr(stream.index, "name", None) == block.outputs[0]:
-            found.add(stream.count)
-    return found.pop() if len(found) == 1 else None
+            chunks.add(stream.count)
+    return chunks.pop() if len(chunks) == 1 else None

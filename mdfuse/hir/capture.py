@@ -1,4 +1,4 @@
-"""What a CUDA graph cannot hold: instructions that depend on a number known only in a run.
+"""Instructions that a CUDA graph cannot hold: they depend on a number known only in a run.
 
 A replay repeats the same kernels on the same addresses. Numbers (host scalars of an input, and what
 is computed from them) go into a kernel's launch, and copies between the host's memory and the

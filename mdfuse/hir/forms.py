@@ -17,7 +17,8 @@ from mdfuse.errors import ProgramError, counted, near
 from mdfuse.extents.expressions import DEEPEST, LARGEST, Calc, Index, Term, terms
 from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, Row, op_of, row_of
 from mdfuse.ir.attributes import Attr, is_permutation
-from mdfuse.ir.graph import attr_text
+from mdfuse.ir.extremes import is_number_of
+from mdfuse.ir.graph import attr_text, dtype_name
 from mdfuse.ir.ops import TABLE
 from mdfuse.names import RULE, is_name, is_value_name
 
@@ -38,34 +39,34 @@ def check_forms(program: HostProgram) -> None:
     """Raise ProgramError where something in a program has a wrong form."""
     check_nesting(program)
     for kind, name in {id(kind): (kind, name) for name, kind in program.types.items()}.values():
-        found = kind_problem(name, kind)
-        if found is not None:
-            raise _refused(program, None, found)
-    found = program_problem(program)
-    if found is not None:
-        raise _refused(program, None, found)
+        fault = kind_problem(name, kind)
+        if fault is not None:
+            raise _refused(program, None, fault)
+    fault = program_problem(program)
+    if fault is not None:
+        raise _refused(program, None, fault)
     for i in program.walk():
-        found = problem(i, program.types, program.rank)
-        if found is not None:
-            raise _refused(program, i, found)
+        fault = problem(i, program.types, program.rank)
+        if fault is not None:
+            raise _refused(program, i, fault)
 
 
-def _refused(program: HostProgram, i: Instruction | None, found: Problem) -> ProgramError:
+def _refused(program: HostProgram, i: Instruction | None, fault: Problem) -> ProgramError:
     where = [f"host @{program.name}"]
     if i is not None:
         quote = [i.source.quote()] if i.source else []
         where = [_shown(i), *quote]
-    what = f"@{program.name}: {found.what}"
-    return ProgramError(what, where=where, because=found.because, hint=found.hint)
+    what = f"@{program.name}: {fault.what}"
+    return ProgramError(what, where=where, because=fault.because, hint=fault.hint)
 
 
 def _shown(i: Instruction) -> str:
     """Return an instruction as text, even if its form is wrong."""
-    made = ", ".join(f"%{n}" for n in i.outputs)
+    results = ", ".join(f"%{n}" for n in i.outputs)
     read = ", ".join(f"%{x}" if isinstance(x, str) else str(x) for x in i.inputs)
     attrs = ", ".join(f"{k}={attr_text(v)}" for k, v in i.attrs)
     call = f"{i.fn or i.op}({', '.join(filter(None, (read, attrs)))})"
-    return f"{made} = {call}" if made else call
+    return f"{results} = {call}" if results else call
 
 
 def check_nesting(program: HostProgram) -> None:
@@ -86,10 +87,10 @@ def check_nesting(program: HostProgram) -> None:
     )
 
 
-def refuse(found: Problem | None) -> None:
+def refuse(fault: Problem | None) -> None:
     """Raise ProgramError for a problem."""
-    if found is not None:
-        raise ProgramError(found.what, because=found.because, hint=found.hint)
+    if fault is not None:
+        raise ProgramError(fault.what, because=fault.because, hint=fault.hint)
 
 
 def program_problem(program: HostProgram) -> Problem | None:
@@ -103,11 +104,11 @@ def program_problem(program: HostProgram) -> Problem | None:
     for kind in {id(kind): kind for kind in program.types.values()}.values():
         stream = kind.layout.stream if kind.layout is not None else None
         if stream is not None and stream.index is not None:
-            found = _of_index(stream.index, program.types)
-            if found is not None:
-                return found
-    found = _of_alias_orders(program)
-    return found or (_of_aliases(program) if program.rank is None else None)
+            fault = _of_index(stream.index, program.types)
+            if fault is not None:
+                return fault
+    fault = _of_alias_orders(program)
+    return fault or (_of_aliases(program) if program.rank is None else None)
 
 
 def _of_alias_orders(program: HostProgram) -> Problem | None:
@@ -136,12 +137,12 @@ def _of_aliases(program: HostProgram) -> Problem | None:
 
     Only global programs are asked: a projection keeps the aliases of buffers that other ranks make.
     """
-    made = {*program.inputs, *(n for i in program.walk() for n in i.outputs)}
-    if not program.aliases.keys() - made:
+    bound = {*program.inputs, *(n for i in program.walk() for n in i.outputs)}
+    if not program.aliases.keys() - bound:
         return None
-    made = set(map(program.root, made))
+    bound = set(map(program.root, bound))
     for name, of in program.aliases.items():
-        if program.root(of) not in made:
+        if program.root(of) not in bound:
             return Problem(
                 f"alias %{name} = %{of}, but nothing makes %{program.root(of)}",
                 "an alias acts on the buffer of an input, or of what an instruction makes",
@@ -193,14 +194,14 @@ def problem(
     row = row_of(i)
     if row is None:
         return _unknown(i)
-    found = _of_parts(i, row) or _of_operands(i, row)
-    if found is None and (i.attrs or row.attrs or row.sets):
-        found = _of_attributes(i, row, types, rank)
-    if found is None and i.order is not None:
-        found = _of_order(i, row, types)
-    for index in i.indices if found is None else ():
-        found = found or _of_index(index, types)
-    return found
+    fault = _of_parts(i, row) or _of_operands(i, row)
+    if fault is None and (i.attrs or row.attrs or row.sets):
+        fault = _of_attributes(i, row, types, rank) or _of_fill(i, types)
+    if fault is None and i.order is not None:
+        fault = _of_order(i, row, types)
+    for index in i.indices if fault is None else ():
+        fault = fault or _of_index(index, types)
+    return fault
 
 
 def _unknown(i: Instruction) -> Problem:
@@ -296,9 +297,9 @@ def _of_attributes(
 ) -> Problem | None:
     comm, dims = i.comm, _Dims(i, types)
     if i.attrs or row.attrs:
-        found = attributes_problem(row.name, row.attrs, i.attrs, rank, dims)
-        if found is not None:
-            return found
+        fault = attributes_problem(row.name, row.attrs, i.attrs, rank, dims)
+        if fault is not None:
+            return fault
     if comm is None:
         return None
     settings = [(a.name, getattr(comm, a.name)) for a in row.sets]
@@ -357,8 +358,8 @@ def attributes_problem(
             continue
         if not a.holds(value, dims.of(a) if dims is not None else None):
             what = f"{name} with {key}={attr_text(value)}"
-            more = dims.text(a) if dims is not None else ""
-            return Problem(what, f"{key} is {a.kind}{more}", _known_text(name, attrs))
+            range_text = dims.text(a) if dims is not None else ""
+            return Problem(what, f"{key} is {a.kind}{range_text}", _known_text(name, attrs))
     for a in attrs:
         if a.required and a.name not in seen and (rank is not None or not a.is_local):
             known = _known_text(name, attrs)
@@ -377,6 +378,16 @@ def _named(attrs: tuple[Attr, ...], key: str, rank: int | None) -> Attr | None:
 def _known_text(name: str, attrs: tuple[Attr, ...]) -> str:
     named = [f"{a.name} ({a.kind})" for a in attrs if not a.is_local]
     return f"{name} has the attributes {', '.join(named)}" if named else f"{name} has no attributes"
+
+
+def _of_fill(i: Instruction, types: Mapping[str, BufferType]) -> Problem | None:
+    """Return why a buffer cannot hold the number that it is filled with; None where it can."""
+    kind, fill = types.get(i.outputs[0]) if i.op == "alloc" else None, i.kwargs.get("fill")
+    if kind is None or fill is None or is_number_of(fill, kind.dtype):
+        return None
+    what = f"alloc(fill={fill}) of {dtype_name(kind.dtype)}"
+    hint = "leave fill= out, or alloc(fill=0)"
+    return Problem(what, "the buffer is filled with a number of its dtype", hint)
 
 
 def _of_order(i: Instruction, row: Row, types: Mapping[str, BufferType]) -> Problem | None:

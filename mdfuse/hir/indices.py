@@ -17,11 +17,11 @@ def index_names(i: Instruction, types: Mapping[str, BufferType]) -> set[str]:
     return names_in(layouts, i.indices)
 
 
-def names_in(layouts: Iterable[Layout | None], found: tuple[Index, ...] = ()) -> set[str]:
+def names_in(layouts: Iterable[Layout | None], indices: tuple[Index, ...] = ()) -> set[str]:
     """Return the loop indices in layouts, and in some index expressions."""
     for layout in layouts:
         if layout is not None and layout.stream is not None and layout.stream.index is not None:
-            found = (*found, layout.stream.index)
-    if not found:
+            indices = (*indices, layout.stream.index)
+    if not indices:
         return set()
-    return {t.name for index in found for t in terms(index) if t.kind == "index"}
+    return {t.name for index in indices for t in terms(index) if t.kind == "index"}

@@ -5,6 +5,7 @@ A row of the op table is an instruction too: what its row says there holds here 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal
@@ -38,6 +39,12 @@ class Row:
         communicates: it belongs to communications: projections for a team keep it.
         is_block: it holds instructions that run as the host decides.
         sets: POST's and a barrier's own settings, which are a `Communication`'s fields.
+        write: writes the result of one operand, of the operand's type, into a buffer:
+            `write(x, *, out, **attributes)`, where `out` may be `x`. It computes element by
+            element, of whole values. None: verifier and plans each have a function for it.
+        adds: with all of its operands, it adds to the value in its result's buffer, which costs
+            another pass over it.
+        is_library: a library's kernels run it, which a compiler calls as well.
     """
 
     name: str
@@ -54,10 +61,13 @@ class Row:
     is_block: bool = False
     sets: tuple[Attr, ...] = ()
     results: int = 1
+    write: Callable[..., object] | None = None
+    adds: bool = False
+    is_library: bool = False
 
     @property
     def is_pure_view(self) -> bool:
-        """Whether a view reads no element, and so does nothing on a device."""
+        """True if a view reads no element, and so does nothing on a device."""
         return self.is_view and not self.may_copy
 
     @property
@@ -112,8 +122,8 @@ _ROWS = (
         makes="value",
     ),
     Row(name="term", operands=_ONE, makes="value"),
-    Row(name="accumulate", operands=_ONE, makes="value"),
-    Row(name="addmm", operands=(2, 3), makes="value"),
+    Row(name="accumulate", operands=_ONE, makes="value", adds=True),
+    Row(name="addmm", operands=(2, 3), makes="value", adds=True, is_library=True),
     # -- communications
     Row(
         name="post",
@@ -213,8 +223,8 @@ def op_of(i: Instruction) -> Op | None:
 
 def is_library(i: Instruction) -> bool:
     """Return whether a library's kernels run an instruction, which no compiler makes itself."""
-    op = op_of(i)
-    return i.op == "addmm" or (op is not None and op.is_library)
+    row = row_of(i)
+    return row is not None and row.is_library
 
 
 def row_of(i: Instruction) -> Row | None:
@@ -237,6 +247,7 @@ def _row_of_op(name: str) -> Row:
         is_view=op.is_view,
         may_copy=op.may_copy,
         results=op.results,
+        is_library=op.is_library,
     )
 
 

@@ -39,10 +39,10 @@ def orders_of(program: HostProgram, has_dense_inputs: bool = False) -> dict[str,
         program: the host program.
         has_dense_inputs: whether to take it that inputs lie row by row, as they mostly do.
     """
-    found: dict[str, Order] = {}
+    orders: dict[str, Order] = {}
     if has_dense_inputs:
         shapes = ((name, program.types[name].local_shape()) for name in program.inputs)
-        found = {name: Order(lies=tuple(range(len(shape)))) for name, shape in shapes}
+        orders = {name: Order(lies=tuple(range(len(shape)))) for name, shape in shapes}
     settled: set[str] = set()
     for i in program.walk():
         if i.op == "free":
@@ -50,17 +50,17 @@ def orders_of(program: HostProgram, has_dense_inputs: bool = False) -> dict[str,
         for name in map(program.root, i.outputs if i.op != "launch" else ()):
             if name in settled or name not in program.types:
                 continue  # later writes go into the same buffer
-            found[name] = Order(i.order, _lies(program, i, name, found))
+            orders[name] = Order(i.order, _lies(program, i, name, orders))
             settled.update((name,) if i.op == "alloc" or i.order is not None else ())
-    return found
+    return orders
 
 
-def _lies(program: HostProgram, i: Instruction, name: str, found: dict[str, Order]) -> Dims | None:
+def _lies(program: HostProgram, i: Instruction, name: str, orders: dict[str, Order]) -> Dims | None:
     if i.order is not None:
         return i.order
     if i.op == "alloc":
         return tuple(range(len(program.types[name].local_shape())))
-    of = found.get(program.root(i.reads[0])) if i.op in ("permute", "narrow") else None
+    of = orders.get(program.root(i.reads[0])) if i.op in ("permute", "narrow") else None
     return None if of is None or of.lies is None else seen_through(i, of.lies)
 
 

@@ -152,10 +152,10 @@ class Instruction:
     @property
     def indices(self) -> tuple[Index, ...]:
         """The index expressions in its operands and attributes."""
-        found: list[Any] = [x for x in self.inputs if type(x) in UNKNOWN]
+        indices: list[Any] = [x for x in self.inputs if type(x) in UNKNOWN]
         if self.attrs:
-            found += [v for _, v in self.attrs if type(v) in UNKNOWN]
-        return tuple(found)
+            indices += [v for _, v in self.attrs if type(v) in UNKNOWN]
+        return tuple(indices)
 
     def walk(self) -> Iterator[Instruction]:
         """Return the instruction, then all instructions inside it."""
@@ -203,13 +203,13 @@ class Instruction:
         """The parts of the body of a loop, which `next` divides."""
         if "next" not in [i.op for i in self.body]:
             return (self.body,)
-        found: list[list[Instruction]] = [[]]
+        parts: list[list[Instruction]] = [[]]
         for i in self.body:
             if i.op == "next":
-                found.append([])
+                parts.append([])
             else:
-                found[-1].append(i)
-        return tuple(map(tuple, found))
+                parts[-1].append(i)
+        return tuple(map(tuple, parts))
 
     def __str__(self) -> str:
         return f"{self.fn or self.op} -> {', '.join(self.outputs)}" if self.outputs else self.op
@@ -257,13 +257,13 @@ class HostProgram:
 
     @cached_property
     def _every(self) -> tuple[Instruction, ...]:
-        found: list[Instruction] = []
+        code: list[Instruction] = []
         for i in self.instructions:
             if i.body or i.orelse:
-                found += i.walk()
+                code += i.walk()
             else:
-                found.append(i)
-        return tuple(found)
+                code.append(i)
+        return tuple(code)
 
     @cached_property
     def checked(self) -> HostProgram:
@@ -278,9 +278,9 @@ class HostProgram:
     @cached_property
     def meshes(self) -> tuple[DeviceMesh, ...]:
         """The meshes of its buffers and communications."""
-        found = [t.layout.mesh for t in self.types.values() if t.layout is not None]
-        found += [m for c in self.communications for m in (c.source.mesh, c.destination.mesh)]
-        return tuple(dict.fromkeys({id(m): m for m in found}.values()))
+        meshes = [t.layout.mesh for t in self.types.values() if t.layout is not None]
+        meshes += [m for c in self.communications for m in (c.source.mesh, c.destination.mesh)]
+        return tuple(dict.fromkeys({id(m): m for m in meshes}.values()))
 
     @cached_property
     def _local_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -288,10 +288,10 @@ class HostProgram:
 
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape that a buffer has on the rank of a projection."""
-        found = self._local_shapes.get(name)
-        if found is None:
-            found = self._local_shapes[name] = self.types[name].local_shape(self.rank)
-        return found
+        shape = self._local_shapes.get(name)
+        if shape is None:
+            shape = self._local_shapes[name] = self.types[name].local_shape(self.rank)
+        return shape
 
     @cached_property
     def _by_rank(self) -> MeshesByRank:
@@ -308,7 +308,7 @@ class HostProgram:
 
     @cached_property
     def communications(self) -> tuple[Communication, ...]:
-        """What the posts post, in order; a post in a loop counts once."""
+        """The communications of the posts, in order; a post in a loop counts once."""
         return tuple(i.comm for i in self.walk() if i.comm is not None)
 
     @cached_property
@@ -334,7 +334,7 @@ class HostProgram:
 
     @cached_property
     def has_frees(self) -> bool:
-        """Whether it frees buffers, also in loops and branches."""
+        """True if it frees buffers, also in loops and branches."""
         return any(i.op == "free" for i in self.walk())
 
     def has(self, name: str, rank: int) -> bool:
@@ -374,7 +374,7 @@ class HostProgram:
 
     @cached_property
     def is_straight(self) -> bool:
-        """Whether all is known before: there is no loop, no branch and no index expression."""
+        """True if there is no loop, no branch and no index expression."""
         return not any(i.op in BLOCKS or bool(i.indices) for i in self.walk())
 
     @cached_property

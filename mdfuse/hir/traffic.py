@@ -56,9 +56,9 @@ def by_kind(program: HostProgram, ranks: Sequence[int]) -> dict[Group, Traffic]:
     groups: dict[Group, Traffic] = {}
     for at, rank in enumerate(ranks):
         for i, size in received(program, rank):
-            found = groups.setdefault(group_of(i.comm), Traffic(len(ranks)))
-            found.times[at] += 1
-            found.bytes[at] += size
+            amounts = groups.setdefault(group_of(i.comm), Traffic(len(ranks)))
+            amounts.times[at] += 1
+            amounts.bytes[at] += size
     return groups
 
 

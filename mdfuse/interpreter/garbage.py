@@ -1,4 +1,4 @@
-"""When Python may look for garbage: not while something depends on it, or only makes what stays."""
+"""Pauses of Python's garbage collection, and collections that look at new objects only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class _Pauses:
-    """How many threads want no collection now; one that leaves does not end the others' pause."""
+    """A count of the threads that want no collection now; the last one ends the pause."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -53,10 +53,10 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def quick_collections() -> Iterator[None]:
-    """Let collections look only at what is made from now on, until the block ends.
+    """Let collections look only at objects that are made from now on, until the block ends.
 
-    Each capture of a graph begins with one, which goes through all that libraries have made: 0.1 s.
-    In a program that has frozen what it made, all of that stays frozen.
+    Each capture of a graph begins with a collection, which looks at all objects of all libraries:
+    0.1 s. Objects that the program has frozen before stay frozen.
 
     >>> was_frozen = gc.get_freeze_count() > 0
     >>> with quick_collections():
@@ -75,6 +75,6 @@ def quick_collections() -> Iterator[None]:
 
 
 def collected() -> None:
-    """Collect garbage, and let later collections of `quick_collections` leave out what is left."""
+    """Collect garbage, and let later collections of `quick_collections` leave out live objects."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""JSON that others wrote: whatever is wrong with it is a ValueError."""
+"""JSON from other programs: every fault in it is a ValueError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEEPEST = 64
 
 
 def from_json(text: str | bytes, *, pairs: Pairs | None = None) -> Any:
-    """Return what a text says.
+    """Return the value of a text.
 
     Args:
         text: JSON.
@@ -32,16 +32,16 @@ def from_json(text: str | bytes, *, pairs: Pairs | None = None) -> Any:
     ValueError: more than 64 brackets are one inside the other
     """
     try:
-        found = json.loads(text, object_pairs_hook=pairs)
+        parsed = json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
         raise _too_deep() from None
-    level = [x for x in (found,) if isinstance(x, dict | list)]
+    level = [x for x in (parsed,) if isinstance(x, dict | list)]
     for _ in range(DEEPEST):
         inside = (y for x in level for y in (x.values() if isinstance(x, dict) else x))
         level = [y for y in inside if isinstance(y, dict | list)]
     if level:
         raise _too_deep()
-    return found
+    return parsed
 
 
 def _too_deep() -> ValueError:

@@ -1,4 +1,4 @@
-"""Read what the threads of this process are doing, from another thread and at no cost to them."""
+"""Read the stacks of this process's threads, from another thread and at no cost to them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ _T = TypeVar("_T")
 
 
 def seen(look: Callable[[FrameType], _T]) -> dict[int, list[_T]]:
-    """Return what a function tells of the frames of each thread, innermost first.
+    """Return the results of a function on the frames of each thread, innermost first.
 
-    A frame keeps alive what its function's variables hold, also when that function has returned,
-    and those of this thread hold the frames themselves. So none outlives this function: a tensor
-    would stay until the next garbage collection, and torch copies a gradient that somebody holds.
+    A frame keeps alive its function's variables, also when that function has returned, and the
+    variables of this thread hold the frames themselves. So no frame outlives this function: a
+    tensor would stay until the next garbage collection, and torch copies a gradient that somebody
+    holds.
 
     No garbage collection begins meanwhile: Python 3.11 makes the object of an outer frame when it
     is first asked for. If that starts a collection, and a finalizer gives up Python's lock, the
-    other thread goes on and leaves the very frame: the new object then stands for memory that
-    something else uses.
+    other thread goes on and leaves the very frame: the new object then refers to memory that has
+    another use.
 
     Args:
         look: takes a frame, and returns nothing that holds it.
 
     Returns:
-        What it returned, by the number of the thread (`Thread.ident`).
+        Its results, by the number of the thread (`Thread.ident`).
     """
     with no_collection() if _COLLECTS_AT_ONCE else nullcontext():
         tops = sys._current_frames()

@@ -4,8 +4,8 @@ From version 3.12 on, Python starts no thread once it begins to exit. Communicat
 then, with a limit of time on each step: the threads for that have to wait from the start.
 
 Before 3.14, a thread that comes back from torch's C++ once Python is exiting is ended there, which
-C++ takes for an error: the process aborts (SIGABRT). So Python exits once no job runs, or those
-that still do have had their time: these wait for what does not answer.
+C++ takes for an error: the process aborts (SIGABRT). So Python exits once no job runs, or after a
+limit of time: a late job waits for something that does not answer.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Job:
     """A function that runs in a thread, or has run.
 
     Attributes:
-        function: what runs.
-        name: of its thread meanwhile.
-        thread: where it runs.
+        function: the function.
+        name: the name of its thread meanwhile.
+        thread: the thread.
     """
 
     function: Callable[[], object]
@@ -49,7 +49,7 @@ class Job:
             self._ended.set()
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait until it has ended, so long at most; return whether it has."""
+        """Wait until the job has ended, for some seconds at most; return whether it has."""
         return self._ended.wait(seconds)
 
 
@@ -67,7 +67,7 @@ class _Worker:
             self.thread.name = job.name
             job.run()
             self.thread.name = _IDLE
-            del job  # what it refers to may be large
+            del job  # its objects may be large
             _idle.append(self)
 
 
@@ -79,9 +79,9 @@ os.register_at_fork(after_in_child=_idle.clear)  # a fork has the thread alone t
 os.register_at_fork(after_in_child=_running.clear)
 
 
-@atexit.register  # before communicators are made, so that it runs behind what closes them
+@atexit.register  # registered before communicators, so that it runs after they are closed
 def _let_end() -> None:
-    """Wait shortly for the jobs that run."""
+    """Wait for the jobs that run, for `_EXIT_S` at most."""
     until = time.monotonic() + _EXIT_S
     for job in list(_running):
         job.join(max(until - time.monotonic(), 0.0))

@@ -85,9 +85,9 @@ def attend_grad(
     kernels = _kernels(q, k, v, mask, is_causal)
     if kernels is None:
         return _grad_of_blocks(_Scores(q, k, mask, is_causal, scale), v, out, sums, ct)
-    given = _as_heads(q, k, v, out, sums.unsqueeze(-1), ct)
+    cotangent, sums, *saved = _as_heads(ct, sums.unsqueeze(-1), q, k, v, out)
     bias = _as_bias(mask, q, k)
-    grads = kernels[1](*given[:4], given[4].squeeze(-1), given[5], bias, is_causal, scale)
+    grads = kernels[1](cotangent, (*saved, sums.squeeze(-1)), bias, is_causal, scale)
     dq, dk, dv = (x.reshape(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
 

@@ -13,10 +13,12 @@ from torch import Tensor
 
 _ATEN: Any = torch.ops.aten
 
+Tensors = tuple[Tensor, ...]
+
 #: Attention with the logarithms of its sums, and its gradient. Operands are [batch, heads, rows,
 #: features]; then come what is added to the scores or None, is_causal, and scale. The gradient
-#: takes query, key, value, what the forward gave, and the cotangent before these.
-Kernels = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
+#: takes the cotangent, and (query, key, value, output, sums), before these.
+Kernels = tuple[Callable[..., Tensors], Callable[..., Tensors]]
 
 
 def kernels(
@@ -44,27 +46,17 @@ def kernels(
 
 def _on_cpu(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     forward = _ATEN._scaled_dot_product_flash_attention_for_cpu
-    results: tuple[Tensor, ...] = forward(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+    results: Tensors = forward(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
     return results
 
 
 def _grad_on_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    ct: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, ...]:
+    ct: Tensor, saved: Tensors, bias: Tensor | None, is_causal: bool, scale: float
+) -> Tensors:
     backward = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
-    grads: tuple[Tensor, ...] = backward(
-        ct, q, k, v, out, sums, 0.0, is_causal, attn_mask=bias, scale=scale
-    )
+    grads: Tensors = backward(ct, *saved, 0.0, is_causal, attn_mask=bias, scale=scale)
     return grads
 
 
@@ -78,29 +70,22 @@ def _may_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
 
 def _cudnn(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     forward = _ATEN._scaled_dot_product_cudnn_attention
     out, sums, *_ = forward(q, k, v, bias, True, 0.0, is_causal, scale=scale)
     return out, sums
 
 
 def _cudnn_grad(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    ct: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, ...]:
+    ct: Tensor, saved: Tensors, bias: Tensor | None, is_causal: bool, scale: float
+) -> Tensors:
+    q, k, v, out, sums = saved
     backward, none = _ATEN._scaled_dot_product_cudnn_attention_backward, _no_seed(q)
     rows, sums = (q.shape[-2], k.shape[-2]), sums.unsqueeze(-1)
     # torch finds the kernel by how query, key and value lie, and would take one that was made for
     # another order of the output and its cotangent: so there is one order for each query
     out, ct = _lying_as(q, out), _lying_as(q, ct)
-    grads: tuple[Tensor, ...] = backward(
+    grads: Tensors = backward(
         ct, q, k, v, out, sums, none, none, bias, None, None, *rows, 0.0, is_causal, scale=scale
     )
     return grads
@@ -115,27 +100,19 @@ def _lying_as(like: Tensor, x: Tensor) -> Tensor:
 
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     forward = _ATEN._scaled_dot_product_flash_attention
-    results: tuple[Tensor, ...] = forward(q, k, v, 0.0, is_causal, scale=scale)
+    results: Tensors = forward(q, k, v, 0.0, is_causal, scale=scale)
     return results[:2]
 
 
 def _flash_grad(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    ct: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    backward, none = _ATEN._scaled_dot_product_flash_attention_backward, _no_seed(q)
-    rows = q.shape[-2], k.shape[-2]
-    grads: tuple[Tensor, ...] = backward(
-        ct, q, k, v, out, sums, None, None, *rows, 0.0, is_causal, none, none, scale=scale
+    ct: Tensor, saved: Tensors, bias: Tensor | None, is_causal: bool, scale: float
+) -> Tensors:
+    backward, none = _ATEN._scaled_dot_product_flash_attention_backward, _no_seed(ct)
+    rows = [x.shape[-2] for x in saved[:2]]
+    grads: Tensors = backward(
+        ct, *saved, None, None, *rows, 0.0, is_causal, none, none, scale=scale
     )
     return grads
 
@@ -154,7 +131,7 @@ _SUMS, _BIAS = 32, 16
 
 def _efficient(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     k, v = (_repeated(x, q) for x in (k, v))
     forward = _ATEN._scaled_dot_product_efficient_attention
     out, sums, *_ = forward(q, k, v, _padded(bias, q), True, 0.0, is_causal, scale=scale)
@@ -162,16 +139,9 @@ def _efficient(
 
 
 def _efficient_grad(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    ct: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, ...]:
+    ct: Tensor, saved: Tensors, bias: Tensor | None, is_causal: bool, scale: float
+) -> Tensors:
+    q, k, v, out, sums = saved
     backward, none = _ATEN._scaled_dot_product_efficient_attention_backward, _no_seed(q)
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # wrong where it lies otherwise
     heads = (_repeated(x, q) for x in (k, v))

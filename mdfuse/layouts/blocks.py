@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mdfuse.errors import LayoutError, shown
-from mdfuse.layouts.boxes import Interval, Rows, nth_chunk
+from mdfuse.layouts.boxes import Interval, ManyRows, Rows, clipped, nth_chunk
 from mdfuse.layouts.stream import Stream
 
 #: How many equal blocks, or the sizes of blocks of which some differ.
@@ -183,30 +183,31 @@ def segments(blocks: Blocks | None, extent: int) -> Rows:
     return _known_segments(blocks, extent)
 
 
-def split(rows: Rows, parts: int, i: int, is_plain: bool) -> Rows:
+def split(rows: ManyRows, parts: int, i: Any, is_plain: bool) -> ManyRows:
     """Return the i-th of some parts of the rows of a dim: a piece of every run, or of all as one.
+
+    Numbers may be arrays.
 
     >>> rows = (0, 2), (4, 8)
     >>> split(rows, 2, 1, is_plain=False), split(rows, 2, 1, is_plain=True)
     (((1, 2), (6, 8)), ((2, 2), (5, 8)))
     """
     if not is_plain or len(rows) == 1:
-        return tuple(nth_chunk(interval, parts, i) for interval in rows)
+        return tuple([nth_chunk(interval, parts, i) for interval in rows])
     return run(rows, nth_chunk((0, sum(stop - start for start, stop in rows)), parts, i))
 
 
-def run(rows: Rows, interval: Interval) -> Rows:
+def run(rows: ManyRows, interval: tuple[Any, Any]) -> ManyRows:
     """Return an interval of the rows of a dim, counted through all runs of them.
 
     >>> run(((0, 2), (4, 8)), (1, 4))
     ((1, 2), (4, 6))
     """
-    (first, last), intervals = interval, list[Interval]()
+    (first, last), intervals = interval, list[tuple[Any, Any]]()
     for start, stop in rows:
-        intervals.append(
-            (start + min(max(first, 0), stop - start), start + min(max(last, 0), stop - start))
-        )
-        first, last = first - (stop - start), last - (stop - start)
+        n = stop - start
+        intervals.append((start + clipped(first, n), start + clipped(last, n)))
+        first, last = first - n, last - n
     return tuple(intervals)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise, product
+from typing import Any
+
+import numpy as np
 
 from mdfuse.extents.extent import smaller
 
@@ -16,6 +19,8 @@ Box = tuple[Interval, ...]
 Boxes = tuple[tuple[Box, Box], ...]
 #: The rows of a dim that a rank holds, in order: one interval for each block of the dim.
 Rows = tuple[Interval, ...]
+#: The rows of a dim that one rank holds, or many ranks: numbers may be arrays.
+ManyRows = tuple[tuple[Any, Any], ...]
 
 
 def is_dim(x: object) -> bool:
@@ -23,34 +28,32 @@ def is_dim(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and -(1 << 63) <= x < 1 << 63
 
 
-def nth_chunk(interval: Interval, parts: int, i: int) -> Interval:
+def nth_chunk(interval: tuple[Any, Any], parts: int, i: Any) -> tuple[Any, Any]:
     """Return the i-th chunk that `torch.chunk` makes of an interval; empty where it makes fewer.
+
+    Numbers may be arrays.
 
     >>> [nth_chunk((0, 5), 4, i) for i in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
     """
     start, stop = interval
     length = -(-(stop - start) // parts)
+    begin = start + i * length
+    if isinstance(begin, np.ndarray):
+        begin = np.minimum(begin, stop)
+        return begin, np.minimum(begin + length, stop)
     if type(length) is not int:  # symbolic: which number is smaller is not to be decided
-        begin = smaller(start + i * length, stop)
+        begin = smaller(begin, stop)
         return begin, smaller(begin + length, stop)
-    begin = min(start + i * length, stop)
+    begin = min(begin, stop)
     return begin, min(begin + length, stop)
 
 
-def after_cuts(shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]) -> Box:
-    """Return the part of a tensor that is left by cuts: (dim, parts, which of them).
-
-    Cuts along dims that there are not are left out.
-
-    >>> after_cuts((5, 3), [(0, 2, 1), (0, 2, 0)])
-    ((3, 4), (0, 3))
-    """
-    box = [(0, n) for n in shape]
-    for dim, parts, i in cuts:
-        if 0 <= dim < len(box):
-            box[dim] = nth_chunk(box[dim], parts, i)
-    return tuple(box)
+def clipped(row: Any, extent: Any) -> Any:
+    """Return a row, or the nearest one between 0 and an extent; numbers may be arrays."""
+    if isinstance(row, np.ndarray) or isinstance(extent, np.ndarray):
+        return np.clip(row, 0, extent)
+    return min(max(row, 0), extent)
 
 
 def boxes_of(rows: Sequence[Rows]) -> Iterator[tuple[Box, Box]]:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from mdfuse.layouts.blocks import Blocks, segments
+from mdfuse.extents.extent import is_symbolic
+from mdfuse.layouts.blocks import Blocks
+from mdfuse.layouts.boxes import ManyRows
 from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.recv_volume import cut, length, place_of, shared
+from mdfuse.layouts.parts import Parts, length, shared
 
 _T = TypeVar("_T")
 _Axes = tuple[int, ...]
@@ -49,12 +51,12 @@ class OfRanks(NamedTuple):
     """Message counts of each rank in one dim.
 
     Attributes:
-        own: whether the rank has some of the rows that it needs.
+        has_some: whether the rank has some of the rows that it needs.
         sent: the number of destination parts that its source part overlaps.
         got: the number of source parts that its destination part overlaps.
     """
 
-    own: Any
+    has_some: Any
     sent: Any
     got: Any
 
@@ -73,23 +75,23 @@ class DimRows:
         self, sizes: _Axes, near: _Axes, extent: int, cuts: tuple[Cut | None, Cut | None]
     ) -> None:
         self.sizes, self.extent, self.cuts = sizes, extent, cuts
-        self.blocks = tuple(segments(c.blocks if c is not None else None, extent) for c in cuts)
         self.is_blocked = cuts != (None, None)
-        far, k = tuple(n // m for n, m in zip(sizes, near, strict=True)), len(sizes)
+        self._near = near
+        self._parts: dict[tuple[_Axes, bool], Parts] = {}
+        self._known: dict[tuple[Any, ...], Any] = {}
+        self._count = 0  # of cached numbers
+
+    @cached_property
+    def _at(self) -> dict[str, Any]:
+        """Coordinates of each rank, and of (sender, receiver) pairs on one host."""
+        near, k = self._near, len(self.sizes)
+        far = [n // m for n, m in zip(self.sizes, near, strict=True)]
         grid = np.ogrid[tuple(map(slice, (*far, *near, *near)))]
-        #: coordinates of each rank, and of (sender, receiver) pairs on one host
-        self._at: dict[str, Any] = {
-            "rank": np.ogrid[tuple(map(slice, sizes))],
+        return {
+            "rank": np.ogrid[tuple(map(slice, self.sizes))],
             "sender": [grid[i] * near[i] + grid[2 * k + i] for i in range(k)],
             "receiver": [grid[i] * near[i] + grid[k + i] for i in range(k)],
         }
-        self._near = near
-        self._known: dict[tuple[Any, ...], Any] = {}
-        self._kept = 0  # cached numbers
-
-    def rows(self, axes: _Axes, is_needed: bool = False) -> list[tuple[Any, Any]]:
-        """Return (start, stop) of each rank's part in each block."""
-        return self._rows(axes, is_needed, "rank")
 
     def overlap(self, have: _Axes, need: _Axes) -> tuple[Any, Any]:
         """Return the number of rows that each rank needs, and the number of these that it has."""
@@ -126,40 +128,37 @@ class DimRows:
         answer: _T | None = self._known.get(key)
         if answer is None:
             answer = find()
-            if self._kept > _NUMBERS:
+            if self._count > _NUMBERS:
                 self._known.clear()
-                self._kept = 0
+                self._count = 0
             self._known[key] = answer
-            self._kept += _numbers(answer)
+            self._count += _numbers(answer)
         return answer
 
-    def part(self, axes: _Axes, is_needed: bool = False) -> int | None:
-        """Return the number of rows of each part; None if parts differ, or are in blocks."""
-        n = math.prod([self.sizes[a] for a in axes])
-        is_equal = len(self.blocks[is_needed]) == 1 and self.extent % n == 0
-        return self.extent // n if is_equal else None
+    def parts(self, axes: _Axes, is_needed: bool = False) -> Parts:
+        """Return the parts of the dim if some axes split it."""
+        parts = self._parts.get((axes, is_needed))
+        if parts is None:
+            sizes, cut = tuple([self.sizes[a] for a in axes]), self.cuts[is_needed]
+            if cut is None:
+                parts = Parts(self.extent, sizes, (True,) * len(sizes))
+            else:
+                plain = tuple([a in cut.plain for a in axes])
+                parts = Parts(self.extent, sizes, plain, cut.blocks)
+            self._parts[axes, is_needed] = parts
+        return parts
 
-    def _rows(self, axes: _Axes, is_needed: bool, who: str) -> list[tuple[Any, Any]]:
-        key = (who, axes, is_needed)
-        return self._once(key, lambda: self._cut(axes, is_needed, self._at[who]))
-
-    def _cut(self, axes: _Axes, is_needed: bool, at: Any) -> list[tuple[Any, Any]]:
-        if self.part(axes, is_needed) is not None:
-            rows, start = self.extent, 0
-            for a in axes:
-                rows //= self.sizes[a]
-                start = start + at[a] * rows
-            return [(start, start + rows)]
-        of = self.cuts[is_needed]
-        splits = [(self.sizes[a], at[a], of is None or a in of.plain) for a in axes]
-        return cut(self.blocks[is_needed], splits)
+    def rows(self, axes: _Axes, is_needed: bool = False, who: str = "rank") -> ManyRows:
+        """Return (start, stop) of each rank's part in each block: arrays."""
+        key, at = (who, axes, is_needed), self._at[who]
+        return self._once(key, lambda: self.parts(axes, is_needed).at([at[a] for a in axes]))
 
     def _length(self, axes: _Axes, is_needed: bool, who: str) -> Any:
-        part = self.part(axes, is_needed)
-        if part is not None:
-            return part
+        rows = self.parts(axes, is_needed).equal
+        if rows is not None:
+            return rows
         key = ("length", who, axes, is_needed)
-        return self._once(key, lambda: length(self._rows(axes, is_needed, who)))
+        return self._once(key, lambda: length(self.rows(axes, is_needed, who)))
 
     def _within(self, have: _Axes, need: _Axes) -> bool | None:
         """Return True if destination parts nest in source parts, False for the converse, or None.
@@ -182,53 +181,46 @@ class DimRows:
         is_within = self._within(have, need)
         if is_within is not None:  # each inner part lies in one outer part
             return OnHosts(has, needs, needs if is_within else has)
-        before, after = self._rows(have, False, "sender"), self._rows(need, True, "receiver")
+        before, after = self.rows(have, False, "sender"), self.rows(need, True, "receiver")
         return OnHosts(has, needs, self._sum(shared(after, before)))
 
     def _summed(self, axes: _Axes, is_needed: bool) -> Any:
         """Return the number of rows of all parts on each host."""
-        part = self.part(axes, is_needed)
-        if part is not None:
-            return part * math.prod([self._near[a] for a in axes])
+        rows = self.parts(axes, is_needed).equal
+        if rows is not None:
+            return rows * math.prod([self._near[a] for a in axes])
         key = ("summed", axes, is_needed)
         return self._once(key, lambda: self._sum(self._length(axes, is_needed, "sender")))
 
-    def _sum(self, found: Any) -> Any:
+    def _sum(self, rows: Any) -> Any:
         """Return the sum over the ranks of each host; a number if all hosts have the same."""
-        if not np.ndim(found):
-            return found
+        if not np.ndim(rows):
+            return rows
         k = len(self.sizes)
-        sums = found.sum(tuple(range(k, 3 * k)))
+        sums = rows.sum(tuple(range(k, 3 * k)))
         first = sums.item(0)
         return first if sums.size == 1 or (sums == first).all() else sums
 
     def _of_ranks(self, have: _Axes, need: _Axes) -> OfRanks:
-        has_own = self.overlap(have, need)[1] > 0
-        return OfRanks(has_own, self._met(have, need, False), self._met(need, have, True))
+        has_some = self.overlap(have, need)[1] > 0
+        return OfRanks(has_some, self._met(have, need, False), self._met(need, have, True))
 
     def _met(self, axes: _Axes, others: _Axes, is_needed: bool) -> Any:
         """Return the number of parts along `others` that each rank's part overlaps; blocks: all."""
-        sizes = tuple([self.sizes[a] for a in others])
+        parts, met = self.parts(axes, is_needed), self.parts(others, not is_needed)
+        rows, other = parts.equal, met.equal
+        if rows and other and max(rows, other) % min(rows, other) == 0:
+            return max(rows // other, 1)  # equal parts: those of one side nest in the other's
         if self.is_blocked:
-            rows = length(self.rows(axes, is_needed))
-            return np.where(rows > 0, math.prod(sizes), 0)
-        part, other = self.part(axes), self.part(others)
-        if part is not None and other is not None and part and (part % other == 0):
-            return part // other
-        if part is not None and other is not None and part and other % part == 0:
-            return 1
-        ((start, stop),) = self.rows(axes, is_needed)
-        if axes[: len(others)] == others:  # each part nests in one of the others
-            return np.where(stop > start, 1, 0)
-        first, last = (place_of(sizes, self.extent, row) for row in (start, stop - 1))
-        return np.where(stop > start, last - first + 1, 0)
+            return met.count * (length(self.rows(axes, is_needed)) > 0)
+        return met.met(self.rows(axes, is_needed))[1]
 
 
-def _numbers(found: Any) -> int:
+def _numbers(answer: Any) -> int:
     """Return the count of numbers in a cached answer."""
-    if isinstance(found, np.ndarray):
-        return found.size
-    return sum([_numbers(x) for x in found]) if isinstance(found, tuple | list) else 1
+    if isinstance(answer, np.ndarray):
+        return answer.size
+    return sum(map(_numbers, answer)) if isinstance(answer, tuple) else 1
 
 
 @lru_cache(maxsize=64)
@@ -240,11 +232,11 @@ def dims_of(
     source: Layout, destination: Layout, shape: tuple[int, ...], near: _Axes
 ) -> tuple[DimRows, ...]:
     """Return the dims of a tensor for two layouts on one mesh."""
-    mesh = source.mesh
+    dim_rows, sizes = DimRows if is_symbolic(shape) else _known, source.mesh.shape
     if not source.blocked and not destination.blocked:
-        return tuple([_known(mesh.shape, near, extent, (None, None)) for extent in shape])
+        return tuple([dim_rows(sizes, near, extent, (None, None)) for extent in shape])
     return tuple(
-        _known(mesh.shape, near, extent, (_cut_of(source, d), _cut_of(destination, d)))
+        dim_rows(sizes, near, extent, (_cut_of(source, d), _cut_of(destination, d)))
         for d, extent in enumerate(shape)
     )
 

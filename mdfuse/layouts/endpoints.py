@@ -10,9 +10,9 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from mdfuse.layouts.blocks import segments, split
-from mdfuse.layouts.boxes import Rows, meet, nth_chunk
+from mdfuse.layouts.boxes import Rows, meet
 from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.parts import Parts
 from mdfuse.mesh import DeviceMesh
 
 #: axis -> coordinate
@@ -55,11 +55,6 @@ class Side:
     def split(self) -> tuple[tuple[str, ...], ...]:
         """The axes that split each dim, outermost first."""
         return tuple(map(self.layout.split_axes, range(len(self.shape))))
-
-    @cached_property
-    def split_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """The sizes of the axes that split each dim, outermost first."""
-        return tuple([tuple([self.sizes[a] for a in axes]) for axes in self.split])
 
     @cached_property
     def strides(self) -> dict[str, int]:
@@ -111,78 +106,19 @@ class Side:
 
     def rows_of(self, dim: int, at: At) -> Rows:
         """Return the rows of one dim."""
-        key = (dim, *[at[a] for a in self.split[dim]])
-        rows = self._rows.get(key)
-        if rows is None:
-            rows = self._rows[key] = self._part(*key)
-        return rows
+        return self.parts[dim].at([at[a] for a in self.split[dim]])
 
     @cached_property
-    def _rows(self) -> dict[tuple[int, ...], Rows]:
-        """(dim, coordinates on the axes that split it) -> its rows."""
-        return {}
-
-    @cached_property
-    def _plain(self) -> dict[int, int]:
-        """Dim that one axis splits, without blocks, halos and chunks -> rows per part."""
-        chunk = self.layout.stream
-        chunked = chunk.dim if chunk is not None and chunk.index is not None else None
-        return {
-            dim: -(-self.shape[dim] // self.sizes[axes[0]])
-            for dim, axes in enumerate(self.split)
-            if len(axes) == 1 and dim != chunked
-            if dim not in self.layout.blocked and self.layout.reach(dim) is None
-        }
-
-    def _part(self, dim: int, *at: int) -> Rows:
-        if dim in self._plain:
-            return (nth_chunk((0, self.shape[dim]), self.sizes[self.split[dim][0]], *at),)
-        reach, extent = self.layout.reach(dim), self.shape[dim]
-        rows = segments(self.layout.blocked.get(dim), extent) if reach is None else ((0, reach.of),)
-        for axis, i in zip(self.split[dim], at, strict=True):
-            rows = split(rows, self.sizes[axis], i, self.layout.is_plain(dim, axis))
-        rows = rows if reach is None else tuple(reach.rows(part, extent) for part in rows)
-        chunk = self.layout.stream
-        if chunk is not None and chunk.index is not None and chunk.dim == dim:
-            i = chunk.index if isinstance(chunk.index, int) else chunk.largest
-            rows = chunk.rows(rows, i)
-        return rows
-
-    def positions(self, dim: int, rows: Rows) -> range:
-        """Return the range of part indices of a dim that covers some of its rows.
-
-        Parts in this range may be empty: `torch.chunk` makes empty parts, also between others. If
-        either endpoint has the dim in blocks, the range covers all parts.
-        """
-        if dim in self._plain and len(rows) == 1:
-            ((start, stop),), size = rows, self._plain[dim]
-            return range(start // size, (stop - 1) // size + 1)
-        reach = self.layout.reach(dim)
-        is_alone = not self.split[dim] and reach is None
-        if is_alone or dim in self.layout.blocked or len(rows) > 1:
-            return range(self.count(self.split[dim]))
-        ((start, stop),) = rows
-        if reach is not None:
-            parts = enumerate(self.layout.chunks_of(dim, self.shape[dim]))
-            positions = [n for n, (_, (a, b)) in parts if max(a, start) < min(b, stop)]
-            return range(positions[0], positions[-1] + 1) if positions else range(0)
-        return range(self._position(dim, start), self._position(dim, stop - 1) + 1)
-
-    def _position(self, dim: int, row: int) -> int:
-        """Return the index of the part of a dim that contains a row."""
-        interval, position = (0, self.shape[dim]), 0
-        for axis in self.split[dim]:
-            n = self.sizes[axis]
-            i = (row - interval[0]) // -(-(interval[1] - interval[0]) // n)
-            interval, position = nth_chunk(interval, n, i), position * n + i
-        return position
+    def parts(self) -> tuple[Parts, ...]:
+        """The parts of each dim."""
+        return tuple(map(self.layout.parts, range(len(self.shape)), self.shape))
 
     def meeting(self, dim: int, rows: Rows) -> Iterator[tuple[dict[str, int], Rows, Rows]]:
         """Yield (coordinates, rows of the part, overlap) for each part that overlaps some rows."""
-        axes, is_plain = self.split[dim], dim in self._plain
-        for n in self.positions(dim, rows):
-            at = self.numbered(n, axes) if axes else {}
-            part = self._part(dim, n) if is_plain else self.rows_of(dim, at)
+        first, n = self.parts[dim].met(rows)
+        for number in range(first, first + n):
+            at = self.numbered(number, self.split[dim])
+            part = self.rows_of(dim, at)
             both = meet(part, rows)
             if both:
                 yield at, part, both

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mdfuse.errors import LayoutError
-from mdfuse.layouts.boxes import Interval
+from mdfuse.layouts.boxes import clipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +43,19 @@ class Reach:
                 hint="reach(dim, extent from 0 on, up and down from 1 on, first, last)",
             )
 
-    def wanted(self, part: Interval) -> Interval:
+    def wanted(self, part: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return the rows that belong to a part of the other dim, also those that are not there."""
         start, stop = part
         begin = (start * self.up + self.first) // self.down
-        return begin, begin if start >= stop else ((stop - 1) * self.up + self.last) // self.down
+        end = ((stop - 1) * self.up + self.last) // self.down
+        if isinstance(end, np.ndarray):
+            return begin, np.where(start < stop, end, begin)
+        return begin, end if start < stop else begin
 
-    def rows(self, part: Interval, extent: int) -> Interval:
+    def rows(self, part: tuple[Any, Any], extent: int) -> tuple[Any, Any]:
         """Return the rows that belong to a part of the other dim, of those that are there."""
-        begin, end = (min(max(x, 0), extent) for x in self.wanted(part))
-        return begin, max(begin, end)
+        begin, end = (clipped(row, extent) for row in self.wanted(part))
+        return begin, np.maximum(begin, end) if isinstance(end, np.ndarray) else max(begin, end)
 
     def text(self, dim: int) -> str:
         """Return it as programs print it."""

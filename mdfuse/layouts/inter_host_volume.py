@@ -14,15 +14,8 @@ from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import digits, hosts_by_rank
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.mixed_radix import Aligned, Alone
-from mdfuse.layouts.recv_volume import (
-    cut,
-    every_coordinate,
-    meeting,
-    part_sizes,
-    place_of,
-    rows_at,
-    shared,
-)
+from mdfuse.layouts.parts import Parts, shared
+from mdfuse.layouts.recv_volume import every_coordinate, part_sizes, rows_at
 from mdfuse.mesh import DeviceMesh
 
 
@@ -275,20 +268,13 @@ def _near(mesh: DeviceMesh, fixed: tuple[str, ...], destination: DeviceMesh) -> 
 
 def _overlap(exchange: Exchange, held: _Held, near: tuple[Any, Any], need: dict[str, Any]) -> Any:
     """Return the elements that each receiver needs of each part on its host."""
-    source, destination = exchange.source, exchange.destination
     entries, overlap = near
     for a, b in exchange.kept:
         overlap = overlap * (held.at[a][entries] == need[b][:, None])
-    for dim, extent in enumerate(source.shape):
-        have = [
-            (first[entries] if np.ndim(first) else first, last[entries] if np.ndim(last) else last)
-            for first, last in rows_at(source.layout, dim, extent, held.at)
-        ]
-        wanted = [
-            (start[:, None] if np.ndim(start) else start, stop[:, None] if np.ndim(stop) else stop)
-            for start, stop in rows_at(destination.layout, dim, extent, need)
-        ]
-        overlap = overlap * shared(wanted, have)
+    have = {a: i[entries] for a, i in held.at.items()}
+    wanted = {a: i[:, None] for a, i in need.items()}
+    for dim in range(len(exchange.source.shape)):
+        overlap = overlap * _shared(exchange, dim, have, wanted)
     return overlap
 
 
@@ -305,26 +291,24 @@ def _most_met(side: Side, other: Side) -> int:
     if a.blocked or b.blocked or a.reaches or b.reaches:
         return int(np.max(_meeting(side, other)))
     # each axis splits one dim, so that some rank has the maximum in every dim
-    dims = zip(side.split_sizes, other.split_sizes, side.shape, strict=True)
-    return math.prod([_met(*dim) for dim in dims])
+    dims = zip(side.parts, other.parts, strict=True)
+    return math.prod([_met(one.extent, one.sizes, another.sizes) for one, another in dims])
 
 
 @lru_cache(maxsize=1024)
-def _met(sizes: tuple[int, ...], others: tuple[int, ...], extent: int) -> int:
-    """Return the largest number of parts of `others` that one part of `sizes` overlaps."""
-    n, m = math.prod(sizes), math.prod(others)
-    if extent and extent % n == 0 and extent % m == 0 and max(n, m) % min(n, m) == 0:
+def _met(extent: int, sizes: tuple[int, ...], other_sizes: tuple[int, ...]) -> int:
+    """Return the largest number of parts of the other sizes that one part overlaps."""
+    parts, others = (Parts(extent, x, (True,) * len(x)) for x in (sizes, other_sizes))
+    n, m = parts.count, others.count
+    if parts.equal and others.equal and max(n, m) % min(n, m) == 0:
         return max(m // n, 1)  # equal parts: one side's parts nest in the other's
-    at = np.unravel_index(np.arange(math.prod(sizes)), sizes) if sizes else ()
-    ((start, stop),) = cut(((0, extent),), [(n, i, True) for n, i in zip(sizes, at, strict=True)])
-    first, last = (place_of(others, extent, row) for row in (start, stop - 1))
-    return int(np.max(np.where(stop > start, last - first + 1, 0)))
+    at = np.unravel_index(np.arange(n), parts.sizes) if parts.sizes else ()
+    return int(np.max(others.met(parts.at(at))[1]))
 
 
 def _meeting(side: Side, other: Side) -> Any:
     """Return the number of the other side's parts that each part of this side overlaps."""
     at, counts = every_coordinate(side.mesh), np.zeros(side.mesh.size, int) + 1
     for dim, extent in enumerate(side.shape):
-        _, parts = meeting(side.layout, other.layout, dim, extent, at)
-        counts = counts * parts
+        counts = counts * other.parts[dim].met(rows_at(side.layout, dim, extent, at))[1]
     return counts

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from mdfuse.errors import LayoutError, MeshError, shown
 from mdfuse.extents.expressions import Term, resolve
-from mdfuse.layouts.blocks import Blocks, Cut, chunks_as_blocks, segments, split
-from mdfuse.layouts.boxes import Box, Interval, Rows, after_cuts, box_shape
+from mdfuse.layouts.blocks import Blocks, Cut, chunks_as_blocks
+from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
 from mdfuse.layouts.halo import Reach
+from mdfuse.layouts.parts import Parts, length
 from mdfuse.layouts.placements import (
     IDEMPOTENT,
     REDUCE_OPS,
@@ -155,13 +155,14 @@ class Layout:
 
     def split_axes(self, dim: int) -> tuple[str, ...]:
         """Return the axes that split a dim, outermost first."""
-        return next((axes for d, axes in self.splits if d == dim), ())
+        for d, axes in self.splits:
+            if d == dim:
+                return axes
+        return ()
 
     def reach(self, dim: int) -> Reach | None:
         """Return which rows ranks have of a split dim; None: those of their parts."""
-        return (
-            next((reach for d, reach in self.reaches if d == dim), None) if self.reaches else None
-        )
+        return dict(self.reaches).get(dim) if self.reaches else None
 
     @cached_property
     def blocked(self) -> Mapping[int, Blocks]:
@@ -193,26 +194,18 @@ class Layout:
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:
         """The axes along which the value is Partial."""
-        return tuple(
-            a
-            for a, p in zip(self.mesh.axes, self.placements, strict=True)
-            if isinstance(p, Partial)
-        )
+        return tuple([a for a, p in self.by_axis().items() if isinstance(p, Partial)])
 
     @cached_property
     def varying_axes(self) -> tuple[str, ...]:
         """The axes of several ranks along which the placement is `Varies`."""
-        return tuple(
-            a
-            for a, p in zip(self.mesh.axes, self.placements, strict=True)
-            if isinstance(p, Varies) and self.mesh.axis_size(a) > 1
-        )
+        axes = [a for a, p in self.by_axis().items() if isinstance(p, Varies)]
+        return tuple([a for a in axes if self.mesh.axis_size(a) > 1])
 
     @property
     def reduce_ops(self) -> dict[str, str]:
         """Partial axis of several ranks -> its reduce op."""
-        pairs = zip(self.mesh.axes, self.placements, strict=True)
-        ops = {a: p.op for a, p in pairs if isinstance(p, Partial)}
+        ops = {a: p.op for a, p in self.by_axis().items() if isinstance(p, Partial)}
         return {a: op for a, op in ops.items() if self.mesh.axis_size(a) > 1}
 
     @property
@@ -220,75 +213,74 @@ class Layout:
         """True if every rank holds the whole value."""
         return all(isinstance(p, Replicate) for p in self.placements)
 
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, ...]]:
+        """Split dim -> the indices in the mesh of the axes that split it."""
+        index = self.mesh.axes.index
+        return {d: tuple([index(a) for a in axes]) for d, axes in self.splits}
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], Parts]:
+        """(dim, extent) -> its parts."""
+        return {}
+
+    def parts(self, dim: int, extent: int) -> Parts:
+        """Return the parts of a dim, by coordinates along the axes that split it, in this order.
+
+        A chunk whose index only the running loop knows counts as the largest.
+        """
+        if type(extent) is not int:  # symbolic: comparing it with others would assume something
+            return self._parts_of(dim, extent)
+        if (dim, extent) not in self._parts:
+            self._parts[dim, extent] = self._parts_of(dim, extent)
+        return self._parts[dim, extent]
+
+    def _parts_of(self, dim: int, extent: int) -> Parts:
+        chunk, sizes = self.stream, self.mesh.shape
+        is_chunk = chunk is not None and chunk.index is not None and chunk.dim == dim
+        sizes = tuple([sizes[i] for i in self._places.get(dim, ())])
+        if not self.blocked and not self.reaches and not is_chunk:
+            return Parts(extent, sizes, (True,) * len(sizes))
+        plain = tuple([self.is_plain(dim, a) for a in self.split_axes(dim)])
+        blocks, reach = self.blocked.get(dim), self.reach(dim)
+        return Parts(extent, sizes, plain, blocks, reach, chunk if is_chunk else None)
+
     def rows_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Rows, ...]:
         """Return the rows of each dim that the rank at a mesh coordinate holds."""
-        return tuple(self._part(d, n, coordinate) for d, n in enumerate(shape))
+        rows = list[Rows]()
+        for dim, extent in enumerate(shape):
+            places = self._places.get(dim)
+            if places is None and self.stream is None:
+                rows.append(((0, extent),))
+            else:
+                rows.append(self.parts(dim, extent).at([coordinate[i] for i in places or ()]))
+        return tuple(rows)
 
     def rows(self, shape: Sequence[int], rank: int) -> tuple[Rows, ...]:
         """Return the rows of each dim that a rank holds; MeshError where it is not in the mesh."""
         return self.rows_at(shape, self._coordinate(rank))
 
     def box_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
-        """Return a box of the extents that a rank holds, of a dim in blocks counted from 0.
-
-        For what asks how long a part is, and where along the dims that are not in blocks.
-        """
+        """Return the box of a tensor that a rank holds; a dim in blocks counts from 0."""
+        rows = self.rows_at(shape, coordinate)
         if not self.blocked:
-            return self.intervals_at(shape, coordinate)
+            return tuple([runs[0] for runs in rows])
         return tuple(
-            self._run(d, shape[d], rows, coordinate) if d in self.blocked else rows[0]
-            for d, rows in enumerate(self.rows_at(shape, coordinate))
+            self._run(d, shape[d], runs, coordinate) if d in self.blocked else runs[0]
+            for d, runs in enumerate(rows)
         )
 
     def _run(self, dim: int, extent: int, rows: Rows, coordinate: Sequence[int]) -> Interval:
         """Return where in a rank's part of a dim in blocks some rows are: all, or one chunk."""
-        size, chunk, before = sum(stop - start for start, stop in rows), self.stream, 0
-        if chunk is not None and chunk.index is not None and chunk.dim == dim:
-            i = chunk.index if isinstance(chunk.index, int) else chunk.largest
-            every = self._split(dim, extent, coordinate)
-            before = sum(stop - start for start, stop in every[:i])
-        return before, before + size
+        before, parts = 0, self.parts(dim, extent)
+        if parts.chunk is not None:
+            every = parts.whole.at([coordinate[i] for i in self._places[dim]])
+            before = length(every[: parts.chunk.number])
+        return before, before + length(rows)
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """Return `box_at` for a rank; MeshError where it is not in the mesh."""
         return self.box_at(shape, self._coordinate(rank))
-
-    def intervals_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
-        """Return the box of a tensor that the rank at a mesh coordinate holds.
-
-        Raises:
-            LayoutError: a dim is split in blocks, so that its part is no box; see `rows_at`.
-        """
-        if self.blocked:
-            raise LayoutError(
-                f"a rank's part of a tensor laid out as {self} is no box",
-                because="a dim is split in blocks",
-                hint="reshard it to a plain Shard first",
-            )
-        if self.reaches:
-            return tuple(rows for (rows,) in self.rows_at(shape, coordinate))
-        places, sizes = self.mesh.axes.index, self.mesh.shape
-        cuts = [(d, sizes[n], coordinate[n]) for d, axes in self.splits for n in map(places, axes)]
-        box, chunk = after_cuts(shape, cuts), self.stream
-        return box if chunk is None else tuple([chunk.part(d, (n,))[0] for d, n in enumerate(box)])
-
-    def _part(self, dim: int, extent: int, coordinate: Sequence[int]) -> Rows:
-        """Return the rows of a dim that the rank at a mesh coordinate holds."""
-        rows = self._split(dim, extent, coordinate)
-        return rows if self.stream is None else self.stream.part(dim, rows)
-
-    def _split(self, dim: int, extent: int, coordinate: Sequence[int]) -> Rows:
-        """Return the rows of a dim on a rank, of all chunks."""
-        reach = self.reach(dim)
-        rows = segments(self.blocked.get(dim), extent) if reach is None else ((0, reach.of),)
-        for axis in self.split_axes(dim):
-            i = self.mesh.axis_index(axis)
-            rows = split(rows, self.mesh.shape[i], coordinate[i], self.is_plain(dim, axis))
-        return rows if reach is None else tuple(reach.rows(part, extent) for part in rows)
-
-    def intervals(self, shape: Sequence[int], rank: int) -> Box:
-        """Return the box of a tensor that a rank holds; MeshError where it is not in the mesh."""
-        return self.intervals_at(shape, self._coordinate(rank))
 
     def _coordinate(self, rank: int) -> tuple[int, ...]:
         coordinate = self.mesh.coordinate(rank)
@@ -304,12 +296,10 @@ class Layout:
 
     def chunks_of(self, dim: int, extent: int) -> Iterator[tuple[tuple[int, ...], Interval]]:
         """Yield (coordinates on the axes that split a dim, interval of the dim) for all of them."""
-        axes, chunk = self.split_axes(dim), self.stream
-        for choice in product(*(range(self.mesh.axis_size(a)) for a in axes)):
-            at = dict(zip(axes, choice, strict=True))
-            rows = self._split(dim, extent, [at.get(a, 0) for a in self.mesh.axes])
-            if chunk is not None and chunk.dim == dim and isinstance(chunk.index, int):
-                rows = chunk.rows(rows, chunk.index)
+        parts = self.parts(dim, extent)
+        if parts.chunk is not None and not isinstance(parts.chunk.index, int):
+            parts = parts.whole
+        for choice, rows in parts.every():
             for interval in rows:
                 yield choice, interval
 

@@ -98,7 +98,7 @@ class Pattern:
         self.turns = source.count(source.free)
         self.most_shares = _most_shares(source, destination) if may_share else 1
         self._met: dict[tuple[int, ...], Met] = {}
-        self._met_at: dict[tuple[int, range], Met] = {}
+        self._met_at: dict[tuple[int, int, int], Met] = {}
         self._shapes: dict[tuple[object, ...], _Shape] = {}
 
     def met(self, holders: At) -> list[Met]:
@@ -115,22 +115,22 @@ class Pattern:
 
     def met_in(self, dim: int, rows: Rows) -> Met:
         """Return the destination parts that some rows of a dim overlap."""
-        where = (dim, self.destination.positions(dim, rows))
+        where = (dim, *self.destination.parts[dim].met(rows))
         met = self._met_at.get(where)
         if met is None:
             met = self._met_at[where] = self._meet(*where)
         return met
 
-    def _meet(self, dim: int, found: range) -> Met:
-        """Return the numbering of the parts at some positions of a dim.
+    def _meet(self, dim: int, first: int, n: int) -> Met:
+        """Return the numbering of some parts of a dim.
 
         By blocks, where there are some and all parts along the inner axes are met.
         """
         ends, axes = self.ends[dim], self.destination.split[dim]
-        fit = (e for e in ends if e[0] == len(found) and found.start % e[0] == 0)
+        fit = (e for e in ends if e[0] == n and first % e[0] == 0)
         size, outer, inner = next(fit, (0, (), ()))
-        fixed = self.destination.numbered(found.start // size, outer) if size else {}
-        return Met(found.start, len(found), axes, fixed, inner, not ends or size > 0, bool(ends))
+        fixed = self.destination.numbered(first // size, outer) if size else {}
+        return Met(first, n, axes, fixed, inner, not ends or size > 0, bool(ends))
 
     def shape(self, met: list[Met], is_fit: bool) -> _Shape:
         """Return the message pattern of all source parts with the same overlaps."""

@@ -77,11 +77,11 @@ class Aligned:
         """Return the message count of the busiest rank."""
         pairs = zip(self.rows, self.have, self.need, strict=True)
         dims = [d.of_ranks(have, need) for d, have, need in pairs]
-        has_own = math.prod([d.own for d in dims])
+        has_some = math.prod([d.has_some for d in dims])
         copies = self._count(self._free(self.need, self.goal_terms))
         turns = self._count(self._free(self.have, self.terms))
-        sent = -(-math.prod([d.sent for d in dims]) * copies // turns) - has_own
-        got = math.prod([d.got for d in dims]) * self._count(self.reduced) - has_own
+        sent = -(-math.prod([d.sent for d in dims]) * copies // turns) - has_some
+        got = math.prod([d.got for d in dims]) * self._count(self.reduced) - has_some
         return max(most(sent), most(got))
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from mdfuse.extents.extent import is_symbolic
-from mdfuse.layouts.blocks import segments
-from mdfuse.layouts.boxes import Rows, box_size, boxes_of, intersect
+from mdfuse.layouts.boxes import ManyRows, box_size, boxes_of, intersect
 from mdfuse.layouts.exchange import Exchange, kept_terms
 from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.parts import length, shared
 from mdfuse.mesh import DeviceMesh
 
 #: Costs are integers in units of 1 / UNIT of an element, so that they compare exactly; UNIT is
@@ -26,8 +26,6 @@ _FEW = 64
 
 #: Axis -> the coordinate of each rank: arrays that broadcast with each other.
 _Coordinates = dict[str, Any]
-#: (start, stop) of each rank's part in each block of a dim: such arrays, too.
-_Rows = list[tuple[Any, Any]]
 
 
 def worst_lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0) -> int:
@@ -82,17 +80,17 @@ def have_no_rank_in_common(one: DeviceMesh, other: DeviceMesh) -> bool:
     return not np.isin(one.array, other.array).any()
 
 
-def most_and_mean(found: Any) -> tuple[int, int]:
+def most_and_mean(counts: Any) -> tuple[int, int]:
     """Return the largest of some element counts, and `UNIT` times their average."""
-    if type(found) is int:
-        return found, UNIT * found
-    numbers = np.asarray(found)
+    if type(counts) is int:
+        return counts, UNIT * counts
+    numbers = np.asarray(counts)
     return int(numbers.max()), UNIT * int(numbers.sum()) // numbers.size
 
 
-def most(found: Any) -> int:
+def most(numbers: Any) -> int:
     """Return the largest of some numbers; one number stands for equal ones."""
-    return found if type(found) is int else int(found.max())
+    return numbers if type(numbers) is int else int(numbers.max())
 
 
 def _lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int) -> Any:
@@ -147,7 +145,7 @@ def _is_sending(exchange: Exchange) -> Any:
     source, destination = exchange.source, exchange.destination
     at, met = every_coordinate(source.mesh), []
     for dim, extent in enumerate(source.shape):
-        met.append(meeting(source.layout, destination.layout, dim, extent, at))
+        met.append(destination.parts[dim].met(rows_at(source.layout, dim, extent, at)))
     return np.broadcast_to(exchange.pattern.has_turn(at, met), (source.mesh.size,))
 
 
@@ -155,30 +153,6 @@ def _is_sending(exchange: Exchange) -> Any:
 def every_coordinate(mesh: DeviceMesh) -> _Coordinates:
     """Return the coordinates of all ranks, in row-major order."""
     return dict(zip(mesh.axes, np.unravel_index(np.arange(mesh.size), mesh.shape), strict=True))
-
-
-def position(layout: Layout, dim: int, extent: int, row: Any) -> Any:
-    """Return the index of the part of a dim that contains each row."""
-    return place_of(split_sizes(layout, dim), extent, row)
-
-
-def split_sizes(layout: Layout, dim: int) -> tuple[int, ...]:
-    """Return the sizes of the axes that split a dim, outermost first."""
-    return tuple(map(layout.mesh.axis_size, layout.split_axes(dim)))
-
-
-def place_of(sizes: tuple[int, ...], extent: int, row: Any) -> Any:
-    """Return the index of the part that contains each row; axes of these sizes split the dim."""
-    start: Any = 0
-    stop: Any = extent
-    position: Any = 0
-    for n in sizes:
-        length = np.maximum(-(-(stop - start) // n), 1)
-        i = np.minimum(np.maximum((row - start) // length, 0), n - 1)  # np.clip takes longer
-        start = np.minimum(start + i * length, stop)
-        stop = np.minimum(start + length, stop)
-        position = position * n + i
-    return position
 
 
 def is_special(source: Layout, destination: Layout, shape: tuple[int, ...]) -> bool:
@@ -230,84 +204,9 @@ def is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> b
     return worst_lack(source, destination, shape) > 0
 
 
-def rows_at(layout: Layout, dim: int, extent: int, at: _Coordinates) -> _Rows:
-    """Return (start, stop) of each rank's part in each block."""
-    splits = [
-        (layout.mesh.axis_size(a), at[a], layout.is_plain(dim, a)) for a in layout.split_axes(dim)
-    ]
-    reach = layout.reach(dim)
-    if reach is None:
-        return cut(segments(layout.blocked.get(dim), extent), splits)
-    ((start, stop),) = cut(((0, reach.of),), splits)
-    begin = np.clip((start * reach.up + reach.first) // reach.down, 0, extent)
-    end = np.clip(((stop - 1) * reach.up + reach.last) // reach.down, begin, extent)
-    return [(begin, np.where(stop > start, end, begin))]
-
-
-def cut(blocks: Rows, splits: Sequence[tuple[int, Any, bool]]) -> _Rows:
-    """Return (start, stop) of one part in each block.
-
-    Args:
-        blocks: the blocks of a dim.
-        splits: (number of parts, index of the part, whether the split treats all blocks as one
-            interval) for each axis, outermost first.
-    """
-    intervals: _Rows = [*blocks]
-    for n, i, is_plain in splits:
-        if not is_plain or len(intervals) == 1:
-            intervals = [_nth(start, stop, n, i) for start, stop in intervals]
-            continue
-        first, last = _nth(0, length(intervals), n, i)
-        pieces: _Rows = []
-        for start, stop in intervals:
-            rows = stop - start
-            pieces.append((start + np.clip(first, 0, rows), start + np.clip(last, 0, rows)))
-            first, last = first - rows, last - rows
-        intervals = pieces
-    return intervals
-
-
-def _nth(start: Any, stop: Any, n: int, i: Any) -> tuple[Any, Any]:
-    """Return the i-th of n parts of each interval; arrays."""
-    part = -(-(stop - start) // n)
-    start = np.minimum(start + i * part, stop)
-    return start, np.minimum(start + part, stop)
-
-
-def length(rows: _Rows) -> Any:
-    """Return the number of rows of each rank."""
-    return sum(stop - start for start, stop in rows)
-
-
-def shared(rows: _Rows, others: _Rows) -> Any:
-    """Return the number of rows that both parts contain."""
-    return sum(
-        np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
-        for start, stop in rows
-        for first, last in others
-    )
-
-
-def meeting(
-    layout: Layout, other: Layout, dim: int, extent: int, at: _Coordinates
-) -> tuple[Any, Any]:
-    """Return the first part of `other` that each rank's part overlaps, and the number of these.
-
-    A dim in blocks counts as overlapping all parts.
-    """
-    rows = rows_at(layout, dim, extent, at)
-    if dim in layout.blocked or dim in other.blocked:
-        every = math.prod(map(other.mesh.axis_size, other.split_axes(dim)))
-        return 0, np.where(length(rows) > 0, every, 0)
-    ((start, stop),) = rows
-    if other.reach(dim) is not None:  # parts overlap: compare with the largest end so far
-        parts = np.array([part for _, part in other.chunks_of(dim, extent)])
-        ends = np.maximum.accumulate(parts[:, 1])
-        first = np.minimum(np.searchsorted(ends, start, "right"), len(ends) - 1)
-        last = np.searchsorted(parts[:, 0], stop - 1, "right") - 1
-    else:
-        first, last = (position(other, dim, extent, row) for row in (start, stop - 1))
-    return first, np.where(stop > start, last - first + 1, 0)
+def rows_at(layout: Layout, dim: int, extent: int, at: _Coordinates) -> ManyRows:
+    """Return (start, stop) of each rank's part in each block: arrays."""
+    return layout.parts(dim, extent).at([at[a] for a in layout.split_axes(dim)])
 
 
 @lru_cache(maxsize=256)
@@ -363,40 +262,20 @@ def dearer(cost: int) -> int:
 
 def part_sizes(layout: Layout, shape: tuple[int, ...]) -> Any:
     """Return the elements of each rank's part, in row-major order; extents are numbers."""
-    sizes: Any = np.ones(layout.mesh.size, int)
+    sizes: Any = 1
     for dim, extent in enumerate(shape):
-        axes = layout.split_axes(dim)
-        if dim in layout.blocked or layout.reach(dim) is not None:
-            sizes = sizes * length(rows_at(layout, dim, extent, every_coordinate(layout.mesh)))
-        else:
-            sizes = sizes * _lengths(layout.mesh, axes, extent)
-    return sizes
-
-
-@lru_cache(maxsize=1024)
-def _lengths(mesh: DeviceMesh, axes: tuple[str, ...], extent: int) -> Any:
-    """Return the number of rows of each rank, of a dim that some axes split."""
-    at = every_coordinate(mesh)
-    return length(cut(((0, extent),), [(mesh.axis_size(a), at[a], True) for a in axes]))
+        rows = layout.parts(dim, extent).equal
+        if rows is None:
+            rows = length(rows_at(layout, dim, extent, every_coordinate(layout.mesh)))
+        sizes = sizes * rows
+    return np.full(layout.mesh.size, sizes)
 
 
 def part_size(layout: Layout, shape: tuple[int, ...]) -> int:
     """Return the elements of the largest part, the first rank's."""
-    stream = layout.stream
-    is_chunk = stream is not None and stream.index is not None
-    if is_chunk or layout.blocked or layout.reaches or is_symbolic(shape):
+    if is_symbolic(shape):
         return math.prod(layout.local_shape(shape))
-    return math.prod(_first_rows(layout, shape))
-
-
-@lru_cache(maxsize=1024)
-def _first_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first rank's number of rows in each dim; no dim is in blocks."""
-    rows, size_of = [*shape], layout.mesh.axis_size
-    for dim, axes in layout.splits:
-        for a in axes:
-            rows[dim] = -(-rows[dim] // size_of(a))
-    return tuple(rows)
+    return math.prod([layout.parts(d, n).first for d, n in enumerate(shape)])
 
 
 def least_messages(source: Layout, destination: Layout, shape: tuple[int, ...], terms: int) -> int:
@@ -412,8 +291,8 @@ def least_messages(source: Layout, destination: Layout, shape: tuple[int, ...], 
         terms: the number of terms of each element.
     """
     sent, got = 1, terms
-    both = zip(_first_rows(source, shape), _first_rows(destination, shape), strict=True)
-    for held, needed in both:
+    for dim, extent in enumerate(shape):
+        held, needed = (x.parts(dim, extent).first for x in (source, destination))
         sent, got = sent * -(-held // needed), got * -(-needed // held)
     copies, turns = (_alike(layout) for layout in (destination, source))
     return max(-(-sent * copies // turns), got)

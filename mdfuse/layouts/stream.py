@@ -86,6 +86,11 @@ class Stream:
         """The number of the longest chunk; of several, the first."""
         return self.chunks.index(max(self.chunks)) if isinstance(self.chunks, tuple) else 0
 
+    @property
+    def number(self) -> int:
+        """The number of the chunk that a buffer is; of the largest if only the loop knows it."""
+        return self.index if isinstance(self.index, int) else self.largest
+
     def interval(self, interval: Interval, i: int) -> Interval:
         """Return the i-th chunk of an interval; LayoutError where it has none, or other lengths."""
         if not 0 <= i < self.count:
@@ -124,7 +129,7 @@ class Stream:
         """
         if self.index is None or self.op is not None or self.dim != dim:
             return rows
-        return self.rows(rows, self.index if isinstance(self.index, int) else self.largest)
+        return self.rows(rows, self.number)
 
     def scaled(self, rows: int, of: int) -> Stream | None:
         """Return the stream of a dim of so many rows, where this one's has `of`, in its order.

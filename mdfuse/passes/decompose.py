@@ -26,8 +26,7 @@ import torch
 from mdfuse.ir.dims import reduced_dims
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout
-from mdfuse.passes.propagate_layouts import anew
-from mdfuse.passes.sharded.keep_splits import Maker, forgotten
+from mdfuse.passes.rewriting import Maker, Rule, laid_out
 from mdfuse.passes.strategy import choose
 
 name = "decompose"
@@ -43,28 +42,21 @@ _WIDE = {
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion with biases, counts and roundings behind the reductions."""
     fusion = _biases(fusion)
-    maker, ended = apart(fusion, _is_reduced)
-    return anew(forgotten(fusion, maker, ended), ended) if ended else fusion
+    return laid_out(fusion, ends(fusion, _is_reduced))
 
 
 # -- reductions ----------------------------------------------------------------------------------
 
 
-def apart(fusion: Fusion, is_asked: Callable[[Fusion, Expr], bool]) -> tuple[Maker, list[str]]:
-    """Return the fusion's expressions with the ends of some reductions apart, and their results.
+def ends(fusion: Fusion, is_asked: Callable[[Fusion, Expr], bool]) -> dict[str, Rule]:
+    """Return the rules that take the ends of some reductions apart.
 
     Args:
         fusion: with layouts.
         is_asked: whether the terms of a reduction are joined later, by ranks or by microbatches.
     """
-    maker, ended = Maker(dict(fusion.values)), list[str]()
-    for expr in fusion.exprs:
-        if _has_end(fusion, expr) and is_asked(fusion, expr):
-            _end(maker, expr, fusion.values[expr.output])
-            ended.append(expr.output)
-        else:
-            maker.exprs.append(expr)
-    return maker, ended
+    asked = (e for e in fusion.exprs if _has_end(fusion, e) and is_asked(fusion, e))
+    return {e.output: _end for e in asked}
 
 
 def _has_end(fusion: Fusion, expr: Expr) -> bool:
@@ -83,8 +75,9 @@ def _is_reduced(fusion: Fusion, expr: Expr) -> bool:
     return not {*strategy.result.partial_axes} <= {*law_axes}
 
 
-def _end(maker: Maker, by: Expr, out: Value) -> None:
+def _end(maker: Maker, by: Expr) -> None:
     """Append a reduction in a wide enough dtype, and its end."""
+    out = maker.values[by.output]
     x, wide = by.reads[0], _WIDE.get(out.dtype)
     op = "sum" if by.op == "mean" else by.op
     how: dict[str, Any] = {k: v for k, v in by.attrs if k in ("dims", "keepdim")}

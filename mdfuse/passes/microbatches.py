@@ -23,6 +23,7 @@ from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
 from mdfuse.passes import decompose, drop_unread, one_row
+from mdfuse.passes.rewriting import rewritten
 from mdfuse.passes.sharded import sum_rows
 from mdfuse.passes.strategy import dim_map
 from mdfuse.passes.streams import falls_together, one_dim, streamed_label, unit_stream
@@ -42,15 +43,11 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         LoweringError: something needs the batch as a whole.
     """
     same, roots = _dims(fusion, batch)
-    ends, contracted = decompose.apart(fusion, lambda _, expr: _adds_up(fusion, expr, same, roots))
-    if contracted:
-        fusion = replace(fusion, values=ends.values, exprs=tuple(ends.exprs))
+    if ends := decompose.ends(fusion, lambda _, expr: _adds_up(fusion, expr, same, roots)):
+        fusion = rewritten(fusion, ends)
         same, roots = _dims(fusion, batch)
-    inner, contracted = sum_rows.contracted(
-        fusion, lambda view: _is_inner(fusion, view, same, roots)
-    )
-    if contracted:
-        fusion = drop_unread.run(replace(fusion, values=inner.values, exprs=tuple(inner.exprs)))
+    if inner := sum_rows.contractions(fusion, lambda view: _is_inner(fusion, view, same, roots)):
+        fusion = drop_unread.run(rewritten(fusion, inner))
         same, roots = _dims(fusion, batch)
     values = _in_chunks(fusion, batch, count, same, roots)
     if has_one_row(fusion, batch) and (added := one_row.added_up(fusion, values)) is not None:

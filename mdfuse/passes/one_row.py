@@ -22,7 +22,7 @@ from typing import Any
 from mdfuse.ir.dims import DimMap
 from mdfuse.ir.graph import Expr, Fusion, Operand, Value
 from mdfuse.layouts.stream import JOINED
-from mdfuse.passes.sharded.keep_splits import Maker
+from mdfuse.passes.rewriting import Maker
 from mdfuse.passes.strategy import dim_map
 from mdfuse.passes.streams import unit_stream
 

@@ -44,7 +44,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A forward and a backward that are one unit: each may work where the other waits.
+    """A forward and a backward as one unit: each works while the other waits.
 
     Attributes:
         forward: of one stage.
@@ -105,5 +105,5 @@ def read(text: str, where: str) -> tuple[Cell, ...]:
     )
 
 
-def _action(found: re.Match[str], at: int = 1) -> Action:
-    return Action(int(found[at]), cast(Phase, found[at + 1]), int(found[at + 2]))
+def _action(match: re.Match[str], at: int = 1) -> Action:
+    return Action(int(match[at]), cast(Phase, match[at + 1]), int(match[at + 2]))

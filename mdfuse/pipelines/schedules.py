@@ -305,7 +305,7 @@ def _impossible(
     )
 
 
-#: The most actions of a table: a larger one would take minutes to make.
+#: The most forwards of a table: a larger one would take minutes to make.
 _MOST = 1 << 20
 
 

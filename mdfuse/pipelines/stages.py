@@ -58,7 +58,7 @@ class Stages:
     Attributes:
         fusion: after all passes.
         meshes: of each stage.
-        parts: first result of an expression -> its part; of those that run once per microbatch.
+        parts: first result of an expression -> its part, if it runs once per microbatch.
     """
 
     fusion: Fusion
@@ -83,7 +83,7 @@ class Stages:
         return any(p.phase in "IW" for p in self.parts.values())
 
     def within(self, merge: ShouldMerge) -> ShouldMerge:
-        """Return a predicate on groups that merges within parts only, where another one does."""
+        """Return a predicate on groups that merges as another one does, but only within a part."""
 
         def may_merge(a: Group, b: Group) -> bool:
             first, second = (self.parts.get(g.exprs[0].outputs[0]) for g in (a, b))
@@ -126,7 +126,7 @@ class Stages:
                 before = self.parts.get(producer.outputs[0]) if producer is not None else None
                 if before is not None and before != part:
                     graph.add_edge(before, part, value=x)
-        for n in range(len(self.meshes)):  # as schedules order them, regardless of their operands
+        for n in range(len(self.meshes)):  # the phases of a stage, in the order of schedules
             parts = [p for p in (Part(n, phase) for phase in "FBIW") if p in graph]
             graph.add_edges_from(pairwise(parts))
         if not nx.is_directed_acyclic_graph(graph):
@@ -145,7 +145,7 @@ def find(fusion: Fusion, at_sets: bool = False) -> Stages:
 
     Args:
         fusion: after all passes, with its batch streamed.
-        at_sets: whether a set that changes nothing begins a stage, too, on the same mesh.
+        at_sets: whether a set that changes nothing also begins a stage, on the same mesh.
 
     Raises:
         LoweringError: a stage needs sums over the whole batch, or the batch is split otherwise on
@@ -244,7 +244,7 @@ class _Finder:
         return depths
 
     def put_off(
-        self, forward: list[Expr], sent: set[str], found: dict[str, tuple[int, DeviceMesh]]
+        self, forward: list[Expr], sent: set[str], depths: dict[str, tuple[int, DeviceMesh]]
     ) -> None:
         """Put expressions of inputs alone, such as labels, into the first stage that reads them."""
         loose = set[str]()
@@ -253,9 +253,10 @@ class _Finder:
             if not is_sent and all(o.outputs[0] in loose for o in self.operands(e)):
                 loose.add(e.outputs[0])
         for e in reversed(forward):
-            x, depths = e.outputs[0], [found[r][0] for r in self.readers(e) if r in found]
-            if x in loose and depths:
-                found[x] = min(depths), self.mesh(x)
+            x = e.outputs[0]
+            of_readers = [depths[r][0] for r in self.readers(e) if r in depths]
+            if x in loose and of_readers:
+                depths[x] = min(of_readers), self.mesh(x)
 
     def readers(self, e: Expr) -> list[str]:
         """Return the first results of the pipeline's readers of an expression."""

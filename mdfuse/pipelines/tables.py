@@ -111,7 +111,7 @@ def _in_turn(forwards: Row, backwards: Row, warmup: int) -> Row:
 
 
 class _Words:
-    """A row written in words, as `F0 B1`: each is the next microbatch of that phase and stage.
+    """A row written in words: `F0 B1` is the next forward of stage 0, and backward of stage 1.
 
     Stages are counted within the group. `W` belongs to the oldest `I` without one, of any stage; a
     word with a plus is an overlap.

@@ -30,7 +30,7 @@ _UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 def unit(action: Action) -> float:
-    """Return the common cost of an action: forward, `I` and `W` take 1, a backward takes 2."""
+    """Return the default cost of an action: forward, `I` and `W` take 1, a backward takes 2."""
     return _UNITS[action.phase]
 
 
@@ -114,7 +114,7 @@ def _live(row: Sequence[Action]) -> int:
 
 
 def chain(rows: Rows) -> Reads:
-    """Return that each stage reads the one before it."""
+    """Return the reads of a chain: each stage reads the one before it."""
     stages = {a.stage for a in _actions(rows)}
     return {s: (s - 1,) if s else () for s in sorted(stages)}
 

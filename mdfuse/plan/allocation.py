@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.symmetric.heap import symmetric_empty
-from mdfuse.errors import ProgramError
 from mdfuse.hir.program import Instruction
-from mdfuse.ir.extremes import is_number_of, poison
+from mdfuse.ir.extremes import poison
 from mdfuse.ir.infer import dense_strides
 from mdfuse.ir.ops import itself
 from mdfuse.plan.context import Context
@@ -18,25 +17,13 @@ from mdfuse.plan.lines import Line, NewBuffer
 
 
 def allocate(i: Instruction, context: Context) -> list[Line]:
-    """Return the calls of an `alloc`: a new buffer where there is none, and its first values.
-
-    Raises:
-        ProgramError: the buffer cannot hold the number that it is to be filled with.
-    """
+    """Return the calls of an `alloc`: a new buffer where there is none, and its first values."""
     (output,) = i.outputs
     memory = i.kwargs.get("memory", "device")
     place = next(context.symmetric) if memory == "symmetric" else None
     lines = empty(output, i.order, context, memory, place)
     fill = i.kwargs.get("fill")
-    if fill is None:
-        return lines
-    if not is_number_of(fill, context.type(output).dtype):
-        raise ProgramError(
-            f"%{output} = alloc(fill={fill})",
-            where=context.where(i),
-            because="the buffer is filled with a number of its dtype",
-        )
-    return [*lines, Line(run="fill_", args=(context.ref(output), fill))]
+    return lines if fill is None else [*lines, Line(run="fill_", args=(context.ref(output), fill))]
 
 
 def empty(
@@ -71,7 +58,7 @@ def new_buffer(
     shape, dtype = context.local(output), context.type(output).dtype
     strides = dense_strides(shape, order)
     new = NewBuffer(shape=shape, strides=strides, dtype=dtype, device=context.device)
-    context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+    context.know(output, context.dense(output, order))
     slot = context.slot(output)
     lines = [_make(memory, new, slot) if place is None else _placed(place, new, slot)]
     if context.poison:

@@ -1,4 +1,4 @@
-"""Where buffers of `alloc(memory=symmetric)` lie in an arena, from a program's text alone.
+"""Places of `alloc(memory=symmetric)` buffers in an arena, from a program's text alone.
 
     %a = alloc(memory=symmetric)     bytes 0-4096
     %b = alloc(memory=symmetric)     bytes 4096-8192
@@ -134,9 +134,9 @@ class _Allocator:
             x for x in self.idle if size <= x.size <= _WASTE * size and _later(now, x.used) == now
         ]
         if fits:
-            found = min(fits, key=lambda x: (x.size, x.offset))
-            self.idle.remove(found)
-            return found
+            place = min(fits, key=lambda x: (x.size, x.offset))
+            self.idle.remove(place)
+            return place
         self.size += size
         return _Place(self.size - size, size)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.errors import ProgramError
+from mdfuse.hir.instructions import INSTRUCTIONS, PURE_VIEWS
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.extremes import neutral
 from mdfuse.ir.ops import itself
@@ -21,34 +22,34 @@ from mdfuse.plan.context import Context, base_name
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.local_ops import ordered
 
-_Value = Callable[..., Tensor]
+#: Makes a tensor of the operand: a function, or the name of a method.
+_Call = Callable[..., Tensor] | str
 
 
-def _view(i: Instruction, context: Context, run: _Value | str, *args: Any) -> list[Line]:
-    """Bind the result to a view of the operand, or copy the view into the result's buffer."""
-    (output,), (operand,) = i.outputs, i.reads
-    fact = context.fact(operand)
-    if not context.has_buffer(output) and fact is not None:
-        context.know(
-            output, getattr(fact, run)(*args) if isinstance(run, str) else run(fact, *args)
-        )
-    return _made(i, context, run, *args, is_view=True)
+def _made(i: Instruction, context: Context, run: _Call, *args: Any) -> list[Line]:
+    """Bind the result to the tensor that a call makes, or copy that tensor into its buffer.
 
+    Pure views are views of the operand; all else is dense.
+    """
+    (output,), (operand,), is_view = i.outputs, i.reads, i.op in PURE_VIEWS
+    source, fact = context.ref(operand), context.fact(operand)
 
-def _made(
-    i: Instruction, context: Context, run: _Value | str, *args: Any, is_view: bool = False
-) -> list[Line]:
-    """Bind the result to the tensor that a call makes, or copy that tensor into its buffer."""
-    (output,), (operand,) = i.outputs, i.reads
-    source = context.ref(operand)
+    def call(x: Tensor) -> Tensor:
+        result: Tensor = getattr(x, run)(*args) if isinstance(run, str) else run(x, *args)
+        return result
+
     if not context.has_buffer(output):
+        if not is_view:
+            context.know(output, context.dense(output))
+        elif fact is not None:
+            context.know(output, call(fact))
         target, shares = context.slot(output), (source.slot,)
         line = Line(run=run, args=(source, *args), into=target, shares=shares, is_view=is_view)
         return ordered(i, context, line)
     overlaps = context.share(operand, output)
 
     def copy(target: Tensor, source: Tensor) -> None:
-        x = getattr(source, run)(*args) if isinstance(run, str) else run(source, *args)
+        x = call(source)
         target.copy_(x.clone() if overlaps else x)
 
     return [Line(run=copy, args=(context.ref(output), source))]
@@ -73,7 +74,7 @@ def _narrow(i: Instruction, context: Context) -> list[Line]:
         )
     box = relative(part, whole)
     index = tuple(slice(start, stop) for start, stop in box)
-    return _view(i, context, "__getitem__", index)
+    return _made(i, context, "__getitem__", index)
 
 
 def _select(i: Instruction, context: Context) -> list[Line]:
@@ -96,7 +97,7 @@ def _select(i: Instruction, context: Context) -> list[Line]:
             because=f"%{base_name(source)} has shape {shape} on rank {context.rank}",
             hint=f"indices go from 0 to {extent - 1}",
         )
-    return _view(i, context, "select", dim, index)
+    return _made(i, context, "select", dim, index)
 
 
 def _unexpand(i: Instruction, context: Context) -> list[Line]:
@@ -104,19 +105,18 @@ def _unexpand(i: Instruction, context: Context) -> list[Line]:
     dims = i.kwargs["dims"]
     ndim = len(context.type(i.outputs[0]).shape)
     index = tuple(slice(0, 1) if d in dims else slice(None) for d in range(ndim))
-    return _view(i, context, "__getitem__", index)
+    return _made(i, context, "__getitem__", index)
 
 
 def _own(i: Instruction, context: Context) -> list[Line]:
     """Bind the result to all of the operand."""
-    return _view(i, context, itself)
+    return _made(i, context, itself)
 
 
 def _pad(i: Instruction, context: Context) -> list[Line]:
     """Append zeros along a dim up to the length of a block; the result is dense."""
     (output,) = i.outputs
     shape, dim = context.local(output), i.kwargs["dim"]
-    _know_dense(i, context)
     if context.local(i.reads[0]) == shape:
         return _made(i, context, "contiguous")
 
@@ -126,14 +126,6 @@ def _pad(i: Instruction, context: Context) -> list[Line]:
         return padded
 
     return _made(i, context, pad)
-
-
-def _know_dense(i: Instruction, context: Context) -> None:
-    """Note that the result is dense, unless it is written into a buffer that exists already."""
-    (output,) = i.outputs
-    if not context.has_buffer(output):
-        shape, dtype = context.local(output), context.type(output).dtype
-        context.know(output, torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def _pack(i: Instruction, context: Context) -> list[Line]:
@@ -149,7 +141,6 @@ def _pack(i: Instruction, context: Context) -> list[Line]:
     if extent % parts == 0 and fact is not None and may:
         return _pack_evenly(i, context, fact, parts)
     blocks = [nth_chunk((0, extent), parts, n) for n in range(parts)]
-    _know_dense(i, context)
 
     def pack(x: Tensor) -> Tensor:
         x = x.movedim(attrs["dim"], 0)
@@ -189,8 +180,6 @@ def _term(i: Instruction, context: Context) -> list[Line]:
     box = relative(context.box(operand), context.box(output))
     index = tuple(slice(start, stop) for start, stop in box)
     keeps = _is_first_along_new_axes(i, context)
-    _know_dense(i, context)
-
     (fill,) = {neutral(op, context.type(output).dtype) for op in _new_ops(i, context).values()}
 
     def term(x: Tensor) -> Tensor:
@@ -243,6 +232,21 @@ def _accumulate(i: Instruction, context: Context) -> list[Line]:
     return [*lines, Line(run=JOIN[chunk.op], args=(target, part))]
 
 
+def _written(i: Instruction, context: Context) -> list[Line]:
+    """Write the result of each element into the buffer of the result, or into a new one."""
+    (output,), (operand,), write = i.outputs, i.reads, INSTRUCTIONS[i.op].write
+    assert write is not None
+    may = operand == output or not context.share(operand, output)
+
+    def copy(x: Tensor, *, out: Tensor, **attrs: Any) -> None:
+        write(x, out=(fresh := torch.empty_like(x)), **attrs)
+        out.copy_(fresh)
+
+    lines, kwargs = empty(output, i.order, context), (*i.attrs, ("out", context.ref(output)))
+    run = write if may and context.is_on_device(output) else copy
+    return [*lines, Line(run=run, args=(context.ref(operand),), kwargs=kwargs, in_place=True)]
+
+
 #: How parts join, in the buffer of the first one.
 JOIN: dict[str, Callable[..., Any] | str] = {
     "sum": "add_",
@@ -253,8 +257,8 @@ JOIN: dict[str, Callable[..., Any] | str] = {
 assert {*JOIN} == {*JOINED}
 
 
-#: op -> the function that prepares its lines.
-BUFFER_OPS: dict[str, Callable[[Instruction, Context], list[Line]]] = {
+#: op -> the function that prepares its lines; all others are written by their rows.
+_PREPARED: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "narrow": _narrow,
     "chunk": _narrow,
     "select": _select,
@@ -266,3 +270,8 @@ BUFFER_OPS: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "accumulate": _accumulate,
     "addmm": products.added,
 }
+
+
+def prepared(i: Instruction, context: Context) -> list[Line]:
+    """Return the lines of an instruction that makes a buffer of others."""
+    return _PREPARED.get(i.op, _written)(i, context)

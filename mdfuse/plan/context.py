@@ -13,6 +13,7 @@ from torch import Tensor
 from mdfuse.backends.base import Poster
 from mdfuse.hir.capture import HostValues
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.ir.infer import dense_strides
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.call import Call
 from mdfuse.plan.lines import Line, SlotRef, Slots
@@ -202,6 +203,12 @@ class Context:
     def fact(self, x: Any) -> Tensor | None:
         """Return a meta tensor like an operand's buffer; None where its strides are not known."""
         return self.facts.get(x) if isinstance(x, str) else None
+
+    def dense(self, name: str, order: tuple[int, ...] | None = None) -> Tensor:
+        """Return a meta tensor like a dense buffer of a name; None: row-major."""
+        shape = self.local(name)
+        strides, dtype = dense_strides(shape, order), self.type(name).dtype
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
     def know(self, name: str, fact: Tensor | None) -> None:
         """Note the strides of a name's buffer from this point on; None where they are not known."""

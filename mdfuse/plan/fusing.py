@@ -374,9 +374,7 @@ def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form
         if not context.is_on_device(name):
             raise Refusal("an operand lies in host memory")
         fact = context.fact(name)
-        if fact is None:
-            shape, dtype = context.local(name), context.type(name).dtype
-            fact = torch.empty(shape, dtype=dtype, device="meta")
+        fact = context.dense(name) if fact is None else fact
         forms.append((tuple(fact.shape), tuple(fact.stride()), fact.dtype, context.device))
     memory = {slot: context.storage.get(n, n) for slot, n in outside.items() if slot in cut.takes}
     shared = Counter(memory.values())
@@ -400,10 +398,10 @@ def _found(
     return slots
 
 
-def _learn(found: Mapping[int, Tensor], i: Instruction, context: Context) -> None:
+def _learn(facts: Mapping[int, Tensor], i: Instruction, context: Context) -> None:
     """Check the results against their types, and note their strides."""
     for name in i.outputs:
-        fact = found.get(context.slot(name))
+        fact = facts.get(context.slot(name))
         if fact is None:
             continue
         if (tuple(fact.shape), fact.dtype) != (context.local(name), context.type(name).dtype):

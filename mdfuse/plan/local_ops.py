@@ -78,7 +78,7 @@ def _several(i: Instruction, row: ops.Op, context: Context) -> list[Line]:
             behind += [Line(run="copy_", args=(context.ref(name), SlotRef(slot))), drop(slot)]
             continue
         into.append(context.slot(name))
-        context.know(name, torch.empty(shape, dtype=dtype, device="meta") if is_dense else None)
+        context.know(name, context.dense(name) if is_dense else None)
     args = _operands(i, context)
     line = Line(run=row.call, args=args, kwargs=i.attrs, into=tuple(into), makes=nbytes)
     return [line, *behind]
@@ -185,7 +185,7 @@ def _bound(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context)
     if row.is_view and facts and facts[0] is not None:
         context.know(output, row.call(facts[0], **attrs))
     elif row.is_creation or is_dense_result(row, facts):
-        context.know(output, torch.empty(shape, dtype=dtype, device="meta"))
+        context.know(output, context.dense(output))
     return ordered(i, context, line)
 
 
@@ -236,14 +236,14 @@ def ordered(i: Instruction, context: Context, line: Line) -> list[Line]:
     library share no memory.
     """
     (output,) = i.outputs
-    shape, dtype = context.local(output), context.type(output).dtype
     if i.order is None:
         return [line]
+    shape = context.local(output)
     is_taken = output in context.updated and not is_library(i)
     strides = dense_strides(shape, i.order)
     plain, fact = replace(line, into=context.new_slot()), context.fact(output)
     (plain_slot,) = plain.targets
-    context.know(output, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+    context.know(output, context.dense(output, i.order))
     if fact is None and not is_taken:
         args, target = (SlotRef(plain_slot), shape, strides), context.slot(output)
         arranged = Line(run=_in_order, args=args, into=target, shares=(plain_slot,))
@@ -260,9 +260,9 @@ def ordered(i: Instruction, context: Context, line: Line) -> list[Line]:
     return [plain, view, drop(plain_slot)]
 
 
-def _lies_so(shape: tuple[int, ...], found: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _lies_so(shape: tuple[int, ...], actual: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Tell whether strides are those asked for; strides of dims of one element mean nothing."""
-    return all(n <= 1 or s == t for n, s, t in zip(shape, found, strides, strict=True))
+    return all(n <= 1 or s == t for n, s, t in zip(shape, actual, strides, strict=True))
 
 
 def _copied(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

@@ -120,19 +120,19 @@ def in_place(lines: Sequence[Line], results: Sequence[int | None]) -> tuple[Line
     )
 
 
-def _merged(flow: _Flow, found: Sequence[Life]) -> dict[int, int]:
+def _merged(flow: _Flow, living: Sequence[Life]) -> dict[int, int]:
     """Find buffers that share one place, because one takes the place of the other.
 
     Returns:
         slot -> the slot of the first buffer in the same place; for most buffers their own slot.
     """
-    home = {life.slot: life.slot for life in found}
-    for slot, of in _taken(flow, found).items():
+    home = {life.slot: life.slot for life in living}
+    for slot, of in _taken(flow, living).items():
         home[slot] = home[of]
     return home
 
 
-def taken(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
+def taken(lines: Sequence[Line], living: Sequence[Life]) -> dict[int, int]:
     """Find buffers that take the place of an operand whose last use is the call that fills them.
 
     The operand of a reduction is in use until its wait, when the sum is complete. A call that also
@@ -142,11 +142,11 @@ def taken(lines: Sequence[Line], found: Sequence[Life]) -> dict[int, int]:
     Returns:
         slot -> that of the operand, in the order of the calls.
     """
-    return _taken(_Flow(lines), found)
+    return _taken(_Flow(lines), living)
 
 
-def _taken(flow: _Flow, found: Sequence[Life]) -> dict[int, int]:
-    lives_of = {life.slot: life for life in found}
+def _taken(flow: _Flow, living: Sequence[Life]) -> dict[int, int]:
+    lives_of = {life.slot: life for life in living}
     took, bases, uses = dict[int, int](), flow.bases, flow.uses
     handles = _handles(flow.lines)
     for n, (line, refs) in enumerate(zip(flow.lines, flow.refs, strict=True)):
@@ -180,10 +180,10 @@ def _handles(lines: Sequence[Line]) -> list[int | None]:
     return handles[::-1]
 
 
-def _joined(found: Sequence[Life], home: Mapping[int, int]) -> list[Life]:
+def _joined(living: Sequence[Life], home: Mapping[int, int]) -> list[Life]:
     """Return one life for each place, from the first use of its buffers to the last."""
     by_home: dict[int, list[Life]] = defaultdict(list)
-    for life in found:
+    for life in living:
         by_home[home[life.slot]].append(life)
     return [
         replace(
@@ -245,16 +245,16 @@ def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.devi
     return Owned(buffers=buffers, lines=remaining, numbers=numbers, nbytes=size)
 
 
-def _lowest_beside(others: Iterable[Life], found: Iterable[Life]) -> list[Life]:
+def _lowest_beside(others: Iterable[Life], places: Iterable[Life]) -> list[Life]:
     """Return places in the order of `place_in`: first those in use while torch holds others."""
     spans = [(x.start, x.stop) for x in others]
     beside = {n for start, stop in spans for n in range(start, stop + 1)}
-    apart = {x.slot: beside.isdisjoint(range(x.start, x.stop + 1)) for x in found}
-    return sorted(found, key=lambda x: (apart[x.slot], -x.nbytes, x.start))
+    apart = {x.slot: beside.isdisjoint(range(x.start, x.stop + 1)) for x in places}
+    return sorted(places, key=lambda x: (apart[x.slot], -x.nbytes, x.start))
 
 
 def _lowest(
-    found: Sequence[Life],
+    places: Sequence[Life],
     offsets: Mapping[int, int],
     alone: Sequence[Life],
     others: Sequence[Life],
@@ -264,14 +264,14 @@ def _lowest(
     """Return the places to own: all up to some height, as high as the limit on bytes allows.
 
     Args:
-        found: the places.
+        places: the places.
         offsets: their offsets.
         alone: the buffers that have a place.
         others: the buffers that torch allocates in any case.
         home: buffer -> its place.
         limit: on the bytes that are held at once, by the plan and by torch.
     """
-    ends = {x.slot: offsets[x.slot] + x.nbytes for x in found}
+    ends = {x.slot: offsets[x.slot] + x.nbytes for x in places}
     heights = sorted({*ends.values()}, reverse=True)
     held, left = Held(), sorted(alone, key=lambda x: ends[home[x.slot]])
     held.add(others)
@@ -281,7 +281,7 @@ def _lowest(
         held.add(left[count:])
         del left[count:]
         if height + held.most <= limit:
-            return [x for x in found if ends[x.slot] <= height]
+            return [x for x in places if ends[x.slot] <= height]
     return []
 
 

@@ -34,33 +34,33 @@ class Life:
     stop: int
 
 
-def place(found: Sequence[Life], alignment: int) -> dict[int, int]:
+def place(lives: Sequence[Life], alignment: int) -> dict[int, int]:
     """Choose an offset for each buffer, so that those in use at the same time do not overlap.
 
     Three orders are tried, and the one that takes the least memory is used: the largest first, the
     longest in use first, each as far down as it fits; and the order of use.
 
     Args:
-        found: the buffers.
+        lives: the buffers.
         alignment: in bytes; offsets are multiples of it.
 
     Returns:
         slot -> offset in bytes.
     """
-    if len(found) > MANY:
-        return _place_equal(found, alignment)
+    if len(lives) > MANY:
+        return _place_equal(lives, alignment)
     orders = (
-        sorted(found, key=lambda x: (-x.nbytes, x.start)),
-        sorted(found, key=lambda x: (x.start - x.stop, -x.nbytes)),
+        sorted(lives, key=lambda x: (-x.nbytes, x.start)),
+        sorted(lives, key=lambda x: (x.start - x.stop, -x.nbytes)),
     )
     tried = [place_in(order, alignment) for order in orders]
-    tried.append(_place_in_time(found, alignment))
-    return min(tried, key=lambda offsets: size_of(found, offsets))
+    tried.append(_place_in_time(lives, alignment))
+    return min(tried, key=lambda offsets: size_of(lives, offsets))
 
 
-def size_of(found: Sequence[Life], offsets: Mapping[int, int]) -> int:
+def size_of(lives: Sequence[Life], offsets: Mapping[int, int]) -> int:
     """Return the bytes that placed buffers take together."""
-    return max((offsets[x.slot] + x.nbytes for x in found), default=0)
+    return max((offsets[x.slot] + x.nbytes for x in lives), default=0)
 
 
 _Ints = npt.NDArray[np.int64]
@@ -113,15 +113,15 @@ def place_in(order: Sequence[Life], alignment: int) -> dict[int, int]:
     return offsets
 
 
-def _place_in_time(found: Sequence[Life], alignment: int) -> dict[int, int]:
+def _place_in_time(lives: Sequence[Life], alignment: int) -> dict[int, int]:
     """Place buffers in the order of use, each in the smallest gap, at either end of the memory.
 
     So a small buffer does not split the space that the next large one needs: in a chain of large
     buffers with small ones between them, the large ones alternate.
     """
-    bound, offsets = _up(peak(found), alignment), dict[int, int]()
-    placed = _Placed(len(found), alignment)
-    for life in sorted(found, key=lambda x: (x.start, -x.nbytes)):
+    bound, offsets = _up(peak(lives), alignment), dict[int, int]()
+    placed = _Placed(len(lives), alignment)
+    for life in sorted(lives, key=lambda x: (x.start, -x.nbytes)):
         free, ends = placed.beside(life)
         size, ends = _up(life.nbytes, alignment), np.append(ends, bound)
         lengths = ends - free
@@ -137,12 +137,12 @@ def _place_in_time(found: Sequence[Life], alignment: int) -> dict[int, int]:
     return offsets
 
 
-def _place_equal(found: Sequence[Life], alignment: int) -> dict[int, int]:
+def _place_equal(lives: Sequence[Life], alignment: int) -> dict[int, int]:
     """Give a buffer the place of an equally large one that is no longer in use."""
     offsets: dict[int, int] = {}
     free: dict[int, list[tuple[int, int]]] = defaultdict(list)  # size -> (in use until, offset)
     end = 0
-    for life in found:
+    for life in lives:
         places = free[life.nbytes]
         ready = next((p for p in places if p[0] < life.start), None)
         if ready is not None:
@@ -158,10 +158,10 @@ def _up(n: int, alignment: int) -> int:
     return -(-n // alignment) * alignment
 
 
-def peak(found: Iterable[Life]) -> int:
+def peak(lives: Iterable[Life]) -> int:
     """Return the most bytes that are in use at once."""
     held = Held()
-    held.add(found)
+    held.add(lives)
     return held.most
 
 
@@ -171,9 +171,9 @@ class Held:
     def __init__(self) -> None:
         self._changes: _Ints = np.zeros(0, dtype=np.int64)
 
-    def add(self, found: Iterable[Life]) -> None:
+    def add(self, buffers: Iterable[Life]) -> None:
         """Hold some more buffers."""
-        lives = [(x.start, x.stop, x.nbytes) for x in found]
+        lives = [(x.start, x.stop, x.nbytes) for x in buffers]
         if not lives:
             return
         start, stop, nbytes = np.array(lives, dtype=np.int64).T

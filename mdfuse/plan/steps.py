@@ -11,9 +11,8 @@ from mdfuse.hir.analysis.dataflow import shared_operand
 from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of, row_of
 from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
-from mdfuse.plan import streams
+from mdfuse.plan import buffer_ops, streams
 from mdfuse.plan.allocation import allocate
-from mdfuse.plan.buffer_ops import BUFFER_OPS
 from mdfuse.plan.context import CALLER_SLOT, Context, Step, label
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.local_ops import compute
@@ -212,7 +211,7 @@ def _prepared(i: Instruction, context: Context) -> list[Line]:
     if i.fn in ops.TABLE:
         lines = compute(i, context)
         return lines if context.checks is None else context.checks.checked(i, lines, context)
-    return BUFFER_OPS[i.op](i, context)
+    return buffer_ops.prepared(i, context)
 
 
 def _expanded_dims(i: Instruction, context: Context) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Keys of a host unit's computation, within this process and as names in all processes.
 
 A key is a nested tuple of plain values. Functions stand in it with their code and their bound
-values, so that units of equal layers, whose functions were made apart, have equal keys.
+values, so that units of equal layers, whose functions are different objects, have equal keys.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mdfuse.errors import PACKAGE
+from mdfuse.hir.analysis.normal_form import Numbers
 from mdfuse.plan.lines import Line, SlotRef
 
 #: The type of torch's own ops, as `torch.ops.aten.add.out`.
@@ -34,11 +35,8 @@ def unit_key(lines: Sequence[Line], takes: Sequence[int], makes: Sequence[int]) 
         takes: slots that have values before.
         makes: slots whose values are wanted.
     """
-    numbers: dict[int, int] = {}
-
-    def number(slot: int) -> int:
-        return numbers.setdefault(slot, len(numbers))
-
+    numbers = Numbers[int]()
+    number = numbers.__getitem__
     for slot in takes:
         number(slot)
     calls: list[Hashable] = []
@@ -138,8 +136,8 @@ def _value(x: Any, number: Callable[[int], int]) -> Hashable:
 
 
 def _is_known(x: Any) -> bool:
-    """Tell whether a function of C has a name that says which it is."""
-    of = getattr(x, "__self__", None)  # of a method that is bound: whose
+    """Return whether the name of a function of C identifies it."""
+    of = getattr(x, "__self__", None)  # the object of a bound method
     return (of is None or isinstance(of, type | types.ModuleType)) and bool(_module_of(x))
 
 

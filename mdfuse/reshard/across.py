@@ -138,6 +138,53 @@ def _cost(way: _Way, first: _Path, last: _Path, shape: tuple[int, ...]) -> tuple
     return way.together(costs[0], costs[1]), len(first) + len(last)
 
 
+class _Planned(NamedTuple):
+    """A candidate, some of whose legs are planned; entries of the frontier compare in this order.
+
+    Attributes:
+        total: a lower bound of the cost.
+        work: a lower bound of the sum of all legs.
+        steps: the number of steps, as far as it is known.
+        place: the place of the candidate among all; refinements follow their candidate.
+        legs: the number of planned legs.
+        way: the candidate.
+        spent: the costs of the planned legs, and lower bounds of the others.
+        paths: the steps of each leg; () of those that are not planned.
+    """
+
+    total: int
+    work: int
+    steps: int
+    place: tuple[int, ...]
+    legs: int
+    way: _Way
+    spent: tuple[int, ...]
+    paths: tuple[_Path, ...]
+
+    @staticmethod
+    def none_of(way: _Way, place: tuple[int, ...], least: int) -> _Planned:
+        """Return a candidate before any leg is planned; `least` is a lower bound of its cost."""
+        total, paths = max(way.together(*way.least), least), ((),) * len(way.legs)
+        return _Planned(total, sum(way.least), 0, place, 0, way, way.least, paths)
+
+    def one_more(self, cost: Callable[[Step], int], least: int) -> _Planned:
+        """Return the candidate with one more leg planned."""
+        way, spent, paths = self.way, [*self.spent], [*self.paths]
+        leg = len(paths) - 1 - self.legs if way.is_last_first else self.legs
+        later = spent[:leg] if way.is_last_first else spent[leg + 1 :]
+        paths[leg] = way.legs[leg]()
+        spent[leg] = sum(map(cost, paths[leg]))
+        steps = sum(map(len, paths)) + sum(bound > 0 for bound in later)
+        return self._replace(
+            total=max(way.together(*spent), least),
+            work=sum(spent),
+            steps=steps,
+            legs=self.legs + 1,
+            spent=tuple(spent),
+            paths=tuple(paths),
+        )
+
+
 def _soonest(ways: Iterable[_Way], cost: Callable[[Step], int], least: int) -> _Path:
     """Return the steps of the cheapest candidate; `least` is a lower bound of any cost.
 
@@ -145,36 +192,20 @@ def _soonest(ways: Iterable[_Way], cost: Callable[[Step], int], least: int) -> _
     search is best-first: plan one more leg of the candidate with the least bound, until it is
     complete.
     """
-    every: dict[tuple[int, ...], _Way] = {(n,): way for n, way in enumerate(ways)}
-    if len(every) == 1 and every[0,].ways is None:
-        return tuple([step for find in every[0,].legs for step in find()])
-    legs = dict[tuple[int, ...], list[_Path]]()
-    spent = {at: [*way.least] for at, way in every.items()}
-    #: (bound of the cost, bound of the sum of legs, steps, candidate, number of planned legs)
-    frontier = [
-        (max(way.together(*way.least), least), sum(way.least), 0, at, 0)
-        for at, way in every.items()
-    ]
+    frontier = [_Planned.none_of(way, (n,), least) for n, way in enumerate(ways)]
+    if len(frontier) == 1 and frontier[0].way.ways is None:
+        return tuple([step for find in frontier[0].way.legs for step in find()])
     heapq.heapify(frontier)
     while True:
-        total, _, _, at, known = heapq.heappop(frontier)
-        way = every[at]
-        if way.ways is not None:
-            for n, one in enumerate(way.ways()):
-                every[*at, n], spent[*at, n] = one, [*one.least]
-                most = max(one.together(*one.least), total)
-                heapq.heappush(frontier, (most, sum(one.least), 0, (*at, n), 0))
-            continue
-        paths = legs.setdefault(at, [()] * len(way.legs))
-        if known == len(way.legs):
-            return tuple([step for leg in paths for step in leg])
-        order = [*range(len(way.legs))][:: -1 if way.is_last_first else 1]
-        leg = order[known]
-        paths[leg] = way.legs[leg]()
-        spent[at][leg] = sum(map(cost, paths[leg]))
-        steps = sum(map(len, paths)) + sum(spent[at][later] > 0 for later in order[known + 1 :])
-        total = max(way.together(*spent[at]), least)
-        heapq.heappush(frontier, (total, sum(spent[at]), steps, at, known + 1))
+        planned = heapq.heappop(frontier)
+        if planned.way.ways is not None:
+            for n, way in enumerate(planned.way.ways()):
+                refined = _Planned.none_of(way, (*planned.place, n), planned.total)
+                heapq.heappush(frontier, refined)
+        elif planned.legs == len(planned.paths):
+            return tuple([step for path in planned.paths for step in path])
+        else:
+            heapq.heappush(frontier, planned.one_more(cost, least))
 
 
 #: each leg is a part of several candidates

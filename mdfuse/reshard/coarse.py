@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mdfuse.layouts.recv_volume import UNIT, is_special, length
+from mdfuse.layouts.parts import length
+from mdfuse.layouts.recv_volume import UNIT, is_special
 from mdfuse.reshard.nodes import Move, Node
 from mdfuse.reshard.search import Search
 
@@ -101,6 +102,6 @@ def _arriving_by(search: Search, here: Node, move: Move) -> Any:
     whole, n = move.after if move.kind == "Allgather" else here, search.count(move.axes)
     block: Any = 1
     for dim, axes in enumerate(whole.splits):
-        rows = length(search.cut(dim, axes))
+        rows = length(search.of_dims[dim].rows(axes))
         block = block * (-(-rows // n) if dim == move.dim else rows)
     return UNIT * (-(-2 * block * (n - 1) // n) if move.dim is None else block * (n - 1))

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
-from mdfuse.layouts.blocks import segments, split
-from mdfuse.layouts.boxes import Rows
 from mdfuse.layouts.dim_rows import DimRows, dims_of
 from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
@@ -64,7 +62,7 @@ class Costs:
     sides: dict[Node, Side] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        (self.parts, self.first_rows, self.counts, self.teams, self.lacks, self.spread) = tables_of(
+        (self.parts, self.counts, self.teams, self.lacks, self.spread) = tables_of(
             self.source, self.shape
         )
 
@@ -90,10 +88,6 @@ class Costs:
     def dims(self) -> list[int]:
         """The dims whose splits may change; dims in blocks stay as they are."""
         return [d for d in range(len(self.shape)) if d not in self.source.blocked]
-
-    def blocks(self, dim: int) -> Rows:
-        """Return the blocks of a dim, the same in all nodes."""
-        return segments(self.source.blocked.get(dim), self.shape[dim])
 
     @cached_property
     def kept(self) -> int:
@@ -147,23 +141,9 @@ class Costs:
 
     # -- sizes -----------------------------------------------------------------------------------
 
-    def rows(self, dim: int, axes: tuple[int, ...]) -> int:
+    def rows(self, dim: int, axes: tuple[int, ...]) -> Any:
         """Return the first rank's number of rows in a dim."""
-        n = self.first_rows.get((dim, axes))
-        if n is None:
-            n = self.first_rows[dim, axes] = self._rows(dim, axes)
-        return n
-
-    def _rows(self, dim: int, axes: tuple[int, ...]) -> int:
-        rows, names = self.blocks(dim), self.source.mesh.axes
-        if len(rows) > 1:
-            for a in axes:
-                rows = split(rows, self.sizes[a], 0, self.source.is_plain(dim, names[a]))
-            return sum(stop - start for start, stop in rows)
-        n = self.shape[dim]
-        for a in axes:
-            n = -(-n // self.sizes[a])
-        return n
+        return self.of_dims[dim].parts(axes).first
 
     def part(self, node: Node) -> int:
         """Return the elements of the largest part."""
@@ -332,10 +312,6 @@ class Costs:
     def overlap(self, dim: int, have: tuple[int, ...], need: tuple[int, ...]) -> tuple[Any, Any]:
         """Return the number of rows that each rank needs, and the number of these that it has."""
         return self.of_dims[dim].overlap(have, need)
-
-    def cut(self, dim: int, axes: tuple[int, ...]) -> list[tuple[Any, Any]]:
-        """Return (start, stop) of each rank's part in each block of a dim."""
-        return self.of_dims[dim].rows(axes)
 
     def least(self, node: Node) -> int:
         """Return a quick lower bound of the remaining cost."""

@@ -50,8 +50,6 @@ class Tables(NamedTuple):
 
     #: axes that split dims -> elements of the largest part
     parts: dict[Splits, int]
-    #: (dim, axes that split it) -> rows of the first rank
-    first_rows: dict[tuple[int, tuple[int, ...]], int]
     #: axes -> number of ranks along them
     counts: dict[tuple[int, ...], int]
     #: (whether pairs count, axes) -> number of teams, or of pairs, that span hosts
@@ -65,9 +63,9 @@ class Tables(NamedTuple):
 def tables_of(layout: Layout, shape: tuple[int, ...]) -> Tables:
     """Return the tables of a mesh and extents; those of dims in blocks, or of symbols, are new."""
     is_plain = not layout.blocked and not is_symbolic(shape)
-    return _tables(layout.mesh, shape) if is_plain else Tables({}, {}, {}, {}, {}, {})
+    return _tables(layout.mesh, shape) if is_plain else Tables({}, {}, {}, {}, {})
 
 
 @lru_cache(maxsize=64)
 def _tables(mesh: DeviceMesh, shape: tuple[int, ...]) -> Tables:
-    return Tables({}, {}, {}, {}, {}, {})
+    return Tables({}, {}, {}, {}, {})

@@ -40,6 +40,31 @@ class _Way(NamedTuple):
         return moves[::-1]
 
 
+class _Reached(NamedTuple):
+    """A node that a path reaches: entries of the frontier compare in this order.
+
+    Attributes:
+        spans: the number of axes of several backends that the path's exchanges span.
+        total: a lower bound of the total cost.
+        effort: decides between paths of equal cost.
+        tick: decides between paths of equal effort.
+        spent: the cost so far.
+        node: the node.
+        way: the path.
+        level: 0: a late move is priced by a quick bound; 1: by its inter-host volume; 2: all moves
+            are priced, with the exact heuristic if there is one.
+    """
+
+    spans: int
+    total: int
+    effort: int
+    tick: int
+    spent: int
+    node: Node
+    way: _Way
+    level: int
+
+
 class Search(Costs):
     """The search from one layout to another on one mesh, for a tensor of some extents."""
 
@@ -57,9 +82,11 @@ class Search(Costs):
 
     def exchanges(self, here: Node) -> list[Move]:
         """Return the moves by which each rank receives just its missing elements."""
+        # P[a] -> any splits: ReduceExchange
         if here.partial:
             may = here == self.start and len({*self.ops.values()}) == 1 and self.is_free
             return [Move("ReduceExchange", after) for after in self.refined] if may else []
+        # any splits -> any splits: Exchange
         may = here.made == () and here.splits != self.end.splits and self.may_exchange(here)
         ends = self.refined if self.is_timed else [self.end._replace(made=())]
         if may and self.is_mixed:
@@ -109,6 +136,7 @@ class Search(Costs):
         """Return the one-axis moves that can lead to the destination."""
         splits, partial, new_terms = here
         to, dims = self.target[a], self.dims_along(a, bool(partial) or self.is_timed)
+        # P[a] -> R[a]: Allreduce; P[a] -> S(d)[a]: ReduceScatter
         if a in partial:
             reduced = Node(splits, tuple([p for p in partial if p != a]), new_terms)
             moves = [Move("Allreduce", reduced, (a,))]
@@ -117,6 +145,7 @@ class Search(Costs):
         for d, axes in enumerate(splits):
             if a in axes:
                 dim = d
+        # R[a] -> S(d)[a]: slice; R[a] -> P[a]: slice or term
         if dim is None:
             if a in new_terms or not self.is_whole(a):
                 return []
@@ -128,8 +157,10 @@ class Search(Costs):
             return moves
         if dim not in self.dims or splits[dim][-1] != a:
             return []
+        # S(d)[a] -> R[a]: Allgather
         gathered = _joined(here, dim, 1)
         moves = [Move("Allgather", gathered, (a,), dim)]
+        # S(d)[a] -> S(e)[a]: AllToAll; S(d)[a] -> P[a]: term
         if to is not None and to != dim:
             moves.append(Move("AllToAll", _split(gathered, a, to), (a,), dim, to))
         elif a in self.made and self.made[a] != "avg":
@@ -184,15 +215,18 @@ class Search(Costs):
             for axes in combinations(here.partial, n):
                 if len({self.ops[a] for a in axes}) > 1 or not self.is_one_carrier(axes):
                     continue
+                # P[a] P[b] -> R[a] R[b]: Allreduce
                 reduced = here._replace(partial=tuple(p for p in here.partial if p not in axes))
                 yield Move("Allreduce", reduced, axes)
                 even = [d for d in self.dims if self.is_even(d, (*here.splits[d], *axes))]
                 even = even if self.source.stream is None else []
+                # P[a] P[b] -> S(d)[a, b]: ReduceScatter
                 for order, d in product(permutations(axes), even) if even else ():
                     after = reduced
                     for a in order:
                         after = _split(after, a, d)
                     yield Move("ReduceScatter", after, order, d)
+        # S(d)[a, b] -> R[a] R[b]: Allgather
         for d, axes in ((d, here.splits[d]) for d in self.dims):
             if len(axes) > 1 and self.is_even(d, axes):
                 for n in range(2, len(axes) + 1):
@@ -291,25 +325,21 @@ class Search(Costs):
         The number of axes of several backends that its exchanges span counts before the cost.
         """
         tick, end, late_is = count(), self.end, 0 if self.is_timed else 1
-        # (spanned axes of several backends, lower bound of the total cost, effort, tie-break, cost
-        # so far, node, path, level). Level 0: a late move is priced by a quick bound; 1: by its
-        # inter-host volume; 2: all moves are priced, with the exact heuristic if there is one.
-        frontier: list[tuple[int, int, int, int, int, Node, _Way, int]] = [
-            (0, self.least(self.start), 0, next(tick), 0, self.start, _Way(), 1)
-        ]
+        start = _Reached(0, self.least(self.start), 0, next(tick), 0, self.start, _Way(), 1)
+        frontier = [start]
         done: set[Node] = set()
         best: dict[Node, tuple[float, int, int]] = {}  # least cost to a node, except by late moves
         limit: tuple[float, int] = _FAR[:2]  # cost of the best path known
         while frontier:
-            spans, total, effort, _, spent, node, way, known = heapq.heappop(frontier)
+            spans, total, effort, _, spent, node, way, level = heapq.heappop(frontier)
             if node in done:
                 continue
-            if known < 2:
-                update = self.closer(total, spent, node, way, known)
+            if level < 2:
+                update = self.closer(total, spent, node, way, level)
                 if update is not None:
-                    total, spent, known = update
-                    limit = min(limit, (spans, total)) if node == end and known == 2 else limit
-                    later = (spans, total, effort, next(tick), spent, node, way, known)
+                    total, spent, level = update
+                    limit = min(limit, (spans, total)) if node == end and level == 2 else limit
+                    later = _Reached(spans, total, effort, next(tick), spent, node, way, level)
                     heapq.heappush(frontier, later)
                     continue
             if node == end:
@@ -325,29 +355,29 @@ class Search(Costs):
                     continue
                 weight = effort + _effort(move, way.has_posts)
                 if self.is_late(move):
-                    total, so_far, known = ahead + self.quickly(node, move), spent, late_is
+                    total, so_far, level = ahead + self.quickly(node, move), spent, late_is
                     if (spans, total) > limit:
                         continue
                 else:
                     cost = self.cost(move, node) if cost < 0 else cost
-                    total, so_far, known = ahead + cost, spent + cost, 1
+                    total, so_far, level = ahead + cost, spent + cost, 1
                     if (spans, total) > limit or best.get(after, _FAR) <= (spans, so_far, weight):
                         continue
                     best[after] = spans, so_far, weight
                     if after == end:
                         limit = spans, total
                 on = _Way(way, (node, move), way.has_posts or move.kind not in _LOCAL, spans)
-                row = (spans, total, weight, next(tick), so_far, after, on, known)
-                heapq.heappush(frontier, row)
+                reached = _Reached(spans, total, weight, next(tick), so_far, after, on, level)
+                heapq.heappush(frontier, reached)
         raise AssertionError(f"no way from {self.source} to {self.goal}")
 
     def closer(
-        self, total: int, spent: int, here: Node, way: _Way, known: int
+        self, total: int, spent: int, here: Node, way: _Way, level: int
     ) -> tuple[int, int, int] | None:
         """Return (total, cost so far, level) of a frontier entry at a higher level, or None."""
         if way.last is not None and self.is_late(way.last[1]):
             before, move = way.last
-            if known == 0:
+            if level == 0:
                 least = spent + self.least(here) + self.least_of(before, move)
                 return max(total, least), spent, 1
             spent += self.cost(move, before)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of
+from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of, row_of
 from mdfuse.hir.orders import Dims
 from mdfuse.hir.program import HostProgram, Instruction
 
@@ -45,7 +45,8 @@ def nbytes(program: HostProgram, i: Instruction) -> int:
 
 def added_to(program: HostProgram, i: Instruction) -> int:
     """Return the bytes of a sum that an instruction adds to: it is read and written again."""
-    is_added = i.op == "accumulate" or (i.op == "addmm" and len(i.inputs) == 3)
+    row = row_of(i)
+    is_added = row is not None and row.adds and len(i.inputs) == row.operands[1]
     return buffer_bytes(program, i.outputs[0]) if is_added else 0
 
 

@@ -1,8 +1,8 @@
 """Classes of ranks that run alike: the same work on parts of the same shapes, among alike ranks.
 
-A program for 1,024 ranks is looked at on one rank of each class. Ranks are alike where their parts
+A program for 1,024 ranks is simulated on one rank of each class. Ranks are alike if their parts
 have the same shapes, their communications bring the same bytes and meet ranks that are alike, and
-no index of the program tells them apart.
+no index of the program differs between them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from mdfuse.communication import Communication
 from mdfuse.extents.expressions import Calc, Term, terms
+from mdfuse.hir.analysis.normal_form import Numbers
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.layouts.kinds import KINDS
@@ -46,14 +47,14 @@ def rank_classes(program: HostProgram, *, are_rings_alike: bool = False) -> Clas
 
     Args:
         program: whose ranks.
-        are_rings_alike: where nothing but the place in a ring tells ranks apart, and all chunks
-            have one size, they are one class. They run alike, each with another chunk in turn.
+        are_rings_alike: ranks that differ in their place in a ring alone are one class if all
+            chunks have one size. They run alike, each with another chunk in turn.
     """
     ranks = sorted({r for mesh in program.meshes for r in mesh})
     if program.rank is not None or not ranks:
         rank = program.rank or 0
         return Classes(((rank,),), {rank: rank})
-    keys = _Told(program)
+    keys = _Criteria(program)
     plain = keys.apart({})
     if are_rings_alike and (by := keys.apart(_turned(program))) != plain:
         classes = _classes(ranks, keys, by)
@@ -62,10 +63,10 @@ def rank_classes(program: HostProgram, *, are_rings_alike: bool = False) -> Clas
     return _classes(ranks, keys, plain)
 
 
-def _classes(ranks: Sequence[int], told: _Told, by: _Apart) -> Classes:
-    numbers = _numbered(ranks, [told.key(r, by) for r in ranks])
+def _classes(ranks: Sequence[int], criteria: _Criteria, by: _Apart) -> Classes:
+    numbers = _numbered(ranks, [criteria.key(r, by) for r in ranks])
     while True:
-        among = _Among(told, numbers)
+        among = _Among(criteria, numbers)
         finer = _numbered(ranks, [(numbers[r], among.key(r)) for r in ranks])
         if len({*finer.values()}) == len({*numbers.values()}):
             break
@@ -80,8 +81,8 @@ def _classes(ranks: Sequence[int], told: _Told, by: _Apart) -> Classes:
 
 
 def _numbered(ranks: Sequence[int], keys: Sequence[Hashable]) -> dict[int, int]:
-    known: dict[Hashable, int] = {}
-    return {r: known.setdefault(k, len(known)) for r, k in zip(ranks, keys, strict=True)}
+    known = Numbers[Hashable]()
+    return {r: known[k] for r, k in zip(ranks, keys, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class _Apart:
     axes: tuple[str, ...]
 
 
-class _Told:
+class _Criteria:
     """The criteria that tell the ranks of a program apart, each one computed once."""
 
     def __init__(self, program: HostProgram) -> None:
@@ -181,7 +182,7 @@ def _terms(
 ) -> Iterator[Term]:
     """Yield the terms in the index expressions of a program that tell ranks apart.
 
-    The position in a ring along the axes of `turned`, with their extents, does not count.
+    The position in a ring along an axis of `turned` (axis -> extent) does not count.
     """
     for i in program.walk():
         ring = {a: n for a, n in turned.items() if i.op in TRANSFERS and a == i.kwargs.get("axis")}
@@ -249,9 +250,9 @@ def _is_even(layout: Layout, shape: Sequence[Any]) -> bool:
 class _Among:
     """The classes among which each communication takes place."""
 
-    def __init__(self, told: _Told, numbers: dict[int, int]) -> None:
+    def __init__(self, criteria: _Criteria, numbers: dict[int, int]) -> None:
         self.numbers = numbers
-        self.communications, self.ways = told.communications, told.ways
+        self.communications, self.ways = criteria.communications, criteria.ways
         self.whole: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         #: number of a communication, coordinates of a team -> the classes in it
         self.teams: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}

@@ -45,7 +45,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of how many readers each piece was shown, rather than put."""
+    """Count the readers to whom each piece was shown, not put."""
     found: list[int] = []
     show = host_team.HostTeam.show
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from expecttest import assert_expected_inline
 from helpers.example_files import FOLDER
+from helpers.golden import Golden
 from typer.testing import CliRunner, Result
 
 from mdfuse import Partial, Shard
@@ -30,59 +30,9 @@ def shown(*arguments: str) -> str:
     return "\n".join(line.rstrip() for line in result.output.splitlines())
 
 
-def test_one_file_on_two_meshes() -> None:
+def test_one_file_on_two_meshes(golden: Golden) -> None:
     """24 KiB: 2 * (n - 1) / n of 96 x 64 f32 for n = 2; 18 KiB of half of the rows for n = 4."""
-    assert_expected_inline(
-        shown(MLP, "--mesh", "tp=2", "--mesh", "dp=2,tp=4"),
-        """\
-
-                             tp=2   dp=2,tp=4
- ─────────────────────────────────────────────
-  ranks                         2           8
-  instructions                 16          16
-  peak memory of a rank   185 KiB    68.5 KiB
-
-communications per run, bytes received per rank
-
-  kind              axis   count     tp=2   count   dp=2,tp=4
- ─────────────────────────────────────────────────────────────
-  Allreduce (sum)   tp         1   24 KiB       1      18 KiB
-
-  all                          1   24 KiB       1      18 KiB
-
---- tp=2
-+++ dp=2,tp=4
-@@ -1,8 +1,8 @@
--host @mlp on mesh(tp=2) {
--  input %x: (tp=R)
--  input %w1: (tp=S0)
--  input %b1: (tp=S0)
--  input %w2: (tp=S1)
--  input %b2: (tp=R)
-+host @mlp on mesh(dp=2, tp=4) {
-+  input %x: (dp=S0, tp=R)
-+  input %w1: (dp=R, tp=S0)
-+  input %b1: (dp=R, tp=S0)
-+  input %w2: (dp=R, tp=S1)
-+  input %b2: (dp=R, tp=R)
-   %t = linear(%x, %w1, %b1)
-   %h = gelu(%t, approximate=none)
-@@ -10,10 +10,10 @@
-   %t_1.partial = linear(%h, %w2) contiguous
-   free %h
--  %t_1.partial.whole = alloc
--  %c0 = post allreduce[sum](%t_1.partial) -> %t_1.partial.whole axis=tp
-+  %t_1.partial.dp_S0 = alloc
-+  %c0 = post allreduce[sum](%t_1.partial) -> %t_1.partial.dp_S0 axis=tp
-   wait %c0
-   free %t_1.partial
--  %t_1 = add(%t_1.partial.whole, %b2)
--  free %t_1.partial.whole
-+  %t_1 = add(%t_1.partial.dp_S0, %b2)
-+  free %t_1.partial.dp_S0
-   %y = add(%x, %t_1)
-   free %t_1""",
-    )
+    golden(shown(MLP, "--mesh", "tp=2", "--mesh", "dp=2,tp=4"))
 
 
 def test_two_files_on_one_mesh() -> None:

@@ -55,7 +55,7 @@ def times(name: str, costs: Costs) -> tuple[float, dict[Form, float]]:
 def drawn(seed: int) -> Costs:
     """Costs from links that are free to links that are all there is.
 
-    Of every ten tables one has links without end, one work that takes no time, one a latency beside
+    One table in ten has links without end, one work that takes no time, one a latency beside
     which nothing counts.
     """
     draw = random.Random(seed)

@@ -18,7 +18,7 @@ LINE, GRID = DeviceMesh.arange(tp=2), DeviceMesh.arange(dp=2, tp=2)
 FAR = DeviceMesh([4, 5, 6], axes=("x",))
 PAYS = str(Path(helpers.__file__).parent / "pays.json")
 
-#: Of every option values that differ from the default, but for those that name what is elsewhere:
+#: A value of every option that differs from the default, but for those that name what is elsewhere:
 #: simulated ranks have one backend, no timeouts, and no files.
 VALUES: dict[str, tuple[Any, ...]] = {
     "backend": (), "timeout_s": (), "reports": (), "trace": (), "fast_lane": ("never",),

@@ -359,7 +359,7 @@ def test_run_reads_off_what_every_rank_sees() -> None:
 
 
 def test_variances_of_any_number_of_rows() -> None:
-    """Of one row, and of none, they are no numbers: the definition asks for neither."""
+    """One row or none gives no numbers: the definition asks for neither."""
     with mf.FusionDefinition("variances") as fd:
         x = fd.define_tensor([-1, 3], mesh=DeviceMesh.arange(tp=2), layout={"tp": Shard(0)})
         fd.add_output(x.var(0))

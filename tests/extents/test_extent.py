@@ -9,7 +9,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from helpers import sampling
+from hypothesis import given
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.assumptions import Assumptions, assuming
@@ -25,8 +26,6 @@ from mdfuse.extents.extent import (
     with_examples,
     with_numbers,
 )
-
-SAME_EVERY_TIME = settings(max_examples=150, derandomize=True, deadline=None, database=None)
 
 #: An expression: a function of the symbols x and y.
 Drawn = Callable[[Any, Any], Any]
@@ -74,7 +73,7 @@ NUMBERS = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 12, 13, 24, 100])
     ),
     examples=st.tuples(NUMBERS, NUMBERS),
 )
-@SAME_EVERY_TIME
+@sampling.examples(150)
 def test_where_the_guards_hold_all_decisions_are_the_same(
     conditions: list[tuple[Drawn, Drawn, Callable[[Any, Any], bool]]], examples: tuple[int, int]
 ) -> None:
@@ -96,7 +95,7 @@ def test_where_the_guards_hold_all_decisions_are_the_same(
 
 
 @given(drawn=expressions(4), examples=st.tuples(NUMBERS, NUMBERS))
-@SAME_EVERY_TIME
+@sampling.examples(150)
 def test_expressions_have_the_numbers_of_their_symbols(
     drawn: Drawn, examples: tuple[int, int]
 ) -> None:

@@ -88,7 +88,7 @@ class Drawn:
 
 
 def gradients(drawn: Drawn, xs: list[Any], grad: Any) -> list[Any]:
-    """Of both losses, and now and then of the square of a gradient."""
+    """Gradients of both losses, and now and then of the square of a gradient."""
     first, second = drawn.run(xs)
     found = [*grad(first, xs), *grad(second * 2 + first, xs)]
     if drawn.is_second:

@@ -128,7 +128,7 @@ def held(program: mf.Program) -> int:
     return memory_of(project(program.host, 0)).peak
 
 
-#: Of one kernel each: beside what is kept there are the cotangent and what becomes of it.
+#: Losses of one kernel each: beside kept values there are the cotangent and its result.
 @pytest.mark.parametrize(
     "name", ["gelu", "gelu by tanh", "hardsigmoid", "hardswish", "mish", "silu"]
 )

@@ -120,6 +120,25 @@ def spelled(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda ops, *handles: function(*handles)
 
 
+def with_more(
+    name: str,
+    args: tuple[Arg, ...],
+    plain: Callable[..., Any],
+    *more: Any,
+    tries: int = 5,
+    **settings: Any,
+) -> Case:
+    """A row of an operation and a torch call that take, behind the operands, the same arguments."""
+    op = name.split("-")[0]
+    return Case(
+        name,
+        args,
+        lambda ops, *handles: getattr(ops, op)(*handles, *more, **settings),
+        lambda *tensors: plain(*tensors, *more, **settings),
+        tries,
+    )
+
+
 # -- the rows ------------------------------------------------------------------------------------
 
 UNARY_VALUES = {
@@ -161,39 +180,13 @@ def unary_rows() -> Iterator[Case]:
         yield Case(
             f"bitwise_not-{dtype}", (Arg((5, 3), dtype),), named("bitwise_not"), torch.bitwise_not
         )
-    yield Case(
-        "gelu-tanh",
-        (Arg((5, 3)),),
-        lambda ops, x: ops.gelu(x, approximate="tanh"),
-        lambda x: F.gelu(x, approximate="tanh"),
-    )
-    yield Case(
-        "leaky_relu-slope",
-        (Arg((5, 3)),),
-        lambda ops, x: ops.leaky_relu(x, 0.25),
-        lambda x: F.leaky_relu(x, 0.25),
-    )
+    yield with_more("gelu-tanh", (Arg((5, 3)),), F.gelu, approximate="tanh")
+    yield with_more("leaky_relu-slope", (Arg((5, 3)),), F.leaky_relu, 0.25)
     for limits in ({"min": -1}, {"max": 0.5}, {"min": -0.25, "max": 1}):
-        yield Case(
-            f"clamp-{limits}",
-            (Arg((5, 3)),),
-            lambda ops, x, limits=limits: ops.clamp(x, **limits),
-            lambda x, limits=limits: torch.clamp(x, **limits),
-        )
-    for before, after in (
-        (F64, F32),
-        (F32, BF16),
-        (F64, I64),
-        (I32, F32),
-        (F64, BOOL),
-        (BOOL, F64),
-    ):
-        yield Case(
-            f"cast-{before}-{after}",
-            (Arg((5, 3), before),),
-            lambda ops, x, after=after: ops.cast(x, after),
-            lambda x, after=after: x.to(after),
-        )
+        yield with_more(f"clamp-{limits}", (Arg((5, 3)),), torch.clamp, **limits)
+    casts = (F64, F32), (F32, BF16), (F64, I64), (I32, F32), (F64, BOOL), (BOOL, F64)
+    for before, after in casts:
+        yield with_more(f"cast-{before}-{after}", (Arg((5, 3), before),), Tensor.to, after)
 
 
 def binary_rows() -> Iterator[Case]:
@@ -267,19 +260,9 @@ def view_rows() -> Iterator[Case]:
 
     yield Case("set", (Arg((5, 3)),), named("set"), lambda x: x, tries=40)
     for dims in ((1, 0, 2), (2, 0, 1), (-1, 0, -2)):
-        yield Case(
-            f"permute-{dims}",
-            (Arg((5, 3, 2)),),
-            lambda ops, x, dims=dims: ops.permute(x, dims),
-            lambda x, dims=dims: x.permute(dims),
-        )
+        yield with_more(f"permute-{dims}", (Arg((5, 3, 2)),), Tensor.permute, dims)
     yield Case("transpose", (Arg((5, 3, 2)),), named("transpose"), lambda x: x.transpose(-2, -1))
-    yield Case(
-        "transpose-02",
-        (Arg((5, 3, 2)),),
-        lambda ops, x: ops.transpose(x, 0, 2),
-        lambda x: x.transpose(0, 2),
-    )
+    yield with_more("transpose-02", (Arg((5, 3, 2)),), Tensor.transpose, 0, 2)
     reshapes = (
         ((6, 4), (24,)), ((24,), (6, 4)), ((6, 4), (2, 3, 4)), ((2, 3, 4), (6, 4)),
         ((6, 4), (4, 6)), ((5, 4), (20,)), ((20,), (5, 4)), ((5,), (5, 1)), ((1, 5), (5,)),
@@ -290,33 +273,14 @@ def view_rows() -> Iterator[Case]:
         for op in ("reshape", "view"):
             if op == "view" and len(before) != 2:
                 continue
-            yield Case(
-                f"{op}-{before}-{after}",
-                (Arg(before),),
-                lambda ops, x, op=op, after=after: getattr(ops, op)(x, after),
-                lambda x, after=after: x.reshape(after),
-                tries=10,
-            )
+            name = f"{op}-{before}-{after}"
+            yield with_more(name, (Arg(before),), Tensor.reshape, after, tries=10)
     for span in ((0, -1), (1, 2), (0, 1), (-2, -1)):
-        yield Case(
-            f"flatten-{span}",
-            (Arg((5, 2, 3)),),
-            lambda ops, x, span=span: ops.flatten(x, *span),
-            lambda x, span=span: x.flatten(*span),
-        )
-    for before, after in (
-        ((5, 1), (5, 4)),
-        ((1, 3), (2, 5, 3)),
-        ((5, 1, 3), (-1, 4, -1)),
-        ((), (3,)),
-    ):
+        yield with_more(f"flatten-{span}", (Arg((5, 2, 3)),), Tensor.flatten, *span)
+    expanded = ((5, 1), (5, 4)), ((1, 3), (2, 5, 3)), ((5, 1, 3), (-1, 4, -1)), ((), (3,))
+    for before, after in expanded:
         for op in ("expand", "broadcast_to", "broadcast"):
-            yield Case(
-                f"{op}-{before}-{after}",
-                (Arg(before),),
-                lambda ops, x, op=op, after=after: getattr(ops, op)(x, after),
-                lambda x, after=after: x.expand(after),
-            )
+            yield with_more(f"{op}-{before}-{after}", (Arg(before),), Tensor.expand, after)
     yield Case(
         "broadcast-bools",
         (Arg((5, 3)),),
@@ -366,39 +330,22 @@ def view_rows() -> Iterator[Case]:
     }  # fmt: skip
     for name, where in indices.items():
         yield same(f"index-{name}", (5, 3), lambda x, where=where: x[where], 10)
-    for dim in (0, 1, -1):
-        args = tuple(Arg((5, 3)) for _ in range(3))
-        yield Case(
-            f"cat-{dim}",
+
+    def cat(name: str, args: tuple[Arg, ...], times: int = 1, dim: int = 0, tries: int = 5) -> Case:
+        return Case(
+            f"cat-{name}",
             args,
-            lambda ops, *xs, dim=dim: ops.cat(xs, dim),
-            lambda *xs, dim=dim: torch.cat(xs, dim),
-            tries=24,
+            lambda ops, *xs: ops.cat(xs * times, dim),
+            lambda *xs: torch.cat(xs * times, dim),
+            tries,
         )
-    yield Case(
-        "cat-uneven",
-        (Arg((5, 3)), Arg((0, 3)), Arg((2, 3))),
-        lambda ops, *xs: ops.cat(xs),
-        lambda *xs: torch.cat(xs),
-    )
-    yield Case(
-        "cat-itself",
-        (Arg((5, 3)),),
-        lambda ops, x: ops.cat([x, x, x], 1),
-        lambda x: torch.cat([x, x, x], 1),
-    )
-    yield Case(
-        "cat-dtypes",
-        (Arg((5, 3), F32), Arg((5, 3), F64)),
-        lambda ops, *xs: ops.cat(xs),
-        lambda *xs: torch.cat(xs),
-    )
-    yield Case(
-        "stride_order",
-        (Arg((5, 3, 2)),),
-        lambda ops, x: ops.stride_order(x, [0, 2, 1]),
-        lambda x: x,
-    )
+
+    for dim in (0, 1, -1):
+        yield cat(f"{dim}", (Arg((5, 3)),) * 3, dim=dim, tries=24)
+    yield cat("uneven", (Arg((5, 3)), Arg((0, 3)), Arg((2, 3))))
+    yield cat("itself", (Arg((5, 3)),), times=3, dim=1)
+    yield cat("dtypes", (Arg((5, 3), F32), Arg((5, 3), F64)))
+    yield with_more("stride_order", (Arg((5, 3, 2)),), lambda x, order: x, [0, 2, 1])
 
 
 def where_rows() -> Iterator[Case]:
@@ -407,18 +354,8 @@ def where_rows() -> Iterator[Case]:
     yield Case(
         "where-dtypes", (mask, Arg((5, 3), F32), Arg((5, 3), F64)), named("where"), torch.where
     )
-    yield Case(
-        "where-number",
-        (mask, Arg((5, 3))),
-        lambda ops, c, x: ops.where(c, x, 2),
-        lambda c, x: torch.where(c, x, 2),
-    )
-    yield Case(
-        "where-numbers",
-        (mask,),
-        lambda ops, c: ops.where(c, 1.5, 0.0),
-        lambda c: torch.where(c, 1.5, 0.0),
-    )
+    yield with_more("where-number", (mask, Arg((5, 3))), torch.where, 2)
+    yield with_more("where-numbers", (mask,), torch.where, 1.5, 0.0)
     yield Case(
         "where-compared",
         (Arg((5, 3)), Arg((5, 3))),
@@ -483,12 +420,8 @@ def reduction_rows() -> Iterator[Case]:
         for op in ("sum", "mean", "amax"):
             yield row(op, Arg((5, 3), dtype), 0, False, f"{dtype}", 6)
     for op in ("sum", "prod"):
-        yield Case(
-            f"{op}-dtype",
-            (Arg((5, 3), F32, "nonzero"),),
-            lambda ops, x, op=op: getattr(ops, op)(x, 0, dtype=F64),
-            lambda x, op=op: getattr(torch, op)(x, 0, dtype=F64),
-        )
+        arg = Arg((5, 3), F32, "nonzero")
+        yield with_more(f"{op}-dtype", (arg,), getattr(torch, op), 0, dtype=F64)
 
 
 def contraction_rows() -> Iterator[Case]:
@@ -524,12 +457,7 @@ def contraction_rows() -> Iterator[Case]:
 def composite_rows() -> Iterator[Case]:
     for op, plain in (("softmax", torch.softmax), ("log_softmax", torch.log_softmax)):
         for dim in (-1, 0, 1):
-            yield Case(
-                f"{op}-{dim}",
-                (Arg((5, 3, 4)),),
-                lambda ops, x, op=op, dim=dim: getattr(ops, op)(x, dim),
-                lambda x, plain=plain, dim=dim: plain(x, dim),
-            )
+            yield with_more(f"{op}-{dim}", (Arg((5, 3, 4)),), plain, dim)
     x, weight = Arg((5, 3, 4)), Arg((4,))
     yield Case("layer_norm", (x,), named("layer_norm"), lambda x: F.layer_norm(x, [4]))
     yield Case(
@@ -567,24 +495,14 @@ def composite_rows() -> Iterator[Case]:
         yield Case(
             f"scaled_dot_product_attention-mask-{shape}", (q, k, v, Arg(shape)), fused, attend, 30
         )
-    yield Case(
-        "scaled_dot_product_attention-bool",
-        (q, k, v, Arg((5, 6), BOOL)),
-        lambda ops, q, k, v, m: ops.scaled_dot_product_attention(q, k, v, m),
-        attend,
-        20,
-    )
+    bools = Arg((5, 6), BOOL)
+    yield Case("scaled_dot_product_attention-bool", (q, k, v, bools), fused, attend, 20)
     for heads, batch in (((2, 1), (2, 3)), ((1, 3), (2, 1)), ((1, 1), (1, 3))):
         few = Arg((*heads, 6, 4)), Arg((*batch, 6, 2))
         yield Case(f"scaled_dot_product_attention-{heads}-{batch}", (q, *few), fused, attend, 20)
     for more in ({"is_causal": True}, {"scale": 0.25}):
-        yield Case(
-            f"scaled_dot_product_attention-{more}",
-            (q, k, v),
-            lambda ops, q, k, v, more=more: ops.scaled_dot_product_attention(q, k, v, **more),
-            lambda q, k, v, more=more: attend(q, k, v, **more),
-            30,
-        )
+        name = f"scaled_dot_product_attention-{more}"
+        yield with_more(name, (q, k, v), attend, tries=30, **more)
     yield Case(
         "scaled_dot_product_attention-3d",
         (Arg((3, 5, 4)), Arg((3, 5, 4)), Arg((3, 5, 4))),
@@ -599,7 +517,7 @@ GROUPS = (
     contraction_rows, composite_rows,
 )  # fmt: skip
 CASES = [case for rows in GROUPS for case in rows()]
-#: Of these, rows are much alike: what one finds on a mesh, the next one does.
+#: Rows of these are much alike: a fault that one finds on a mesh, the next one finds, too.
 ALIKE = {
     case.name
     for rows in (unary_rows, binary_rows, operator_rows, view_rows, reduction_rows)

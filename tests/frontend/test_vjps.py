@@ -261,7 +261,7 @@ def plain_attention(q: Any, k: Any, v: Any, *mask: Any, is_causal: bool = False)
 @pytest.mark.parametrize("how", ["plain", "causal", "float", "float per head", "bool"])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 1), (3, 3)], ids=str)
 def test_attention_of_grouped_heads(heads: tuple[int, int], how: str, is_again: bool) -> None:
-    """Of query, key, value and mask, through the result and the sums, once and once more."""
+    """Gradients of query, key, value and mask, through the result and the sums, once and twice."""
     many, few = heads
     xs = [numbers(2, many, 5, 4), numbers(2, few, 5, 4, seed=1), numbers(2, few, 5, 3, seed=2)]
     if "float" in how:

@@ -29,7 +29,7 @@ def compare(
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_logarithms_of_sums_of_no_row(rows: int, ranks: int) -> None:
-    """Of none it is -inf; a rank that has none of some leaves the others' as it is."""
+    """Without elements it is -inf; a rank without elements leaves the others' result as it is."""
     x = torch.randn(rows, 4)
     for split in (0, 1):
         compare(lambda x: x.logsumexp(0), [x], ranks, split)

@@ -137,7 +137,7 @@ FILES = [
     File(b"\xff\xfex\x00=\x001\x00"),
 ]
 
-#: Of the file -> whether Python imports files of such names.
+#: Name of the file -> whether Python imports files of such names.
 NAMES = {
     **dict.fromkeys(("program.py", "p r.py", "é.py", "a\nb.py", "a\rb.py", "[red].py"), True),
     **dict.fromkeys(
@@ -350,7 +350,7 @@ def _mesh(drawn: random.Random) -> tuple[str, bool]:
 
 
 def _variables(drawn: random.Random) -> tuple[dict[str, str], bool]:
-    """Of the environment, and whether all of them mean something."""
+    """Variables of the environment, and whether all of them mean something."""
     if drawn.random() < 0.85:
         return {}, True
     wrong = {"MDFUSE_STREAMS": "0", "MDFUSE_VERIFY": "maybe", "MDFUSE_GRAPH": "é"}

@@ -33,7 +33,7 @@ MESHES = (
     DeviceMesh.arange(dp=2, tp=2), DeviceMesh([[4, 0, 2], [1, 3, 5]], axes=("a", "b")),
 )  # fmt: skip
 
-#: Of errors of torch: what only the values tell.
+#: Errors of torch that depend on values.
 BY_VALUES = ("ZeroDivisionError", "index out of range in self", "is out of bounds for dimension")
 
 #: Elements of a value that is no longer compared.

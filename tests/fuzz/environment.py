@@ -69,7 +69,7 @@ def _tried(read: Callable[[], Any]) -> tuple[Any, MdfuseError | None]:
 
 
 def _launchers(drawn: random.Random) -> dict[str, str]:
-    """Of each launcher nothing, something, or all; mostly what a launcher would say."""
+    """No, some, or all variables of each launcher; mostly the values that a launcher would set."""
     found: dict[str, str] = {}
     for needed, told in LAUNCHERS.values():
         if drawn.random() < 0.4:

@@ -31,5 +31,5 @@ FUZZERS: dict[str, Fuzzer] = {
     **stored.FUZZERS,
 }
 
-#: Of some fuzzers: yields lines on what was drawn.
+#: Some fuzzers yield lines on their draws.
 TOLD: dict[str, Callable[[], Iterator[str]]] = {"options": options.told}

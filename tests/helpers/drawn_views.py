@@ -9,19 +9,13 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import assume, settings
+from hypothesis import assume
 from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
 from mdfuse.ir.graph import dtype_name
 from mdfuse.layouts.layout import Placement
-
-SAME_EVERY_TIME = settings(max_examples=500, derandomize=True, deadline=None, database=None)
-
-
-FEWER = settings(SAME_EVERY_TIME, max_examples=250)
-
 
 FLOATS = (torch.float32, torch.float64)
 

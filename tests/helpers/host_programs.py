@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import mdfuse as mf
+from helpers.programs import program_text
 from mdfuse import hir
 from mdfuse.simulation.simulate import Simulated
 
@@ -48,14 +49,12 @@ class Case:
         return hir.parse(self.text)
 
 
-def register(
-    cases: list[Case], ranks: int, body: str, inputs: Callable[[int], Row], mesh: str = ""
-) -> Any:
-    """Add a program to a list; the function under it gives what a rank must get."""
+def register(cases: list[Case], ranks: int, inputs: Callable[[int], Row]) -> Any:
+    """Add the program of a file to a list; the function under it gives what a rank must get."""
 
     def add(expected: Callable[[int], list[Any]]) -> Callable[[int], list[Any]]:
         name = expected.__name__
-        text = f"host @{name} on {mesh or f'mesh(x={ranks})'} {{{body}}}"
+        text = program_text(f"host_cases/{name}")
         cases.append(Case(name, text, inputs, expected, ranks))
         return expected
 

@@ -183,7 +183,7 @@ class _Run:
         return self.env[x] if x in self.env else self.rows(x) if is_part else self.read(x)
 
     def rows(self, name: str) -> Any:
-        """Of a chunk only its rows, on all ranks, where the rest does not count."""
+        """Return only the rows of a chunk, on all ranks, where the other rows do not count."""
         kind, value = self.kind(name), self.read(name)
         chunk = kind.layout.stream if kind.layout is not None else None
         if chunk is None or chunk.op is not None:

@@ -8,124 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from helpers.mutants import edited, mutants, places, with_attrs
+from helpers.programs import program_texts
 from helpers.type_mutants import type_mutants
 from mdfuse import MdfuseError, hir
 from mdfuse.extents.expressions import UNKNOWN, Calc, Term
 from mdfuse.hir import HostProgram
 
-GATHER = """
-host @gather on mesh({mesh}) {{
-  input %x: f32[{part},3] of [{rows},3] ({dp}tp=S0)
-  %y: f32[{rows},3] ({dp}tp=R) = alloc
-  for %i in 0..{n} {{
-    %p.i: f32[{part},3] of [{rows},3] ({dp}tp=R, chunk(0,{n},({up}) mod {n})) = alloc
-    group_start
-    %c0 = send(%x, to=({to}) mod {n}, axis=tp)
-    %c1 = recv(%p.i, from=({up}) mod {n}, axis=tp)
-    group_end
-    wait %c1
-    %y.i: f32[{part},3] of [{rows},3] ({dp}tp=R, chunk(0,{n},({up}) mod {n})) = chunk(%y)
-    %y.i = relu(%p.i)
-    free %p.i, %y.i
-    wait %c0
-  }}
-  return %y
-}}"""
-
-INTO_CHUNKS = """
-host @into_chunks on mesh({mesh}) {{
-  input %x: f32[{part},3] of [{rows},3] ({dp}tp=S0)
-  %caller = get_stream
-  %y: f32[{rows},3] ({dp}tp=R) = alloc
-  set_stream 0
-  sync %caller
-  set_stream 1
-  sync %caller
-  for %i in 0..{n} {{
-    %y.i: f32[{part},3] of [{rows},3] ({dp}tp=R, chunk(0,{n},({up}) mod {n})) = chunk(%y)
-    group_start
-    %c0 = send(%x, to=({to}) mod {n}, axis=tp)
-    %c1 = recv(%y.i, from=({up}) mod {n}, axis=tp)
-    group_end
-    wait %c0
-    wait %c1
-    set_stream 0
-    sync 1
-    %y.i = exp(%y.i)
-    free %y.i
-    set_stream 1
-  }}
-  set_stream %caller
-  sync 0
-  sync 1
-  return %y
-}}"""
-
-REDUCE = """
-host @reduce on mesh({mesh}) {{
-  input %x: f32[{rows},3] ({dp}tp=P(sum))
-  %y: f32[{part},3] of [{rows},3] ({dp}tp=S0) = alloc
-  for %i in 0..{n} {{
-    %x.i: f32[{part},3] of [{rows},3] ({dp}tp=P(sum), chunk(0,{n},({up}) mod {n})) = chunk(%x)
-    %p.i: f32[{part},3] of [{rows},3] ({dp}tp=P(sum), chunk(0,{n},({up}) mod {n})) = neg(%x.i)
-    free %x.i
-    %r.i: f32[{part},3] of [{rows},3] ({dp}tp=S0) = alloc
-    group_start
-    %c0 = send(%p.i, to=({up}) mod {n}, axis=tp)
-    %c1 = recv(%r.i, from=({to}) mod {n}, axis=tp)
-    group_end
-    wait %c1
-    if %i == 0 {{
-      %y = set(%r.i)
-    }} else {{
-      %y = add(%y, %r.i)
-    }}
-    free %r.i
-    wait %c0
-    free %p.i
-  }}
-  return %y
-}}"""
-
-HOPS = """
-host @hops on mesh({mesh}) {{
-  input %x: f32[{n},3] of [{even},3] ({dp}tp=S0)
-  %a: f32[{n},3] of [{even},3] ({dp}tp=S0) = neg(%x)
-  %b: f32[{n},3] of [{even},3] ({dp}tp=S0) = alloc
-  for %i in 0..{n} {{
-    group_start
-    %c0 = send(%a, to=(coord(tp) + {hop}) mod {n}, axis=tp)
-    %c1 = recv(%b, from=(coord(tp) - {hop}) mod {n}, axis=tp)
-    group_end
-    wait %c0
-    wait %c1
-    %a = set(%b)
-  }}
-  free %b
-  return %a
-}}"""
-
-LOCAL = """
-host @local on mesh({mesh}) {{
-  input %x: f32[{rows},3] ({dp}tp=R)
-  %y: f32[{rows},3] ({dp}tp=R) = alloc
-  for %i in 0..{chunks} {{
-    %x.i: f32[{part},3] of [{rows},3] ({dp}tp=R, chunk(0,{chunks},%i)) = chunk(%x)
-    %y.i: f32[{part},3] of [{rows},3] ({dp}tp=R, chunk(0,{chunks},%i)) = chunk(%y)
-    %h.i: f32[{part},3] of [{rows},3] ({dp}tp=R, chunk(0,{chunks},%i)) = exp(%x.i)
-    if %i < {least} {{
-      %y.i = neg(%h.i)
-    }} else {{
-      %y.i = relu(%h.i)
-    }}
-    free %x.i, %y.i, %h.i
-  }}
-  return %y
-}}"""
-
-TEMPLATES = {
-    "gather": GATHER, "into_chunks": INTO_CHUNKS, "reduce": REDUCE, "hops": HOPS, "local": LOCAL,
-}  # fmt: skip
+TEMPLATES = program_texts("rings")
 
 
 def ring(name: str, seed: int) -> HostProgram:

@@ -2,8 +2,8 @@
 
 `times.json` says how long a case of each swept test takes, as it was once measured. A swept test
 runs as many of its cases as take `BUDGET` seconds by that file, drawn by a seed that is printed:
-`--draw SEED` draws the same ones again. No clock is asked, so a run on a slow machine has as many
-cases as one on a quick machine.
+`--draw SEED` draws the same ones again. The swept tests of a file in `TOGETHER` share a budget of
+its own. No clock is asked, so a run on a slow machine has as many cases as one on a quick machine.
 """
 
 from __future__ import annotations
@@ -12,25 +12,34 @@ import json
 import math
 import random
 import subprocess
+import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
+from hypothesis import seed, settings
+
+Test = TypeVar("Test", bound=Callable[..., Any])
 
 #: Seconds that the cases of one swept test take, about.
-BUDGET = 4.0
+BUDGET = 3.0
+
+#: File -> seconds that all its swept tests take: each runs a whole benchmark once.
+TOGETHER = {"tests/test_benchmarks.py": 50.0}
 
 #: Tests of which every case runs: each is another input format, or they are counted together.
 EVERY = ("tests/test_fuzz.py", "tests/hir/verify/test_check_mutants.py")
 
 _TIMES = Path(__file__).with_name("times.json")
 
-_is_whole = False
+_is_whole, _seed = False, 0
 
 
-def take_all(is_whole: bool) -> None:
-    """Say, before tests are collected, whether sweeps are run as a whole."""
-    global _is_whole
-    _is_whole = is_whole
+def configure(is_whole: bool, seed: int) -> None:
+    """Say, before tests are collected, whether sweeps are run as a whole, or what draws a part."""
+    global _is_whole, _seed
+    _is_whole, _seed = is_whole, seed
 
 
 def is_whole() -> bool:
@@ -40,6 +49,28 @@ def is_whole() -> bool:
 def of(whole: int, sample: int) -> int:
     """How many cases are run: all, or a sample."""
     return whole if _is_whole else sample
+
+
+def window(whole: int, parts: int) -> range:
+    """The numbers below `whole`: all, or those of one of equal parts, which the seed chooses.
+
+    >>> len(window(240, 3)), window(240, 3).start in (0, 80, 160)
+    (80, True)
+    """
+    part = _seed % parts
+    return range(whole) if _is_whole else range(whole * part // parts, whole * (part + 1) // parts)
+
+
+def examples(whole: int, parts: int = 3) -> Callable[[Test], Test]:
+    """Return what makes hypothesis draw `whole` examples, or those of one of `parts` seeds.
+
+    They are the same in every run with the same `--draw`.
+    """
+    always = settings(max_examples=whole, derandomize=True, deadline=None, database=None)
+    if _is_whole:
+        return always
+    fewer = settings(always, max_examples=math.ceil(whole / parts))
+    return lambda test: fewer(seed(_seed % parts)(test))
 
 
 def times() -> dict[str, float]:
@@ -60,13 +91,23 @@ def seed_of_commit() -> int:
     return int(shown.stdout, 16) if shown.returncode == 0 else 0
 
 
-def left_out(cases: Sequence[str], seconds: Mapping[str, float], seed: int) -> set[str]:
+def beside_part(cases: Sequence[str], parts: int, draw: int) -> set[str]:
+    """The cases outside of one of so many parts, which are about as long as each other.
+
+    >>> cases = [f"test_a.py::test_{n}" for n in range(1000)]
+    >>> sum(len(beside_part(cases, 4, n)) for n in range(4)), beside_part(cases, 1, 7)
+    (3000, set())
+    """
+    return {x for x in cases if (zlib.crc32(x.encode()) - draw) % parts}
+
+
+def left_out(cases: Sequence[str], seconds: Mapping[str, float], draw: int) -> set[str]:
     """The cases that a run leaves out.
 
     Args:
         cases: the ids of tests: `tests/test_a.py::test_b[case]`.
         seconds: swept test, without the brackets -> seconds of a case.
-        seed: draws them.
+        draw: seeds what draws them.
 
     >>> cases = [f"test_a.py::test_b[{n}]" for n in range(10)] + ["test_a.py::test_c"]
     >>> gone = left_out(cases, {"test_a.py::test_b": 2.0}, 7)
@@ -75,11 +116,15 @@ def left_out(cases: Sequence[str], seconds: Mapping[str, float], seed: int) -> s
     """
     swept: dict[str, list[str]] = defaultdict(list)
     for case in cases:
-        test = case.partition("[")[0]
+        test, file = case.partition("[")[0], case.partition("::")[0]
         if test in seconds and not test.startswith(EVERY):
-            swept[test].append(case)
+            swept[file if file in TOGETHER else test].append(case)
     gone: set[str] = set()
-    for test, every in swept.items():
-        count = min(len(every), math.ceil(BUDGET / seconds[test]))
-        gone.update({*every}.difference(random.Random(f"{seed} {test}").sample(every, count)))
+    for name, every in swept.items():
+        taken, budget = 0.0, TOGETHER.get(name, BUDGET)
+        for case in random.Random(f"{draw} {name}").sample(every, len(every)):
+            if taken < budget:
+                taken += seconds[case.partition("[")[0]]
+            else:
+                gone.add(case)
     return gone

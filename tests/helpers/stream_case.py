@@ -44,7 +44,7 @@ class Case:
 
     @property
     def family(self) -> str:
-        """Of the module that defines it: "local", "sets" or "meshes"."""
+        """The module that defines it: "local", "sets" or "meshes"."""
         return self.define.__module__.rpartition("_")[2]
 
     def definition(self, n: int = 4, rows: int = 8) -> mf.FusionDefinition:

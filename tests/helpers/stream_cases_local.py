@@ -20,6 +20,7 @@ def one_op(fd: mf.FusionDefinition, n: int, rows: int) -> None:
 
 @case(torch.relu)
 def inner_dim(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """An iteration has some columns of all rows."""
     x = fd.define_tensor([8, rows], mesh=line(n), layout={"tp": Shard(0)})
     y = fd.ops.relu(x).on(line(n), {"tp": Shard(0)}, stream=Stream(1, 3))
     fd.add_output(y)
@@ -46,6 +47,7 @@ def broadcast_operands(fd: mf.FusionDefinition, n: int, rows: int) -> None:
 
 @case(lambda x: x * x + x)
 def sliced_once(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """%x is read twice and sliced once."""
     x = fd.define_tensor([rows, 4], mesh=line(n))
     y = (x * x).on(line(n), stream=Stream(0, 3))
     z = (y + x).on(line(n), stream=Stream(0, 3))
@@ -54,6 +56,7 @@ def sliced_once(fd: mf.FusionDefinition, n: int, rows: int) -> None:
 
 @case(lambda x: x)
 def two_sets(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """One loop; %y, which only the loop reads, is never whole."""
     x = fd.define_tensor([rows, 4], mesh=line(n))
     y = fd.ops.set(x).on(line(n), stream=Stream(0, 3))
     z = fd.ops.set(y).on(line(n), stream=Stream(0, 3))
@@ -62,6 +65,7 @@ def two_sets(fd: mf.FusionDefinition, n: int, rows: int) -> None:
 
 @case(lambda x: (x + 1) * 2 - 3)
 def plain_between(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """The stream spreads to what is computed of chunks, and what chunks are computed of."""
     x = fd.define_tensor([rows, 4], mesh=line(n))
     a = (x + 1).on(line(n), stream=Stream(0, 3))
     b = (a * 2).on(line(n))

@@ -11,6 +11,7 @@ from mdfuse import Partial, Shard, Stream
 
 @case(lambda x: x)
 def gather_another_dim(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """The dim that is gathered leads in what is sent; a copy puts it back in its place."""
     x = fd.define_tensor([rows, 8], mesh=line(n), layout={"tp": Shard(1)})
     y = fd.ops.set(x).on(line(n), stream=Stream(0, 3))
     fd.add_output(y)
@@ -25,6 +26,7 @@ def gather_outermost(fd: mf.FusionDefinition, n: int, rows: int) -> None:
 
 @case(lambda x: x)
 def gather_by_broadcasts(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """As many chunks as ranks: each sends its own, right into its place of the whole."""
     x = fd.define_tensor([rows, 3], mesh=line(n), layout={"tp": Shard(0)})
     y = fd.ops.set(x).on(line(n), stream=Stream(0, n))
     fd.add_output(y)
@@ -32,6 +34,7 @@ def gather_by_broadcasts(fd: mf.FusionDefinition, n: int, rows: int) -> None:
 
 @case(lambda x: x)
 def gather_by_exchanges(fd: mf.FusionDefinition, n: int, rows: int) -> None:
+    """Otherwise each rank receives what it lacks of the chunk."""
     x = fd.define_tensor([rows, 3], mesh=line(n), layout={"tp": Shard(0)})
     y = fd.ops.set(x).on(line(n), stream=Stream(0, 3))
     fd.add_output(y)

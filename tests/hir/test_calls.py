@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from helpers.calls import CALLS, TWO_MESHES, ordered
+from helpers.golden import Golden
 
 import mdfuse as mf
 from mdfuse import hir
@@ -42,36 +42,8 @@ def test_each_order_that_keeps_to_the_reads_computes_the_same(order: str, seed: 
     assert found[0] == [None, None]
 
 
-def test_a_rank_has_the_calls_of_blocks_that_it_has_a_part_in() -> None:
-    assert_expected_inline(
-        str(project(hir.parse(TWO_MESHES), 0)),
-        """\
-host @squares on m0=mesh(a=1), m1=mesh(b=1: 1) rank 0 {
-  input %x: f32[5] m0(a=R)
-  block @F0(%i) on m0 {
-    %x.i: f32[2] of [5] m0(a=R, chunk(0,3,%i)) = chunk(%x)
-    %h: f32[2] of [5] m0(a=R, chunk(0,3,%i)) = mul(%x.i, %x.i)
-    free %x.i
-  }
-  block @T01(%i) {
-    %c0 = post sendrecv(%h) f32[5] m0(a=R, chunk(0,3,%i)) => m1(b=R, chunk(0,3,%i)) team=(0 1) root=0
-  }
-  block @F1(%i) {
-    wait %c0
-    free %h
-  }
-  call F0(0)
-  call T01(0)
-  call F0(1)
-  call T01(1)
-  call F1(0)
-  call F1(1)
-  call F0(2)
-  call T01(2)
-  call F1(2)
-  return %y: f32 none of [5] m1(b=R), %s: f32 none of [] m1(b=R)
-}""",  # noqa: E501
-    )
+def test_a_rank_has_the_calls_of_blocks_that_it_has_a_part_in(golden: Golden) -> None:
+    golden(str(project(hir.parse(TWO_MESHES), 0)))
 
 
 def test_written_out_names_carry_the_index() -> None:

@@ -33,7 +33,7 @@ class _Touched(TorchDispatchMode):
 
 
 def test_a_write_into_a_cache_touches_its_rows_alone() -> None:
-    """Of a split one, too: ranks that lack the place look at one row of theirs, and keep it."""
+    """A split dim works, too: ranks that lack the place look at one row of theirs, and keep it."""
     cache = torch.randn(2, ROOM, ROW)
     for part in (None, (0, ROOM, 2 * ROOM), (ROOM, 2 * ROOM, 2 * ROOM)):
         kept, at, rows = cache.clone(), torch.tensor([5]), torch.randn(2, 1, ROW)

@@ -154,7 +154,6 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Layout(TP, {"tp": Shard(0)}, {0: ("stream", "tp")}, mf.Stream(1, 2)),
         "put the stream first",
     ),
-    "a box": (lambda: Layout(TP, {"tp": Shard(0, 2)}).intervals((4,), 0), "is no box"),
 }
 
 

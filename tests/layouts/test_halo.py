@@ -12,6 +12,7 @@ from mdfuse import DeviceMesh, Layout, LayoutError, Replicate, Shard
 from mdfuse.communication import Communication
 from mdfuse.layouts.halo import Reach
 from mdfuse.reshard import steps
+from mdfuse.reshard.clock import messages_of
 
 
 @pytest.mark.parametrize(
@@ -26,11 +27,23 @@ def test_rows_are_those_that_windows_read(n: int, kernel: int, stride: int, padd
     for rank in range(3):
         windows = range(made)[rank * size : (rank + 1) * size]
         read = {i * stride - padding + k for i in windows for k in range(kernel)} & {*range(n)}
-        held = {*range(*layout.intervals((n,), rank)[0])}
+        held = {*range(*layout.box((n,), rank)[0])}
         assert (
             read <= held <= {*range(min(read, default=0) - stride, max(read, default=0) + stride)}
         )
         assert held == read or stride > kernel
+
+
+@pytest.mark.parametrize(("n", "first", "last"), [(3, -2, 3), (5, -1, 2), (2, -1, 2)])
+def test_parts_without_rows_count_no_messages(n: int, first: int, last: int) -> None:
+    """On four ranks the last parts of few rows are empty."""
+    mesh = DeviceMesh.arange(tp=4).with_hosts([0, 0, 1, 1])
+    before = Layout(mesh, {"tp": Shard(0)})
+    reach = Reach(of=n, up=1, down=1, first=first, last=last)
+    after = before.reaching({0: reach}, (n,))
+    comm = Communication(kind="Exchange", source=before, destination=after, shape=(n,))
+    parts = [comm.part(rank) for rank in mesh.ranks]
+    assert messages_of(comm, (n,)) == max(max(len(p.sends), len(p.recvs)) for p in parts)
 
 
 def test_what_is_no_more_than_the_parts_is_left_out() -> None:
@@ -70,13 +83,13 @@ def test_a_team_is_those_who_send_or_receive(seed: int) -> None:
     assert {*sent.whole_group} == busy
     for rank, post in posts.items():
         have, need = (
-            {*product(*(range(*rows) for rows in x.intervals(shape, rank)))} for x in (source, wide)
+            {*product(*(range(*rows) for rows in x.box(shape, rank)))} for x in (source, wide)
         )
         assert sum(math.prod(b - a for a, b in box) for box in post.recvs) == len(need - have)
 
 
 def test_windows_of_a_few_ranks_leave_out_the_others() -> None:
-    """Of eight ranks, the the windows of the first two reach rows of the first five."""
+    """On eight ranks, the windows of the first two reach rows of the first five."""
     mesh = DeviceMesh.arange(tp=8)
     part = Layout(mesh, {"tp": Shard(0)})
     wide = part.reaching({0: Reach(of=2, up=2, down=1, first=0, last=3)}, (8,))

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
+from helpers.golden import Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,45 +23,17 @@ from mdfuse.layouts.picture import Picture
 FOUR = DeviceMesh.arange(dp=2, tp=2)
 
 
-def test_two_axes_split_two_dims() -> None:
+def test_two_axes_split_two_dims(golden: Golden) -> None:
     layout = Layout(FOUR, {"dp": Shard(0), "tp": Shard(1)})
-    assert_expected_inline(
-        str(layout.picture([8, 6])),
-        """\
-[8,6] (dp=S0, tp=S1) on mesh(dp=2, tp=2)
-      0:3   3:6
-    ┌─────┬─────┐
-0:4 │  0  │  1  │
-    ├─────┼─────┤
-4:8 │  2  │  3  │
-    └─────┴─────┘""",
-    )
+    golden(str(layout.picture([8, 6])))
 
 
-def test_uneven_parts_and_ranks_with_nothing() -> None:
-    assert_expected_inline(
-        str(Layout(DeviceMesh.arange(tp=4), {"tp": Shard(0)}).picture([5])),
-        """\
-[5] (tp=S0) on mesh(tp=4)
-  0:2   2:4   4:5
-┌─────┬─────┬─────┐
-│  0  │  1  │  2  │
-└─────┴─────┴─────┘
-nothing lies on 3""",
-    )
+def test_uneven_parts_and_ranks_with_nothing(golden: Golden) -> None:
+    golden(str(Layout(DeviceMesh.arange(tp=4), {"tp": Shard(0)}).picture([5])))
 
 
-def test_terms_and_replicas() -> None:
-    assert_expected_inline(
-        str(Layout(FOUR, {"tp": Partial("max")}).picture([5])),
-        """\
-[5] (dp=R, tp=P(max)) on mesh(dp=2, tp=2)
-         0:5
-┌───────────────────┐
-│ max((0 2), (1 3)) │
-└───────────────────┘
-each rank holds a term: their max is the value""",
-    )
+def test_terms_and_replicas(golden: Golden) -> None:
+    golden(str(Layout(FOUR, {"tp": Partial("max")}).picture([5])))
     sums = Layout(FOUR, {"dp": Partial(), "tp": Shard(1)}).picture([5, 3])
     assert "│ 0 + 2 │ 1 + 3 │" in str(sums)
     assert "│ 0 1 2 3 │" in str(Layout(FOUR).picture([]))
@@ -69,24 +41,9 @@ each rank holds a term: their max is the value""",
     assert "│ (0 2) | (1 3) │" in str(varies)
 
 
-def test_chunks_of_a_stream() -> None:
+def test_chunks_of_a_stream(golden: Golden) -> None:
     layout = Layout(FOUR, {"tp": Shard(0)}, stream=Stream(0, 2))
-    assert_expected_inline(
-        str(layout.picture([8, 4])),
-        """\
-[8,4] (dp=R, tp=S0, stream(0,2)) on mesh(dp=2, tp=2)
-       0:4
-    ┌────────┐
-0:2 │ 0 2 #0 │
-    ├╌╌╌╌╌╌╌╌┤
-2:4 │ 0 2 #1 │
-    ├────────┤
-4:6 │ 1 3 #0 │
-    ├╌╌╌╌╌╌╌╌┤
-6:8 │ 1 3 #1 │
-    └────────┘
-#n: iteration n of the host's loop over 2 chunks""",
-    )
+    golden(str(layout.picture([8, 4])))
 
 
 def test_what_chunks_add_up_to_is_all_there_in_each() -> None:

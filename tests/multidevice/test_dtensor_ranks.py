@@ -386,7 +386,7 @@ def test_gradients_beside_dtensors_of_torch(line: TorchMesh) -> None:
 
 @pytest.mark.world(4)
 def test_gradients_of_local_tensors(comm: mf.Communicator) -> None:
-    """Of a replicated weight each rank gets all of the gradient, of uneven rows its own."""
+    """Each rank gets the whole gradient of a replicated weight, and its own part of uneven rows."""
     mesh = DeviceMesh.arange(dp=comm.size)
     with mf.FusionDefinition("local") as fd:
         x = fd.define_tensor([7, 4], mesh=mesh, layout={"dp": Shard(0)})

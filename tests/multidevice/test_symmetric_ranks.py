@@ -69,7 +69,7 @@ def test_gpus_that_do_not_see_each_other_communicate_otherwise(
 def check_otherwise(
     ranks: list[list[int]], comm: mf.Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the teams the one in which rank 1 sees nobody; chunks, rings and sums go by it, too."""
+    """Rank 1 sees nobody in one of the teams; chunks, rings and sums go by it, too."""
 
     def refuse(rank: int, team: tuple[int, ...], cards: object) -> None:
         if rank == 1:

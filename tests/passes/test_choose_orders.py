@@ -391,7 +391,7 @@ def test_channels_last_out_of_a_reshard() -> None:
 
 
 def test_ties_that_disagree_give_no_hint() -> None:
-    """Of two inputs in two orders torch follows the first, as it does on one device."""
+    """Two inputs in two orders give the order of the first, as torch does on one device."""
     a, b = lying((4, 3, 2), (2, 1, 0)), lying((4, 3, 2), (0, 1, 2))
     for first, second in ((a, b), (b, a)):
         with mf.FusionDefinition() as fd:

@@ -211,7 +211,7 @@ def test_the_values_are_torch_s(name: str, merge: bool, seed: int | None) -> Non
 
 @pytest.mark.parametrize("name", ["a_sum", "exact_ops", "a_product", "a_sequence"])
 def test_a_plan_copies_nothing(name: str, unjoined: None) -> None:
-    """Of the calls that a run makes, none but the op, the post and its wait has to do with it."""
+    """The op, the post and its wait are all calls of a run that concern it."""
     program = compiled(CASES[name].define, False)
     inputs = drawn(program)
     mine = [

@@ -210,7 +210,7 @@ def _bytes(function: Callable[..., Any], *shapes: Sequence[int], placed: Any = S
 
 
 def test_a_factor_costs_no_bytes() -> None:
-    """Of a row-parallel linear, before a factor, a slope or a gradient's scale."""
+    """The bias of a row-parallel linear, before a factor, a slope or a gradient's scale."""
     shapes = (8, 32), (16, 32)
     once = _bytes(F.linear, *shapes)
     for function in (

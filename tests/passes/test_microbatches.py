@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
+from helpers.golden import Golden
 from helpers.microbatches import LAYOUTS, Net, network
+from helpers.programs import program_text
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard, hir
@@ -23,44 +24,14 @@ def printed(program: Any) -> str:
     return "\n".join(line.partition("#")[0].rstrip() for line in str(program).splitlines())
 
 
-def test_the_program() -> None:
+def test_the_program(golden: Golden) -> None:
     with mf.FusionDefinition("step") as fd:
         x = fd.define_tensor([16, 4], mesh=DP, layout={"dp": Shard(0)}, name="x")
         w = fd.define_tensor([3, 4], mesh=DP, name="w")
         (dw,) = mf.grad(mf.ops.linear(x, w).sum(), [w])
         fd.add_output(w - dw, reuse=w)
     program = mf.pipeline(fd, microbatches=4, batch={"x": 0})
-    assert_expected_inline(
-        printed(program),
-        """\
-host @step on mesh(dp=2) {
-  input %x: f32[8,4] of [16,4] (dp=S0)
-  input %w: f32[3,4] (dp=R)
-  alias %t_6: f32[3,4] (dp=R) = %w
-  %t_2: f32[] (dp=R) = full(1, shape=[], dtype=f32)
-  %t_3: f32[1,1] (dp=R) = unsqueeze(%t_2, dims=[0,1])
-  free %t_2
-  %dw.partial: f32[3,4] (dp=P(sum)) = alloc
-  for %i in 0..4 {
-    %t_4.i: f32[2,3] of [16,3] (dp=S0, chunk(0,4,%i)) = expand(%t_3, shape=[16,3])
-    %t_5.i: f32[3,2] of [3,16] (dp=S1, chunk(1,4,%i)) = permute(%t_4.i, dims=[1,0])
-    free %t_4.i
-    %x.i: f32[2,4] of [16,4] (dp=S0, chunk(0,4,%i)) = chunk(%x)
-    %dw.partial.i: f32[3,4] (dp=P(sum), chunk(P(sum),4,%i)) = matmul(%t_5.i, %x.i)
-    free %t_5.i, %x.i
-    %dw.partial = accumulate(%dw.partial.i)
-    free %dw.partial.i
-  }
-  free %t_3
-  %dw: f32[3,4] (dp=R) = alloc
-  %c0 = post allreduce[sum](%dw.partial) -> %dw f32[3,4] (dp=P(sum)) => (dp=R) axis=dp
-  wait %c0
-  free %dw.partial
-  %w = sub(%w, %dw)
-  free %dw
-  return %t_6
-}""",
-    )
+    golden(printed(program))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
@@ -332,7 +303,7 @@ UNEVEN_MICROBATCHES = [(7, 1, 4), (14, 2, 3), (14, 2, 8)]
 def test_rows_that_are_merged_where_parts_are_uneven(
     name: str, rows: int, ranks: int, count: int, weight: Any
 ) -> None:
-    """Of ranks: the batch is gathered for the reshape, and then taken in microbatches."""
+    """Ranks gather the batch for the reshape, and then take it in microbatches."""
     f, mesh = MERGED[name], DeviceMesh.arange(dp=ranks)
     x, w = (torch.randn(shape, dtype=torch.float64) for shape in ((rows, 4, 6), (4, 6)))
     with mf.FusionDefinition("merged") as fd:
@@ -528,20 +499,7 @@ def test_batches_of_other_lengths_are_refused() -> None:
 
 # -- what the verifier sees ----------------------------------------------------------------------
 
-SUMS = """
-host @sums on mesh(dp=1) {
-  input %x: f32[8,3] (dp=R)
-  %z: f32[3] (dp=R) = alloc
-  for %i in 0..4 {
-    %x.i: f32[2,3] of [8,3] (dp=R, chunk(0,4,%i)) = chunk(%x)
-    %z.i: f32[3] (dp=R, chunk(P(sum),4,%i)) = sum(%x.i, dims=[0])
-    %z = accumulate(%z.i)
-    free %z.i, %x.i
-  }
-  %y: f32[3] (dp=R) = mul(%z, 2)
-  free %z
-  return %y
-}"""
+SUMS = program_text("microbatches/sums")
 
 
 def test_sums_by_hand() -> None:

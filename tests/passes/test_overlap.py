@@ -58,7 +58,7 @@ def test_windows_and_forms(name: str, expected: list[str]) -> None:
 @pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
 @pytest.mark.parametrize("name", CASES)
 def test_all_forms_give_the_values(name: str, mesh: DeviceMesh, rows: int) -> None:
-    """Of small integers, so that sums are exact; uneven shards; teams of a mesh of two axes."""
+    """Small integers, so that sums are exact; uneven shards; teams of a mesh of two axes."""
     case = CASES[name]
     fusion = prepared(case, mesh, rows)
     inputs = case.inputs(fusion)
@@ -234,7 +234,7 @@ def test_a_product_that_must_come_between_is_no_part() -> None:
 
 
 def test_rows_in_blocks_are_not_cut() -> None:
-    """Of a fused projection each rank has a part of each block; rows that are not are cut."""
+    """Each rank has a part of each block of a fused projection; other rows are cut."""
     blocks = Shard(1, blocks=(8, 4, 4))
     with mf.FusionDefinition("blocks") as fd:
         x = fd.define_tensor([3, 16, 6], mesh=GRID, layout={"dp": blocks, "tp": Shard(2)})

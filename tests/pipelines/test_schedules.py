@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from expecttest import assert_expected_inline
+from helpers.golden import Golden
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import pipelining
@@ -80,14 +80,9 @@ def test_a_cell_that_is_no_action(cell: str, tmp_path: Path) -> None:
         Schedule.from_csv(tmp_path / "t.csv")
 
 
-def test_rank_groups_are_printed_with_their_meshes() -> None:
+def test_rank_groups_are_printed_with_their_meshes(golden: Golden) -> None:
     found = Schedule(Schedule.from_rows(ROWS).rows, meshes=("m0", "m10"))
-    assert_expected_inline(
-        str(found),
-        """\
-rank group 0 (m0)   0F0 0F1 0B0 0B1
-rank group 1 (m10)  1F0 1B0 1F1 1B1""",
-    )
+    golden(str(found))
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -199,17 +194,10 @@ def test_a_backward_without_gradients() -> None:
         checked(FIRST, SECOND, gradients=False)
 
 
-def test_an_error_tells_where_each_rank_group_stands() -> None:
+def test_an_error_tells_where_each_rank_group_stands(golden: Golden) -> None:
     with pytest.raises(mf.DefinitionError) as error:
         checked("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
-    assert_expected_inline(
-        message(error),
-        """\
-table of a schedule: the rank groups wait for each other
-  because     row 0 is at 0B0, which needs 1B0, which row 1 has behind 1F1
-              row 1 is at 1F1, which needs 0F1, which row 0 has behind 0B0
-  try         put what is needed in front of what waits for it""",
-    )
+    golden(message(error))
 
 
 # -- one order -------------------------------------------------------------------------------------

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import sampling
 from helpers.drawn_programs import ALIASES, Drawer, expected, program_text
-from helpers.drawn_views import SAME_EVERY_TIME, Drawn, programs
+from helpers.drawn_views import Drawn, programs
 from helpers.host_programs import parse
 from helpers.oracle import given_to_each, is_close, local_part
 from helpers.several_outputs import many
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 import mdfuse as mf
@@ -124,7 +125,7 @@ class Ranks:
 
 
 @given(drawn=programs())
-@settings(SAME_EVERY_TIME, max_examples=150)
+@sampling.examples(150)
 def test_drawn_programs(drawn: Drawn) -> None:
     inputs, want = drawn.tensors(), drawn.plain()[-1]
     ranks = Ranks(mf.compile(drawn.define()), inputs)

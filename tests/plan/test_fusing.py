@@ -155,7 +155,7 @@ def test_a_weight_is_updated_in_place(compiler: Compiler) -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("count", [1, 2, 6])
 def test_sums_over_chunks_are_one_function(count: int, compiler: Compiler) -> None:
-    """Of the first chunk as of the others, whatever joins the parts."""
+    """The first chunk is computed as the others are, whatever joins the parts."""
     with FusionDefinition("sums") as fd:
         x = fd.define_tensor([6, 4], torch.float32, MESH, {}, name="x")
         y = (x * 2.0).sin()
@@ -277,7 +277,7 @@ LAZY: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("what", LAZY)
 def test_elements_that_are_not_in_memory(what: str, compiler: Compiler) -> None:
-    """Of a view of an input, behind runs with plain ones of its shape and strides."""
+    """A run with a view of an input, behind runs with plain inputs of its shape and strides."""
     program = mf.compile(defined(lambda fd, x: [x[1:].exp() * x[:3]], [4, 3]), options=ALWAYS)
     for make in (torch.clone, torch.clone, LAZY[what], LAZY[what], torch.clone):
         x = make(torch.randn(4, 3))

@@ -149,7 +149,7 @@ def test_from_hosts_to_other_hosts(
 
 
 def test_a_copy_on_the_same_host_is_read() -> None:
-    """Of two copies elsewhere, of as many bytes, the one on the reader's host is sent."""
+    """Two copies elsewhere have as many bytes: the one on the reader's host is sent."""
     far, near, here = (DeviceMesh([r], hosts=[h]) for r, h in ((0, 0), (1, 1), (2, 1)))
     with mf.FusionDefinition("copies") as fd:
         x = fd.define_tensor([8], mesh=far, layout={}, name="x")

@@ -161,7 +161,7 @@ def test_digits_of_axes_decide_nothing(first: int, monkeypatch: pytest.MonkeyPat
 def every_way(
     ways: Iterable[across._Way], cost: Callable[[Step], int], least: int
 ) -> tuple[Step, ...]:
-    """Of all ways, each followed to its end, the one that costs least."""
+    """Return the cheapest of all ways, each followed to its end."""
     every = []
     for n, way in enumerate(ways):
         legs = [leg() for leg in way.legs]

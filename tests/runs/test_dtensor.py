@@ -210,7 +210,7 @@ def test_torch_splits_as_layouts_do(at: int, unjoined: None) -> None:
         for placements in ([S0, S0], [S0, S1], [S1, S0], [S1, S1], [TorchReplicate(), S0]):
             splits = zip(ours.axes, placements, strict=True)
             layout = Layout(ours, {a: Shard(p.dim) for a, p in splits if type(p) is TorchShard})
-            box = layout.intervals((n, 4), at)
+            box = layout.box((n, 4), at)
             shape, offset = compute_local_shape_and_global_offset((n, 4), mesh, placements)
             assert tuple(shape) == tuple(stop - start for start, stop in box)
             if 0 not in shape:

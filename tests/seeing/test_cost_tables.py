@@ -78,7 +78,7 @@ RETIRED = {
 
 @pytest.mark.parametrize("caches", [RETIRED["caches"], None])
 def test_retired_keys_are_left_out(caches: object, tmp_path: Path) -> None:
-    """Of a file, as it was written before, and of costs by themselves, as users write them."""
+    """Tables of a file in its earlier form, and of costs by themselves, as users write them."""
     fields = json.loads(TABLE.as_json())
     fields["pace_s"] = RETIRED["pace_s"]
     fields["costs"]["caches"] = caches

@@ -8,27 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expecttest import assert_expected_inline
+from helpers.golden import Golden
+from helpers.programs import program_text
 
 from mdfuse import hir
 from mdfuse.seeing import UNIT
 from mdfuse.seeing.timeline import timeline
 
-PAIR = """
-host @pair on mesh(x=2) {
-  input %x: f32[2] of [4] (x=S0)
-  if coord(x) == 0 {
-    %h: f32[2] of [4] (x=S0) = neg(%x)
-    %c = send(%h, to=1)
-    wait %c
-  } else {
-    %r: f32[2] of [4] (x=S0) = alloc
-    %d = recv(%r, from=0)
-    wait %d
-  }
-  %y: f32[2] of [4] (x=S0) = exp(%x)
-  return %y
-}"""
+PAIR = program_text("perfetto/pair")
 
 
 def traced(tmp_path: Path) -> list[dict[str, Any]]:
@@ -40,7 +27,7 @@ def traced(tmp_path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_slices_and_names(tmp_path: Path) -> None:
+def test_slices_and_names(tmp_path: Path, golden: Golden) -> None:
     rows = traced(tmp_path)
     lanes = {(r["pid"], r["tid"]): r["args"]["name"] for r in rows if r["name"] == "thread_name"}
     assert len(lanes) == len({*lanes.items()})
@@ -50,19 +37,7 @@ def test_slices_and_names(tmp_path: Path) -> None:
         for r in rows
         if r["ph"] == "X"
     ]
-    assert_expected_inline(
-        "\n".join(shown),
-        """\
-0 host: %h = neg 0+1000000 instruction 0
-1 host: post recv 0+0 instruction 1
-1 wait: wait recv 0+2000000 instruction 2
-0 host: post send 1000000+0 instruction 1
-0 out: send 1000000+1000000 instruction 1 0
-0 wait: wait send 1000000+1000000 instruction 2
-1 in: recv 1000000+1000000 instruction 1 8
-0 host: %y = exp 2000000+1000000 instruction 3
-1 host: %y = exp 2000000+1000000 instruction 3""",
-    )
+    golden("\n".join(shown))
     processes = {r["pid"]: r["args"]["name"] for r in rows if r["name"] == "process_name"}
     assert processes == {0: "rank 0", 1: "rank 1"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.example_files import example
+from helpers.programs import program_text
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
@@ -83,21 +84,7 @@ def test_one_ranks_program_is_its_own() -> None:
     assert rank_classes(local).members == ((1,),)
 
 
-RING = """
-host @ring on mesh(dp=3, tp=2) {
-  input %x: f32[ROWS] of [SIZE] (dp=R, tp=S0)
-  %y: f32[SIZE] of [SIZE] (dp=R, tp=R) = alloc
-  for %i in 0..2 {
-    %y.i: f32[ROWS] of [SIZE] (dp=R, tp=R, chunk(0,2,(%i + coord(tp)) mod 2)) = chunk(%y)
-    group_start
-    %c0 = send(%x, to=(coord(tp) - %i) mod 2, axis=tp)
-    %c1 = recv(%y.i, from=(coord(tp) + %i) mod 2, axis=tp)
-    group_end
-    wait %c0
-    wait %c1
-  }
-  return %y
-}"""
+RING = program_text("rank_classes/ring")
 
 
 def test_ranks_of_an_even_ring_run_alike_but_for_where_they_begin() -> None:

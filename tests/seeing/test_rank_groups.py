@@ -11,7 +11,7 @@ from mdfuse.seeing.rank_groups import rank_groups
 
 
 def test_each_rank_group_has_its_stages_and_its_peak() -> None:
-    """Of a stage that doubles rows: what it reads, what it makes, and one hand-over."""
+    """A stage that doubles rows has its operand, its result, and one hand-over."""
     first, second = DeviceMesh([0, 1], axes=("dp",)), DeviceMesh([2], axes=("tp",))
     with mf.FusionDefinition("steps") as fd:
         x = fd.define_tensor([8, 16], torch.float32, first, {"dp": Shard(1)}, name="x")

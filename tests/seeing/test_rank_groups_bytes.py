@@ -13,7 +13,7 @@ from mdfuse.seeing.rank_classes import rank_classes
 from mdfuse.seeing.rank_groups import rank_groups
 
 ROWS, WIDTH = 6, 5
-#: Of an activation of a microbatch, of a weight or its gradient, of a number.
+#: Bytes of an activation of a microbatch, of a weight or its gradient, of a number.
 A, W, ONE = ROWS * WIDTH * 8, WIDTH * WIDTH * 8, 8
 CALL = re.compile(r"  call ([FBIWT])(\d+)\((\d+)\)")
 
@@ -22,7 +22,7 @@ CALL = re.compile(r"  call ([FBIWT])(\d+)\((\d+)\)")
 class Ledger:
     """What a rank holds, in bytes.
 
-    Of a stage `y = sin(h w)`, a forward leaves z = h w for `cos`, beside h, which came from the
+    A forward of a stage `y = sin(h w)` leaves z = h w for `cos`, beside h, which came from the
     stage before it; of the first stage, h is a part of x, and takes nothing by itself.
     """
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from helpers.example_files import SMALL, example
 from helpers.host_posts import CASES
 from helpers.pictures import FOLDER, PICTURES
+from helpers.programs import program_text
 from helpers.ring_programs import TEMPLATES, ring
 from helpers.stream_cases import CASES as STREAMED
 
@@ -169,19 +170,7 @@ def test_a_ring_takes_a_transfer_and_a_relu_in_each_turn(seed: int) -> None:
     assert timeline(program, UNIT).seconds == 2 * n
 
 
-OVERLAP = """
-host @overlap on mesh(tp=2) {
-  input %x: f32[4] (tp=P(sum))
-  input %w: f32[4] (tp=R)
-  %a: f32[4] (tp=P(sum)) = neg(%x)
-  %y: f32[4] (tp=R) = alloc
-  %c0 = post allreduce[sum](%a) -> %y f32[4] (tp=P(sum)) => (tp=R) axis=tp
-  %b: f32[4] (tp=R) = exp(%w)
-  %d: f32[4] (tp=R) = exp(%b)
-  wait %c0
-  %z: f32[4] (tp=R) = add(%y, %d)
-  return %z
-}"""
+OVERLAP = program_text("timeline/overlap")
 
 
 @pytest.mark.parametrize(("transfer", "total"), [(0.5, 4.0), (2.0, 4.0), (5.0, 7.0)])

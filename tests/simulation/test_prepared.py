@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.programs import program_text
 
 import mdfuse as mf
 from mdfuse import hir
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.simulation import prepared
 
-RING = """
-host @ring on mesh(tp=2) {
-  input %x: f32[2] of [4] (tp=S0)
-  %y: f32[2] of [4] (tp=S0) = alloc
-  group_start
-  %c0 = send(%x, to=(coord(tp) + 1) mod 2, axis=tp)
-  %c1 = recv(%y, from=(coord(tp) - 1) mod 2, axis=tp)
-  group_end
-  wait %c0
-  wait %c1
-  return %y
-}"""
+RING = program_text("prepared/ring")
 
 
 def projections() -> list[hir.HostProgram]:
@@ -56,7 +46,7 @@ def test_projections_are_verified_and_built_once(counted: list[str]) -> None:
 
 
 def test_other_projections_are_verified_anew(counted: list[str]) -> None:
-    """Of the same text, and one of them exchanged: the second rank waits for nobody."""
+    """Programs of the same text, one of them exchanged: the second rank waits for nobody."""
     ranks = projections()
     given = [{ranks[0].inputs[0]: part} for part in torch.arange(4.0).chunk(2)]
     mf.simulate(ranks, per_rank=given)

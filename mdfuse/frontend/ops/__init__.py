@@ -75,10 +75,7 @@ def defined_in(family: ModuleType) -> dict[str, Operation]:
 
 def _by_name() -> dict[str, Operation]:
     operations = {name: f for family in FAMILIES for name, f in defined_in(family).items()}
-    rows = pointwise.ROWS
-    checked = {
-        name: _taking_kinds(f, f is rows.get(name)) for name, f in (rows | operations).items()
-    }
+    checked = {name: _taking_kinds(f) for name, f in (pointwise.ROWS | operations).items()}
     return checked | {alias: checked[name] for alias, name in ALIASES.items()}
 
 

@@ -10,7 +10,7 @@ from mdfuse.frontend.ops import creations, parts, reductions, views
 from mdfuse.frontend.ops.neural import scaled_dot_product_attention, softmax
 from mdfuse.frontend.ops.pointwise import ROWS, where
 from mdfuse.frontend.ops.products import embedding, linear
-from mdfuse.frontend.ops.recording import shown
+from mdfuse.frontend.ops.recording import Operation, named, shown
 
 
 def _gates(
@@ -88,30 +88,23 @@ def gru_cell(
     return candidate + sigmoid(update[0] + update[1]) * (hx - candidate)
 
 
-def rnn_tanh_cell(
-    x: Handle,
-    hx: Handle,
-    w_ih: Handle,
-    w_hh: Handle,
-    b_ih: Handle | None = None,
-    b_hh: Handle | None = None,
-) -> Handle:
-    """One step of a plain network: tanh(x w_ih^T + h w_hh^T)."""
-    ((a, b),) = _gates(x, hx, (w_ih, w_hh), (b_ih, b_hh), 1)
-    return ROWS["tanh"](a + b)
+def _plain_cell(name: str) -> Operation:
+    def function(
+        x: Handle,
+        hx: Handle,
+        w_ih: Handle,
+        w_hh: Handle,
+        b_ih: Handle | None = None,
+        b_hh: Handle | None = None,
+    ) -> Handle:
+        ((a, b),) = _gates(x, hx, (w_ih, w_hh), (b_ih, b_hh), 1)
+        return ROWS[name](a + b)
+
+    doc = f"One step of a plain network: {name}(x w_ih^T + h w_hh^T)."
+    return named(f"rnn_{name}_cell", doc, function)
 
 
-def rnn_relu_cell(
-    x: Handle,
-    hx: Handle,
-    w_ih: Handle,
-    w_hh: Handle,
-    b_ih: Handle | None = None,
-    b_hh: Handle | None = None,
-) -> Handle:
-    """One step of a plain network: relu(x w_ih^T + h w_hh^T)."""
-    ((a, b),) = _gates(x, hx, (w_ih, w_hh), (b_ih, b_hh), 1)
-    return ROWS["relu"](a + b)
+rnn_tanh_cell, rnn_relu_cell = _plain_cell("tanh"), _plain_cell("relu")
 
 
 # -- bags ----------------------------------------------------------------------------------------

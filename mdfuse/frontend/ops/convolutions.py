@@ -17,11 +17,19 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import indexing, moves, parts, views
 from mdfuse.frontend.ops.creations import tensor
 from mdfuse.frontend.ops.first_places import first_extreme
-from mdfuse.frontend.ops.recording import Operation, back, in_f32, record, record_several, shown
+from mdfuse.frontend.ops.recording import (
+    Integers,
+    Operation,
+    Sizes,
+    back,
+    in_f32,
+    named,
+    record,
+    record_several,
+    shown,
+)
 from mdfuse.frontend.ops.reductions import mean, sum
 from mdfuse.ir.pooling import pooled
-
-Numbers = int | Sequence[int]
 
 
 def _numbers(name: str, x: Any, n: int, least: int) -> tuple[int, ...]:
@@ -44,9 +52,9 @@ def _convolution(n: int) -> Operation:
         x: Handle,
         weight: Handle,
         bias: Handle | None = None,
-        stride: Numbers = 1,
-        padding: Numbers | str = 0,
-        dilation: Numbers = 1,
+        stride: Integers = 1,
+        padding: Integers | str = 0,
+        dilation: Integers = 1,
         groups: int = 1,
     ) -> Handle:
         name = f"conv{n}d"
@@ -62,9 +70,8 @@ def _convolution(n: int) -> Operation:
         convolved = record("convolution", whole, weight, groups=groups, **how)
         return _unbatched(_with_bias(convolved, bias), x)
 
-    function.__name__ = f"conv{n}d"
-    function.__doc__ = _CONVOLUTION.format(dims=("l", "h,w", "d,h,w")[n - 1])
-    return function
+    doc = _CONVOLUTION.format(dims=("l", "h,w", "d,h,w")[n - 1])
+    return named(f"conv{n}d", doc, function)
 
 
 _CONVOLUTION = """x[n,i,{dims}] or x[i,{dims}] with the kernels weight[o,i/groups,…] at each place.
@@ -113,7 +120,7 @@ def _with_bias(x: Handle, bias: Handle | None) -> Handle:
 
 def _padded_by_name(
     name: str, x: Handle, weight: Handle, padding: str, how: dict[str, tuple[int, ...]]
-) -> tuple[Handle, Numbers]:
+) -> tuple[Handle, Integers]:
     if padding not in ("same", "valid") or (padding == "same" and {*how["stride"]} != {1}):
         raise DefinitionError(
             f"{name} with padding={padding!r} and stride={list(how['stride'])}",
@@ -137,11 +144,11 @@ def _transposed(n: int) -> Operation:
         x: Handle,
         weight: Handle,
         bias: Handle | None = None,
-        stride: Numbers = 1,
-        padding: Numbers = 0,
-        output_padding: Numbers = 0,
+        stride: Integers = 1,
+        padding: Integers = 0,
+        output_padding: Integers = 0,
         groups: int = 1,
-        dilation: Numbers = 1,
+        dilation: Integers = 1,
     ) -> Handle:
         name = f"conv_transpose{n}d"
         whole = _with_batch(name, x, n)
@@ -156,11 +163,8 @@ def _transposed(n: int) -> Operation:
         convolved = record("convolution", whole, weight, groups=groups, transposed=True, **how)
         return _unbatched(_with_bias(convolved, bias), x)
 
-    function.__name__ = f"conv_transpose{n}d"
-    function.__doc__ = (
-        f"The transpose of conv{n}d: x[n,i,…] is spread by the kernels weight[i,o/groups,…]."
-    )
-    return function
+    doc = f"The transpose of conv{n}d: x[n,i,…] is spread by the kernels weight[i,o/groups,…]."
+    return named(f"conv_transpose{n}d", doc, function)
 
 
 conv_transpose1d, conv_transpose2d, conv_transpose3d = map(_transposed, (1, 2, 3))
@@ -187,10 +191,10 @@ def _windows(
 def _max_pool(n: int) -> Operation:
     def function(
         x: Handle,
-        kernel_size: Numbers,
-        stride: Numbers | None = None,
-        padding: Numbers = 0,
-        dilation: Numbers = 1,
+        kernel_size: Integers,
+        stride: Integers | None = None,
+        padding: Integers = 0,
+        dilation: Integers = 1,
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Handle | tuple[Handle, Handle]:
@@ -198,12 +202,8 @@ def _max_pool(n: int) -> Operation:
         values, places = record_several("max_pool", x, ceil=ceil_mode, **how)
         return (values, places) if return_indices else values
 
-    function.__name__ = f"max_pool{n}d"
-    function.__doc__ = (
-        f"The largest element of each window of the last {n} dim{'s' * (n > 1)}, "
-        "and with return_indices where it stands."
-    )
-    return function
+    doc = f"The largest element of each window of the last {n} dim{'s' * (n > 1)}, "
+    return named(f"max_pool{n}d", doc + "and with return_indices where it stands.", function)
 
 
 max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
@@ -212,9 +212,9 @@ max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
 def _avg_pool(n: int) -> Operation:
     def function(
         x: Handle,
-        kernel_size: Numbers,
-        stride: Numbers | None = None,
-        padding: Numbers = 0,
+        kernel_size: Integers,
+        stride: Integers | None = None,
+        padding: Integers = 0,
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
@@ -243,9 +243,8 @@ def _avg_pool(n: int) -> Operation:
             means = _divided(means, x.ndim - n + at, c)
         return back(means, x)
 
-    function.__name__ = f"avg_pool{n}d"
-    function.__doc__ = f"The mean of each window of the last {n} dim{'s' * (n > 1)}."
-    return function
+    doc = f"The mean of each window of the last {n} dim{'s' * (n > 1)}."
+    return named(f"avg_pool{n}d", doc, function)
 
 
 def _cut_to(x: Handle, how: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -330,7 +329,7 @@ def _spans(n: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _adaptive(n: int, name: str, join: Operation, words: str) -> Operation:
-    def function(x: Handle, output_size: Any, return_indices: bool = False) -> Handle:
+    def function(x: Handle, output_size: Sizes, return_indices: bool = False) -> Handle:
         if return_indices:
             raise DefinitionError(
                 f"adaptive_{name}_pool{n}d with return_indices",
@@ -346,9 +345,8 @@ def _adaptive(n: int, name: str, join: Operation, words: str) -> Operation:
             result = _in_parts(result, x.ndim - n + at, m, join)
         return record("set", back(result, x))
 
-    function.__name__ = f"adaptive_{name}_pool{n}d"
-    function.__doc__ = f"{words} of so many parts of each of the last {n} dim{'s' * (n > 1)}."
-    return function
+    doc = f"{words} of so many parts of each of the last {n} dim{'s' * (n > 1)}."
+    return named(f"adaptive_{name}_pool{n}d", doc, function)
 
 
 def _in_parts(x: Handle, dim: int, m: int, join: Operation) -> Handle:
@@ -379,10 +377,10 @@ adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (
 
 def im2col(
     x: Handle,
-    kernel_size: Numbers,
-    dilation: Numbers = 1,
-    padding: Numbers = 0,
-    stride: Numbers = 1,
+    kernel_size: Integers,
+    dilation: Integers = 1,
+    padding: Integers = 0,
+    stride: Integers = 1,
 ) -> Handle:
     """The windows of images as columns: [n,c,h,w] -> [n,c*kh*kw,windows], `F.unfold` of torch."""
     whole = _with_batch("im2col", x, 2)
@@ -411,11 +409,11 @@ def im2col(
 
 def col2im(
     x: Handle,
-    output_size: Numbers,
-    kernel_size: Numbers,
-    dilation: Numbers = 1,
-    padding: Numbers = 0,
-    stride: Numbers = 1,
+    output_size: Integers,
+    kernel_size: Integers,
+    dilation: Integers = 1,
+    padding: Integers = 0,
+    stride: Integers = 1,
 ) -> Handle:
     """Columns added up where their windows were: [n,c*kh*kw,windows] -> [n,c,h,w], `F.fold`."""
     size, (kh, kw) = _numbers("output_size", output_size, 2, 1), _numbers("…", kernel_size, 2, 1)

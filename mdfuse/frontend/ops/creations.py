@@ -14,7 +14,15 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Shape, check_fill, definition_of, record, sequence
+from mdfuse.frontend.ops.recording import (
+    Integers,
+    Operand,
+    check_fill,
+    definition_of,
+    named,
+    record,
+    sequence,
+)
 from mdfuse.frontend.plain import brief, is_in_range
 from mdfuse.layouts.layout import Layout
 
@@ -37,8 +45,8 @@ def _default_dtype(value: Any) -> torch.dtype:
 
 
 def full(
-    shape: Shape,
-    fill_value: Any,
+    shape: Integers,
+    fill_value: Operand,
     *,
     dtype: torch.dtype | None = None,
     mesh: Any = None,
@@ -60,9 +68,9 @@ def full(
     return _placed(definition.record("full", (fill_value,), attrs), mesh, layout)
 
 
-def _full_of(name: str, number: int) -> Callable[..., Handle]:
+def _full_of(name: str, number: int, doc: str) -> Callable[..., Handle]:
     def function(
-        shape: Shape,
+        shape: Integers,
         *more: int,
         dtype: torch.dtype | None = None,
         mesh: Any = None,
@@ -71,11 +79,12 @@ def _full_of(name: str, number: int) -> Callable[..., Handle]:
         dtype = dtype or torch.get_default_dtype()
         return full(sequence(shape, more), number, dtype=dtype, mesh=mesh, layout=layout)
 
-    function.__name__, function.__doc__ = name, f"{name.title()}, of torch's default dtype."
-    return function
+    return named(name, doc, function)
 
 
-zeros, ones = _full_of("zeros", 0), _full_of("ones", 1)
+zeros = _full_of("zeros", 0, "Zeros, of torch's default dtype.")
+ones = _full_of("ones", 1, "Ones, of torch's default dtype.")
+empty = _full_of("empty", 0, "Zeros, since a program computes the same in every run.")
 
 
 def arange(
@@ -153,7 +162,7 @@ def eye(
     return _placed(diagonal, mesh, layout)
 
 
-def scalar_tensor(fill_value: Any, *, dtype: torch.dtype | None = None) -> Handle:
+def scalar_tensor(fill_value: Operand, *, dtype: torch.dtype | None = None) -> Handle:
     """A tensor of one number and no dims, of torch's default dtype."""
     return full((), fill_value, dtype=dtype or torch.get_default_dtype())
 
@@ -166,11 +175,9 @@ def _triangle(name: str) -> Callable[..., Handle]:
             )
         return tensor(getattr(torch, name)(rows, columns, offset))
 
-    function.__name__ = name
-    which = "lower" if name.startswith("tril") else "upper"
-    function.__doc__ = f"Rows and columns of the elements of an {which} triangle, as a constant."
-    function.__doc__ = function.__doc__.replace("an lower", "a lower")
-    return function
+    which = "a lower" if name.startswith("tril") else "an upper"
+    doc = f"Rows and columns of the elements of {which} triangle, as a constant."
+    return named(name, doc, function)
 
 
 tril_indices, triu_indices = _triangle("tril_indices"), _triangle("triu_indices")
@@ -239,7 +246,7 @@ def _numbers(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
 # -- like another --------------------------------------------------------------------------------
 
 
-def full_like(x: Handle, fill_value: Any, *, dtype: torch.dtype | None = None) -> Handle:
+def full_like(x: Handle, fill_value: Operand, *, dtype: torch.dtype | None = None) -> Handle:
     """One number everywhere, in the shape and the layout of x, which is not read."""
     dtype = dtype or x.dtype
     check_fill("full_like", fill_value, dtype)
@@ -257,31 +264,20 @@ def ones_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
 
 
 def new_full(
-    x: Handle, shape: Shape, fill_value: Any, *, dtype: torch.dtype | None = None
+    x: Handle, shape: Integers, fill_value: Operand, *, dtype: torch.dtype | None = None
 ) -> Handle:
     """One number everywhere, in the dtype of x."""
     return full(shape, fill_value, dtype=dtype or x.dtype)
 
 
-def new_zeros(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = None) -> Handle:
+def new_zeros(x: Handle, shape: Integers, *more: int, dtype: torch.dtype | None = None) -> Handle:
     """Zeros in the dtype of x."""
     return zeros(shape, *more, dtype=dtype or x.dtype)
 
 
-def new_ones(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = None) -> Handle:
+def new_ones(x: Handle, shape: Integers, *more: int, dtype: torch.dtype | None = None) -> Handle:
     """Ones in the dtype of x."""
     return ones(shape, *more, dtype=dtype or x.dtype)
-
-
-def empty(
-    shape: Shape,
-    *more: int,
-    dtype: torch.dtype | None = None,
-    mesh: Any = None,
-    layout: Any = None,
-) -> Handle:
-    """Zeros, since a program computes the same in every run."""
-    return zeros(shape, *more, dtype=dtype, mesh=mesh, layout=layout)
 
 
 def empty_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
@@ -289,6 +285,6 @@ def empty_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
     return zeros_like(x, dtype=dtype)
 
 
-def new_empty(x: Handle, shape: Shape, *more: int, dtype: torch.dtype | None = None) -> Handle:
+def new_empty(x: Handle, shape: Integers, *more: int, dtype: torch.dtype | None = None) -> Handle:
     """Zeros in the dtype of x."""
     return new_zeros(x, shape, *more, dtype=dtype)

@@ -65,7 +65,7 @@ def cdist(x1: Handle, x2: Handle, p: float = 2.0) -> Handle:
 
 def vector_norm(
     x: Handle,
-    ord: float = 2,
+    ord: float | str = 2,
     dim: Dims = None,
     keepdim: bool = False,
     *,

@@ -8,15 +8,15 @@ import torch
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.recording import Shape, definition_of, record, sequence
+from mdfuse.frontend.ops.recording import Integers, Operand, definition_of, record, sequence
 
 
 def uniform(
-    shape: Shape,
+    shape: Integers,
     low: float = 0.0,
     high: float = 1.0,
     dtype: torch.dtype = torch.float32,
-    seed: Any = 0,
+    seed: Operand = 0,
 ) -> Handle:
     """Uniform random numbers in [low, high) that depend on seed and global index, on no mesh.
 
@@ -40,7 +40,7 @@ def uniform(
     return definition.record("uniform", (seed,), attrs)
 
 
-def dropout(x: Handle, p: float = 0.5, seed: Any = 0, training: bool = True) -> Handle:
+def dropout(x: Handle, p: float = 0.5, seed: Operand = 0, training: bool = True) -> Handle:
     """Each element zero with probability p, the others times 1 / (1 - p); the same on any mesh.
 
     Args:

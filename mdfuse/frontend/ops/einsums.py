@@ -21,7 +21,7 @@ from mdfuse.frontend.plain import brief
 _LETTERS = string.ascii_lowercase + string.ascii_uppercase
 
 
-def einsum(equation: str, *operands: Any) -> Handle:
+def einsum(equation: str, *operands: Handle | Sequence[Handle]) -> Handle:
     """Products summed over letters: "bij,bjk->bik" is `bmm`.
 
     Args:
@@ -211,7 +211,7 @@ def vdot(x: Handle, other: Handle) -> Handle:
     return matmul(record("conj", x) if x.dtype.is_complex else x, other)
 
 
-def chain_matmul(*tensors: Any) -> Handle:
+def chain_matmul(*tensors: Handle | Sequence[Handle]) -> Handle:
     """The product of several matrices, in the order that takes the fewest steps.
 
     Args:

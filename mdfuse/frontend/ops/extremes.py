@@ -11,11 +11,19 @@ from typing import NamedTuple
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
 from mdfuse.frontend.ops.first_places import first_extreme, first_place
-from mdfuse.frontend.ops.recording import Dims, Operation, checked, record
-from mdfuse.frontend.ops.reductions import Reduction, amax, amin
+from mdfuse.frontend.ops.recording import (
+    Dims,
+    Elementwise,
+    Integers,
+    Operation,
+    checked,
+    named,
+    record,
+)
+from mdfuse.frontend.ops.reductions import amax, amin
 
 
-def _place_of(name: str, extreme: Reduction) -> Reduction:
+def _place_of(name: str, extreme: Elementwise) -> Operation:
     def function(
         x: Handle, dim: int | None = None, keepdim: bool = False, *, dims: int | None = None
     ) -> Handle:
@@ -24,8 +32,7 @@ def _place_of(name: str, extreme: Reduction) -> Reduction:
         return amin(first_place(x, extreme(x, over, keepdim=True), over), over, keepdim)
 
     end = "est element over a dim stands first (in x flattened by default)."
-    function.__name__, function.__doc__ = f"arg{name}", f"Where the {_WORDS[name]}{end}"
-    return function
+    return named(f"arg{name}", f"Where the {_WORDS[name]}{end}", function)
 
 
 _WORDS = {"max": "larg", "min": "small"}
@@ -39,9 +46,9 @@ class Extremes(NamedTuple):
     indices: Handle
 
 
-def _as_in_torch(name: str, over: Reduction, pairwise: Reduction) -> Operation:
+def _as_in_torch(name: str, over: Elementwise, pairwise: Elementwise) -> Operation:
     def function(
-        x: Handle, dim: Dims | Handle = None, keepdim: bool = False, *, dims: Dims = None
+        x: Handle, dim: Handle | Dims = None, keepdim: bool = False, *, dims: Integers | None = None
     ) -> Handle | Extremes:
         if isinstance(dim, Handle):
             return pairwise(x, dim)
@@ -53,12 +60,8 @@ def _as_in_torch(name: str, over: Reduction, pairwise: Reduction) -> Operation:
             return Extremes(values, amin(first_place(x, with_dims, at), dims, keepdim))
         return over(x, dim, keepdim, dims=dims)
 
-    function.__name__ = name
-    function.__doc__ = (
-        f"With a dim the pair (values, indices); with none, or a list of dims, `{over.__name__}`; "
-        f"{name}(x, y): `{pairwise.__name__}`."
-    )
-    return function
+    doc = f"With a dim the pair (values, indices); with none, or a list of dims, `{over.__name__}`"
+    return named(name, f"{doc}; {name}(x, y): `{pairwise.__name__}`.", function)
 
 
 max = _as_in_torch("max", amax, pointwise.maximum)

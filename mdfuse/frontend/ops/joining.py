@@ -13,7 +13,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import parts, views
 from mdfuse.frontend.ops.indexing import index
 from mdfuse.frontend.ops.moves import pad
-from mdfuse.frontend.ops.recording import listed, own_place, record, shown
+from mdfuse.frontend.ops.recording import Integers, listed, own_place, record, shown
 
 
 def _each(name: str, tensors: Sequence[Any], one: Any) -> Any:
@@ -33,17 +33,17 @@ def _at_least(ndim: int) -> Any:
     return widened
 
 
-def atleast_1d(*tensors: Any) -> Any:
+def atleast_1d(*tensors: Handle | Sequence[Handle]) -> Any:
     """Numbers as vectors of one element; others as they are."""
     return _each("atleast_1d", tensors, _at_least(1))
 
 
-def atleast_2d(*tensors: Any) -> Any:
+def atleast_2d(*tensors: Handle | Sequence[Handle]) -> Any:
     """Numbers and vectors as matrices of one row; others as they are."""
     return _each("atleast_2d", tensors, _at_least(2))
 
 
-def atleast_3d(*tensors: Any) -> Any:
+def atleast_3d(*tensors: Handle | Sequence[Handle]) -> Any:
     """At least three dims: [n] as [1,n,1], [n,m] as [n,m,1]."""
     return _each("atleast_3d", tensors, _at_least(3))
 
@@ -76,9 +76,7 @@ def _some(name: str, tensors: Sequence[Handle]) -> Sequence[Handle]:
     return tensors
 
 
-def tensor_split(
-    x: Handle, indices_or_sections: int | Sequence[int], dim: int = 0
-) -> tuple[Handle, ...]:
+def tensor_split(x: Handle, indices_or_sections: Integers, dim: int = 0) -> tuple[Handle, ...]:
     """Parts of a dim: so many of nearly one size, or those between the places in a list."""
     at = own_place(x, dim)
     n, said = x.shape[at], indices_or_sections
@@ -100,7 +98,7 @@ def tensor_split(
     )
 
 
-def meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Handle, ...]:
+def meshgrid(*tensors: Handle | Sequence[Handle], indexing: str = "ij") -> tuple[Handle, ...]:
     """Vectors repeated over one grid, each along a dim of its own.
 
     Args:
@@ -124,7 +122,7 @@ def meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Handle, ...]:
     return tuple(views.transpose(x, 0, 1) for x in grids) if is_swapped else grids
 
 
-def broadcast_tensors(*tensors: Any) -> tuple[Handle, ...]:
+def broadcast_tensors(*tensors: Handle | Sequence[Handle]) -> tuple[Handle, ...]:
     """Tensors repeated to the shape that they have together."""
     given = listed("broadcast_tensors", tensors)
     ndim = builtins.max((x.ndim for x in given), default=0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -20,7 +19,14 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, indexing, moves, views
 from mdfuse.frontend.ops.lookup_parts import added_up, at_indices, check_index, from_the_end
 from mdfuse.frontend.ops.pointwise import ROWS, cast, where
-from mdfuse.frontend.ops.recording import check_factor, is_inexact, own_place, record, shown
+from mdfuse.frontend.ops.recording import (
+    Operand,
+    check_factor,
+    is_inexact,
+    own_place,
+    record,
+    shown,
+)
 
 # -- lookups -------------------------------------------------------------------------------------
 
@@ -224,7 +230,9 @@ def _scattered(x: Handle, dim: int, index: Handle, src: Handle, op: str) -> Hand
     return moves.pad(scattered, beside) if shape != x.shape else scattered
 
 
-def scatter(x: Handle, dim: int, index: Handle, src: Any, *, reduce: str | None = None) -> Handle:
+def scatter(
+    x: Handle, dim: int, index: Handle, src: Operand, *, reduce: str | None = None
+) -> Handle:
     """x with elements of src for its own, each at its place, but along the dim at its index.
 
     Args:
@@ -265,7 +273,7 @@ def _beside(x: Handle, whole: Handle) -> list[int]:
     return [n for d in reversed(range(x.ndim)) for n in (0, whole.shape[d] - x.shape[d])]
 
 
-def index_add(x: Handle, dim: int, index: Handle, source: Handle, *, alpha: float = 1) -> Handle:
+def index_add(x: Handle, dim: int, index: Handle, source: Handle, *, alpha: Operand = 1) -> Handle:
     """x with alpha times the places of source added, each at its index along the dim.
 
     Args:
@@ -321,7 +329,7 @@ def _replaced(x: Handle, at: int, index: Handle, source: Handle) -> Handle:
     return where(is_hit, written, x)
 
 
-def index_fill(x: Handle, dim: int, index: Handle, value: Any) -> Handle:
+def index_fill(x: Handle, dim: int, index: Handle, value: Operand) -> Handle:
     """x with a number at the places of a dim that an index names."""
     at = own_place(x, dim)
     index = from_the_end(check_index("index_fill", index, x, at, from_end=True), x.shape[at])

@@ -15,6 +15,7 @@ from mdfuse.frontend.ops import creations, indexing, parts, views
 from mdfuse.frontend.ops.pointwise import ROWS, where
 from mdfuse.frontend.ops.recording import (
     Dims,
+    Integers,
     check_factor,
     checked,
     own_place,
@@ -25,13 +26,13 @@ from mdfuse.frontend.ops.recording import (
 )
 
 
-def tile(x: Handle, dims: int | Sequence[int], *more: int) -> Handle:
+def tile(x: Handle, dims: Integers, *more: int) -> Handle:
     """The whole repeated along its last dims; further numbers add dims in front."""
     times = sequence(dims, more)
     return views.repeat(x, (*(1,) * (x.ndim - len(times)), *times))
 
 
-def flip(x: Handle, dims: int | Sequence[int], *more: int) -> Handle:
+def flip(x: Handle, dims: Integers, *more: int) -> Handle:
     """Dims turned round: the last element first. They are whole on every rank."""
     turned = checked(x, None, sequence(dims, more)) or ()
     return record("flip", x, dims=tuple(d % x.ndim for d in turned)) if turned else views.set(x)
@@ -49,7 +50,7 @@ def flipud(x: Handle) -> Handle:
     return flip(x, (0,))
 
 
-def roll(x: Handle, shifts: int | Sequence[int], dims: Dims = None) -> Handle:
+def roll(x: Handle, shifts: Integers, dims: Integers | None = None) -> Handle:
     """Elements moved along dims, from the end to the beginning; without dims of x flattened.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from mdfuse.frontend.ops.parts import chunk
 from mdfuse.frontend.ops.pointwise import ROWS, clamp, where
 from mdfuse.frontend.ops.recording import (
     Dims,
+    Integers,
     again,
     as_dtype,
     back,
@@ -69,14 +69,14 @@ def glu(x: Handle, dim: int = -1) -> Handle:
 # -- normalisations ------------------------------------------------------------------------------
 
 
-def _last(x: Handle, normalized_shape: int | Sequence[int] | None) -> tuple[int, ...]:
+def _last(x: Handle, normalized_shape: Integers | None) -> tuple[int, ...]:
     shape = normalized_shape if normalized_shape is not None else x.shape[-1:]
     return (shape,) if isinstance(shape, int | Extent) else tuple(shape)
 
 
 def layer_norm(
     x: Handle,
-    normalized_shape: int | Sequence[int] | None = None,
+    normalized_shape: Integers | None = None,
     weight: Handle | None = None,
     bias: Handle | None = None,
     eps: float = 1e-5,
@@ -111,7 +111,7 @@ def _check_factors(x: Handle, factors: list[Handle]) -> None:
 
 def rms_norm(
     x: Handle,
-    normalized_shape: int | Sequence[int] | None = None,
+    normalized_shape: Integers | None = None,
     weight: Handle | None = None,
     eps: float | None = None,
 ) -> Handle:

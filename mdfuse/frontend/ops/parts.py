@@ -9,7 +9,7 @@ from mdfuse.errors import DefinitionError, counted
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import indexing
-from mdfuse.frontend.ops.recording import own_place, place, record
+from mdfuse.frontend.ops.recording import Integers, own_place, place, record
 
 
 def slice(
@@ -51,7 +51,7 @@ def narrow(x: Handle, dim: int, start: int, length: int) -> Handle:
 # -- splitting -----------------------------------------------------------------------------------
 
 
-def split(x: Handle, split_size: int | Sequence[int], dim: int = 0) -> tuple[Handle, ...]:
+def split(x: Handle, split_size: Integers, dim: int = 0) -> tuple[Handle, ...]:
     """Parts of a dim: of one size each (the last may be smaller), or of the sizes in a list."""
     extent = x.shape[own_place(x, dim)]
     if isinstance(split_size, Sequence):

@@ -14,11 +14,13 @@ from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import (
     Elementwise,
+    Operand,
     as_dtype,
     check_factor,
     in_f32,
     is_inexact,
     is_narrow,
+    named,
     record,
     shown,
 )
@@ -27,19 +29,17 @@ from mdfuse.ir.ops import TABLE
 
 
 def _unary(name: str) -> Elementwise:
-    def function(x: Any) -> Handle:
+    def function(x: Operand) -> Handle:
         return record(name, x)
 
-    function.__name__, function.__doc__ = name, f"Elementwise `torch.{name}`."
-    return function
+    return named(name, f"Elementwise `torch.{name}`.", function)
 
 
 def _binary(name: str) -> Elementwise:
-    def function(x: Any, other: Any) -> Handle:
+    def function(x: Operand, other: Operand) -> Handle:
         return record(name, x, other)
 
-    function.__name__, function.__doc__ = name, f"Elementwise `torch.{name}`, broadcasting."
-    return function
+    return named(name, f"Elementwise `torch.{name}`, broadcasting.", function)
 
 
 _RECORDED = {"unary": _unary, "binary": _binary}
@@ -71,7 +71,7 @@ def type_as(x: Handle, other: Handle) -> Handle:
 # -- arithmetic ----------------------------------------------------------------------------------
 
 
-def add(x: Any, other: Any, *, alpha: float = 1) -> Handle:
+def add(x: Operand, other: Operand, *, alpha: Operand = 1) -> Handle:
     """x + alpha * other."""
     if all(map(_is_bool, (x, other))):
         alpha = bool(alpha)  # torch converts it so
@@ -82,7 +82,7 @@ def _is_bool(x: Any) -> bool:
     return x.dtype == torch.bool if isinstance(x, Handle) else isinstance(x, bool)
 
 
-def sub(x: Any, other: Any, *, alpha: float = 1) -> Handle:
+def sub(x: Operand, other: Operand, *, alpha: Operand = 1) -> Handle:
     """x - alpha * other."""
     return _combined("sub", x, other, alpha)
 
@@ -119,12 +119,12 @@ def _raised(other: Any, x: Any) -> Any:
     return cast(other, x.dtype) if is_lower else other
 
 
-def rsub(x: Any, other: Any, *, alpha: float = 1) -> Handle:
+def rsub(x: Operand, other: Operand, *, alpha: Operand = 1) -> Handle:
     """other - alpha * x."""
     return sub(other, x, alpha=alpha)
 
 
-def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Handle:
+def div(x: Operand, other: Operand, *, rounding_mode: str | None = None) -> Handle:
     """x / other; `rounding_mode` "floor" rounds down, "trunc" towards zero."""
     if rounding_mode not in (None, "floor", "trunc"):
         raise DefinitionError(
@@ -148,12 +148,12 @@ def _is_whole(x: Any) -> bool:
     return isinstance(x, int | Extent)
 
 
-def lerp(x: Handle, end: Handle, weight: Any) -> Handle:
+def lerp(x: Handle, end: Handle, weight: Operand) -> Handle:
     """x + weight * (end - x), which is the end for a weight of 1."""
     return record("lerp", x, end, weight)
 
 
-def addcmul(x: Handle, tensor1: Handle, tensor2: Handle, *, value: Any = 1) -> Handle:
+def addcmul(x: Handle, tensor1: Handle, tensor2: Handle, *, value: Operand = 1) -> Handle:
     """x + value * tensor1 * tensor2; of integers, with the integer towards zero of the value."""
     if not any(map(is_inexact, (x, tensor1, tensor2))) and not isinstance(value, Handle):
         value = _towards_zero("addcmul", x, value)
@@ -186,7 +186,7 @@ def _towards_zero(name: str, x: Handle, number: float) -> int:
     )
 
 
-def addcdiv(x: Handle, tensor1: Handle, tensor2: Handle, *, value: Any = 1) -> Handle:
+def addcdiv(x: Handle, tensor1: Handle, tensor2: Handle, *, value: Operand = 1) -> Handle:
     """x + value * tensor1 / tensor2."""
     return _with_value("addcdiv", x, tensor1, tensor2, value)
 
@@ -199,12 +199,12 @@ def frac(x: Handle) -> Handle:
 # -- choices and limits --------------------------------------------------------------------------
 
 
-def where(condition: Handle, x: Any, other: Any) -> Handle:
+def where(condition: Handle, x: Operand, other: Operand) -> Handle:
     """x where the condition holds, else other."""
     return record("where", condition, x, other)
 
 
-def masked_fill(x: Handle, mask: Handle, value: Any) -> Handle:
+def masked_fill(x: Handle, mask: Handle, value: Operand) -> Handle:
     """x, with a number (or a value without dims) where the mask holds."""
     is_fraction = isinstance(value, float) and not value.is_integer()
     if is_fraction and not is_inexact(x):
@@ -218,7 +218,9 @@ def masked_fill(x: Handle, mask: Handle, value: Any) -> Handle:
     return filled if filled.dtype == x.dtype else cast(filled, x.dtype)
 
 
-def clamp(x: Handle, min: Any = None, max: Any = None) -> Handle:
+def clamp(
+    x: Handle, min: Handle | float | None = None, max: Handle | float | None = None
+) -> Handle:
     """Values limited to [min, max]; the limits are numbers or values."""
     if isinstance(min, Handle) or isinstance(max, Handle):
         return record("limit", x, min, max)
@@ -227,12 +229,12 @@ def clamp(x: Handle, min: Any = None, max: Any = None) -> Handle:
     return record("clamp", x, min=min, max=max)
 
 
-def clamp_min(x: Handle, min: Any) -> Handle:
+def clamp_min(x: Handle, min: Handle | float | None) -> Handle:
     """At least min."""
     return clamp(x, min)
 
 
-def clamp_max(x: Handle, max: Any) -> Handle:
+def clamp_max(x: Handle, max: Handle | float | None) -> Handle:
     """At most max."""
     return clamp(x, None, max)
 

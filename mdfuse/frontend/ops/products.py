@@ -12,6 +12,7 @@ from mdfuse.extents.extent import are_same
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.lookup_parts import check_places
 from mdfuse.frontend.ops.recording import (
+    Operand,
     back,
     check_factor,
     in_f32,
@@ -74,19 +75,21 @@ def outer(x: Handle, vec2: Handle) -> Handle:
     return record("mul", record("unsqueeze", x, dims=(1,)), vec2)
 
 
-def addmm(x: Handle, mat1: Handle, mat2: Handle, *, beta: float = 1, alpha: float = 1) -> Handle:
+def addmm(
+    x: Handle, mat1: Handle, mat2: Handle, *, beta: Operand = 1, alpha: Operand = 1
+) -> Handle:
     """beta * x + alpha * (mat1 @ mat2)."""
     return _added(mm, x, (mat1, mat2), beta, alpha)
 
 
 def baddbmm(
-    x: Handle, batch1: Handle, batch2: Handle, *, beta: float = 1, alpha: float = 1
+    x: Handle, batch1: Handle, batch2: Handle, *, beta: Operand = 1, alpha: Operand = 1
 ) -> Handle:
     """beta * x + alpha * (batch1 @ batch2), for batches of matrices."""
     return _added(bmm, x, (batch1, batch2), beta, alpha)
 
 
-def addmv(x: Handle, mat: Handle, vec: Handle, *, beta: float = 1, alpha: float = 1) -> Handle:
+def addmv(x: Handle, mat: Handle, vec: Handle, *, beta: Operand = 1, alpha: Operand = 1) -> Handle:
     """beta * x + alpha * (mat @ vec)."""
     return _added(mv, x, (mat, vec), beta, alpha)
 

@@ -23,9 +23,22 @@ current: ContextVar[FusionDefinition | None] = ContextVar("mdfuse.definition", d
 #: Operations return a handle, or several.
 Operation = Callable[..., Any]
 Elementwise = Callable[..., Handle]
-Dims = int | Sequence[int] | None
+
+# Annotations of arguments that `mdfuse.frontend.kinds` explains.
+Operand = Any
+Integers = int | Sequence[int]
+Numbers = float | Sequence[float]
+Dims = Integers | None
+Sizes = int | Sequence[int | None] | None
+Flags = Sequence[bool] | Sequence[int]
 
 _INTEGERS = (int, Extent)
+
+
+def named(name: str, doc: str, function: Operation) -> Operation:
+    """Return an operation with its name and its docstring."""
+    function.__name__, function.__doc__ = name, doc
+    return function
 
 
 def definition_of(*operands: Any) -> FusionDefinition:
@@ -210,7 +223,7 @@ def chosen(dim: Dims, dims: Dims) -> Dims:
     )
 
 
-def checked(x: Handle, dim: Dims, dims: Dims = None) -> tuple[int, ...] | None:
+def checked(x: Handle, dim: Dims, dims: Integers | None = None) -> tuple[int, ...] | None:
     """Return `dim=` or `dims=` as a tuple, each checked against x; None stays."""
     dims = dim if dims is None else chosen(dim, dims)
     if dims is None:
@@ -261,10 +274,6 @@ def out_of_range(x: Handle, dims: Sequence[Any]) -> DefinitionError:
         because=f"its dims go from {-x.ndim} to {x.ndim - 1}" if x.ndim else "it has no dims",
         hint="a negative dim counts from the last one",
     )
-
-
-#: Global extents; a number is one extent.
-Shape = int | Sequence[int]
 
 
 def sequence(first: Any, more: Sequence[Any]) -> tuple[Any, ...]:

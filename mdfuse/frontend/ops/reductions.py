@@ -19,6 +19,9 @@ from mdfuse.frontend.ops.exponents import log_of_sum
 from mdfuse.frontend.ops.pointwise import ROWS, cast
 from mdfuse.frontend.ops.recording import (
     Dims,
+    Elementwise,
+    Integers,
+    Operation,
     again,
     as_dtype,
     back,
@@ -26,27 +29,25 @@ from mdfuse.frontend.ops.recording import (
     chosen,
     floating,
     in_f32,
+    named,
     record,
     squared,
     with_fractions,
 )
 
-Reduction = Callable[..., Handle]
 
-
-def _of_all(name: str, doc: str) -> Reduction:
+def _of_all(name: str, doc: str) -> Elementwise:
     def function(
         x: Handle,
         dim: Dims = None,
         keepdim: bool = False,
         dtype: torch.dtype | None = None,
         *,
-        dims: Dims = None,
+        dims: Integers | None = None,
     ) -> Handle:
         return record(name, x, dims=checked(x, dim, dims), keepdim=keepdim, dtype=dtype)
 
-    function.__name__, function.__doc__ = name, doc
-    return function
+    return named(name, doc, function)
 
 
 sum = _of_all("sum", "Sum over dims (all by default).")
@@ -59,21 +60,20 @@ def mean(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
     *,
-    dims: Dims = None,
+    dims: Integers | None = None,
 ) -> Handle:
     """Mean over dims (all by default)."""
     x = x if dtype is None or dtype == x.dtype else cast(x, dtype)
     return record("mean", x, dims=checked(x, dim, dims), keepdim=keepdim)
 
 
-def _plain(name: str, op: str, doc: str) -> Reduction:
+def _plain(name: str, op: str, doc: str) -> Elementwise:
     def function(
-        x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None
+        x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Integers | None = None
     ) -> Handle:
         return record(op, x, dims=checked(x, dim, dims), keepdim=keepdim)
 
-    function.__name__, function.__doc__ = name, doc
-    return function
+    return named(name, doc, function)
 
 
 amax = _plain("amax", "max", "The largest element over dims (all by default).")
@@ -85,31 +85,9 @@ all = _plain("all", "all", "Whether every element is true, over dims (all by def
 # -- composed reductions ---------------------------------------------------------------------------
 
 
-def count_nonzero(x: Handle, dim: Dims = None, *, dims: Dims = None) -> Handle:
+def count_nonzero(x: Handle, dim: Dims = None, *, dims: Integers | None = None) -> Handle:
     """How many elements are not zero, over dims (all by default)."""
     return sum(ROWS["ne"](x, 0), chosen(dim, dims))
-
-
-def var(
-    x: Handle,
-    dim: Dims = None,
-    unbiased: bool | None = None,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-    dims: Dims = None,
-) -> Handle:
-    """Variance over dims (all by default): squared distances from the mean over n - correction.
-
-    Args:
-        x: floating or complex numbers; of complex ones the result is real.
-        dim: one or several; `dims` is another name.
-        unbiased: True stands for correction=1 (the default), False for correction=0.
-        keepdim: keep reduced dims with extent 1.
-        correction: the number that is subtracted from the number of elements.
-        dims: another name of dim.
-    """
-    return back(_moments(x, checked(x, dim, dims), unbiased, keepdim, correction)[0], x, True)
 
 
 def _moments(
@@ -165,59 +143,56 @@ def _squared_distance(x: Handle, centre: Handle) -> Handle:
     return squared(distance)
 
 
-def std(
-    x: Handle,
-    dim: Dims = None,
-    unbiased: bool | None = None,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-    dims: Dims = None,
-) -> Handle:
-    """Standard deviation over dims (all by default): the square root of `var`."""
-    wide = var(in_f32(x), dim, unbiased, keepdim, correction=correction, dims=dims)
-    return back(_root(wide, ROWS["sqrt"]), x, True)
-
-
 def _root(x: Handle, root: Callable[[Handle], Handle]) -> Handle:
     """Return a root with slope 0 at 0 instead of infinity, as torch's norms have."""
     is_zero = ROWS["eq"](x, 0)
     return pointwise.where(is_zero, 0.0, root(pointwise.where(is_zero, 1.0, x)))
 
 
-def var_mean(
-    x: Handle,
-    dim: Dims = None,
-    unbiased: bool | None = None,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-    dims: Dims = None,
-) -> tuple[Handle, Handle]:
-    """The variance as `var` has it, and the mean, over dims (all by default)."""
-    over = checked(x, dim, dims)
-    power, centre = _moments(x, over, unbiased, keepdim, correction)
-    return back(power, x, True), back(centre if keepdim else _without(centre, over), x)
+def _spread(name: str, has_root: bool, has_mean: bool, doc: str) -> Operation:
+    def function(
+        x: Handle,
+        dim: Dims = None,
+        unbiased: bool | None = None,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
+        dims: Integers | None = None,
+    ) -> Handle | tuple[Handle, Handle]:
+        over = checked(x, dim, dims)
+        given = in_f32(x) if has_root and not has_mean else x
+        power, centre = _moments(given, over, unbiased, keepdim, correction)
+        spread = back(_root(power, ROWS["sqrt"]) if has_root else power, x, True)
+        if not has_mean:
+            return spread
+        return spread, back(centre if keepdim else _without(centre, over), x)
+
+    return named(name, doc + _SPREAD, function)
 
 
-def std_mean(
-    x: Handle,
-    dim: Dims = None,
-    unbiased: bool | None = None,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-    dims: Dims = None,
-) -> tuple[Handle, Handle]:
-    """The standard deviation as `std` has it, and the mean, over dims (all by default)."""
-    over = checked(x, dim, dims)
-    power, centre = _moments(x, over, unbiased, keepdim, correction)
-    return back(_root(power, ROWS["sqrt"]), x, True), back(
-        centre if keepdim else _without(centre, over), x
-    )
+_OVER = "over dims (all by default)"
+_SPREAD = """
+
+    Args:
+        x: floating or complex numbers; of complex ones the result is real.
+        dim: one or several; `dims` is another name.
+        unbiased: True stands for correction=1 (the default), False for correction=0.
+        keepdim: keep reduced dims with extent 1.
+        correction: the number that is subtracted from the number of elements.
+        dims: another name of dim.
+    """
+_VAR = f"Variance {_OVER}: squared distances from the mean over n - correction."
+_STD = f"Standard deviation {_OVER}: the square root of `var`."
+_VAR_MEAN = f"The variance as `var` has it, and the mean, {_OVER}."
+_STD_MEAN = f"The standard deviation as `std` has it, and the mean, {_OVER}."
+var, std = _spread("var", False, False, _VAR), _spread("std", True, False, _STD)
+var_mean = _spread("var_mean", False, True, _VAR_MEAN)
+std_mean = _spread("std_mean", True, True, _STD_MEAN)
 
 
-def logsumexp(x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Dims = None) -> Handle:
+def logsumexp(
+    x: Handle, dim: Dims = None, keepdim: bool = False, *, dims: Integers | None = None
+) -> Handle:
     """log(sum(exp(x))) over dims (all by default), without overflow."""
     over = checked(x, dim, dims)
     x = floating(x)
@@ -240,7 +215,7 @@ def norm(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
     *,
-    dims: Dims = None,
+    dims: Integers | None = None,
 ) -> Handle:
     """The p-norm of the elements along dims (of all by default), also of a matrix ("fro": 2)."""
     if isinstance(p, str) and p != "fro":

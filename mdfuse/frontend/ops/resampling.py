@@ -19,7 +19,7 @@ from mdfuse.frontend.ops import convolutions, views
 from mdfuse.frontend.ops.creations import tensor
 from mdfuse.frontend.ops.lookups import index_select
 from mdfuse.frontend.ops.pointwise import ROWS, cast, clamp, where
-from mdfuse.frontend.ops.recording import back, in_f32, record, shown
+from mdfuse.frontend.ops.recording import Integers, Numbers, back, in_f32, record, shown
 
 #: mode -> the number of spatial dims.
 _MODES = {"nearest": (1, 2, 3), "nearest-exact": (1, 2, 3), "linear": (1,), "bilinear": (2,),
@@ -28,8 +28,8 @@ _MODES = {"nearest": (1, 2, 3), "nearest-exact": (1, 2, 3), "linear": (1,), "bil
 
 def interpolate(
     x: Handle,
-    size: int | Sequence[int] | None = None,
-    scale_factor: float | Sequence[float] | None = None,
+    size: Integers | None = None,
+    scale_factor: Numbers | None = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,

@@ -18,12 +18,14 @@ from mdfuse.frontend.ops import creations, extremes, ordering, parts, reductions
 from mdfuse.frontend.ops.pointwise import ROWS, cast, lerp, where
 from mdfuse.frontend.ops.recording import (
     Dims,
+    Integers,
     Operation,
     as_dtype,
     back,
     checked,
     in_f32,
     is_inexact,
+    named,
     own_place,
     place,
     real_only,
@@ -48,8 +50,7 @@ def _running(op: str, doc: str) -> Operation:
         scanned = record(op, x, dim=at)  # integers become int64
         return scanned if dtype in (None, scanned.dtype) else cast(scanned, dtype)
 
-    function.__name__, function.__doc__ = op, doc
-    return function
+    return named(op, doc, function)
 
 
 cumsum = _running("cumsum", "The sum of the elements along a dim up to each.")
@@ -121,12 +122,9 @@ def _median(name: str, skips_nan: bool) -> Operation:
             return _shared_by_equals(x, middle) if x.dtype.is_floating_point else middle
         return _middle(x, place(x, dim), keepdim, skips_nan)
 
-    function.__name__ = name
-    function.__doc__ = (
-        "The lower of the middle elements (of all, or with their places along a dim)"
-        + ("; NaNs are left out." if skips_nan else "; NaN where there is one.")
-    )
-    return function
+    doc = "The lower of the middle elements (of all, or with their places along a dim)"
+    end = "; NaNs are left out." if skips_nan else "; NaN where there is one."
+    return named(name, doc + end, function)
 
 
 def _shared_by_equals(x: Handle, value: Handle) -> Handle:
@@ -239,7 +237,7 @@ def _skipping(name: str, over: Callable[..., Handle], doc: str) -> Operation:
         keepdim: bool = False,
         *,
         dtype: torch.dtype | None = None,
-        dims: Dims = None,
+        dims: Integers | None = None,
     ) -> Handle:
         real_only(name, x)
         is_float = x.dtype.is_floating_point
@@ -251,8 +249,7 @@ def _skipping(name: str, over: Callable[..., Handle], doc: str) -> Operation:
         count = reductions.sum(ROWS["eq"](x, x), dim, keepdim, dims=dims)
         return as_dtype(total / count, counted.dtype)
 
-    function.__name__, function.__doc__ = name, doc
-    return function
+    return named(name, doc, function)
 
 
 nansum = _skipping("nansum", reductions.sum, "Sum over dims (all by default) without NaNs.")

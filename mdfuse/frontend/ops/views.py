@@ -10,6 +10,8 @@ from mdfuse.errors import DefinitionError, counted
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import (
     Dims,
+    Flags,
+    Integers,
     checked,
     out_of_range,
     own_place,
@@ -34,7 +36,7 @@ def detach(x: Handle) -> Handle:
 # -- the order of dims ---------------------------------------------------------------------------
 
 
-def permute(x: Handle, dims: int | Sequence[int], *more: int) -> Handle:
+def permute(x: Handle, dims: Integers, *more: int) -> Handle:
     """Dims in another order: result dim i is dim `dims[i]` of x."""
     return record("permute", x, dims=sequence(dims, more))
 
@@ -60,7 +62,7 @@ def t(x: Handle) -> Handle:
     return permute(x, tuple(reversed(range(x.ndim))))
 
 
-def movedim(x: Handle, source: int | Sequence[int], destination: int | Sequence[int]) -> Handle:
+def movedim(x: Handle, source: Integers, destination: Integers) -> Handle:
     """Dims moved to other places, the rest in their order."""
     before = [place(x, d) for d in sequence(source, ())]
     after = [place(x, d) for d in sequence(destination, ())]
@@ -78,7 +80,7 @@ def movedim(x: Handle, source: int | Sequence[int], destination: int | Sequence[
 # -- shapes --------------------------------------------------------------------------------------
 
 
-def reshape(x: Handle, shape: int | Sequence[int], *more: int) -> Handle:
+def reshape(x: Handle, shape: Integers, *more: int) -> Handle:
     """The same elements in row-major order in another shape; one extent may be -1."""
     new = sequence(shape, more)
     if new.count(-1) == 1:
@@ -119,7 +121,7 @@ def unsqueeze(x: Handle, dim: int) -> Handle:
     return record("unsqueeze", x, dims=(place(x, dim, new=1),))
 
 
-def squeeze(x: Handle, dim: Dims = None, *, dims: Dims = None) -> Handle:
+def squeeze(x: Handle, dim: Dims = None, *, dims: Integers | None = None) -> Handle:
     """Without the given dims (all by default) where their extent is 1."""
     gone = checked(x, dim, dims)
     return record("squeeze", x, dims=tuple(range(x.ndim)) if gone is None else gone)
@@ -128,7 +130,7 @@ def squeeze(x: Handle, dim: Dims = None, *, dims: Dims = None) -> Handle:
 # -- repeated elements ---------------------------------------------------------------------------
 
 
-def expand(x: Handle, shape: int | Sequence[int], *more: int) -> Handle:
+def expand(x: Handle, shape: Integers, *more: int) -> Handle:
     """Dims of extent 1 repeated without copies; -1 keeps an extent; new dims come in front."""
     new = sequence(shape, more)
     skip = len(new) - x.ndim
@@ -147,7 +149,7 @@ def expand_as(x: Handle, other: Handle) -> Handle:
     return expand(x, other.shape)
 
 
-def broadcast(x: Handle, dims: Sequence[bool] | Sequence[int]) -> Handle:
+def broadcast(x: Handle, dims: Flags) -> Handle:
     """With a list of bools: a new dim of extent 1 where True. With a shape: `expand`."""
     if builtins.all(isinstance(d, bool) for d in dims):
         if builtins.sum(not d for d in dims) != x.ndim:
@@ -167,7 +169,7 @@ def broadcast_in_dim(x: Handle, shape: Sequence[int], broadcast_dims: Sequence[i
     return expand(broadcast(x, new), shape)
 
 
-def repeat(x: Handle, repeats: int | Sequence[int], *more: int) -> Handle:
+def repeat(x: Handle, repeats: Integers, *more: int) -> Handle:
     """The whole repeated along each dim; more numbers than dims add dims in front."""
     times = sequence(repeats, more)
     if len(times) < x.ndim:
@@ -200,7 +202,7 @@ def repeat_interleave(x: Handle, repeats: int, dim: int | None = None) -> Handle
 # -- memory order --------------------------------------------------------------------------------
 
 
-def stride_order(x: Handle, order: Sequence[int]) -> Handle:
+def stride_order(x: Handle, order: Integers) -> Handle:
     """The value in a memory order that is kept: `order[d]` is the place of dim d, 0 the fastest.
 
     Args:

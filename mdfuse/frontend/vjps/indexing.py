@@ -12,6 +12,7 @@ from mdfuse.frontend.ops import creations, reductions, views
 from mdfuse.frontend.ops.recording import back, in_f32, record
 from mdfuse.frontend.vjps.table import (
     ORDERS,
+    RULES,
     Applied,
     eq,
     exp,
@@ -181,42 +182,28 @@ def _logcumsumexp(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 # -- products ------------------------------------------------------------------------------------
 
 
-@rule("grouped_mm")
-def _grouped(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    turned = views.transpose(e[1]) if e.wants(0) else None
-    return (
-        record("grouped_mm", ct, turned, e[2]) if turned is not None else None,
-        record("grouped_mm_grad", e[0], ct, e[2], shape=e.shape(1)) if e.wants(1) else None,
-        None,
-    )
+def _grouped(op: str) -> None:
+    """Add the rules of a product of groups of rows, and of its gradient."""
+
+    def product(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+        return (
+            record(op, ct, views.transpose(e[1]), e[2]) if e.wants(0) else None,
+            record(f"{op}_grad", e[0], ct, e[2], shape=e.shape(1)) if e.wants(1) else None,
+            None,
+        )
+
+    def product_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+        return (
+            record(op, e[1], views.transpose(ct), e[2]) if e.wants(0) else None,
+            record(op, e[0], ct, e[2]) if e.wants(1) else None,
+            None,
+        )
+
+    RULES.update({op: product, f"{op}_grad": product_grad})
 
 
-@rule("grouped_mm_grad")
-def _grouped_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (
-        record("grouped_mm", e[1], views.transpose(ct), e[2]) if e.wants(0) else None,
-        record("grouped_mm", e[0], ct, e[2]) if e.wants(1) else None,
-        None,
-    )
-
-
-@rule("routed_mm")
-def _routed(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    turned = views.transpose(e[1]) if e.wants(0) else None
-    return (
-        record("routed_mm", ct, turned, e[2]) if turned is not None else None,
-        record("routed_mm_grad", e[0], ct, e[2], shape=e.shape(1)) if e.wants(1) else None,
-        None,
-    )
-
-
-@rule("routed_mm_grad")
-def _routed_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (
-        record("routed_mm", e[1], views.transpose(ct), e[2]) if e.wants(0) else None,
-        record("routed_mm", e[0], ct, e[2]) if e.wants(1) else None,
-        None,
-    )
+_grouped("grouped_mm")
+_grouped("routed_mm")
 
 
 @rule("contract")

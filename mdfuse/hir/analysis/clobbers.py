@@ -1,7 +1,7 @@
-"""Which names of a straight program share memory that is written while they are in use.
+"""The names of a straight program whose memory is written while they are in use.
 
-Parts that a rank sends to itself need not be copied where nothing writes where they lie: the name
-that receives such a part may stand for what was sent. Plans let it, and costs know it.
+A part that a rank sends to itself need not be copied if nothing writes into its memory: the name
+that receives the part may share the memory of the sent one. Plans and costs ask this.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mdfuse.hir.program import HostProgram, Instruction
 
 @once
 def updated_names(program: HostProgram) -> frozenset[str]:
-    """Return the names that may share memory with what is written again while they are in use.
+    """Return the names whose memory may be written again while they are in use.
 
-    An output is still in use after the run, when the next one may write: so an output that is a
-    view of an input that the program writes is among them. So is a name through which something is
-    written, and what it is a view of, in which that must not show.
+    An output is in use after the run, when the next run may write: an output that is a view of an
+    input which the program writes is among them. A name through which a write goes is among them,
+    too, and so are the names of which it is a view, since the write must not show in them.
     """
     memories, outputs = dataflow(program).memories, frozenset(program.outputs)
     top = (i for i in program.instructions if i.op != "free")
@@ -30,7 +30,7 @@ def updated_names(program: HostProgram) -> frozenset[str]:
     bound: dict[str, int] = dict.fromkeys(program.inputs, -1)
     viewed: dict[str, frozenset[str]] = {}  # name -> itself and those that it is a view of
     last_use: dict[str, float] = {}
-    writes = defaultdict[str, list[int]](list)  # memory -> where it is written while it has a value
+    writes = defaultdict[str, list[int]](list)  # memory -> positions of writes while it has a value
     updated, empty = set[str](), set[str]()
     for n, i in enumerate(leaves):
         if i.op == "alloc" and "fill" not in i.kwargs:
@@ -87,10 +87,10 @@ def uncopied(program: HostProgram) -> frozenset[str]:
 
 
 def may_stand_for(program: HostProgram, send: Instruction, recv: Instruction) -> bool:
-    """Return whether a buffer that a rank fills by its own part may be what was sent.
+    """Return whether the buffer of a receive from the rank itself may share the sent memory.
 
-    Nothing writes into the memory of what is sent while it has a value, or only before, piece by
-    piece; and the buffer is filled once, and otherwise read under its own name.
+    Nothing writes into the sent memory while it has a value, or only before the send, piece by
+    piece. The buffer is filled once, and read under one name alone.
 
     Args:
         program: of one rank, written out.

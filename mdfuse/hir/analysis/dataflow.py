@@ -1,4 +1,4 @@
-"""Which names of a program share memory, where they are used, and on which stream.
+"""The facts about the names of a program: shared memory, uses, streams.
 
 One walk over a program yields the facts about its names, one over its instructions those about
 positions. All passes, plans and costs ask the same facts: `dataflow(program)`.
@@ -45,7 +45,7 @@ def current_streams(code: Sequence[Instruction]) -> list[Instruction | None]:
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What instructions read and write: names, and the memory that is behind them.
+    """The names and the memory that instructions read and write.
 
     Attributes:
         reads, writes: names, and memory by its name.
@@ -70,17 +70,16 @@ class Effects:
 class Dataflow:
     """The uses of the names of a program, and of their memory.
 
-    A position is an index into the program's instructions; what is nested in a loop, a branch or a
-    block is at the position of that. A host unit uses what it names as its inputs and outputs.
+    A position is an index into the program's instructions; instructions in a loop, a branch or a
+    block have its position. A host unit uses the names of its inputs and outputs.
 
     Attributes:
         code: the instructions.
         types: the types of the names.
         rank: whose projection it is; None for the global program.
         bases: name -> the names in whose memory it may lie; the last one has memory of its own. The
-            others are those of copies on the way to it, its own name among them: a pad, or what an
-            order is required of, is a copy only where its operand lies otherwise, which ranks may
-            differ in.
+            others, the name itself among them, are results that may be copies: a pad, or a result
+            of a required memory order, is a copy on some ranks and a view on others.
         memories: name -> the last one of these.
         binders: name -> the first instruction that has it as a result; None for inputs.
         posts: handle -> the instruction that posts.
@@ -111,9 +110,9 @@ class Dataflow:
         return memory in self.binders and self.binders[memory] is None
 
     def effects(self, i: Instruction) -> Effects:
-        """Return what an instruction, with those inside it, reads and writes.
+        """Return the effects of an instruction, with those inside it.
 
-        A wait does so as its post. A view that is bound writes its name, and no memory.
+        A wait has the effects of its post. Binding a view writes its name, and no memory.
         """
         known = self._effects.get(id(i))
         if known is None or known[0] is not i:
@@ -202,11 +201,11 @@ class Dataflow:
         return [n for n in self.uses.get(name, ()) if name in self.code[n].reads]
 
     def ops(self, name: str) -> list[str]:
-        """Return what uses a name, in order."""
+        """Return the ops that use a name, in order."""
         return [self.code[n].op for n in self.uses[name]]
 
     def accesses(self, into: str) -> Iterator[int]:
-        """Yield where elements of a name are read or written; of a post also where that is over."""
+        """Yield the positions of reads and writes of elements of a name, and of ends of posts."""
         for n, name in self.touches[self.memory(into)]:
             i = self.code[n]
             is_idle = i.op in ("alloc", "free", *VIEWS) and "fill" not in i.kwargs
@@ -226,7 +225,7 @@ class Dataflow:
     def region(self, name: str) -> Box | None:
         """Return the elements of its memory that a name stands for, as rows of each dim.
 
-        None where views made it that take something else than rows.
+        None where it is a view of something else than rows.
         """
         bind = self.binders.get(name)
         if bind is not None and bind.op == "own":  # a rank's term of its rows

@@ -7,11 +7,11 @@
     call T01(0)
     …
 
-A hand-over only posts: its wait stands in the block that reads what arrives, so that the sender
-goes on with the next microbatch, and the receiver with what it has.
+A hand-over only posts: its wait stands in the block that reads the received value, so that sender
+and receiver go on with other microbatches meanwhile.
 
-A block that overlaps with another one is in pieces, the next of which begins with the wait for what
-the last one posted:
+A block that overlaps with another one is in pieces. Each piece begins with the wait for the post of
+the piece before:
 
     block @F0(%i) on m0 { … %c0 = post allreduce(%h.i) -> … }
     block @F0.1(%i) on m0 { wait %c0 … }
@@ -42,11 +42,11 @@ from mdfuse.pipelines.stages import Part, Stages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """What runs once per microbatch, and when.
+    """The parts of a program that run once per microbatch, and their calls.
 
     Attributes:
-        stages: with the part of each expression.
-        calls: of all ranks, in order; those of actions that overlap beside each other.
+        stages: the stages, with the part of each expression.
+        calls: the calls of all ranks, in order; calls of overlapping actions stand side by side.
     """
 
     stages: Stages
@@ -54,7 +54,7 @@ class Pipeline:
 
     @property
     def overlapping(self) -> set[Part]:
-        """The parts that are ever taken in turns with another one."""
+        """The parts that ever overlap with another one."""
         return {part for lanes in self.calls if len(lanes) > 1 for x in lanes for part, _ in x}
 
 
@@ -81,9 +81,9 @@ def emit_blocks(out: Emitter, pipeline: Pipeline, sections: Sequence[Section]) -
     """Append the blocks of a pipeline, and its calls.
 
     Args:
-        out: what is built, with the code that comes before.
+        out: the program under construction, with the code before the pipeline.
         pipeline: stages and calls.
-        sections: those of its parts, in order.
+        sections: the sections of its parts, in order.
     """
     of: dict[Part, list[Section]] = defaultdict(list)
     for section in sections:
@@ -118,7 +118,7 @@ def emit_blocks(out: Emitter, pipeline: Pipeline, sections: Sequence[Section]) -
 
 
 def _turns(lane: Sequence[Call], pieces: Mapping[Part, list[str]]) -> list[list[tuple[str, int]]]:
-    """Return what calls do in a turn each: a piece, with the hand-overs of what it makes."""
+    """Return the turns of some calls: each is a piece with the hand-overs of its results."""
     turns: list[list[tuple[str, int]]] = []
     for part, k in lane:
         for fn in pieces[part]:
@@ -130,7 +130,7 @@ def _turns(lane: Sequence[Call], pieces: Mapping[Part, list[str]]) -> list[list[
 
 
 def _cut(body: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Cut a block in front of each wait for what it has posted, if there is work behind it."""
+    """Cut a block in front of each wait for a post of its own, if work follows the wait."""
     pieces: list[list[Instruction]] = [[]]
     posted = set[str]()
     last = max((n for n, i in enumerate(body) if i.op != "wait"), default=-1)
@@ -145,20 +145,20 @@ def _cut(body: Sequence[Instruction]) -> list[list[Instruction]]:
 
 
 def _forget_views(building: Loop) -> None:
-    """Let each block cut the chunks of whole values itself: no other one may have run before."""
+    """Let each block cut the chunks of whole values itself: blocks may run in another order."""
     cut = {i.outputs[0] for i in building.out.code if i.op == "chunk"}
     building.chunks = {key: name for key, name in building.chunks.items() if name not in cut}
 
 
 def _bodies(code: Sequence[Instruction]) -> dict[str, list[Instruction]]:
     """Return the instructions behind each head of a block."""
-    found: dict[str, list[Instruction]] = {}
+    bodies: dict[str, list[Instruction]] = {}
     for i in code:
         if i.op == "block":
-            current = found[i.fn] = []
+            current = bodies[i.fn] = []
         else:
             current.append(i)
-    return found
+    return bodies
 
 
 def _move_waits(
@@ -167,9 +167,9 @@ def _move_waits(
     building: Loop,
     bodies: dict[str, list[Instruction]],
 ) -> None:
-    """Let the block that reads what a hand-over brings wait for it, where one comes before others.
+    """Move the wait of a hand-over to the block that reads its value before all other readers.
 
-    What follows the last wait of the set goes with it.
+    The instructions of the set behind its last wait move with it.
     """
     ahead: dict[str, list[Instruction]] = defaultdict(list)
     for part, sections in of.items():
@@ -199,14 +199,14 @@ def _first_reader(stages: Stages, value: str) -> Part | None:
 
 
 def _arrival(body: Sequence[Instruction], name: str) -> list[Instruction]:
-    """Return the last wait on the way to a name, and what follows it on that way."""
-    needed, found = {name}, list[Instruction]()
+    """Return the last wait that a name depends on, and the later instructions between them."""
+    needed, after = {name}, list[Instruction]()
     waits = {i.reads[0]: i for i in body if i.op == "wait"}
     posts = [i for i in body if i.op == "post" and i.outputs[0] in waits]
     for i in reversed(body):
         if i.op == "post" and i in posts and i.reads[-1] in needed:
-            return [waits[i.outputs[0]], *found[::-1]]
+            return [waits[i.outputs[0]], *after[::-1]]
         if not needed.isdisjoint(i.outputs) and i.op not in ("alloc", "wait"):
             needed.update(i.reads)
-            found.append(i)
+            after.append(i)
     return []

@@ -1,7 +1,7 @@
-"""Which dims of a value are one element that repeats: these do not travel.
+"""Find expanded dims, which repeat one element: they do not travel.
 
-What a communication has written out is no longer expanded, though its values are equal: nothing in
-a program says so, and its verifier would not know.
+A communication writes repeated elements out. Its result is no longer expanded, though its values
+are equal: a program does not state that, so its verifier could not know.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Squeezed:
 
 
 def without_expanded(fusion: Fusion, expr: Expr) -> Squeezed | None:
-    """Return a set with its operand's expanded dims left out; None where it goes as it is."""
+    """Return a set with its operand's expanded dims left out; None where none can be."""
     return _squeezed(fusion, expr, expanded_dims(fusion, expr.reads[0]))
 
 
@@ -38,31 +38,31 @@ def expanded_dims(fusion: Fusion, name: str) -> frozenset[int]:
             break
         views.append(expr)
         name = expr.reads[0]
-    found = frozenset[int]()
+    dims = frozenset[int]()
     for expr in reversed(views):
-        found = _behind(fusion, expr, found)
-    return found
+        dims = _behind(fusion, expr, dims)
+    return dims
 
 
 def _behind(fusion: Fusion, expr: Expr, dims: frozenset[int]) -> frozenset[int]:
     """Return the expanded dims of a view's result; `dims` are its operand's."""
-    operand, made = expr.reads[0], fusion.values[expr.output]
-    if made.stream is not None:  # its chunks are written where each element has a place
+    operand, viewed = expr.reads[0], fusion.values[expr.output]
+    if viewed.stream is not None:  # its chunks are written into a whole buffer
         return frozenset()
     value = fusion.values[operand]
-    if expr.op == "set" and value.layout != made.layout:
+    if expr.op == "set" and value.layout != viewed.layout:
         return dims if _squeezed(fusion, expr, dims) is not None else frozenset()
     if dims == value.expanded:
-        return made.expanded
+        return viewed.expanded
     known = {x: fusion.values[x] for x in expr.reads} | {operand: replace(value, expanded=dims)}
     (kind,) = inferred(TABLE[expr.op], expr.inputs, expr.kwargs, known, expr.source)
-    found: frozenset[int] = kind["expanded"]
-    return found
+    expanded: frozenset[int] = kind["expanded"]
+    return expanded
 
 
 def _squeezed(fusion: Fusion, expr: Expr, expanded: Collection[int]) -> Squeezed | None:
-    value, made = fusion.values[expr.reads[0]], fusion.values[expr.output]
-    source, target, dims = value.layout, made.layout, tuple(sorted(expanded))
+    value, moved = fusion.values[expr.reads[0]], fusion.values[expr.output]
+    source, target, dims = value.layout, moved.layout, tuple(sorted(expanded))
     assert source is not None and target is not None
     if not dims or source == target or value.stream is not None:
         return None
@@ -70,9 +70,9 @@ def _squeezed(fusion: Fusion, expr: Expr, expanded: Collection[int]) -> Squeezed
         return None
     if any(_some_rank_is_empty(value, source, d) for d in dims):
         return None
-    kept = {d: d for d in range(len(value.shape)) if d not in dims}
+    other_dims = {d: d for d in range(len(value.shape)) if d not in dims}
     shape = tuple(1 if d in dims else n for d, n in enumerate(value.shape))
-    return Squeezed(dims, shape, source.with_dims(kept), target.with_dims(kept))
+    return Squeezed(dims, shape, source.with_dims(other_dims), target.with_dims(other_dims))
 
 
 def _some_rank_is_empty(value: Value, layout: Layout, dim: int) -> bool:

@@ -1,4 +1,4 @@
-"""One host loop over stream chunks under construction: its chunks, and what comes around it."""
+"""A host loop over stream chunks, under construction: its chunks, and the code around it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mdfuse.ir.graph import Expr, Fusion, fresh_name
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.stream import Stream
 
-#: Parts of these dtypes are added up in f32.
+#: Terms of these dtypes are added up in f32.
 _WIDENED = (torch.float16, torch.bfloat16)
 
 
@@ -22,19 +22,19 @@ class Loop:
     """One host loop under construction, within one call of `emit_loop`."""
 
     out: Emitter
-    #: what the program has before the loop
+    #: the code before the loop
     outside: list[Instruction]
-    #: the loop's index, and the chunk that this rank is at
+    #: the name of the loop's index, and the chunk of this rank in an iteration
     name: str
     index: Index
-    #: the values that it computes
-    made: frozenset[str]
-    #: of a ring: in how many pieces each rank's shard goes, and whether its own one comes last
+    #: the values that the loop computes
+    computed: frozenset[str]
+    #: rings: the pieces of each rank's shard, and whether a rank's own shard comes last
     pieces: int = 1
     is_own_last: bool = False
     #: (value, dim) -> the name of its chunk
     chunks: dict[tuple[str, int], str] = field(default_factory=dict)
-    #: what comes right behind the loop
+    #: the code right behind the loop
     behind: list[Instruction] = field(default_factory=list)
 
     @property
@@ -43,19 +43,19 @@ class Loop:
 
     @property
     def nth(self) -> Index:
-        """How many ranks of a ring came before."""
+        """The number of ring steps before this iteration."""
         index = Term("index", self.name)
         return calc("//", index, self.pieces) if self.pieces > 1 else index
 
     def chunk_type(self, value: str, stream: Stream) -> BufferType:
-        """Return the type of a chunk of a value, which names the loop's index."""
+        """Return the type of a chunk of a value; its layout names the loop's index."""
         kind = value_type(self.fusion.values[value])
         assert kind.layout is not None
-        here = replace(stream, rotate=None, index=self.index)
-        return replace(kind, layout=kind.layout.with_stream(here))
+        at_index = replace(stream, rotate=None, index=self.index)
+        return replace(kind, layout=kind.layout.with_stream(at_index))
 
     def read(self, value: str, stream: Stream | None) -> str:
-        """Return the name under which an iteration reads a value: of its chunk, or of the whole."""
+        """Return the name that an iteration reads: a chunk of the value, or the whole value."""
         if stream is None:
             return value
         key = value, stream.dim
@@ -68,10 +68,10 @@ class Loop:
         """Return whether a value is needed after the loop, or by other loops."""
         if value in self.fusion.outputs:
             return True
-        return any(r.outputs[0] not in self.made for r in self.fusion.consumers[value])
+        return any(r.outputs[0] not in self.computed for r in self.fusion.consumers[value])
 
     def result(self, value: str) -> str:
-        """Return the name that an iteration computes of a value: a slice of the whole if kept."""
+        """Return the name that an iteration computes: a slice of the whole value, or a chunk."""
         if not self.is_whole(value):
             return self.chunk(value)
         self.allocate(value)
@@ -91,20 +91,19 @@ class Loop:
         return stream
 
     def landing(self, value: str) -> str:
-        """Return the name of the buffer in which a chunk of a value arrives."""
+        """Return a name for the buffer that receives a chunk of a value."""
         name = f"{value}.{self.name}"
         return fresh_name(self.out.types, f"{name}.new" if self.is_whole(value) else name)
 
     def order(self, value: str) -> tuple[int, ...]:
-        """Return the memory order of a whole value: the plain one for a set's result, else its own.
+        """Return the memory order of a whole value: plain for a set's result, else its own.
 
         So chunks may arrive in their places. An order that the user requires stays.
         """
         kind = self.fusion.values[value]
-        is_set = self.fusion.producers[value].op == "set"
-        return (
-            tuple(range(len(kind.shape))) if is_set and not kind.is_order_required else kind.order
-        )
+        if self.fusion.producers[value].op == "set" and not kind.is_order_required:
+            return tuple(range(len(kind.shape)))
+        return kind.order
 
     def allocate(self, value: str, is_posted: bool = False) -> None:
         """Append the buffer of a whole value before the loop; plain if it is posted as a whole."""
@@ -112,7 +111,7 @@ class Loop:
         self.out.types[value] = value_type(kind)
         order: tuple[int, ...] | None = self.order(value)
         if is_posted or order == tuple(range(len(kind.shape))):
-            if value not in self.fusion.reuse:  # those lie as the caller's tensors do
+            if value not in self.fusion.reuse:  # these have the order of the caller's tensors
                 self.out.dense.add(value)
             order = None
         self.outside.append(
@@ -120,17 +119,16 @@ class Loop:
         )
 
     def accumulate(self, value: str, part: str, expr: Expr) -> None:
-        """Append what adds the part of this iteration to a value; in f32 where it has 16 bits."""
+        """Append the addition of this iteration's part to a value; in f32 for 16 bits."""
         buffer = self.total(value, self.stream(value).op, expr)
         self.out.code.append(
             Instruction(op="accumulate", inputs=(part,), outputs=(buffer,), source=expr.source)
         )
 
     def total(self, value: str, op: str | None, expr: Expr) -> str:
-        """Return the name of the buffer in which parts of a value are joined by an op.
+        """Return the name of the buffer in which an op joins the parts of a value.
 
-        One in f32, which is rounded behind the loop, for sums and products of 16 bits; their own
-        without an op, where they are rounded once anyway.
+        Sums and products of 16 bits get a buffer in f32, which is rounded behind the loop.
         """
         buffer = self.wide(value) if op in ("sum", "prod") else None
         if buffer is None:
@@ -150,23 +148,23 @@ class Loop:
         return buffer
 
     def terms(self, value: str, count: int, expr: Expr) -> str | None:
-        """Return the name of a new buffer for so many terms of a value of 16 bits, side by side.
+        """Return the name of a new buffer for `count` terms of a value of 16 bits.
 
-        They are added up behind the loop. None for values of other dtypes.
+        The terms are added up behind the loop. None for values of other dtypes.
         """
         kind = self.fusion.values[value]
         if kind.dtype not in _WIDENED or kind.layout is None:
             return None
         layout = kind.layout.with_stream(None).with_dims({d: d + 1 for d in range(len(kind.shape))})
-        made = replace(value_type(kind), shape=(count, *kind.shape), layout=layout)
-        buffer = self.out.new(f"{value}.terms", made)
+        type_ = replace(value_type(kind), shape=(count, *kind.shape), layout=layout)
+        buffer = self.out.new(f"{value}.terms", type_)
         self.outside.append(Instruction(op="alloc", outputs=(buffer,), source=kind.source))
         added = Expr(op="sum", inputs=(buffer,), outputs=(value,), attrs=(("dims", (0,)),))
         self.behind.append(replace(local(added), source=expr.source))
         return buffer
 
     def rounding(self, value: str, wide: str, expr: Expr) -> Instruction:
-        """Return what rounds parts in f32 to the type of the value."""
+        """Return the instruction that rounds a sum in f32 to the dtype of the value."""
         kind = self.fusion.values[value]
         fn = "round_terms" if kind.layout and kind.layout.partial_axes else "cast"
         cast = Expr(op=fn, inputs=(wide,), outputs=(value,), attrs=(("dtype", kind.dtype),))

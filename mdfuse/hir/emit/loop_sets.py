@@ -1,4 +1,4 @@
-"""Emit what an iteration of a host loop does of a set: its communication, and where that lands."""
+"""Emit the part of a set in one iteration of a host loop: its communication and its result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from mdfuse.communication import Communication
 from mdfuse.extents.expressions import Index, Term, calc
 from mdfuse.hir.emit.loop import Loop
-from mdfuse.hir.emit.sets import Emitter, dense, emit_post, emit_steps, local
+from mdfuse.hir.emit.sets import Emitter, copy_into, dense, emit_post, emit_steps, local, renamed
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.graph import Expr
 from mdfuse.layouts.layout import Layout, Partial
@@ -19,9 +19,9 @@ from mdfuse.reshard import Local, steps
 
 
 def emit_set(loop: Loop, expr: Expr) -> None:
-    how = set_form(loop.fusion, expr)
-    assert how is not None
-    _SETS[how](loop, expr)
+    form = set_form(loop.fusion, expr)
+    assert form is not None
+    _SETS[form](loop, expr)
 
 
 def _layouts(loop: Loop, expr: Expr) -> tuple[Layout, Layout, Stream]:
@@ -40,22 +40,20 @@ def _emit_chunks(loop: Loop, expr: Expr) -> None:
         return
     before, after = (loop.chunk_layout(x, stream) for x in (source, destination))
     shape = loop.fusion.values[operand].shape
-    got = emit_steps(out, expr, current, before, after, shape, loop.landing(expr.output))
-    _land(loop, expr, got)
+    landed = emit_steps(out, expr, current, before, after, shape, loop.landing(expr.output))
+    _land(loop, expr, landed)
 
 
-def _land(loop: Loop, expr: Expr, got: str) -> None:
-    """Put what arrived into its slice of the whole; without a whole, it is the chunk itself."""
+def _land(loop: Loop, expr: Expr, landed: str) -> None:
+    """Put a received chunk into its slice of the whole value, if there is a whole value."""
     stream = loop.stream(expr.output)
     if not loop.is_whole(expr.output):
-        loop.chunks[expr.output, stream.dim] = got
+        loop.chunks[expr.output, stream.dim] = landed
         return
     result = loop.result(expr.output)
-    if _is_dense_slice(loop, expr.output, stream) and _post_into(loop.out, got, result):
+    if _is_dense_slice(loop, expr.output, stream) and _post_into(loop.out, landed, result):
         return
-    loop.out.code.append(
-        Instruction(op="set", fn="set", inputs=(got,), outputs=(result,), source=expr.source)
-    )
+    loop.out.code.append(copy_into(landed, result, expr.source))
 
 
 def _is_dense_slice(loop: Loop, value: str, stream: Stream) -> bool:
@@ -65,24 +63,19 @@ def _is_dense_slice(loop: Loop, value: str, stream: Stream) -> bool:
     return order == tuple(range(len(order))) and all(shape[d] == 1 for d in outer)
 
 
-def _post_into(out: Emitter, got: str, result: str) -> bool:
+def _post_into(out: Emitter, landed: str, result: str) -> bool:
     """Let a post deliver into the slice itself, and return whether that is possible.
 
     The chunk then needs no buffer of its own, and nothing is copied.
     """
-    made = [at for at, i in enumerate(out.code) if got in i.outputs]
-    if len(made) != 1 or out.code[made[0]].op != "alloc":
+    writers = [i for i in out.code if landed in i.outputs]
+    if [i.op for i in writers] != ["alloc"]:
         return False
-    (chunk,) = (i for i in out.code if result in i.outputs)
-    kept = [i for i in out.code if i is not chunk]
-    kept[made[0]] = chunk
-    out.code[:] = [_with(i, got, result) for i in kept]
-    del out.types[got]
+    (slice_,) = (i for i in out.code if result in i.outputs)
+    code = [slice_ if i is writers[0] else i for i in out.code if i is not slice_]
+    out.code[:] = [renamed(i, landed, result) for i in code]
+    del out.types[landed]
     return True
-
-
-def _with(i: Instruction, old: str, new: str) -> Instruction:
-    return replace(i, inputs=tuple(new if x == old else x for x in i.inputs))
 
 
 def _whole_source(loop: Loop, expr: Expr) -> str:
@@ -95,14 +88,14 @@ def _whole_source(loop: Loop, expr: Expr) -> str:
 
 
 def _emit_broadcast(loop: Loop, expr: Expr) -> None:
-    """Append a broadcast of chunk i from rank i of the axis, which has it, to the others."""
+    """Append a broadcast of chunk i from its owner, rank i of the axis."""
     source, destination, _ = _layouts(loop, expr)
     (axis,) = (a for a, p in source.by_axis().items() if destination.placement(a) != p)
     _emit_arrival(loop, expr, "Broadcast", _whole_source(loop, expr), axis)
 
 
 def _emit_exchange(loop: Loop, expr: Expr) -> None:
-    """Append an exchange of what ranks lack of the chunk, or a slice where no rank lacks any."""
+    """Append an exchange of the missing parts of a chunk, or a slice if no rank misses any."""
     source, destination, stream = _layouts(loop, expr)
     (operand,), shape = expr.reads, loop.fusion.values[expr.output].shape
     if not all(isinstance(step, Local) for step in steps(source, destination, shape)):
@@ -129,7 +122,7 @@ def _emit_arrival(loop: Loop, expr: Expr, kind: str, current: str, axis: str | N
 
 
 def _position(loop: Loop, op: str, rotate: str, n: int) -> Index:
-    """Return the position along the axis that is some steps on or back: as many as shards before.
+    """Return the position of a peer along the axis: `nth` steps on (op "+") or back ("-").
 
     A loop that only scatters begins a step further, so that it ends with the rank's own shard.
     """
@@ -140,24 +133,25 @@ def _position(loop: Loop, op: str, rotate: str, n: int) -> Index:
 
 
 def _piece(loop: Loop, value: str, name: str, expr: Expr) -> str:
-    """Return the name of the piece of a rank's shard that an iteration is about."""
+    """Return the name of the piece of a rank's shard that an iteration moves."""
     if loop.pieces == 1:
         return name
     index = calc("mod", Term("index", loop.name), loop.pieces)
     kind, stream = loop.out.types[name], loop.stream(expr.output).of_shard(loop.pieces)
     assert kind.layout is not None
     layout = kind.layout.with_stream(stream.at(index))
-    made = f"{value}.{loop.name}.piece"
-    piece = loop.out.op("chunk", made, replace(kind, layout=layout), (name,), expr.source)
+    kind = replace(kind, layout=layout)
+    piece = loop.out.op("chunk", f"{value}.{loop.name}.piece", kind, (name,), expr.source)
     if name in loop.out.dense and all(n == 1 for n in kind.shape[: stream.dim]):
-        loop.out.dense.add(piece)  # rows that lie side by side
+        loop.out.dense.add(piece)  # adjacent rows
     return piece
 
 
 def _emit_ring(loop: Loop, expr: Expr) -> None:
-    """Append one step of a ring that passes parts on.
+    """Append one step of a ring all-gather.
 
-    Each rank receives what the rank i further on holds, and sends its own part to the rank i back.
+    Each rank receives the shard of the rank i further on, and sends its own shard to the rank i
+    back.
     """
     source, _, stream = _layouts(loop, expr)
     assert stream.rotate is not None
@@ -165,10 +159,10 @@ def _emit_ring(loop: Loop, expr: Expr) -> None:
     whole = _whole_source(loop, expr)
     sent = dense(loop.out, _piece(loop, expr.reads[0], whole, expr), expr.source)
     type_ = loop.chunk_type(expr.output, stream)
-    got = loop.out.op("alloc", loop.landing(expr.output), type_, (), expr.source)
+    landed = loop.out.op("alloc", loop.landing(expr.output), type_, (), expr.source)
     to, come = _position(loop, "-", axis, n), _position(loop, "+", axis, n)
-    _emit_transfer(loop, expr, sent, to, got, come)
-    _land(loop, expr, got)
+    _emit_transfer(loop, expr, sent, to, landed, come)
+    _land(loop, expr, landed)
 
 
 def _emit_transfer(
@@ -191,7 +185,7 @@ def _emit_transfer(
 
 
 def _emit_reduce(loop: Loop, expr: Expr) -> None:
-    """Append a reduce of chunk i to rank i of the axis, whose part it is."""
+    """Append a reduce of chunk i to its owner, rank i of the axis."""
     source, destination, stream = _layouts(loop, expr)
     (axis,) = (a for a, p in source.by_axis().items() if destination.placement(a) != p)
     placement = source.placement(axis)
@@ -212,11 +206,11 @@ def _emit_reduce(loop: Loop, expr: Expr) -> None:
 
 
 def _emit_ring_reduce(loop: Loop, expr: Expr) -> None:
-    """Append one step of a ring that adds up parts.
+    """Append one step of a ring reduce-scatter.
 
-    Each rank sends its part of a chunk to the rank i further on, whose chunk it is. What comes to
-    its own chunk it adds there; more than two parts of 16 bits it keeps, and adds up behind the
-    loop: so each is moved once, and the sum is rounded once.
+    Each rank sends its term of a chunk to the owner of the chunk, the rank i further on, which adds
+    it up. An owner stores more than two terms of 16 bits, and adds them up behind the loop, so that
+    the sum is rounded once.
     """
     source, _, stream = _layouts(loop, expr)
     assert stream.rotate is not None
@@ -227,17 +221,17 @@ def _emit_ring_reduce(loop: Loop, expr: Expr) -> None:
     name, index = f"{expr.output}.{loop.name}.recv", Term("index", loop.name)
     if terms is None:
         y = _piece(loop, expr.output, expr.output, expr)
-        got = out.op("alloc", name, out.types[y], (), expr.source)
+        landed = out.op("alloc", name, out.types[y], (), expr.source)
     else:
         nth, whole = loop.nth, out.types[expr.output]
         term = out.op("select", f"{name}.term", whole, (terms,), expr.source, dim=0, index=nth)
         out.dense.add(term)
-        got = _piece(loop, name, term, expr)
+        landed = _piece(loop, name, term, expr)
     to, come = _position(loop, "+", axis, n), _position(loop, "-", axis, n)
-    _emit_transfer(loop, expr, current, to, got, come)
+    _emit_transfer(loop, expr, current, to, landed, come)
     if terms is None:
-        first = Instruction(op="set", fn="set", inputs=(got,), outputs=(y,), source=expr.source)
-        add = Instruction(op="binary", fn="add", inputs=(y, got), outputs=(y,), source=expr.source)
+        first = copy_into(landed, y, expr.source)
+        add = replace(first, op="binary", fn="add", inputs=(y, landed))
         test = calc("<", index, loop.pieces) if loop.pieces > 1 else calc("==", index, 0)
         out.code.append(Instruction(op="if", attrs=(("test", test),), body=(first,), orelse=(add,)))
 

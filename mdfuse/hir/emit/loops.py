@@ -1,4 +1,4 @@
-"""Emit host loops over stream chunks: which segments share a loop, and what an iteration does.
+"""Emit host loops over stream chunks: group segments into loops, and emit one iteration of each.
 
     %y: f32[8,4] (tp=R, stream(0,4)) = add(%x, 1.0)
 ->
@@ -9,11 +9,12 @@
       %y.i = add(%x.i, 1.0)
     }
 
-A value that only its own loop reads is never whole: an iteration binds its chunk and forgets it.
+A value that only its own loop reads has no whole buffer: an iteration binds its chunk only.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -32,78 +33,90 @@ from mdfuse.passes.segmentation import HostLoops, Section, set_form, streams_rea
 
 
 def loops(fusion: Fusion, segments: Iterable[Section]) -> list[list[Section]]:
-    """Group segments: neighbours that share a host loop together, all others by themselves.
+    """Group segments: neighbours of one host loop together, all others by themselves.
 
     Args:
         fusion: after all passes.
         segments: its sections, in order.
     """
-    found: list[list[Section]] = []
+    groups: list[list[Section]] = []
     host_loops = HostLoops(fusion)
     streams = [v.stream for v in fusion.values.values() if v.stream is not None]
     if any(stream.op is not None for stream in streams):
         return _gathered(list(segments), host_loops)
     for section in segments:
-        last = [e for p in found[-1] for e in p.exprs] if found else []
+        last = [e for p in groups[-1] for e in p.exprs] if groups else []
         if last and section.is_streamed and host_loops.may_share(last, section.exprs):
-            found[-1].append(section)
+            groups[-1].append(section)
         else:
-            found.append([section])
-    return found
+            groups.append([section])
+    return groups
 
 
 def _gathered(sections: list[Section], host_loops: HostLoops) -> list[list[Section]]:
-    """Group sections into as few loops as there can be, wherever they stand, in a new order.
+    """Group sections into as few loops as possible, in a new order.
 
-    What sections read says which may share a loop: none of them waits, by way of one outside, for
-    all that the loop adds up. Each goes with the last that it can: where a loop must come first, as
-    one that counts does, what the others compute is in the loop that uses it.
+    A section may join a loop unless it must wait, through a section outside, for a sum of this
+    loop. Sections are placed from the last to the first, each into the latest loop that it may
+    join: so a value is computed in the loop that uses it, and loops that must come first, as one
+    that counts, stay small.
     """
     owner = {name: n for n, s in enumerate(sections) for e in s.exprs for name in e.outputs}
     edges = {(owner[x], n) for n, s in enumerate(sections) for x in s.inputs if x in owner}
-    readers: dict[int, list[int]] = {n: [] for n in range(len(sections))}
-    for n, k in sorted(edges):
-        readers[n].append(k)
-    found: dict[int, list[int]] = {}
-    home: dict[int, int] = {}
-    #: section, or loop by its last section -> the loops that wait for it
-    before: dict[int, set[int]] = {}
-    for n in reversed(range(len(sections))):
-        waiting = {k: {home[k]} if k in home else before[k] for k in readers[n]}
-        for m in found if sections[n].is_streamed else ():
-            outside = set().union(*(loops for k, loops in waiting.items() if home.get(k) != m))
-            near = [sections[k] for k in (m, *readers[n]) if home.get(k) == m]
-            exprs = [e for s in near for e in s.exprs]
-            if m not in _behind(outside, before) and host_loops.may_share(sections[n].exprs, exprs):
-                home[n] = m
-                break
-        if sections[n].is_streamed:
-            found.setdefault(home.setdefault(n, n), []).insert(0, n)
-        at = home.get(n, n)
-        before.setdefault(at, set()).update(*waiting.values())
-        before[at].discard(at)
+    home = _homes(sections, sorted(edges), host_loops)
+    members: dict[int, list[int]] = defaultdict(list)
+    for n in range(len(sections)):
+        members[home.get(n, n)].append(n)
     graph: nx.DiGraph[int] = nx.DiGraph()
-    graph.add_nodes_from(home.get(n, n) for n in range(len(sections)))
+    graph.add_nodes_from(members)
     ends = ((home.get(n, n), home.get(k, k)) for n, k in edges)
     graph.add_edges_from((a, b) for a, b in ends if a != b)
     order = nx.lexicographical_topological_sort(graph)
-    return [[sections[k] for k in found.get(n, [n])] for n in order]
+    return [[sections[k] for k in members[n]] for n in order]
 
 
-def _behind(loops: set[int], before: dict[int, set[int]]) -> set[int]:
-    """Return loops, and all that wait for them."""
-    found, new = set[int](), set(loops)
+def _homes(
+    sections: Sequence[Section], edges: Iterable[tuple[int, int]], host_loops: HostLoops
+) -> dict[int, int]:
+    """Return streamed section -> its loop; the last section of a loop names it."""
+    readers: dict[int, list[int]] = {n: [] for n in range(len(sections))}
+    for n, k in edges:
+        readers[n].append(k)
+    home: dict[int, int] = {}
+    #: section, or loop -> the loops that wait for it
+    waiters: dict[int, set[int]] = {}
+    for n in reversed(range(len(sections))):
+        waiting = {k: {home[k]} if k in home else waiters[k] for k in readers[n]}
+        for last in dict.fromkeys(home.values()) if sections[n].is_streamed else ():
+            outside = set().union(*(loops for k, loops in waiting.items() if home.get(k) != last))
+            near = [sections[k] for k in (last, *readers[n]) if home.get(k) == last]
+            exprs = [e for s in near for e in s.exprs]
+            is_free = last not in _behind(outside, waiters)
+            if is_free and host_loops.may_share(sections[n].exprs, exprs):
+                home[n] = last
+                break
+        if sections[n].is_streamed:
+            home.setdefault(n, n)
+        at = home.get(n, n)
+        waiters.setdefault(at, set()).update(*waiting.values())
+        waiters[at].discard(at)
+    return home
+
+
+def _behind(loops: set[int], waiters: dict[int, set[int]]) -> set[int]:
+    """Return loops, and all loops that wait for them."""
+    waiting, new = set[int](), set(loops)
     while new:
-        found |= new
-        new = set().union(*(before[m] for m in new)) - found
-    return found
+        waiting |= new
+        new = set().union(*(waiters[m] for m in new)) - waiting
+    return waiting
 
 
 def emit_loop(out: Emitter, sections: Sequence[Section]) -> None:
     """Append a loop that computes the values of some streamed segments.
 
     Args:
-        out: what is built, with the code that comes before the loop.
+        out: the program under construction, with the code before the loop.
         sections: neighbouring segments of one stream, as `loops` groups them.
     """
     building, stream = begin_loop(out, sections)
@@ -118,27 +131,27 @@ def emit_loop(out: Emitter, sections: Sequence[Section]) -> None:
 
 
 def begin_loop(out: Emitter, sections: Sequence[Section]) -> tuple[Loop, Stream]:
-    """Return a loop over the chunks of some sections, whose body is then built as `out.code`."""
+    """Return a loop over the chunks of some sections; `out.code` is its body from now on."""
     fusion, exprs = out.fusion, [e for section in sections for e in section.exprs]
     stream = fusion.values[exprs[0].outputs[0]].stream
     assert stream is not None
     taken = {*out.types, *fusion.values}
     name = next((n for n in "ijk" if n not in taken), None) or fresh_name(taken, "i")
     out.types[name] = BufferType(dtype=torch.int64)
-    made = frozenset(x for e in exprs for x in e.outputs)
+    computed = frozenset(x for e in exprs for x in e.outputs)
     outside, out.code = out.code, []
-    found = Loop(out, outside, name, loop(name), made)
+    building = Loop(out, outside, name, loop(name), computed)
     if stream.rotate is not None:
         rings = {form: e for e in exprs if (form := set_form(fusion, e)) in RINGS}
         for e in rings.values():
-            found.pieces = stream.count // fusion.layout(e.output).mesh.axis_size(stream.rotate)
-        found.is_own_last = [*rings] == ["ring_reduce"]
-        found.index = _rotated(found, stream)
-    return found, stream
+            building.pieces = stream.count // fusion.layout(e.output).mesh.axis_size(stream.rotate)
+        building.is_own_last = [*rings] == ["ring_reduce"]
+        building.index = _rotated(building, stream)
+    return building, stream
 
 
 def _rotated(loop: Loop, stream: Stream) -> Index:
-    """Return the chunk at which a rank is: it begins with its own, or with what comes behind it."""
+    """Return the chunk of a rank in an iteration: its own shard comes first, or last."""
     begin: Index = Term("coord", str(stream.rotate))
     if loop.pieces > 1:
         begin = calc("*", begin, loop.pieces)
@@ -149,22 +162,22 @@ def _rotated(loop: Loop, stream: Stream) -> Index:
 
 
 def emit_section(loop: Loop, section: Section) -> None:
-    """Append what an iteration does of a segment."""
+    """Append the instructions of a segment in one iteration."""
     if section.exprs[0].op == "set":
         emit_set(loop, section.exprs[0])
         return
-    made: dict[str, str] = {}
-    body = tuple(_emit_expr(loop, section, e, made) for e in section.exprs)
+    names: dict[str, str] = {}
+    body = tuple(_emit_expr(loop, section, e, names) for e in section.exprs)
     if len(body) == 1:
         loop.out.code.append(body[0])
     else:
-        reads = dict.fromkeys(x for i in body for x in i.reads if x not in made.values())
+        reads = dict.fromkeys(x for i in body for x in i.reads if x not in names.values())
         loop.out.code.append(
             Instruction(
                 op="launch",
                 fn=section.name,
                 inputs=tuple(reads),
-                outputs=tuple(made[n] for n in section.outputs),
+                outputs=tuple(names[n] for n in section.outputs),
                 body=body,
                 source=section.exprs[0].source,
             )
@@ -172,19 +185,19 @@ def emit_section(loop: Loop, section: Section) -> None:
     for expr in section.exprs:
         for name in expr.outputs:
             if name in section.outputs and loop.stream(name).op is not None:
-                loop.accumulate(name, made[name], expr)
+                loop.accumulate(name, names[name], expr)
 
 
-def _emit_expr(loop: Loop, section: Section, expr: Expr, made: dict[str, str]) -> Instruction:
-    """Return an expression's instruction on chunks; `made`: value -> its name in the segment."""
+def _emit_expr(loop: Loop, section: Section, expr: Expr, names: dict[str, str]) -> Instruction:
+    """Return an expression's instruction on chunks; `names`: value -> its name in the segment."""
     inputs: list[Operand] = []
     for x, stream in zip(expr.inputs, streams_read(loop.fusion, expr), strict=True):
         if isinstance(x, str) and loop.fusion.values[x].is_tensor:
-            inputs.append(made[x] if x in made else loop.read(x, stream))
+            inputs.append(names[x] if x in names else loop.read(x, stream))
         else:
             inputs.append(x)
     for name in expr.outputs:
-        is_kept = name in section.outputs and loop.stream(name).op is None
-        made[name] = loop.result(name) if is_kept else loop.chunk(name)
-    outputs = tuple(made[name] for name in expr.outputs)
+        is_result = name in section.outputs and loop.stream(name).op is None
+        names[name] = loop.result(name) if is_result else loop.chunk(name)
+    outputs = tuple(names[name] for name in expr.outputs)
     return replace(local(expr), inputs=tuple(inputs), outputs=outputs)

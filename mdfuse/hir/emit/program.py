@@ -1,18 +1,17 @@
-"""Emit the host program of a fusion's segments: local operations, sets, and loops over chunks."""
+"""Emit the host program of a fusion: local operations, sets, and loops over chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from mdfuse.hir.emit import reuse_inputs
 from mdfuse.hir.emit.blocks import Pipeline, emit_blocks, split_sections
 from mdfuse.hir.emit.loops import emit_loop, loops
-from mdfuse.hir.emit.sets import Emitter, Orders, emit_set, local, value_type
+from mdfuse.hir.emit.sets import Emitter, Orders, copy_into, emit_set, local, value_type
 from mdfuse.hir.orders import seen_through
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.ir.graph import Fusion
+from mdfuse.ir.graph import Fusion, Value
 from mdfuse.passes.segmentation import Section
 from mdfuse.reshard import Carriers
 
@@ -29,10 +28,10 @@ def emit(
     Args:
         fusion: after all passes.
         segments: its sections.
-        stated: name -> the memory order that the instruction which computes it is to state (None:
-            none), whatever else would be asked of it.
-        pipeline: what runs once per microbatch, and when.
-        carriers: (axis, backend) of those that have one of their own.
+        stated: name -> the memory order that its instruction states, whatever the value requires;
+            None: no order.
+        pipeline: the parts that run once per microbatch, and their calls.
+        carriers: (axis, backend) of axes with a backend of their own.
     """
     out = Emitter(fusion, stated=stated or {}, carriers=carriers)
     for name in fusion.inputs:
@@ -92,52 +91,50 @@ def _emit_segment(out: Emitter, section: Section) -> None:
 def _require_output_orders(out: Emitter) -> None:
     """Make the last local op of each output write it dense, in the order of the output's value.
 
-    The same goes for every value whose order the user requires. What a communication delivered
-    stays as it is, unless the user requires another order.
+    The same holds for every value whose order the user requires. A value that a communication
+    delivered keeps its order, unless the user requires another one.
     """
     out.code[:] = [j for i in out.code for j in _ordered(out, i)]
 
 
 def _ordered(out: Emitter, i: Instruction) -> list[Instruction]:
-    """Return the instruction with the memory orders that are required of what it writes.
+    """Return an instruction with the required memory orders of its results.
 
-    One with several results leaves them as they come; sets behind it order those that need it.
+    An instruction with several results has no order: sets behind it copy those that need one.
     """
     if i.op == "launch":
         return [replace(i, body=tuple(k for j in i.body for k in _ordered(out, j)))]
-    if len(i.outputs) != 1 or i.op == "alloc":
-        return _each_ordered(out, i)
-    order = _required_order(out, i, i.outputs[0])
-    return [i if order is _ANY else replace(i, order=order)]
+    orders = _required_orders(out, i)
+    if len(i.outputs) == 1:
+        return [replace(i, order=order) for order in orders.values()] or [i]
+    names = {name: name for name in i.outputs}
+    sets = []
+    for name, order in orders.items():
+        if order is not None:
+            names[name] = out.new(f"{name}.made", out.types[name])
+            sets.append(copy_into(names[name], name, i.source, order))
+    return [replace(i, outputs=tuple(names.values())), *sets] if sets else [i]
 
 
-def _each_ordered(out: Emitter, i: Instruction) -> list[Instruction]:
-    made, sets = [*i.outputs], []
-    for at, name in enumerate(i.outputs if i.op != "alloc" else ()):
-        order = _required_order(out, i, name)
-        if order is _ANY or order is None:
+def _required_orders(out: Emitter, i: Instruction) -> dict[str, tuple[int, ...] | None]:
+    """Return result -> the memory order that it must have, or None: the order that torch chooses.
+
+    A result that may keep the order of the instruction is left out.
+    """
+    orders: dict[str, tuple[int, ...] | None] = {}
+    for name in i.outputs if i.op != "alloc" else ():
+        value = out.fusion.values.get(name)
+        if value is None or not value.is_tensor:
             continue
-        made[at] = out.new(f"{name}.made", out.types[name])
-        moved = Instruction(op="set", fn="set", inputs=(made[at],), outputs=(name,), order=order)
-        sets.append(replace(moved, source=i.source))
-    return [replace(i, outputs=tuple(made)), *sets] if sets else [i]
+        if name in out.stated:
+            orders[name] = out.stated[name]
+        elif _needs_order(out, i, name, value):
+            orders[name] = value.order
+    return orders
 
 
-#: No memory order is required: that of the instruction stays.
-_ANY: Any = object()
-
-
-def _required_order(out: Emitter, i: Instruction, name: str) -> tuple[int, ...] | None:
-    """Return the memory order that a result must have; None: the one it comes in; or `_ANY`."""
-    value = out.fusion.values.get(name)
-    if value is None or not value.is_tensor:
-        return _ANY  # type: ignore[no-any-return]
-    if name in out.stated:
-        return out.stated[name]
-    if name not in out.fusion.outputs and not value.is_order_required:
-        return _ANY  # type: ignore[no-any-return]
+def _needs_order(out: Emitter, i: Instruction, name: str, value: Value) -> bool:
     if name in out.arrived:
-        lies = seen_through(i, tuple(range(len(value.order))))
-        if not value.is_order_required or lies == value.order:
-            return _ANY  # type: ignore[no-any-return]
-    return value.order
+        delivered = seen_through(i, tuple(range(len(value.order))))
+        return value.is_order_required and delivered != value.order
+    return value.is_order_required or name in out.fusion.outputs

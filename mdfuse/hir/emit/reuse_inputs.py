@@ -1,12 +1,12 @@
-"""Write outputs that reuse an input into the input's buffer, after every read of the old value.
+"""Write outputs that reuse an input into the input's buffer, after all reads of the old value.
 
     %y: f32[4] (tp=R) = add(%x, 1.0)                alias %y: f32[4] (tp=R) = %x
     return %y                              ->       %x = add(%x, 1.0)
                                                     return %y
 
-Where the old value is read later, or by the instruction itself otherwise than element by element or
-to keep most of it (`%x = index_copy(%at, %rows, %x)` writes rows alone), the result is computed
-elsewhere and written when all have read:
+This needs an old value that is not read later, and an instruction that reads it element by element
+or updates a part of it (`%x = index_copy(%at, %rows, %x)`). Otherwise the result is computed
+elsewhere and copied after the last read:
 
     %y: f32[4] (tp=R) = add(%x, 1.0)                alias %y: f32[4] (tp=R) = %x
     %z: f32[4] (tp=R) = mul(%x, 2.0)                %y.new: f32[4] (tp=R) = add(%x, 1.0)
@@ -14,8 +14,8 @@ elsewhere and written when all have read:
                                                     %y = set(%y.new)
                                                     return %y, %z
 
-An iteration of a loop over chunks writes its chunk into the input, where that is all that it reads
-of the old value, and nothing reads the old value behind the loop:
+An iteration of a loop over chunks writes its chunk into the input, if it reads no other chunk of
+the old value, and if nothing reads the old value behind the loop:
 
     %y: f32[4] (tp=R) = alloc                       alias %y: f32[4] (tp=R) = %x
     for %i in 0..2 {                                for %i in 0..2 {
@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from mdfuse.hir.analysis.dataflow import storage
+from mdfuse.hir.emit.sets import copy_into, renamed
 from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.ir.graph import fresh_name
@@ -41,7 +42,7 @@ from mdfuse.ir.ops import TABLE
 #: Instructions that hold others.
 _BLOCKS = ("launch", *BLOCKS)
 
-#: What takes the place of an instruction.
+#: The instructions that take the place of one.
 Instead = tuple[Instruction, ...]
 
 
@@ -51,9 +52,9 @@ def run(
     """Return the program with an alias and a write for each output that reuses an input.
 
     Args:
-        program: in which each output is a buffer of its own.
+        program: a program in which each output is a buffer of its own.
         reuse: output -> the input into whose buffer it is written.
-        orders: output -> the memory order that is required of it, and so of that buffer.
+        orders: output -> the memory order that it requires, and so its buffer.
     """
     if not reuse:
         return program
@@ -83,7 +84,7 @@ def run(
 
 
 class _Code:
-    """Instructions in places, and the places where a name stands: each output looks at its own.
+    """The instructions in places, indexed by name, so that an output looks at few of them.
 
     A step of training has thousands of instructions and hundreds of outputs.
     """
@@ -91,7 +92,7 @@ class _Code:
     def __init__(self, code: Iterable[Instruction]) -> None:
         self._slots: list[Instead] = []
         self._places: dict[str, set[int]] = {}
-        #: block -> the place of its last call, which is the last that uses what the block names
+        #: block -> the place of its last call, after which nothing uses its names
         self._called: dict[str, int] = {}
         for place, i in enumerate(code):
             self._slots.append((i,))
@@ -102,7 +103,7 @@ class _Code:
 
     @property
     def instructions(self) -> Iterator[Instruction]:
-        """All of them, in order."""
+        """All instructions, in order."""
         return chain.from_iterable(self._slots)
 
     def copy(self, output: str, kind: BufferType) -> None:
@@ -115,20 +116,20 @@ class _Code:
         output: str,
         buffer: str,
         shared: Mapping[str, str],
-        old: Collection[str],
+        same_memory: Collection[str],
         types: dict[str, BufferType],
     ) -> None:
-        """Write an output into the buffer of an input, of which `old` are other names."""
+        """Write an output into the buffer of an input; `same_memory`: other names of the buffer."""
         chunks = frozenset(_chunks(self._at(self._where((output,))), output))
         write = _Write(output, buffer, shared, chunks)
-        names = {output, buffer, *chunks, *old}
+        names = {output, buffer, *chunks, *same_memory}
         posts = (j for i in self._at(self._where(names)) for j in i.walk() if write.receives(j))
         places = self._where(names.union(*(j.outputs for j in posts)))
         ends = {self._called[i.fn] for i in self._at(places) if i.fn in self._called}
         places = sorted(ends.union(places))
-        made = iter(write.into([*self._at(places)], types))
+        written = iter(write.into([*self._at(places)], types))
         for place in places:
-            self._slots[place] = (*chain.from_iterable(next(made) for _ in self._slots[place]),)
+            self._slots[place] = (*chain.from_iterable(next(written) for _ in self._slots[place]),)
         self._note((buffer,), places)
 
     def _where(self, names: Iterable[str]) -> list[int]:
@@ -143,7 +144,7 @@ class _Code:
 
 
 def _copied(i: Instruction, output: str, kind: BufferType) -> Instruction:
-    """Turn a view of an input that is overwritten into a copy, by requiring an order of it."""
+    """Turn a view of an input that is overwritten into a copy: a required order copies."""
     if i.op in _BLOCKS:
         return replace(i, body=tuple(_copied(j, output, kind) for j in i.body))
     if output not in i.outputs or i.order is not None:
@@ -151,25 +152,13 @@ def _copied(i: Instruction, output: str, kind: BufferType) -> Instruction:
     return replace(i, order=tuple(range(len(kind.shape))))
 
 
-def _renamed(i: Instruction, old: str, new: str) -> Instruction:
-    if not (i.body or i.orelse or old in i.outputs or old in i.inputs):
-        return i
-    return replace(
-        i,
-        inputs=tuple(new if x == old else x for x in i.inputs),
-        outputs=tuple(new if x == old else x for x in i.outputs),
-        body=tuple(_renamed(j, old, new) for j in i.body),
-        orelse=tuple(_renamed(j, old, new) for j in i.orelse),
-    )
-
-
 @dataclass(frozen=True)
 class _Write:
     """An output that is to be written into the buffer of an input.
 
     Attributes:
-        output: its name.
-        buffer: that of the input.
+        output: the name of the output.
+        buffer: the name of the input.
         shared: name -> the name whose memory it may share.
         chunks: the names of the output's chunks, in loops that write or read them.
     """
@@ -180,38 +169,34 @@ class _Write:
     chunks: frozenset[str]
 
     def into(self, code: list[Instruction], types: dict[str, BufferType]) -> list[Instead]:
-        """Return what the code becomes: it writes in place, in a loop, or behind all reads.
+        """Return the changed code: it writes in place, in a loop, or behind all reads.
 
         Args:
-            code: the instructions that name the output, the input or what shares its memory.
-            types: of all names; changed where names come and go.
+            code: the instructions with a name of the output, of the input or of its memory.
+            types: the types of all names; names are added and removed.
         """
         if self.is_in_place(code, {self.buffer}):
-            return [(_renamed(self.unordered(i), self.output, self.buffer),) for i in code]
+            return [(renamed(self.unordered(i), self.output, self.buffer),) for i in code]
         in_loop = self.in_place_loop(code, types)
         if in_loop is not None:
-            return [tuple(_renamed(i, self.output, self.buffer) for i in found)
-                    for found in in_loop]  # fmt: skip
+            return [tuple(renamed(i, self.output, self.buffer) for i in row) for row in in_loop]
         return self.written_behind(code, types)
 
     def written_behind(
         self, code: list[Instruction], types: dict[str, BufferType]
     ) -> list[Instead]:
-        """Return the code with the output computed elsewhere and written when all have read."""
+        """Return the code with the output computed elsewhere, and copied after the last read."""
         new = fresh_name(types, f"{self.output}.new")
         types[new] = types[self.output]
-        waits = {x for i in code for j in i.walk() if self.receives(j) for x in j.outputs}
-        used = [self.makes(i) or self.reads_old(i.walk()) or _waits(i, waits) for i in code]
-        ran = {i.fn for i, is_used in zip(code, used, strict=True) if is_used and i.op == "block"}
-        used = [a or (i.op == "call" and i.fn in ran) for i, a in zip(code, used, strict=True)]
-        last = max(n for n, is_used in enumerate(used) if is_used)
+        posts = {x for i in code for j in i.walk() if self.receives(j) for x in j.outputs}
+        uses = [self.makes(i) or self.reads_old(i.walk()) or _waits(i, posts) for i in code]
+        blocks = {i.fn for i, is_use in zip(code, uses, strict=True) if is_use and i.op == "block"}
+        calls = [i.op == "call" and i.fn in blocks for i in code]
+        last = max(n for n in range(len(code)) if uses[n] or calls[n])
         source = next((i.source for i in code if self.makes(i)), None)
-        write = Instruction(
-            op="set", fn="set", inputs=(new,), outputs=(self.output,), source=source
-        )
-        found: list[Instead] = [(_renamed(i, self.output, new),) for i in code]
-        found[last] += (write,)
-        return found
+        changed: list[Instead] = [(renamed(i, self.output, new),) for i in code]
+        changed[last] += (copy_into(new, self.output, source),)
+        return changed
 
     def makes(self, i: Instruction) -> bool:
         """Return whether an instruction, or one inside it, binds or writes the output."""
@@ -225,24 +210,24 @@ class _Write:
         return (is_result and not _cuts(i, self.output)) or self.receives(i)
 
     def receives(self, i: Instruction) -> bool:
-        """Return whether an instruction lets the output, or a chunk of it, arrive."""
+        """Return whether an instruction receives the output, or a chunk of it."""
         if i.op not in ("post", "recv"):
             return False
         return any(x == self.output or x in self.chunks for x in i.reads[-1:])
 
     def reads_old(self, code: Iterable[Instruction]) -> bool:
-        """Return whether some of these instructions read what the input held before."""
+        """Return whether some of these instructions read the old value of the input."""
         return any(self.is_old(x) for i in code for x in i.reads)
 
     def is_old(self, name: str) -> bool:
         return self.shared.get(name, name) == self.buffer
 
-    def is_in_place(self, block: Sequence[Instruction], own: Collection[str]) -> bool:
+    def is_in_place(self, block: Sequence[Instruction], names: Collection[str]) -> bool:
         """Return whether one instruction of a block makes the output and may write into the input.
 
         Args:
             block: the code, or an iteration of a loop.
-            own: the names under which the block has the same elements of the input.
+            names: the names under which the block has the same elements of the input.
         """
         makers = [n for n, i in enumerate(block) if self.makes(i)]
         if len(makers) != 1 or block[makers[0]].op in BLOCKS:
@@ -250,27 +235,28 @@ class _Write:
         (at,) = makers
         inner = block[at].body if block[at].op == "launch" else (block[at],)
         place = next(n for n, i in enumerate(inner) if self.writes(i))
-        return self.may_write(inner[place], own) and not (
+        return self.may_write(inner[place], names) and not (
             self.reads_old(inner[place + 1 :])
             or self.reads_old(j for i in block[at + 1 :] for j in i.walk())
         )
 
-    def may_write(self, i: Instruction, own: Collection[str]) -> bool:
-        """Return whether an instruction may write where the old value is.
+    def may_write(self, i: Instruction, names: Collection[str]) -> bool:
+        """Return whether an instruction may overwrite the old value.
 
-        It may if it reads nothing of the old value, or each element before it writes that one.
+        It may if it does not read the old value, or reads each element before it writes the
+        element.
         """
         if i.op in ("alloc", "post", "recv"):
             return False
         old = {x for x in i.reads if self.is_old(x)}
         return not old or (
-            old.issubset(own) and i.fn in TABLE and TABLE[i.fn].updates(i.inputs, old)
+            old.issubset(names) and i.fn in TABLE and TABLE[i.fn].updates(i.inputs, old)
         )
 
     def in_place_loop(
         self, code: Sequence[Instruction], types: dict[str, BufferType]
     ) -> list[Instead] | None:
-        """Return the code with a loop that writes the chunks of the input, if it may; else None."""
+        """Return the code with a loop that writes into chunks of the input; None: it may not."""
         makers = [n for n, i in enumerate(code) if self.makes(i)]
         if [code[n].op for n in makers] != ["alloc", "for"]:
             return None
@@ -280,35 +266,35 @@ class _Write:
         if chunk is None or self.reads_old(j for i in behind for j in i.walk()):
             return None
         cut = (j.outputs[0] for j in body if _cuts(j, self.buffer))
-        own = [name for name in cut if types[name] == types[chunk]]
-        if not self.is_in_place(body, own) or self.reads_elsewhere(body, own):
+        chunks = [name for name in cut if types[name] == types[chunk]]
+        if not self.is_in_place(body, chunks) or self.reads_elsewhere(body, chunks):
             return None
-        if own:  # output and input chunk are one memory: one name is enough
+        if chunks:  # output and input chunk are one memory: one name is enough
             del types[chunk]
-            rest = (j for j in body if not _cuts(j, self.output))
-            body = tuple(_renamed(j, chunk, own[0]) for j in rest)
+            body_without_chunk = (j for j in body if not _cuts(j, self.output))
+            body = tuple(renamed(j, chunk, chunks[0]) for j in body_without_chunk)
         instead: dict[int, Instead] = {buffer: (), at: (replace(code[at], body=body),)}
         return [instead.get(n, (i,)) for n, i in enumerate(code)]
 
-    def reads_elsewhere(self, body: Iterable[Instruction], own: Collection[str]) -> bool:
-        """Return whether an iteration reads other parts of the old value than its own chunk."""
-        known = set(own)
+    def reads_elsewhere(self, body: Iterable[Instruction], chunks: Collection[str]) -> bool:
+        """Return whether an iteration reads the old value outside of its own chunk."""
+        known = set(chunks)
         for i in (j for outer in body for j in outer.walk()):
-            is_own = _cuts(i, self.buffer) and i.outputs[0] in own
-            if not is_own and any(self.is_old(x) and x not in known for x in i.reads):
+            is_chunk = _cuts(i, self.buffer) and i.outputs[0] in chunks
+            if not is_chunk and any(self.is_old(x) and x not in known for x in i.reads):
                 return True
             known.update(i.outputs)
         return False
 
     def unordered(self, i: Instruction) -> Instruction:
-        """Drop the order asked of what writes the output, which lies as the input does."""
+        """Drop the required order of the output, which has the order of the input."""
         if i.op == "launch":
             return replace(i, body=tuple(map(self.unordered, i.body)))
         return replace(i, order=None) if self.output in i.outputs else i
 
 
 def _chunks(code: Iterable[Instruction], name: str) -> Iterator[str]:
-    """The names of the chunks of a value, which are cut in loops."""
+    """Yield the names of the chunks of a value, which loops cut."""
     for i in code:
         if i.op in _BLOCKS or _cuts(i, name):
             yield from (j.outputs[0] for j in i.walk() if _cuts(j, name))

@@ -30,11 +30,11 @@ class Emitter:
     code: list[Instruction] = field(default_factory=list)
     #: buffers that are dense in their own dim order
     dense: set[str] = field(default_factory=set)
-    #: values that only show what a communication wrote: a permutation, or a part, of its buffer
+    #: values that are views of a received buffer: a permutation, or a part, of it
     arrived: set[str] = field(default_factory=set)
-    #: value -> the memory order that its instruction is to state, where that is settled already
+    #: value -> the memory order that its instruction states, whatever the value requires
     stated: Orders = field(default_factory=dict)
-    #: buffers that may lie in any order, since one set alone reads them
+    #: buffers of any memory order, since one set alone reads them
     movable: set[str] = field(default_factory=set)
     carriers: Carriers = ()
     posts: int = 0
@@ -66,7 +66,7 @@ class Emitter:
         source: Source | None = None,
         **attrs: Any,
     ) -> str:
-        """Append an instruction with one result; return the name that the result got."""
+        """Append an instruction with one result; return the name of the result."""
         name = self.new(output, kind)
         self.code.append(
             Instruction(
@@ -99,11 +99,33 @@ def local(expr: Expr) -> Instruction:
     )
 
 
+def copy_into(
+    source: str, target: str, line: Source | None, order: tuple[int, ...] | None = None
+) -> Instruction:
+    """Return the instruction that copies a buffer into another one, or into a new result."""
+    return Instruction(
+        op="set", fn="set", inputs=(source,), outputs=(target,), order=order, source=line
+    )
+
+
+def renamed(i: Instruction, old: str, new: str) -> Instruction:
+    """Return an instruction with another name for a buffer, also inside its blocks."""
+    if not (i.body or i.orelse or old in i.outputs or old in i.inputs):
+        return i
+    return replace(
+        i,
+        inputs=tuple(new if x == old else x for x in i.inputs),
+        outputs=tuple(new if x == old else x for x in i.outputs),
+        body=tuple(renamed(j, old, new) for j in i.body),
+        orelse=tuple(renamed(j, old, new) for j in i.orelse),
+    )
+
+
 def emit_set(out: Emitter, expr: Expr) -> None:
-    """Append a set: nothing, local slices, or communications with the buffers that they need.
+    """Append a set: nothing, local slices, or communications with their buffers.
 
     Args:
-        out: what is built.
+        out: the program under construction.
         expr: the set.
 
     Raises:
@@ -124,23 +146,14 @@ def emit_set(out: Emitter, expr: Expr) -> None:
 
 
 def _copy_delivered(out: Emitter, expr: Expr, start: int) -> None:
-    """Copy what a communication delivers into the result, where the result has a required order."""
+    """Receive into a buffer of its own, and copy it into the result, which requires an order."""
     name = expr.output
     if not any(i.op == "alloc" and name in i.outputs for i in out.code[start:]):
         return
     landed = out.new(f"{name}.recv", out.types[name])
-    out.code[start:] = [
-        replace(
-            i,
-            inputs=tuple(landed if x == name else x for x in i.inputs),
-            outputs=tuple(landed if x == name else x for x in i.outputs),
-        )
-        for i in out.code[start:]
-    ]
+    out.code[start:] = [renamed(i, name, landed) for i in out.code[start:]]
     out.dense.discard(name)
-    out.code.append(
-        Instruction(op="set", fn="set", inputs=(landed,), outputs=(name,), source=expr.source)
-    )
+    out.code.append(copy_into(landed, name, expr.source))
 
 
 def emit_steps(
@@ -155,13 +168,13 @@ def emit_steps(
     """Append the steps of one reshard; return the name of the last buffer.
 
     Args:
-        out: what is built.
+        out: the program under construction.
         expr: the set, for names and errors.
-        current: the name of the buffer that is resharded.
+        current: the name of the buffer to reshard.
         source: its layout.
-        target: the layout that the result gets.
+        target: the layout of the result.
         shape: the global shape.
-        result: the name for the last buffer, where it is new.
+        result: the name of the last buffer, unless the program has it already.
     """
     dtype = out.types[current].dtype
     path = _path(out, expr, source, target, shape, dtype.itemsize)
@@ -178,7 +191,7 @@ def emit_steps(
 
 
 def _is_read_once(out: Emitter, value: str) -> bool:
-    """Return whether only one expression reads a value, which may then lie as that one likes."""
+    """Return whether only one expression reads a value, so that its memory order is free."""
     if value not in out.fusion.producers:
         return False
     is_free = value not in out.fusion.outputs and len(out.fusion.consumers[value]) == 1
@@ -245,23 +258,19 @@ def _emit_split_outermost(
     out: Emitter, comm: Communication, current: str, result: str, source: Source | None
 ) -> str:
     """Bring the split dim to the front, pad it to equal blocks, post, and undo both."""
-    assert comm.dim is not None
-    dtype, shape = out.types[current].dtype, comm.shape
-    ndim = len(shape)
-    front = comm.front()
+    split, front, plain = comm.dim, comm.front(), tuple(range(len(comm.shape)))
+    assert split is not None
+    dtype, dim = out.types[current].dtype, front.index(split)
+    is_moved, padded = front != plain, not comm.is_even
+    # the sharded side is padded to one block, the whole side to the blocks of the team
     sides = ("block", "team") if comm.whole() == comm.destination else ("team", "block")
-    padded = not comm.is_even
-
-    is_moved = front != tuple(range(ndim))
-    dim = front.index(comm.dim)
-    split = comm.dim
 
     def kind(layout: Layout, side: Any) -> BufferType:
         axis = comm.axis if comm.axis in layout.split_axes(split) else None
         padding = Padding(side=side, dim=dim, parts=comm.size, axis=axis) if padded else None
         return BufferType(
             dtype=dtype,
-            shape=tuple(shape[d] for d in front),
+            shape=tuple(comm.shape[d] for d in front),
             layout=layout.permuted(front),
             padding=padding,
         )
@@ -269,10 +278,10 @@ def _emit_split_outermost(
     before, after = kind(comm.source, sides[0]), kind(comm.destination, sides[1])
     if is_moved:
         view = replace(before, padding=None)
-        lies_so = not padded and _moves_producer(out, current, front)
+        is_written_so = not padded and _moves_producer(out, current, front)
         current = out.op("permute", f"{result}.send", view, (current,), source, dims=front)
-        if not padded and not lies_so:
-            out.code[-1] = replace(out.code[-1], order=tuple(range(ndim)))
+        if not padded and not is_written_so:
+            out.code[-1] = replace(out.code[-1], order=plain)
     elif not padded:
         current = dense(out, current, source)
     if padded:
@@ -294,7 +303,7 @@ def _put_back(
     result: str,
     source: Source | None,
 ) -> str:
-    """Append a view of what arrived with its dims back in their own order; return its name."""
+    """Append a view of a received buffer with its dims back in their own order; return its name."""
     back = tuple(front.index(d) for d in range(len(front)))
     whole = BufferType(dtype=out.types[current].dtype, shape=comm.shape, layout=comm.destination)
     result = out.op("permute", result, whole, (current,), source, dims=back)
@@ -327,13 +336,13 @@ def _emit_all_to_all(
 def dense(out: Emitter, name: str, source: Source | None) -> str:
     """Return the name of a buffer with the same contents that is dense in its own dim order.
 
-    The op that writes the buffer is asked for that order; where it cannot be, a set copies.
+    The op that writes the buffer gets that order, if it can write it; otherwise a set copies.
     """
     if name in out.dense:
         return name
     out.dense.add(name)
     order = tuple(range(len(out.types[name].shape)))
-    if not _lies_otherwise(out, name, order) and _ask_producer(out, out.code, name, order):
+    if not _requires_other_order(out, name, order) and _ask_producer(out, out.code, name, order):
         return name
     copy = out.op("set", f"{name}.dense", out.types[name], (name,), source)
     out.code[-1] = replace(out.code[-1], order=order)
@@ -342,10 +351,10 @@ def dense(out: Emitter, name: str, source: Source | None) -> str:
     return copy
 
 
-def _lies_otherwise(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
-    """Return whether a buffer has to be written in another order than `order`.
+def _requires_other_order(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
+    """Return whether a buffer must be written in another order than `order`.
 
-    What is written into an input lies as the caller's tensor does.
+    An output that reuses an input has the memory order of the caller's tensor.
     """
     value = out.fusion.values.get(name)
     if value is None or value.order == order:
@@ -354,19 +363,19 @@ def _lies_otherwise(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
 
 
 def _moves_producer(out: Emitter, name: str, order: tuple[int, ...]) -> bool:
-    """Let the op that writes a buffer write it in the order that is posted, if it can."""
+    """Let the op that writes a buffer write it in the posted order; return whether it can."""
     return name in out.movable and _ask_producer(out, out.code, name, order)
 
 
 def _ask_producer(out: Emitter, code: list[Instruction], name: str, order: tuple[int, ...]) -> bool:
     """Require a memory order of the local op that writes a buffer; return whether that is possible.
 
-    Through permutations and sets, which are views. Another order than the plain one is only asked
-    of an op that writes it without a copy.
+    Permutations and sets are views: they pass the order on to their operand. An order other than
+    the plain one is only required of an op that writes it without a copy.
     """
     if name in out.fusion.inputs:
         return False
-    for at in reversed(range(len(code))):  # it was written a few instructions ago
+    for at in reversed(range(len(code))):  # the op is among the last few instructions
         i = code[at]
         if name not in i.outputs:
             continue
@@ -376,9 +385,9 @@ def _ask_producer(out: Emitter, code: list[Instruction], name: str, order: tuple
             code[at] = replace(i, body=tuple(body))
             return is_asked
         if i.fn in ("permute", "set") and i.order is None:
-            (of,), dims = i.reads, i.kwargs.get("dims", range(len(order)))
-            below = tuple(dims[d] % len(dims) for d in order)
-            return _is_read_once(out, of) and _ask_producer(out, code, of, below)
+            (operand,), dims = i.reads, i.kwargs.get("dims", range(len(order)))
+            of_operand = tuple(dims[d] % len(dims) for d in order)
+            return _is_read_once(out, operand) and _ask_producer(out, code, operand, of_operand)
         if not _may_ask(out, i, order):
             return False
         code[at] = replace(i, order=order)
@@ -395,7 +404,7 @@ def _may_ask(out: Emitter, i: Instruction, order: tuple[int, ...]) -> bool:
 
 
 def _emit_expanded(out: Emitter, expr: Expr, operand: str, squeezed: Squeezed) -> None:
-    """Take one element of the expanded dims, reshard that, expand again."""
+    """Take one element of the expanded dims, reshard it, and expand it again."""
     target = out.fusion.values[expr.output]
     dtype = target.dtype
     narrow = BufferType(dtype=dtype, shape=squeezed.shape, layout=squeezed.source)

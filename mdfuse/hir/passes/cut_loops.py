@@ -60,15 +60,15 @@ def _may_be_cut(loop: Instruction) -> bool:
 
 def grouped(body: Sequence[Instruction]) -> list[list[Instruction]]:
     """Return the instructions one by one, but those from group_start to group_end together."""
-    found: list[list[Instruction]] = []
+    groups: list[list[Instruction]] = []
     is_open = False
     for i in body:
         if is_open:
-            found[-1].append(i)
+            groups[-1].append(i)
         else:
-            found.append([i])
+            groups.append([i])
         is_open = i.op == "group_start" or (is_open and i.op != "group_end")
-    return found
+    return groups
 
 
 @dataclass(eq=False)

@@ -16,9 +16,8 @@ value otherwise goes in a unit before, since a compiler may make both into one k
 is cut, where layers repeat into equal ones, which are compiled once. For matrix products and
 attention a compiler calls the library that torch calls: they are in units for what is around them,
 and none is made of them alone. A product that is summed over ranks gets a buffer of the program's,
-which the sum may have then; one that lies in the memory of an output is in no unit. Nor is what
-torch adds up in one order: a compiler adds rows of a table by atomic operations, whose order, and
-so whose bits, are others in each run.
+which the sum may have then. What torch adds up in one order is in no unit: a compiler adds rows of
+a table by atomic operations, whose order, and so whose bits, are others in each run.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class _Groups:
         readers_of: who reads a name, once for each time.
         summed: names that are summed over ranks, whole.
         kept: names that are in use whoever reads them: inputs, outputs, and what shares a buffer.
-        filled: outputs of the program that are made more than once.
         bound: names that have a buffer so far.
         empty: those whose buffer has no value yet.
         given: names that were bound when a waiting instruction wrote them.
@@ -79,7 +77,6 @@ class _Groups:
     readers_of: Mapping[str, Sequence[Instruction]]
     summed: frozenset[str]
     kept: frozenset[str]
-    filled: frozenset[str]
     bound: set[str]
     empty: set[str] = field(default_factory=set)
     given: set[str] = field(default_factory=set)
@@ -98,10 +95,7 @@ class _Groups:
                 readers[x].append(i)
         posts = (i for i in program.walk() if i.comm is not None and i.comm.kind == "Allreduce")
         summed = frozenset(i.inputs[0] for i in posts if isinstance(i.inputs[0], str))
-        made = Counter(x for i in program.instructions for x in i.outputs)
-        filled = frozenset(x for x in program.outputs if made[x] > 1)
-        flow = dataflow(program)
-        return cls(program, flow, readers, summed, kept, filled, set(program.inputs))
+        return cls(program, dataflow(program), readers, summed, kept, set(program.inputs))
 
     def block(self, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
         """Return a block with units; nothing waits beyond its end."""
@@ -137,8 +131,6 @@ class _Groups:
             return i.order is None and not self.bound.isdisjoint(i.outputs)
         if op is None or i.op != op.host or op.is_in_order:
             return False
-        if is_library(i) and not self.filled.isdisjoint(i.outputs):
-            return False  # in a unit it would be copied to where it is to lie
         if self.is_over(i) and not (op.is_elementwise and self.is_in_place(i)):
             return False
         return all(self.mesh(x) is not None for x in (*i.reads, *i.outputs))
@@ -195,8 +187,8 @@ class _Groups:
             first -= 1
             left -= sum(self.memory(x) == memory for x in self.waiting[first].reads)
         tangled = [j for j in self.waiting[first:] if not self.follows(j)]
-        kept = self.led_to(i, shape) if tangled else set()
-        done = self.units([j for j in self.waiting if id(j) not in kept] if tangled else ())
+        leading = self.led_to(i, shape) if tangled else set()
+        done = self.units([j for j in self.waiting if id(j) not in leading] if tangled else ())
         if not self.follows(i):
             done += self.units(self.waiting)
         self.over.update({memory: shape, i.outputs[0]: shape})
@@ -234,9 +226,9 @@ class _Groups:
     def not_held(self, i: Instruction) -> list[Instruction]:
         """Return the waiting instructions that must run before one that is no local work."""
         held = self.held(i) if i.op in ("post", "wait") else {}
-        made = {x for j in held.values() for x in j.outputs}
-        taken = {x for j in held.values() for x in j.reads} - made
-        needed = {x for x in made if any(id(j) not in held for j in self.readers_of[x])}
+        results = {x for j in held.values() for x in j.outputs}
+        taken = {x for j in held.values() for x in j.reads} - results
+        needed = {x for x in results if any(id(j) not in held for j in self.readers_of[x])}
         if sum(map(self.nbytes, taken)) > sum(map(self.nbytes, needed)):
             held = {}  # to compute it late would read more than to read what it makes
         return [j for j in self.waiting if id(j) not in held]
@@ -280,14 +272,14 @@ class _Groups:
         if len(works) < 2 or all(is_library(i) or i.op == "accumulate" for i in works):
             return taken
         inner = Counter(x for i in taken for x in i.reads)
-        made: dict[str, None] = {}
+        results: dict[str, None] = {}
         inputs: dict[str, None] = {}
         for i in taken:
-            inputs |= dict.fromkeys(x for x in i.reads if x not in made)
-            made |= dict.fromkeys(i.outputs)
+            inputs |= dict.fromkeys(x for x in i.reads if x not in results)
+            results |= dict.fromkeys(i.outputs)
         outputs = tuple(
             x
-            for x in made
+            for x in results
             if x in self.kept or x in self.given or len(self.readers_of.get(x, ())) > inner[x]
         )
         if not outputs:  # nobody reads what it makes

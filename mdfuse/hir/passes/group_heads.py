@@ -41,59 +41,59 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 def _block(
     program: HostProgram, block: Sequence[Instruction], bound: Counter[str]
 ) -> tuple[Instruction, ...]:
-    made: dict[str, Instruction] = {}
+    binders: dict[str, Instruction] = {}
     done: list[Instruction] = []
     for i in block:
         if i.fn == "scaled_dot_product_attention":
-            i = _grouped(program, i, made, bound)
+            i = _grouped(program, i, binders, bound)
         elif i.body or i.orelse:
             body, orelse = (_block(program, b, bound) for b in (i.body, i.orelse))
             i = replace(i, body=body, orelse=orelse)
-        made.update((n, i) for n in i.outputs)
+        binders.update((n, i) for n in i.outputs)
         done.append(i)
     return tuple(done)
 
 
 def _grouped(
-    program: HostProgram, i: Instruction, made: dict[str, Instruction], bound: Counter[str]
+    program: HostProgram, i: Instruction, binders: dict[str, Instruction], bound: Counter[str]
 ) -> Instruction:
     """Return an attention on the heads before they were repeated, if both were, and alike."""
     query, *repeated = i.inputs[:3]
-    found = [_before(program, x, made, bound) for x in repeated]
-    if None in found or not isinstance(query, str):
+    shared = [_before(program, x, binders, bound) for x in repeated]
+    if None in shared or not isinstance(query, str):
         return i
-    counts = {program.types[x].shape[-3] for x in found if x is not None}
+    counts = {program.types[x].shape[-3] for x in shared if x is not None}
     if len(counts) > 1:
         return i
     attrs = (*i.attrs, ("enable_gqa", True))
-    return replace(i, inputs=(query, *found, *i.inputs[3:]), attrs=attrs)
+    return replace(i, inputs=(query, *shared, *i.inputs[3:]), attrs=attrs)
 
 
 def _before(
-    program: HostProgram, x: object, made: dict[str, Instruction], bound: Counter[str]
+    program: HostProgram, x: object, binders: dict[str, Instruction], bound: Counter[str]
 ) -> str | None:
     """Return the value whose heads a value repeats, each rank its own; None if there is none."""
     names = [x]
     for step in _STEPS:
-        i = made.get(str(names[-1]))
+        i = binders.get(str(names[-1]))
         if i is None or i.fn != step or i.order is not None or bound[i.outputs[0]] != 1:
             return None
         names.append(i.reads[0])
     last, repeated, opened, first = (program.types[str(n)] for n in names)
-    found, dim = str(names[-1]), len(last.shape) - 3
-    lead, (shared, *rest) = first.shape[:dim], first.shape[dim:]
+    source, dim = str(names[-1]), len(last.shape) - 3
+    lead, (shared, *sizes_behind) = first.shape[:dim], first.shape[dim:]
     times = last.shape[dim] // max(shared, 1)
     is_repeated = (last.shape, repeated.shape, opened.shape) == (
-        (*lead, shared * times, *rest),
-        (*lead, shared, times, *rest),
-        (*lead, shared, 1, *rest),
+        (*lead, shared * times, *sizes_behind),
+        (*lead, shared, times, *sizes_behind),
+        (*lead, shared, 1, *sizes_behind),
     )
     if not is_repeated or first.layout is None or first.layout != last.layout:
         return None
     sizes = zip(first.layout.mesh.shape, first.layout.placements, strict=True)
     parts = math.prod(size for size, placement in sizes if placement == Shard(dim))
-    is_whole = shared % parts == 0 and _stays(program, found, bound)
-    return found if is_whole else None
+    is_whole = shared % parts == 0 and _stays(program, source, bound)
+    return source if is_whole else None
 
 
 def _stays(program: HostProgram, name: str, bound: Counter[str]) -> bool:
@@ -106,12 +106,12 @@ def _stays(program: HostProgram, name: str, bound: Counter[str]) -> bool:
 def _without_unread(program: HostProgram) -> HostProgram:
     """Leave out the views that nobody reads any more."""
     while True:
-        kept = {*program.outputs, *(x for i in program.walk() for x in _needs(i))}
-        block = _reading(program.instructions, kept)
+        needed = {*program.outputs, *(x for i in program.walk() for x in _needs(i))}
+        block = _reading(program.instructions, needed)
         if block == program.instructions:
             return program
-        made = {n for i in block for j in i.walk() for n in j.outputs}
-        gone = {n for i in program.walk() for n in i.outputs} - made
+        bound = {n for i in block for j in i.walk() for n in j.outputs}
+        gone = {n for i in program.walk() for n in i.outputs} - bound
         types = {n: kind for n, kind in program.types.items() if n not in gone}
         program = replace(program, instructions=block, types=types)
 
@@ -120,16 +120,16 @@ def _needs(i: Instruction) -> Sequence[str]:
     return i.reads if i.op != "launch" else ()
 
 
-def _reading(block: Sequence[Instruction], kept: set[str]) -> tuple[Instruction, ...]:
+def _reading(block: Sequence[Instruction], needed: set[str]) -> tuple[Instruction, ...]:
     done = []
     for i in block:
-        if i.fn in _STEPS and i.op != "launch" and kept.isdisjoint(i.outputs):
+        if i.fn in _STEPS and i.op != "launch" and needed.isdisjoint(i.outputs):
             continue
         if i.op == "launch":
-            body = _reading(i.body, kept)
-            made = {n for j in body for n in j.outputs}
-            i = replace(i, body=body, outputs=tuple(n for n in i.outputs if n in made))
+            body = _reading(i.body, needed)
+            bound = {n for j in body for n in j.outputs}
+            i = replace(i, body=body, outputs=tuple(n for n in i.outputs if n in bound))
         elif i.op in BLOCKS:
-            i = replace(i, body=_reading(i.body, kept), orelse=_reading(i.orelse, kept))
+            i = replace(i, body=_reading(i.body, needed), orelse=_reading(i.orelse, needed))
         done.append(i)
     return tuple(done)

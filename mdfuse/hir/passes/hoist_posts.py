@@ -102,7 +102,10 @@ def _raised(program: HostProgram, at: int, fence: int) -> _Raised | None:
 
 
 def _is_new(program: HostProgram, i: Instruction) -> bool:
-    """Whether what goes with a post makes memory: a view does where it has to lie otherwise."""
+    """Return whether an instruction that goes with a post makes memory.
+
+    A view does so where it has to lie in another memory order.
+    """
     operand = shared_operand(i)
     if operand is None or i.op == "pad":
         return i.op not in POSTS
@@ -117,7 +120,10 @@ def _is_new(program: HostProgram, i: Instruction) -> bool:
 
 
 def _goes_along(flow: Dataflow, x: str, at: int) -> bool:
-    """Whether what made a buffer may move: it did nothing else, and nothing wrote there since."""
+    """Return whether the maker of a buffer may move.
+
+    It did nothing else, and nothing wrote there since.
+    """
     by = flow.bound_at(x)
     i = flow.code[by]
     if i.outputs != (x,) or not _is_carried(i) or i.body:
@@ -126,13 +132,13 @@ def _goes_along(flow: Dataflow, x: str, at: int) -> bool:
 
 
 def _is_carried(i: Instruction) -> bool:
-    """Whether an instruction may go with a post: it makes or fills a buffer that the post uses."""
+    """Return whether an instruction may make or fill a buffer that a post uses, and go with it."""
     row = row_of(i)
     return i.op in _CARRIED or (row is not None and row.is_view)
 
 
 def _is_gap(i: Instruction) -> bool:
-    """Whether posts go before an instruction: work or a wait, not another post on its way."""
+    """Return whether posts go before an instruction: work or a wait, not another post."""
     return (not _is_carried(i) and i.op not in COMMUNICATIONS) or i.op == "wait"
 
 

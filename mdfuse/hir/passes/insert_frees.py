@@ -113,15 +113,15 @@ class _Frees:
             later: names that are used after the block.
             before: names that were bound before the block.
         """
-        here = self.bound_at_nested(block, before)
+        bound_before = self.bound_at_nested(block, before)
         done: list[Instruction] = []
         needed = set(later)  # grows as the block is read backwards
         for n, i in reversed(list(enumerate(block))):
-            inner = self.nested(i, frozenset(needed), here[n]) if n in here else i
+            inner = self.nested(i, frozenset(needed), bound_before[n]) if n in bound_before else i
             used = self.used_at(i)
             gone = {name for j in inner.walk() if j.op == "free" for name in j.reads}
-            kept = (needed, before, self.keep, gone)
-            dying = [name for name in used if not any(name in names for names in kept)]
+            alive = (needed, before, self.keep, gone)
+            dying = [name for name in used if not any(name in names for names in alive)]
             if dying and i.op != "return":
                 done.append(Instruction(op="free", inputs=tuple(dict.fromkeys(dying))))
             done.append(inner)
@@ -132,15 +132,15 @@ class _Frees:
         self, block: tuple[Instruction, ...], before: frozenset[str]
     ) -> dict[int, frozenset[str]]:
         """Return what is bound before each loop and branch of a block, by its place there."""
-        bound, found = set(before), dict[int, frozenset[str]]()
+        bound, places = set(before), dict[int, frozenset[str]]()
         for n, i in enumerate(block):
             if i.op == "block":
                 every = frozenset[str]().union(bound, *self.used.values())
-                found[n] = every - self.freed[i.fn]
+                places[n] = every - self.freed[i.fn]
             elif i.op in BLOCKS:
-                found[n] = frozenset(bound)
+                places[n] = frozenset(bound)
             bound.update(self.binds(i) if i.op != "block" else ())
-        return found
+        return places
 
     def used_at(self, i: Instruction) -> list[str]:
         """Return the buffers that are used where an instruction stands: of blocks, by calls."""

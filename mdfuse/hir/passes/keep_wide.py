@@ -27,7 +27,9 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     instead = {
         i.outputs[0]: sums[i.reads[0]]
         for i in program.walk()
-        if i.fn == "widen" and i.reads[0] in sums and _are_alike(program, i, sums[i.reads[0]])
+        if i.fn == "widen"
+        and i.reads[0] in sums
+        and program.types[i.outputs[0]] == program.types[sums[i.reads[0]]]
     }
     if not instead:
         return program
@@ -38,7 +40,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     unread = {x for x, n in back.items() if reads[x] == n and x not in program.outputs}
     copies = {x: instead.pop(x) for x in moved}
     gone = instead.keys() | unread
-    block = _renamed(_copied(program.instructions, copies), instead, gone)
+    block = _renamed(program.instructions, instead, copies, gone)
     types = {n: kind for n, kind in program.types.items() if n not in gone}
     return replace(program, instructions=block, types=types)
 
@@ -51,40 +53,33 @@ def _has_own_order(program: HostProgram, i: Instruction, instead: Mapping[str, s
     return known is None or known.lies != i.order
 
 
-def _copied(block: Sequence[Instruction], copies: Mapping[str, str]) -> tuple[Instruction, ...]:
-    """Return instructions with casts of a rounded sum as copies of the sum itself."""
-    if not copies:
-        return tuple(block)
-    changed = []
+def _renamed(
+    block: Sequence[Instruction],
+    instead: Mapping[str, str],
+    copies: Mapping[str, str],
+    gone: set[str],
+) -> tuple[Instruction, ...]:
+    """Return instructions that read sums instead of their casts, or copies of them.
+
+    Args:
+        block: the instructions.
+        instead: name -> the sum that is read in its place.
+        copies: casts that become copies -> the sum.
+        gone: names that nothing makes any more.
+    """
+    code = []
     for i in block:
         if i.fn == "widen" and i.outputs[0] in copies:
             i = replace(i, op="set", fn="set", inputs=(copies[i.outputs[0]],), attrs=())
-        elif i.body or i.orelse:
-            body, orelse = (_copied(b, copies) for b in (i.body, i.orelse))
-            i = replace(i, body=body, orelse=orelse)
-        changed.append(i)
-    return tuple(changed)
-
-
-def _are_alike(program: HostProgram, i: Instruction, total: str) -> bool:
-    """Return whether a sum is what a cast makes of it again, but for rounding."""
-    return program.types[i.outputs[0]] == program.types[total]
-
-
-def _renamed(
-    block: Sequence[Instruction], instead: Mapping[str, str], gone: set[str]
-) -> tuple[Instruction, ...]:
-    found = []
-    for i in block:
         inputs = tuple(instead.get(x, x) if isinstance(x, str) else x for x in i.inputs)
-        body, orelse = (_renamed(b, instead, gone) for b in (i.body, i.orelse))
+        body, orelse = (_renamed(b, instead, copies, gone) for b in (i.body, i.orelse))
         if i.op == "launch":
-            made = {n for j in body for n in j.outputs}
-            needed = {x for j in body for x in j.reads} - made
+            bound = {n for j in body for n in j.outputs}
+            needed = {x for j in body for x in j.reads} - bound
             inputs = tuple(dict.fromkeys((*(x for x in inputs if x in needed), *sorted(needed))))
-            i = replace(i, outputs=tuple(n for n in i.outputs if n in made))
+            i = replace(i, outputs=tuple(n for n in i.outputs if n in bound))
         elif not gone.isdisjoint(i.outputs):
             continue
         if body or i.op != "launch":
-            found.append(replace(i, inputs=inputs, body=body, orelse=orelse))
-    return tuple(found)
+            code.append(replace(i, inputs=inputs, body=body, orelse=orelse))
+    return tuple(code)

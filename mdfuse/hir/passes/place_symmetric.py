@@ -36,10 +36,10 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     if SYMMETRIC not in choice.names:
         return program
     sent = set(map(dataflow(program).memory, _sent(program, choice.usual)))
-    made = Counter(x for i in program.walk() if i.op == "alloc" for x in i.outputs)
+    allocs = Counter(x for i in program.walk() if i.op == "alloc" for x in i.outputs)
     kept = {program.root(x) for x in (*program.inputs, *program.outputs, *program.aliases)}
-    placed = {x for x in sent - kept - {*program.outputs} if made[x] <= 1}
-    return replace(program, instructions=_block(program.instructions, placed, {*made}))
+    placed = {x for x in sent - kept - {*program.outputs} if allocs[x] <= 1}
+    return replace(program, instructions=_block(program.instructions, placed, {*allocs}))
 
 
 def _sent(program: HostProgram, usual: str) -> Iterator[str]:
@@ -54,18 +54,18 @@ def _sent(program: HostProgram, usual: str) -> Iterator[str]:
 def _block(
     block: tuple[Instruction, ...], placed: set[str], allocated: set[str]
 ) -> tuple[Instruction, ...]:
-    found: list[Instruction] = []
+    code: list[Instruction] = []
     for i in block:
         if i.op == "alloc" and placed.issuperset(i.outputs) and "memory" not in i.kwargs:
             i = replace(i, attrs=(("memory", SYMMETRIC), *i.attrs))
         for x in i.outputs:
             if x in placed and x not in allocated and _writes(i, x):
                 allocated.add(x)
-                found.append(_alloc(i, x))
+                code.append(_alloc(i, x))
         body, orelse = (_block(inner, placed, allocated) for inner in (i.body, i.orelse))
         is_block = i.op != "launch" and (i.body or i.orelse)
-        found.append(replace(i, body=body, orelse=orelse) if is_block else i)
-    return tuple(found)
+        code.append(replace(i, body=body, orelse=orelse) if is_block else i)
+    return tuple(code)
 
 
 def _alloc(i: Instruction, output: str) -> Instruction:

@@ -1,19 +1,20 @@
 """Cut local work into units of one size: where it repeats, as layers do, into equal ones.
 
-A compiler takes seconds for a unit of a hundred ops and minutes for one of thousands, and equal
-units are compiled once. So a long run of instructions is cut at the border of what repeats in it:
+A compiler takes seconds for a unit of a hundred ops and minutes for one of thousands, and it
+compiles equal units once. So a long run of instructions is cut between its repetitions:
 
     norm linear gelu linear norm linear gelu linear    ->    (norm linear gelu linear) twice
 
-The borders are a period apart; those are taken over which the fewest values are read.
+The borders are a period apart, where the fewest values are read across them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
+from mdfuse.hir.analysis.normal_form import NormalForm, Stretch, stretches
 from mdfuse.hir.program import HostProgram, Instruction
 
 #: Instructions up to which nothing is cut: a layer of a transformer has some sixty, its backward
@@ -33,38 +34,44 @@ def pieces(program: HostProgram, run: Sequence[Instruction]) -> list[Sequence[In
         return [run]
     keys, live = _keys(program, run), _live(run)
     borders = [0, *_borders(keys, live), len(run)]
-    found: list[Sequence[Instruction]] = []
+    cuts: list[Sequence[Instruction]] = []
     for start, stop in pairwise(borders):
         while stop - start > LIMIT:
             at = _narrowest(live, start + LIMIT // 2, start + LIMIT + 1)
-            found.append(run[start:at])
+            cuts.append(run[start:at])
             start = at
         if start < stop:
-            found.append(run[start:stop])
-    return found
+            cuts.append(run[start:stop])
+    return cuts
 
 
 def _keys(program: HostProgram, run: Sequence[Instruction]) -> list[Hashable]:
-    """Return what is equal for instructions that do the same with values from as far back."""
-    made: dict[str, int] = {}
-    numbers: dict[Hashable, int] = {}
-    found: list[Hashable] = []
+    """Return keys that are equal for instructions that do the same with values from as far back."""
+    writer, keys = _Distances(program), []
     for n, i in enumerate(run):
-        operands = tuple(
-            (n - made[x] if x in made else "outside", program.types.get(x))
-            if isinstance(x, str)
-            else (type(x).__name__, x)
-            for x in i.inputs
-        )
-        results = tuple(program.types.get(x) for x in i.outputs)
-        key = (i.op, i.fn, i.attrs, i.order, operands, results)
-        found.append(numbers.setdefault(key, len(numbers)))
-        made.update(dict.fromkeys(i.outputs, n))
-    return found
+        writer.position = n
+        keys.append(writer.instruction(i))
+        writer.computed_at.update(dict.fromkeys(i.outputs, n))
+    return keys
+
+
+@dataclass(slots=True)
+class _Distances(NormalForm):
+    """Instructions with the distance to where an operand is computed in the place of its name."""
+
+    position: int = 0
+    computed_at: dict[str, int] = field(default_factory=dict)
+
+    def operand(self, name: str) -> Hashable:
+        at = self.computed_at.get(name)
+        return "outside" if at is None else self.position - at, self.type_of(name)
+
+    def result(self, name: str) -> Hashable:
+        return self.type_of(name)
 
 
 def _live(run: Sequence[Instruction]) -> list[int]:
-    """Return for each border how many values that were made before are read behind it."""
+    """Return for each border how many values that are computed before it are read behind it."""
     last = {x: n for n, i in enumerate(run) for x in i.reads}
     steps = [0] * (len(run) + 1)
     for n, i in enumerate(run):
@@ -72,43 +79,23 @@ def _live(run: Sequence[Instruction]) -> list[int]:
             if last.get(x, n) > n:
                 steps[n + 1] += 1
                 steps[last[x] + 1] -= 1
-    live, found = 0, []
-    for step in steps:
-        live += step
-        found.append(live)
-    return found
+    return [*accumulate(steps)]
 
 
 def _borders(keys: Sequence[Hashable], live: Sequence[int]) -> list[int]:
     """Return the borders of what repeats most; none where nothing does."""
-    best = max((_repeated(keys, p) for p in _periods(keys)), default=(0, 0, 0))
-    covered, start, period = best[0], best[1], -best[2]
-    if not covered:
+    longest: dict[int, Stretch] = {}  # period -> the first of its longest stretches
+    for stretch in stretches(keys, tried=_TRIED):
+        known = longest.setdefault(stretch.period, stretch)
+        if known.length < stretch.length:
+            longest[stretch.period] = stretch
+    repeated = [s for p, s in longest.items() if p <= LIMIT]
+    if not repeated:
         return []
+    start, period, length = max(repeated, key=lambda s: (s.length, s.start, -s.period))
     period *= -(-LEAST // period)
     first = _narrowest(live, start, start + period)
-    return list(range(first, start + covered + 1, period))
-
-
-def _periods(keys: Sequence[Hashable]) -> list[int]:
-    """Return the most frequent distances between equal instructions that follow each other."""
-    last: dict[Hashable, int] = {}
-    distances: Counter[int] = Counter()
-    for n, key in enumerate(keys):
-        if key in last:
-            distances[n - last[key]] += 1
-        last[key] = n
-    return [p for p, _ in distances.most_common(_TRIED) if p <= LIMIT]
-
-
-def _repeated(keys: Sequence[Hashable], period: int) -> tuple[int, int, int]:
-    """Return the longest stretch in which a period repeats: its length, start, and -period."""
-    best, run = (0, 0, -period), 0
-    for n in range(len(keys) - period):
-        run = run + 1 if keys[n] == keys[n + period] else 0
-        if run >= period:
-            best = max(best, (run + period, n + 1 - run, -period), key=lambda x: x[0])
-    return best
+    return list(range(first, start + length + 1, period))
 
 
 def _narrowest(live: Sequence[int], start: int, stop: int) -> int:

@@ -1,1 +1,1 @@
-"""What one rank runs of a program: its projection, written out, as plans are made of it."""
+"""The program that one rank runs: its projection, written out, as plans are made of it."""

@@ -211,8 +211,8 @@ def _term(flow: Dataflow, send: int) -> _Term | None:
 
 def _synced(flow: Dataflow, at: int, other: int) -> list[Instruction]:
     """Return what makes the stream of one instruction wait for that of another."""
-    here, there = flow.streams[at], flow.streams[other]
-    if there is None or (here is not None and _is_same(here, there)):
+    stream, there = flow.streams[at], flow.streams[other]
+    if there is None or (stream is not None and _is_same(stream, there)):
         return []
     return [replace(there, op="sync")]
 

@@ -1,4 +1,4 @@
-"""What one rank runs of a program: its projection, and the program that plans are made of.
+"""The program that one rank runs: its projection, and the program that plans are made of.
 
 project(program, rank)     the instructions of one rank, loops and branches included
 written_out(projection)    the same one by one, in the order in which they run (`unrolled.py`)

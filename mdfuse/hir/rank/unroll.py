@@ -317,21 +317,21 @@ class Unrolled:
 
     def _computed(self, loop: Instruction) -> list[str]:
         (index,) = loop.outputs
-        found: dict[str, None] = {index: None}
+        values: dict[str, None] = {index: None}
         is_divided = len(loop.parts) > 1  # then a value may be read after the next one is made
         for i in (inner for top in loop.body for inner in top.walk()):
             if not i.outputs:
                 continue
-            if is_divided or i.op in POSTS or self.depends(i, index, found):
-                found.update(dict.fromkeys(map(self.program.root, i.outputs)))
-        del found[index]
-        return list(found)
+            if is_divided or i.op in POSTS or self.depends(i, index, values):
+                values.update(dict.fromkeys(map(self.program.root, i.outputs)))
+        del values[index]
+        return list(values)
 
-    def depends(self, i: Instruction, index: str, found: Mapping[str, None]) -> bool:
+    def depends(self, i: Instruction, index: str, names: Mapping[str, None]) -> bool:
         """Return whether an instruction has an index, or reads what is computed from it."""
         if index in index_names(i, self.program.types):
             return True
-        return any(self.program.root(n) in found for n in i.reads)
+        return any(self.program.root(n) in names for n in i.reads)
 
     def append(self, i: Instruction) -> None:
         if len(self.code) >= LIMIT:

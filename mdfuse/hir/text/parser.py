@@ -109,8 +109,8 @@ class _Reader:
         self.streams: set[str] = set()
         #: each instruction with the tree that it was read from
         self.read: list[tuple[Instruction, Node]] = []
-        #: the error that is on its way out, with its place
-        self.found: ProgramError | None = None
+        #: the error under way, with its place
+        self.placed: ProgramError | None = None
 
     def program(self, tree: Node) -> HostProgram:
         self.header(tree)
@@ -163,7 +163,7 @@ class _Reader:
             inputs.append(name)
 
     def check(self, program: HostProgram) -> None:
-        """Raise ProgramError where something in a program has a wrong form."""
+        """Raise ProgramError for an instruction, or a program, of a wrong form."""
         check_nesting(program)
         for i, tree in self.read:
             with self.at(tree):
@@ -181,12 +181,12 @@ class _Reader:
         try:
             yield
         except MdfuseError as error:
-            if error is self.found:
+            if error is self.placed:
                 raise
-            self.found = ProgramError(
+            self.placed = ProgramError(
                 error.what, where=self.place(tree), because=error.because, hint=error.hint
             )
-            raise self.found from error
+            raise self.placed from error
 
     def place(self, tree: Node) -> str:
         line = getattr(tree.meta, "line", 0)
@@ -201,7 +201,7 @@ class _Reader:
         return dict(sorted(self.types.items(), key=lambda named: number(named[1])))
 
     def type_aliases(self, aliases: dict[str, str]) -> None:
-        """Give an alias, or what it stands for, the type of the other where it has none."""
+        """Give an alias and its buffer one type, where only one of them has it."""
         for _ in aliases:
             for name, of in aliases.items():
                 for this, other in ((name, of), (of, name)):
@@ -210,8 +210,8 @@ class _Reader:
 
     def block(self, block: Node) -> tuple[Instruction, ...]:
         """Return the instructions of a block, inputs and aliases left out."""
-        found = [t for t in trees(block) if t.data not in ("input", "alias")]
-        return tuple(map(self.statement, found))
+        statements = [t for t in trees(block) if t.data not in ("input", "alias")]
+        return tuple(map(self.statement, statements))
 
     def statement(self, tree: Node) -> Instruction:
         with self.at(tree):
@@ -228,12 +228,12 @@ class _Reader:
         placements, stream = dict[str, Placement](), None
         order, reaches = dict[int, list[str]](), dict[int, Reach]()
         for item in trees(tree):
-            first, *rest = tokens(item)
+            first, *words = tokens(item)
             match item.data:
                 case "placement":
-                    placements[str(first)] = placement_of(str(rest[0]))
+                    placements[str(first)] = placement_of(str(words[0]))
                 case "split_order":
-                    order[int_of(rest[0])] = [str(axis) for axis in rest[1:]]
+                    order[int_of(words[0])] = [str(axis) for axis in words[1:]]
                 case "reach":
                     reaches |= reach_of(item)
                 case _:
@@ -335,7 +335,7 @@ class _Reader:
         return Instruction(op="wait", inputs=(name_of(tokens(tree)[0]),), attrs=attrs)
 
     def on_stream(self, tree: Node) -> Instruction:
-        """Read set_stream or sync, of the index of a stream or of one that get_stream gave."""
+        """Read set_stream or sync: its stream is an index, or a result of get_stream."""
         op, (index,) = str(tree.data), map(value_of, trees(tree))
         if isinstance(index, Term) and index.name in self.streams:
             return Instruction(op=op, inputs=(index.name,))
@@ -355,20 +355,20 @@ class _Reader:
     def named_block(self, tree: Node) -> Instruction:
         fn, index, *on = tokens(tree)
         block, name = trees(tree, "block")[0], self.index(index)
-        found = Instruction(op="block", fn=str(fn), outputs=(name,), body=self.block(block))
-        mesh = mesh_of_block(self.types, found)
+        instruction = Instruction(op="block", fn=str(fn), outputs=(name,), body=self.block(block))
+        mesh = mesh_of_block(self.types, instruction)
         if on and (mesh is None or self.meshes.index(mesh) != int_of(on[0][1:])):
             raise ProgramError(
                 f"block {fn} on {on[0]}",
                 because=f"it is on {'several' if mesh is None else f'm{self.meshes.index(mesh)}'}",
                 hint="leave it out",
             )
-        return found
+        return instruction
 
     def loop(self, tree: Node) -> Instruction:
         (index,) = tokens(tree)
-        *found, block = trees(tree)
-        start, stop, step = [*map(value_of, found), 1][:3]
+        *bounds, block = trees(tree)
+        start, stop, step = [*map(value_of, bounds), 1][:3]
         name = self.index(index)
         return Instruction(
             op="for",
@@ -383,18 +383,18 @@ class _Reader:
         return Instruction(op="if", attrs=(("test", value_of(test)),), body=body, orelse=orelse)
 
     def barrier(self, tree: Node) -> Instruction:
-        (layout,) = trees(tree, "layout")
-        here = self.layout(before_of(tree.children, layout), layout)
+        (item,) = trees(tree, "layout")
+        layout = self.layout(before_of(tree.children, item), item)
         settings = self.settings(tree, "barrier")
-        comm = Communication(kind="Barrier", source=here, destination=here, **settings)
+        comm = Communication(kind="Barrier", source=layout, destination=layout, **settings)
         self.check_team(tree, comm)
         return Instruction(op="barrier", comm=comm)
 
     def settings(self, tree: Node, op: str) -> dict[str, Any]:
         """Return the settings of a communication, or of its post."""
-        row, found = INSTRUCTIONS[op], settings_of(tree)
-        refuse(attributes_problem(op, (*row.sets, *row.attrs), found))
-        settings = dict(found)
+        row, given = INSTRUCTIONS[op], settings_of(tree)
+        refuse(attributes_problem(op, (*row.sets, *row.attrs), given))
+        settings = dict(given)
         if "axis" in settings and "axes" in settings:
             raise ProgramError(
                 f"{op} with axis= and axes=",
@@ -468,10 +468,10 @@ class _Reader:
         )
 
     def post(self, tree: Node) -> Instruction:
-        found = tokens(tree)
-        handle, *others = [t for t in found if t.type == "VALUE"]
-        kind, *words = [str(t) for t in found if t.type == "NAME"]
-        dtype, extents = dtype_of(words[-1]), extents_of(trees(tree, "extents")[0])
+        words = tokens(tree)
+        handle, *others = [t for t in words if t.type == "VALUE"]
+        kind, *named = [str(t) for t in words if t.type == "NAME"]
+        dtype, extents = dtype_of(named[-1]), extents_of(trees(tree, "extents")[0])
         # each layout may have a mesh's name in front
         layouts = [self.layout(before_of(tree.children, t), t) for t in trees(tree, "layout")]
         kind = kind.replace("_", "")
@@ -488,7 +488,7 @@ class _Reader:
             destination=layouts[1],
             shape=extents,
             dtype=dtype,
-            reduce_op=words[0] if len(words) > 1 else None,
+            reduce_op=named[0] if len(named) > 1 else None,
             **settings,
         )
         self.check_team(tree, comm)

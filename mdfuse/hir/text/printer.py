@@ -1,4 +1,4 @@
-"""Print host programs; `parser.py` reads what this prints, `grammar.lark` is the grammar."""
+"""Print host programs; `parser.py` reads them back, `grammar.lark` is the grammar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDEST = 100
 
 @dataclass(slots=True)
 class _Printer:
-    """A printer of one program, which knows what it has printed so far."""
+    """A printer of one program, which knows the types that it has printed."""
 
     program: HostProgram
     #: names whose type has been printed
@@ -195,7 +195,7 @@ def _settings(settings: Mapping[str, object]) -> list[str]:
 def mesh_text(mesh: DeviceMesh) -> str:
     """Return a mesh with all its ranks: `mesh(x=4)`, `mesh(x=2: 4..5)`, `mesh(x=3: 1 0 2)`.
 
-    Where hosts are known, with how many ranks follow each other on one: `mesh(x=4 on 0*2 1*2)`.
+    With known hosts, runs of ranks on one host follow: `mesh(x=4 on 0*2 1*2)`.
     """
     text = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
     first, ranks = mesh.first, mesh.ranks

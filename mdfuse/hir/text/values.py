@@ -39,8 +39,8 @@ def before_of(children: list[Any], tree: Node) -> Token | None:
 
 def trees(tree: Node, data: str | None = None) -> list[Node]:
     """Return the children that are trees; with `data`, only those of that kind."""
-    found = [t for t in tree.children if isinstance(t, Tree)]
-    return [t for t in found if data is None or t.data == data]
+    all_trees = [t for t in tree.children if isinstance(t, Tree)]
+    return [t for t in all_trees if data is None or t.data == data]
 
 
 def check_depth(tree: Node) -> None:
@@ -59,7 +59,7 @@ def check_depth(tree: Node) -> None:
 
 
 def no_program(error: UnexpectedInput, text: str) -> ProgramError:
-    """Return the error for a text that the grammar does not have."""
+    """Return the error for a text that does not follow the grammar."""
     at = (error.line, error.column)
     place = f"line {at[0]}, column {at[1]}" if all(isinstance(n, int) and n > 0 for n in at) else ""
     context = error.get_context(text).rstrip().splitlines() if place else ()
@@ -102,10 +102,10 @@ def mesh_of(tree: Node) -> DeviceMesh:
     for span in trees(tree, "span"):
         first, last = map(int_of, tokens(span))
     listed = [int_of(n) for t in trees(tree, "listed") for n in tokens(t)]
-    found = len(listed) or last - first + 1
-    if found != size:
+    count = len(listed) or last - first + 1
+    if count != size:
         raise ProgramError(
-            f"a mesh of shape {shape} with {counted(found, 'rank')}",
+            f"a mesh of shape {shape} with {counted(count, 'rank')}",
             because="it has one rank at each coordinate",
             hint=f"name {size} ranks, or none for 0 to {size - 1}",
         )
@@ -145,7 +145,7 @@ def placement_of(text: str) -> Placement:
 
 
 def reach_of(tree: Node) -> dict[int, Reach]:
-    """Read which rows of a dim ranks have: `reach(dim,of,up,down,first,last)`."""
+    """Read the rows of a dim that ranks have: `reach(dim,of,up,down,first,last)`."""
     dim, of, up, down = map(int_of, tokens(tree)[1:])
     first, last = (-int_of(t[-1]) if len(t) > 1 else int_of(t[0]) for t in map(tokens, trees(tree)))
     return {dim: Reach(of=of, up=up, down=down, first=first, last=last)}
@@ -153,10 +153,10 @@ def reach_of(tree: Node) -> dict[int, Reach]:
 
 def dtype_of(name: str) -> torch.dtype:
     """Return a dtype by its short name, as f32, or by torch's own."""
-    found = _DTYPES.get(str(name)) or getattr(torch, str(name), None)
-    if not isinstance(found, torch.dtype):
+    dtype = _DTYPES.get(str(name)) or getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
         raise ProgramError(f"there is no dtype {name}", hint="one of " + ", ".join(_DTYPES))
-    return found
+    return dtype
 
 
 def extents_of(tree: Node) -> tuple[int, ...]:
@@ -170,9 +170,9 @@ _PADDING = (attr("dim", "int", True), attr("parts", "count", True), attr("axis",
 def padding_of(tree: Node, layout: Layout) -> Padding:
     """Read a padding: `pad=block(dim=0,parts=4,axis=x)`."""
     side, settings = str(tokens(tree)[0]), settings_of(tree)
-    found = attributes_problem(f"pad={side}", _PADDING, settings)
-    if found is not None:
-        raise ProgramError(found.what, because=found.because, hint=found.hint)
+    problem = attributes_problem(f"pad={side}", _PADDING, settings)
+    if problem is not None:
+        raise ProgramError(problem.what, because=problem.because, hint=problem.hint)
     if side not in ("block", "team"):
         raise ProgramError(f"pad={side}", because="a dim is padded to one block, or to all of them")
     fields: dict[str, Any] = {"axis": None, **dict(settings)}
@@ -193,13 +193,13 @@ def alias_orders(
 ) -> dict[str, tuple[int, ...]]:
     """Return the memory orders that aliases ask for, by their names."""
     named = ((name_of(tokens(alias)[0]), trees(alias, "order")) for alias in aliases)
-    return {n: order_of(found[0], types[n]) for n, found in named if found and n in types}
+    return {n: order_of(asked[0], types[n]) for n, asked in named if asked and n in types}
 
 
 def settings_of(tree: Node) -> tuple[tuple[str, Any], ...]:
-    """Return the attributes among the arguments; None and False stand for what is not given."""
-    found = (setting_of(t) for t in trees(tree, "setting"))
-    return tuple((k, v) for k, v in found if v is not None and v is not False)
+    """Return the attributes among the arguments; None and False are the same as none."""
+    settings = (setting_of(t) for t in trees(tree, "setting"))
+    return tuple((k, v) for k, v in settings if v is not None and v is not False)
 
 
 def setting_of(tree: Node) -> tuple[str, Any]:
@@ -256,7 +256,7 @@ def _string(token: Token) -> str:
 
 
 def operand_of(value: Any) -> Any:
-    """Return what an instruction reads: %x alone is a name, in a larger expression an index."""
+    """Return an operand: %x alone is a name, in a larger expression an index."""
     return value.name if isinstance(value, Term) and value.kind == "index" else value
 
 

@@ -1,7 +1,7 @@
-"""Check that one rank can run its projection at all: what a plan relies on, even unverified.
+"""Check that one rank can run its projection at all, which plans rely on even without `verify`.
 
-Every name that is read has a value, every wait a post, every stream a number. Types, the order of
-accesses, and what other ranks post are the rest of the verifier's.
+Every name that is read has a value, every wait a post, every stream a number. Other modules check
+types, the order of accesses, and the posts of other ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Bindings(Flow):
         super().begin(i, [], count)
 
     def check_idle(self, name: str, i: Instruction) -> None:
-        """Accept every free: whether a communication still uses the buffer is a matter of order."""
+        """Accept every free: the order of accesses is not checked."""
 
     def end(self, i: Instruction | None) -> None:
         for name in i.reads if i is not None else ():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.hir.verify.layouts import (
     axes_of,
@@ -20,7 +21,6 @@ from mdfuse.hir.verify.layouts import (
 from mdfuse.hir.verify.posts import buffer_problem, transition_problem
 from mdfuse.hir.verify.products import adds_to, own_problem, product_problem
 from mdfuse.hir.verify.report import wrong
-from mdfuse.ir.extremes import is_number_of
 from mdfuse.ir.graph import dtype_name
 from mdfuse.layouts.boxes import Rows
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, Varies
@@ -34,44 +34,48 @@ def _layout(kind: BufferType) -> Layout:
     return kind.layout
 
 
-def _declared(types: Types, i: Instruction, made: Layout, kind: BufferType) -> None:
-    """Raise ProgramError where the result is declared with another layout than it has."""
-    if not is_shown(made, _layout(kind), len(kind.shape)):
-        raise types.mismatch(i, f"{i.op} of it makes {made}")
+def _declared_problem(i: Instruction, layout: Layout, kind: BufferType) -> str | None:
+    """Return why the result is declared with another layout than it has; None where it is not."""
+    is_right = is_shown(layout, _layout(kind), len(kind.shape))
+    return None if is_right else f"{i.op} of it makes {layout}"
 
 
-def _dense(types: Types, i: Instruction, *kinds: BufferType) -> None:
-    if any(k.flat or k.padding is not None for k in kinds):
-        raise types.mismatch(i, f"{i.op} is for buffers that are neither padded nor flat")
+def _of_one(types: Types, i: Instruction) -> None:
+    """Check a buffer that is made of one operand, by the rule of its instruction.
+
+    Rules may count on buffers of one dtype and, but for a few, of one global shape.
+    """
+    pair = types.pair(i) if i.op in _OTHER_SHAPE else types.same_shape(i)
+    if pair is None:
+        return
+    (before, after), problem = pair, None
+    if any(k.flat or k.padding is not None for k in _DENSE.get(i.op, lambda *kinds: kinds)(*pair)):
+        problem = f"{i.op} is for buffers that are neither padded nor flat"
+    problem = problem or _OF_ONE.get(i.op, _element_by_element)(types, i, before, after)
+    if problem is not None:
+        raise types.mismatch(i, problem)
+    if INSTRUCTIONS[i.op].is_slice:
+        types.slice(i)
 
 
 # -- parts ---------------------------------------------------------------------------------------
 
 
-def _narrow(types: Types, i: Instruction) -> None:
+def _narrow(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
     """Check that the part of the result that a rank holds lies in its part of the operand."""
-    pair = types.same_shape(i)
-    if pair is None:
-        return
-    before, after = pair
-    _dense(types, i, after)
     if before.flat:
-        raise types.mismatch(i, "the elements of a flat buffer have no dims")
-    _check_chunk(types, i, after)
-    problem = _placement_problem(_layout(before), _layout(after))
-    problem = problem or _part_problem(before, after, types.program.rank)
-    if problem is not None:
-        raise types.mismatch(i, problem)
-    types.slice(i)
+        return "the elements of a flat buffer have no dims"
+    problem = _chunk_problem(after) or _placement_problem(_layout(before), _layout(after))
+    return problem or _part_problem(before, after, types.program.rank)
 
 
-def _check_chunk(types: Types, i: Instruction, kind: BufferType) -> None:
+def _chunk_problem(kind: BufferType) -> str | None:
     stream = chunk_of(_layout(kind))
     at = stream.index if stream is not None else None
-    if stream is not None and isinstance(at, int) and not 0 <= at < stream.count:
-        of = f" of dim {stream.dim}" if stream.op is None else ""
-        problem = f"there is no chunk {at}{of}: it has {stream.count}"
-        raise types.mismatch(i, problem)
+    if stream is None or not isinstance(at, int) or 0 <= at < stream.count:
+        return None
+    of = f" of dim {stream.dim}" if stream.op is None else ""
+    return f"there is no chunk {at}{of}: it has {stream.count}"
 
 
 def _placement_problem(before: Layout, after: Layout) -> str | None:
@@ -138,8 +142,8 @@ def _is_one_run(rows: Rows, of: Rows) -> bool:
     """Return whether rows of a dim are one run of those that a rank has, in which a view shows."""
     if rows == of:
         return True
-    (x, y), *more = [piece for piece in rows if piece[0] < piece[1]]
-    return not more and any(a <= x and y <= b for a, b in of) and len(of) == len(rows) == 1
+    (x, y), *others = [piece for piece in rows if piece[0] < piece[1]]
+    return not others and any(a <= x and y <= b for a, b in of) and len(of) == len(rows) == 1
 
 
 def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
@@ -149,32 +153,25 @@ def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
         return False
     if dim in p.blocked or dim in q.blocked:
         return p.cuts.get(dim) == q.cuts.get(dim) and q.split_axes(dim) == axes
-    here, there = (c if c is not None and c.dim == dim else None for c in map(chunk_of, (p, q)))
-    if here is not None:
-        return there is not None and is_one_chunk(p, q) and q.split_axes(dim) == axes
+    chunk, narrowed = (c if c is not None and c.dim == dim else None for c in map(chunk_of, (p, q)))
+    if chunk is not None:
+        return narrowed is not None and is_one_chunk(p, q) and q.split_axes(dim) == axes
     return q.split_axes(dim)[: len(axes)] == axes
 
 
-def _chunk(types: Types, i: Instruction) -> None:
-    kind = types.made(i)
-    if kind.layout is None or chunk_of(kind.layout) is None:
-        raise types.mismatch(i, "a chunk has chunk(dim,count,index) in its layout")
-    _narrow(types, i)
+def _chunk(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
+    if chunk_of(_layout(after)) is None:
+        return "a chunk has chunk(dim,count,index) in its layout"
+    return _narrow(types, i, before, after)
 
 
-def _select(types: Types, i: Instruction) -> None:
+def _select(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
     """Check a select: the dim goes, and the index is in range unless the dim has extent 1."""
-    pair = types.pair(i)
-    if pair is None:
-        return
     dim, index = i.kwargs["dim"], i.kwargs["index"]
-    before, after = pair
-    _dense(types, i, before, after)
-    n = len(before.shape)
     name = f"select(%{i.reads[0]}, dim={dim}, index={index})"
-    dim %= n
+    dim %= len(before.shape)
     if after.shape != (*before.shape[:dim], *before.shape[dim + 1 :]):
-        raise types.mismatch(i, f"select drops dim {dim} of {list(before.shape)}")
+        return f"select drops dim {dim} of {list(before.shape)}"
     extent = before.local_shape(types.rank_of(after))[dim]
     if isinstance(index, int) and extent != 1 and not -extent <= index < extent:
         raise wrong(
@@ -184,15 +181,14 @@ def _select(types: Types, i: Instruction) -> None:
             because=f"%{i.reads[0]} has {extent} of it on rank {types.rank_of(after)}",
             hint=f"indices go from 0 to {extent - 1}" if extent else "it has no elements",
         )
-    _declared(types, i, _selected(types, before, dim, index), after)
-    types.slice(i)
+    return _declared_problem(i, _selected(types, before, dim, index), after)
 
 
 def _selected(types: Types, before: BufferType, dim: int, index: object) -> Layout:
     """Return the layout without a dim; axes that split it make each rank's row its own."""
     layout = plain(_layout(before), len(before.shape))
-    kept = {d: d - (d > dim) for d in range(len(before.shape)) if d != dim}
-    made = layout.with_dims(kept)
+    left = {d: d - (d > dim) for d in range(len(before.shape)) if d != dim}
+    result = layout.with_dims(left)
     moving = {*layout.split_axes(dim)}
     chunk = chunk_of(layout)
     if chunk is not None and chunk.dim == dim:
@@ -200,126 +196,101 @@ def _selected(types: Types, before: BufferType, dim: int, index: object) -> Layo
     if before.shape[dim] != 1 and not isinstance(index, int):
         moving |= types.axes_of(index, layout.mesh)  # type: ignore[arg-type]
     for axis in moving:
-        if not isinstance(made.placement(axis), Shard):
-            made = made.with_placement(axis, Varies())
-    return made
+        if not isinstance(result.placement(axis), Shard):
+            result = result.with_placement(axis, Varies())
+    return result
 
 
-def _unexpand(types: Types, i: Instruction) -> None:
+def _unexpand(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
     """Check that only dims are cut to extent 1 whose elements an expand made."""
-    pair = types.pair(i)
     dims = i.kwargs["dims"]
-    if pair is None:
-        return
-    before, after = pair
-    _dense(types, i, before, after)
     want = tuple(1 if d in dims else n for d, n in enumerate(before.shape))
     if want != after.shape:
-        raise types.mismatch(i, f"unexpand makes {list(want)}")
+        return f"unexpand makes {list(want)}"
     alike = types.expanded.dims(i.reads[0], i)
     single = [d for d in dims if d not in alike and before.shape[d] != 1]
     if single:
-        raise types.mismatch(i, f"no expand made dim {single[0]} of %{i.reads[0]}")
-    kept = {d: d for d in range(len(want)) if d not in dims}
-    _declared(types, i, plain(_layout(before), len(want)).with_dims(kept), after)
+        return f"no expand made dim {single[0]} of %{i.reads[0]}"
+    left = {d: d for d in range(len(want)) if d not in dims}
+    return _declared_problem(i, plain(_layout(before), len(want)).with_dims(left), after)
 
 
 # -- what is sent --------------------------------------------------------------------------------
 
 
-def _alike(types: Types, i: Instruction) -> tuple[BufferType, BufferType] | None:
-    pair = types.same_shape(i)
-    if pair is not None:
-        before, after = pair
-        _dense(types, i, before)
-        _declared(types, i, _layout(before), after)
-    return pair
+def _element_by_element(
+    types: Types, i: Instruction, before: BufferType, after: BufferType
+) -> str | None:
+    """Check what is computed of each element: of values themselves, which lie as they did."""
+    if before.layout is not None and before.layout.partial_axes:
+        return f"{i.op} is of values, and %{i.reads[0]} is a term of a sum"
+    return _declared_problem(i, _layout(before), after)
 
 
-def _pad(types: Types, i: Instruction) -> None:
-    pair = _alike(types, i)
-    if pair is None:
-        return
-    padding, dim = pair[1].padding, i.kwargs["dim"]
-    if padding is None or pair[1].flat:
-        raise types.mismatch(i, "what pad makes is padded")
-    if padding.dim % len(pair[1].shape) != dim % len(pair[1].shape):
-        raise types.mismatch(i, f"dim {padding.dim} is padded, not dim {dim}")
+def _pad(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
+    problem = _declared_problem(i, _layout(before), after)
+    padding, dim, n = after.padding, i.kwargs["dim"], len(after.shape)
+    if problem is not None or padding is None or after.flat:
+        return problem or "what pad makes is padded"
+    is_right = padding.dim % n == dim % n
+    return None if is_right else f"dim {padding.dim} is padded, not dim {dim}"
 
 
-def _pack(types: Types, i: Instruction) -> None:
+def _pack(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
     """Check a pack, which makes a flat buffer of blocks, one per member of the team."""
-    pair = _alike(types, i)
-    if pair is None:
-        return
-    if not pair[1].flat or pair[1].padding is not None:
-        raise types.mismatch(i, "what pack makes is flat")
-    name, how = types.program.root(i.outputs[0]), _packing(i)
-    dim, to_dim, axis = how
-    dims, layout = range(len(pair[0].shape)), _layout(pair[0])
+    layout = _layout(before)
+    problem = _declared_problem(i, layout, after)
+    if problem is not None or not after.flat or after.padding is not None:
+        return problem or "what pack makes is flat"
+    name, dims = types.program.root(i.outputs[0]), range(len(before.shape))
+    dim, to_dim, axis = packing = tuple(i.kwargs.get(k) for k in ("dim", "to_dim", "axis"))
     if dim not in dims or to_dim not in dims or dim == to_dim:
-        raise types.mismatch(i, f"dims {dim} and {to_dim} are not two of its {len(dims)}")
+        return f"dims {dim} and {to_dim} are not two of its {len(dims)}"
     if axis not in layout.mesh.axes:
-        raise types.mismatch(i, f"{layout.mesh} has no axis {axis}")
-    if types.packed.setdefault(name, how) != how:
-        raise types.mismatch(i, "the same buffer is packed otherwise elsewhere")
+        return f"{layout.mesh} has no axis {axis}"
+    if types.packed.setdefault(name, packing) != packing:
+        return "the same buffer is packed otherwise elsewhere"
+    return None
 
 
-def _packing(i: Instruction) -> tuple[object, ...]:
-    return tuple(i.kwargs.get(k) for k in ("dim", "to_dim", "axis"))
-
-
-def _term(types: Types, i: Instruction) -> None:
+def _term(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
     """Check that a value becomes Partial along axes where one rank gives it, the others nothing."""
-    pair = types.same_shape(i)
-    if pair is None:
-        return
-    before, after = pair
-    _dense(types, i, before, after)
-    p, q = plain(_layout(before), len(after.shape)), plain(_layout(after), len(after.shape))
+    n = len(after.shape)
+    p, q = plain(_layout(before), n), plain(_layout(after), n)
     changed = [a for a in p.mesh.axes if p.mesh == q.mesh and p.placement(a) != q.placement(a)]
-    made, ops = p, {q.placement(axis) for axis in changed}
+    whole, ops = p, {q.placement(axis) for axis in changed}
     if not changed:
-        raise types.mismatch(i, "it makes a Partial along some axis of its mesh")
+        return "it makes a Partial along some axis of its mesh"
     for axis in changed:
         new = q.placement(axis)
         if not isinstance(new, Partial) or new.op == "avg" or len(ops) > 1:
-            raise types.mismatch(i, f"it makes one Partial, by an op with a neutral element: {new}")
+            return f"it makes one Partial, by an op with a neutral element: {new}"
         if isinstance(p.placement(axis), Partial | Varies):
-            raise types.mismatch(i, f"along {axis} {p.placement(axis)} becomes no {new}")
-        made = made.with_placement(axis, new)
+            return f"along {axis} {p.placement(axis)} becomes no {new}"
+        whole = whole.with_placement(axis, new)
     chunk = chunk_of(p)
-    if chunk is not None and p.split_axes(chunk.dim) != made.split_axes(chunk.dim):
-        raise types.mismatch(i, "a chunk of the parts is no chunk of the whole")
-    if not is_alike(made, _layout(after), len(after.shape)):
-        raise types.mismatch(i, f"term makes {made} of it")
+    if chunk is not None and p.split_axes(chunk.dim) != whole.split_axes(chunk.dim):
+        return "a chunk of the parts is no chunk of the whole"
+    return None if is_alike(whole, _layout(after), n) else f"term makes {whole} of it"
 
 
-def _accumulate(types: Types, i: Instruction) -> None:
+def _accumulate(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
     """Check that the parts of chunks are added up in a buffer of the whole, and of one value."""
-    pair = types.same_shape(i)
-    if pair is None:
-        return
-    before, after = pair
-    _dense(types, i, before, after)
-    _check_chunk(types, i, before)
-    part = chunk_of(_layout(before))
-    if part is None or part.op is None:
-        raise types.mismatch(i, "a part has chunk(P(op),count,index) in its layout")
-    made = _layout(before).with_stream(None)
-    if not is_alike(made, _layout(after), len(after.shape)):
-        raise types.mismatch(i, f"the parts add up to {made}")
+    part, total = chunk_of(_layout(before)), _layout(before).with_stream(None)
+    problem = _chunk_problem(before)
+    if problem is not None or part is None or part.op is None:
+        return problem or "a part has chunk(P(op),count,index) in its layout"
+    if not is_alike(total, _layout(after), len(after.shape)):
+        return f"the parts add up to {total}"
+    dtypes = before.dtype, after.dtype
     if before.dtype != after.dtype and not (
-        before.dtype.is_floating_point and after.dtype == torch.promote_types(*_dtypes(pair))
+        before.dtype.is_floating_point and after.dtype == torch.promote_types(*dtypes)
     ):
-        raise types.mismatch(i, "parts are added up in their dtype, or in a wider one")
+        return "parts are added up in their dtype, or in a wider one"
     buffer, value = (types.program.root(x).partition("@")[0] for x in (*i.outputs, *i.reads))
     if types.accumulated.setdefault(buffer, value) != value:
-        raise types.mismatch(i, f"%{types.accumulated[buffer]} is added up in that buffer")
-
-
-def _dtypes(kinds: Sequence[BufferType]) -> list[torch.dtype]:
-    return [k.dtype for k in kinds]
+        return f"%{types.accumulated[buffer]} is added up in that buffer"
+    return None
 
 
 def _addmm(types: Types, i: Instruction) -> None:
@@ -329,8 +300,8 @@ def _addmm(types: Types, i: Instruction) -> None:
     """
     types.made(i)
     names = (*i.outputs, *i.inputs[-2:])
-    found = (types.program.types.get(x) if isinstance(x, str) else None for x in names)
-    kinds = [k for k in found if k is not None and k.layout is not None]
+    named = (types.program.types.get(x) if isinstance(x, str) else None for x in names)
+    kinds = [k for k in named if k is not None and k.layout is not None]
     if len(kinds) < 3:
         raise types.mismatch(i, "addmm is for three buffers")
     into, a, b = kinds
@@ -345,32 +316,18 @@ def _addmm(types: Types, i: Instruction) -> None:
         raise types.mismatch(i, problem)
 
 
-def _own(types: Types, i: Instruction) -> None:
+def _own(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
     """Check that a rank's term of a sum may lie where its part of the sum is."""
-    pair = types.same_shape(i)
-    if pair is None:
-        return
-    _dense(types, i, *pair)
-    problem = own_problem(*pair, types.program.rank)
-    if problem is not None:
-        raise types.mismatch(i, problem)
-    types.slice(i)
+    return own_problem(before, after, types.program.rank)
 
 
 def _alloc(types: Types, i: Instruction) -> None:
     kind = types.made(i)
     if kind.layout is None:
         raise types.mismatch(i, "a number needs no buffer")
-    fill = i.kwargs.get("fill")
-    if fill is not None and not is_number_of(fill, kind.dtype):
-        raise wrong(
-            types.program,
-            i,
-            f"alloc(fill={fill}) of {dtype_name(kind.dtype)}",
-            because="the buffer is filled with a number of its dtype",
-            hint="leave fill= out, or alloc(fill=0)",
-        )
-    _check_chunk(types, i, kind)
+    problem = _chunk_problem(kind)
+    if problem is not None:
+        raise types.mismatch(i, problem)
     types.allocated.add(types.program.root(i.outputs[0]))
 
 
@@ -426,9 +383,9 @@ def _check_posted(types: Types, i: Instruction, side: int, name: str) -> None:
         )
 
 
-#: op -> the check of its types; other ops are rows of the op table, or make no buffer.
-RULES: dict[str, Callable[[Types, Instruction], None]] = {
-    "alloc": _alloc,
+#: op -> what is wrong with the result of one operand; None: nothing. All others compute element by
+#: element.
+_OF_ONE: dict[str, Callable[[Types, Instruction, BufferType, BufferType], str | None]] = {
     "narrow": _narrow,
     "chunk": _chunk,
     "select": _select,
@@ -438,6 +395,21 @@ RULES: dict[str, Callable[[Types, Instruction], None]] = {
     "pack": _pack,
     "term": _term,
     "accumulate": _accumulate,
+}
+
+#: Those whose result has another global shape than the operand.
+_OTHER_SHAPE = ("select", "unexpand")
+
+#: op -> which of operand and result are neither padded nor flat; for all others both are.
+_DENSE: dict[str, Callable[[BufferType, BufferType], Sequence[BufferType]]] = {
+    **dict.fromkeys(("narrow", "chunk"), lambda _, after: (after,)),
+    **dict.fromkeys(("pad", "pack"), lambda before, _: (before,)),
+}
+
+#: op -> the check of its types; other ops are rows of the op table, or make no buffer.
+RULES: dict[str, Callable[[Types, Instruction], None]] = {
+    **dict.fromkeys(BUFFER_OPS, _of_one),
+    "alloc": _alloc,
     "addmm": _addmm,
     "post": _post,
 }

@@ -12,7 +12,7 @@ from mdfuse.hir.verify.report import wrong
 
 
 def check_calls(program: HostProgram) -> None:
-    """Raise ProgramError where blocks are called otherwise than what they make and read allows."""
+    """Raise ProgramError where calls of blocks are missing, doubled, or in a wrong order."""
     if any(i.op in ("block", "call") for i in program.walk()):
         _Calls(program).run()
 
@@ -44,7 +44,7 @@ class _Calls:
                     raise self.missing(name, n)
 
     def check_place(self, i: Instruction) -> None:
-        """Note a block; raise ProgramError for one, or a call, that stands where none may."""
+        """Note a block; raise ProgramError for a block or a call at a wrong position."""
         inside = [j for inner in (*i.body, *i.orelse) for j in inner.walk()]
         for j in inside:
             if j.op in ("block", "call"):
@@ -97,11 +97,11 @@ class _Calls:
 
     def needs(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield (block, name that it reads -> the block that makes it)."""
-        root, own = self.program.root, per_index(self.program)
+        root, of_index = self.program.root, per_index(self.program)
         makers: dict[str, str] = {}
         for block in self.blocks.values():
             inside = [j for i in block.body for j in i.walk()]
-            read = dict.fromkeys(n for i in inside for n in map(root, i.reads) if n in own)
+            read = dict.fromkeys(n for i in inside for n in map(root, i.reads) if n in of_index)
             yield block.fn, {n: makers[n] for n in read if n in makers}
             for n in (n for i in inside for n in map(root, i.outputs)):
                 makers.setdefault(n, block.fn)

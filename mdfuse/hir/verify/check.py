@@ -29,7 +29,7 @@ from mdfuse.hir.rank.unroll import is_numbered
 from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.loop_summary import FoldedProgram, folded
-from mdfuse.hir.verify.rank_equivalence import Ends, key_near, key_of
+from mdfuse.hir.verify.rank_equivalence import Ends, key_near, key_of, representatives
 from mdfuse.hir.verify.repeated_layers import Shortened, without_repeated
 from mdfuse.hir.verify.ring_matching import rotates, turns
 from mdfuse.hir.verify.sizes import check_sizes
@@ -42,14 +42,14 @@ from mdfuse.interpreter.garbage import no_collection
 from mdfuse.mesh import DeviceMesh
 
 
-@no_collection()  # most of what is made stays to the end, and would be looked through in vain
+@no_collection()  # most objects live to the end, so a collection would free next to nothing
 def verify(program: HostProgram | Mapping[int, HostProgram], in_full: bool = False) -> None:
     """Raise an error where a host program is wrong.
 
     Args:
         program: for all ranks, or the projection of one; or rank -> its projection, for all ranks.
-        in_full: write out every iteration, and the transfers of every rank, also where a few stand
-            for all. The verdict is the same.
+        in_full: write out every iteration, and the transfers of every rank, instead of a few that
+            represent all. The verdict is the same.
 
     Raises:
         ProgramError: a value is read before it is there, a buffer is freed too early or never, a
@@ -76,13 +76,13 @@ def verify_once(program: HostProgram) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """How a program for all ranks is verified.
+    """The checks that a program for all ranks needs.
 
     Attributes:
-        in_full: every iteration is written out, and the transfers of every rank.
-        is_turning: all transfers are sure to meet, for all ranks at once.
-        follows: the terms that ranks send each other are followed in one rank, for all.
-        joins: they are followed in all ranks together.
+        in_full: write out every iteration, and the transfers of every rank.
+        is_turning: all transfers are proven to meet, for all ranks at once.
+        follows: follow the terms of sums in one rank, which represents all.
+        joins: follow them in the programs of all ranks together.
     """
 
     in_full: bool
@@ -112,10 +112,9 @@ P = TypeVar("P", bound=HostProgram)
 
 
 def _accepts(short: P | None, check: Callable[[P], None]) -> bool:
-    """Return whether a shorter program, which stands for a longer one, is right.
+    """Return whether a shorter program, which represents a longer one, is right.
 
-    It can only accept: the longer program decides where the shorter one is refused, and words the
-    error.
+    A refusal does not count: then the longer program is checked, and its error is raised.
     """
     if short is None:
         return False
@@ -127,7 +126,7 @@ def _accepts(short: P | None, check: Callable[[P], None]) -> bool:
 
 
 def _is_of_ranks(program: HostProgram) -> bool:
-    """Return whether ranks take other paths, or meet peers that follow no rule for all of them."""
+    """Return whether branches or peers depend on the rank so that each rank needs a check."""
     return any(map(_depends_on_rank, _paths(program)))
 
 
@@ -146,9 +145,9 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
     how = _how(program, in_full)
     ends = _by_mesh(program, program.inputs), _by_mesh(program, program.outputs)
     written = program.written_inputs
-    known: dict[Hashable, bool] = {}  # what some rank runs -> whether its flow was checked
+    known: dict[Hashable, bool] = {}  # key of the program of a rank -> whether its flow was checked
     nears: dict[tuple[DeviceMesh, ...], Hashable] = {}
-    for first, last in _classes(program):
+    for first, last in representatives(program):
         if not is_straight:
             _verify_looped_ranks(program, first, last, how)
             continue
@@ -174,9 +173,9 @@ def _verify_whole(program: HostProgram, in_full: bool) -> None:
 def _near(
     program: HostProgram, rank: int, ends: Ends, keys: dict[tuple[DeviceMesh, ...], Hashable]
 ) -> Hashable:
-    """Return what is equal for ranks that run the same; None where a rank is like no other one.
+    """Return a key that is equal for ranks that run equal programs; None: check the rank itself.
 
-    `keys` keeps what stands for the ranks of some meshes.
+    `keys` caches `key_near`.
     """
     meshes = program.meshes_of(rank)
     if meshes not in keys:
@@ -193,22 +192,22 @@ def _verify_straight(mine: HostProgram, program: HostProgram, has_flow: bool, ho
 
 
 def _by_mesh(program: HostProgram, names: Iterable[str]) -> Mapping[DeviceMesh | None, list[str]]:
-    found: dict[DeviceMesh | None, list[str]] = defaultdict(list)
+    by_mesh: dict[DeviceMesh | None, list[str]] = defaultdict(list)
     for name in names:
         layout = program.types[name].layout
-        found[layout.mesh if layout is not None else None].append(name)
-    return found
+        by_mesh[layout.mesh if layout is not None else None].append(name)
+    return by_mesh
 
 
 def _held(mine: HostProgram, program: HostProgram, ends: Ends) -> HostProgram:
-    """Return what a rank executes with those of the inputs and outputs that the rank has."""
+    """Return the program of a rank with the inputs and outputs that the rank has."""
     assert mine.rank is not None
     if mine.instructions is program.instructions:
         return mine  # all ranks have all of them
     meshes = (None, *program.meshes_of(mine.rank))
     inputs, outputs = (tuple(n for m in meshes for n in by_mesh.get(m, ())) for by_mesh in ends)
-    kept = tuple(replace(i, inputs=outputs) if i.op == "return" else i for i in mine.instructions)
-    return replace(mine, inputs=inputs, outputs=outputs, instructions=kept)
+    code = tuple(replace(i, inputs=outputs) if i.op == "return" else i for i in mine.instructions)
+    return replace(mine, inputs=inputs, outputs=outputs, instructions=code)
 
 
 def _verify_looped_ranks(program: HostProgram, first: int, last: int, how: _How) -> None:
@@ -221,14 +220,14 @@ def _verify_looped_ranks(program: HostProgram, first: int, last: int, how: _How)
 
 
 def _verify_looped(program: HostProgram, mine: HostProgram, how: _How) -> None:
-    """Verify a projection with indices: with iterations folded, else written out."""
+    """Verify a projection with loops: its summary, else all iterations."""
 
     def check(local: HostProgram) -> None:
         _check_flow(local, program, how.follows)
         check_types(local)
         _check_sizes(local)
 
-    # terms that travel are sure to meet in each iteration only where all transfers are
+    # the terms of each iteration meet only if its transfers do, which a summary cannot show
     may_fold = not how.in_full and (how.is_turning or not how.follows)
     if not (may_fold and _accepts(folded(mine), check)):
         check(written_out(mine))
@@ -252,10 +251,10 @@ _OF_PATHS = (*BLOCKS, *POSTS)
 
 
 def _depends_on_rank(i: Instruction) -> bool:
-    """Return whether its path, or the peer it meets, cannot be told for all ranks at once."""
+    """Return whether a branch or peer depends on more of the rank than its place on one axis."""
     if i.op in BLOCKS:
-        found = (t for _, v in i.attrs for t in terms(v))
-        return any(t.kind != "index" for t in found)
+        bounds = (t for _, v in i.attrs for t in terms(v))
+        return any(t.kind != "index" for t in bounds)
     axis = i.kwargs.get("axis") if _is_transfer(i) else None
     if axis is None:
         return _is_transfer(i)
@@ -266,34 +265,6 @@ def _depends_on_rank(i: Instruction) -> bool:
 def _is_transfer(i: Instruction) -> bool:
     """Return whether an instruction is a `send` or `recv` rather than a post of a communication."""
     return i.op in POSTS and i.comm is None
-
-
-def _classes(program: HostProgram) -> Iterator[tuple[int, int]]:
-    """Yield the first and last rank of each class: ranks in the same meshes, first in the same.
-
-    All ranks of a class run the same instructions. The first rank of a mesh has the largest parts,
-    the last one the smallest.
-    """
-    meshes = program.meshes
-    if not meshes:
-        yield 0, 0  # a program of numbers alone: any rank stands for all
-        return
-    if len(meshes) == 1:
-        (mesh,) = meshes
-        yield mesh.first, mesh.rank_at([n - 1 for n in mesh.shape])
-        return
-    found: dict[tuple[tuple[int, bool], ...], list[int]] = defaultdict(list)
-    for rank in sorted({r for mesh in meshes for r in _borders(mesh)}):
-        found[tuple((id(m), rank == m.first) for m in program.meshes_of(rank))].append(rank)
-    for places, ranks in found.items():
-        if places:
-            yield ranks[0], ranks[-1]
-
-
-def _borders(mesh: DeviceMesh) -> set[int]:
-    """Return the ranks of a mesh beside which the next rank may be in other meshes."""
-    ends = (mesh.first, mesh.first + mesh.size - 1)
-    return {r + d for r in (ends if mesh.is_consecutive else mesh.ranks) for d in (-1, 0, 1)}
 
 
 def _check_transfers(program: HostProgram) -> None:
@@ -313,7 +284,7 @@ def _check_transfers(program: HostProgram) -> None:
 def _communications(program: HostProgram) -> tuple[Instruction, ...]:
     """Return the communications of a program, with an `alloc` for each buffer that they use.
 
-    So the programs of many ranks are written out cheaply.
+    Without the other instructions, the programs of many ranks are written out cheaply.
     """
     every, root = [*program.walk()], program.root
     posted = {root(n) for i in every if i.op in POSTS for n in i.reads}

@@ -141,7 +141,7 @@ def _buffers(event: Event) -> list[str | None]:
 
 
 def _change(comm: Communication | None) -> str:
-    """Return the change of layout that a post is for, as it is printed."""
+    """Return the change of layout of a post, as a program prints it."""
     return f"{comm.source} => {comm.destination} {comm}" if comm is not None else ""
 
 

@@ -17,19 +17,19 @@ from mdfuse.ir.ops import TABLE
 
 
 class Expanded:
-    """What `expand` makes in a program.
+    """The expanded dims of the buffers of a program.
 
-    It counts what elements are, not where they lie: a result with a memory order has a place for
-    each of them, but the elements are equal until something else is written there.
+    A dim counts as expanded if its elements are equal, also where each has memory of its own, as in
+    a result with a memory order.
     """
 
     def __init__(self, program: HostProgram) -> None:
         self.program = program
 
     def dims(self, name: str, reader: Instruction) -> frozenset[int]:
-        """Return the dims of what an instruction reads that `expand` made and nothing has changed.
+        """Return the expanded dims of a name where an instruction reads it.
 
-        Only a buffer that a single view op makes, or writes, has any.
+        Only a buffer that a single view op binds or writes has any.
         """
         root = self.program.root(name)
         writers = self.writers.get(root, ())
@@ -41,7 +41,7 @@ class Expanded:
         return self._through(writer) if is_view and not is_old else frozenset()
 
     def _is_ahead(self, writer: Instruction, reader: Instruction) -> bool:
-        """Whether a write stands ahead of a read, and not in a loop or a branch."""
+        """Return whether a write precedes a read, outside of all loops and branches."""
         for i in self.program.instructions:
             for j in i.body if i.op == "launch" else (i,):
                 if any(k is reader for k in j.walk()):
@@ -52,26 +52,26 @@ class Expanded:
 
     @cached_property
     def writers(self) -> Mapping[str, list[Instruction]]:
-        """Buffer -> the instructions that make it, write into it or receive into it."""
-        found = defaultdict[str, list[Instruction]](list)
+        """Buffer -> the instructions that bind it, write into it or receive into it."""
+        writers = defaultdict[str, list[Instruction]](list)
         for i in self.program.walk():
             if i.op != "launch":
                 for root in {self.program.root(n) for n in (*i.outputs, *received(i))}:
-                    found[root].append(i)
-        return found
+                    writers[root].append(i)
+        return writers
 
     @cached_property
     def views(self) -> Mapping[str, list[str]]:
-        """Buffer -> those that are views of it, but for views of views."""
-        found = defaultdict[str, list[str]](list)
+        """Buffer -> its views, without views of views."""
+        views = defaultdict[str, list[str]](list)
         for root, (maker, *_) in self.writers.items():
             of = shared_operand(maker)
             if of is not None:
-                found[self.program.root(of)].append(root)
-        return found
+                views[self.program.root(of)].append(root)
+        return views
 
     def _is_changed(self, root: str) -> bool:
-        """Whether something is written into a buffer through views of it, or of these."""
+        """Return whether an instruction writes into a buffer through views, or views of views."""
         seen, waiting = {root}, [root]
         while waiting:
             views = {*self.views.get(waiting.pop(), ())} - seen
@@ -95,10 +95,10 @@ class Expanded:
         if i.fn in ("reshape", "expand"):
             attrs["shape"] = kind.shape
         try:
-            made = infer(TABLE[i.fn], [source], attrs, {source: value}, None)
+            inferred = infer(TABLE[i.fn], [source], attrs, {source: value}, None)
         except MdfuseError:
             return frozenset()
-        return stretched(made)  # type: ignore[arg-type]
+        return stretched(inferred)  # type: ignore[arg-type]
 
 
 def _value(name: str, kind: BufferType, expanded: frozenset[int]) -> Value:

@@ -50,7 +50,7 @@ class Flow:
     Args:
         program: straight-line, with the rank that runs it.
         updated: inputs that an alias writes into.
-        has_frees: the program frees what it binds: nothing may be left.
+        has_frees: the program must free each buffer that it binds.
     """
 
     program: HostProgram
@@ -62,13 +62,13 @@ class Flow:
     numbers: set[str] = field(default_factory=set)
     freed: dict[str, Instruction] = field(default_factory=dict)
     posted: dict[str, OpenPost] = field(default_factory=dict)
-    #: names of buffers that posts under way use, and of their memory -> how many do
+    #: name of a buffer, or of its memory -> how many posts under way use it
     busy: Counter[str] = field(default_factory=Counter)
     waited: dict[str, Instruction] = field(default_factory=dict)
     #: values of get_stream -> the stream
     streams: dict[str, int] = field(default_factory=dict)
     clocks: Clocks = field(default_factory=Clocks)
-    #: which terms of sums buffers hold; None where ranks send none, or it is not known
+    #: the terms of sums in buffers; None where ranks send none, or another walk follows them
     terms: Ledger | None = None
 
     @property
@@ -114,6 +114,10 @@ class Flow:
             raise self.unbound(name, i)
         return view
 
+    def incomplete(self, name: str, view: View, i: Instruction) -> ProgramError:
+        count = len(view.storage.parts or ())
+        return refusals.INCOMPLETE(self.program, i, name=name, count=count)
+
     def unbound(self, name: str, i: Instruction) -> ProgramError:
         return refusals.unbound(self.program, name, i, self.freed.get(name))
 
@@ -127,7 +131,7 @@ class Flow:
         if view.storage.written is not None:
             self.check_written(name, view, i)
         if view.storage.parts is not None:
-            raise refusals.incomplete(self.program, name, i, view.storage.parts)
+            raise self.incomplete(name, view, i)
         if self.is_streamed:
             self.record(view, False, i)
         return view
@@ -139,7 +143,7 @@ class Flow:
             self.check_writable(name, view, i)
             self.check_order(name, view, True, i)
             if view.storage.parts is not None:
-                raise refusals.incomplete(self.program, name, i, view.storage.parts)
+                raise self.incomplete(name, view, i)
             note_written(view.storage, view.region, self.box(view.storage))
         elif self.program.types[name].layout is None:
             self.numbers.add(name)
@@ -163,18 +167,21 @@ class Flow:
         box = self.box(view.storage) if view.region is None else view.region
         lacking = missing(view.storage, box)
         if lacking:
-            raise refusals.unwritten(self.program, name, i, view.storage, lacking)
+            raise refusals.UNWRITTEN(
+                self.program, i, name=name, lacking=lacking, buffer=view.storage.name
+            )
 
     def check_writable(self, name: str, view: View, i: Instruction) -> None:
         """Raise ProgramError where a write would overwrite another value, an input or an output."""
         storage, made_by = view.storage, view.made_by
         if made_by is not None and not is_slice(made_by):
-            raise refusals.overwrites_view(self.program, name, i, made_by)
+            raise refusals.OVERWRITES_VIEW(self.program, i, made_by, name=name, view=made_by)
         if storage.is_input and storage.name not in self.updated:
-            raise refusals.overwrites_input(self.program, name, i, storage)
+            raise refusals.OVERWRITES_INPUT(self.program, i, name=name, buffer=storage.name)
         frozen_by = storage.frozen_by
         if frozen_by is not None and name not in frozen_by.outputs:
-            raise refusals.overwrites_output(self.program, name, i, frozen_by)
+            output = frozen_by.outputs[0]
+            raise refusals.OVERWRITES_OUTPUT(self.program, i, frozen_by, name=name, output=output)
 
     # -- order -----------------------------------------------------------------------------------
 
@@ -185,8 +192,8 @@ class Flow:
         if other is not None:
             raise self.race(name, other, is_write, i)
         if view.born is not None and clock.get(view.born[0], -1) < view.born[1]:
-            made = Access(*view.born, None, True, view.made_by)
-            raise self.race(name, made, is_write, i)
+            birth = Access(*view.born, None, True, view.made_by)
+            raise self.race(name, birth, is_write, i)
 
     def race(self, name: str, other: Access, is_write: bool, i: Instruction) -> ProgramError:
         return refusals.race(self.program, name, i, is_write, self.clocks.current, other)
@@ -217,16 +224,16 @@ class Flow:
             self.write(output, i)
 
     def compute_terms(self, i: Instruction, terms: Ledger) -> None:
-        """Follow a local op, and which terms of a sum its results hold."""
+        """Follow a local op, and the terms of sums in its results."""
         views = {x: view for x in i.reads if (view := self.read(x, i)) is not None}
-        made = terms.made(i, views)
+        held = terms.computed(i, views)
         for output in i.outputs:
             self.write(output, i)
             if output in self.bound:
-                terms.note(output, self.bound[output], made)
+                terms.note(output, self.bound[output], held)
 
     def accumulate(self, i: Instruction) -> None:
-        """Follow what adds the part of a chunk to those that are there; each comes once."""
+        """Follow the addition of a chunk's part to a sum, to which each part is added once."""
         (part,), (output,) = i.reads, i.outputs
         source = self.read(part, i)
         held = self.terms.held(part, source, i) if self.terms and source is not None else None
@@ -234,17 +241,17 @@ class Flow:
         chunk = layout.stream if layout is not None else None
         view = self.bound.get(output)
         if view is None and output in self.freed:
-            raise refusals.added_to_freed(self.program, output, i, self.freed[output])
+            raise refusals.ADDED_TO_FREED(self.program, i, self.freed[output], name=output)
         done = (view.storage.parts if view is not None else None) or set()
         if view is not None:
             view.storage.parts = None
         self.write(output, i)
         assert chunk is not None and isinstance(chunk.index, int)
-        # where an iteration stands for many: which ones (`folded.py`)
+        # in a summary of a loop, one iteration adds the parts of several
         parts: range = i.kwargs.get("parts", range(chunk.index, chunk.index + 1))
         count = i.kwargs.get("of", chunk.count)
         if not done.isdisjoint(parts) or self.bound[output].region is not None:
-            raise refusals.added_twice(self.program, output, i, chunk.index)
+            raise refusals.ADDED_TWICE(self.program, i, chunk=chunk.index, name=output)
         if self.terms is not None:
             self.terms.add_part(output, self.bound[output], i, held, not done)
         done.update(parts)
@@ -303,14 +310,15 @@ class Flow:
             if not isinstance(name, str):  # a buffer that this rank lacks
                 continue
             if name in self.kept:
-                raise refusals.not_to_free(self.program, name, i)
+                role = "an input" if name in self.program.inputs else "an output"
+                raise refusals.NOT_TO_FREE(self.program, i, name=name, role=role)
             if self.busy[name]:
                 self.check_idle(name, i)
             view = self.bound.pop(name, None)
             if view is None and name not in self.numbers:
                 raise self.unbound(name, i)
             if view is not None and view.storage.parts is not None and view.storage.name == name:
-                raise refusals.incomplete(self.program, name, i, view.storage.parts)
+                raise self.incomplete(name, view, i)
             self.numbers.discard(name)
             self.freed[name] = i
 
@@ -318,7 +326,7 @@ class Flow:
         """Raise ProgramError where a communication under way uses a buffer that is freed."""
         for posted in self.posted.values():
             if name in posted.names:
-                raise refusals.freed_in_use(self.program, name, i, posted.i)
+                raise refusals.FREED_IN_USE(self.program, i, posted.i, name=name, post=posted.i)
 
     # -- communications --------------------------------------------------------------------------
 
@@ -348,7 +356,7 @@ class Flow:
         """
         (handle,) = i.outputs
         if handle in self.posted:
-            raise refusals.posted_twice(self.program, i, self.posted[handle].i)
+            raise refusals.POSTED_TWICE(self.program, i, self.posted[handle].i)
         views = [self.view(name, i) for name in i.reads]
         names = {*i.reads, *(v.storage.name for v in views if v is not None)}
         self.busy.update(names)
@@ -457,7 +465,8 @@ class Flow:
     def check_leaks(self) -> None:
         for name in self.bound:
             if name not in self.kept:
-                raise refusals.leak(self.program, name)
+                binder = next((i for i in self.program.instructions if name in i.outputs), None)
+                raise refusals.LEAK(self.program, binder, name=name)
 
 
 def _nothing(flow: Flow, i: Instruction) -> None:

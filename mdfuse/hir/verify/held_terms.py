@@ -1,11 +1,11 @@
-"""Which terms of a sum the buffers of one rank hold, and which ops join or keep them.
+"""The terms of sums in the buffers of one rank, and the ops that join or keep them.
 
     %r: {3}, %y: {1, 2}           %y = add(%y, %r)        %y: {1, 2, 3}
     %all: {1}, {2} side by side   %y = sum(%all)          %y: {1, 2}
     %r: {3}                       %h = mul(%r, 2.0)       %h: {3}
-    %r: {3}                       %h = exp(%r)            refused: it is no term of anything
+    %r: {3}                       %h = exp(%r)            refused: exp is not linear
 
-How terms arrive is told elsewhere (`terms.py`).
+`terms.py` has the messages that bring terms from other ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial, reduce
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import op_of
@@ -44,7 +45,7 @@ _NONE = Terms("sum", 0)
 
 
 class Unclear(ProgramError):
-    """One iteration, or one layer, does not stand for others: all have to be written out."""
+    """One iteration, or one layer, does not represent others: all have to be written out."""
 
 
 @dataclass
@@ -53,8 +54,8 @@ class Held:
 
     Attributes:
         program: straight-line, with its rank.
-        layers: name -> which of two layers it belongs to, of which the second stands for more.
-        repeated: ids of the instructions that stand for several iterations.
+        layers: name -> its layer, 0 or 1, the second of which represents all later ones.
+        repeated: ids of the instructions that represent several iterations.
     """
 
     program: HostProgram
@@ -71,9 +72,9 @@ class Held:
         return self.program.rank
 
     def layout(self, name: str) -> Layout:
-        found = self.program.types[name].layout
-        assert found is not None
-        return found
+        layout = self.program.types[name].layout
+        assert layout is not None
+        return layout
 
     def usual(self, layout: Layout) -> int:
         """Return the terms that a buffer of a layout holds on this rank."""
@@ -88,10 +89,10 @@ class Held:
         return [(b, t) for b, t in storage.terms.items() if overlap(b, view.region)]
 
     def empty_part(self, name: str, view: View) -> object:
-        """Return which part without elements a view is; None: it has some, or is a whole buffer.
+        """Return a key of a view without elements; None: it has elements, or is a whole buffer.
 
-        Such a part stands for those of other ranks, so that it is followed too. Its box does not
-        tell it from others; its chunk does, even where it is read by a name of another layout.
+        Other ranks have elements in such a part, so its terms are followed, too. Several empty
+        parts may have one box; the chunk tells them apart, also under a name of another layout.
         """
         region, i = view.region, view.made_by
         if region is None or all(start < stop for start, stop in region):
@@ -106,11 +107,11 @@ class Held:
         layout = self.program.types[name].layout
         if layout is None or view.is_said or layout.mesh not in self.spaces:
             return None
-        found = self.entries(name, view)
-        if not found:
+        entries = self.entries(name, view)
+        if not entries:
             return self.unlike(view.storage, layout)
-        kinds = {terms for _, terms in found}
-        if len(kinds) == 1 and self.is_covered(view, found):
+        kinds = {terms for _, terms in entries}
+        if len(kinds) == 1 and self.is_covered(view, entries):
             (terms,) = kinds
             return terms
         wanting = [t for t in kinds if t.held != self.usual(layout) or t.is_spread]
@@ -120,11 +121,14 @@ class Held:
 
     def unlike(self, storage: Storage, layout: Layout) -> Terms | None:
         """Return the terms of a buffer that is read by a name of another layout (`own`)."""
-        made = self.layout(storage.name)
-        if made is layout or made.mesh != layout.mesh or self.usual(made) == self.usual(layout):
+        whole_of = self.layout(storage.name)
+        if whole_of is layout or whole_of.mesh != layout.mesh:
             return None
-        ops = [*layout.reduce_ops.values(), *made.reduce_ops.values()]
-        return Terms(ops[0], self.usual(made))
+        usual = self.usual(whole_of)
+        if usual == self.usual(layout):
+            return None
+        ops = [*layout.reduce_ops.values(), *whole_of.reduce_ops.values()]
+        return Terms(ops[0], usual)
 
     def is_covered(self, view: View, found: list[tuple[Box | None, Terms]]) -> bool:
         if any(covers(b, view.region) for b, _ in found):
@@ -135,39 +139,33 @@ class Held:
         return sum(box_size(b) for b in shared if b is not None) >= box_size(region)
 
     def is_usual(self, layout: Layout, terms: Terms | None) -> bool:
-        if terms is None:
-            return True
+        """Return whether terms are those that a layout says, or repeat some, where that is idle."""
+        if terms is None or terms.is_spread:
+            return terms is None
         usual = self.usual(layout)
-        if terms.is_spread:
-            return False
-        if terms.held == usual:
-            return True
-        return terms.op in IDEMPOTENT and not usual & ~terms.held
+        return terms.held == usual or (terms.op in IDEMPOTENT and not usual & ~terms.held)
 
     def claim(self, name: str, view: View, i: Instruction) -> None:
         """Raise ProgramError unless a buffer holds the terms that its layout says."""
-        if not view.storage.terms and not self.is_own(name, view):
+        if not view.storage.terms and name == view.storage.name:
             return
         terms = self.held(name, view, i)
         layout = self.program.types[name].layout
         if terms is not None and layout is not None and not self.is_usual(layout, terms):
             raise self.wanting(name, layout, terms, i)
 
-    def is_own(self, name: str, view: View) -> bool:
-        return name != view.storage.name
-
     def wanting(self, name: str, layout: Layout, terms: Terms, i: Instruction) -> ProgramError:
         if terms.is_spread or id(i) in self.repeated:
             return Unclear(f"{i} reads terms of several iterations")
         space, usual = self.spaces[layout.mesh], self.usual(layout)
-        lacking, more = usual & ~terms.held, terms.held & ~usual
+        lacking, surplus = usual & ~terms.held, terms.held & ~usual
         return refusals.wanting(
-            self.program, name, i, space.ranks(lacking, self.rank), space.ranks(more, self.rank)
+            self.program, name, i, space.ranks(lacking, self.rank), space.ranks(surplus, self.rank)
         )
 
     # -- what is computed ------------------------------------------------------------------------
 
-    def made(self, i: Instruction, views: Mapping[str, View]) -> Terms | None:
+    def computed(self, i: Instruction, views: Mapping[str, View]) -> Terms | None:
         """Return the terms that the result of a local op holds; None: as its layout says.
 
         Args:
@@ -198,18 +196,21 @@ class Held:
         """Raise Unclear where terms go from one layer to the next, or are read again and again."""
         if terms is None or self.is_usual(self.layout(name), terms):
             return
-        layers = {self.layers.get(n.split("@")[0]) for n in (view.storage.name, *i.outputs)}
         is_again = id(i) in self.repeated and not terms.is_spread and name not in i.outputs
-        if len(layers - {None}) > 1 or is_again:
+        if is_again or self.crosses_layers((view.storage.name, *i.outputs)):
             raise Unclear(f"{i} reads terms that another iteration or layer left")
+
+    def crosses_layers(self, names: Iterable[str]) -> bool:
+        """Return whether names belong to several layers."""
+        return len({self.layers.get(n.split("@")[0]) for n in names} - {None}) > 1
 
     def joined(
         self, i: Instruction, held: Mapping[str, Terms | None], views: Mapping[str, View]
     ) -> Terms | None:
-        """Return the terms of what joins two sets of them; None where an op joins none."""
+        """Return the terms of an op that joins two sets of them; None for other ops."""
         if len(i.inputs) != 2 or not all(type(x) is str for x in i.inputs):
             return None
-        a, b = (self.operand(x, held, views, i) for x in i.reads)
+        a, b = (self.operand(x, held, i) for x in i.reads)
         names = i.reads
         ops = {t.op for t in (a, b) if t is not None}
         if len(ops) != 1 or i.fn != JOINS.get(*ops):
@@ -220,21 +221,14 @@ class Held:
             layout = self.layout(other)
             space = self.spaces[layout.mesh]
             if other not in views or space.agree(layout, some.held, self.rank):
-                return self.gathered(i, some, other)  # what is whole is no term
+                return self.gathered(i, some, other)  # the other operand is no term
             a, b = some, Terms(some.op, self.usual(layout))
         return self.union(i, names, a, b)
 
-    def operand(
-        self,
-        name: str,
-        held: Mapping[str, Terms | None],
-        views: Mapping[str, View],
-        i: Instruction,
-    ) -> Terms | None:
-        """Return the terms of an operand; None for those of a whole sum that stays as it is."""
+    def operand(self, name: str, held: Mapping[str, Terms | None], i: Instruction) -> Terms | None:
+        """Return the terms of an operand; None: as its layout says, unless the op writes there."""
         terms = held.get(name)
-        is_there = name in i.outputs
-        if terms is None or is_there or not self.is_usual(self.layout(name), terms):
+        if terms is None or name in i.outputs or not self.is_usual(self.layout(name), terms):
             return terms
         return None
 
@@ -244,14 +238,14 @@ class Held:
                 raise Unclear(f"{i} adds terms of several iterations")
             name = next(iter(names))
             space = self.spaces[self.layout(name).mesh]
-            ranks = space.ranks(a.held & b.held, self.rank)
-            raise refusals.doubled(self.program, i.outputs[0], i, ranks)
+            ranks = refusals.ranks_text(space.ranks(a.held & b.held, self.rank))
+            raise refusals.DOUBLED(self.program, i, ranks=ranks, name=i.outputs[0])
         both = Terms(a.op, a.held | b.held, a.is_spread or b.is_spread)
         to = [n for n, t in zip(names, (a, b), strict=False) if not t.is_spread]
         return self.gathered(i, both, *to)
 
     def gathered(self, i: Instruction, terms: Terms, *to: str) -> Terms:
-        """Return what a buffer holds once the terms of several iterations are added to it."""
+        """Return the terms of a buffer to which those of several iterations are added."""
         if terms.is_spread and not {*to}.intersection(i.outputs):
             raise Unclear(f"{i} adds terms of several iterations")
         return Terms(terms.op, terms.held)
@@ -259,7 +253,7 @@ class Held:
     def passes(
         self, i: Instruction, name: str, terms: Terms, odd: Mapping[str, Terms | None]
     ) -> bool:
-        """Return whether an op of a term is the term of what it makes of the whole."""
+        """Return whether an op is linear: applied to a term, it yields a term of its result."""
         if terms.is_spread:
             raise Unclear(f"{i} reads terms of several iterations")
         op = op_of(i)
@@ -289,13 +283,13 @@ class Held:
         return ops.pop() if len(ops) == 1 else None
 
     def side_by_side(self, i: Instruction, views: Mapping[str, View]) -> Terms | None:
-        """Return the terms of what joins terms that stand side by side; None for other ops."""
+        """Return the terms of a reduction over terms side by side; None for other ops."""
         if i.op != "reduce" or len(views) != 1:
             return None
         ((name, view),) = views.items()
-        found = self.entries(name, view)
+        entries = self.entries(name, view)
         layout = self.layout(name)
-        odd = [t for _, t in found if not self.is_usual(layout, t)]
+        odd = [t for _, t in entries if not self.is_usual(layout, t)]
         if len({*odd}) < 2 or view.dims is not None or view.is_said:
             return None
         if any(t.op != i.fn or t.is_spread for t in odd) or id(i) in self.repeated:
@@ -303,20 +297,14 @@ class Held:
         n = len(self.program.types[name].shape)
         dims = {d % n for d in (i.kwargs.get("dims") or range(n))}
         rows: dict[object, list[Terms]] = defaultdict(list)
-        for box, terms in found:
+        for box, terms in entries:
             assert box is not None
             rows[tuple(x for d, x in enumerate(box) if d not in dims)].append(terms)
-        sums = {self.summed(i, name, some) for some in rows.values()}
+        sums = {reduce(partial(self.union, i, (name,)), some) for some in rows.values()}
         boxes = [*rows]
         if len(sums) > 1 or not _are_apart(boxes):
             raise self.wanting(name, layout, odd[0], i)
         return sums.pop()
-
-    def summed(self, i: Instruction, name: str, some: list[Terms]) -> Terms:
-        first, *rest = some
-        for terms in rest:
-            first = self.union(i, (name,), first, terms)
-        return first
 
     def added(self, i: Instruction, views: Mapping[str, View]) -> Terms | None:
         """Return the terms of a sum to which a rank's own product is added."""
@@ -342,7 +330,7 @@ class Held:
         storage, layout = view.storage, self.program.types[name].layout
         if layout is None or layout.mesh not in self.spaces:
             return
-        if terms is None and storage.name != name:  # computed where the sum is (`own`)
+        if terms is None and storage.name != name:  # as in `own`
             kind = self.program.types[storage.name].layout
             if kind is not None and kind.mesh == layout.mesh:
                 usual = self.usual(layout)
@@ -405,5 +393,5 @@ def _cut_out(terms: dict[Box | None, Terms], region: Box | None, box: Box) -> No
         del terms[region]
         return
     for other in _touching([b for b in terms if b is not None], region):
-        kept = terms.pop(other)
-        terms.update((part, kept) for part in outside(other, region))
+        parted = terms.pop(other)
+        terms.update((part, parted) for part in outside(other, region))

@@ -68,10 +68,10 @@ def is_alike(a: Layout, b: Layout, ndim: int) -> bool:
 
 
 def is_one_chunk(a: Layout, b: Layout) -> bool:
-    """Return whether two buffers are the same chunk of their part, or no chunk at all.
+    """Return whether two buffers are the same chunk of their part, or both whole.
 
-    Indices that are written differently are compared later, where their numbers are known; those
-    that depend on the rank have to be written alike, so that they are the same on all ranks.
+    Two different index expressions may be equal: they are compared again when loops are written
+    out. Expressions that depend on the rank must be equal, so that all ranks agree.
     """
     p, q = chunk_of(a), chunk_of(b)
     if p is None or q is None:
@@ -92,13 +92,13 @@ def depends_on_rank(index: object) -> bool:
 def axes_of(index: Index, mesh: DeviceMesh) -> frozenset[str]:
     """Return the axes of a mesh along which an index expression may be another number."""
     every = frozenset(a for a in mesh.axes if mesh.axis_size(a) > 1)
-    found: set[str] = set()
+    axes: set[str] = set()
     for term in terms(index):
         if term.kind == "coord" and term.name in mesh.axes:
-            found.add(term.name)
+            axes.add(term.name)
         elif term.kind in ("rank", "coord"):
-            found |= every
-    return every & found
+            axes |= every
+    return every & axes
 
 
 @dataclass(slots=True)
@@ -201,7 +201,7 @@ class _Row:
             self.check_chunks(label, chunk)
 
     def is_of_units(self, chunk: Stream, label: int | None, declared: Layout) -> bool:
-        """Whether a chunk of a reshape's operand is one of a dim that no label says."""
+        """Return whether a chunk of a reshape's operand is along a dim without a label."""
         wanted = chunk_of(declared)
         to, *_ = self.units.get(chunk.dim, (None,))
         return to is not None and (label is None or (wanted is not None and wanted.dim == to))
@@ -209,20 +209,20 @@ class _Row:
     def of_units(self, chunk: Stream) -> Stream:
         """Return the chunk of the result where it has all rows of the dim, or none."""
         to, after, before = self.units[chunk.dim]
-        found = chunk.scaled(after, before)
-        if found is None or (after != before and isinstance(found.chunks, int) and found.count > 1):
+        rows = chunk.scaled(after, before)
+        if rows is None or (after != before and isinstance(rows.chunks, int) and rows.count > 1):
             raise Contradiction(f"the chunks of {self.fn} do not fall together")
-        return replace(found, dim=to)
+        return replace(rows, dim=to)
 
     def check_chunks(self, label: int, chunk: Stream) -> None:
         for at, layout, dims in self.operands:
             if label not in dims or (layout.stream is chunk and dims.index(label) == chunk.dim):
                 continue
-            here = layout.with_stream(replace(chunk, dim=dims.index(label)))
-            if not is_one_chunk(layout, here):
-                found = chunk_of(layout)
+            moved = layout.with_stream(replace(chunk, dim=dims.index(label)))
+            if not is_one_chunk(layout, moved):
+                other = chunk_of(layout)
                 raise Contradiction(
-                    f"operand {at} of {self.fn} is {found or 'whole'}, another one {chunk}"
+                    f"operand {at} of {self.fn} is {other or 'whole'}, another one {chunk}"
                 )
         sizes = map(self.mesh.axis_size, self.splits.get(label, ()))
         if isinstance(chunk.chunks, int) and not self.labels.fits(label, (*sizes, chunk.chunks)):
@@ -230,15 +230,15 @@ class _Row:
 
     def reduced(self) -> dict[str, Placement]:
         """Return the axes along which the result is Partial, since they split a reduced dim."""
-        found: dict[str, Placement] = {}
+        placements: dict[str, Placement] = {}
         for label, axes in self.splits.items():
             if label in self.labels.result:
                 continue
             op = self.labels.reduces.get(label)
             if op is None:
                 raise Contradiction(f"{self.fn} cannot be split over a dim that it gives up")
-            found.update(dict.fromkeys(axes, Partial(op)))
-        return found
+            placements.update(dict.fromkeys(axes, Partial(op)))
+        return placements
 
     def passed(self, axis: str) -> Placement | None:
         """Return the result's placement along an axis where operands are Partial or vary.
@@ -300,10 +300,10 @@ class _Row:
     def scaled(self, label: int, dim: int) -> Stream:
         """Return the chunk of a dim of the result; Contradiction if it has no whole rows there."""
         chunk = self.chunks[label]
-        found = chunk.scaled(*self.extents[label]) if label in self.extents else chunk
-        if found is None:
+        rows = chunk.scaled(*self.extents[label]) if label in self.extents else chunk
+        if rows is None:
             raise Contradiction(f"the chunks of {self.fn} do not fall together")
-        return found if found.dim == dim else replace(found, dim=dim)
+        return rows if rows.dim == dim else replace(rows, dim=dim)
 
     def result(self, numbers: frozenset[str], declared: Layout) -> Layout:
         self.split()
@@ -380,10 +380,10 @@ def result_layout(
         given = (tuple(layouts), declared, numbers, tuple(absent), known, shape, taken)
         return _result(fn, labels, *given)
     key = labels.operands, labels.result, tuple(labels.reduces.items())
-    made = _known_result(fn, key, tuple(layouts), declared, numbers, tuple(absent))
-    if isinstance(made, str):
-        raise Contradiction(made)
-    return made
+    layout = _known_result(fn, key, tuple(layouts), declared, numbers, tuple(absent))
+    if isinstance(layout, str):
+        raise Contradiction(layout)
+    return layout
 
 
 @lru_cache(maxsize=4096)
@@ -395,7 +395,7 @@ def _known_result(
     numbers: frozenset[str],
     absent: tuple[bool, ...],
 ) -> Layout | str:
-    """Return the layout, or why there is none: the same for all extents with these labels."""
+    """Return the layout, or the contradiction; it depends on labels alone, not on extents."""
     labels = DimMap(operands=key[0], results=(key[1],), reduces=dict(key[2]))
     try:
         return _result(fn, labels, layouts, declared, numbers, absent)
@@ -441,7 +441,7 @@ def _on(mesh: DeviceMesh, layout: Layout, at: int) -> Layout:
 
 
 def is_shown(made: Layout, declared: Layout, ndim: int) -> bool:
-    """Return whether a value with layout `made` may be declared so: as it is, or as varying."""
+    """Return whether a value of layout `made` may be declared with a layout, or as varying."""
     if is_alike(made, declared, ndim):
         return True
     if made.mesh != declared.mesh:
@@ -460,8 +460,8 @@ def is_shown(made: Layout, declared: Layout, ndim: int) -> bool:
 def may_be_said(before: Layout, after: Layout) -> bool:
     """Return whether a `set` may give a value this layout on the author's word.
 
-    Along an axis it begins to vary, or no longer does; a chunk becomes a value of its own, and such
-    a value a chunk. Along the other axes it stays what it is. Local shapes are not looked at.
+    The value may begin or cease to vary along an axis; a chunk may become a value of its own, and
+    such a value a chunk. Placements along other axes stay. Local shapes are not compared.
     """
     chunks = chunk_of(before), chunk_of(after)
     if any(c is not None and c.op is not None for c in chunks):

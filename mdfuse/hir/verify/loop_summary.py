@@ -5,27 +5,32 @@
       %y.i = exp(%x.i)                    ->    %y.i@2: … chunk(0,[1,511],1) = chunk(%y)
     }                                           %y.i@2 = exp(%x.i@2)
 
-What the verifier accepts of this it accepts of all iterations written out:
-- Iterations whose branches, and the sizes of whose chunks, are the same are one run. The first of
-  each run stands for itself, the others are written as one. So does the first on another branch,
-  and the first of the loop, unless it finds streams and names as all others do: what these are
-  before the next one, they are before each later one.
-- Where `next` divides the loop, as many as it has parts stand for themselves: the part of one may
-  stand before those of earlier ones that are as near, and behind those of all others. Each pair
-  that is as near, and each that is not, has one here that is like it.
-- This is some of the instructions that run, in their order. What is ordered among these is so among
-  all; what one iteration does before the next one, it does before each later one.
-- The parts of chunks that are added up are added by the one that stands for many, all at once.
-- Each iteration uses a chunk of its own, or the whole, of a buffer from outside. The one that
-  stands for many reads and writes all their chunks, and is in conflict where any of them is.
-Where one of these is not sure, there is no such program, and all iterations have to be written out.
+A summary keeps some iterations as they are, and writes each run of equal ones as one iteration. If
+the verifier accepts the summary, it accepts the program with all iterations written out:
+
+Lemma 1 (runs). Iterations with the same branches and chunk sizes run the same instructions, so the
+    loop is cut into runs of such iterations. The first iteration of each run is kept: its entry
+    state may differ. An iteration leaves the streams and names as the next one finds them, so all
+    later entry states are equal. Iteration 0 and the first after a change of branch get another
+    kept iteration behind them, unless the body sets all streams and binds all names itself.
+Lemma 2 (distance). Where `next` divides the body into k parts, only iterations less than k apart
+    interleave. k iterations of each run are kept, so each pair of iterations is represented by a
+    pair in the summary at the same distance, capped at k.
+Lemma 3 (order). The summary is a subsequence of the instructions that run. Accesses that it orders
+    are ordered in the program, too, and by Lemmas 1 and 2 each pair of accesses has a
+    representative in the summary.
+Lemma 4 (sums). The parts of chunks that a run adds up are added by its representative, all at once.
+Lemma 5 (chunks). In each iteration, a buffer from outside of the loop is used as a whole, or as a
+    chunk that no other iteration of the run uses. The representative reads and writes the union of
+    these chunks, so it conflicts with every access that one of its iterations conflicts with.
+
+Where a condition is not sure, there is no summary, and all iterations are written out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from itertools import pairwise
 
 from mdfuse.communication import Communication
@@ -34,9 +39,10 @@ from mdfuse.extents.expressions import Calc, Term, resolve, terms
 from mdfuse.extents.linear import Linear, linear
 from mdfuse.hir.analysis.dataflow import shared_operand, storage
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
+from mdfuse.hir.once import once
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.rank import early_waits, late_waits
 from mdfuse.hir.rank.unroll import LIMIT, Turn, Unrolled
+from mdfuse.hir.rank.unrolled import WAITS
 from mdfuse.hir.verify.layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.layout import Layout
@@ -47,76 +53,55 @@ FEWEST = 4
 
 
 class _Unfit(Exception):
-    """A loop cannot be folded; all its iterations are written out."""
+    """A loop has no summary: all its iterations are written out."""
 
 
 def folded(program: HostProgram) -> FoldedProgram | None:
-    """Return a projection written out with iterations folded; None where this is not sure.
+    """Return the summary of a projection; None where a condition of the lemmas is not sure.
 
-    It is None, too, where writing it out is an error, which then is raised without folding.
+    It is None, too, where writing it out is an error, which is then raised without a summary.
     """
-    writer = _Folded(program, memory=Memory(program))
+    writer = _Folded(program)
     try:
-        found = early_waits.run(late_waits.run(writer.write()))
+        summary = writer.write()
+        for _, run in WAITS:
+            summary = run(summary)
     except (_Unfit, MdfuseError):
         return None
     if len(writer.code) + writer.saved >= LIMIT:
         return None
-    said = {row.name: getattr(found, row.name) for row in fields(HostProgram)}
-    return FoldedProgram(**said, repeated=frozenset(map(id, writer.repeated)))
+    values = {row.name: getattr(summary, row.name) for row in fields(HostProgram)}
+    return FoldedProgram(**values, repeated=frozenset(map(id, writer.repeated)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedProgram(HostProgram):
-    """A projection written out with iterations folded.
+    """A projection written out, with one iteration for each run of equal ones.
 
     Attributes:
-        repeated: ids of the instructions that stand for several iterations.
+        repeated: ids of the instructions that represent several iterations.
     """
 
     repeated: frozenset[int]
 
 
-@dataclass
-class Memory:
-    """Which names of a program stand for the same memory, found when it is asked for.
-
-    Attributes:
-        program: whose instructions and aliases are looked at.
-    """
-
-    program: HostProgram
-
-    @cached_property
-    def shared(self) -> dict[str, str]:
-        """Name -> the name whose memory it may share."""
-        return storage(self.program)
-
-    @cached_property
-    def ambiguous(self) -> frozenset[str]:
-        """Names that may stand for other memory than `shared` says."""
-        return _ambiguous(self.program, self.shared)
-
-
-def _ambiguous(program: HostProgram, shared: Mapping[str, str]) -> frozenset[str]:
-    """Return the names that may stand for other memory than they are said to share.
-
-    An instruction may bind them to that; or they are views of such.
-    """
-    views = [*_views(program)]
-    found = {n for n, of in views if shared.get(n, n) != shared.get(of, of)}
-    more = found
-    while more:
-        more = {n for n, of in views if of in more} - found
-        found |= more
-    return frozenset(found)
+@once
+def _ambiguous(program: HostProgram) -> frozenset[str]:
+    """Return the names that several views may bind to different memory, and views of such names."""
+    views, memories = [*_views(program)], storage(program)
+    names = {n for n, of in views if memories.get(n, n) != memories.get(of, of)}
+    added = names
+    while added:
+        added = {n for n, of in views if of in added} - names
+        names |= added
+    return frozenset(names)
 
 
 def _views(program: HostProgram) -> Iterator[tuple[str, str]]:
     """Yield (name, operand) where a name may be bound to an operand's memory.
 
-    Not where it surely has a buffer, since outside of all blocks it was bound: that is written.
-    What stands in a named block runs where it is called.
+    A name that an instruction outside of all blocks has bound is written instead. Instructions of a
+    named block run at its calls, so names that are bound before the block may be unbound there.
     """
     root, inside = program.root, (j for i in program.instructions for j in (*i.body, *i.orelse))
     freed = {root(n) for top in inside for i in top.walk() if i.op == "free" for n in i.reads}
@@ -125,8 +110,8 @@ def _views(program: HostProgram) -> Iterator[tuple[str, str]]:
         for i in top.walk():
             operand = shared_operand(i)
             if operand is not None:
-                is_here, made = top.op != "block", map(root, i.outputs)
-                yield from ((n, root(operand)) for n in made if not (is_here and n in bound))
+                is_here, results = top.op != "block", map(root, i.outputs)
+                yield from ((n, root(operand)) for n in results if not (is_here and n in bound))
         if top.op == "free":
             bound.difference_update(map(root, top.reads))
         elif not top.body:
@@ -135,20 +120,19 @@ def _views(program: HostProgram) -> Iterator[tuple[str, str]]:
 
 @dataclass
 class _Folded(Unrolled):
-    memory: Memory = field(kw_only=True)
     #: how many instructions were left out
     saved: int = 0
-    #: those that stand for several iterations
+    #: those that represent several iterations
     repeated: list[Instruction] = field(default_factory=list)
-    #: in an iteration that stands for several: the loop's index, and its number in the last of them
+    #: in the representative of several iterations: the loop's index, and its last number
     last: tuple[str, int] | None = None
-    #: a loop that only switches streams -> what it does
+    #: a loop that only switches streams -> its instructions, written out
     switches: dict[Hashable, list[Instruction]] = field(default_factory=dict)
-    #: layout -> which chunk it is of in an iteration of the loop that is looked at
+    #: layout -> its number of a chunk, by the index of the current loop
     _which: dict[Layout, Linear | None] = field(default_factory=dict)
 
     def loop(self, i: Instruction) -> None:
-        """Write out a loop; one that only switches streams does the same wherever it stands."""
+        """Write out a loop; equal loops that only switch streams are written out once."""
         if self.env or not self.only_switches(i):
             super().loop(i)
             return
@@ -163,7 +147,7 @@ class _Folded(Unrolled):
         self.switches[key] = self.code[before:]
 
     def only_switches(self, loop: Instruction) -> bool:
-        """Return whether a short loop has nothing but streams in it, which are all of one name."""
+        """Return whether a short loop switches streams alone, to the same ones everywhere."""
         if any(j.op not in ("set_stream", "sync") or j.indices for j in loop.body):
             return False
         bounds = [v for _, v in loop.attrs]
@@ -172,36 +156,39 @@ class _Folded(Unrolled):
         return self.names.keys().isdisjoint(x for j in loop.body for x in j.reads)
 
     def turns(self, loop: Instruction, numbers: range) -> list[range]:
+        """Keep as many iterations of each run as the loop has parts; Lemma 2."""
         if len(numbers) < FEWEST:
             return [*super().turns(loop, numbers)]
-        found, first = list[range](), len(loop.parts)
+        runs, first = list[range](), len(loop.parts)
         for run in self.runs(loop, numbers):
-            found += super().turns(loop, run[:first])
-            found += [run[first:]] if len(run) > first else []
-        return found
+            runs += super().turns(loop, run[:first])
+            runs += [run[first:]] if len(run) > first else []
+        return runs
 
     def part(self, loop: Instruction, part: tuple[Instruction, ...], turn: Turn) -> None:
+        """Write out a part, and note the instructions that represent several; Lemma 3."""
         before = len(self.code)
         if len(turn.numbers) > 1:
             self.last = loop.outputs[0], turn.numbers[-1]
         super().part(loop, part, turn)
         if self.last is not None:
-            self.code[before:] = [replace(i) for i in self.code[before:]]  # told by identity
+            self.code[before:] = [replace(i) for i in self.code[before:]]  # new ids
             self.repeated += self.code[before:]
         self.last = None
         self.saved += (len(turn.numbers) - 1) * (len(self.code) - before)
 
     def here(self, kind: BufferType) -> BufferType:
-        found = super().here(kind)
-        if self.last is None or kind is found or kind.layout is None or kind.layout.stream is None:
-            return found
-        if kind.layout.stream.op is not None:
-            return found  # see `at`
-        layout = self.spanning(kind.layout, kind.shape)
-        return found if layout is None else replace(found, layout=layout)
+        """Return a type with all chunks of a run; Lemma 5."""
+        at_first, layout = super().here(kind), kind.layout
+        if self.last is None or kind is at_first or layout is None or layout.stream is None:
+            return at_first
+        if layout.stream.op is not None:
+            return at_first  # see `at`
+        spanned = self.spanning(layout, kind.shape)
+        return at_first if spanned is None else replace(at_first, layout=spanned)
 
     def spanning(self, layout: Layout, shape: Sequence[int]) -> Layout | None:
-        """Return a layout with the chunks of all iterations as one; None: they have one chunk."""
+        """Return a layout with the chunks of a run as one; None: all have one chunk. Lemma 5."""
         assert self.last is not None and layout.stream is not None
         index, last = self.last
         chunk, first = layout.stream, self.env[index]
@@ -222,50 +209,53 @@ class _Folded(Unrolled):
         rows = whole.local_shape(tuple(shape), self.program.rank)[chunk.dim]
         start, stop = (nth_chunk((0, rows), chunk.chunks, n) for n in (low, high))
         lengths = start[0], stop[1] - start[0], rows - stop[1]
-        found = whole.with_stream(Stream(chunk.dim, lengths, chunk.rotate, 1))
-        self._layouts[key] = found
-        return found
+        spanned = whole.with_stream(Stream(chunk.dim, lengths, chunk.rotate, 1))
+        self._layouts[key] = spanned
+        return spanned
 
     def posted(self, comm: Communication) -> Communication:
-        found = super().posted(comm)
-        if self.last is None or found == comm:
-            return found
+        """Return a communication of all chunks of a run; Lemma 5."""
+        first = super().posted(comm)
+        if self.last is None or first == comm:
+            return first
         source, destination = (
-            (k.stream is not None and self.spanning(k, comm.shape)) or here
-            for k, here in ((comm.source, found.source), (comm.destination, found.destination))
+            (k.stream is not None and self.spanning(k, comm.shape)) or layout
+            for k, layout in ((comm.source, first.source), (comm.destination, first.destination))
         )
-        return replace(found, source=source, destination=destination)
+        return replace(first, source=source, destination=destination)
 
     def at(self, name: str, kind: BufferType, i: Instruction) -> BufferType:
-        found = super().at(name, kind, i)
-        if found is kind or self.last is None:
-            return found
+        """Return a type; that of a part of a sum has the chunk lengths of the operands. Lemma 4."""
+        at_first = super().at(name, kind, i)
+        if at_first is kind or self.last is None:
+            return at_first
         chunk = chunk_of(kind.layout) if kind.layout is not None else None
         if chunk is None or chunk.op is None:
-            return found
-        assert found.layout is not None
+            return at_first
+        assert at_first.layout is not None
         operands = (self.types[self.name(x)].layout for x in i.reads if self.name(x) in self.types)
         streams = [k.stream for k in operands if k is not None and k.stream is not None]
         lengths = {x.chunks for x in streams if isinstance(x.chunks, tuple)}
         if len(lengths) != 1:
             raise _Unfit
         stream = Stream.over(chunk.op, lengths.pop(), 1)
-        return replace(found, layout=found.layout.with_stream(stream))
+        return replace(at_first, layout=at_first.layout.with_stream(stream))
 
     def renamed(self, i: Instruction) -> Instruction:
-        found = super().renamed(i)
+        """Add to an instruction the parts of sums, or the peers, of all iterations; Lemma 4."""
+        new = super().renamed(i)
         if i.op in TRANSFERS and self.last is not None:
-            return found.changed(attrs=(*found.attrs, ("turns", self.turned(i))))
+            return new.changed(attrs=(*new.attrs, ("turns", self.turned(i))))
         if i.op != "accumulate" or self.last is None:
-            return found
+            return new
         layout = self.program.types[self.program.root(i.reads[0])].layout
         assert layout is not None and layout.stream is not None
         index, last = self.last
         parts, count = range(self.env[index], last + 1), layout.stream.count
-        return found.changed(attrs=(("parts", parts), ("of", count)))
+        return new.changed(attrs=(("parts", parts), ("of", count)))
 
     def turned(self, i: Instruction) -> tuple[int, int] | None:
-        """Return how much farther a peer is in each iteration, and how many these are.
+        """Return by how much the peer's place grows per iteration, and the number of iterations.
 
         None where this is not known.
         """
@@ -278,17 +268,17 @@ class _Folded(Unrolled):
             return 0, count
         if axis is None or layout is None:
             return None
-        found = linear(resolve(peer, self.before(term)), layout.mesh.axis_size(axis))
-        is_known = found is not None and all(t == term for t, _ in found.factors)
-        return (found.factor(term), count) if is_known and found is not None else None
+        place = linear(resolve(peer, self.before(term)), layout.mesh.axis_size(axis))
+        is_known = place is not None and all(t == term for t, _ in place.factors)
+        return (place.factor(term), count) if is_known and place is not None else None
 
     def is_of_part(self, i: Instruction) -> bool:
         return i.op not in TRANSFERS and super().is_of_part(i)
 
-    # -- what one iteration may stand for --------------------------------------------------------
+    # -- the runs of a loop ----------------------------------------------------------------------
 
     def runs(self, loop: Instruction, numbers: range) -> list[range]:
-        """Return the runs of iterations that are alike; each by itself where this is not sure."""
+        """Return the runs of equal iterations; single ones where this is not sure. Lemma 1."""
         inside = [j for i in loop.body for j in i.walk()]
         index = Term("index", loop.outputs[0])
         self._which.clear()
@@ -309,38 +299,38 @@ class _Folded(Unrolled):
                 starts.update(self.branches(i, index, is_anew) if i.op == "if" else ())
         except _Unfit:
             return [numbers[at : at + 1] for at in range(len(numbers))]
-        kept = [*sorted(n for n in starts if n in numbers), numbers.stop]
-        return [range(a, b) for a, b in pairwise(kept)]
+        borders = [*sorted(n for n in starts if n in numbers), numbers.stop]
+        return [range(a, b) for a, b in pairwise(borders)]
 
     def begins_anew(self, loop: Instruction) -> bool:
-        """Return whether streams and names are the same before the first iteration as later.
+        """Return whether the first iteration has the entry state of all later ones; Lemma 1.
 
-        Each part of the body sets its stream first, and what it binds belongs to an iteration or
-        was bound.
+        Each part of the body sets its stream first, and each name that it binds belongs to one
+        iteration, or has a buffer before the loop.
         """
         if not all(map(self.sets_stream, loop.parts)):
             return False
-        own, root = {*self.dependent(loop), *(self.bound - self.left)}, self.program.root
-        return own.issuperset(root(n) for i in loop.body for j in i.walk() for n in j.outputs)
+        bound, root = {*self.dependent(loop), *(self.bound - self.left)}, self.program.root
+        return bound.issuperset(root(n) for i in loop.body for j in i.walk() for n in j.outputs)
 
     def sets_stream(self, part: tuple[Instruction, ...]) -> bool:
         """Return whether a part of a loop does no work before it sets its stream."""
-        kept = self.program.outputs
-        rest = (i for i in part if i.op != "chunk" or i.outputs[0] in kept)
-        first = next(rest, None)
+        outputs = self.program.outputs
+        work = (i for i in part if i.op != "chunk" or i.outputs[0] in outputs)
+        first = next(work, None)
         return first is not None and first.op == "set_stream"
 
     def chunks(self, index: Term, inside: list[Instruction]) -> dict[str, Linear]:
-        """Return the buffers that are another chunk in each iteration, and which one."""
-        root, found = self.program.root, dict[str, Linear]()
+        """Return the buffers that are another chunk in each iteration, and its number; Lemma 5."""
+        root, chunks = self.program.root, dict[str, Linear]()
         for name in {root(n) for i in inside for n in (*i.outputs, *i.reads)}:
             which = self.which(name, index)
             if which is not None:
-                found[name] = which
-        if not found.keys().isdisjoint(self.bound - self.left):
+                chunks[name] = which
+        if not chunks.keys().isdisjoint(self.bound - self.left):
             raise _Unfit
         cut: dict[str, Linear] = {}
-        known = {*found.values()}
+        known = {*chunks.values()}
         for i in inside:
             for layout in (i.comm.source, i.comm.destination) if i.comm is not None else ():
                 which, chunk = self.which_of(layout, index), chunk_of(layout)
@@ -350,20 +340,20 @@ class _Folded(Unrolled):
                     raise _Unfit  # no buffer is that chunk: where these begin anew is not known
             row = row_of(i)
             if row is not None and row.is_view and i.reads:
-                self.check_view(i, row.is_slice, found, cut)
-        return found
+                self.check_view(i, row.is_slice, chunks, cut)
+        return chunks
 
     def check_view(
         self, i: Instruction, is_slice: bool, found: dict[str, Linear], cut: dict[str, Linear]
     ) -> None:
-        """Raise _Unfit where views take several chunks of one buffer, or a part of a chunk."""
+        """Raise _Unfit where views take several chunks of one buffer, or parts of one; Lemma 5."""
         of, made_of = (self.program.root(n) for n in (i.reads[0], i.outputs[0]))
         which, types = found.get(made_of), self.program.types
         if of not in found:
-            memory = self.memory.shared.get(of, of)
+            memory = storage(self.program).get(of, of)
             if which is None or not is_slice:
                 return  # it shows all of the buffer, whatever the iteration
-            is_known = i.op == "chunk" and of not in self.memory.ambiguous
+            is_known = i.op == "chunk" and of not in _ambiguous(self.program)
             if not is_known or cut.setdefault(memory, which) != which:
                 raise _Unfit
             return
@@ -372,23 +362,23 @@ class _Folded(Unrolled):
             raise _Unfit
 
     def which(self, name: str, index: Term) -> Linear | None:
-        """Return which chunk a buffer is in an iteration; None where it is the same in all."""
+        """Return the number of the chunk that a buffer is; None where all iterations have one."""
         kind = self.program.types.get(name)
         if kind is None or kind.layout is None:
             return None
-        found = self.which_of(kind.layout, index)
-        if found is not None and kind.padding is not None:
+        chunk = self.which_of(kind.layout, index)
+        if chunk is not None and kind.padding is not None:
             raise _Unfit
-        return found
+        return chunk
 
     def which_of(self, layout: Layout, index: Term) -> Linear | None:
-        """Return which chunk a layout is of in an iteration; None where it is the same in all."""
+        """Return the number of a layout's chunk; None where all iterations have one."""
         if layout not in self._which:
             self._which[layout] = self.chunk_in(layout, index)
         return self._which[layout]
 
     def chunk_in(self, layout: Layout, index: Term) -> Linear | None:
-        """Return `which_of` a layout; it is asked once."""
+        """Compute `which_of`."""
         chunk = chunk_of(layout)
         if chunk is None or index not in terms(chunk.index):
             return None
@@ -400,21 +390,21 @@ class _Folded(Unrolled):
         )
         if not is_there or not isinstance(chunk.chunks, int):
             raise _Unfit
-        found = linear(known, chunk.chunks)
-        if found is None or found.factor(index) not in (1, chunk.count - 1):
+        number = linear(known, chunk.chunks)
+        if number is None or number.factor(index) not in (1, chunk.count - 1):
             raise _Unfit
-        if len(found.factors) != 1:
+        if len(number.factors) != 1:
             raise _Unfit
-        return found
+        return number
 
     def before(self, index: Term) -> Callable[[Term], int | None]:
-        """Return a lookup of what is known before the loop over an index."""
+        """Return a lookup of the terms that are known before the loop over an index."""
         return lambda term: self.known(term) if term != index else None
 
     def borders(
         self, kind: BufferType, which: Linear, index: Term, numbers: range
     ) -> Iterator[int]:
-        """Yield the iterations at which the chunks begin anew, or have another size."""
+        """Yield the iterations at which chunks wrap around, or have another size; Lemma 1."""
         count, constant = which.modulus, which.constant
         assert kind.layout is not None and kind.layout.stream is not None
         if kind.layout.stream.op is not None:
@@ -432,9 +422,9 @@ class _Folded(Unrolled):
             yield from range(first, numbers.stop, count)
 
     def branches(self, i: Instruction, index: Term, is_anew: bool) -> Iterator[int]:
-        """Yield the iterations from which on an `if` may take the other branch.
+        """Yield the iterations at which an `if` may begin to take the other branch; Lemma 1.
 
-        And the one behind, unless it finds streams and names as the first one on that branch does.
+        Yield also the ones behind, unless each iteration has the same entry state (`is_anew`).
         """
         test = resolve(i.kwargs["test"], self.before(index))
         if index not in terms(test):
@@ -466,11 +456,10 @@ def _extent(kind: BufferType) -> int | None:
 
 
 def _check(i: Instruction, index: Term) -> None:
-    """Raise _Unfit where an instruction depends on an index in a way that is not looked at.
+    """Raise _Unfit where an instruction may do something else in each iteration; Lemma 1.
 
-    What get_stream gives may be another stream in every second iteration.
-    Which peers a rank has makes no difference to the rank itself; that there are such ranks is
-    checked with the transfers of all ranks.
+    `get_stream` may yield another stream in every second iteration. The peer of a transfer may
+    change: the flow of one rank does not depend on it, and another check matches transfers.
     """
     if i.op == "get_stream" or (index.name in i.inputs and op_of(i) is None):
         raise _Unfit

@@ -1,4 +1,4 @@
-"""Memory while a program is verified: which names share it, what is written, the order of accesses.
+"""Memory while a program is verified: its names, its contents, and the order of accesses.
 
 Every stream has a vector clock: for each other stream, how far along that one it has waited. An
 access is ordered after another one if its stream has waited for at least the other's tick (Lamport
@@ -43,12 +43,13 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Terms that a buffer holds, where they are others than its layout says.
+    """The terms in a buffer, where its layout says other ones.
 
     Attributes:
         op: the reduce op that joins them.
         held: the places of the ranks that they come from, as bits (`spaces.py`).
-        is_spread: an iteration that stands for several has some of them, each of these others.
+        is_spread: they come from an instruction that represents several iterations, each of which
+            has some of them.
     """
 
     op: str
@@ -61,15 +62,14 @@ class Storage:
     """Memory that one or several names stand for.
 
     Attributes:
-        name: the name that it was made for.
-        written: box -> elements, of what was written, in boxes that are disjoint; None once all of
-            it is.
-        accesses: those that a later access may have to wait for.
+        name: the first name that it has.
+        written: box -> elements, disjoint boxes of the written region; None for all of it.
+        accesses: the accesses that a later one may have to wait for.
         parts: the chunks whose parts are added up in it, while some are missing.
-        terms: box (None: all of it) -> terms, where they are others than its layout says.
-        of_empty: part without elements -> terms, likewise: such parts may lie in one place.
+        terms: box (None: all of it) -> terms, where its layout says other ones.
+        of_empty: key of a part without elements -> terms, likewise; several may have one box.
         is_input: it is the caller's.
-        frozen_by: what made an output a view of it; after that it must not change.
+        frozen_by: the instruction that bound an output as a view of it; it must not change later.
     """
 
     name: str
@@ -89,10 +89,10 @@ class View:
     Attributes:
         storage: the memory.
         region: the box of it; None for all of it.
-        dims: for each dim of the view the storage's; None where they are the same.
+        dims: dim of the view -> dim of the storage; None where they are the same.
         made_by: the instruction that made it a view of another name.
         born: the stream and its tick, where making it may have copied (a reshape).
-        is_said: it has its layout, or that of what it shows, on the author's word.
+        is_said: it has its layout, or that of its storage, on the author's word.
     """
 
     storage: Storage
@@ -108,9 +108,9 @@ class OpenPost:
     """A communication under way.
 
     Attributes:
-        i: what began it.
-        clock: what came before it.
-        pieces: piece (None: all there is) -> what it accesses, each with the view of the buffer.
+        i: the instruction.
+        clock: of its stream, when it began.
+        pieces: piece (None: the only one) -> its accesses, each with the view of the buffer.
         names: of its buffers, and of their memory.
     """
 
@@ -139,21 +139,21 @@ def note_written(storage: Storage, region: Box | None, box: Box) -> None:
 def missing(storage: Storage, region: Box) -> int:
     """Count the elements of a region that nothing has written."""
     shared = (intersect(box, region) for box in storage.written or ())
-    found = sum(box_size(b) for b in shared if b is not None)
-    return max(math.prod(box_shape(region)) - found, 0)
+    written = sum(box_size(b) for b in shared if b is not None)
+    return max(math.prod(box_shape(region)) - written, 0)
 
 
 def outside(box: Box, other: Box) -> list[Box]:
-    """Return disjoint boxes that have what is in a box and not in another one."""
+    """Return disjoint boxes that cover the elements of a box outside of another one."""
     if intersect(box, other) is None:
         return [box]
-    found, rest = [], list(box)
+    parts, core = [], list(box)
     for d, ((start, stop), (first, last)) in enumerate(zip(box, other, strict=True)):
         for part in ((start, first), (last, stop)):
             if part[0] < part[1]:
-                found.append((*rest[:d], part, *rest[d + 1 :]))
-        rest[d] = (max(start, first), min(stop, last))
-    return found
+                parts.append((*core[:d], part, *core[d + 1 :]))
+        core[d] = (max(start, first), min(stop, last))
+    return parts
 
 
 # -- order ---------------------------------------------------------------------------------------
@@ -169,15 +169,15 @@ class Clocks:
     @property
     def now(self) -> Clock:
         """The clock of the current stream."""
-        found = self.streams.get(self.current)
-        return self.of(self.current) if found is None else found
+        clock = self.streams.get(self.current)
+        return self.of(self.current) if clock is None else clock
 
     def of(self, stream: int) -> Clock:
         """Return the clock of a stream, a new one where the stream was not seen before."""
-        found = self.streams.get(stream)
-        if found is None:
-            found = self.streams[stream] = {stream: 0}
-        return found
+        clock = self.streams.get(stream)
+        if clock is None:
+            clock = self.streams[stream] = {stream: 0}
+        return clock
 
     def snapshot(self, stream: int) -> Clock:
         """Return a stream's clock, for another stream to wait for, and advance the stream."""
@@ -215,25 +215,25 @@ def overlap(a: Box | None, b: Box | None) -> bool:
 
 
 def record(view: View, access: Access) -> None:
-    """Remember an access that conflicts with none, and forget those that it makes superfluous.
+    """Record an access that conflicts with none, and drop the accesses that it covers.
 
-    Whoever waits for a write has waited for all that the write waited for, and whoever waits for a
-    read of a stream has waited for that stream's earlier reads.
+    A wait for a write is a wait for all accesses that the write waited for. A wait for a read of a
+    stream is a wait for the earlier reads of that stream.
     """
     storage = view.storage
     if not storage.accesses:
         storage.accesses = [access]
         return
     who, region, is_write = access.who, access.region, access.is_write
-    kept = [
+    pending = [
         a
         for a in storage.accesses
         if a.who == PENDING
         or not (is_write or (a.who == who and not a.is_write))
         or not (region is None or covers(region, a.region))
     ]
-    kept.append(access)
-    storage.accesses = kept
+    pending.append(access)
+    storage.accesses = pending
 
 
 def covers(a: Box | None, b: Box | None) -> bool:

@@ -1,8 +1,8 @@
-"""Find the syncs of a straight-line program without which two accesses would be in no order.
+"""Find the syncs of a straight-line program without which two accesses would have no order.
 
-This is the flow of the program, which also remembers from which syncs each stream knows how far
-another one has come. Where an access must follow one of another stream, the fewest syncs that
-order them are needed; so are those that order the streams for the caller at the end.
+The walk is the flow of the program. It also remembers the syncs that put each entry into the clock
+of a stream. If an access must follow one of another stream, the fewest syncs that order them are
+needed; likewise the syncs that order all streams before the return.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mdfuse.hir.program import Instruction
 from mdfuse.hir.verify.flow import Flow, Steps
 from mdfuse.hir.verify.memory import PENDING, Clock, Clocks, View, overlap
 
-#: The attribute that numbers syncs, so that each can be told from the others.
+#: The attribute that numbers syncs, since several may be equal.
 MARK = "mark"
 
 Marks = frozenset[int]
@@ -27,9 +27,9 @@ class _Taken(dict[int, int]):
 
 @dataclass(slots=True)
 class _History(Clocks):
-    """Clocks that also remember from which syncs each stream knows of each other one."""
+    """Clocks that also remember the syncs behind each entry."""
 
-    #: (stream, another one) -> syncs -> how far the other had come, as these tell
+    #: (stream, another one) -> syncs -> the tick of the other one that the stream knows from them
     learned: dict[tuple[int, int], dict[Marks, int]] = field(default_factory=dict)
 
     def snapshot(self, stream: int) -> Clock:
@@ -56,8 +56,8 @@ class _History(Clocks):
 
         Among several ways to know this, the one that adds fewest to the syncs in `needed` counts.
         """
-        found = self.learned.get((stream, of), {})
-        ways = [way for way, known in found.items() if known >= tick]
+        learned = self.learned.get((stream, of), {})
+        ways = [way for way, known in learned.items() if known >= tick]
         return min(ways, key=lambda way: len(way - needed), default=frozenset())
 
 

@@ -162,7 +162,7 @@ def _layout_problem(
         if 0 in result.shape:
             continue  # there is nothing of which a rank could hold a wrong part
         try:
-            made = result_layout(
+            layout = result_layout(
                 fn,
                 dict(attrs),
                 [k.shape if k is not None else None for k in tensors],
@@ -175,9 +175,9 @@ def _layout_problem(
             )
         except Contradiction as problem:
             return str(problem)
-        if not is_shown(made, result.layout, len(result.shape)):
+        if not is_shown(layout, result.layout, len(result.shape)):
             of = f" as result {at}" if at else ""
-            return f"{fn} of these makes {made}{of}"
+            return f"{fn} of these makes {layout}{of}"
     return None
 
 

@@ -44,15 +44,15 @@ def match_transfers(
     Args:
         programs: straight-line, by rank.
         begun: the communications that each rank begins, in order.
-        along: None where these are all ranks. Else they are a team, and these are the handles of
-            transfers along its axis; transfers with other ranks are left out.
+        along: None if the programs are those of all ranks. Otherwise they are those of one team:
+            the handles of transfers along its axis; transfers with other ranks are left out.
 
     Raises:
         CommunicationError: a send or receive has no counterpart, or the two do not fit.
     """
     channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
-    for rank, found in begun.items():
-        for e in found:
+    for rank, events in begun.items():
+        for e in events:
             for peer, size in zip(e.call.sends, e.sends, strict=True):
                 channels[rank, peer].sends.append(_Side(e, size))
             for peer, size in zip(e.call.recvs, e.recvs, strict=True):
@@ -114,9 +114,9 @@ def _check_content(
     contents: Contents,
     along: Set[str] | None,
 ) -> None:
-    """Raise CommunicationError where a received value cannot be what the type of its buffer says.
+    """Raise CommunicationError where a received value contradicts the type of its buffer.
 
-    Ranks whose buffers are to be the same must receive the same, and a buffer that is a chunk must
+    Ranks whose buffers must be equal must receive the same, and a buffer that is a chunk must
     receive that chunk.
     """
     if send.i.op == "post":
@@ -176,11 +176,10 @@ def _own(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 def _differs_elsewhere(programs: Programs, send: Event, recv: Event) -> str | None:
-    """Return why teams along another axis receive different values where the type says the same.
+    """Return why teams beside this one receive different values where the type says the same.
 
-    Only one team is looked at, the one along whose axis they are: along another axis, on which all
-    its members have one coordinate, what is replicated by the receiver's type must be so by the
-    sender's.
+    Only the transfers of one team are compared. Along an axis on which all its members have one
+    coordinate, a value that the receiver's type replicates must be replicated by the sender's, too.
     """
     (_, sent), (_, received) = map(_buffer, (send, recv))
     mesh = received.mesh
@@ -194,8 +193,8 @@ def _differs_elsewhere(programs: Programs, send: Event, recv: Event) -> str | No
 @lru_cache(maxsize=256)
 def _other_axes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> tuple[str, ...]:
     """Return the axes of several ranks along which all these ranks have one coordinate."""
-    here = [c for c in map(mesh.coordinate, ranks) if c is not None]
-    are_one = [len({c[at] for c in here}) == 1 for at in range(mesh.ndim)]
+    coordinates = [c for c in map(mesh.coordinate, ranks) if c is not None]
+    are_one = [len({c[at] for c in coordinates}) == 1 for at in range(mesh.ndim)]
     return tuple(
         a for a, one in zip(mesh.axes, are_one, strict=True) if one and mesh.axis_size(a) > 1
     )
@@ -217,13 +216,13 @@ def _mismatch(s: _Side, r: _Side) -> str | None:
 
 
 def _way(event: Event) -> str:
-    """Return a send or receive with its backend, and the ranks among which that carries it."""
+    """Return a transfer as text, with its backend and the ranks of its team."""
     backend = event.i.kwargs.get("backend", "the usual backend")
     return f"{event.i.op} {event.name} by {backend} among {', '.join(map(str, event.call.team))}"
 
 
 def _other_partner(send: Event, r: _Side, partners: dict[str, _Side]) -> str | None:
-    """Return why a lone send meets another receive than on other ranks; None: it does not."""
+    """Return why a send meets another receive than on other ranks; None if it does not."""
     if send.i.op == "post":
         return None
     known = partners.setdefault(send.base, r).event

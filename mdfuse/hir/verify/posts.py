@@ -1,4 +1,4 @@
-"""What each kind of communication makes of a layout, and which buffers it reads and writes.
+"""Layouts before and after each kind of communication, and the buffers that it reads and writes.
 
     post allreduce[sum](%p) -> %y f32[4] (x=P(sum)) => (x=R) axis=x
 
@@ -28,7 +28,7 @@ Problem = str | None
 
 @lru_cache(maxsize=4096)
 def transition_problem(comm: Communication) -> Problem:
-    """Return why a communication does not make its destination of its source; None: it does."""
+    """Return why a communication does not turn its source into its destination; None: it does."""
     ndim = len(comm.shape)
     for layout in (comm.source, comm.destination):
         if any(not -ndim <= d < ndim for d, _ in layout.splits):
@@ -105,7 +105,7 @@ def _result_problem(comm: Communication, made: Layout) -> Problem:
 
 
 def _chunked_dim_problem(comm: Communication) -> Problem:
-    """Return why a dim whose parts change hands is taken in chunks; None where it is not."""
+    """Return why a dim that is exchanged may not be in chunks; None where it is not."""
     chunk = chunk_of(comm.source)
     if chunk is not None and chunk.dim % len(comm.shape) in (comm.dim, comm.to_dim):
         return f"chunks of the parts of dim {chunk.dim} are no chunk of the whole"
@@ -202,8 +202,8 @@ def _broadcast_problem(comm: Communication) -> Problem:
             return problem
         if chunk_of(comm.source) is not None:
             return "its source is a chunk already"
-        made = comm.source.with_placement(comm.axis, Replicate())
-        return _result_problem(comm, made.with_stream(comm.destination.stream))
+        gathered = comm.source.with_placement(comm.axis, Replicate())
+        return _result_problem(comm, gathered.with_stream(comm.destination.stream))
     if comm.source.mesh == comm.destination.mesh and comm.source.mesh.size > 1:
         return "there is no axis along which it goes, and no other mesh"
     for layout in (comm.source, comm.destination):
@@ -222,10 +222,10 @@ def _reduce_problem(comm: Communication) -> Problem:
         problem = problem or _part_problem(comm, comm.source, comm.destination)
         if problem is not None or comm.axis is None:
             return problem
-        made = comm.destination.with_placement(comm.axis, comm.source.placement(comm.axis))
+        reduced = comm.destination.with_placement(comm.axis, comm.source.placement(comm.axis))
         is_whole = chunk_of(comm.destination) is None
-        alike = is_alike(made, comm.source.with_stream(None), len(comm.shape))
-        return None if alike and is_whole else _result_problem(comm, made)
+        alike = is_alike(reduced, comm.source.with_stream(None), len(comm.shape))
+        return None if alike and is_whole else _result_problem(comm, reduced)
     if comm.destination.mesh.size != 1:
         return f"only one rank gets the result: it makes nothing of {comm.destination} elsewhere"
     if comm.destination.mesh.first not in comm.source.mesh:
@@ -241,12 +241,12 @@ def _only_split_problem(
     layout: Layout, axis: str | None, dim: int | None, comm: Communication
 ) -> Problem:
     """Return why a dim is not split by just one axis that has all ranks; None where it is."""
-    here = plain(layout, len(comm.shape))
-    if axis is not None and dim is not None and axis in here.mesh.axes:
-        whole_mesh = here.mesh.axis_size(axis) == here.mesh.size
-        if whole_mesh and here.mesh.size == 1:
-            return None if here.is_replicated else f"{layout} is not one part"
-        if whole_mesh and here.splits == ((dim, (axis,)),) and not here.partial_axes:
+    bare = plain(layout, len(comm.shape))
+    if axis is not None and dim is not None and axis in bare.mesh.axes:
+        whole_mesh = bare.mesh.axis_size(axis) == bare.mesh.size
+        if whole_mesh and bare.mesh.size == 1:
+            return None if bare.is_replicated else f"{layout} is not one part"
+        if whole_mesh and bare.splits == ((dim, (axis,)),) and not bare.partial_axes:
             return None
     return f"{axis} does not split dim {dim} over all ranks in {layout}"
 
@@ -283,11 +283,11 @@ def _send_recv_problem(comm: Communication) -> Problem:
 
 def _by_position(layout: Layout, ndim: int) -> tuple[object, ...]:
     """Return sizes and placements of the axes with several ranks, without the names of the axes."""
-    here = plain(layout, ndim)
-    sizes = zip(here.mesh.axes, here.mesh.shape, strict=True)
+    bare = plain(layout, ndim)
+    sizes = zip(bare.mesh.axes, bare.mesh.shape, strict=True)
     large = [a for a, n in sizes if n > 1]
-    splits = [(d, [large.index(a) for a in axes]) for d, axes in here.splits]
-    return [(here.mesh.axis_size(a), here.placement(a)) for a in large], splits
+    splits = [(d, [large.index(a) for a in axes]) for d, axes in bare.splits]
+    return [(bare.mesh.axis_size(a), bare.placement(a)) for a in large], splits
 
 
 def _exchange_problem(comm: Communication) -> Problem:
@@ -301,8 +301,8 @@ def _exchange_problem(comm: Communication) -> Problem:
     source, destination = comm.source, comm.destination
     if source.varying_axes or destination.varying_axes:
         return f"no rank has a part of the value itself in {source} or {destination}"
-    kept = kept_terms(source, destination)
-    if not len(kept) == len(source.reduce_ops) == len(destination.reduce_ops):
+    staying = kept_terms(source, destination)
+    if not len(staying) == len(source.reduce_ops) == len(destination.reduce_ops):
         return f"{source} and {destination} are not to be reduced alike"
     chunk = chunk_of(comm.source)
     if chunk is None:
@@ -324,10 +324,10 @@ def _reduce_exchange_problem(comm: Communication) -> Problem:
         return f"no rank has a part of the value itself in {source} or {destination}"
     if chunk_of(source) is not None or chunk_of(destination) is not None:
         return "chunks of the parts are no chunk of the whole"
-    kept = kept_terms(source, destination)
-    if len(kept) < len(destination.reduce_ops):
+    staying = kept_terms(source, destination)
+    if len(staying) < len(destination.reduce_ops):
         return f"{source} and {destination} do not have the same terms"
-    ops = {op for a, op in source.reduce_ops.items() if a not in dict(kept)}
+    ops = {op for a, op in source.reduce_ops.items() if a not in dict(staying)}
     return None if ops == {comm.reduce_op} else f"{source} is not to be reduced by {comm.reduce_op}"
 
 

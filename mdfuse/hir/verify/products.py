@@ -1,4 +1,4 @@
-"""Products of a rank's own parts that are added to what it has: which are right, and where."""
+"""Products of parts that each rank adds to a buffer: their types, and their place in a sum."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def product_problem(into: BufferType, a: BufferType, b: BufferType, rank: int | 
     """
     kinds = (into, a, b)
     try:
-        made = shapes.matmul((a.shape, b.shape), {})
+        shape = shapes.matmul((a.shape, b.shape), {})
     except (ValueError, IndexError, AssertionError):
         return "there is no product of these"
-    if made != into.shape or len(a.shape) != len(made) or len(b.shape) not in (2, len(made)):
-        return f"the product has the shape {list(made)}"
+    if shape != into.shape or len(a.shape) != len(shape) or len(b.shape) not in (2, len(shape)):
+        return f"the product has the shape {list(shape)}"
     if len({k.layout.mesh for k in kinds if k.layout is not None}) > 1:
         return "it computes on one mesh"
     labels = dims.matmul((a.shape, b.shape), into.shape, {})
@@ -63,7 +63,7 @@ def own_problem(whole: BufferType, term: BufferType, rank: int | None) -> str | 
 
 
 def _is_known(kind: BufferType) -> bool:
-    """Tell whether it is known which chunk a buffer is; in a loop it is not, until written out."""
+    """Return whether the number of a buffer's chunk is known; in a loop it is not."""
     stream = kind.layout.stream if kind.layout is not None else None
     return stream is None or all(t.kind in ("rank", "coord") for t in terms(stream.index))
 
@@ -92,12 +92,12 @@ def _rows_problem(
     if mesh is None or not all(map(_is_known, kinds)):
         return None
     for r in (mesh.first, mesh.last_rank) if rank is None else (rank,):
-        found: dict[int | None, object] = {}
-        for kind, own in zip(kinds, labels, strict=True):
+        by_label: dict[int | None, object] = {}
+        for kind, its_labels in zip(kinds, labels, strict=True):
             assert kind.layout is not None
-            here = kind.layout.at(partial(_known, r))
-            for label, rows in zip(own, here.rows(kind.shape, r), strict=True):
-                if label is not None and found.setdefault(label, rows) != rows:
+            layout = kind.layout.at(partial(_known, r))
+            for label, rows in zip(its_labels, layout.rows(kind.shape, r), strict=True):
+                if label is not None and by_label.setdefault(label, rows) != rows:
                     return f"rank {r} has other rows of one buffer than of another"
     return None
 

@@ -26,10 +26,10 @@ _Order = Callable[[dict[_Node, set[_Node]], HostProgram, int, _Posted], None]
 def check_progress(programs: Programs, meetings: list[Meeting]) -> None:
     """Raise CommunicationError where communications wait for each other in a cycle.
 
-    A communication is done once all its ranks have posted it, and a rank posts only after the waits
-    before that post. Sends and receives of one group go on at once, one outside of groups alone:
-    those before are over, and those behind begin once these are. These relations make a graph over
-    communications and points of programs, which must have no cycle.
+    A communication ends after all its ranks have posted it, and a rank posts only after its earlier
+    waits. Sends and receives of one group proceed together; a transfer outside of groups proceeds
+    alone. A group begins after the one before has ended. These relations are the edges of a graph
+    over communications and points of programs, which must have no cycle.
 
     Args:
         programs: straight-line, by rank.
@@ -41,7 +41,7 @@ def check_progress(programs: Programs, meetings: list[Meeting]) -> None:
             posted[e.rank, e.at].append(n)
     cycle = _cycle(programs, posted, _order_rank, _order_transfers)
     if cycle:
-        cycle = _cycle(programs, posted, _order_rank) or cycle  # the reason that lies nearer
+        cycle = _cycle(programs, posted, _order_rank) or cycle  # the plainer reason
         raise _deadlock(programs, meetings, cycle)
 
 
@@ -54,8 +54,8 @@ def _cycle(programs: Programs, posted: _Posted, *orders: _Order) -> list[_Node]:
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:
-        found: list[_Node] = error.args[1]
-        return found
+        nodes: list[_Node] = error.args[1]
+        return nodes
     return []
 
 
@@ -69,14 +69,14 @@ def _order_rank(
     point: tuple[int, int] | None = None
     under_way: dict[str, list[int]] = {}
     for at, i in enumerate(program.instructions):
-        here, awaited = posted.get((rank, at), []), []
+        posts, awaited = posted.get((rank, at), []), []
         if point is not None:
-            for n in here:
+            for n in posts:
                 before[n].add(point)
         if i.op in POSTS:
-            under_way[i.outputs[0]] = here
+            under_way[i.outputs[0]] = posts
         elif i.op in ("wait", "barrier"):
-            awaited = here if i.op == "barrier" else under_way.get(i.reads[0], [])
+            awaited = posts if i.op == "barrier" else under_way.get(i.reads[0], [])
         if awaited:
             last, point = point, (rank, at)
             before[point].update(awaited, [last] if last is not None else [])
@@ -90,20 +90,20 @@ def _order_transfers(
 ) -> None:
     """Add the edges of a rank's sends and receives with others."""
     is_grouped = False
-    over: list[int] = []  # those of the last group, or the last one outside of groups
-    at_once: list[int] = []  # those of this group up to here
+    over: list[int] = []  # the transfers of the last group, or the last one outside of groups
+    at_once: list[int] = []  # the transfers of this group so far
     for at, i in enumerate(program.instructions):
         if i.op in ("group_start", "group_end"):
             is_grouped = i.op == "group_start"
             over, at_once = at_once or over, []
         elif i.op in TRANSFERS and rank not in (i.kwargs.get("to"), i.kwargs.get("from")):
-            here = posted.get((rank, at), [])
-            for n in here:
+            transfers = posted.get((rank, at), [])
+            for n in transfers:
                 before[n].update(over)
             if is_grouped:
-                at_once += here
+                at_once += transfers
             else:
-                over = here or over
+                over = transfers or over
 
 
 def _deadlock(
@@ -115,13 +115,13 @@ def _deadlock(
     places: list[tuple[HostProgram, Instruction | None]] = []
     ranks: dict[int, None] = {}
     is_apart = False
-    for here, following in pairwise(cycle):
-        if isinstance(here, int) and isinstance(following, tuple):
+    for earlier, following in pairwise(cycle):
+        if isinstance(earlier, int) and isinstance(following, tuple):
             rank, at = following
             places.append((programs[rank], programs[rank].instructions[at]))
         elif isinstance(following, int):
-            is_apart = is_apart or isinstance(here, int)
-            event = _of_both(meetings, here, following)
+            is_apart = is_apart or isinstance(earlier, int)
+            event = _of_both(meetings, earlier, following)
             rank = event.rank
             places.append(event.place)
         ranks[rank] = None
@@ -146,7 +146,7 @@ _APART = (
 )
 
 
-def _of_both(meetings: list[Meeting], here: _Node, following: int) -> Event:
+def _of_both(meetings: list[Meeting], node: _Node, following: int) -> Event:
     """Return the post of a communication by the rank that comes from another node."""
-    ranks = {e.rank for e in meetings[here]} if isinstance(here, int) else {here[0]}
+    ranks = {e.rank for e in meetings[node]} if isinstance(node, int) else {node[0]}
     return next(e for e in meetings[following] if e.rank in ranks)

@@ -1,22 +1,22 @@
-"""What one rank runs, but for its number and for names: stages that do the same are checked once.
+"""Keys of the programs of ranks, without names and rank numbers: equal stages are checked once.
 
     rank 4  %x2: … on mesh(tp=2: 4 5)               rank 6  %x3: … on mesh(tp=2: 6 7)
             %y2 = gelu(%x2)                    ==           %y3 = gelu(%x3)
             post broadcast(%y2) … to 6 7                    post broadcast(%y3) … to 8 9
 
-Two ranks with equal keys post the same to ranks as far off, and do the same with buffers of the
-same types.
+Two ranks with equal keys post the same communications to ranks that are as far off, and do the
+same with buffers of the same types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mdfuse.communication import Communication
-from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.analysis.normal_form import NormalForm, Numbers
+from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.execute import near
-from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
 #: Names of inputs, and of outputs, by the mesh that has them; None: every rank has them.
@@ -24,11 +24,35 @@ Ends = tuple[Mapping[DeviceMesh | None, list[str]], Mapping[DeviceMesh | None, l
 
 
 class _Unlike(Exception):
-    """What a rank runs is not like what any other one does."""
+    """The program of a rank equals that of no other rank."""
+
+
+def representatives(program: HostProgram) -> Iterator[tuple[int, int]]:
+    """Yield the first and last rank of each class of ranks that run the same instructions.
+
+    The ranks of a class are in the same meshes, and first in the same. The first rank of a mesh has
+    the largest parts, the last one the smallest.
+    """
+    meshes = program.meshes
+    if not meshes:
+        yield 0, 0  # a program of numbers alone: any rank represents all
+    elif len(meshes) == 1:
+        yield meshes[0].first, meshes[0].rank_at([n - 1 for n in meshes[0].shape])
+    else:
+        classes: dict[tuple[tuple[int, bool], ...], list[int]] = defaultdict(list)
+        for rank in sorted({r for mesh in meshes for r in _borders(mesh)}):
+            classes[tuple((id(m), rank == m.first) for m in program.meshes_of(rank))].append(rank)
+        yield from ((ranks[0], ranks[-1]) for places, ranks in classes.items() if places)
+
+
+def _borders(mesh: DeviceMesh) -> set[int]:
+    """Return the ranks of a mesh beside which the next rank may be in other meshes."""
+    ends = (mesh.first, mesh.first + mesh.size - 1)
+    return {r + d for r in (ends if mesh.is_consecutive else mesh.ranks) for d in (-1, 0, 1)}
 
 
 def key_of(mine: HostProgram, written: frozenset[str]) -> Hashable:
-    """Return what stands for all that one rank runs; None where it stands for itself alone.
+    """Return the key of the program of one rank; None where no other rank can have an equal one.
 
     Args:
         mine: straight-line, with the inputs and outputs that the rank has.
@@ -38,17 +62,17 @@ def key_of(mine: HostProgram, written: frozenset[str]) -> Hashable:
     writer = _Key(mine, written, mine.rank)
     try:
         code = tuple([writer.instruction(i) for i in mine.instructions])
-        ends = [tuple([writer.name(n) for n in names]) for names in (mine.inputs, mine.outputs)]
+        ends = [tuple([writer.operand(n) for n in names]) for names in (mine.inputs, mine.outputs)]
     except _Unlike:
         return None
-    return code, *ends, tuple(writer.said)
+    return code, *ends, tuple(writer.facts)
 
 
 def key_near(program: HostProgram, meshes: Sequence[DeviceMesh], ends: Ends) -> Hashable:
-    """Return what stands for all that may concern the ranks of some meshes.
+    """Return the key of all instructions that the ranks of some meshes may run.
 
-    Ranks that are as far from the first rank of their first mesh, with equal keys of all meshes
-    that have them, have equal `key_of`. None where each rank stands for itself alone.
+    If the meshes of two ranks have equal keys, and the ranks are as far from the first rank of
+    their first mesh, then their `key_of` are equal, too. None: each rank is checked by itself.
 
     Args:
         program: straight-line, for all ranks.
@@ -57,64 +81,52 @@ def key_near(program: HostProgram, meshes: Sequence[DeviceMesh], ends: Ends) -> 
     """
     writer = _Key(program, program.written_inputs, meshes[0].first)
     every = (None, *meshes)
-    here = sorted({n for m in every for n in near(program).get(m, ())})
-    code = [program.instructions[n] for n in here]
+    positions = sorted({n for m in every for n in near(program).get(m, ())})
+    code = [program.instructions[n] for n in positions]
     try:
-        said = tuple([writer.instruction(i) for i in code if i.op != "return"])
-        held = [
-            tuple([(writer.name(n), m is None) for m in every for n in by_mesh.get(m, ())])
+        keys = tuple([writer.instruction(i) for i in code if i.op != "return"])
+        ends_held = [
+            tuple([(writer.operand(n), m is None) for m in every for n in by_mesh.get(m, ())])
             for by_mesh in ends
         ]
     except _Unlike:
         return None
-    return said, *held, tuple(writer.said)
+    return keys, *ends_held, tuple(writer.facts)
 
 
 @dataclass(slots=True)
-class _Key:
-    program: HostProgram
+class _Key(NormalForm):
+    """Names as numbers, and meshes by how far their ranks are from one rank."""
+
     written: frozenset[str]
     rank: int
-    #: name -> its number, in the order in which names appear
-    numbers: dict[str, int] = field(default_factory=dict)
-    #: what is said of each name: its type, and whose buffer it has
-    said: list[Hashable] = field(default_factory=list)
-    #: what was made of meshes, by their identity
+    #: name -> its number
+    numbers: Numbers[str] = field(default_factory=Numbers)
+    #: for each number: the type of the name, whose buffer it has, whether that is written
+    facts: list[Hashable] = field(default_factory=list)
+    #: id of a mesh -> what stands for it
     meshes: dict[int, Hashable] = field(default_factory=dict)
 
     def instruction(self, i: Instruction) -> Hashable:
         if i.body or i.orelse:
             raise _Unlike
-        inputs = tuple([self.name(x) if type(x) is str else (type(x), x) for x in i.inputs])
-        outputs = tuple([self.name(x) for x in i.outputs])
-        comm = self.posted(i.comm) if i.comm is not None else None
-        return i.op, i.fn, inputs, outputs, i.attrs, i.order, comm
+        return NormalForm.instruction(self, i)
 
-    def name(self, name: str) -> int:
-        number = self.numbers.get(name)
-        if number is None:
-            number = self.numbers[name] = len(self.numbers)
-            self.said.append(None)
-            kind, root = self.program.types.get(name), self.program.root(name)
-            buffer = number if root == name else self.name(root)
-            self.said[number] = (self.kind(kind) if kind else None, buffer, name in self.written)
+    def operand(self, name: str) -> int:
+        if name in self.numbers:
+            return self.numbers[name]
+        number, root = self.numbers[name], self.program.root(name)
+        self.facts.append(None)
+        buffer = number if root == name else self.operand(root)
+        self.facts[number] = self.type_of(name), buffer, name in self.written
         return number
 
-    def kind(self, kind: BufferType) -> Hashable:
-        layout = self.layout(kind.layout) if kind.layout is not None else None
-        return kind.dtype, kind.shape, kind.padding, kind.flat, layout
-
-    def posted(self, comm: Communication) -> Hashable:
-        return *comm.beside_layouts, self.layout(comm.source), self.layout(comm.destination)
-
-    def layout(self, layout: Layout) -> Hashable:
-        mesh = self.meshes.get(id(layout.mesh))
-        if mesh is None:
-            mesh = self.meshes[id(layout.mesh)] = self.mesh(layout.mesh)
-        return mesh, layout.placements, layout.splits, layout.stream, layout.reaches
+    result = operand
 
     def mesh(self, mesh: DeviceMesh) -> Hashable:
-        """Return a mesh by how far its ranks are off."""
-        if not mesh.is_consecutive or mesh.hosts is not None:
-            raise _Unlike
-        return mesh.axes, mesh.shape, mesh.first - self.rank
+        key = self.meshes.get(id(mesh))
+        if key is None:
+            if not mesh.is_consecutive or mesh.hosts is not None:
+                raise _Unlike
+            key = self.meshes[id(mesh)] = mesh.axes, mesh.shape, mesh.first - self.rank
+        return key

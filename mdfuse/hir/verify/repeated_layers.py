@@ -8,38 +8,36 @@
     %x_3 = relu(%h_3)
     return %x_3                                          return %x_2
 
-Layers are runs of instructions that are the same but for names. A name of a layer is its own, one
-of the layer before, an input that this layer alone reads, or the same in all layers, which then
-only read it. So each pair of layers in a row is like the first two: what is ordered, written, freed
-and posted there is so everywhere. What a layer does to what all layers read is behind what the
-first one did to it, and before what comes behind the last one, since layers use the same streams.
+Layers are equal runs of instructions, apart from names. A layer uses names that it binds itself,
+names of the layer before, inputs that it alone reads, and names that all layers read and none
+writes. So any two layers in a row are like the first two: the same accesses are ordered, the same
+buffers written and freed, the same communications posted. Layers use the same streams: an access to
+a name that all layers read is ordered behind those of the first layer, and before those behind the
+last one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from mdfuse.communication import Communication
-from mdfuse.extents.expressions import Calc, Index, Poly, Term, terms
+from mdfuse.extents.expressions import Term
+from mdfuse.hir.analysis.normal_form import NormalForm, Stretch, stretches
 from mdfuse.hir.forms import check_nesting
 from mdfuse.hir.instructions import TRANSFERS, row_of
-from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.layouts.layout import Layout
+from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.names import is_value_name
 
-#: Layers of which one is left out: two are kept.
+#: The fewest layers that are shortened: two remain.
 _FEWEST = 3
 
-#: How many lengths of a layer are tried, the most frequent distances first.
+#: How many lengths of a layer are tried.
 _TRIED = 4
 
-#: How many instructions in a row are looked for further on.
+#: How many instructions in a row must be equal for their distance to be tried.
 _WINDOW = 4
 
-#: What stands in a layer alone would be left out with it, or means another thing in each layer.
+#: Instructions that no two layers share: each belongs to one place, or acts on the whole program.
 _NEVER = ("block", "call", "get_stream", "accumulate", "return", "barrier")
 
 
@@ -49,23 +47,23 @@ _WRITING = ("post", "recv")
 
 @dataclass(frozen=True, kw_only=True)
 class Shortened(HostProgram):
-    """A program with two of all layers that are alike.
+    """A program in which two layers stand for all that are like them.
 
     Attributes:
-        layer_of: name -> the layer that makes it, 0 or 1.
+        layer_of: name -> the layer that binds it, 0 or 1.
     """
 
     layer_of: Mapping[str, int]
 
 
 class _Unlike(Exception):
-    """Names stand for different things in two layers."""
+    """Two layers differ in more than names."""
 
 
 def without_repeated(program: HostProgram) -> Shortened | None:
     """Return a program with two of all layers that are alike; None where there are none.
 
-    Whatever is wrong with the one is wrong with the other, but for the names in it.
+    It is right if the program is, and wrong if the program is.
 
     Args:
         program: for all ranks.
@@ -73,27 +71,27 @@ def without_repeated(program: HostProgram) -> Shortened | None:
     if len(program.meshes) > 1:  # stages have meshes of their own, and so are not alike
         return None
     check_nesting(program)
-    found = _longest([_sketch(i) for i in program.instructions])
-    if found is None:
+    layers = _longest([_sketch(i) for i in program.instructions])
+    if layers is None:
         return None
     try:
-        return _shortened(program, *found)
+        return _shortened(program, layers)
     except (_Unlike, TypeError, ValueError, AttributeError, KeyError):
         return None  # what has a wrong form is refused elsewhere
 
 
-def _shortened(program: HostProgram, start: int, period: int, count: int) -> Shortened:
+def _shortened(program: HostProgram, likely: Stretch) -> Shortened:
     """Return a program with two of some layers; raise _Unlike where they are not alike."""
-    uses = _uses_of(program)
-    _Layers(program, (), uses, start, period, count).check_behind()
-    forms = [_Form(program).of(i) for i in program.instructions[start : start + period * count]]
-    alike = _longest([form.said for form in forms])
+    uses, (start, period, length) = _uses_of(program), likely
+    _Layers(program, (), uses, start, period, length // period).check_behind()
+    forms = [_form(program, i) for i in program.instructions[start : start + length]]
+    alike = _longest([form.key for form in forms])
     if alike is None:
         raise _Unlike
-    skipped, period, count = alike
-    for more in (0, 1):  # the first one may read other things than all others do
-        first = skipped + more * period
-        layers = _Layers(program, forms[first:], uses, start + first, period, count - more)
+    skipped, period, length = alike
+    for first in (skipped, skipped + period):  # the first layer may read other names than the rest
+        count = (skipped + length - first) // period
+        layers = _Layers(program, forms[first:], uses, start + first, period, count)
         try:
             layers.check()
         except _Unlike:
@@ -102,61 +100,56 @@ def _shortened(program: HostProgram, start: int, period: int, count: int) -> Sho
     raise _Unlike
 
 
-# -- what is said without names ------------------------------------------------------------------
+# -- instructions without names ------------------------------------------------------------------
 
 
 def _sketch(i: Instruction) -> Hashable:
-    """Return what is the same for instructions that are alike, made quickly."""
+    """Return a key that is equal for instructions that are alike, and perhaps for others."""
     if i.op in _NEVER:
         return id(i)
     return i.op, i.fn if i.op != "launch" else "", len(i.inputs), len(i.outputs), len(i.body)
 
 
+def _form(program: HostProgram, i: Instruction) -> _Form:
+    form = _Form(program)
+    form.key = form.instruction(i)
+    return form
+
+
 @dataclass(slots=True)
-class _Form:
-    """What an instruction says, and the names in it, in order.
+class _Form(NormalForm):
+    """The normal form of an instruction, and the names in it, in order.
 
     Attributes:
-        said: the same for instructions that are alike but for names.
+        key: equal for instructions that are alike but for names.
         names: all names but indices of loops.
-        made: those that it binds or writes.
+        written: the names that it binds or writes.
         loops: index of a loop around -> how deep it is.
         views: (result, operand) of what may share memory.
-        sends: how many sends it has, less its receives.
+        sends: the number of its sends, less that of its receives.
     """
 
-    program: HostProgram
-    said: Hashable = None
+    key: Hashable = None
     names: list[str] = field(default_factory=list)
-    made: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
     loops: dict[str, int] = field(default_factory=dict)
     views: list[tuple[str, str]] = field(default_factory=list)
     sends: int = 0
-
-    def of(self, i: Instruction) -> _Form:
-        self.said = self.instruction(i)
-        return self
 
     def instruction(self, i: Instruction) -> Hashable:
         if i.op in _NEVER:
             return i.op, id(i)
         if i.op == "for":
             return self.loop(i)
-        inputs = tuple([self.name(x) if type(x) is str else self.value(x) for x in i.inputs])
-        kinds = tuple([self.result(x) for x in i.outputs])
+        key = NormalForm.instruction(self, i)
         if i.op in _WRITING:
-            self.made += _written(i)
+            self.written += _written(i)
         row = row_of(i) if i.outputs and i.inputs else None
         if row is not None and row.is_view:
             self.views += [(x, y) for x in i.outputs for y in i.reads]
         if i.op in TRANSFERS:
             self.sends += 1 if i.op == "send" else -1
-        attrs = tuple([(k, self.value(v)) for k, v in i.attrs]) if i.attrs else ()
-        comm = self.posted(i.comm) if i.comm is not None else None
-        body = tuple([self.instruction(j) for j in i.body]) if i.body else ()
-        orelse = tuple([self.instruction(j) for j in i.orelse]) if i.orelse else ()
-        fn = i.fn if i.op != "launch" else ""
-        return i.op, fn, inputs, kinds, attrs, i.order, comm, body, orelse
+        return key
 
     def loop(self, i: Instruction) -> Hashable:
         (index,) = i.outputs
@@ -166,114 +159,58 @@ class _Form:
         self.loops = outer
         return i.op, attrs, body
 
-    def name(self, name: str) -> int | None:
-        found = self.loops.get(name)
-        if found is None:
+    def operand(self, name: str) -> int | None:
+        depth = self.loops.get(name)
+        if depth is None:
             self.names.append(name)
-        return found
+        return depth
 
     def result(self, name: str) -> Hashable:
         if name in self.loops:
             raise _Unlike
         self.names.append(name)
-        self.made.append(name)
-        kind = self.program.types.get(name)
-        return self.kind(kind) if kind is not None else None
+        self.written.append(name)
+        return self.type_of(name)
 
-    def value(self, x: Any) -> Hashable:
-        kind = type(x)
-        return self.index(x) if kind is Term or kind is Calc or kind is Poly else (kind, x)
-
-    def index(self, x: Index | Poly | None) -> Hashable:
-        """Return an index with the indices of loops among the names."""
-        if type(x) is int:
-            return x
-        if isinstance(x, Calc):
-            return x.op, self.index(x.left), self.index(x.right)
-        if isinstance(x, Poly):
-            if any(t.kind in ("index", "extent") for t in terms(x)):
-                raise _Unlike
-            return x
-        if isinstance(x, Term):
-            if x.kind == "extent":
-                raise _Unlike
-            return ("index", self.loops[x.name]) if x.kind == "index" else x
-        return x
-
-    def kind(self, kind: BufferType) -> Hashable:
-        layout = self.layout(kind.layout) if kind.layout is not None else None
-        if layout is kind.layout:
-            return kind
-        return kind.dtype, kind.shape, kind.padding, kind.flat, layout
-
-    def layout(self, layout: Layout) -> Hashable:
-        chunk = layout.stream
-        if chunk is None or chunk.index is None or isinstance(chunk.index, int):
-            return layout
-        parts = chunk.dim, chunk.chunks, chunk.rotate, chunk.op, self.index(chunk.index)
-        return layout.mesh, layout.placements, layout.splits, layout.reaches, *parts
-
-    def posted(self, comm: Communication) -> Hashable:
-        return *comm.beside_layouts, self.layout(comm.source), self.layout(comm.destination)
+    def term(self, term: Term) -> Hashable:
+        """Return a term with the depth of a loop in the place of its index."""
+        if term.kind == "extent":
+            raise _Unlike
+        return ("index", self.loops[term.name]) if term.kind == "index" else term
 
 
 # -- which layers there are ----------------------------------------------------------------------
 
 
-def _longest(codes: Sequence[Hashable]) -> tuple[int, int, int] | None:
-    """Return (start, length of a layer, how many) of the layers that have the most instructions.
+def _longest(codes: Sequence[Hashable]) -> Stretch | None:
+    """Return the layers whose repetitions have the most instructions; None where there are none.
 
     >>> _longest("xabcdabcdabcdy")
-    (1, 4, 3)
+    Stretch(start=1, period=4, length=12)
     """
-    numbers: dict[Hashable, int] = {}
-    known = [numbers.setdefault(code, len(numbers)) for code in codes]
-    last: dict[Hashable, int] = {}
-    distances: Counter[int] = Counter()
-    for at, window in enumerate(zip(*(known[n:] for n in range(_WINDOW)), strict=False)):
-        if window in last:
-            distances[at - last[window]] += 1
-        last[window] = at
-    best, found = 0, None
-    for period, _ in distances.most_common(_TRIED):
-        for start, stop in _runs(known, period):
-            count = (stop - start) // period + 1
-            if count >= _FEWEST and (count - 2) * period > best:
-                best, found = (count - 2) * period, (start, period, count)
-    return found
-
-
-def _runs(codes: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
-    """Yield the longest [start, stop) in which each code is the one `period` later."""
-    start = None
-    for at, (a, b) in enumerate(zip(codes, codes[period:], strict=False)):
-        if a == b:
-            start = at if start is None else start
-        elif start is not None:
-            yield start, at
-            start = None
-    if start is not None:
-        yield start, len(codes) - period
+    repeated = stretches(codes, tried=_TRIED, window=_WINDOW)
+    several = (s for s in repeated if s.length // s.period >= _FEWEST)
+    return max(several, key=lambda s: (s.length // s.period - 2) * s.period, default=None)
 
 
 @dataclass(slots=True)
 class _Uses:
-    """Where names stand in a program, loop indices left out: positions of its instructions.
+    """The positions at which names other than loop indices are used.
 
     Attributes:
-        made: name -> where it is bound or written first.
-        first: name -> where it stands first.
-        last: name -> where it stands last; the outputs are used behind the end.
+        bound: name -> the position at which it is bound or written first.
+        first: name -> the position of its first use.
+        last: name -> the position of its last use; behind the end for outputs.
     """
 
-    made: dict[str, int] = field(default_factory=dict)
+    bound: dict[str, int] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
 
     def note(self, i: Instruction, at: int) -> None:
         first, last = self.first, self.last
         for name in (*i.outputs, *_written(i)) if i.op in _WRITING else i.outputs:
-            self.made.setdefault(name, at)
+            self.bound.setdefault(name, at)
         for name in i.outputs:
             first.setdefault(name, at)
             last[name] = at
@@ -287,8 +224,8 @@ class _Uses:
             self.note(inner, at)
         if i.op == "for":
             for name in i.outputs:
-                for found in (self.made, self.first, self.last):
-                    found.pop(name, None)
+                for positions in (self.bound, first, last):
+                    positions.pop(name, None)
 
 
 def _written(i: Instruction) -> tuple[str, ...]:
@@ -298,11 +235,11 @@ def _written(i: Instruction) -> tuple[str, ...]:
 
 
 def _uses_of(program: HostProgram) -> _Uses:
-    found = _Uses()
+    uses = _Uses()
     for at, i in enumerate(program.instructions):
-        found.note(i, at)
-    found.last.update(dict.fromkeys(program.outputs, len(program.instructions)))
-    return found
+        uses.note(i, at)
+    uses.last.update(dict.fromkeys(program.outputs, len(program.instructions)))
+    return uses
 
 
 @dataclass(slots=True)
@@ -323,19 +260,19 @@ class _Layers:
         return min(max((at - self.start) // self.period, -1), self.count)
 
     def owner(self, name: str) -> int:
-        """Return the layer that makes a name; -1: it is there before."""
-        at = self.uses.made.get(name)
+        """Return the layer that computes or writes a name first; -1: that is before all layers."""
+        at = self.uses.bound.get(name)
         return self.layer(at) if at is not None else -1
 
     def reader(self, name: str) -> int | None:
-        """Return the layer that alone reads an input; None for what is no such input."""
-        if name in self.uses.made or name not in self.uses.first:
+        """Return the only layer that reads an input; None: several do, or it is no input."""
+        if name in self.uses.bound or name not in self.uses.first:
             return None
         first, last = (self.layer(at[name]) for at in (self.uses.first, self.uses.last))
         return first if first == last else None
 
     def check(self) -> None:
-        """Find what names of a layer are in the next one.
+        """Pair the names of each layer with those of the next one.
 
         Raises:
             _Unlike: a layer is not like the one before.
@@ -346,13 +283,13 @@ class _Layers:
             self.renamed.append(self.compare(n - 1, n))
 
     def check_behind(self) -> None:
-        """Check that what comes behind the layers knows the last one alone."""
+        """Check that instructions behind the layers read names of the last layer alone."""
         end = self.start + self.count * self.period
-        own = range(self.start, end - self.period)
+        earlier = range(self.start, end - self.period)
         last = self.uses.last
-        if any(at in own and last.get(name, -1) >= end for name, at in self.uses.made.items()):
+        if any(at in earlier and last.get(name, -1) >= end for name, at in self.uses.bound.items()):
             raise _Unlike
-        if any(name in self.uses.made for name in self.program.inputs):
+        if any(name in self.uses.bound for name in self.program.inputs):
             raise _Unlike
 
     def names(self, layer: int) -> list[str]:
@@ -360,11 +297,11 @@ class _Layers:
         return [n for form in forms for n in form.names]
 
     def check_once(self) -> None:
-        """Check of a layer what is then so of all."""
+        """Check the second layer for properties that all layers share, since they are alike."""
         second = self.forms[self.period : 2 * self.period]
         if sum(form.sends for form in second):
             raise _Unlike
-        if any(self.owner(n) < 0 for form in second for n in form.made):
+        if any(self.owner(n) < 0 for form in second for n in form.written):
             raise _Unlike  # each layer writes there
         aliases = self.program.aliases
         shared = {*aliases, *aliases.values()}
@@ -377,26 +314,31 @@ class _Layers:
             raise _Unlike  # memory goes from layer to layer, under other names
 
     def compare(self, one: int, other: int) -> dict[str, str]:
-        """Return what names of one layer are in the next one; raise _Unlike where that differs."""
+        """Return name of one layer -> name in the next one; raise _Unlike where no such map is."""
         earlier = self.renamed[-1] if self.renamed else {}
         pairs = dict.fromkeys(zip(self.names(one), self.names(other), strict=True))
-        found = dict([*pairs])
-        if len(found) < len(pairs) or len({*found.values()}) < len(pairs):
+        renamed = dict([*pairs])
+        if len(renamed) < len(pairs) or len({*renamed.values()}) < len(pairs):
             raise _Unlike
         for x, y in pairs:
             if not self.is_same(x, y, one, other, earlier):
                 raise _Unlike
-        return found
+        return renamed
 
     def is_same(self, x: str, y: str, one: int, other: int, earlier: dict[str, str]) -> bool:
-        """Return whether a name is to one layer what another name is to the next layer."""
-        of, to = self.owner(x), self.owner(y)
+        """Return whether name x has the role in layer `one` that y has in layer `other`.
+
+        Roles: the same name, bound before all layers; a name of the layer; a name of the layer
+        before, in whose place the first layer reads a name from before all layers; an input that
+        the layer alone reads.
+        """
+        owners = self.owner(x), self.owner(y)
         if x == y:
-            return of < 0
-        if (of, to) == (one, other):
+            return owners[0] < 0
+        if owners == (one, other):
             return is_value_name(y)
-        if to == one:  # of the layer before; the first one reads what was there before
-            return of < 0 if one == 0 else earlier.get(x) == y
+        if owners[1] == one:
+            return owners[0] < 0 if one == 0 else earlier.get(x) == y
         types = self.program.types
         return (self.reader(x), self.reader(y)) == (one, other) and types[x] == types[y]
 
@@ -416,15 +358,15 @@ class _Layers:
             outputs=tuple(new.get(n, n) for n in program.outputs),
             instructions=tuple(code),
             aliases=program.aliases,
-            layer_of={n: layer for n in self.uses.made if (layer := self.owner(n)) in (0, 1)},
+            layer_of={n: layer for n in self.uses.bound if (layer := self.owner(n)) in (0, 1)},
         )
 
     def last_as_second(self) -> dict[str, str]:
-        """Return names of the last layer -> what they are in the second one."""
-        found = {n: n for n in self.names(1) if self.owner(n) == 1}
+        """Return name of the last layer -> its name in the second one."""
+        names = {n: n for n in self.names(1) if self.owner(n) == 1}
         for step in self.renamed[1:]:
-            found = {x: step[y] for x, y in found.items()}
-        return {y: x for x, y in found.items()}
+            names = {x: step[y] for x, y in names.items()}
+        return {y: x for x, y in names.items()}
 
 
 def _with_names(i: Instruction, new: dict[str, str]) -> Instruction:

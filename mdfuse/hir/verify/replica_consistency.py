@@ -1,4 +1,4 @@
-"""Check across ranks that values which are the same along an axis are made in the same way there.
+"""Check across ranks that values which are equal along an axis are computed in the same way there.
 
 rank 0   %y: f32[4] (x=R) = mul(%x, 2.0)        ProgramError: %y is the same on the ranks along
 rank 1   %y: f32[4] (x=R) = mul(%x, 3.0)   ->   x, by its type; rank 0 and rank 1 make it in
@@ -19,15 +19,15 @@ from mdfuse.layouts.layout import Layout, Replicate
 
 #: Attributes that follow from the part that a rank has.
 _OF_THE_PART = ("count", "identity", "part", "box", "shape", "ends")
-#: Instructions that make no value; `point_to_point` compares what is sent and received.
+#: Instructions that compute no value; `point_to_point` compares messages.
 _SILENT = ("alloc", "free", "wait", "barrier", "send", "group_start", "group_end", "return")
 
-#: What an instruction does to a name: an op, its numbers, the types of what it reads.
+#: How an instruction computes a name: op, numbers, types of its operands.
 Way = tuple[object, ...]
 
 
 @dataclass(slots=True, eq=False)
-class _Made:
+class _Computed:
     """The ways in which a program makes each name, and the chunks in which it writes a buffer."""
 
     ways: dict[str, list[tuple[Way, Instruction]]] = field(
@@ -37,7 +37,7 @@ class _Made:
 
 
 def check_alike(programs: Mapping[int, HostProgram]) -> None:
-    """Raise CommunicationError where ranks that are to hold the same value make it differently.
+    """Raise CommunicationError where ranks compute one value in different ways.
 
     Each rank is compared with the first one of its team along each axis.
 
@@ -48,10 +48,10 @@ def check_alike(programs: Mapping[int, HostProgram]) -> None:
     done: set[tuple[int, int, str]] = set()
     for rank, program in programs.items():
         for mesh in program.meshes:
-            here = mesh.coordinate(rank)
-            for at, axis in enumerate(mesh.axes if here is not None else ()):
-                assert here is not None
-                first = mesh.rank_at((*here[:at], 0, *here[at + 1 :]))
+            coordinate = mesh.coordinate(rank)
+            for at, axis in enumerate(mesh.axes if coordinate is not None else ()):
+                assert coordinate is not None
+                first = mesh.rank_at((*coordinate[:at], 0, *coordinate[at + 1 :]))
                 pair = id(ways[first]) if first in ways else 0, id(ways[rank]), axis
                 if first in programs and pair[0] != pair[1] and pair not in done:
                     done.add(pair)
@@ -59,34 +59,34 @@ def check_alike(programs: Mapping[int, HostProgram]) -> None:
                     _compare(programs[first], ways[first], program, ways[rank], axis)
 
 
-def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, _Made]:
+def _ways_by_class(programs: Mapping[int, HostProgram]) -> dict[int, _Computed]:
     """Return how each rank makes each name: one object for all ranks whose programs are equal."""
-    found: dict[object, _Made] = {}
+    by_program: dict[object, _Computed] = {}
     result = {}
     for rank, program in programs.items():
         key = program.instructions, tuple(program.types.items())
-        if key not in found:
-            found[key] = _ways(program)
-        result[rank] = found[key]
+        if key not in by_program:
+            by_program[key] = _ways(program)
+        result[rank] = by_program[key]
     return result
 
 
-def _ways(program: HostProgram) -> _Made:
+def _ways(program: HostProgram) -> _Computed:
     """Return how a program makes each name."""
-    made, slices = _Made(), dict[str, str]()
+    ways, slices = _Computed(), dict[str, str]()
     numbers: dict[str, Way] = {}  # name of a number -> how it is computed
     for i in program.instructions:
         for inner in i.body if i.op == "launch" else (i,):
             for name in _makes(inner):
                 way = _way(program, inner, numbers)
-                made.ways[name].append((way, inner))
+                ways.ways[name].append((way, inner))
                 if name in slices:
-                    made.chunks[slices[name]][_chunk(program, name)] = inner
+                    ways.chunks[slices[name]][_chunk(program, name)] = inner
                 elif inner.op == "chunk":
                     slices[name] = inner.reads[0]
                 if name in program.types and program.types[name].layout is None:
                     numbers[name] = way
-    return made
+    return ways
 
 
 def _chunk(program: HostProgram, name: str) -> object:
@@ -107,7 +107,7 @@ def _makes(i: Instruction) -> Iterator[str]:
 
 
 def _way(program: HostProgram, i: Instruction, numbers: Mapping[str, Way]) -> Way:
-    """Return what an instruction does to its result, whatever part the rank has."""
+    """Return the computation of an instruction, without attributes of the rank's part."""
     if i.op == "post":
         return i.op, i.comm, i.inputs[0]
     if i.op == "recv":
@@ -138,17 +138,17 @@ def _without_chunk(kind: BufferType) -> BufferType:
     return replace(kind, layout=layout.with_stream(None) if layout is not None else None)
 
 
-def _compare(a: HostProgram, made: _Made, b: HostProgram, others: _Made, axis: str) -> None:
-    """Raise CommunicationError where two ranks differ in how they make what is the same on both."""
-    for name in dict.fromkeys((*made.ways, *others.ways, *made.chunks, *others.chunks)):
+def _compare(a: HostProgram, ways: _Computed, b: HostProgram, others: _Computed, axis: str) -> None:
+    """Raise CommunicationError where two ranks compute a value differently that both must have."""
+    for name in dict.fromkeys((*ways.ways, *others.ways, *ways.chunks, *others.chunks)):
         kind = a.types.get(name)
         if kind is None or b.types.get(name) != kind or not _is_same_along(kind, axis, a, b):
             continue
-        mine, theirs = made.ways.get(name, ()), others.ways.get(name, ())
-        parts, rest = made.chunks.get(name, {}), others.chunks.get(name, {})
-        if parts.keys() != rest.keys():
+        mine, theirs = ways.ways.get(name, ()), others.ways.get(name, ())
+        parts, other_parts = ways.chunks.get(name, {}), others.chunks.get(name, {})
+        if parts.keys() != other_parts.keys():
             mine = [((), i) for i in parts.values()]
-            raise _differently(a, mine, b, [((), i) for i in rest.values()], name, axis)
+            raise _differently(a, mine, b, [((), i) for i in other_parts.values()], name, axis)
         at = _first_difference(mine, theirs)
         if at is not None:
             raise _differently(a, mine[at:], b, theirs[at:], name, axis)
@@ -174,7 +174,7 @@ def _first_difference(
 
 
 def _is_one_post(p: Way, q: Way) -> bool:
-    """Return whether both are one post, for which only one of the ranks has something to send."""
+    """Return whether both are one post, in which only one of the ranks sends."""
     return p[0] == q[0] == "post" and p[1] == q[1] and None in (p[2], q[2])
 
 

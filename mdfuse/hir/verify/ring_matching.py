@@ -6,10 +6,11 @@
       %c1 = recv(%y, from=(coord(tp) + %i) mod 4, axis=tp)       so on every rank, for every %i
       group_end
 
-A rotation is a bijection. All ranks run the same blocks. So, if the k-th send of each block goes as
-far as the k-th receive comes, the n-th send between any two ranks meets the n-th receive, in the
-same iteration. What they hold is compared as expressions in the coordinate of the sender. What is
-not proven so may be right all the same: it is written out for each rank (`point_to_point.py`).
+Lemma. If in each block the k-th send goes as far as the k-th receive comes, then the n-th send
+between any two ranks meets the n-th receive, in the same iteration: a rotation is a bijection, and
+all ranks run the same blocks. The contents of both buffers are compared as expressions in the
+coordinate of the sender. A program without this proof may be right: then the transfers of each rank
+are written out (`point_to_point.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _Site:
 
     Attributes:
         i: the instruction.
-        block: where it stands; equal for instructions of one block.
+        block: the path to its block; equal for instructions of one block.
         group: the number of its group; None outside of groups.
         waits: how many waits, barriers, blocks and `next` stand before it in its block.
         kind: the type of its buffer.
@@ -62,7 +63,7 @@ def rotates(program: HostProgram) -> bool:
         program: for all ranks, whose blocks depend on no rank.
 
     Returns:
-        False where a fault is possible; and where this cannot be told.
+        False where a fault is possible, or where no proof is known.
     """
     sites = list(_sites(program))
     sends, recvs = ([s for s in sites if s.i.op == op] for op in TRANSFERS)
@@ -74,20 +75,20 @@ def rotates(program: HostProgram) -> bool:
 
 
 def turns(program: HostProgram) -> bool:
-    """Return whether all sends and receives go as far along an axis on every rank.
+    """Return whether each send and receive goes as far along an axis on every rank.
 
-    No two ranks meet on several meshes. Whether they fit is not looked at.
+    It is False, too, where two ranks are both in several meshes. Contents are not compared.
     """
     every = [i for i in program.walk() if i.op in TRANSFERS]
     layouts = [program.types[program.root(i.reads[0])].layout for i in every]
     meshes = {k.mesh for k in layouts if k is not None}
     pairs: Counter[tuple[DeviceMesh, DeviceMesh]] = Counter()
     if len(meshes) > 1:
-        here: dict[int, list[DeviceMesh]] = defaultdict(list)
+        meshes_at: dict[int, list[DeviceMesh]] = defaultdict(list)
         for mesh in meshes:
             for rank in mesh.ranks:
-                pairs.update((mesh, other) for other in here[rank])
-                here[rank].append(mesh)
+                pairs.update((mesh, other) for other in meshes_at[rank])
+                meshes_at[rank].append(mesh)
     is_far = all(k is not None and _is_far(i, k) for i, k in zip(every, layouts, strict=True))
     return is_far and all(n < 2 for n in pairs.values())
 
@@ -143,20 +144,17 @@ def _of_block(
 
 
 def _is_plain(program: HostProgram) -> bool:
-    """Return whether sends meet receives only, and each chunk that is posted is sure to be there.
-
-    A rank posts chunks of whatever buffers; those of all ranks are looked at here.
-    """
+    """Return whether sends meet receives alone, and all chunks of posted buffers exist."""
     posts = [i for i in program.walk() if i.op in POSTS]
     if len({i.outputs[0] for i in posts}) < len(posts):
         return False
-    found = [program.types[program.root(n)].layout for i in posts for n in i.reads]
+    layouts = [program.types[program.root(n)].layout for i in posts for n in i.reads]
     for i in posts:
         if i.comm is not None:
             if i.comm.kind in POINT_TO_POINT:
                 return False
-            found += [i.comm.source, i.comm.destination]
-    return all(k is None or chunk_of(k) is None or _chunk(k) is not None for k in found)
+            layouts += [i.comm.source, i.comm.destination]
+    return all(k is None or chunk_of(k) is None or _chunk(k) is not None for k in layouts)
 
 
 def _meet(send: _Site, recv: _Site, is_sent_first: bool) -> bool:
@@ -183,22 +181,22 @@ def _peer(peer: Index, size: int, coordinate: Term) -> Linear | None:
     is_there = peer == coordinate or (
         isinstance(peer, Calc) and peer.op == "mod" and peer.right == size
     )
-    found = linear(peer, size) if is_there else None
-    if found is None or any(t != coordinate and t.kind != "index" for t, _ in found.factors):
+    position = linear(peer, size) if is_there else None
+    if position is None or any(t != coordinate and t.kind != "index" for t, _ in position.factors):
         return None
-    if found.factor(coordinate) != 1 % size:
+    if position.factor(coordinate) != 1 % size:
         return None
-    return found.plus(made({coordinate: 1}, 0, size), -1)
+    return position.plus(made({coordinate: 1}, 0, size), -1)
 
 
 # -- what is sent and received -------------------------------------------------------------------
 
-#: A division of a dim: into how many parts, and which of them.
+#: A part of a dim: the number of parts, and the position of this one.
 _Part = tuple[object, Linear]
 
 
 def _fits(send: _Site, recv: _Site, to: Linear) -> bool:
-    """Return whether a receive gets what the type of its buffer says, from a sender `to` away."""
+    """Return whether a message from a sender `to` away agrees with the type of the receiver."""
     a, b = send.kind, recv.kind
     if (a.dtype, a.flat, a.padding, b.padding) != (b.dtype, b.flat, None, None):
         return False
@@ -218,14 +216,14 @@ def _fits(send: _Site, recv: _Site, to: Linear) -> bool:
 
 
 def _is_of_sender(send: _Site, sent: list[list[_Part]], is_same_part: bool) -> bool:
-    """Return whether senders differ in what they send, beyond the part that receivers name."""
+    """Return whether messages depend on the sender beyond the part that receivers name."""
     mesh, axis = send.place
     is_own = isinstance(send.layout.placement(axis), Partial | Varies)
     return mesh.axis_size(axis) > 1 and (is_own or (not is_same_part and _names(send, sent)))
 
 
 def _tells_receiver(recv: _Site, received: list[list[_Part]]) -> bool:
-    """Return whether what a rank is to hold afterwards is that of no other rank of its team."""
+    """Return whether each rank of a team has a value of its own after a receive."""
     _, axis = recv.place
     return isinstance(recv.layout.placement(axis), Partial | Varies) or _names(recv, received)
 
@@ -234,8 +232,8 @@ def _names(site: _Site, parts: list[list[_Part]]) -> bool:
     """Return whether ranks along the axis have different parts, each one of its own."""
     mesh, axis = site.place
     size, coordinate = mesh.axis_size(axis), Term("coord", axis)
-    found = (p for dim in parts for p in dim)
-    return any(count == size and p.factor(coordinate) in (1, size - 1) for count, p in found)
+    numbers = (p for dim in parts for p in dim)
+    return any(count == size and p.factor(coordinate) in (1, size - 1) for count, p in numbers)
 
 
 def _parts(site: _Site) -> list[list[_Part]] | None:
@@ -271,10 +269,10 @@ def _chunk(layout: Layout) -> Linear | None:
         is_there = index.op == "mod" and index.right == count
     else:
         is_there = index is not None and 0 <= index < count
-    found = linear(index, count) if is_there and index is not None else None
-    if found is None or any(not _is_of_mesh(t, layout.mesh) for t, _ in found.factors):
+    number = linear(index, count) if is_there and index is not None else None
+    if number is None or any(not _is_of_mesh(t, layout.mesh) for t, _ in number.factors):
         return None
-    return found
+    return number
 
 
 def _is_of_mesh(term: Term, mesh: DeviceMesh) -> bool:
@@ -288,12 +286,12 @@ def _of_sender(recv: _Site, parts: list[list[_Part]], to: Linear) -> list[list[_
     if size == 1:
         return parts
     there = made({coordinate: 1}, 0, size).plus(to)
-    found = []
+    shifted = []
     for dim in parts:
         if any(p.factor(coordinate) and p.modulus != size for _, p in dim):
             return None
-        found.append([(n, p.with_term(coordinate, there)) for n, p in dim])
-    return found
+        shifted.append([(n, p.with_term(coordinate, there)) for n, p in dim])
+    return shifted
 
 
 def _are_even(
@@ -313,7 +311,7 @@ def _are_even(
 
 
 def _differs_elsewhere(send: _Site, recv: _Site) -> bool:
-    """Return whether teams beside this one may receive something else, and are not to."""
+    """Return whether teams beside this one may receive other values where the type forbids it."""
     mesh, axis = send.place
     others = [a for a in mesh.axes if a != axis and mesh.axis_size(a) > 1]
     return any(

@@ -1,4 +1,4 @@
-"""How many elements a communication reads and writes on one rank, as backends count them."""
+"""The elements that a communication reads and writes on one rank, as backends count them."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def _uses(comm: Communication, rank: int) -> tuple[bool, bool]:
 
 
 def _used(part: RankPart) -> tuple[bool, bool]:
-    own = bool(part.copies)
+    has_copies = bool(part.copies)
     if part.call is None:
-        return own, own
+        return has_copies, has_copies
     if part.call.kind in POINT_TO_POINT:
-        return bool(part.sends) or own, bool(part.recvs) or own
+        return bool(part.sends) or has_copies, bool(part.recvs) or has_copies
     source, destination = blocks_of(part.call)
-    return source is not None or own, destination is not None or own
+    return source is not None or has_copies, destination is not None or has_copies
 
 
 def check_sizes(program: HostProgram, i: Instruction, rank: int) -> None:
@@ -67,11 +67,11 @@ def check_sizes(program: HostProgram, i: Instruction, rank: int) -> None:
     )
     problem = size_problem(i.comm, source, destination, rank)
     if problem is not None:
-        which, found, expected = problem
+        which, actual, expected = problem
         raise wrong(
             program,
             i,
-            f"rank {rank} posts {i.comm} with {found} of %{i.inputs[which]}, expected {expected}",
+            f"rank {rank} posts {i.comm} with {actual} of %{i.inputs[which]}, expected {expected}",
             because=f"it is posted for {list(i.comm.shape)} from {i.comm.source} to "
             f"{i.comm.destination}",
             hint="post a buffer of that size; pad it where the parts of the ranks differ",

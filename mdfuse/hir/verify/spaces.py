@@ -1,7 +1,7 @@
-"""Sets of ranks whose terms a buffer holds, as the bits of one number.
+"""Sets of ranks, those whose terms a buffer holds, as the bits of one integer.
 
-Only those axes of a mesh count along which something is Partial: a bit is a place along these. A
-set is moved, joined and compared in one operation, however many ranks there are.
+A bit is a place along the axes of a mesh along which some buffer is Partial. A set is moved, joined
+and compared by one operation on integers, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class Space:
-    """The places along the axes of a mesh that count.
+    """The places along some axes of a mesh.
 
     Attributes:
         mesh: the mesh.
@@ -54,12 +54,12 @@ class Space:
 
     def own(self, axes: Iterable[str], rank: int) -> int:
         """Return the places of a rank along some axes, all of them along others."""
-        found = self.full
+        places = self.full
         for axis in axes:
             if axis in self.axes:
                 at = self.place(axis, rank)
-                found &= self.lanes(axis, at, at + 1)
-        return found
+                places &= self.lanes(axis, at, at + 1)
+        return places
 
     def usual(self, layout: Layout, rank: int) -> int:
         """Return the terms that a rank holds by a layout: its own, and all along other axes."""
@@ -71,7 +71,7 @@ class Space:
         return not held & ~self.usual(layout, rank)
 
     def turned(self, held: int, axis: str, far: int) -> int:
-        """Return places that are so far on along an axis, which is a ring."""
+        """Return places moved by a distance along an axis, which is a ring."""
         n, at = self.size(axis), self.axes.index(axis)
         far %= n
         if not far:
@@ -81,41 +81,41 @@ class Space:
         return ((held & low) << (far * stride)) | ((held & ~low) >> ((n - far) * stride))
 
     def swept(self, held: int, axis: str, far: int, step: int, count: int) -> int:
-        """Return places that are `far`, `far + step`, … on along an axis, so many times."""
-        n, found = self.size(axis), held
-        if step % n in (1, n - 1):  # places side by side: twice as many in each step
+        """Return the union of `count` moves along an axis: by `far`, `far + step`, …"""
+        n, places = self.size(axis), held
+        if step % n in (1, n - 1):  # places side by side: each round doubles them
             sign, done = (1 if step % n == 1 else -1), 1
             while done < count:
-                more = min(done, count - done)
-                found |= self.turned(found, axis, sign * more)
-                done += more
+                doubled = min(done, count - done)
+                places |= self.turned(places, axis, sign * doubled)
+                done += doubled
         else:
             for k in range(1, count):
-                found |= self.turned(held, axis, step * k)
-        return self.turned(found, axis, far)
+                places |= self.turned(held, axis, step * k)
+        return self.turned(places, axis, far)
 
     def filled(self, held: int, axis: str) -> int:
-        """Return all places along an axis of which one is held."""
+        """Return all places of each line along an axis that has a held place."""
         return self.swept(held, axis, 0, 1, self.size(axis))
 
     def put(self, held: int, axis: str, rank: int) -> int:
-        """Return places with a rank's own one along an axis."""
+        """Return places moved to that of a rank along an axis."""
         at = self.place(axis, rank)
         return self.filled(held, axis) & self.lanes(axis, at, at + 1)
 
     def ranks(self, held: int, rank: int) -> list[int]:
-        """Return the first ranks at some places, which are where a rank is along other axes."""
+        """Return the first ranks at some places; other axes have the coordinates of a rank."""
         coordinate = self.mesh.coordinate(rank)
         assert coordinate is not None
-        found: list[int] = []
-        while held and len(found) <= _NAMED:
+        ranks: list[int] = []
+        while held and len(ranks) <= _NAMED:
             place = (held & -held).bit_length() - 1
             held &= held - 1
             there = list(coordinate)
             for axis, n in zip(reversed(self.axes), reversed(self.sizes), strict=True):
                 place, there[self.mesh.axis_index(axis)] = divmod(place, n)
-            found.append(self.mesh.rank_at(there))
-        return found
+            ranks.append(self.mesh.rank_at(there))
+        return ranks
 
 
 @lru_cache(maxsize=1024)

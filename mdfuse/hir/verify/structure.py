@@ -1,4 +1,4 @@
-"""Check what the text of a host program alone shows: aliases, blocks, units, groups, handles."""
+"""Check a host program without following it: aliases, blocks, units, groups, handles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mdfuse.layouts.kinds import IN_PIECES
 
 
 def check_structure(program: HostProgram, allocates_once: bool = True) -> None:
-    """Raise ProgramError for a fault that the instructions show, whatever rank runs them.
+    """Raise ProgramError for a fault in the structure of a program.
 
     Args:
         program: for all ranks, or for one.
@@ -31,10 +31,10 @@ def check_structure(program: HostProgram, allocates_once: bool = True) -> None:
 
 
 def check_defined(program: HostProgram) -> None:
-    """Raise ProgramError where a name is read that no earlier instruction makes, on any path.
+    """Raise ProgramError where a name is read that no earlier instruction binds, on any path.
 
-    Programs with loops are written out before their flow is checked, which needs the types of what
-    is read.
+    A program with loops is written out before its flow is checked, and that needs the types of all
+    operands.
     """
     root = program.root
     ends = [program.types[n].layout for n in (*program.inputs, *program.outputs)]
@@ -58,12 +58,12 @@ def _check_block(program: HostProgram, block: tuple[Instruction, ...], known: se
             kind = types.get(name)
             if name not in known or (kind is not None and kind.layout is not None):
                 raise _no_index(program, i, name)
-        made = {*(map(root, i.outputs) if program.aliases else i.outputs)} - known
-        known |= made
+        bound = {*(map(root, i.outputs) if program.aliases else i.outputs)} - known
+        known |= bound
         for inner in (i.body, i.orelse):
             _check_block(program, inner, known)
         if i.op in ("for", "block"):
-            known -= made
+            known -= bound
 
 
 def _undefined(program: HostProgram, i: Instruction, name: str) -> ProgramError:
@@ -256,7 +256,7 @@ class _Structure:
 
     def launch(self, i: Instruction) -> None:
         """Check that a unit reads only its inputs and what it defines, and defines its outputs."""
-        known, made = set(i.inputs), {n for j in i.body for n in j.outputs}
+        known, results = set(i.inputs), {n for j in i.body for n in j.outputs}
         for inner in i.body:
             if not is_local(inner):
                 raise wrong(
@@ -273,7 +273,7 @@ class _Structure:
             known.update(inner.outputs)
             self.check_writes(inner, inner.outputs)
         for name in i.outputs:
-            if name not in made:
+            if name not in results:
                 raise wrong(
                     self.program,
                     i,

@@ -24,8 +24,8 @@ def check_teams(programs: Programs, along: Set[str] | None = None) -> None:
 
     Args:
         programs: straight-line, by rank.
-        along: None where these are all ranks that take part. Else they are one team, only transfers
-            among them are looked at, and these are the handles of those along the team's axis.
+        along: None if the programs are those of all ranks. Otherwise they are those of one team,
+            whose transfers alone are compared: the handles of transfers along its axis.
     """
     begun = {rank: list(events(program)) for rank, program in programs.items()}
     meetings: list[Meeting] = []
@@ -40,20 +40,20 @@ def check_teams(programs: Programs, along: Set[str] | None = None) -> None:
 def _match_collectives(programs: Programs, begun: Mapping[int, list[Event]]) -> Iterator[Meeting]:
     """Yield the n-th post of each team, from all its ranks, once they agree on it."""
     posted: dict[Team, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
-    for rank, found in begun.items():
-        for event in found:
+    for rank, some in begun.items():
+        for event in some:
             if event.call.kind not in POINT_TO_POINT:
                 posted[event.call.team][rank].append(event)
     for team, by_rank in posted.items():
         for n in range(max(map(len, by_rank.values()))):
-            here = {r: by_rank[r][n] for r in team if n < len(by_rank[r])}
-            first = next(iter(here.values()))
+            meeting = {r: by_rank[r][n] for r in team if n < len(by_rank[r])}
+            first = next(iter(meeting.values()))
             for rank in team:
-                if rank not in here:
+                if rank not in meeting:
                     raise _never_posts(programs, rank, n, by_rank[rank], first, begun)
-                _check_agree(n, first, here[rank])
-            _check_blocks(n, tuple(here.values()))
-            yield tuple(here.values())
+                _check_agree(n, first, meeting[rank])
+            _check_blocks(n, tuple(meeting.values()))
+            yield tuple(meeting.values())
 
 
 def _team_text(team: Team) -> str:
@@ -75,9 +75,9 @@ def _never_posts(
     if rank not in programs:
         return disagreement([first.place], f"{what}: it has no program", because=_SAME)
     mine = begun[rank]
-    rest = mine[mine.index(before[-1]) + 1 :] if before else mine
+    later = mine[mine.index(before[-1]) + 1 :] if before else mine
     same = [e for e in mine if e.handle and e.handle == first.handle]
-    instead = (same or rest)[:1]
+    instead = (same or later)[:1]
     with_team = [f" with {_team_text(e.call.team)}" for e in instead]
     what += f"; instead it posts {instead[0].name}{with_team[0]}" if instead else ""
     nothing = [(programs[rank], None)] if not instead else []
@@ -104,17 +104,17 @@ def _check_agree(n: int, a: Event, b: Event) -> None:
         )
 
 
-def _check_blocks(n: int, here: tuple[Event, ...]) -> None:
+def _check_blocks(n: int, meeting: tuple[Event, ...]) -> None:
     """Raise CommunicationError where the members of a team post blocks of different sizes.
 
     Args:
         n: the number of the communication among those of its team.
         here: its event on each rank, in the order of the team.
     """
-    if here[0].call.kind == "AllToAll":
-        _check_all_to_all(n, here)
+    if meeting[0].call.kind == "AllToAll":
+        _check_all_to_all(n, meeting)
         return
-    blocks = [(size, event) for event in here for size in _blocks(event)]
+    blocks = [(size, event) for event in meeting for size in _blocks(event)]
     for size, event in blocks:
         if size != blocks[0][0]:
             _refuse_sizes(n, blocks[0][1], event, blocks[0][0], size)
@@ -127,10 +127,10 @@ def _blocks(event: Event) -> Iterator[float]:
             yield count // multiple if count % multiple == 0 else count / multiple
 
 
-def _check_all_to_all(n: int, here: tuple[Event, ...]) -> None:
+def _check_all_to_all(n: int, meeting: tuple[Event, ...]) -> None:
     """Raise CommunicationError where a rank sends more or less than another one receives."""
-    for x, a in enumerate(here):
-        for y, b in enumerate(here):
+    for x, a in enumerate(meeting):
+        for y, b in enumerate(meeting):
             sent, received = a.call.send_counts[y], b.call.recv_counts[x]
             if sent != received:
                 _refuse_sizes(n, a, b, sent, received)

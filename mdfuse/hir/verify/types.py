@@ -1,12 +1,13 @@
-"""Check types: what each instruction makes is what its name is declared to be."""
+"""Check types: the result of each instruction has the declared type of its name."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import UNKNOWN, Calc, Index, Term, terms
+from mdfuse.hir.analysis.normal_form import NormalForm, Numbers
 from mdfuse.hir.instructions import BUFFER_OPS, NAMED
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffers import RULES
@@ -17,14 +18,14 @@ from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Replicate
-from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 
 
 def check_types(program: HostProgram) -> None:
-    """Raise ProgramError where an instruction makes something else than its declared result.
+    """Raise ProgramError where a result has another type than the declared one.
 
-    Operands without a type are left out: who reads them reads what nothing computed.
+    Rows with an operand without a type are left out: the flow refuses them, since nothing computes
+    the operand.
     """
     Types(program).block(program.instructions)
 
@@ -41,12 +42,12 @@ class Types:
     by_id: dict[int, int] = field(default_factory=dict)
     #: rows with operands that were checked
     seen: set[object] = field(default_factory=set)
-    #: the same, but for which ranks a mesh has, or for the numbers of chunks: stages and iterations
-    #: that do the same
+    #: the same without the ranks of a mesh, or without the numbers of chunks: equal stages and
+    #: iterations are checked once
     seen_elsewhere: set[object] = field(default_factory=set)
     #: number -> the index expressions that it was computed from
     computed_from: dict[str, tuple[Index, ...]] = field(default_factory=dict)
-    #: part of a buffer -> the buffer; what is written into the one is written into the other
+    #: part of a buffer -> the buffer, which a write into the part changes
     slices: dict[str, str] = field(default_factory=dict)
     #: buffer -> (dim, to_dim, axis) of what was packed into it
     packed: dict[str, tuple[object, ...]] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Types:
                 self.loops = [loop for loop in self.loops if loop is not i]
 
     def code(self, x: Operand) -> object:
-        """Return what stands for the type of an operand when rows are looked up in `seen`."""
+        """Return a key of the type of an operand, for `seen`."""
         if type(x) is str:
             code = self.codes.get(x)
             return self.intern(x) if code is None else code
@@ -116,9 +117,9 @@ class Types:
 
     def row(self, i: Instruction) -> None:
         code = self.code
-        made = tuple([code(x) for x in i.outputs])
+        results = tuple([code(x) for x in i.outputs])
         numbers = self.numbers(i) if self.computed_from or i.indices else ()
-        key = (i.fn, i.attrs, i.order, made, tuple([code(x) for x in i.inputs]), numbers)
+        key = (i.fn, i.attrs, i.order, results, tuple([code(x) for x in i.inputs]), numbers)
         if key not in self.seen:
             self.check_row(i, frozenset(numbers))
             self.seen.add(key)
@@ -140,42 +141,44 @@ class Types:
             self.seen_elsewhere.add(question)
 
     def key_elsewhere(self, i: Instruction, kinds: tuple[BufferType | type, ...]) -> Hashable:
-        """Return what stands for types in rows that do the same elsewhere; None: they are alone."""
+        """Return a key of types, equal for rows that yield the same elsewhere; None: none does."""
         rank, row = self.program.rank, TABLE.get(i.fn)
+        if rank is None and any(type(v) in UNKNOWN for _, v in i.attrs):
+            return None
         if rank is None:
-            return None if any(type(v) in UNKNOWN for _, v in i.attrs) else _but_for_ranks(kinds)
+            return _but_for_ranks(self.program, kinds)
         if row is None or row.localize is not None or row.globalize is not None:
             return None  # its attributes depend on where a part lies
         return _but_for_numbers(kinds, rank)
 
     def numbers(self, i: Instruction) -> tuple[str, ...]:
         """Return the axes along which ranks may read different numbers in this row."""
-        found: list[Index] = []
+        indices: list[Index] = []
         for x in i.inputs:
             if isinstance(x, str):
-                found += self.computed_from.get(x, ())
-        found += i.indices
+                indices += self.computed_from.get(x, ())
+        indices += i.indices
         kind = self.program.types.get(i.outputs[0])
         if kind is None or kind.layout is None:
-            self.computed_from[i.outputs[0]] = tuple(found)
+            self.computed_from[i.outputs[0]] = tuple(indices)
             return ()
-        return tuple(sorted({a for x in found for a in self.axes_of(x, kind.layout.mesh)}))
+        return tuple(sorted({a for x in indices for a in self.axes_of(x, kind.layout.mesh)}))
 
     def axes_of(self, index: Index, mesh: DeviceMesh) -> frozenset[str]:
         """Return the axes of a mesh along which ranks may compute other numbers from an index."""
-        found = axes_of(index, mesh)
+        axes = axes_of(index, mesh)
         every = axes_of(Term("rank"), mesh)
         for term in terms(index):
             if term.kind == "extent":
                 kind = self.program.types.get(term.name)
                 layout = kind.layout if kind is not None else None
                 if layout is not None and layout.split_axes(term.dim):
-                    own = layout.mesh == mesh
-                    found |= every.intersection(layout.split_axes(term.dim)) if own else every
+                    split = every.intersection(layout.split_axes(term.dim))
+                    axes |= split if layout.mesh == mesh else every
             elif term.kind == "coord":
                 having = [m for m in self.program.meshes if term.name in m.axes]
-                found |= every if having != [mesh] else frozenset()
-        return found
+                axes |= every if having != [mesh] else frozenset()
+        return axes
 
     def mismatch(self, i: Instruction, problem: str) -> ProgramError:
         operands = [x for x in dict.fromkeys(i.reads) if x in self.program.types]
@@ -201,7 +204,7 @@ class Types:
     # -- buffers ---------------------------------------------------------------------------------
 
     def rank_of(self, kind: BufferType) -> int:
-        """Return the rank whose part is looked at: the program's, else the first of the mesh."""
+        """Return the rank whose part is compared: the program's, else the first of the mesh."""
         assert kind.layout is not None
         return kind.layout.mesh.first if self.program.rank is None else self.program.rank
 
@@ -284,9 +287,9 @@ class Types:
             return True
         attrs = self.loops[-1].kwargs
         is_whole = (attrs["start"], attrs["stop"], attrs["step"]) == (0, chunk.count, 1)
-        own = Term("index", self.loops[-1].outputs[0])
-        others = [x for x in (turn.left, turn.right) if x != own]
-        return not (is_whole and len(others) == 1 and own not in terms(others[0]))
+        turning = Term("index", self.loops[-1].outputs[0])
+        others = [x for x in (turn.left, turn.right) if x != turning]
+        return not (is_whole and len(others) == 1 and turning not in terms(others[0]))
 
     def partial_write(self, i: Instruction, name: str, of: str, what: str) -> ProgramError:
         return wrong(
@@ -298,59 +301,48 @@ class Types:
         )
 
 
-def _but_for_ranks(kinds: Iterable[BufferType | type]) -> tuple[object, ...] | None:
-    """Return what types say apart from the ranks of their mesh; None where they have several.
+@dataclass(slots=True)
+class _Elsewhere(NormalForm):
+    """Types without the ranks of their mesh, and with the indices of loops as numbers."""
 
-    What a row makes of its operands on all ranks of one mesh does not depend on which these are;
-    nor on what the indices of loops are called by which chunks are numbered.
+    letters: Numbers[str] = field(default_factory=Numbers)
+
+    def mesh(self, mesh: DeviceMesh) -> Hashable:
+        return mesh.axes, mesh.shape
+
+    def term(self, term: Term) -> Hashable:
+        return ("index", self.letters[term.name]) if term.kind == "index" else term
+
+
+def _but_for_ranks(
+    program: HostProgram, kinds: Sequence[BufferType | type]
+) -> tuple[object, ...] | None:
+    """Return a key of types without the ranks of their mesh; None where they have several meshes.
+
+    The result of a row on all ranks of one mesh does not depend on the numbers of these ranks; nor
+    on the names of the loop indices that number its chunks.
     """
-    found: list[object] = []
-    letters: dict[str, int] = {}
-    mesh: DeviceMesh | None = None
-    for k in kinds:
-        if not isinstance(k, BufferType) or k.layout is None:
-            found.append(k)
-            continue
-        layout = k.layout
-        if mesh is not None and layout.mesh is not mesh and layout.mesh != mesh:
-            return None
-        mesh = layout.mesh
-        chunk = _but_for_letters(layout.stream, letters)
-        said = layout.placements, layout.splits, chunk, layout.reaches
-        found.append((k.dtype, k.shape, k.padding, k.flat, *said))
-    return (mesh.axes, mesh.shape, *found) if mesh is not None else None
-
-
-def _but_for_letters(chunk: Stream | None, letters: dict[str, int]) -> Hashable:
-    """Return what a chunk is, with loop indices by the order in which they are met."""
-    if chunk is None or not isinstance(chunk.index, UNKNOWN):
-        return chunk
-    which = _unlettered(chunk.index, letters)
-    return chunk.dim, chunk.chunks, chunk.rotate, chunk.op, which
-
-
-def _unlettered(x: Index, letters: dict[str, int]) -> Hashable:
-    if isinstance(x, Calc):
-        return x.op, _unlettered(x.left, letters), _unlettered(x.right, letters)
-    if isinstance(x, Term) and x.kind == "index":
-        return "index", letters.setdefault(x.name, len(letters))
-    return x
+    layouts = [k.layout for k in kinds if isinstance(k, BufferType) and k.layout is not None]
+    meshes = {id(k.mesh): k.mesh for k in layouts}.values()
+    if len(meshes) != 1 and len({*meshes}) != 1:
+        return None
+    form = _Elsewhere(program)
+    return tuple([form.kind(k) if isinstance(k, BufferType) else k for k in kinds])
 
 
 def _but_for_numbers(kinds: Iterable[BufferType | type], rank: int) -> tuple[object, ...]:
-    """Return what types say on a rank apart from the numbers of their chunks.
+    """Return a key of types on a rank without the numbers of their chunks.
 
-    What a row makes of chunks depends on which of them are one chunk, and on how large they are.
+    The result of a row of chunks depends on their sizes, and on which of them are one chunk.
     """
-    found: list[object] = []
-    numbers: dict[object, int] = {}
+    keys: list[object] = []
+    numbers = Numbers[object]()
     for k in kinds:
         if not isinstance(k, BufferType) or k.layout is None or k.layout.stream is None:
-            found.append(k)
+            keys.append(k)
             continue
         layout, chunk = k.layout, k.layout.stream
-        which = numbers.setdefault(chunk.index, len(numbers))
-        part = chunk.dim, chunk.chunks, chunk.rotate, chunk.op, which, k.local_shape(rank)
-        said = layout.mesh, layout.placements, layout.splits, layout.reaches
-        found.append((k.dtype, k.shape, k.padding, k.flat, *said, *part))
-    return tuple(found)
+        part = chunk.dim, chunk.chunks, chunk.rotate, chunk.op, numbers[chunk.index]
+        parts = layout.mesh, layout.placements, layout.splits, layout.reaches, *part
+        keys.append((k.dtype, k.shape, k.padding, k.flat, *parts, k.local_shape(rank)))
+    return tuple(keys)

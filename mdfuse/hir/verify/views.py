@@ -1,4 +1,4 @@
-"""Views while a program is verified: which region of which storage a view op takes."""
+"""Views while a program is verified: the regions of storages that view ops take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mdfuse.hir.verify.memory import PENDING, Access, View
 from mdfuse.ir.dims import reshape_groups
 from mdfuse.layouts.boxes import Box, Interval, nth_chunk, relative
 
-#: The dims of a view that lies somewhere in its region, nobody knows how.
+#: The dims of a view whose order within its region is not known.
 OPAQUE = (-1,)
 
 
@@ -100,7 +100,7 @@ def _unexpand(c: Cut) -> Shape:
     return c.part([(d, (0, 1)) for d in c.i.kwargs["dims"]]), c.view.dims
 
 
-#: view op -> the region and the dims of its result; the others may lie anyhow in their operand.
+#: view op -> the region and the dims of its result; results of other view ops are opaque.
 SHAPES: dict[str, Callable[[Cut], Shape]] = {
     "set": _same,
     "own": _same,
@@ -177,15 +177,15 @@ def pieces_of(
         used: the name of each buffer, its view, and whether it is written.
         count: of the pieces; None where it arrives at once.
     """
-    found: dict[int | None, list[tuple[View, Access]]] = {}
+    pieces: dict[int | None, list[tuple[View, Access]]] = {}
     for n in (None,) if count is None else range(count):
-        found[n] = []
+        pieces[n] = []
         for name, view, is_write in used:
             part = view if count is None else _rows(program, name, view, count, n or 0)
             access = Access(PENDING, 0, part.region, is_write, i)
             part.storage.accesses.append(access)
-            found[n].append((part, access))
-    return found
+            pieces[n].append((part, access))
+    return pieces
 
 
 def _rows(program: HostProgram, name: str, view: View, count: int, n: int) -> View:

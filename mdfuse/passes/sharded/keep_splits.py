@@ -18,17 +18,15 @@ expression needs the operand whole, and the result may stay split.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mdfuse.ir.graph import Expr, Fusion, Operand, Value, fresh_name
-from mdfuse.ir.infer import inferred
+from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Partial, Replicate
-from mdfuse.passes.propagate_layouts import anew
+from mdfuse.passes.rewriting import Maker, Rule, laid_out
 from mdfuse.passes.strategy import choose
 from mdfuse.reshard import cost
 
@@ -37,26 +35,9 @@ name = "keep_splits"
 
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion with these ops rewritten wherever that moves fewer bytes."""
-    while True:
-        replaced = {e.output: e for e in (*_split_rows(fusion), *_windows(fusion))}
-        if not replaced:
-            return fusion
-        maker = Maker(dict(fusion.values))
-        for expr in fusion.exprs:
-            if expr.outputs[0] in replaced:
-                _MADE_OF[expr.op](maker, expr)
-            else:
-                maker.exprs.append(expr)
-        new_names = {n for n in maker.values if n not in fusion.values or n in replaced}
-        fusion = anew(forgotten(fusion, maker, replaced), new_names)
-
-
-def forgotten(fusion: Fusion, maker: Maker, outputs: Sequence[str] | dict[str, Expr]) -> Fusion:
-    """Return the fusion with the new expressions, whose layouts are still to be inferred."""
-    for output in outputs:
-        out = maker.values[output]
-        maker.values[output] = out if out.is_law else replace(out, layout=None)
-    return replace(fusion, values=maker.values, exprs=tuple(maker.exprs))
+    while rules := {e.output: _RULES[e.op] for e in (*_split_rows(fusion), *_windows(fusion))}:
+        fusion = laid_out(fusion, rules)
+    return fusion
 
 
 # -- which ---------------------------------------------------------------------------------------
@@ -150,7 +131,7 @@ def is_gathered(
 ) -> bool:
     """True if an expression, but of some ops, reads a value whole along one of these axes."""
     for reader in fusion.consumers[value.name]:
-        if reader.op not in (but or _MADE_OF) and fusion.values[reader.outputs[0]].is_tensor:
+        if reader.op not in (but or _RULES) and fusion.values[reader.outputs[0]].is_tensor:
             wanted = _wanted(fusion, reader, value.name)
             if wanted.mesh == fusion.layout(value.name).mesh and any(
                 isinstance(wanted.placement(a), Replicate) for a in axes
@@ -176,56 +157,6 @@ def with_placements(layout: Layout, axes: Sequence[str], placement: Partial | Re
 
 
 # -- by what -------------------------------------------------------------------------------------
-
-
-@dataclass
-class Maker:
-    """The fusion under construction; it lives inside one call of `run`."""
-
-    values: dict[str, Value]
-    exprs: list[Expr] = field(default_factory=list)
-
-    def op(self, by: Expr, op: str, *inputs: Operand, last: bool = False, **attrs: Any) -> str:
-        """Append one of the expressions that replace `by`; the last one has its result."""
-        output = by.outputs[-1]
-        if not last:
-            output = fresh_name(self.values, f"{by.outputs[0]}.{op}")
-            (fields,) = inferred(TABLE[op], inputs, attrs, self.values, by.source)
-            self.values[output] = Value(name=output, source=by.source, **fields)
-        items = tuple(attrs.items())
-        self.exprs.append(
-            Expr(op=op, inputs=inputs, outputs=(output,), attrs=items, source=by.source)
-        )
-        return output
-
-    def several(self, by: Expr, op: str, *inputs: Operand, first: str, **attrs: Any) -> str:
-        """Append one with two results, the first of which has a name already; return the second."""
-        row = TABLE[op]
-        kinds = inferred(row, inputs, attrs, self.values, by.source)
-        outputs = []
-        for kind, name in zip(kinds, (first, ""), strict=True):
-            output = name or fresh_name(self.values, f"{by.outputs[0]}.{op}")
-            if output not in self.values:
-                self.values[output] = Value(name=output, source=by.source, **kind)
-            outputs.append(output)
-        items = tuple(attrs.items())
-        expr = Expr(op=op, inputs=inputs, outputs=(*outputs,), attrs=items, source=by.source)
-        self.exprs.append(expr)
-        return outputs[1]
-
-    def wide(self, by: Expr, x: str) -> str:
-        """Cast f16 and bf16 to f32, so that sums of them are rounded once."""
-        is_narrow = self.values[x].dtype in (torch.float16, torch.bfloat16)
-        return self.op(by, "cast", x, dtype=torch.float32) if is_narrow else x
-
-    def result(self, by: Expr, op: str, *inputs: Operand) -> None:
-        """Append the last expression, cast to the dtype that the result had."""
-        dtypes = [self.values[x].dtype for x in inputs if isinstance(x, str)]
-        dtype = self.values[by.output].dtype
-        if reduce(torch.promote_types, dtypes) == dtype:
-            self.op(by, op, *inputs, last=True)
-        else:
-            self.op(by, "cast", self.op(by, op, *inputs), last=True, dtype=dtype)
 
 
 def _operand(maker: Maker, by: Expr) -> str:
@@ -307,8 +238,8 @@ _REDUCED_DIMS: dict[str, Callable[[Expr, int], tuple[int, ...]]] = {
     "rms_norm": _last_dims,
 }
 
-#: op -> what appends the expressions that replace it.
-_MADE_OF: dict[str, Callable[[Maker, Expr], None]] = {
+#: op -> the rule that replaces it.
+_RULES: dict[str, Rule] = {
     "softmax": _softmax,
     "log_softmax": _softmax,
     "layer_norm": _layer_norm,

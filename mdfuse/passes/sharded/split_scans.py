@@ -18,40 +18,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from mdfuse.ir.graph import Expr, Fusion, fresh_name
 from mdfuse.layouts.layout import Replicate
-from mdfuse.passes.propagate_layouts import anew
-from mdfuse.passes.sharded.keep_splits import (
-    Maker,
-    forgotten,
-    is_gathered,
-    may_stay,
-    with_placements,
-)
+from mdfuse.passes.rewriting import Maker, laid_out
+from mdfuse.passes.sharded.keep_splits import is_gathered, may_stay, with_placements
 from mdfuse.reshard import cost
 
 name = "split_scans"
 
-_OPS = ("cumsum", "topk")
-
 
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion with these ops rewritten wherever that moves fewer bytes."""
-    replaced = {e.outputs[0]: e for e in _split(fusion)}
-    if not replaced:
-        return fusion
-    maker = Maker(dict(fusion.values))
-    for expr in fusion.exprs:
-        if expr.outputs[0] not in replaced:
-            maker.exprs.append(expr)
-        elif expr.op == "topk":
-            _topk(maker, expr, _parts(fusion, expr))
-        else:
-            _cumsum(maker, expr, _parts(fusion, expr))
-    outputs = [name for e in replaced.values() for name in e.outputs]
-    new_names = {n for n in maker.values if n not in fusion.values or n in outputs}
-    return anew(forgotten(fusion, maker, outputs), new_names)
+    split = {e.outputs[0]: e for e in _split(fusion)}
+    rules = {x: partial(_RULES[e.op], parts=_parts(fusion, e)) for x, e in split.items()}
+    return laid_out(fusion, rules)
 
 
 # -- which ---------------------------------------------------------------------------------------
@@ -59,7 +41,7 @@ def run(fusion: Fusion) -> Fusion:
 
 def _split(fusion: Fusion) -> Iterator[Expr]:
     for expr in fusion.exprs:
-        if expr.op not in _OPS:
+        if expr.op not in _RULES:
             continue
         value, parts = fusion.values[expr.reads[0]], _parts(fusion, expr)
         if parts < 2 or value.expanded or 0 in value.shape:
@@ -76,7 +58,7 @@ def _split(fusion: Fusion) -> Iterator[Expr]:
         if not 2 * price < cost(layout, whole, value.shape) * size:
             continue
         stays = expr.op == "topk" or may_stay(fusion, expr, (dim,))
-        if each and stays and not is_gathered(fusion, value, axes, _OPS):
+        if each and stays and not is_gathered(fusion, value, axes, _RULES):
             yield expr
 
 
@@ -146,3 +128,6 @@ def _topk(maker: Maker, by: Expr, parts: int) -> None:
     candidates = maker.op(by, "reshape", values, shape=flat)
     chosen = maker.several(by, "topk", candidates, first=by.outputs[0], k=k, dim=dim, **direction)
     maker.op(by, "gather", chosen, places, last=True, along=dim)
+
+
+_RULES = {"cumsum": _cumsum, "topk": _topk}

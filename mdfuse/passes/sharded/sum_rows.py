@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mdfuse.extents.extent import comparable
 from mdfuse.ir.graph import Expr, Fusion, Operand
 from mdfuse.layouts.layout import Layout
-from mdfuse.passes.propagate_layouts import anew
-from mdfuse.passes.sharded.keep_splits import Maker, forgotten
+from mdfuse.passes.rewriting import Maker, Rule, laid_out
 from mdfuse.passes.strategy import choose
 
 name = "sum_rows"
@@ -27,32 +27,32 @@ name = "sum_rows"
 
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion with such products as contractions."""
-    maker, products = contracted(fusion, lambda view: _loses(fusion, view))
-    return anew(forgotten(fusion, maker, products), products) if products else fusion
+    return laid_out(fusion, contractions(fusion, lambda view: _loses(fusion, view)))
 
 
-def contracted(fusion: Fusion, is_asked: Callable[[Expr], bool]) -> tuple[Maker, list[str]]:
-    """Return the fusion's expressions with products of rows as contractions, and which they are.
+def contractions(fusion: Fusion, is_asked: Callable[[Expr], bool]) -> dict[str, Rule]:
+    """Return the rules that make products of rows contractions; the views of rows stay.
 
     Args:
-        fusion: with layouts; the views that nobody reads any more stay in it.
+        fusion: with layouts.
         is_asked: whether one of the views of a product, a reshape, speaks for it.
     """
-    maker, products = Maker(dict(fusion.values)), list[str]()
-    for expr in fusion.exprs:
-        product = _product(fusion, expr)
-        if product is None or not any(is_asked(side.view) for side in product.sides):
-            maker.exprs.append(expr)
-            continue
-        left, right = (_rows_of(maker, expr, side) for side in product.sides)
-        dims = (*range(product.dims),)
-        first, last = product.dims, product.dims + 1
-        maker.op(
-            expr, "contract", left, right, last=True,
-            left=(*dims, first), right=(*dims, last), kept=(first, last),
-        )  # fmt: skip
-        products.append(expr.output)
-    return maker, products
+    products = {e.outputs[0]: _product(fusion, e) for e in fusion.exprs}
+    return {
+        name: partial(_contract, product=product)
+        for name, product in products.items()
+        if product is not None and any(is_asked(side.view) for side in product.sides)
+    }
+
+
+def _contract(maker: Maker, by: Expr, product: _Product) -> None:
+    left, right = (_rows_of(maker, by, side) for side in product.sides)
+    dims = (*range(product.dims),)
+    first, last = product.dims, product.dims + 1
+    maker.op(
+        by, "contract", left, right, last=True,
+        left=(*dims, first), right=(*dims, last), kept=(first, last),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ def works(host: mf.hir.HostProgram) -> int:
 
 @pytest.mark.usefixtures("unjoined")
 def test_ranks_share_local_work_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks each measures every other subject of local work, and has the other's times."""
+    """Each of two ranks measures every other subject of local work, and has the other's times."""
     comm = mf.init()
     monkeypatch.setattr(comm, "size", 2)
     taken = dict[int, set[object]]()

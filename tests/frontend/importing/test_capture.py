@@ -93,7 +93,7 @@ def test_arguments_of_another_structure() -> None:
 
 
 def test_only_shapes_and_dtypes_count() -> None:
-    """Of arguments: specs, and tensors on another device, do as well; they are not written."""
+    """Arguments may be specs, and tensors on another device; they are not written."""
     module = nn.Linear(6, 2)
     specs = TensorSpec((4, 6)), torch.empty(4, 6, device="meta"), X.clone().requires_grad_()
     for x in specs:

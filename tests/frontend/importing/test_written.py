@@ -124,7 +124,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("axis", ["whole", "batch", "channels"])
 def test_batch_norm(training: bool, axis: str) -> None:
-    """Of the whole batch, wherever it is split; its statistics are state."""
+    """Statistics are those of the whole batch, wherever it is split, and are state."""
     torch.manual_seed(0)
     x, y = (torch.randn(s, dtype=torch.float64) for s in ((4, 3, 2, 2), (6, 5)))
     module = Normed().double().train(training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.programs import program_text
 
 from mdfuse import hir
 from mdfuse.hir.analysis.clobbers import uncopied, updated_names
@@ -53,25 +54,7 @@ def test_what_is_written_while_in_use(lines: list[str], wanted: set[str]) -> Non
 
 
 #: Rank 0 sends to itself, and rank 1, on a stream of its own.
-SELF = """host @self on mesh(x=2) {
-  input %x: f32[4] of [8] (x=S0)
-  %c = get_stream
-  set_stream 0
-  sync %c
-  %a: f32[4] of [8] (x=S0) = add(%x, 1.0)
-  %b: f32[4] of [8] (x=S0) = alloc
-  group_start
-  %c0 = send(%a, to=coord(x), axis=x)
-  %c1 = recv(%b, from=coord(x), axis=x)
-  group_end
-  wait %c0
-  wait %c1
-  %z: f32[4] of [8] (x=S0) = mul(%b, 2.0)
-  set_stream %c
-  sync 0
-  return %z
-}
-"""
+SELF = program_text("clobbers/self")
 
 
 @pytest.mark.parametrize(

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from helpers.programs import program_text
 
 from mdfuse import hir
 from mdfuse.hir.analysis.dataflow import dataflow
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.rank.unroll import write
 
-PROGRAM = """host @views on mesh(tp=2) {
-  input %x: f32[4,6] of [8,6] (tp=S0)
-  %y: f32[2,4,6] of [2,8,6] (tp=S1) = alloc(fill=0.0)
-  %half: f32[2,2,6] of [2,8,6] (tp=S1, chunk(1,2,1)) = chunk(%y)
-  %first: f32[4,6] of [8,6] (tp=S0) = select(%y, dim=0, index=0)
-  %last: f32[4,6] of [8,6] (tp=S0) = select(%y, dim=0, index=-1)
-  %top: f32[2,6] of [8,6] (tp=S0, chunk(0,2,0)) = chunk(%first)
-  %low: f32[2,6] of [8,6] (tp=S0, chunk(0,2,1)) = select(%half, dim=-3, index=1)
-  %turned: f32[6,4] of [6,8] (tp=S1) = permute(%first, dims=[1,0])
-  %part: f32[2,6] of [8,6] (tp=S0, chunk(0,2,1)) = chunk(%x)
-  %z: f32[2,6] of [8,6] (tp=S0, chunk(0,2,1)) = add(%low, %part)
-  return %turned
-}
-"""
+PROGRAM = program_text("dataflow/program")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -51,22 +39,7 @@ def test_a_row_of_a_split_dim_is_counted_by_the_rank() -> None:
 
 
 #: A loop that fills chunks, behind a broadcast.
-LOOP = """host @loop on m0=mesh(x=1), m1=mesh(y=1: 1) {
-  input %x: f32[4,6] m0(x=R)
-  %a: f32[4,6] m1(y=R) = alloc
-  %c0 = post sendrecv(%x) -> %a f32[4,6] m0(x=R) => m1(y=R)
-  wait %c0
-  %y: f32[4,6] m1(y=R) = alloc
-  for %i in 0..2 {
-    %a.i: f32[2,6] of [4,6] m1(y=R, chunk(0,2,%i)) = chunk(%a)
-    %y.i: f32[2,6] of [4,6] m1(y=R, chunk(0,2,%i)) = chunk(%y)
-    %y.i = neg(%a.i)
-  }
-  %y = set(%a)
-  %t: f32[6,4] m1(y=R) = permute(%y, dims=[1,0]) order=[0,1]
-  return %t
-}
-"""
+LOOP = program_text("dataflow/loop")
 
 
 def test_uses_and_writes_of_a_program_with_a_loop() -> None:

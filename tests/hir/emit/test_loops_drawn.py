@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 import torch
+from helpers import sampling
 from helpers.drawn_views import (
-    SAME_EVERY_TIME,
     Drawn,
     Operand,
     Step,
@@ -23,7 +23,7 @@ from helpers.drawn_views import (
     tensor,
 )
 from helpers.oracle import check_everywhere
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from torch import Tensor
 
 import mdfuse as mf
@@ -31,7 +31,6 @@ from mdfuse import Layout, Partial, Stream, hir, hir_lowering
 from mdfuse.errors import LoweringError
 from mdfuse.passes.segmentation import ShouldMerge, merge_local, merge_nothing
 
-SOME = settings(SAME_EVERY_TIME, max_examples=300)
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool)
 
 
@@ -189,7 +188,7 @@ SUM = Step("x + y", lambda ops, x, y: x + y, lambda x, y: x + y)
 
 
 @given(drawn=programs(), how=hows())
-@SOME
+@sampling.examples(300)
 def test_streams_change_nothing(drawn: Branching, how: How) -> None:
     program = mf.compile(drawn.define(), how.options, how.merge)
     tensors, expected = drawn.tensors(), drawn.plain()
@@ -207,7 +206,7 @@ def check_texts(program: mf.Program, how: How) -> None:
 
 
 @given(drawn=updates(), how=hows())
-@settings(SOME, max_examples=150)
+@sampling.examples(150)
 def test_streamed_results_go_into_the_input(drawn: Branching, how: How) -> None:
     program = mf.compile(drawn.define(), how.options, how.merge)
     for schedule in (None, how.schedule):

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from helpers.host_programs import POISON, numbers
+from helpers.programs import program_text
 from helpers.stream_case import text
 
 import mdfuse as mf
@@ -73,7 +74,7 @@ def test_a_receiver_does_not_wait_for_what_it_computes() -> None:
 
 
 def test_a_sender_computes_the_next_chunk_meanwhile() -> None:
-    """Of the program as it runs: two chunks are alive at most."""
+    """Two chunks at most are alive in the program as it runs."""
     found = ops(written_out(chunked(3).for_rank(0)))
     calls = re.findall(r"matmul|post c0@\d|wait c0@\d|free h.i@\d", "\n".join(found))
     assert calls[:8] == [
@@ -121,18 +122,7 @@ def test_the_values_of_batches() -> None:
             assert torch.equal(got, torch.relu(x @ w * 2 @ v))
 
 
-OVERWRITTEN = """
-host @overwritten on m0=mesh(x=1), m1=mesh(x=1: 1) {
-  input %x: f32[2] m0(x=R)
-  alias %z: f32[2] m0(x=R) = %x
-  %y: f32[2] m1(x=R) = alloc
-  %c0 = post broadcast(%x) -> %y f32[2] m0(x=R) => m1(x=R)
-  wait %c0
-  %t: f32[2] m0(x=R) = mul(%x, 2.0)
-  %z = add(%t, 1.0)
-  free %t
-  return %y, %z
-}"""
+OVERWRITTEN = program_text("assign_streams_pipelines/overwritten")
 
 
 def test_what_is_sent_is_not_overwritten_before() -> None:
@@ -147,32 +137,7 @@ def test_what_is_sent_is_not_overwritten_before() -> None:
         assert torch.equal(result.per_rank[0][1], 2 * numbers(2) + 1)
 
 
-NEEDED = """
-host @needed on m0=mesh(x=1), m1=mesh(x=1: 1) {
-  input %x: f32[2] m0(x=R)
-  %caller = get_stream
-  %h: f32[2] m0(x=R) = alloc
-  %y: f32[2] m1(x=R) = alloc
-  for %s in 0..2 {
-    set_stream %s
-    sync %caller
-  }
-  for %i in 0..3 {
-    set_stream 0
-    sync 1
-    %h = add(%x, %i)
-    set_stream 1
-    sync 0
-    %c0 = post broadcast(%h) -> %y f32[2] m0(x=R) => m1(x=R)
-    wait %c0
-  }
-  set_stream %caller
-  for %s in 0..2 {
-    sync %s
-  }
-  free %h
-  return %y
-}"""
+NEEDED = program_text("assign_streams_pipelines/needed")
 
 
 def test_a_sync_that_a_rank_needs_stays() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.host_programs import POISON, numbers, parse, simulate
+from helpers.programs import program_text
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard, hir
@@ -116,7 +117,7 @@ def test_a_value_that_is_not_computed_from_the_index() -> None:
 
 
 def test_chunks_in_a_loop() -> None:
-    """Of a streamed intermediate only one chunk is alive."""
+    """Only one chunk of a streamed intermediate is alive."""
     body = """
       input %x: f32[8,4] (x=R)
       %y: f32[8,4] (x=R) = alloc
@@ -222,27 +223,7 @@ def test_an_update_in_place_needs_nothing() -> None:
 
 # -- blocks and calls ----------------------------------------------------------------------------
 
-BY_TURNS = """
-host @by_turns on mesh(x=1) {
-  input %x: f32[4] (x=R)
-  %one: f32[] (x=R) = full(1.0, shape=[], dtype=f32)
-  %y: f32[4] (x=R) = alloc
-  %z: f32[] (x=R) = alloc
-  block @first(%i) {
-    %x.i: f32[2] of [4] (x=R, chunk(0,2,%i)) = chunk(%x)
-    %h: f32[2] of [4] (x=R, chunk(0,2,%i)) = add(%x.i, %one)
-  }
-  block @left(%i) {
-    %y.i: f32[2] of [4] (x=R, chunk(0,2,%i)) = chunk(%y)
-    %y.i = exp(%h)
-  }
-  block @right(%i) {
-    %z.i: f32[] (x=R, chunk(P(sum),2,%i)) = sum(%h, dims=[0])
-    %z = accumulate(%z.i)
-  }
-  CALLS
-  return %y, %z
-}"""
+BY_TURNS = program_text("insert_frees/by_turns")
 
 
 def freed(*calls: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.pipelines import batch_of, check_orders, meshes, network, sines
+from helpers.programs import program_text
 from torch import Tensor
 
 import mdfuse as mf
@@ -87,19 +88,7 @@ def test_a_part_takes_no_memory() -> None:
 
 # -- text ------------------------------------------------------------------------------------------
 
-TEXT = """host @sums on mesh(t=1) {
-  input %x: f32[3,4] (t=R)
-  input %y: f32[4,2] (t=R)
-  %z: f32[3,2] (t=R) = alloc
-  for %i in 0..2 {
-    %x.i: f32[3,2] of [3,4] (t=R, chunk(1,2,%i)) = chunk(%x)
-    %y.i: f32[2,2] of [4,2] (t=R, chunk(0,2,%i)) = chunk(%y)
-    %p: f32[3,2] (t=R, chunk(P(sum),2,%i)) = matmul(%x.i, %y.i)
-    %z = accumulate(%p)
-  }
-  return %z
-}
-"""
+TEXT = program_text("accumulate_in_place_chunks/text")
 
 
 def run_text(text: str) -> tuple[list[str], Tensor]:
@@ -237,7 +226,7 @@ def test_what_a_product_that_adds_takes() -> None:
 
 
 def test_what_products_behind_a_launch_read_is_held_till_then() -> None:
-    """Of two products with factors of a unit, both factors: not one after the other."""
+    """Two products with factors of a unit take both factors: not one after the other."""
     mesh, width = DeviceMesh.arange(t=1), 32
     with mf.FusionDefinition("late") as fd:
         x, t = (fd.define_tensor([8, width], mesh=mesh, name=n) for n in "xt")

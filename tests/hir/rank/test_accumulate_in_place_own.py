@@ -112,7 +112,7 @@ def test_terms_of_16_bits_are_added_up_at_once(pieces: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "first"), [(2, "wait"), (3, "sync")])
 def test_a_product_waits_for_what_it_adds_to(ranks: int, first: str) -> None:
-    """Of two ranks for the part that arrives, and for no later one; else for the sums before."""
+    """Two ranks wait for the part that arrives, and for no later one; else for the sums before."""
     code = as_run(ring(ranks, 4, torch.float32, "matmul", (48, 6, 4)).for_rank(0)).instructions
     moved = [i for i in code if i.op not in ("alloc", "chunk", "free")]
     at = [n for n, i in enumerate(moved) if i.op == "addmm"]

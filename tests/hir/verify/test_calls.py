@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from helpers.calls import CALLS, TWO_MESHES, ordered
+from helpers.programs import program_text
 
 import mdfuse as mf
 from mdfuse import hir
@@ -98,28 +99,7 @@ def test_what_belongs_to_an_index_is_not_read_outside() -> None:
     assert "reads %h, which nothing computed" in refused(text)
 
 
-PRODUCTS = """
-host @products on mesh(x=1) {
-  input %x: f32[3,4] (x=R)
-  input %w: f32[4,3] (x=R)
-  %z: f32[3,3] (x=R) = alloc
-  block @take(%i) {
-    %x.i: f32[3,2] of [3,4] (x=R, chunk(1,2,%i)) = chunk(%x)
-    %w.i: f32[2,3] of [4,3] (x=R, chunk(0,2,%i)) = chunk(%w)
-  }
-  block @add(%i) {
-    %z.i: f32[3,3] (x=R, chunk(P(sum),2,%i)) = matmul(%x.i, %w.i)
-    %z = accumulate(%z.i)
-    free %z.i, %x.i, %w.i
-  }
-  call take(0)
-  call take(1)
-  call add(0)
-  call add(1)
-  %y: f32[3,3] (x=R) = neg(%z)
-  free %z
-  return %y
-}"""
+PRODUCTS = program_text("calls/products")
 
 
 @pytest.mark.parametrize("is_verified", [True, False])
@@ -134,3 +114,25 @@ def test_an_accumulator_is_not_freed_between_calls(call: str, is_verified: bool)
         mf.ProgramError, match=r"%z, (which was freed before|to which only the parts of)"
     ):
         mf.simulate(broken, [x, w], options=mf.Options(verify=is_verified))
+
+
+ONE_OF_TWO_PARTS = """
+host @products on mesh(x=1) {
+  input %x: f32[3,4] (x=R)
+  %z: f32[3] (x=R) = alloc
+  for %i in 0..1 {
+    %x.i: f32[3,2] of [3,4] (x=R, chunk(1,2,%i)) = chunk(%x)
+    %z.i: f32[3] (x=R, chunk(P(sum),2,%i)) = sum(%x.i, dims=[1])
+    %z = accumulate(%z.i)
+    free %z.i, %x.i
+  }
+  free %z
+  return %x
+}"""
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_an_accumulator_that_nothing_reads_is_complete_where_it_is_freed(is_verified: bool) -> None:
+    options = mf.Options(verify=is_verified)
+    with pytest.raises(mf.ProgramError, match=r"free uses %z, to which only the parts of 1"):
+        mf.simulate(hir.parse(ONE_OF_TWO_PARTS), [torch.ones(3, 4)], options=options)

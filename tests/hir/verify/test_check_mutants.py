@@ -18,10 +18,10 @@ import pytest
 import torch
 from helpers import promised
 from helpers.mutants import Mutant, mutants
+from helpers.programs import program_texts
 from helpers.stream_cases import CASES
 from helpers.two_stage import CASES as TWO_STAGES
 from helpers.type_mutants import OP, Change, type_mutants
-from helpers.typed_programs import BY_RANK, TYPED
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
@@ -32,71 +32,10 @@ SCHEDULES = (None, *range(20))
 POISON = mf.Options(poison=True)
 Programs = list[hir.HostProgram]
 Given = list[dict[str, torch.Tensor]]
+TYPED = program_texts("typed")
 
-RING = """
-host @ring on mesh(tp=3) {
-  input %x: f32[2] of [6] (tp=S0)
-  input %w: f32[2] of [6] (tp=S0)
-  %y: f32[2] of [6] (tp=S0) = alloc
-  %v: f32[2] of [6] (tp=S0) = alloc
-  group_start
-  %c0 = send(%x, to=(coord(tp) + 1) mod 3, axis=tp)
-  %c1 = recv(%y, from=(coord(tp) - 1) mod 3, axis=tp)
-  %c2 = send(%w, to=(coord(tp) + 1) mod 3, axis=tp)
-  %c3 = recv(%v, from=(coord(tp) - 1) mod 3, axis=tp)
-  group_end
-  wait %c0
-  wait %c1
-  wait %c2
-  wait %c3
-  %z: f32[2] of [6] (tp=S0) = sub(%y, %v)
-  free %y, %v
-  return %z
-}"""
-
-IN_PLACE = """
-host @in_place on mesh(tp=2) {
-  input %x: f32[4] (tp=P(sum))
-  input %acc: f32[4] (tp=R)
-  alias %total: f32[4] (tp=R) = %acc
-  %caller = get_stream
-  for %i in 0..3 {
-    %y: f32[4] (tp=R) = alloc
-    %c0 = post allreduce[sum](%x) -> %y f32[4] (tp=P(sum)) => (tp=R) axis=tp pieces=2
-    wait %c0[0]
-    wait %c0[1]
-    set_stream 1
-    sync %caller
-    %total = add(%total, %y)
-    set_stream %caller
-    sync 1
-    free %y
-  }
-  barrier (tp=R)
-  return %total
-}"""
-
-TWO_STREAMS = """
-host @two_streams on mesh(tp=2) {
-  input %x: f32[4] of [8] (tp=S0)
-  %caller = get_stream
-  set_stream 0
-  sync %caller
-  %a: f32[4] of [8] (tp=S0) = exp(%x)
-  set_stream 1
-  sync %caller
-  %b: f32[4] of [8] (tp=S0) = neg(%x)
-  sync 0
-  %h: f32[4] of [8] (tp=S0) = add(%a, %b)
-  free %a, %b
-  %y: f32[8] (tp=R) = alloc
-  %c0 = post allgather(%h) -> %y f32[8] (tp=S0) => (tp=R) axis=tp dim=0
-  set_stream %caller
-  wait %c0
-  free %h
-  sync 1
-  return %y
-}"""
+#: The values depend on the rank.
+BY_RANK = program_texts("by_rank")
 
 
 def by_hand(text: str) -> tuple[Programs, Given]:
@@ -129,8 +68,7 @@ def compiled(program: mf.Program, seed: int = 0) -> tuple[Programs, Given]:
 
 def programs() -> dict[str, tuple[Programs, Given]]:
     """What is broken: programs by hand, streamed ones, changes of layout between meshes."""
-    found = {"ring": by_hand(RING), "in_place": by_hand(IN_PLACE)}
-    found["two_streams"] = by_hand(TWO_STREAMS)
+    found = {name: by_hand(text) for name, text in program_texts("check_mutants").items()}
     for name in (
         "one_op", "several_loops", "gather_another_dim", "gather_matmul",
         "gather_matmul_in_a_ring", "matmul_scatter", "matmul_scatter_in_a_ring",
@@ -223,7 +161,7 @@ def test_every_broken_program_is_caught(name: str) -> None:
 # -- types, communications, attributes -----------------------------------------------------------
 
 SEED = 1
-#: Of each program that was compiled, and of each rank's, as many of its mutants, drawn with SEED.
+#: So many mutants, drawn with SEED, of each compiled program and of each rank's program.
 SAMPLE = 120
 ORDERS = (None, 0, 1, 2)
 

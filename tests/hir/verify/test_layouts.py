@@ -14,7 +14,7 @@ import torch
 from helpers.drawn_rows import drawn_call, of_torch
 from helpers.host_checks import accepted, everywhere, full, parse, per_rank, refused
 from helpers.mutants import with_attrs
-from helpers.typed_programs import TURNED
+from helpers.programs import program_text
 from torch import Tensor
 
 import mdfuse as mf
@@ -257,7 +257,7 @@ def test_peers_along_another_axis() -> None:
 
 def test_what_varies() -> None:
     """Ring-like programs: each rank computes with its own, and a set says what came of it."""
-    program = hir.parse(TURNED)
+    program = hir.parse(program_text("by_rank/turned"))
     accepted(program)
     rows = [torch.arange(4.0).reshape(2, 2) + 3 * r for r in range(4)]
     w = torch.tensor([[1.0, -1.0], [2.0, 5.0]])
@@ -319,7 +319,7 @@ def test_every_kind_has_a_rule() -> None:
 
 @pytest.mark.parametrize("fn", TABLE)
 def test_every_row_keeps_a_layout(fn: str) -> None:
-    """Of operands that are whole everywhere each row makes one that is, unless a number varies."""
+    """Operands that are whole everywhere give whole results in each row, unless a number varies."""
     shapes, attrs, made = _taken(fn)
     mesh = DeviceMesh.arange(x=2)
     whole = Layout(mesh, {})

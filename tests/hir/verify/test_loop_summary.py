@@ -5,82 +5,18 @@ from __future__ import annotations
 import pytest
 from helpers.microbatches import added_up
 from helpers.mutants import check_verdicts, loops
+from helpers.programs import program_text
 
 import mdfuse as mf
 from mdfuse import hir
 from mdfuse.hir.verify.check import verify
 
-APART = """
-host @apart on mesh(dp=2) {
-  input %x: f32[16,8] of [32,8] (dp=S0)
-  input %w: f32[8,8] (dp=R)
-  input %p: f32[32,8] (dp=P(sum))
-  %caller = get_stream
-  %y: f32[16,8] of [32,8] (dp=S0) = alloc
-  %g: f32[8,8] (dp=P(sum)) = alloc
-  %last: f32[8,8] (dp=R) = alloc
-  set_stream 1
-  sync %caller
-  set_stream 0
-  sync %caller
-  for %i in 0..8 {
-    set_stream 0
-    %x.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = chunk(%x)
-    %y.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = chunk(%y)
-    %p.i: f32[4,8] of [32,8] (dp=P(sum), chunk(0,8,%i)) = chunk(%p)
-    %t.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = matmul(%x.i, %w)
-    %y.i = relu(%t.i)
-    %u.i: f32[8,2] of [8,32] (dp=S1, chunk(1,8,%i)) = permute(%x.i, dims=[1,0])
-    %g.i: f32[8,8] (dp=P(sum), chunk(P(sum),8,%i)) = matmul(%u.i, %t.i)
-    %g = accumulate(%g.i)
-    %last = neg(%w)
-    %z.i: f32[4,8] of [32,8] (dp=R, chunk(0,8,%i)) = alloc
-    %c0 = post allreduce[sum](%p.i) -> %z.i f32[32,8] (dp=P(sum), chunk(0,8,%i)) => (dp=R, chunk(0,8,%i)) axis=dp
-    wait %c0
-    free %x.i, %y.i, %p.i, %t.i, %u.i, %g.i, %z.i
-  }
-  set_stream %caller
-  sync 0
-  sync 1
-  return %y, %g, %last
-}"""  # noqa: E501
+APART = program_text("loop_summary/apart")
 
 ROWS = "f32[2,8] of [32,8] (dp=S0, chunk(0,8,{}))"
 
 #: A loop in two parts, with a branch.
-PARTS = """
-host @parts on mesh(dp=2) {
-  input %x: f32[16,8] of [32,8] (dp=S0)
-  input %w: f32[8,8] (dp=R)
-  %caller = get_stream
-  %y: f32[16,8] of [32,8] (dp=S0) = alloc
-  %last: f32[8,8] (dp=R) = alloc
-  set_stream 1
-  sync %caller
-  set_stream 0
-  sync %caller
-  for %i in 0..8 {
-    set_stream 1
-    %x.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = chunk(%x)
-    %t.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = matmul(%x.i, %w)
-    free %x.i
-    next
-    set_stream 0
-    %y.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,%i)) = chunk(%y)
-    sync 1
-    %y.i = relu(%t.i)
-    if %i == 0 {
-      %last = neg(%w)
-    } else {
-      %last = add(%last, %w)
-    }
-    free %t.i, %y.i
-  }
-  set_stream %caller
-  sync 0
-  sync 1
-  return %y, %last
-}"""
+PARTS = program_text("loop_summary/parts")
 
 #: Buffers that edits of the loop name, made before it and freed behind it.
 BUFFERS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from helpers.programs import program_text
 from helpers.ring_programs import TEMPLATES, broken, ring, verdict
 from helpers.stream_cases import CASES
 
@@ -38,24 +39,7 @@ def test_broken_rings_have_the_verdict_of_all_written_out(name: str) -> None:
     assert {"", "ProgramError"} <= verdicts
 
 
-RING = """
-host @ring on mesh(tp=5) {
-  input %x: f32[2] of [9] (tp=S0)
-  %y: f32[9] (tp=R) = alloc
-  for %i in 0..5 {
-    %p.i: f32[2] of [9] (tp=R, chunk(0,5,(%i + coord(tp)) mod 5)) = alloc
-    group_start
-    %c0 = send(%x, to=(coord(tp) - %i) mod 5, axis=tp)
-    %c1 = recv(%p.i, from=(coord(tp) + %i) mod 5, axis=tp)
-    group_end
-    wait %c0
-    wait %c1
-    %y.i: f32[2] of [9] (tp=R, chunk(0,5,(%i + coord(tp)) mod 5)) = chunk(%y)
-    %y.i = neg(%p.i)
-    free %p.i, %y.i
-  }
-  return %y
-}"""
+RING = program_text("ring_matching/ring")
 
 #: what is wrong -> (what is written, what stands there instead)
 FAULTS = {

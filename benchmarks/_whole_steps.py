@@ -1,0 +1,359 @@
+"""A training step of a whole model: mdfuse, and its peers of plain torch."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from _whole_nets import Block, Case, Llama, Size, Style, angles, empty, filled, loss_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard
+
+LR, DECAY, CLIP = 1e-4, 0.1, 1.0
+
+#: Makes a step with ids and labels; returns the loss.
+_Take = Callable[[Tensor, Tensor], Any]
+
+
+@dataclass(kw_only=True)
+class Running:
+    """A contender that trains.
+
+    Attributes:
+        take: makes a step.
+        batches: ids and labels, which follow each other in turns.
+        stages: seconds of the parts of its start.
+        program: mdfuse's.
+        averages: the loss is of this rank's sequences alone.
+    """
+
+    take: _Take
+    batches: Iterator[tuple[Tensor, Tensor]]
+    stages: dict[str, float] = field(default_factory=dict)
+    program: mf.Program | None = None
+    averages: bool = False
+
+    def __call__(self) -> Any:
+        with torch.enable_grad():
+            return self.take(*next(self.batches))
+
+    def loss(self) -> float:
+        """Make a step, and return the loss of all ranks."""
+        x = self()
+        x = (x[0] if isinstance(x, tuple) else x).detach().double().reshape(())
+        if self.averages:
+            dist.all_reduce(x)
+            x = x / dist.get_world_size()
+        return float(x)
+
+
+def _running(case: Case, take: _Take, **others: Any) -> Running:
+    return Running(take=take, batches=itertools.cycle(case.batches), **others)
+
+
+# -- mdfuse ----------------------------------------------------------------------------------------
+
+_ROW, _COLUMN = {"tp": Shard(0)}, {"tp": Shard(1)}
+_HEADS = {
+    **{f"*.{name}.*": _ROW for name in "qkvgu"},
+    **{f"*.{name}.*": _COLUMN for name in "od"},
+    "emb.*": _ROW,
+    "head.*": _ROW,
+}
+
+
+def lacks(case: Case) -> str | None:
+    """Return why mdfuse has no such step; None where it has."""
+    if case.recompute and "recompute" not in inspect.signature(mf.from_torch).parameters:
+        return "mf.from_torch has no recompute="
+    return None
+
+
+def ours(case: Case, options: mf.Options) -> Running:
+    """Import the module, define the step, compile it."""
+    size, comm, stages = case.size, case.ranks.comm, dict[str, float]()
+    axis = case.style if case.style != "alone" else "one"
+    mesh, split = DeviceMesh.arange(**{axis: comm.size}), {axis: Shard(0)}
+    shared = case.style in ("fsdp", "ddp")
+    layouts = {
+        "fsdp": {"*": split, "input:*": split},
+        "ddp": {"input:*": split},
+        "tp": _HEADS,
+        "alone": {},
+    }[case.style]
+    how: dict[str, Any] = {"gather": "fsdp"} if case.style == "fsdp" else {}
+    how |= {"recompute": "layers.*"} if case.recompute else {}
+    with _timed(stages, "import"):
+        module = empty(size).to(torch.bfloat16)
+        rows = case.whole_rows, size.tokens
+        ids = mf.TensorSpec(rows, torch.int64)
+        known = {name: x.to(torch.bfloat16) for name, x in angles(size).items()}
+        model = mf.from_torch(module, (ids,), mesh=mesh, layouts=layouts, buffers=known, **how)
+    with _timed(stages, "step"):
+        step = model.training_step(
+            lambda y, labels: mf.ops.cross_entropy(y.flatten(0, 1).float(), labels.flatten()),
+            extra={"labels": mf.TensorSpec(rows, torch.int64, mesh, split if shared else None)},
+            optimizer=partial(mf.optim.adamw, weight_decay=DECAY, lr=LR),
+            clip=CLIP,
+            master=case.style != "tp",
+        )
+    with _timed(stages, "load"):
+        weights = model.load(case.numbers, comm=comm)
+    with _timed(stages, "compile"):
+        run = step.start(weights, options)
+    return _running(case, run, stages=stages, program=run.step.program)
+
+
+@contextmanager
+def _timed(stages: dict[str, float], name: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    stages[name] = time.perf_counter() - begin
+
+
+# -- torch -----------------------------------------------------------------------------------------
+
+
+def _fsdp2(case: Case, is_compiled: bool) -> Running:
+    """`fully_shard` of each layer: f32 parts, gathered in bf16, gradients reduced in f32."""
+    net, device = _net(case), case.ranks.device
+    mesh = init_device_mesh(device.type, (case.ranks.comm.size,))
+    kind = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in net.layers:
+        if is_compiled:
+            layer.compile(backend=case.compiler)
+        fully_shard(layer, mesh=mesh, mp_policy=kind)
+    fully_shard(net, mesh=mesh, mp_policy=kind)
+    loss = _loss(case, is_compiled)
+    take = _stepping(net, lambda ids, labels: loss(net(ids), labels), _adamw(case, net))
+    return _running(case, take, averages=True)
+
+
+def _ddp(case: Case, is_compiled: bool) -> Running:
+    """`DistributedDataParallel` under autocast."""
+    net: Any = DistributedDataParallel(_net(case), gradient_as_bucket_view=True)
+    optimizer = _adamw(case, net)
+    called = torch.compile(net, backend=case.compiler) if is_compiled else net
+    return _running(case, _autocast(case, net, called, optimizer, is_compiled), averages=True)
+
+
+def _alone(case: Case, is_compiled: bool) -> Running:
+    """One rank under autocast."""
+    net = _net(case)
+    called = torch.compile(net, backend=case.compiler) if is_compiled else net
+    return _running(case, _autocast(case, net, called, _adamw(case, net), is_compiled))
+
+
+def _autocast(case: Case, net: nn.Module, called: Any, optimizer: Any, is_compiled: bool) -> _Take:
+    loss, device = _loss(case, is_compiled), case.ranks.device.type
+
+    def forward(ids: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return loss(called(ids), labels)
+
+    return _stepping(net, forward, optimizer)
+
+
+def _masters(case: Case, is_compiled: bool) -> Running:
+    """One rank: weights and gradients in bf16, masters in f32, cast after each update."""
+    net = _net(case).to(torch.bfloat16)
+    narrow, device = [*net.parameters()], case.ranks.device
+    wide = [nn.Parameter(case.numbers[n].to(device, copy=True)) for n, _ in net.named_parameters()]
+    optimizer = torch.optim.AdamW(wide, **_adamw_numbers(case))
+    called = torch.compile(net, backend=case.compiler) if is_compiled else net
+    loss = _loss(case, is_compiled)
+
+    def take(ids: Tensor, labels: Tensor) -> Tensor:
+        value = loss(called(ids), labels)
+        value.backward()
+        for w, master in zip(narrow, wide, strict=True):
+            assert w.grad is not None
+            master.grad, w.grad = w.grad.float(), None
+        nn.utils.clip_grad_norm_(wide, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(narrow, wide)
+        return value
+
+    return _running(case, take)
+
+
+def _net(case: Case) -> Llama:
+    device = case.ranks.device
+    numbers = {name: x.to(device, copy=True) for name, x in case.numbers.items()}
+    return filled(case.size, numbers, case.recompute)
+
+
+def _loss(case: Case, is_compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(loss_of, backend=case.compiler) if is_compiled else loss_of
+
+
+def _adamw(case: Case, net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), **_adamw_numbers(case))
+
+
+def _adamw_numbers(case: Case) -> dict[str, Any]:
+    return {"lr": LR, "weight_decay": DECAY, "fused": case.ranks.device.type == "cuda"}
+
+
+def _stepping(net: nn.Module, forward: _Take, optimizer: torch.optim.Optimizer) -> _Take:
+    parameters = [*net.parameters()]
+
+    def take(ids: Tensor, labels: Tensor) -> Tensor:
+        value: Tensor = forward(ids, labels)
+        value.backward()
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return value
+
+    return take
+
+
+# -- heads and units split by hand (arXiv:2205.05198) ----------------------------------------------
+
+
+def _with_gradient(kind: str) -> Callable[..., Tensor]:
+    """Return a collective of torch's; its name is another one since torch 2.12."""
+    names = (f"{kind}_single_autograd", f"{kind}_tensor_autograd")
+    call: Callable[..., Tensor] = next(
+        getattr(functional, name) for name in names if hasattr(functional, name)
+    )
+    return call
+
+
+_ALL_GATHER, _REDUCE_SCATTER = map(_with_gradient, ("all_gather", "reduce_scatter"))
+
+
+def _gathered(x: Tensor) -> Tensor:
+    return _ALL_GATHER(x, gather_dim=1, group=dist.group.WORLD)
+
+
+def _scattered(x: Tensor) -> Tensor:
+    return _REDUCE_SCATTER(x, "sum", scatter_dim=1, group=dist.group.WORLD)
+
+
+class _Sum(torch.autograd.Function):
+    """Add up what the ranks have; the gradient is alike on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y: Tensor = functional.all_reduce(x, "sum", dist.group.WORLD)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class _Split(Block):
+    """A layer for some heads and units of all tokens; between its matrices ranks have tokens."""
+
+    def entered(self, x: Tensor) -> Tensor:
+        return _gathered(x)
+
+    def left(self, x: Tensor) -> Tensor:
+        return _scattered(x)
+
+
+#: Matrices that are split by rows, and by columns.
+_CUT = {**dict.fromkeys(("q", "k", "v", "g", "u", "emb", "head"), 0), "o": 1, "d": 1}
+
+
+def _by_hand(case: Case, is_compiled: bool) -> Running:
+    """Megatron's sequence parallelism: all weights in bf16, without masters."""
+    rank, device = case.ranks.comm.rank, case.ranks.device
+    numbers = {}
+    for name, x in case.numbers.items():
+        dim = _CUT.get(name.split(".")[-2])
+        part = x if dim is None else x.chunk(case.ranks.comm.size, dim)[rank]
+        numbers[name] = part.to(device, torch.bfloat16, copy=True).contiguous()
+    net = filled(case.size, numbers, case.recompute, _Split)
+    first, last = partial(_looked_up, rank), partial(_split_loss, rank)
+    if is_compiled:
+        first, last = (torch.compile(f, backend=case.compiler) for f in (first, last))
+        for layer in net.layers:
+            layer.compile(backend=case.compiler)
+    optimizer = _adamw(case, net)
+
+    def take(ids: Tensor, labels: Tensor) -> Tensor:
+        x = net.through(first(ids, net.emb.weight))
+        value: Tensor = last(x, net.head.weight, net.norm.weight, labels)
+        value.backward()
+        _clipped(net)
+        optimizer.step()
+        optimizer.zero_grad()
+        return value
+
+    return _running(case, take)
+
+
+def _looked_up(rank: int, ids: Tensor, weight: Tensor) -> Tensor:
+    """Return rows of a table whose rows are split; ranks then have tokens."""
+    index, is_mine = _mine(rank, ids, weight)
+    return _scattered(torch.where(is_mine.unsqueeze(-1), F.embedding(index, weight), 0.0))
+
+
+def _mine(rank: int, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return places among this rank's rows, and whether they are among them."""
+    index = ids - rank * weight.shape[0]
+    is_mine = (index >= 0) & (index < weight.shape[0])
+    return torch.where(is_mine, index, 0), is_mine
+
+
+def _split_loss(rank: int, x: Tensor, weight: Tensor, norm: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean loss of logits whose words are split."""
+    rows = _gathered(F.rms_norm(x, (x.shape[-1],), norm, 1e-5))
+    logits = F.linear(rows, weight).flatten(0, 1).float()
+    index, is_mine = _mine(rank, labels.flatten(), weight)
+    largest = functional.all_reduce(logits.detach().amax(-1), "max", dist.group.WORLD)
+    total: Any = _Sum.apply((logits - largest[:, None]).exp().sum(-1))
+    chosen = logits.gather(1, index[:, None])[:, 0]
+    right: Any = _Sum.apply(torch.where(is_mine, chosen, 0.0))
+    loss: Tensor = (total.log() + largest - right).mean()
+    return loss
+
+
+def _clipped(net: Llama) -> None:
+    """Add up gradients of norms, whose tokens are split, and scale all by their norm together."""
+    named = dict(net.named_parameters())
+    shared = [w for name, w in named.items() if w.ndim == 1]
+    flat = torch.cat([w.grad for w in shared if w.grad is not None])
+    dist.all_reduce(flat)
+    for w, summed in zip(shared, flat.split([w.numel() for w in shared]), strict=True):
+        w.grad = summed
+    split: Any = [w.grad for w in named.values() if w.ndim > 1]
+    square = torch.stack(torch._foreach_norm(split)).float().square().sum()
+    dist.all_reduce(square)
+    square += flat.float().square().sum()
+    scale = (CLIP / (square.sqrt() + 1e-6)).clamp(max=1.0).to(flat.dtype)
+    torch._foreach_mul_([w.grad for w in named.values()], scale)
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+#: By style: peer -> the function that makes it; each takes whether it is compiled.
+PEERS: dict[Style, dict[str, Callable[[Case, bool], Running]]] = {
+    "fsdp": {"FSDP2": _fsdp2},
+    "tp": {"sequence parallelism by hand": _by_hand},
+    "ddp": {"DDP": _ddp},
+    "alone": {"autocast": _alone, "bf16, f32 masters": _masters},
+}
+
+__all__ = ["PEERS", "Running", "Size", "lacks", "ours"]

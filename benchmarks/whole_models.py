@@ -1,0 +1,460 @@
+"""Training steps of a whole model: an imported Llama of 1.2 billion parameters beside torch.
+
+./launch/torchrun 2 benchmarks/whole_models.py --rows fsdp         # beside FSDP2, layers compiled
+./launch/torchrun 2 benchmarks/whole_models.py --rows tp,ddp       # Megatron's by hand; DDP
+python benchmarks/whole_models.py                                  # one GPU: torch.compile
+./launch/torchrun 2 benchmarks/whole_models.py --device cpu --small --compiler aot_eager
+
+A step is forward, mean loss in f32, backward, clipping and AdamW, in bf16 with f32 masters (heads
+split: bf16 alone). Each row runs as it is, and with each layer computed again in the backward
+(`--recompute`). A row that mdfuse cannot run says `absent`, and has the peer's figures alone.
+
+A start is the time from the module in f32 on the host to the end of the first step. `cold`: no
+kernel of it is in the compiler's folder. `warm`: all are, in the same process. Memory at the peak
+counts from before the start to steady steps; working memory is what a steady step needs besides
+what is kept between steps. Losses: how far the first steps' are from the peer's, beside how far the
+peer's are apart from its own without compilation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from _measure import (
+    Contender,
+    Report,
+    Row,
+    Spread,
+    device_time,
+    eagerly,
+    host_time,
+    interleave,
+    show,
+)
+from _ranks import Ranks, start_or_alone
+from _whole_nets import SMALL, Case, Size, Style, drawn_numbers
+from _whole_steps import PEERS, Running, lacks, ours
+
+import mdfuse as mf
+from mdfuse.cli import screen
+
+_RESULTS = Path(__file__).parent / "results"
+_OURS = "mdfuse"
+
+#: Steps between two looks at the clock.
+_BATCH = 3
+
+#: Steps before memory in a steady state is measured: captures, moments.
+_SETTLED = 4
+
+#: The largest relative difference of first losses.
+_TOLERANCE = 2e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Multiples of the peer's figures that mdfuse must not exceed; None: any."""
+
+    time: float | None = 1.0
+    working: float | None = 1.0
+    peak: float | None = None
+    cold: float | None = None
+    warm: float | None = None
+
+
+#: As multiples of each peer's.
+_LIMITS: dict[Style, Limits] = {
+    "fsdp": Limits(cold=1.5, warm=1.0),
+    "tp": Limits(),
+    "ddp": Limits(),
+    "alone": Limits(time=0.97, working=None, peak=1.0),
+}
+
+#: Losses of 50 steps: times what the peer's are apart.
+_LOSSES = 2.0
+
+
+@dataclass(kw_only=True)
+class Figures:
+    """A contender's figures; times in nanoseconds, memory in bytes.
+
+    Attributes:
+        cold, warm: of a start; no warm one where it was not asked for.
+        stages: seconds of a cold start's parts, then of a warm one's.
+        held: between steps.
+        working: at the peak of a steady step, beyond what is held.
+        peak: from before the start on.
+        losses: of the first steps.
+        times: a step in each round.
+    """
+
+    cold: float = 0.0
+    warm: float | None = None
+    stages: list[dict[str, float]] = field(default_factory=list)
+    held: int = 0
+    working: int = 0
+    peak: int = 0
+    losses: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How rows are measured.
+
+    Attributes:
+        rounds: turns of each contender.
+        losses: steps whose losses are compared; with 0 no eager peer runs.
+        warm: whether starts are measured again.
+        options: mdfuse's, by style.
+        world: told beside the rows, filled while measuring.
+    """
+
+    ranks: Ranks
+    rounds: int
+    losses: int
+    warm: bool
+    options: Mapping[Style, mf.Options]
+    world: dict[str, Any]
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.ranks.device.type == "cuda"
+
+
+_Make = Callable[[], Running]
+
+
+# -- one contender ---------------------------------------------------------------------------------
+
+
+def _started(plan: Plan, make: _Make) -> tuple[Running, float, float]:
+    """Start a contender; return it, the nanoseconds until its first step ended, and its loss."""
+    gc.collect()
+    plan.ranks.settle()
+    begin = time.perf_counter_ns()
+    running = make()
+    before = time.perf_counter()
+    loss = running.loss()
+    plan.ranks.settle()
+    running.stages["first step"] = time.perf_counter() - before
+    return running, float(time.perf_counter_ns() - begin), loss
+
+
+def _entered(plan: Plan, make: _Make, steps: int) -> tuple[Running, Figures]:
+    """Start a contender, take its first steps, and measure its memory."""
+    gc.collect()
+    before = _allocated(plan, reset=True)
+    running, cold, loss = _started(plan, make)
+    figures = Figures(cold=cold, stages=[running.stages], losses=[loss])
+    for _ in range(max(steps - 1, _SETTLED)):
+        figures.losses.append(running.loss())
+    first = _peak(plan)
+    gc.collect()
+    held = _allocated(plan, reset=True)
+    for _ in range(_SETTLED):
+        running()
+    plan.ranks.settle()
+    figures.held, figures.working = held - before, _peak(plan) - held
+    figures.peak = max(first, _peak(plan)) - before
+    return running, figures
+
+
+def _allocated(plan: Plan, reset: bool) -> int:
+    plan.ranks.settle()
+    if not plan.is_gpu:
+        return 0
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _peak(plan: Plan) -> int:
+    return torch.cuda.max_memory_allocated() if plan.is_gpu else 0
+
+
+def _forgotten(plan: Plan) -> None:
+    """Drop what processes keep of programs, so that a start compiles, or reads its files."""
+    mf.debug.FusionCache.reset()
+    torch.compiler.reset()
+    gc.collect()
+    if plan.is_gpu:
+        torch.cuda.empty_cache()
+
+
+# -- one row ---------------------------------------------------------------------------------------
+
+
+def measured(plan: Plan, case: Case) -> dict[str, Figures]:
+    """Run all contenders of a row in turns.
+
+    Raises:
+        AssertionError: first losses differ.
+    """
+    makes: dict[str, _Make] = {}
+    if not lacks(case):
+        makes[_OURS] = lambda: ours(case, plan.options[case.style])
+    makes |= {name: lambda m=m: m(case, True) for name, m in PEERS[case.style].items()}
+    running, figures = dict[str, Running](), dict[str, Figures]()
+    for name, make in makes.items():
+        running[name], figures[name] = _entered(plan, make, plan.losses)
+        _say(f"{case.name}, {name}: {_start_text(figures[name])}")
+    _check(case, figures)
+    times = interleave(
+        {name: Contender(call=one) for name, one in running.items()},
+        rounds=plan.rounds,
+        batch=_BATCH,
+        settle=plan.ranks.settle,
+        stopwatch=device_time if plan.is_gpu else host_time,
+    )
+    for name, rounds in times.items():
+        figures[name].times = rounds
+    program = running[_OURS].program if _OURS in running else None
+    if program is not None:
+        plan.world["eager"] += [f"{case.name}: {line}" for line in eagerly(program)]
+    del program
+    running.clear()
+    _forgotten(plan)
+    for name, make in makes.items() if plan.warm else ():
+        one, figures[name].warm, _ = _started(plan, make)
+        figures[name].stages.append(one.stages)
+        del one
+        _forgotten(plan)
+    if plan.losses:
+        for name, make_of in PEERS[case.style].items():
+            eager = make_of(case, False)
+            figures[f"{name}, eager"] = Figures(losses=[eager.loss() for _ in range(plan.losses)])
+            del eager
+            _forgotten(plan)
+    return figures
+
+
+def _check(case: Case, figures: Mapping[str, Figures]) -> None:
+    """Raise AssertionError unless all contenders begin with one loss."""
+    first = {name: x.losses[0] for name, x in figures.items()}
+    right = [*first.values()][-1]
+    if wrong := {n: x for n, x in first.items() if not abs(x - right) < _TOLERANCE * right}:
+        raise AssertionError(f"{case.name}: losses of the first step are {first}: {wrong}")
+
+
+def rows(plan: Plan, case: Case, figures: Mapping[str, Figures]) -> Iterator[Row]:
+    """The rows beside each peer; none where mdfuse is absent."""
+    if _OURS not in figures:
+        return
+    mine, limits = figures[_OURS], _LIMITS[case.style]
+    for name in PEERS[case.style]:
+        peer = figures[name]
+        if mine.times:
+            yield _row(case, "time of a step", "ms", name, mine.times, peer.times, limits.time)
+        if plan.is_gpu:
+            for what, limit in (("working", limits.working), ("peak", limits.peak)):
+                pair = [getattr(mine, what)], [getattr(peer, what)]
+                yield _row(case, f"{what} memory", "MiB", name, *pair, limit)
+        yield _row(case, "start, cold", "ms", name, [mine.cold], [peer.cold], limits.cold)
+        if mine.warm is not None and peer.warm is not None:
+            yield _row(case, "start, warm", "ms", name, [mine.warm], [peer.warm], limits.warm)
+        if plan.losses:
+            eager = figures[f"{name}, eager"].losses
+            pair = [_apart(mine, peer.losses)], [_apart(peer, eager)]
+            yield _row(case, f"losses of {plan.losses} steps", "of 1", name, *pair, _LOSSES)
+
+
+def _row(
+    case: Case, what: str, unit: Any, peer: str,
+    mine: Sequence[float], theirs: Sequence[float], limit: float | None,
+) -> Row:  # fmt: skip
+    is_limited = case.ranks.device.type == "cuda"
+    return Row(
+        name=f"{case.name}: {what}", sizes=case.sizes, unit=unit, ours=mine, against=theirs,
+        alternative=peer, limit=limit if is_limited else None,
+    )  # fmt: skip
+
+
+def _apart(one: Figures, losses: Sequence[float]) -> float:
+    """Return the mean distance of losses, relative to the other's; at least a rounding of f32."""
+    pairs = zip(one.losses, losses, strict=False)
+    return max(statistics.fmean(abs(a - b) / abs(b) for a, b in pairs), 2.0**-24)
+
+
+# -- lines -----------------------------------------------------------------------------------------
+
+
+def _say(line: str) -> None:
+    if screen.is_first():
+        screen.output().print(line, markup=False, soft_wrap=True)
+
+
+def _start_text(x: Figures) -> str:
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in x.stages[0].items())
+    memory = (
+        f"; held {x.held / 2**30:.2f} GiB, working {x.working / 2**30:.2f}, peak "
+        f"{x.peak / 2**30:.2f}" if x.peak else ""
+    )  # fmt: skip
+    return f"start, cold {x.cold / 1e9:.1f} s ({parts}){memory}; first loss {x.losses[0]:.4f}"
+
+
+def _told(plan: Plan, case: Case, figures: Mapping[str, Figures]) -> None:
+    """Store each contender's figures, and print a line of each."""
+    reason = lacks(case)
+    if reason:
+        plan.world["absent"][case.name] = f"{_OURS}: {reason}"
+        _say(f"{case.name}: {_OURS} absent: {reason}")
+    for name, x in figures.items():
+        stored = asdict(x)
+        if x.times:
+            spread = Spread.of(x.times)
+            seconds = spread.median * 1e-9
+            share = case.utilisation(seconds)
+            tokens = case.size.rows * case.size.tokens / seconds
+            tokens /= case.ranks.comm.size if case.style == "tp" else 1
+            stored |= {"utilisation": share, "tokens per second and rank": tokens}
+            told = "" if share is None else f", {share:.1%} of the device's products"
+            warm = "" if x.warm is None else f", start, warm {x.warm / 1e9:.1f} s"
+            _say(
+                f"{case.name}, {name}: {seconds * 1e3:.2f} ms "
+                f"({spread.least * 1e-6:.2f} – {spread.most * 1e-6:.2f}), "
+                f"{tokens:,.0f} tokens/s of a rank{told}{warm}"
+            )
+        plan.world["contenders"][f"{case.name}: {name}"] = stored
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", help="some of fsdp,tp,ddp; on one rank there is alone")
+    parser.add_argument(
+        "--recompute", choices=("no", "yes", "both"), default="both", help="layers computed again"
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--losses", type=int, default=50, help="steps; 0: no eager peers")
+    parser.add_argument("--no-warm", action="store_true", help="starts are measured once")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--tokens", type=int, help="of a sequence")
+    parser.add_argument("--sequences", type=int, help="of a rank; heads split: of all ranks")
+    parser.add_argument("--prefetch", type=int, default=1 << 28, help="mdfuse's prefetch_bytes")
+    parser.add_argument("--bucket", type=int, default=0, help="mdfuse's bucket_bytes")
+    parser.add_argument("--overlap", choices=("auto", "never", "measure"), default="auto")
+    parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
+    parser.add_argument("--cache", type=Path, help="the compiler's folder; by default a new one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one")
+    parser.add_argument("--small", action="store_true", help="layers of some thousand weights")
+    parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
+    return parser.parse_args()
+
+
+def _folder(given: Path | None) -> Path:
+    """Set the compiler's folder, which all ranks share; return it."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID") or str(os.getpid())
+    folder = given or Path(tempfile.gettempdir()) / f"whole_models-{run}"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.absolute())
+    os.environ["TRITON_CACHE_DIR"] = str(folder.absolute() / "triton")
+    return folder
+
+
+def _size(arguments: argparse.Namespace, is_alone: bool) -> Size:
+    """The sequences of one rank alone are half of those of one among others, as memory has it."""
+    given = {"layers": arguments.layers, "tokens": arguments.tokens, "rows": arguments.sequences}
+    usual = asdict(SMALL if arguments.small else Size(rows=1 if is_alone else 2))
+    return Size(**usual | {name: x for name, x in given.items() if x})
+
+
+def _chosen(arguments: argparse.Namespace, ranks: Ranks) -> list[Style]:
+    """The rows that these ranks can run."""
+    possible = ["alone"] if ranks.comm.size == 1 else ["fsdp", "tp", "ddp"]
+    chosen = possible if arguments.rows is None else arguments.rows.split(",")
+    if wrong := [name for name in chosen if name not in get_args(Style)]:
+        screen.fail(f"rows {', '.join(wrong)}: there are {', '.join(get_args(Style))}")
+    if wrong := [name for name in chosen if name not in possible]:
+        count = f"{ranks.comm.size} rank{'s' * (ranks.comm.size > 1)}"
+        screen.fail(f"rows {', '.join(wrong)}: on {count} there are {', '.join(possible)}")
+    return chosen
+
+
+def _options(arguments: argparse.Namespace) -> dict[Style, mf.Options]:
+    plain: dict[str, Any] = {"overlap": arguments.overlap, "bucket_bytes": arguments.bucket}
+    spread: dict[str, Any] = {"reduce_dtype": torch.float32}
+    return {
+        "fsdp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
+        "tp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
+        "ddp": mf.Options(**{**plain, "bucket_bytes": arguments.bucket or 25 << 20}, **spread),
+        "alone": mf.Options(**plain),
+    }
+
+
+def _warmed(plan: Plan, compiler: str) -> None:
+    """Load the compilers before any clock runs, with a kernel that no contender has."""
+    with torch.enable_grad():
+        x = torch.ones(3, 5, device=plan.ranks.device, requires_grad=True)
+        torch.compile(lambda x: (x.sin() * 3).sum(), backend=compiler)(x).backward()
+    module = torch.nn.Linear(3, 5)
+    model = mf.from_torch(module, (torch.zeros(2, 3),), mesh=mf.DeviceMesh([0]))
+    model.training_step(lambda y: y.sum(), optimizer=mf.optim.sgd).compile()
+    _forgotten(plan)
+
+
+def main() -> None:
+    """Measure, print, store."""
+    arguments = _arguments()
+    folder = _folder(arguments.cache)
+    is_new = not any(folder.iterdir())
+    ranks = start_or_alone(arguments.device)
+    chosen = _chosen(arguments, ranks)
+    path: Path = arguments.output or _RESULTS / f"whole_models-{ranks.name}.json"
+    size = _size(arguments, chosen == ["alone"])
+    world: dict[str, Any] = {
+        "device": str(ranks.device), "ranks": ranks.comm.size, "size": asdict(size),
+        "starts with an empty folder": is_new, "absent": {}, "eager": [], "contenders": {},
+    }  # fmt: skip
+    plan = Plan(
+        ranks=ranks, rounds=arguments.rounds, losses=arguments.losses, world=world,
+        warm=not arguments.no_warm, options=_options(arguments),
+    )  # fmt: skip
+    given = {k: v if v is None else str(v) for k, v in vars(arguments).items() if k != "output"}
+    _warmed(plan, arguments.compiler)
+    numbers = drawn_numbers(size, ranks.device)
+    all_rows: list[Row] = []
+    again = {"no": [False], "yes": [True], "both": [False, True]}[arguments.recompute]
+    for style in chosen:
+        for recompute in again:
+            case = Case(
+                ranks=ranks, style=style, size=size, recompute=recompute,
+                compiler=arguments.compiler, numbers=numbers,
+            )  # fmt: skip
+            figures = measured(plan, case)
+            of_case = [*rows(plan, case, figures)]
+            all_rows += of_case
+            _told(plan, case, figures)
+            if ranks.comm.rank == 0:
+                if of_case:
+                    show(screen.output(), f"{case.name} on {ranks.name}", of_case)
+                report = Report(
+                    benchmark="whole_models", arguments=given, rows=all_rows, where=world
+                )
+                report.write(path)
+    for line in world["eager"]:
+        _say(f"not compiled or captured: {line}")
+    _say(f"written: {path}")
+    ranks.settle()
+    if ranks.comm.rank == 0 and arguments.cache is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
