@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 from mdfuse.errors import BackendError, ProgramError, told
 from mdfuse.frontend.given import refused
 from mdfuse.frontend.importing import save as saving
+from mdfuse.runtime.agreement.rendezvous import raise_alike
 from mdfuse.runtime.communicator import Communicator
 
 T = TypeVar("T")
@@ -47,17 +48,14 @@ def together(comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
         returned = act()
     except Exception as error:
         problem = error
-    said = comm.all_ok(None if problem is None else told(problem))
-    if problem is not None:
-        raise problem
-    failed = [n for n, text in enumerate(said) if text]
-    if failed:
-        raise ProgramError(
-            f"rank {failed[0]} could not {what}",
-            where=(said[failed[0]] or "").splitlines(),
-            because=f"all ranks {what.split()[0]}, or none does",
-            follows=True,
+
+    def elsewhere(rank: int, text: str) -> ProgramError:
+        because = f"all ranks {what.split()[0]}, or none does"
+        return ProgramError(
+            f"rank {rank} could not {what}", where=text.splitlines(), because=because
         )
+
+    raise_alike(problem, comm.all_ok(None if problem is None else told(problem)), elsewhere)
     return cast("T", returned)
 
 

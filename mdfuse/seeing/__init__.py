@@ -1,6 +1,7 @@
 """Profiling: events and their traces, timelines, memory over time, comparisons."""
 
 from mdfuse.seeing.actions import by_action
+from mdfuse.seeing.cost_keys import LinkKey, WorkKey
 from mdfuse.seeing.cost_tables import CostTable, cost_table
 from mdfuse.seeing.costs import H100, UNIT, Costs, Link
 from mdfuse.seeing.deviation import Deviation, compare
@@ -18,7 +19,9 @@ __all__ = [
     "Deviation",
     "Event",
     "Link",
+    "LinkKey",
     "Timeline",
+    "WorkKey",
     "by_action",
     "compare",
     "cost_table",

@@ -88,7 +88,7 @@ class Attention:
         queries: of a head.
         keys: likewise.
         features: likewise.
-        mask: " causal" where it is that.
+        is_causal: whether it has a causal mask.
     """
 
     passes: float
@@ -96,7 +96,7 @@ class Attention:
     queries: int
     keys: int
     features: int
-    mask: str
+    is_causal: bool
 
     @property
     def blocks(self) -> int:
@@ -110,8 +110,8 @@ def attention(program: HostProgram, i: Instruction) -> Attention | None:
         return None
     (*batch, queries, features), (*_, keys, _) = _shapes(program, i)[:2]
     passes = _ATTENTIONS[i.fn] / _ATTENTIONS["attention"]
-    mask = " causal" if i.kwargs.get("is_causal") else ""
-    return Attention(passes, math.prod(batch), queries, keys, features, mask)
+    is_causal = bool(i.kwargs.get("is_causal"))
+    return Attention(passes, math.prod(batch), queries, keys, features, is_causal)
 
 
 def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] | None:

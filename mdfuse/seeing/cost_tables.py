@@ -10,7 +10,7 @@ import json
 import logging
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 
 from mdfuse.errors import ProgramError
 from mdfuse.interpreter.json_text import from_json
+from mdfuse.seeing.cost_keys import links_of, works_of
 from mdfuse.seeing.costs import Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.torch_private import cache_folder
@@ -151,8 +152,9 @@ class CostTable:
 
     def as_json(self) -> str:
         """Return the text of a file, a line for each field and each kind of costs."""
-        fields = {k: v for k, v in asdict(self).items() if k != "costs"}
-        return _lined({"format": FORMAT, **fields, "costs": _costs_out(self.costs)}, 3)
+        entries = {name: x for name, x in asdict(self).items() if name != "costs"}
+        costs = {name: x for name, x in _json_of(self.costs).items() if name != "name"}
+        return _lined({"format": FORMAT, **entries, "costs": costs}, 3)
 
 
 def _lined(found: Any, depth: int) -> str:
@@ -192,25 +194,28 @@ def _no_table(why: str) -> ProgramError:
     return ProgramError("this is no table of costs", because=why, hint=hint)
 
 
-def costs_of(fields: Mapping[str, Any]) -> Costs:
+def costs_of(entries: Mapping[str, Any]) -> Costs:
     """Return the costs of JSON: fields of `Costs`, with lists for points.
 
     Raises:
         ProgramError, TypeError, ValueError, AttributeError: it has none, or wrong ones.
     """
-    given = _current(fields)
-    links = {key: _link(**link) for key, link in dict(given.pop("links", {})).items()}
-    works = {key: _curve(points) for key, points in dict(given.pop("works", {})).items()}
-    grids = {
-        name: {key: _grid(**grid) for key, grid in dict(given.pop(name, {})).items()}
-        for name in ("products", "attentions")
-    }
-    return Costs(**{**given, "links": links, "works": works, **grids})
+    given = _current(entries)
+    links = given.pop("links", {}).items()
+    works = given.pop("works", {}).items()
+    products, attentions = (given.pop(name, {}).items() for name in ("products", "attentions"))
+    return Costs(
+        **given,
+        links=links_of({key: _link(**link) for key, link in links}),
+        works=works_of({key: _curve(points) for key, points in works}),
+        products=works_of({key: _grid(**grid) for key, grid in products}),
+        attentions=works_of({key: _grid(**grid) for key, grid in attentions}),
+    )
 
 
-def _current(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _current(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that are still in use."""
-    return {key: x for key, x in fields.items() if key not in _RETIRED}
+    return {key: x for key, x in entries.items() if key not in _RETIRED}
 
 
 def _link(
@@ -230,36 +235,16 @@ def _grid(axes: Sequence[Sequence[float]], times: Sequence[float]) -> Grid:
     return Grid(tuple(map(tuple, axes)), tuple(times))
 
 
-def _costs_out(costs: Costs) -> dict[str, Any]:
-    links = {
-        key: (
-            {"curve": link.curve.points}
-            if link.curve is not None
-            else {"latency_s": link.latency_s, "bandwidth": link.bandwidth}
-        )
-        | ({"slows": link.slows} if link.slows else {})
-        | ({"cold": link.cold.points} if link.cold is not None else {})
-        for key, link in costs.links.items()
-    }
-    return {
-        "launch_s": costs.launch_s,
-        "run_s": costs.run_s,
-        "posting_s": costs.posting_s,
-        "switch_s": costs.switch_s,
-        "flops": costs.flops,
-        "bandwidth": costs.bandwidth,
-        "is_fused": costs.is_fused,
-        "links": links,
-        "works": {key: curve.points for key, curve in costs.works.items()},
-        "products": _grids_out(costs.products),
-        "attentions": _grids_out(costs.attentions),
-        "multiprocessors": costs.multiprocessors,
-        "cache": costs.cache,
-    }
-
-
-def _grids_out(grids: Mapping[str, Grid]) -> dict[str, Any]:
-    return {key: {"axes": g.axes, "times": g.times} for key, g in grids.items()}
+def _json_of(x: Any) -> Any:
+    """Return the JSON of costs or a part of them: fields with their default value are left out."""
+    if isinstance(x, Curve):
+        return x.points
+    if isinstance(x, Mapping):
+        return {str(key): _json_of(value) for key, value in x.items()}
+    if isinstance(x, Costs | Link | Grid):
+        values = {f.name: getattr(x, f.name) for f in fields(x)}
+        return {f.name: _json_of(values[f.name]) for f in fields(x) if values[f.name] != f.default}
+    return x
 
 
 class Ranks(Protocol):

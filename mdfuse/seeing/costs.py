@@ -24,6 +24,7 @@ from mdfuse.seeing.amounts import (
     operations,
     product,
 )
+from mdfuse.seeing.cost_keys import LinkKey, WorkKey
 from mdfuse.seeing.curves import Curve, Grid, as_measured
 from mdfuse.seeing.kernels import Kernel, kernels
 
@@ -110,30 +111,28 @@ class Costs:
             launch counts, too.
         flops: floating-point operations per second of products and attention.
         bandwidth: bytes per second of all other work, read and written.
-        links: kind of communication, axis, "kind axis", or "kind 4" among so many ranks -> its
-            link; "*" is any other. "SendRecv" is the kind of send and recv, too. What begins with
-            a backend and a colon, "symmetric: Allgather 2", is of that backend where posts name it.
-        works: "gelu f32", or "* f32" for all other work of a type -> seconds by bytes read and
-            written; "across f32" of elementwise work whose operands lie in different memory
-            orders; "compiled f32", "compiled across f32" and "compiled rows across f32" of kernels
-            that are compiled; "one query f32" of attention whose heads have one query each;
-            "query f32 64", or "query f32 64 causal", of attention on a processor where heads have
-            64 features -> seconds of each query of a head, by keys; "attention f32 64", likewise
-            "causal" -> seconds by operations, counted as if nothing was masked.
-        attentions: "bf16", or "bf16 causal" -> seconds by blocks of 128 queries of all heads, keys
-            and features of a head; it goes before the curves.
+        links: the links of communications; the link of the most special key counts.
+        works: curves of work by name. "gelu", or "*" for all other work of a type: seconds by bytes
+            read and written. "across": elementwise work whose operands lie in different memory
+            orders. "compiled", "compiled across" and "compiled rows across": compiled kernels. "one
+            query": attention whose heads have one query each. "query" with features of a head:
+            seconds of each query of a head, by keys, on a processor. "attention" with features:
+            seconds by operations, counted as if nothing was masked.
+        attentions: grids without a name: seconds by blocks of 128 queries of all heads, keys and
+            features of a head. A grid goes before the curves of attention.
         multiprocessors: of a GPU: that many blocks are computed at once, so times rise in steps; 0:
             not known. Under a causal mask blocks end one by one.
         cache: bytes of a GPU's cache: work on so many bytes evicts the data of the last
             communication; 0: not known.
-        products: "linear f32", or "matmul f32" for all other products -> seconds by m, n and k.
+        products: grids of "linear", or "matmul" for all other products: seconds by m, n and k.
         is_fused: whether the work of a launch is compiled into few kernels, or done one by one.
 
     Raises:
         ProgramError: a number is negative, or a speed 0; a link of no kind; multiprocessors or a
             cache that are no number.
 
-    >>> costs = Costs(launch_s=1e-6, links={"*": Link(2e-6, 1e9), "tp": Link(1e-6, 1e11)})
+    >>> links = {LinkKey(): Link(2e-6, 1e9), LinkKey(axes="tp"): Link(1e-6, 1e11)}
+    >>> costs = Costs(launch_s=1e-6, links=links)
     >>> costs.link("Allreduce", "tp").seconds(100_000), costs.link("Allgather", "dp").latency_s
     (2e-06, 2e-06)
     """
@@ -145,10 +144,10 @@ class Costs:
     switch_s: float = 0.0
     flops: float = math.inf
     bandwidth: float = math.inf
-    links: Mapping[str, Link] = field(default_factory=dict)
-    works: Mapping[str, Curve] = field(default_factory=dict)
-    products: Mapping[str, Grid] = field(default_factory=dict)
-    attentions: Mapping[str, Grid] = field(default_factory=dict)
+    links: Mapping[LinkKey, Link] = field(default_factory=dict)
+    works: Mapping[WorkKey, Curve] = field(default_factory=dict)
+    products: Mapping[WorkKey, Grid] = field(default_factory=dict)
+    attentions: Mapping[WorkKey, Grid] = field(default_factory=dict)
     multiprocessors: int = 0
     cache: int = 0
     is_fused: bool = True
@@ -165,36 +164,35 @@ class Costs:
                     hint="a number of at least 0",
                 )
         for key, link in self.links.items():
-            if not isinstance(link, Link):
+            if not isinstance(key, LinkKey) or not isinstance(link, Link):
                 raise ProgramError(
                     f"links[{key!r}] is {link!r}",
-                    because="a link is a latency and a bandwidth",
-                    hint="for example Link(10e-6, 100e9)",
+                    because="a table has a LinkKey for each Link, a latency and a bandwidth",
+                    hint='for example links={LinkKey(axes="tp"): Link(10e-6, 100e9)}',
                 )
 
-    def link(self, kind: str, where: str, ranks: int = 2, backend: str | None = None) -> Link:
-        """Return the link of a kind of communication along an axis, or between meshes.
+    def link(self, kind: str, axes: str, ranks: int = 2, backend: str | None = None) -> Link:
+        """Return the link of a kind of communication along axes, or between meshes.
 
         A number of ranks that was not measured takes the link of the next number below; a backend
         that was not measured is like the usual one.
         """
-        links = self._links(backend) or self._links(None)
-        for key in (f"{kind} {where}", where):
-            if key in links:
-                return links[key]
-        measured = [int(n) for k, _, n in (x.partition(" ") for x in links) if _is(k, n, kind)]
-        if measured:
-            return links[
-                f"{kind} {max((n for n in measured if n <= ranks), default=min(measured))}"
-            ]
-        return links.get(kind, links.get("*", Link()))
-
-    def _links(self, backend: str | None) -> Mapping[str, Link]:
-        """Return the links of a backend that posts name; None: of the usual one."""
-        if backend is None:
-            return {key: link for key, link in self.links.items() if _OF not in key}
-        before = backend + _OF
-        return {k.removeprefix(before): x for k, x in self.links.items() if k.startswith(before)}
+        if all(key.backend != backend for key in self.links):
+            backend = None
+        measured = [
+            k.ranks for k in self.links if (k.kind, k.backend) == (kind, backend) and k.ranks
+        ]
+        nearest = max((n for n in measured if n <= ranks), default=min(measured, default=0))
+        for key in (
+            LinkKey(kind, axes, 0, backend),
+            LinkKey("*", axes, 0, backend),
+            LinkKey(kind, "", nearest, backend),
+            LinkKey(kind, "", 0, backend),
+            LinkKey("*", "", 0, backend),
+        ):
+            if key in self.links:
+                return self.links[key]
+        return Link()
 
     def by(self, backend: str, usual: str | None = None) -> Costs | None:
         """Return the table for programs whose usual backend is another one; None: not measured.
@@ -203,17 +201,19 @@ class Costs:
             backend: their usual one.
             usual: the backend of this table, whose links are then those of posts that name it.
 
-        >>> costs = Costs(links={"*": Link(2e-6), "symmetric: *": Link(1e-6)})
+        >>> costs = Costs(links={LinkKey(): Link(2e-6), LinkKey(backend="symmetric"): Link(1e-6)})
         >>> costs.by("symmetric").link("Allgather", "tp").latency_s, costs.by("mpi")
         (1e-06, None)
         """
-        links = self._links(backend)
-        if not links:
+        if all(key.backend != backend for key in self.links):
             return None
-        others = {k: x for k, x in self.links.items() if _OF in k}
-        if usual is not None:
-            others.update((usual + _OF + k, x) for k, x in self._links(None).items())
-        return replace(self, links={**links, **others})
+        links = {k: x for k, x in self.links.items() if k.backend is not None}
+        for key, link in self.links.items():
+            if key.backend == backend:
+                links[key._replace(backend=None)] = link
+            elif key.backend is None and usual is not None:
+                links[key._replace(backend=usual)] = link
+        return replace(self, links=links)
 
     def copy_seconds(self, nbytes: int, dtype: str) -> float:
         """Return the seconds of a copy of some bytes on a rank, each of which is read and written.
@@ -250,16 +250,16 @@ class Costs:
         A kernel that reads across memory and reduces rows takes the time of uncompiled work if it
         was not measured: a compiler cannot choose its tiles then.
         """
-        name = _COMPILED.get(k.like, "")
-        keys = [f"{name} {k.dtype}", *(x for x in self.works if x.rpartition(" ")[0] == name)]
-        curve = next((self.works[x] for x in keys if x in self.works), None)
+        name = _COMPILED.get(k.like)
+        compiled = {key.dtype: curve for key, curve in self.works.items() if key.name == name}
+        curve = compiled.get(k.dtype, next(iter(compiled.values()), None))
         if curve is not None:
             return max(self._bytes(k.nbytes, k.dtype), curve.seconds(max(k.nbytes, 1)))
         return self._bytes(k.nbytes, k.dtype, "across" if k.like == "rows across" else k.like)
 
     def _bytes(self, size: int, dtype: str, like: str = "*") -> float:
         """Return the seconds of work on some bytes: at least those of pointwise work."""
-        curves = (self.works.get(f"{key} {dtype}") for key in {"*", like})
+        curves = (self.works.get(WorkKey(name, dtype)) for name in {"*", like})
         measured = [curve.seconds(max(size, 1)) for curve in curves if curve is not None]
         return max(measured, default=max(self.launch_s, size / self.bandwidth))
 
@@ -269,16 +269,17 @@ class Costs:
         sizes = product(program, i)
         if sizes is not None:
             name = "linear" if i.fn == "linear" else "matmul"
-            grid = self.products.get(f"{name} {dtype}", self.products.get(f"matmul {dtype}"))
+            keys = WorkKey(name, dtype), WorkKey("matmul", dtype)
+            grid = next((self.products[key] for key in keys if key in self.products), None)
             if grid is not None and min(sizes) > 0:
                 count, *mnk = sizes
                 return count * grid.seconds(*mnk)
         count = operations(program, i)
         if (heads := attention(program, i)) is not None:
             return self._attention(count, dtype, heads, nbytes(program, i))
-        curve = self.works.get(f"{i.fn} {dtype}")
+        curve = self.works.get(WorkKey(i.fn or "", dtype))
         if curve is None and not count:
-            curve = self.works.get(f"* {dtype}")
+            curve = self.works.get(WorkKey("*", dtype))
         across = self._bytes(nbytes(program, i), dtype, "across") if is_across(program, i) else 0.0
         if curve is not None:
             return max(across, curve.seconds(max(count or nbytes(program, i), 1)))
@@ -291,16 +292,17 @@ class Costs:
         as measured if they were. Heads of a size between two measured ones take the time of the
         next one: kernels are made for few sizes.
         """
-        one = self.works.get(f"{ONE_QUERY} {dtype}") if a.queries == 1 else None
+        one = self.works.get(WorkKey(ONE_QUERY, dtype)) if a.queries == 1 else None
         if one is not None:
             return a.passes * one.seconds(max(moved, 1))
-        grid = self.attentions.get(dtype + a.mask, self.attentions.get(dtype))
+        key = WorkKey("", dtype, is_causal=a.is_causal)
+        grid = self.attentions.get(key, self.attentions.get(WorkKey("", dtype)))
         if grid is None:
             return self._attention_of_heads(count, dtype, a, moved)
         counts, _, heads = grid.axes
         features = min((x for x in heads if x >= a.features), default=a.features)
         blocks: float = a.blocks
-        if self.multiprocessors and not a.mask:
+        if self.multiprocessors and not a.is_causal:
             blocks = as_measured(blocks, counts, self.multiprocessors)
         sizes = (1, 1, features) if a.queries == 1 else (blocks, a.keys, features)
         return max(self._bytes(moved, dtype), a.passes * grid.seconds(*sizes))
@@ -312,42 +314,34 @@ class Costs:
         measured, the number of operations counts.
         """
         seconds = count / self.flops
-        if (curve := self._nearest(f"query {dtype}", a)) is not None:
+        if (curve := self._nearest("query", dtype, a)) is not None:
             seconds = a.passes * a.heads * a.queries * curve.seconds(max(a.keys, 1))
-        elif (curve := self._nearest(f"attention {dtype}", a)) is not None:
+        elif (curve := self._nearest("attention", dtype, a)) is not None:
             seconds = a.passes * curve.seconds(max(count / a.passes, 1))
         return max(self._bytes(moved, dtype), seconds)
 
-    def _nearest(self, key: str, a: Attention) -> Curve | None:
+    def _nearest(self, name: str, dtype: str, a: Attention) -> Curve | None:
         """Return the curve of heads of the nearest size, with the mask where it was measured."""
-        after = (k.removeprefix(key + " ") for k in self.works if k.startswith(key + " "))
-        sizes = {int(size) for size in after if size.isdecimal()}
-        if not sizes:
+        keys = [k for k in self.works if k[:2] == (name, dtype) and k.features and not k.is_causal]
+        if not keys:
             return None
-        key += f" {min(sizes, key=lambda size: abs(math.log(size / max(a.features, 1))))}"
-        return self.works.get(key + a.mask, self.works[key])
+        key = min(keys, key=lambda k: abs(math.log(k.features / max(a.features, 1))))
+        return self.works.get(key._replace(is_causal=a.is_causal), self.works[key])
 
     def _modelled(self, program: HostProgram, i: Instruction) -> float:
         moved = nbytes(program, i) / self.bandwidth
         return max(moved, operations(program, i) / self.flops)
 
 
-#: The kind of a compiled kernel -> the key of its measurements.
+#: The kind of a compiled kernel -> the name of its measurements.
 _COMPILED = {
     "*": "compiled",
     "across": "compiled across",
     "rows across": "compiled rows across",
 }
 
-#: The key of measured attention whose heads have one query each.
+#: The name of measured attention whose heads have one query each.
 ONE_QUERY = "one query"
-
-#: Separates a backend from the key of one of its links.
-_OF = ": "
-
-
-def _is(kind: str, number: str, wanted: str) -> bool:
-    return kind == wanted and number.isdecimal()
 
 
 def _dtype(program: HostProgram, i: Instruction) -> str:
@@ -359,7 +353,9 @@ def _dtype(program: HostProgram, i: Instruction) -> str:
 
 
 #: Each piece of work and each communication takes a second: for counting on one's fingers.
-UNIT = Costs(name="1 s for all work and each communication", launch_s=1.0, links={"*": Link(1.0)})
+UNIT = Costs(
+    name="1 s for all work and each communication", launch_s=1.0, links={LinkKey(): Link(1.0)}
+)
 
 #: An estimate: 60 % of the figures for bf16, memory and NVLink in the H100 SXM's data sheet.
 H100 = Costs(
@@ -367,5 +363,5 @@ H100 = Costs(
     launch_s=3e-6,
     flops=0.6 * 989e12,
     bandwidth=0.6 * 3.35e12,
-    links={"*": Link(12e-6, 0.6 * 450e9)},
+    links={LinkKey(): Link(12e-6, 0.6 * 450e9)},
 )

@@ -24,7 +24,7 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.passes import overlap
 from mdfuse.passes.overlap import Form
 from mdfuse.passes.segment_ids import with_ids
-from mdfuse.seeing import H100, Costs, Link
+from mdfuse.seeing import H100, Costs, Link, LinkKey
 from mdfuse.seeing.named_tables import named
 from mdfuse.seeing.rank_classes import Classes
 from mdfuse.seeing.timeline import on_ranks, timeline
@@ -32,7 +32,7 @@ from mdfuse.seeing.timeline import on_ranks, timeline
 LINE = DeviceMesh.arange(tp=4)
 
 #: Where overlap pays: neither work nor communication is much longer, and nothing costs by itself.
-PAYS = Costs(name="even", flops=1e5, links={"*": Link(0.0, 4e4)})
+PAYS = Costs(name="even", flops=1e5, links={LinkKey(): Link(0.0, 4e4)})
 AUTO = Options(overlap="auto")
 PLAIN = Options(overlap="never")
 
@@ -69,7 +69,7 @@ def drawn(seed: int) -> Costs:
             flops = bandwidth = math.inf
         case 9:
             link = Link(1e3, 10 ** draw.uniform(3, 7))
-    return Costs(launch_s=launch, flops=flops, bandwidth=bandwidth, links={"*": link})
+    return Costs(launch_s=launch, flops=flops, bandwidth=bandwidth, links={LinkKey(): link})
 
 
 @pytest.mark.parametrize("name", ["gather", "scatter", "reduce", "experts"])
@@ -97,7 +97,7 @@ def test_what_costs_more_each_time_is_never_done_more_often(name: str) -> None:
             for more in (0.0, 1e-4, 1e-3, 1e-2, 1e-1, 1.0):
                 dearer = replace(costs, launch_s=costs.launch_s + more)
                 if field == "latency":
-                    links = {"*": replace(link, latency_s=link.latency_s + more)}
+                    links = {LinkKey(): replace(link, latency_s=link.latency_s + more)}
                     dearer = replace(costs, links=links)
                 cut.append(choose(*times(name, dearer)) is not None)
             assert cut == sorted(cut, reverse=True), (seed, field, cut)
@@ -111,7 +111,7 @@ def test_slower_links_never_overlap_less(name: str) -> None:
         cut = []
         for slower in (1, 3, 10, 100, 1000):
             (link,) = costs.links.values()
-            links = {"*": replace(link, bandwidth=link.bandwidth / slower)}
+            links = {LinkKey(): replace(link, bandwidth=link.bandwidth / slower)}
             plain, forms = times(name, replace(costs, links=links))
             # What the clock rounds to nanoseconds is no gain.
             forms = {f: t + 1e-7 for f, t in forms.items()}

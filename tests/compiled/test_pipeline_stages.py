@@ -126,7 +126,8 @@ def test_what_hand_overs_add_to_a_step(schedule: str, waits: int) -> None:
     program = mf.pipeline(fd, microbatches=8, batch={"x": 0, "t": 0}, schedule=schedule)
     unit, away = 2.0 * 8 * 8 * 8, 20.0  # operations of a product, a second each
     link = mf.seeing.Link(away, 1e30)
-    costs = mf.seeing.Costs(launch_s=0.0, flops=1.0, bandwidth=1e30, links={"*": link})
+    links = {mf.seeing.LinkKey(): link}
+    costs = mf.seeing.Costs(launch_s=0.0, flops=1.0, bandwidth=1e30, links=links)
     products = 3 * 8 + 3  # of a stage, and of the idle time
     assert program.timeline(costs).seconds == pytest.approx(products * unit + waits * away)
 

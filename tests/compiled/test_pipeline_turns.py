@@ -12,7 +12,7 @@ from helpers.pipelines import Net, batch_of, check_orders, check_results, meshes
 import mdfuse as mf
 from mdfuse import hir
 from mdfuse.hir.verify.check import verify
-from mdfuse.seeing import Costs, Link, by_action
+from mdfuse.seeing import Costs, Link, LinkKey, by_action
 
 
 def turning(rows: int) -> Net:
@@ -46,7 +46,7 @@ def test_blocks_are_in_pieces_that_begin_with_waits() -> None:
 
 
 def test_it_is_quicker_than_one_after_the_other() -> None:
-    net, costs = turning(16), Costs(launch_s=1e-5, links={"*": Link(2e-5, 1e11)})
+    net, costs = turning(16), Costs(launch_s=1e-5, links={LinkKey(): Link(2e-5, 1e11)})
     pairs = mf.Schedule.named("dualpipev", stages=4, groups=2, microbatches=8)
     apart = mf.Schedule.from_rows([[str(a) for a in row] for row in pairs.actions])
     ends, both = [], []

@@ -12,7 +12,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.pipelines.actions import Action
 from mdfuse.pipelines.timing import Slot, lanes
-from mdfuse.seeing import Costs, Event, Link, by_action
+from mdfuse.seeing import Costs, Event, Link, LinkKey, by_action
 from mdfuse.seeing.amounts import is_work
 
 
@@ -33,7 +33,7 @@ def step(microbatches: int, schedule: str) -> mf.Program:
 def test_actions_come_in_the_order_of_their_rows() -> None:
     for schedule in ("gpipe", "1f1b", "zb1p"):
         program = step(4, schedule)
-        costs = Costs(launch_s=1e-6, links={"*": Link(1e-7, 1e12)})
+        costs = Costs(launch_s=1e-6, links={LinkKey(): Link(1e-7, 1e12)})
         found = by_action(program.host, program.schedule, program.timeline(costs).events)
         for lane, row in zip(found.lanes, program.schedule.actions, strict=True):
             assert tuple(s.action for s in lane) == tuple(a for a in row if str(a)[:2] != "0I")
@@ -81,7 +81,7 @@ def test_a_timeline_takes_what_the_schedule_takes(schedule: str) -> None:
     trains = schedule != "forward"
     net = sines(places, batch=12, trains=trains)
     program = mf.pipeline(net.definition, microbatches=4, batch=batch_of(net), schedule=schedule)
-    costs = Costs(launch_s=1.0, links={"*": Link(0.0)})
+    costs = Costs(launch_s=1.0, links={LinkKey(): Link(0.0)})
     timeline = program.timeline(costs)
     found = by_action(program.host, program.schedule, timeline.events)
     products = {x for i in program.host.walk() if i.fn == "matmul" for x in i.outputs}
@@ -110,7 +110,7 @@ def test_work_that_only_adds_to_a_sum_is_of_its_microbatch(compile: Any) -> None
     program = mf.pipeline(
         net.definition, microbatches=3, batch=batch_of(net), schedule="zb1p", options=options
     )
-    costs = Costs(launch_s=1e-6, links={"*": Link(1e-7, 1e12)})
+    costs = Costs(launch_s=1e-6, links={LinkKey(): Link(1e-7, 1e12)})
     found = by_action(program.host, program.schedule, program.timeline(costs).events)
     for lane in found.lanes:
         assert [str(s.action)[1:] for s in lane if s.action.phase == "W"] == ["W0", "W1", "W2"]

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import mdfuse as mf
-from mdfuse.seeing import Costs, CostTable, Link, cost_table
+from mdfuse.seeing import Costs, CostTable, Link, LinkKey, cost_table
 from mdfuse.seeing import cost_tables as tables
+from mdfuse.seeing.cost_keys import links_of, works_of
 from mdfuse.seeing.cost_tables import Machine, file_name, found, machine_of, parsed
 from mdfuse.seeing.curves import Curve, Grid
 
@@ -22,13 +23,13 @@ COSTS = Costs(
     switch_s=3e-7,
     flops=1e12,
     bandwidth=1e11,
-    links={
+    links=links_of({
         "Allreduce 2": Link(curve=CURVE, slows=0.06, cold=CURVE), "*": Link(1e-5, 1e9),
         "symmetric: Allreduce 2": Link(4e-6, 2e9), "symmetric: *": Link(3e-6, 2e9, slows=0.02),
-    },
-    works={"* f32": CURVE},
-    products={"linear f32": Grid(((1.0, 2.0), (4.0,), (8.0,)), (1e-6, 2e-6))},
-    attentions={"bf16 causal": Grid(((1.0,), (4.0, 9.0), (64.0,)), (1e-6, 3e-6))},
+    }),
+    works=works_of({"* f32": CURVE}),
+    products=works_of({"linear f32": Grid(((1.0, 2.0), (4.0,), (8.0,)), (1e-6, 2e-6))}),
+    attentions=works_of({"bf16 causal": Grid(((1.0,), (4.0, 9.0), (64.0,)), (1e-6, 3e-6))}),
     multiprocessors=132,
     cache=50,
 )  # fmt: skip
@@ -62,7 +63,7 @@ def test_a_table_from_before_runs_had_a_cost_is_read() -> None:
     assert fields["costs"]["links"]["Allreduce 2"].pop("cold")
     back = parsed(json.dumps(fields)).costs
     assert back.attentions == {} and back.multiprocessors == back.cache == 0
-    assert back.links["Allreduce 2"].cold is None
+    assert back.links[LinkKey("Allreduce", ranks=2)].cold is None
     assert back.run_s == back.posting_s == back.switch_s == 0.0
 
 
@@ -262,8 +263,9 @@ def test_a_default_table_says_so_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_links_follow_the_number_of_ranks() -> None:
-    links = {f"Allreduce {n}": Link(curve=Curve(((1.0, float(n)),))) for n in (2, 4)}
-    costs = Costs(links=links | {"*": Link(9.0)})
+    curves = {n: Curve(((1.0, float(n)),)) for n in (2, 4)}
+    links = {LinkKey("Allreduce", ranks=n): Link(curve=curve) for n, curve in curves.items()}
+    costs = Costs(links=links | {LinkKey(): Link(9.0)})
     at = {n: costs.link("Allreduce", "tp", n).seconds(1) for n in (2, 3, 4, 8)}
     assert at == {2: 2.0, 3: 2.0, 4: 4.0, 8: 4.0}
     assert costs.link("Gather", "tp", 2).seconds(0) == 9.0

@@ -10,6 +10,7 @@ from mdfuse import DeviceMesh
 from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.seeing import Costs
 from mdfuse.seeing.amounts import is_across, is_work
+from mdfuse.seeing.cost_keys import works_of
 from mdfuse.seeing.curves import Curve, Grid
 from mdfuse.seeing.kernels import Kernel, kernels
 
@@ -50,11 +51,11 @@ def test_kernels_that_add_rows_up_or_read_across_are_told_apart() -> None:
     byte = {"*": 1.0, "sum": 10.0, "across": 100.0}
     works = {f"{key} f32": Curve(((1.0, s), (1e6, 1e6 * s))) for key, s in byte.items()}
     grid = Grid(((1.0,), (1.0,), (1.0,)), (1e-9,))
-    costs = Costs(works=works, products={"matmul f32": grid})
+    costs = Costs(works=works_of(works), products=works_of({"matmul f32": grid}))
     small = 4 * ROWS * WIDTH
     seconds = costs.seconds(host, launch)
     assert round(seconds) == 2 * small * 10 + 2 * small + 2 * small * 10 + 3 * small * 100
-    less = replace(costs, works={"* f32": works["* f32"]}).seconds(host, launch)
+    less = replace(costs, works=works_of({"* f32": works["* f32"]})).seconds(host, launch)
     assert round(less) == (2 + 2 + 2 + 3) * small, "what is not measured is like other work"
 
 
@@ -63,7 +64,7 @@ def test_a_launch_takes_its_products_and_its_kernels() -> None:
     (launch,) = (i for i in host.instructions if i.op == "launch")
     curve = Curve(((1.0, 1.0), (1e6, 1e6)))  # a second for each byte
     grid = Grid(((1.0,), (1.0,), (1.0,)), (1e-3,))  # a millisecond for each multiplication
-    costs = Costs(works={"* f32": curve}, products={"matmul f32": grid})
+    costs = Costs(works=works_of({"* f32": curve}), products=works_of({"matmul f32": grid}))
     bytes_moved = 4 * (5 * ROWS * WIDTH + 2 * ROWS * HIDDEN)
     seconds = bytes_moved + 2 * ROWS * WIDTH * HIDDEN * 1e-3
     assert round(costs.seconds(host, launch), 6) == round(seconds, 6)
@@ -89,7 +90,7 @@ def attending(length: int, features: int, *, is_causal: bool, grad: bool = False
             fd.add_output(x)
     host = project(mf.compile(fd, mf.Options(compile="never")).host, 0)
     linear = {name: Curve(((1.0, s), (1e9, 1e9 * s))) for name, s in SPEEDS.items()}
-    costs = Costs(works=linear | {"* f32": Curve(((1.0, 1e-3), (1e9, 1e6)))})
+    costs = Costs(works=works_of(linear | {"* f32": Curve(((1.0, 1e-3), (1e9, 1e6)))}))
     every = [j for i in host.instructions for j in (*i.body, i)]
     return sum(costs.seconds(host, i) for i in every if "attention" in i.fn)
 
@@ -119,7 +120,7 @@ def test_a_processor_computes_attention_query_by_query() -> None:
     works = {"attention f32 64": byte, "* f32": byte}
     for size, more in ((64, 1.0), (128, 2.0)):
         works[f"query f32 {size}"] = Curve(((20.0, more), (60.0, 3 * more)))
-    assert Costs(works=works).seconds(host, i) == 3 * 2 * 5 * 2.0
+    assert Costs(works=works_of(works)).seconds(host, i) == 3 * 2 * 5 * 2.0
 
 
 def attention_of(
@@ -148,7 +149,9 @@ def attention_of(
     works = {"* f32": Curve(((1.0, 1e-9), (1e12, 1.0))), "attention f32 64": Curve(((1.0, 7.0),))}
     if one_query is not None:
         works["one query f32"] = one_query
-    costs = Costs(works=works, attentions=grids, multiprocessors=multiprocessors)
+    costs = Costs(
+        works=works_of(works), attentions=works_of(grids), multiprocessors=multiprocessors
+    )
     return costs.seconds(host, i)
 
 
@@ -199,7 +202,7 @@ def test_a_compiled_kernel_takes_what_was_measured_compiled() -> None:
     size = 3 * 4 * 64 * 32
     for key, more in (("compiled f32", 2.0), ("compiled bf16", 2.0), ("compiled across f32", 1.0)):
         works = {k: Curve(((1.0, s), (1e6, 1e6 * s))) for k, s in (("* f32", 1.0), (key, 2.0))}
-        assert round(Costs(works=works).seconds(host, launch) / size, 6) == more, key
+        assert round(Costs(works=works_of(works)).seconds(host, launch) / size, 6) == more, key
 
 
 def test_a_kernel_across_memory_takes_what_was_measured_compiled() -> None:
@@ -216,7 +219,7 @@ def test_a_kernel_across_memory_takes_what_was_measured_compiled() -> None:
             k.replace("__", "* ").replace("_", " "): Curve(((1.0, s), (1e6, 1e6 * s)))
             for k, s in speeds.items()
         }
-        return round(Costs(works=works).seconds(host, launch) / size, 6)
+        return round(Costs(works=works_of(works)).seconds(host, launch) / size, 6)
 
     assert seconds(__f32=1.0) == 1, "measured without it"
     assert seconds(__f32=1.0, across_f32=5.0) == 5
@@ -237,11 +240,13 @@ def test_a_kernel_across_memory_that_goes_through_rows_takes_what_was_measured()
     assert kernels(host, launch) == [Kernel(size, "f32", "rows across")]
     speeds = {"* f32": 1.0, "sum f32": 2.0, "across f32": 5.0, "compiled across f32": 3.0}
     works = {key: Curve(((1.0, s), (1e6, 1e6 * s))) for key, s in speeds.items()}
-    assert round(Costs(works=works).seconds(host, launch) / size, 6) == 5
+    assert round(Costs(works=works_of(works)).seconds(host, launch) / size, 6) == 5
     works["compiled rows across f32"] = Curve(((1.0, 4.0), (1e6, 4e6)))
-    assert round(Costs(works=works).seconds(host, launch) / size, 6) == 4
+    assert round(Costs(works=works_of(works)).seconds(host, launch) / size, 6) == 4
     del works["compiled rows across f32"], works["across f32"]
-    assert round(Costs(works=works).seconds(host, launch) / size, 6) == 1, "measured without it"
+    assert round(Costs(works=works_of(works)).seconds(host, launch) / size, 6) == 1, (
+        "measured without it"
+    )
 
 
 def test_its_gradient_has_five_products_of_the_same_speed() -> None:
@@ -259,7 +264,7 @@ def test_attention_takes_at_least_what_its_bytes_take() -> None:
     host = project(mf.compile(fd, mf.Options(compile="never")).host, 0)
     (i,) = (i for i in host.instructions if i.fn == "scaled_dot_product_attention")
     byte = Curve(((1.0, 1.0), (1e9, 1e9)))  # a second for each
-    costs = Costs(works={"attention f32 64": Curve(((1.0, 1e-9),)), "* f32": byte})
+    costs = Costs(works=works_of({"attention f32 64": Curve(((1.0, 1e-9),)), "* f32": byte}))
     assert round(costs.seconds(host, i), 3) == 4 * 64 * (1 + 1 + 2 * 1000)
 
 
@@ -290,8 +295,8 @@ def test_work_by_itself_is_priced_as_across_where_its_operands_lie_in_different_
     assert [is_across(host, i) for i in work] == [False, True, False, False, False]
     byte = {"*": 1.0, "across": 100.0}
     works = {f"{key} f32": Curve(((1.0, s), (1e6, 1e6 * s))) for key, s in byte.items()}
-    plain, across, *_ = (Costs(works=works).seconds(host, i) for i in work)
+    plain, across, *_ = (Costs(works=works_of(works)).seconds(host, i) for i in work)
     small = 4 * ROWS * WIDTH
     assert (round(plain), round(across)) == (2 * small, 100 * 3 * small)
-    (less,) = {Costs(works={"* f32": works["* f32"]}).seconds(host, i) for i in work[1:2]}
+    (less,) = {Costs(works=works_of({"* f32": works["* f32"]})).seconds(host, i) for i in work[1:2]}
     assert round(less) == 3 * small, "where it was not measured it is like other work"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mdfuse as mf
-from mdfuse.seeing import H100, UNIT, Costs, CostTable, Link
+from mdfuse.seeing import H100, UNIT, Costs, CostTable, Link, LinkKey
 from mdfuse.seeing.cost_tables import machine_of
 from mdfuse.seeing.named_tables import here, named
 
@@ -77,7 +77,7 @@ def test_a_table_of_one_rank_says_that_communications_take_no_time(
     table, told = here()
     assert table is not None and len(told) == 1
     assert "they are taken to take no time; mdfuse calibrate on several ranks" in told[0]
-    costs = Costs(links={"*": Link(1e-6), "symmetric: *": Link(2e-6)})
+    costs = Costs(links={LinkKey(): Link(1e-6), LinkKey(backend="symmetric"): Link(2e-6)})
     (tmp_path / "two.json").write_text(replace(one, ranks=2, costs=costs).as_json())
     for backend, latency, count in (("auto", 1e-6, 0), ("symmetric", 2e-6, 0), ("mpi", 1e-6, 1)):
         table, told = here(backend)

@@ -22,14 +22,16 @@ from helpers.stream_cases import CASES as STREAMED
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, hir
-from mdfuse.seeing import UNIT, Costs, Event, Link, Timeline
+from mdfuse.seeing import UNIT, Costs, Event, Link, LinkKey, Timeline
 from mdfuse.seeing.curves import Curve
 from mdfuse.seeing.events import busy, lanes
 from mdfuse.seeing.rank_classes import Classes
 from mdfuse.seeing.timeline import on_ranks, timeline
 
 #: Uneven figures, so that what is wrong shows.
-UNEVEN = Costs(name="uneven", launch_s=0.7, bandwidth=1e3, flops=1e4, links={"*": Link(0.3, 1e3)})
+UNEVEN = Costs(
+    name="uneven", launch_s=0.7, bandwidth=1e3, flops=1e4, links={LinkKey(): Link(0.3, 1e3)}
+)
 
 
 def check(found: Timeline) -> None:
@@ -151,7 +153,7 @@ def test_a_pipeline_has_the_bubble_of_the_textbook(stages: int, batches: int, c:
     A transfer of c seconds is waited for s - 1 times where it is hidden behind work, and is what
     limits the throughput where it takes longer. If asked for late, it is waited for each time.
     """
-    costs = Costs(launch_s=1.0, links={"*": Link(c)})
+    costs = Costs(launch_s=1.0, links={LinkKey(): Link(c)})
     ahead = timeline(pipeline(stages, batches, is_ahead=True), costs)
     late = timeline(pipeline(stages, batches, is_ahead=False), costs)
     period = max(1, c) if stages > 1 else 1
@@ -176,7 +178,7 @@ OVERLAP = program_text("timeline/overlap")
 @pytest.mark.parametrize(("transfer", "total"), [(0.5, 4.0), (2.0, 4.0), (5.0, 7.0)])
 def test_work_behind_a_post_hides_it(transfer: float, total: float) -> None:
     """neg, then the transfer beside two exps, then add."""
-    costs = Costs(launch_s=1.0, links={"Allreduce tp": Link(transfer)})
+    costs = Costs(launch_s=1.0, links={LinkKey("Allreduce", "tp"): Link(transfer)})
     found = timeline(hir.parse(OVERLAP), costs)
     check(found)
     assert found.seconds == total
@@ -191,7 +193,7 @@ def test_work_behind_a_post_hides_it(transfer: float, total: float) -> None:
 )
 def test_work_is_slower_beside_a_transfer(transfer: float, slows: float, total: float) -> None:
     """Of 2 s at three quarters of the speed 1.5 s are done, and half a second is left."""
-    costs = Costs(launch_s=1.0, links={"Allreduce tp": Link(transfer, slows=slows)})
+    costs = Costs(launch_s=1.0, links={LinkKey("Allreduce", "tp"): Link(transfer, slows=slows)})
     found = timeline(hir.parse(OVERLAP), costs)
     check(found)
     assert found.seconds == pytest.approx(total, abs=1e-8)
@@ -203,7 +205,7 @@ def test_a_communication_finds_little_in_a_cache_that_work_has_gone_through(
 ) -> None:
     """neg reads and writes 16 bytes each; a transfer of 2 s takes up to 4 s more behind it."""
     link = Link(2.0, cold=Curve(((1.0, 4.0),)))
-    costs = Costs(launch_s=1.0, links={"Allreduce tp": link}, cache=cache)
+    costs = Costs(launch_s=1.0, links={LinkKey("Allreduce", "tp"): link}, cache=cache)
     found = timeline(hir.parse(OVERLAP), costs)
     check(found)
     assert found.seconds == total
@@ -211,7 +213,7 @@ def test_a_communication_finds_little_in_a_cache_that_work_has_gone_through(
 
 def test_behind_another_communication_nothing_is_cold() -> None:
     link = Link(2.0, cold=Curve(((1.0, 4.0),)))
-    costs = Costs(launch_s=1.0, links={"Allreduce tp": link}, cache=32)
+    costs = Costs(launch_s=1.0, links={LinkKey("Allreduce", "tp"): link}, cache=32)
     found = timeline(
         hir.parse("""
 host @twice on mesh(tp=2) {
@@ -235,7 +237,7 @@ host @twice on mesh(tp=2) {
 @pytest.mark.parametrize("name", sorted(PROGRAMS)[::7])
 def test_nothing_is_quicker_where_transfers_slow_work(name: str) -> None:
     program = PROGRAMS[name]()
-    slow = replace(UNEVEN, links={"*": replace(UNEVEN.links["*"], slows=0.3)})
+    slow = replace(UNEVEN, links={LinkKey(): replace(UNEVEN.links[LinkKey()], slows=0.3)})
     free, slowed = timeline(program, UNEVEN), timeline(program, slow)
     check(slowed)
     assert free.seconds <= slowed.seconds <= free.seconds / (1 - 0.9)
@@ -376,7 +378,7 @@ host @pieces on mesh(tp=2) {
   free %y
   return %z
 }""")
-    costs = Costs(launch_s=1.0, links={"*": Link(4.0)})
+    costs = Costs(launch_s=1.0, links={LinkKey(): Link(4.0)})
     works = [e for e in timeline(program, costs).events if e.part == "work"]
     assert [e.start_ns for e in works] == [2 * 10**9, 4 * 10**9]
 
@@ -446,7 +448,7 @@ def test_products_count_their_operations(name: str) -> None:
 
 def test_bytes_of_a_communication_are_those_that_it_brings() -> None:
     """An all-reduce of 4 f32 on 2 ranks by the ring: 2 * (2 - 1) / 2 * 16 bytes."""
-    found = timeline(hir.parse(OVERLAP), Costs(links={"tp": Link(0.0, 8.0)}))
+    found = timeline(hir.parse(OVERLAP), Costs(links={LinkKey(axes="tp"): Link(0.0, 8.0)}))
     (transfer,) = [e for e in found.events if e.part == "transfer"]
     assert transfer.nbytes == 16 and transfer.stop_ns - transfer.start_ns == 2 * 10**9
     assert transfer.detail == "(tp=P(sum)) -> (tp=R)"
@@ -482,7 +484,8 @@ def test_a_name_is_no_table_of_costs() -> None:
         (lambda: Link(slows=True), r"slows=True"),
         (lambda: Costs(bandwidth=float("nan")), "bandwidth=nan"),
         (lambda: Link(bandwidth=True), "bandwidth=True"),
-        (lambda: Costs(links={"tp": 3.0}), r"links\['tp'\] is 3.0"),  # type: ignore[dict-item]
+        (lambda: Costs(links={LinkKey(): 3.0}), r"links\[.*\] is 3.0"),  # type: ignore[dict-item]
+        (lambda: Costs(links={"tp": Link()}), r"links\['tp'\] is"),  # type: ignore[dict-item]
     ],
 )
 def test_figures_that_mean_nothing_are_refused(make: object, what: str) -> None:
@@ -491,8 +494,8 @@ def test_figures_that_mean_nothing_are_refused(make: object, what: str) -> None:
 
 
 def test_the_most_special_link_counts() -> None:
-    links = {"*": Link(1.0), "tp": Link(2.0), "Allreduce": Link(3.0), "Allreduce tp": Link(4.0)}
-    costs = Costs(links=links)
+    links = {"*": 1.0, "tp": 2.0, "Allreduce": 3.0, "Allreduce tp": 4.0}
+    costs = Costs(links={LinkKey.of(key): Link(latency) for key, latency in links.items()})
     found = [costs.link(*x).latency_s for x in (("Allreduce", "tp"), ("Allgather", "tp"))]
     found += [costs.link(*x).latency_s for x in (("Allreduce", "dp"), ("Gather", "dp"))]
     assert found == [4.0, 2.0, 3.0, 1.0]
@@ -532,7 +535,7 @@ def test_a_thousand_ranks_that_run_alike_are_gone_through_once() -> None:
 def test_what_a_run_takes_comes_on_top() -> None:
     """Once, however much there is to do; no event is about it."""
     program = mf.compile(two_products(), mf.Options(compile="never"))
-    costs = Costs(launch_s=1.0, run_s=0.25, links={"*": Link(1.0)})
+    costs = Costs(launch_s=1.0, run_s=0.25, links={LinkKey(): Link(1.0)})
     found, plain = program.timeline(costs), program.timeline(replace(costs, run_s=0.0))
     assert found.events == plain.events and found.seconds == plain.seconds + 0.25 == 3.25
 
@@ -541,7 +544,7 @@ def test_what_a_run_takes_more_that_communicates_comes_on_top_once() -> None:
     mesh = DeviceMesh.arange(tp=2)
     with mf.FusionDefinition("alone") as fd:
         fd.add_output(fd.ops.exp(fd.define_tensor([4], mesh=mesh)))
-    costs = Costs(launch_s=1.0, run_s=0.25, posting_s=0.5, links={"*": Link(1.0)})
+    costs = Costs(launch_s=1.0, run_s=0.25, posting_s=0.5, links={LinkKey(): Link(1.0)})
     alone = mf.compile(fd, mf.Options(compile="never")).timeline(costs)
     assert alone.seconds == 1.25
     with mf.FusionDefinition("sums") as fd:

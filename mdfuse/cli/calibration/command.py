@@ -14,13 +14,12 @@ from rich.table import Table
 
 from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
-from mdfuse.cli.calibration.held_out import COUNT, programs
+from mdfuse.cli.calibration.held_out import COUNT, errors, programs, seconds_pair
 from mdfuse.cli.calibration.measuring import Measurements
 from mdfuse.cli.calibration.microbenchmarks import OPTIONS
 from mdfuse.cli.calibration.scales import CPU, GPU, Scale
 from mdfuse.cli.calibration.sending import Backends, ways
 from mdfuse.cli.calibration.suite import points
-from mdfuse.cli.calibration.validation import Pair, errors, pair
 from mdfuse.cli.report import size_text, time_text, titled
 from mdfuse.config import BETWEEN_MESHES, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
@@ -85,14 +84,14 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
     with quick_collections(), shown as advance:
         measured.take(advance)
         start = time.perf_counter()
-        costs, pairs = measured.costs, list[Pair]()
+        costs, held_out = measured.costs, dict[str, tuple[float, float]]()
         for program in programs(scale, comm.size, backends[None]):
-            pairs.append(pair(comm, program, costs))
+            held_out[program.host.name] = seconds_pair(comm, program, costs)
             advance()
     if alone is not None:
         alone.close()
     console.print(f"programs that it did not see: {time.perf_counter() - start:.1f} s")
-    mean, p95 = errors(pairs)
+    mean, p95 = errors(held_out.values())
     is_one_host = detect(os.environ).is_one_host
     return CostTable(
         costs=costs,
@@ -101,7 +100,7 @@ def calibrated(comm: Communicator, scale: Scale | None = None) -> CostTable:
         date=datetime.now(UTC).date().isoformat(),
         mean_error=mean,
         p95_error=p95,
-        held_out={p.name: (p.predicted_s, p.measured_s) for p in pairs},
+        held_out=held_out,
         spread=measured.spread,
     )
 
@@ -172,13 +171,13 @@ def kinds(costs: Costs) -> Table:
     for key, curve in costs.works.items():
         size, seconds = curve.points[-1]
         what, speed = size_text(round(size)), f"{size / seconds / 1e9:.4g} GB/s"
-        if key.startswith("query"):
+        if key.name == "query":
             what, speed = f"{size:.0f} keys", ""
-        table.add_row(key, time_text(curve.points[0][1]), what, speed)
+        table.add_row(str(key), time_text(curve.points[0][1]), what, speed)
     for key, grid in costs.products.items():
         m, n, k = (axis[-1] for axis in grid.axes)
         speed = f"{2 * m * n * k / grid.times[-1] / 1e9:.4g} GFLOP/s"
-        table.add_row(key, time_text(min(grid.times)), f"{m:.0f} x {n:.0f} x {k:.0f}", speed)
+        table.add_row(str(key), time_text(min(grid.times)), f"{m:.0f} x {n:.0f} x {k:.0f}", speed)
     for key, grid in costs.attentions.items():
         blocks, keys, features = (axis[-1] for axis in grid.axes)
         count = 4 * blocks * QUERIES * keys * features
@@ -193,11 +192,11 @@ def communications(costs: Costs) -> Table:
     right = ("least time", "largest size", "its speed", "work beside it is slower by")
     table = titled("communications", "kind and ranks", right=right)
     for key, link in costs.links.items():
-        if link.curve is not None and not key.endswith("*"):
+        if link.curve is not None and key.kind != "*":
             size, seconds = link.curve.points[-1]
             speed, slower = f"{size / seconds / 1e9:.4g} GB/s", f"{link.slows:.1%}"
             least = time_text(link.curve.points[0][1])
-            table.add_row(key, least, size_text(round(size)), speed, slower)
+            table.add_row(str(key), least, size_text(round(size)), speed, slower)
     return table
 
 

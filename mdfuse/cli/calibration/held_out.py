@@ -1,19 +1,25 @@
-"""Small programs that a calibration does not fit, and is judged by."""
+"""Small programs that a calibration does not fit, and the errors of their predicted times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from mdfuse.cli.calibration.measuring import call_of
+from mdfuse.cli.calibration.sampling import QUEUED, seconds_of
 from mdfuse.cli.calibration.scales import Scale
 from mdfuse.compiled.program import Program, compile
 from mdfuse.config import Options
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.layouts.layout import Shard
 from mdfuse.mesh import DeviceMesh
+from mdfuse.runtime.communicator import Communicator
+from mdfuse.seeing.costs import Costs
 
 #: torch's own functions take the values of definitions, too, of which its annotations know nothing.
 F: Any = torch.nn.functional
@@ -139,3 +145,20 @@ def programs(scale: Scale, ranks: int, options: Options) -> Iterator[Program]:
         with FusionDefinition(name) as fd:
             fd.add_output(build(fd, scale.dtypes[0], mesh, ranks))
         yield compile(fd, replace(options, compile="auto") if name in _COMPILED else options)
+
+
+def seconds_pair(comm: Communicator, program: Program, costs: Costs) -> tuple[float, float]:
+    """Return the predicted and the measured seconds of a program; all ranks call it.
+
+    The measured time is the median over ranks.
+    """
+    mine = seconds_of(comm, call_of(comm, program), QUEUED)
+    texts = comm.all_ok(json.dumps(mine))
+    measured = statistics.median(json.loads(text) for text in texts if text is not None)
+    return program.timeline(costs).seconds, measured
+
+
+def errors(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Return the mean relative error of predictions, and the 95th percentile."""
+    offs = [abs(predicted - measured) / measured for predicted, measured in pairs]
+    return statistics.mean(offs), statistics.quantiles(offs, n=20, method="inclusive")[-1]

@@ -38,8 +38,19 @@ from mdfuse.interpreter.garbage import collected
 from mdfuse.ir.graph import dtype_name
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
+from mdfuse.seeing.cost_keys import LinkKey, WorkKey
 from mdfuse.seeing.costs import MOST_SLOWED, Costs, Link
 from mdfuse.seeing.curves import Curve, Grid
+
+#: The key of a measurement: a word for what is measured once.
+Key = LinkKey | WorkKey | str
+
+#: Table -> the reader of its keys.
+_READ: Mapping[str, Callable[[str], Key]] = {
+    **dict.fromkeys(("links", "colds", "slows"), LinkKey.of),
+    **dict.fromkeys(("works", "products", "attentions"), WorkKey.of),
+    "run": str,
+}
 
 #: Subjects between two runs of the same probe, whose times say how calm the machine is.
 _EVERY = 16
@@ -92,7 +103,7 @@ class Measurements:
     scale: Scale
     told: Callable[[str], object] = print
     backends: Backends = field(default_factory=lambda: {None: OPTIONS})
-    times: dict[tuple[str, str], dict[Any, float]] = field(default_factory=dict)
+    times: dict[tuple[str, Key], dict[Any, float]] = field(default_factory=dict)
     calm: list[float] = field(default_factory=list)
     alone: Communicator | None = None
 
@@ -173,7 +184,7 @@ class Measurements:
     def _take_slows(self, advance: Callable[[], object]) -> None:
         """Measure how much slower work is beside each kind of communication."""
         start, costs = time.perf_counter(), self.costs
-        product = costs.products[f"linear {dtype_name(self.scale.dtypes[0])}"]
+        product = costs.products[WorkKey("linear", dtype_name(self.scale.dtypes[0]))]
         rows, n = self.scale.beside
         most = _SHORTER * product.seconds(rows, n, n)
         for way in ways(self.comm.size, self.backends):
@@ -240,19 +251,19 @@ class Measurements:
 
     def _share(self) -> None:
         """Let all ranks have all times, or medians where several measured: they predict alike."""
-        rows = [[*key, [*points.items()]] for key, points in self.times.items()]
+        rows = [[x, str(key), [*points.items()]] for (x, key), points in self.times.items()]
         self.times = dict(self._middle(json.dumps([rows, self.calm])))
 
-    def _middle(self, mine: str) -> Iterator[tuple[tuple[str, str], dict[Any, float]]]:
+    def _middle(self, mine: str) -> Iterator[tuple[tuple[str, Key], dict[Any, float]]]:
         texts = self.comm.all_ok(mine)
         if any(text is None for text in texts):
             raise BackendError("a rank left the calibration")
         everyone = [json.loads(text) for text in texts if text is not None]
         calms = [calm for _, calm in everyone]  # ranks with less work have fewer
         self.calm = [statistics.median(x) for x in zip(*calms, strict=False)]
-        samples: dict[tuple[str, str], dict[Any, list[float]]] = {}
+        samples: dict[tuple[str, Key], dict[Any, list[float]]] = {}
         for table, key, points in (row for rows, _ in everyone for row in rows):
-            of_key = samples.setdefault((table, key), {})
+            of_key = samples.setdefault((table, _READ[table](key)), {})
             for at, seconds in points:
                 of_key.setdefault(_size(at), []).append(seconds)
         for name, times in samples.items():
@@ -269,7 +280,7 @@ class Measurements:
     @property
     def costs(self) -> Costs:
         """The table of the measurements so far."""
-        by = defaultdict[str, dict[str, dict[Any, float]]](dict)
+        by = defaultdict[str, dict[Any, dict[Any, float]]](dict)
         for (table, key), points in self.times.items():
             by[table][key] = {at: max(seconds, _LEAST_S) for at, seconds in points.items()}
         works = {key: Curve.of(points) for key, points in by["works"].items()}
@@ -281,7 +292,7 @@ class Measurements:
             )
             for key, points in by["links"].items()
         }
-        links |= _others(links)
+        links |= {LinkKey(backend=name): link for name, link in _slowest(links).items()}
         return Costs(
             name="measured",
             launch_s=min((c.points[0][1] for c in works.values()), default=0.0),
@@ -299,7 +310,7 @@ class Measurements:
             is_fused=self.comm.device.type == "cuda",
         )
 
-    def _slows(self, key: str) -> float:
+    def _slows(self, key: LinkKey) -> float:
         return self.times.get(("slows", key), {}).get(1, 0.0)
 
 
@@ -343,24 +354,22 @@ def _grid(points: Mapping[tuple[int, int, int], float]) -> Grid:
     return Grid(tuple(tuple(map(float, axis)) for axis in axes), tuple(times))
 
 
-def _flops(products: Mapping[str, Mapping[tuple[int, int, int], float]]) -> float:
+def _flops(products: Mapping[WorkKey, Mapping[tuple[int, int, int], float]]) -> float:
     rates = [2.0 * m * n * k / s for grid in products.values() for (m, n, k), s in grid.items()]
     return max(rates, default=float("inf"))
 
 
-def _bandwidth(works: Mapping[str, Curve]) -> float:
-    largest = [c.points[-1] for key, c in works.items() if key.startswith("* ")]
+def _bandwidth(works: Mapping[WorkKey, Curve]) -> float:
+    largest = [c.points[-1] for key, c in works.items() if key.name == "*"]
     return max((size / seconds for size, seconds in largest), default=float("inf"))
 
 
-def _others(links: Mapping[str, Link]) -> dict[str, Link]:
-    """Return the links for kinds that were not measured: the slowest one of each backend."""
-    slowest: dict[str, Link] = {}
+def _slowest(links: Mapping[LinkKey, Link]) -> dict[str | None, Link]:
+    """Return the slowest link of each backend, which counts for kinds that were not measured."""
+    slowest: dict[str | None, Link] = {}
     for key, link in links.items():
-        backend, colon, _ = key.rpartition(": ")
-        other = f"{backend}{colon}*"
-        if other not in slowest or _much(link) > _much(slowest[other]):
-            slowest[other] = link
+        if key.backend not in slowest or _much(link) > _much(slowest[key.backend]):
+            slowest[key.backend] = link
     return slowest
 
 

@@ -19,6 +19,7 @@ from mdfuse.hir.rank.pipelines import project
 from mdfuse.ir.graph import dtype_name
 from mdfuse.mesh import DeviceMesh
 from mdfuse.seeing.amounts import QUERIES, is_work, nbytes, operations, product
+from mdfuse.seeing.cost_keys import LinkKey, WorkKey
 from mdfuse.seeing.costs import ONE_QUERY
 
 #: One thing at a time: nothing is compiled into kernels with other work.
@@ -47,7 +48,7 @@ class Subject:
     """
 
     table: Literal["works", "products", "attentions", "links", "colds"]
-    key: str
+    key: LinkKey | WorkKey
     at: float | tuple[int, int, int]
     program: HostProgram
     times: int
@@ -126,7 +127,7 @@ def works(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
                 subject = _work(scale, mesh, dtype, apply, (rows, _WIDTH))
                 yield subject
                 if name == "add":
-                    yield replace(subject, key=f"* {dtype_name(dtype)}")
+                    yield replace(subject, key=WorkKey("*", dtype_name(dtype)))
         for size in scale.sizes:
             yield _across(scale, mesh, dtype, size)
     for size in scale.compiled:
@@ -151,7 +152,7 @@ def _across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Su
         for _ in range(max(1, min(scale.tensors, scale.stale // size))):
             fd.add_output(_sum_across(fd, mesh, dtype, rows))
     subject = _local(scale, "works", compile(fd, OPTIONS).host)
-    return replace(subject, key=f"across {dtype_name(dtype)}")
+    return replace(subject, key=WorkKey("across", dtype_name(dtype)))
 
 
 def _compiled(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Iterator[Subject]:
@@ -173,7 +174,7 @@ def _compiled(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> 
                 fd.add_output(fd.ops.rms_norm(y, [_WIDTH]))
         options = replace(OPTIONS, compile="auto")
         subject = _local(scale, "works", compile(fd, options).host)
-        yield replace(subject, key=f"{name} {dtype_name(dtype)}", options=options)
+        yield replace(subject, key=WorkKey(name, dtype_name(dtype)), options=options)
 
 
 def _sum_across(fd: FusionDefinition, mesh: DeviceMesh, dtype: torch.dtype, rows: int) -> Any:
@@ -193,7 +194,7 @@ def _local(scale: Scale, table: Literal["works", "products"], host: HostProgram)
     dtype = dtype_name(mine.types[first.outputs[0]].dtype)
     return Subject(
         table=table,
-        key=f"{first.fn} {dtype}",
+        key=WorkKey(first.fn or "", dtype),
         at=(sizes[1], sizes[2], sizes[3]) if sizes is not None else float(count or moved),
         program=repeated(host, loops),
         times=loops * works,
@@ -250,8 +251,8 @@ def _product(
 #: How many heads a processor computes, one after the other.
 _HEADS = 16
 
-#: How attention may be masked.
-MASKS = "", " causal"
+#: Whether attention is causal.
+MASKS = False, True
 
 
 def attentions(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
@@ -265,21 +266,21 @@ def attentions(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
         if not scale.multiprocessors:
             subject = _attention(scale, mesh, [1, _HEADS, length, head], mask)
             times = subject.times * _HEADS * length
-            key = f"query {name} {head}{mask}"
+            key = WorkKey("query", name, head, mask)
             yield replace(subject, key=key, at=float(length), times=times)
         for blocks in blocks_of(scale, mask):
             heads = blocks // math.ceil(length / QUERIES)
             subject = _attention(scale, mesh, [1, heads, length, head], mask)
             at = blocks, length, head
-            yield replace(subject, table="attentions", key=f"{name}{mask}", at=at)
+            yield replace(subject, table="attentions", key=WorkKey("", name, 0, mask), at=at)
     for length in scale.lengths:
         yield _one_query(scale, mesh, length)
 
 
-def _attention(scale: Scale, mesh: DeviceMesh, shape: list[int], mask: str) -> Subject:
+def _attention(scale: Scale, mesh: DeviceMesh, shape: list[int], mask: bool) -> Subject:
     with FusionDefinition("attention") as fd:
         q, k, v = (fd.define_tensor(shape, scale.dtypes[0], mesh=mesh) for _ in range(3))
-        fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v, is_causal=bool(mask)))
+        fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v, is_causal=mask))
     return _local(scale, "works", compile(fd, OPTIONS).host)
 
 
@@ -306,7 +307,7 @@ def _one_query(scale: Scale, mesh: DeviceMesh, length: int) -> Subject:
     mine = project(host, mesh.ranks[0])
     moved = nbytes(mine, next(i for i in mine.instructions if is_work(i)))
     subject = _local(scale, "works", host)
-    return replace(subject, key=f"{ONE_QUERY} {dtype_name(dtype)}", at=float(moved))
+    return replace(subject, key=WorkKey(ONE_QUERY, dtype_name(dtype)), at=float(moved))
 
 
 #: Kinds of work that stand between products.

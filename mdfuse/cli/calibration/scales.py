@@ -122,20 +122,20 @@ GPU = Scale(
 )
 
 
-#: Mask -> how many blocks a multiprocessor has where most are there at once. Without a mask those
-#: of a wave end together: each wave takes as long.
-_WAVES = {"": (1, 4), " causal": (1, 2, 4)}
+#: Whether attention is causal -> how many blocks a multiprocessor has where most are there at once.
+#: Without a mask the blocks of a wave end together: each wave takes as long.
+_WAVES = {False: (1, 4), True: (1, 2, 4)}
 
 
-def blocks_of(scale: Scale, mask: str = "") -> list[int]:
+def blocks_of(scale: Scale, is_causal: bool = False) -> list[int]:
     """Return the numbers of blocks of measured attention on a GPU.
 
     They are few, and as many as fill all of its multiprocessors some times; each is a multiple of
     the blocks of the longest sequence in a head.
 
-    >>> blocks_of(GPU), blocks_of(GPU, " causal")
+    >>> blocks_of(GPU), blocks_of(GPU, is_causal=True)
     ([32, 128, 512], [32, 128, 256, 512])
     """
     one = math.ceil(scale.lengths[-1] / QUERIES)
-    full = (max(1, n * scale.multiprocessors // one) * one for n in _WAVES[mask])
+    full = (max(1, n * scale.multiprocessors // one) * one for n in _WAVES[is_causal])
     return sorted({one, *full}) if scale.multiprocessors else []

@@ -27,6 +27,7 @@ from mdfuse.hir.rank.pipelines import project
 from mdfuse.layouts.layout import Layout, Partial, Shard
 from mdfuse.mesh import DeviceMesh
 from mdfuse.seeing.amounts import is_work
+from mdfuse.seeing.cost_keys import LinkKey
 
 #: Kind of communication -> layouts before and after.
 _SETS: dict[str, tuple[Any, Any]] = {
@@ -58,10 +59,10 @@ class Way:
     options: Options = OPTIONS
 
     @property
-    def key(self) -> str:
+    def key(self) -> LinkKey:
         """Its key in `mdfuse.seeing.Costs.links`."""
-        name = self.kind if self.kind == _PAIR else f"{self.kind} {self.ranks}"
-        return f"{self.backend}: {name}" if self.backend else name
+        ranks = 0 if self.kind == _PAIR else self.ranks
+        return LinkKey(self.kind, ranks=ranks, backend=self.backend)
 
     def sets(self, fd: FusionDefinition, dtype: torch.dtype, size: int) -> Any:
         """Define work on about so many bytes, and return a set of its result.

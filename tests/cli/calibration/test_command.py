@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import mdfuse as mf
-from mdfuse.cli.calibration import command, measuring, sampling, validation
+from mdfuse.cli.calibration import command, held_out, measuring, sampling
 from mdfuse.cli.calibration.command import calibrated
 from mdfuse.cli.calibration.microbenchmarks import TURNS, Subject
 from mdfuse.cli.calibration.scales import CPU, Scale
@@ -21,6 +21,7 @@ from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.runtime.communicator import by_itself
+from mdfuse.seeing import LinkKey, WorkKey
 from mdfuse.seeing.amounts import is_work
 from mdfuse.seeing.cost_tables import machine_of, parsed
 
@@ -52,14 +53,14 @@ def test_attention_by_blocks_and_what_is_compiled(
     assert done.exit_code == 0, done.output
     assert "attention f32 causal" in done.output
     costs = parsed(out.read_text()).costs
-    assert costs.attentions.keys() == {"f32", "f32 causal"}
-    blocks = {key: grid.axes[0] for key, grid in costs.attentions.items()}
+    assert {*map(str, costs.attentions)} == {"f32", "f32 causal"}
+    blocks = {str(key): grid.axes[0] for key, grid in costs.attentions.items()}
     assert blocks == {"f32": (1.0, 2.0, 8.0), "f32 causal": (1.0, 2.0, 4.0, 8.0)}
     others = (8.0,), (32.0, 64.0, 128.0)
     assert {grid.axes[1:] for grid in costs.attentions.values()} == {others}
-    assert not any(key.startswith("attention") for key in costs.works)
+    assert not any(key.name == "attention" for key in costs.works)
     for key in ("compiled f32", "compiled across f32", "compiled rows across f32"):
-        assert [size for size, _ in costs.works[key].points] == [6144, 24576]
+        assert [size for size, _ in costs.works[WorkKey.of(key)].points] == [6144, 24576]
 
 
 @pytest.mark.usefixtures("unjoined")
@@ -77,12 +78,12 @@ def test_a_table_has_everything_that_was_measured(
     table = parsed(out.read_text())
     costs = table.costs
     works = {"add", "gelu", "softmax", "layer_norm", "rms_norm", "cat", "across", "*"}
-    assert {f"{name} f32" for name in works} <= costs.works.keys()
+    assert {f"{name} f32" for name in works} <= {*map(str, costs.works)}
     heads = {f"query f32 {n}" for n in (32, 64, 128)}
-    assert heads | {f"{name} causal" for name in heads} <= costs.works.keys()
-    assert "one query f32" in costs.works
-    assert costs.products.keys() == {"linear f32", "matmul f32"}
-    assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
+    assert heads | {f"{name} causal" for name in heads} <= {*map(str, costs.works)}
+    assert WorkKey("one query", "f32") in costs.works
+    assert {*map(str, costs.products)} == {"linear f32", "matmul f32"}
+    assert costs.products[WorkKey("linear", "f32")].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
     assert costs.run_s >= 0 and costs.posting_s <= 1e-9, "one rank communicates with nobody"
     assert table.ranks == 1 and len(table.held_out) == 11 and not costs.is_fused
     assert table.machine == machine_of(mf.init().device, "gloo")
@@ -220,7 +221,7 @@ def test_ranks_share_local_work_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {key for key, _ in alike} == {*keys}, "what is sent is measured by all"
     assert found.times["links", keys[0]] == dict.fromkeys(found.times["links", keys[0]], 1.5)
     costs = found.costs
-    assert costs.products["linear f32"].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
+    assert costs.products[WorkKey("linear", "f32")].axes == ((4.0, 8.0), (16.0, 32.0), (16.0, 32.0))
 
 
 @pytest.mark.usefixtures("unjoined")
@@ -236,27 +237,27 @@ def test_products_beside_communications(monkeypatch: pytest.MonkeyPatch) -> None
     for way in ways(2):  # by what arrives: of more than that they would be too long
         host = beside(TINY, way, TINY.messages[0], sends=True)
         found.times["links", way.key] = {received(host): 1.0, 2 * received(host): 9.0}
-    found.times["products", "linear f32"] = {(8, 16, 16): 4.0}
+    found.times["products", WorkKey("linear", "f32")] = {(8, 16, 16): 4.0}
     found.times["run", "posting"] = {1: 1.0}
     taken = iter([8.0, 9.5] * len(keys))
     monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
     monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs, *clock: next(taken))
     found._take_slows(lambda: None)
     assert {key: found.costs.links[key].slows for key in keys} == dict.fromkeys(keys, 0.25)
-    assert found.costs.links["*"].slows == 0.25 and next(taken, None) is None
+    assert found.costs.links[LinkKey()].slows == 0.25 and next(taken, None) is None
 
 
 @pytest.mark.usefixtures("unjoined")
 def test_what_communications_take_more_behind_much_work() -> None:
     """Beside a line from 2 to 6; what is quicker then takes no more."""
     found = measuring.Measurements(mf.init(), replace(TINY, l2=64))
-    found.times["links", "Allreduce 2"] = {100: 2.0, 300: 6.0}
-    found.times["links", "Allgather 2"] = {100: 2.0}
-    found.times["colds", "Allreduce 2"] = {100: 1.5, 200: 4.5, 300: 9.0}
+    found.times["links", LinkKey("Allreduce", ranks=2)] = {100: 2.0, 300: 6.0}
+    found.times["links", LinkKey("Allgather", ranks=2)] = {100: 2.0}
+    found.times["colds", LinkKey("Allreduce", ranks=2)] = {100: 1.5, 200: 4.5, 300: 9.0}
     costs = found.costs
-    link = costs.links["Allreduce 2"]
-    assert costs.cache == 64 and costs.links["Allgather 2"].cold is None
-    assert link.cold is not None and costs.links["*"] is link
+    link = costs.links[LinkKey("Allreduce", ranks=2)]
+    assert costs.cache == 64 and costs.links[LinkKey("Allgather", ranks=2)].cold is None
+    assert link.cold is not None and costs.links[LinkKey()] is link
     assert link.cold.points == ((100.0, 1e-9), (200.0, 0.5), (300.0, 3.0))
 
 
@@ -332,8 +333,5 @@ def test_the_spread_is_that_of_quartiles() -> None:
 
 
 def test_errors_are_those_of_all_pairs() -> None:
-    pairs = [
-        validation.Pair(name="", predicted_s=100.0 + n, measured_s=100.0) for n in range(1, 21)
-    ]
-    mean, p95 = validation.errors(pairs)
+    mean, p95 = held_out.errors((100.0 + n, 100.0) for n in range(1, 21))
     assert mean == pytest.approx(0.105) and p95 == pytest.approx(0.1905)
