@@ -52,7 +52,8 @@ def from_torch(
             split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
             matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
         gather: axes of the mesh along which parameters are brought together just before they are
-            read, as FSDP does; the backward gathers them again.
+            read, as FSDP does; the backward gathers them again. Where such an axis splits a dim
+            beside other axes, it splits their parts; a `Layout` in `layouts` is taken as it is.
         adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
             (rank, alpha): then steps of training train the adapters alone.
         dynamic_shapes: name of an argument -> dim -> a name: extents that each run chooses; or as
@@ -78,9 +79,10 @@ def from_torch(
     >>> torch.testing.assert_close(y, module(x).detach())
     """
     _check_dicts(layouts, kwargs, blocks, adapters, buffers)
-    patterns = Patterns(layouts or {}, mesh := as_mesh(mesh))
+    mesh = as_mesh(mesh)
+    patterns = Patterns(layouts or {}, mesh, _axes(gather, mesh))
     captured = _exported(module, args, kwargs, dynamic_shapes, adapters)
-    model = _model(captured, patterns, buffers or {}, blocks or {}, _axes(gather, mesh))
+    model = _model(captured, patterns, buffers or {}, blocks or {})
     return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
 
 
@@ -107,7 +109,6 @@ def _model(
     patterns: Patterns,
     buffers: Mapping[str, Tensor],
     blocks: Mapping[str, Any],
-    gather: tuple[str, ...],
 ) -> Model:
     live = live_nodes(captured)
     check_known(captured, live)
@@ -125,7 +126,7 @@ def _model(
         constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
         same={n: same for n, same in constants.items() if n is not same},
     )
-    return replace(model, blocks=blocks_of(model, blocks), gather=gather)
+    return replace(model, blocks=blocks_of(model, blocks), gather=patterns.gather)
 
 
 def _axes(gather: Sequence[str], mesh: DeviceMesh) -> tuple[str, ...]:

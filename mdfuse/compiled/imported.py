@@ -24,11 +24,12 @@ from mdfuse.frontend.importing import save as saving
 from mdfuse.frontend.importing.build import Model, record
 from mdfuse.frontend.importing.called import called
 from mdfuse.frontend.importing.gathers import warnings_of
-from mdfuse.frontend.importing.place import Patterns
+from mdfuse.frontend.importing.place import Patterns, nearest
 from mdfuse.frontend.importing.report import report
 from mdfuse.frontend.importing.train import Optimizer, define_step
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.ir.graph import Fusion
+from mdfuse.layouts.layout import Layout
 from mdfuse.names import as_name
 from mdfuse.plan.progress import progress
 from mdfuse.runtime.communicator import Communicator
@@ -107,6 +108,30 @@ class ImportedModel:
         """
         warnings = warnings_of(self.model, self.fusion, self.compile().fusion)
         return report(self.model, self._patterns, self._skipped, self._unexpected, warnings)
+
+    def layout(self, name: str) -> Layout:
+        """Return the layout of a parameter, a constant or an argument: for `mf.shard_tensor`.
+
+        Args:
+            name: of an input of the definition, as `fusion.inputs` has it.
+
+        Raises:
+            ProgramError: no input has this name.
+
+        >>> import torch, mdfuse as mf
+        >>> mesh, x = mf.DeviceMesh.arange(fsdp=2, tp=2), torch.zeros(3, 4)
+        >>> model = mf.from_torch(torch.nn.Linear(4, 8), (x,), mesh=mesh, gather="fsdp",
+        ...     layouts={"weight": {"fsdp": mf.Shard(0), "tp": mf.Shard(0)}})
+        >>> print(model.layout("weight"))  # a rank gathers its rows of tp along fsdp
+        (fsdp=S0, tp=S0, order 0:tp>fsdp)
+        """
+        if name not in self.fusion.inputs:
+            raise ProgramError(
+                f"layout of {name!r} of {self.model.captured.name}",
+                because="the definition has no such input",
+                hint="near it are " + ", ".join(nearest(str(name), self.fusion.inputs)),
+            )
+        return self.fusion.layout(name)
 
     def compile(self, options: Options | None = None) -> Program:
         """Return the program of the forward, as `mf.compile` does.

@@ -75,6 +75,8 @@ class Value:
             which may be dropped), or the user (a requirement, which is kept).
         expanded: dims that `expand` made: all elements along such a dim are one in memory.
         layout: where the value lives; None until it is inferred.
+        copies: the other layouts in which expressions read the value, each with the first output
+            of the expression.
         is_law: whether the user stated the layout.
         like: the value as which it lies; `propagate_layouts` makes a layout of it.
         stream: the host loop over chunks that computes the value, once `passes/streams.py` has
@@ -90,6 +92,7 @@ class Value:
     order_from: Literal["op", "hint", "user"] = "op"
     expanded: frozenset[int] = frozenset()
     layout: Layout | None = None
+    copies: tuple[tuple[str, Layout], ...] = ()
     is_law: bool = False
     like: Like | None = None
     stream: Stream | None = None
@@ -120,6 +123,10 @@ class Value:
         for dim, extent in enumerate(self.shape):
             n *= 1 if dim in self.expanded else extent
         return n
+
+    def copies_beside(self, expr: Expr) -> tuple[Layout, ...]:
+        """Return the layouts of copies that other expressions than `expr` need."""
+        return tuple(layout for reader, layout in self.copies if reader != expr.outputs[0])
 
     def travels(self, *layouts: Layout) -> tuple[tuple[int, ...], list[Layout]]:
         """Return shape and layouts of the data sent: one element of an expanded dim, unsplit."""

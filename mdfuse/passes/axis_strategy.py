@@ -5,7 +5,7 @@ Each axis is asked by itself, of operands as they lie and of results as laws wan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,8 @@ class Operand:
     layout: Layout | None
     #: dim -> which rows of it are read, where these are not those of a part
     reaches: Mapping[int, Reach] = field(default_factory=dict)
+    #: the layouts in which other expressions read it
+    copies: tuple[Layout, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,13 @@ def vote(
     operands: Sequence[Operand],
     labels: DimMap,
     results: Sequence[Result],
+    chosen: Mapping[str, int | str | None],
 ) -> int | str | None:
-    """Choose the strategy of an axis: split a label, leave a Partial, or neither (None)."""
+    """Choose the strategy of an axis: split a label, leave a Partial, or neither (None).
+
+    `chosen` has the strategies of the other axes: only the part of a value that they leave to a
+    rank arrives there.
+    """
     passed = _passes_partial(expr, axis, operands, labels, results[0])
     if passed is not None:
         return passed
@@ -80,9 +87,8 @@ def vote(
     staying = _stays(expr, axis, operands, labels)
     if staying in candidates and all(r.allows(axis, staying) for r in results):
         return staying
-    n = mesh.axis_size(axis)
     options = [*dict.fromkeys(candidates), None]
-    prices = [_price(c, axis, n, operands, labels, results) for c in options]
+    prices = [_price(c, axis, mesh, operands, labels, results, chosen) for c in options]
     return options[prices.index(min(prices))]
 
 
@@ -121,19 +127,24 @@ def _stays(expr: Expr, axis: str, operands: Sequence[Operand], labels: DimMap) -
 def _price(
     label: int | None,
     axis: str,
-    n: int,
+    mesh: DeviceMesh,
     operands: Sequence[Operand],
     labels: DimMap,
     results: Sequence[Result],
+    chosen: Mapping[str, int | str | None],
 ) -> int:
-    """Return the bytes that reach a rank if `axis` (n ranks) splits `label`, in units of 1 / n²."""
-    total = 0
+    """Return the bytes that reach a rank if `axis` (n ranks) splits `label`.
+
+    The unit is 1 / (n * ranks of the mesh), in which all prices are integers.
+    """
+    total, n = 0, mesh.axis_size(axis)
     for o in operands:
         if o.layout is not None:
             wanted: Placement = Replicate()
             if label is not None and label in o.labels:
                 wanted = Shard(o.labels.index(label))
-            total += _change(o.layout.placement(axis), wanted, n) * o.value.bytes
+            changes = [_change(p, wanted, n) for p in _placements(o, axis)]
+            total += min(changes) * _part(o.value, axis, mesh, _splitting(o.layout))
     for r in results:
         placement: Placement = Replicate()
         if label is not None:
@@ -142,8 +153,34 @@ def _price(
         goal = r.wanted(axis)
         if goal is None:
             goal = Replicate() if isinstance(placement, Partial) else placement
-        total += _change(placement, goal, n) * r.value.bytes
+        splitting = [b for b, c in chosen.items() if isinstance(c, int) and c in r.labels]
+        total += _change(placement, goal, n) * _part(r.value, axis, mesh, splitting)
     return total
+
+
+def _placements(operand: Operand, axis: str) -> list[Placement]:
+    """Return the placements along an axis in which an operand is there, other axes being alike."""
+    layout = operand.layout
+    assert layout is not None
+    alike = (c for c in operand.copies if c.mesh == layout.mesh)
+    placements = [
+        c.placement(axis) for c in alike if c.with_placement(axis, layout.placement(axis)) == layout
+    ]
+    return [layout.placement(axis), *placements]
+
+
+def _part(value: Value, axis: str, mesh: DeviceMesh, splitting: Iterable[str]) -> int:
+    """Return the bytes of a value that other axes leave to a rank, in units of n / ranks."""
+    part = value.bytes * (mesh.size // mesh.axis_size(axis))
+    for other in splitting:
+        if other != axis:
+            part //= mesh.axis_size(other)
+    return part
+
+
+def _splitting(layout: Layout) -> Iterable[str]:
+    """Return the axes that split a dim of a layout."""
+    return (axis for _, axes in layout.splits for axis in axes)
 
 
 def _change(before: Placement, after: Placement, n: int) -> int:
@@ -188,14 +225,22 @@ def _passes_partial(
         return None
     if rule == "sum":  # a number would be added on every rank
         tensors = {o.value.name for o in operands}
-        every = alike and tensors.issuperset(x for x in expr.inputs if x is not None)
-        return op if every else None
+        every = tensors.issuperset(x for x in expr.inputs if x is not None)
+        return op if every and (alike or _is_sum_of_scalars(out, placements)) else None
     # The first operand alone is Partial, and it is read once.
     alone = expr.inputs[0] == operands[0].value.name and isinstance(placements[0], Partial)
     others = all(isinstance(p, Replicate) for p in placements[1:])
     once = expr.inputs.count(operands[0].value.name) == 1
     asked = rule != "quotient" or isinstance(result.wanted(axis), Partial)
     return op if alone and others and once and asked else None
+
+
+def _is_sum_of_scalars(out: Value, placements: Sequence[Placement | None]) -> bool:
+    """Return whether replicated addends become terms of one rank, which makes one reduction of all.
+
+    Of larger values that would write a copy.
+    """
+    return not out.shape and all(isinstance(p, Partial | Replicate) for p in placements)
 
 
 def _keeps(term: torch.dtype, result: torch.dtype, op: str) -> bool:

@@ -6,13 +6,18 @@
     %c: f32[8,8] (tp=S0) = add(%a, %b.tp_S0)
 
 Afterwards `set` is the only expression whose operand and result differ in layout. A value that is
-wanted in one layout several times is resharded once, from whichever copy of it costs least.
+wanted in one layout several times is resharded once, from whichever copy of it costs least. A view
+of a value is taken of the value's copy where that has the wanted layout:
+
+    %rows: f32[8,8] (tp=S0) = reshape(%x)           # %x: f32[1,8,8] (tp=S1) is there whole
+->
+    %rows.whole: f32[8,8] (tp=R) = reshape(%x.whole)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -20,7 +25,7 @@ from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
-from mdfuse.passes.strategy import choose_here
+from mdfuse.passes.strategy import choose_here, is_view, viewed_as
 from mdfuse.passes.streams import operand_streams
 from mdfuse.reshard import costs
 
@@ -37,6 +42,8 @@ class _Rewriter:
     copies: dict[str, list[str]] = field(default_factory=dict)
     #: value -> what its expression yields, where a set makes it of that
     made: dict[str, str] = field(default_factory=dict)
+    #: a view -> the expression that yields it.
+    views: dict[str, Expr] = field(default_factory=dict)
 
     def layout(self, value: str) -> Layout:
         layout = self.values[value].layout
@@ -76,6 +83,9 @@ class _Rewriter:
         for copy in copies:
             if self.layout(copy) == layout:
                 return copy
+        viewed = self.viewed(value, layout, expr)
+        if viewed is not None:
+            return viewed
         source = self.cheapest(self.with_made(copies) if layout.reaches else copies, layout)
         if stream is not None and self.form(source, layout, stream) is None:
             stream = None
@@ -84,6 +94,32 @@ class _Rewriter:
         self.exprs.insert(self.place(reshard, expr), reshard)
         copies.append(output)
         return output
+
+    def viewed(self, value: str, layout: Layout, expr: Expr) -> str | None:
+        """Return a value's copy in a layout as a view of a copy of its operand, if there is one."""
+        for source, views in self.through_views(value):
+            if not views or views[-1][1] != layout:
+                continue
+            for view, reached in views:
+                like = self.values[view.output]
+                copy = self.new_value(like, f"{view.output}.{suffix(reached)}", reached, None)
+                self.exprs.append(replace(view, inputs=(source, *view.inputs[1:]), outputs=(copy,)))
+                self.copies.setdefault(view.output, [view.output]).append(copy)
+                source = copy
+            return source
+        return None
+
+    def through_views(self, value: str) -> Iterator[tuple[str, tuple[tuple[Expr, Layout], ...]]]:
+        """Yield copies from which views lead to a value, and the views with their layouts."""
+        copies = (c for c in self.copies.get(value, [value]) if self.values[c].stream is None)
+        yield from ((c, ()) for c in copies)
+        view = self.views.get(value)
+        if view is not None:
+            for source, views in self.through_views(view.reads[0]):
+                layout = views[-1][1] if views else self.layout(source)
+                reached = viewed_as(view, self.values, layout)
+                if reached is not None:
+                    yield source, (*views, (view, reached))
 
     def place(self, made: Expr, expr: Expr) -> int:
         """Return where a new set goes: if possible, before the streamed ones ahead of `expr`.
@@ -133,6 +169,8 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
         is_there = rewriter.layout(name) == layout
         local_names[name] = name if is_there else _local(rewriter, rewriter.values[name], layout)
     outputs = tuple(local_names.values())
+    if is_view(expr) and names == {x: x for x in names}:
+        rewriter.views[expr.output] = expr
     is_same = inputs == expr.inputs and outputs == expr.outputs
     rewriter.exprs.append(expr if is_same else replace(expr, inputs=inputs, outputs=outputs))
     for name, local in local_names.items():

@@ -18,7 +18,7 @@ from mdfuse.errors import LayoutError
 from mdfuse.ir.graph import Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
-from mdfuse.passes.strategy import choose_here
+from mdfuse.passes.strategy import choose_here, is_view, viewed_as
 
 name = "propagate_layouts"
 
@@ -67,11 +67,14 @@ def _forwards(fusion: Fusion) -> Fusion:
     for name in fusion.inputs:
         if values[name].like is not None and values[name].layout is None:
             values[name] = _placed(values, values[name], None)
+    for name, value in values.items():
+        if value.copies:
+            values[name] = replace(value, copies=())
     for expr in fusion.exprs:
         outputs = [values[name] for name in expr.outputs]
-        if not any(out.is_tensor and out.layout is None for out in outputs):
-            continue
         strategy = choose_here(expr, values)
+        for x, read_in in strategy.wanted.items() if strategy is not None else ():
+            values[x] = _with_copy(values[x], expr.outputs[0], read_in)
         layouts = strategy.results if strategy is not None else (None,) * len(outputs)
         for out, layout in zip(outputs, layouts, strict=True):
             if out.layout is not None:
@@ -81,7 +84,23 @@ def _forwards(fusion: Fusion) -> Fusion:
             elif layout is not None:
                 layout = _of_output(fusion, values, out.name, layout)
                 values[out.name] = replace(out, layout=layout)
+        if is_view(expr):
+            for reader, copy in values[expr.reads[0]].copies:
+                viewed = viewed_as(expr, values, copy)
+                values[expr.output] = _with_copy(values[expr.output], reader, viewed)
     return replace(fusion, values=values)
+
+
+def _with_copy(value: Value, reader: str, layout: Layout | None) -> Value:
+    """Return a value that an expression reads in a layout."""
+    if (
+        layout is None
+        or value.layout in (None, layout)
+        or layout in value.copies
+        or value.layout.partial_axes
+    ):
+        return value
+    return replace(value, copies=(*value.copies, (reader, layout)))
 
 
 def _placed(values: Mapping[str, Value], value: Value, inferred: Layout | None) -> Value:

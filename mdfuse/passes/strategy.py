@@ -73,6 +73,20 @@ def choose_here(expr: Expr, values: Mapping[str, Value]) -> Strategy | None:
     return choose(expr, values, *[values[name].layout for name in expr.outputs])
 
 
+def is_view(expr: Expr) -> bool:
+    """Return whether an expression yields a view of the only tensor that it reads."""
+    return TABLE[expr.op].is_view and len(expr.reads) == 1
+
+
+def viewed_as(view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout | None:
+    """Return the layout of a view of its operand in a layout; None where that must move."""
+    (operand,) = view.reads
+    read = replace(values[operand], layout=layout, copies=())
+    strategy = choose(view, {operand: read, view.output: values[view.output]})
+    is_read_so = strategy is not None and strategy.wanted[operand] == layout
+    return strategy.result if strategy is not None and is_read_so else None
+
+
 #: What was chosen: layouts of the operands and of the results. Passes ask several times about an
 #: expression, and layers of a model ask the same.
 CHOICES: Cache[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = Cache(limit=16384)
@@ -95,7 +109,7 @@ def _question(
     operands = []
     for name in places:
         v = values[name]
-        operands.append((v.shape, v.dtype, v.expanded, v.layout))
+        operands.append((v.shape, v.dtype, v.expanded, v.layout, v.copies_beside(expr)))
     results = tuple([(values[n].shape, values[n].dtype, values[n].expanded) for n in expr.outputs])
     key = expr.op, expr.attrs, tuple(pattern), tuple(operands), results, laws
     return tuple(places), key
@@ -157,14 +171,12 @@ def _by_labels(
         Result(values[name], of, law if law is not None and law.mesh == mesh else None)
         for name, of, law in zip(expr.outputs, labels.results, laws, strict=True)
     ]
-    chosen: dict[str, int | str | None] = {}
-    for axis in mesh.axes:
-        if mesh.axis_size(axis) > 1:
-            chosen[axis] = vote(expr, axis, mesh, on_mesh, labels, results)
+    chosen = _strategies(expr, mesh, on_mesh, labels, results)
     splits = _splits(mesh, chosen, on_mesh, labels, results)
     cuts = _cuts(expr, splits, on_mesh, labels, results, taken)
+    is_sum = TABLE[expr.op].partial == "sum"
     wanted = {
-        o.value.name: _layout(mesh, o.labels, splits, cuts, _partials(chosen, o, mesh)).reaching(
+        o.value.name: _layout(mesh, o.labels, splits, cuts, _partials(chosen, o, is_sum)).reaching(
             o.reaches, o.value.shape
         )
         for o in on_mesh
@@ -182,6 +194,37 @@ def _by_labels(
             _layout(mesh, result.labels, splits, {**cuts, **taken}, {**passed, **reduced})
         )
     return Strategy(wanted=wanted, results=tuple(layouts))
+
+
+def _strategies(
+    expr: Expr,
+    mesh: DeviceMesh,
+    operands: Sequence[Operand],
+    labels: DimMap,
+    results: Sequence[Result],
+) -> dict[str, int | str | None]:
+    """Return axis -> its strategy, where each is chosen beside those of the others.
+
+    At first an axis is taken to split the label on which it splits an operand.
+    """
+    axes = [a for a in mesh.axes if mesh.axis_size(a) > 1]
+    chosen = {a: _split_already(a, operands) for a in axes}
+    for _ in range(2):
+        before = dict(chosen)
+        for axis in axes:
+            chosen[axis] = vote(expr, axis, mesh, operands, labels, results, chosen)
+        if chosen == before or len(axes) == 1:
+            break
+    return chosen
+
+
+def _split_already(axis: str, operands: Sequence[Operand]) -> int | str | None:
+    """Return the label on which an axis splits the first operand that it splits."""
+    for o in operands:
+        placement = o.layout.placement(axis) if o.layout is not None else None
+        if isinstance(placement, Shard):
+            return o.labels[placement.dim]
+    return None
 
 
 def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
@@ -219,6 +262,7 @@ def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[Operand], D
             _without(labels.operands[at], clashing),
             values[x].layout,
             {d: reach for (p, d), reach in labels.reaches.items() if p == at},
+            values[x].copies_beside(expr) if values[x].copies else (),
         )
         for x, (at, *_) in read.items()
     ]
@@ -298,15 +342,16 @@ def _cuts(
 
 
 def _partials(
-    chosen: Mapping[str, int | str | None], operand: Operand, mesh: DeviceMesh
+    chosen: Mapping[str, int | str | None], operand: Operand, is_addend: bool
 ) -> dict[str, Partial]:
-    """Return the axes along which an operand is read as the Partial that it is."""
+    """Return the axes along which an operand is read as a Partial: it is one, or an addend."""
     if operand.layout is None:
         return {}
+    passed = {a: Partial(op) for a, op in chosen.items() if isinstance(op, str)}
     return {
         a: p
-        for a, p in operand.layout.by_axis().items()
-        if isinstance(p, Partial) and isinstance(chosen.get(a), str)
+        for a, p in passed.items()
+        if isinstance(operand.layout.placement(a), Partial) or is_addend
     }
 
 

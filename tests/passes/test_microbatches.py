@@ -134,11 +134,26 @@ def test_gradients_that_come_together_behind_all_microbatches(
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_product_with_rows_that_come_together_is_refused() -> None:
+def test_a_gradient_reads_rows_that_are_together_already() -> None:
+    """The forward gathers three rows over two ranks; the gradient reads them there."""
     with mf.FusionDefinition("rows") as fd:
         x = fd.define_tensor([3, 2, 4], mesh=DP, layout={"dp": Shard(0)}, name="x")
         w = fd.define_tensor([2, 4], mesh=DP, layout={"dp": Shard(0)}, name="w")
         y = mf.ops.linear(x, w).on(DP, {"dp": Shard(2)})
+        fd.add_output(mf.grad((y * y).sum(), [w])[0])
+    program = mf.pipeline(fd, microbatches=3, batch={"x": 0}, schedule="1f1b", options=POISON)
+    given = [torch.randn(n).requires_grad_() for n in ((3, 2, 4), (2, 4))]
+    (want,) = torch.autograd.grad((F.linear(*given) ** 2).sum(), given[1:])
+    (grad,) = mf.simulate(program, [x.detach() for x in given], options=POISON).outputs
+    torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-5)
+    assert [c.kind for c in program.communications] == ["Allgather"]
+
+
+def test_a_product_with_rows_that_come_together_is_refused() -> None:
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor([3, 2, 4], mesh=DP, layout={"dp": Shard(1)}, name="x")
+        w = fd.define_tensor([2, 4], mesh=DP, layout={"dp": Shard(1)}, name="w")
+        y = mf.ops.linear(x, w).on(DP, {"dp": Shard(0)})
         fd.add_output(mf.grad((y * y).sum(), [w])[0])
     with pytest.raises(mf.MdfuseError, match="ranks bring the whole batch together") as error:
         mf.pipeline(fd, microbatches=3, batch={"x": 0}, schedule="1f1b")

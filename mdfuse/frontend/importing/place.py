@@ -30,11 +30,17 @@ class Patterns:
     Args:
         layouts: pattern -> axis -> placement, or a `Layout`.
         mesh: of all layouts.
+        gather: the axes along which parameters are gathered before they are read. They split the
+            parts of other axes, so that a gather gives back these parts; a `Layout` is taken as is.
     """
 
-    def __init__(self, layouts: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, layouts: Mapping[str, Any], mesh: DeviceMesh, gather: Sequence[str] = ()
+    ) -> None:
         self.mesh = Layout(mesh).mesh  # Layout refuses an invalid mesh
+        self.gather = tuple(gather)
         self._layouts: dict[str, Layout] = {}
+        self._stated = {p for p, said in layouts.items() if isinstance(said, Layout)}
         for pattern, placements in layouts.items():
             self._layouts[pattern] = self._layout(pattern, placements)
         self.matched: dict[str, list[str]] = {pattern: [] for pattern in layouts}
@@ -72,9 +78,19 @@ class Patterns:
             layout = layout.normalized(ndim)
         except MdfuseError as error:
             raise _of_pattern(pattern, error, first) from error
+        if ":" not in first and pattern not in self._stated:
+            layout = self._gathered_inside(layout)
         for pattern in chosen:
             self.matched[pattern].append(first)
         return Placed(pattern=pattern, layout=layout)
+
+    def _gathered_inside(self, layout: Layout) -> Layout:
+        """Return a layout of a parameter in which gathered axes split the parts of others."""
+        order = {
+            dim: tuple(sorted(axes, key=lambda axis: axis in self.gather))
+            for dim, axes in layout.splits
+        }
+        return Layout(layout.mesh, layout.by_axis(), order, layout.stream)
 
     def _chosen(self, names: Sequence[str]) -> list[str]:
         """Return the patterns that apply, which agree; those for one name precede those for all."""

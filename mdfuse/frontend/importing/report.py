@@ -27,7 +27,8 @@ def report(
         f"{counted(len(model.constants), 'constant')}, {counted(len(captured.inputs), 'input')}, "
         f"{counted(sum(o.place is not None for o in captured.outputs), 'output')}"
     ]
-    rows = [(p, _said(patterns, p), _counted(names) or "0: others count, or it is unused")
+    nobody = "0: others count, or it is unused"
+    rows = [(p, _placements(model, patterns, p), _counted(names) or nobody)
             for p, names in patterns.matched.items()]  # fmt: skip
     placed = {captured.parameters[n].name for n in model.parameters if n in model.placed}
     whole = [n.name for n in (captured.parameters[n] for n in model.parameters)
@@ -61,11 +62,14 @@ def report(
     return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *uncaptured))])
 
 
-def _said(patterns: Patterns, pattern: str) -> str:
-    layout = patterns[pattern]
+def _placements(model: Model, patterns: Patterns, pattern: str) -> str:
+    """Return the placements of a pattern, with the order of axes that split one dim."""
+    layout = next((x.layout for x in model.placed.values() if x.pattern == pattern), None)
+    layout = layout or patterns[pattern]
     pairs = zip(layout.mesh.axes, layout.placements, strict=True)
     split = [f"{axis}={p}" for axis, p in pairs if not isinstance(p, Replicate)]
-    return ", ".join(split) or "replicated"
+    orders = [f"dim {d} by {' then '.join(axes)}" for d, axes in layout.splits if len(axes) > 1]
+    return ", ".join([*split, *orders]) or "replicated"
 
 
 def _counted(names: Iterable[str]) -> str:

@@ -114,7 +114,9 @@ def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:
     if out.stream is not None:
         return None
     law = out.layout if out.is_law else None
-    strategy = choose(_window(expr, out), fusion.values, law)
+    # Windows of the other slices replace the copies that these need.
+    operand = replace(fusion.values[expr.reads[0]], copies=())
+    strategy = choose(_window(expr, out), {operand.name: operand, out.name: out}, law)
     axes = _cut_axes(fusion, expr)
     if strategy is None or not set(axes) <= set(strategy.result.partial_axes):
         return None

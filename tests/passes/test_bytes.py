@@ -1,0 +1,163 @@
+"""The bytes and posts of layers beside plans by hand, and decisions that they need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from helpers.hand_plans import MODELS, STYLES, Model, layer, rows
+from torch.nn import functional
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Partial, Shard
+
+#: Sizes of meshes, by axis; up to 1,024 ranks.
+SIZES = [
+    {"dp": 2, "fsdp": 2, "tp": 2},
+    {"dp": 4, "fsdp": 8, "tp": 8},
+    {"dp": 8, "fsdp": 128, "tp": 4},
+    {"dp": 64, "fsdp": 16, "tp": 8},
+    {"dp": 16, "fsdp": 64, "tp": 2},
+]
+
+#: No plan may take more than this multiple of the bytes by hand.
+MOST = 1.05
+
+
+def _mesh(style: str, sizes: dict[str, int]) -> DeviceMesh:
+    return DeviceMesh.arange(**{a: sizes[a] for a in STYLES[style].axes})
+
+
+@pytest.mark.parametrize("length", [1024, 8192, 131072])
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: "x".join(map(str, s.values())))
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layer_takes_no_more_bytes_than_by_hand(
+    model: str, style: str, sizes: dict[str, int], length: int
+) -> None:
+    mesh = _mesh(style, sizes)
+    assert mesh.size <= 1024
+    for row in rows(replace(MODELS[model], length=length), STYLES[style], mesh):
+        assert row.received <= MOST * row.by_hand, row
+        assert row.posts <= row.posts_by_hand, row
+
+
+SMALL = Model(16, 4, 2, 4, 24, length=6)
+
+
+def _whole(x: Any, w: dict[str, Any], model: Model) -> Any:
+    """The layer on whole tensors, in torch."""
+    n, length, _ = x.shape
+    normed = functional.rms_norm(x, (model.width,), w["norm_1"])
+    q, k, v = (
+        (normed @ w[name].T).view(n, length, -1, model.head).transpose(1, 2) for name in "qkv"
+    )
+    k, v = (y.repeat_interleave(model.heads // model.kv_heads, 1) for y in (k, v))
+    y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    h = x + y.transpose(1, 2).reshape(n, length, -1) @ w["o"].T
+    normed = functional.rms_norm(h, (model.width,), w["norm_2"])
+    return h + (functional.silu(normed @ w["gate"].T) * (normed @ w["up"].T)) @ w["down"].T
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_values_and_gradients_are_those_of_whole_tensors(style: str) -> None:
+    mesh = _mesh(style, {"dp": 2, "fsdp": 3, "tp": 2})
+    program = mf.compile(layer(SMALL, STYLES[style], mesh, torch.float64))
+    n = prod(mesh.axis_size(a) for a in STYLES[style].batch)
+    torch.manual_seed(n)
+    x, dy = torch.randn(2, n, SMALL.length, SMALL.width, dtype=torch.float64)
+    weights = {
+        name: torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for name, (shape, _) in SMALL.parameters.items()
+    }
+    x.requires_grad_()
+    y = _whole(x, weights, SMALL)
+    grads = torch.autograd.grad(y, [x, *weights.values()], dy)
+    given = [x, dy, *weights.values()]
+    result = mf.simulate(program, [v.detach() for v in given], options=mf.Options(poison=True))
+    for got, want in zip(result.outputs, [y, *grads], strict=True):
+        torch.testing.assert_close(got, want.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rows_of_batch", [1, 4], ids="dp={}".format)
+def test_a_gradient_of_few_features_reads_long_rows_where_they_are(rows_of_batch: int) -> None:
+    """To exchange the few features would take few bytes, but the rows are gathered already."""
+    mesh = DeviceMesh.arange(dp=rows_of_batch, tp=8)
+    batch = {"dp": Shard(0)}
+    with mf.FusionDefinition("narrow") as fd:
+        x = fd.define_tensor([4, 4096, 64], mesh=mesh, layout={**batch, "tp": Shard(1)})
+        w = fd.define_tensor([16, 64], mesh=mesh, layout={"tp": Shard(0)})
+        dy = fd.define_tensor([4, 4096, 16], mesh=mesh, layout={**batch, "tp": Shard(2)})
+        dx, dw = mf.grad((mf.ops.linear(x, w) * dy).sum(), [x, w])
+        fd.add_output(dx)
+        fd.add_output(dw)
+    kinds = [(c.kind, c.axes) for c in mf.compile(fd).communications if "tp" in c.axes]
+    assert kinds == [("Allgather", ("tp",)), ("ReduceScatter", ("tp",))]
+
+
+LAYOUTS: list[dict[str, Shard]] = [
+    {}, {"tp": Shard(0)}, {"fsdp": Shard(0)}, {"fsdp": Shard(0), "tp": Shard(1)}, {"dp": Shard(1)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "order", [[0, 1, 2, 3, 4] * 2, [3, 1, 0, 0, 1, 3], [0, 0, 4], [1]], ids=str
+)
+def test_a_norm_of_gradients_split_differently_is_one_reduction(order: list[int]) -> None:
+    mesh = DeviceMesh.arange(dp=2, fsdp=2, tp=2)
+    with mf.FusionDefinition("clip") as fd:
+        grads = [fd.define_tensor([4, 6], mesh=mesh, layout=LAYOUTS[n]) for n in order]
+        clipped, norm = mf.optim.clip_by_global_norm(grads, 1.0)
+        for value in (norm, *clipped):
+            fd.add_output(value)
+    program = mf.compile(fd)
+    assert [c.kind for c in program.communications] == ["Allreduce"]
+    given = [torch.randn(4, 6) for _ in order]
+    want = torch.stack([x.norm() for x in given]).norm()
+    got, *rest = mf.simulate(program, given, options=mf.Options(poison=True)).outputs
+    torch.testing.assert_close(got, want)
+    for x, y in zip(given, rest, strict=True):
+        torch.testing.assert_close(y, x * min(1.0, float(1 / (want + 1e-6))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_a_replicated_addend_is_added_once(dtype: torch.dtype) -> None:
+    mesh = DeviceMesh.arange(dp=2, tp=3)
+    with mf.FusionDefinition("addends") as fd:
+        x = fd.define_tensor([5], dtype, mesh, {"tp": Shard(0)})
+        y = fd.define_tensor([], dtype, mesh)
+        z = fd.define_tensor([4], dtype, mesh, {"dp": Shard(0)})
+        fd.add_output(y + x.sum() + y + z.sum())
+        fd.add_output((x.sum() + y).on(mesh, {"tp": Partial()}))
+    program = mf.compile(fd)
+    given = [torch.arange(n).to(dtype) for n in (5, 4)]
+    given.insert(1, torch.tensor(7).to(dtype))
+    total, term = mf.simulate(program, given, options=mf.Options(poison=True)).outputs
+    assert total == 7 + 10 + 7 + 6
+    assert term.dtype == dtype
+
+
+@pytest.mark.parametrize("order", ["fsdp first", "tp first"])
+@pytest.mark.parametrize("dim", [0, -2], ids=str)
+@pytest.mark.parametrize("features", [8, 9], ids=str)
+def test_a_gathered_axis_splits_the_parts_of_others(order: str, dim: int, features: int) -> None:
+    sizes = {"fsdp": 2, "tp": 2} if order == "fsdp first" else {"tp": 2, "fsdp": 2}
+    module, x = torch.nn.Linear(4, features, bias=False), torch.randn(3, 4)
+    mesh = DeviceMesh.arange(**sizes)
+    split = {"weight": {"fsdp": Shard(0), "tp": Shard(dim)}}
+    model = mf.from_torch(module, (x,), mesh=mesh, layouts=split, gather="fsdp")
+    assert model.layout("weight").split_axes(0) == ("tp", "fsdp")
+    assert "dim 0 by tp then fsdp" in model.report()
+    program = model.compile()
+    kind = "Allgather" if features == 8 else "Exchange"
+    assert [c.kind for c in program.communications] == [kind]
+    (y,) = mf.simulate(program, [*model.load(), x]).outputs
+    torch.testing.assert_close(y, module(x).detach())
+    stated = {"weight": mf.Layout(mesh, {"fsdp": Shard(0), "tp": Shard(0)})}
+    as_stated = mf.from_torch(module, (x,), mesh=mesh, layouts=stated, gather="fsdp")
+    assert as_stated.layout("weight") == stated["weight"]
+    with pytest.raises(mf.MdfuseError, match="layout of 'wieght'"):
+        model.layout("wieght")
