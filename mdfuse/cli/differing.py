@@ -22,7 +22,7 @@ from mdfuse.seeing.comparison import Account, account, differing_text, groups_of
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ProgramSource:
     """The source of a program.
 
     Attributes:
@@ -36,7 +36,7 @@ class Source:
     layouts: str = ""
 
 
-def compiled(source: Source) -> Program:
+def compiled(source: ProgramSource) -> Program:
     """Return the program of a source, with numbers for all extents.
 
     Raises:
@@ -52,7 +52,7 @@ def compiled(source: Source) -> Program:
     return program
 
 
-def show(sources: Sequence[Source], costs: str | None, is_full: bool) -> None:
+def show(sources: Sequence[ProgramSource], costs: str | None, is_full: bool) -> None:
     """Print two programs beside each other.
 
     Args:
@@ -73,7 +73,7 @@ def show(sources: Sequence[Source], costs: str | None, is_full: bool) -> None:
     console.print(coloured(lines) if lines else "the instructions are the same", soft_wrap=True)
 
 
-def labels(sources: Sequence[Source]) -> list[str]:
+def labels(sources: Sequence[ProgramSource]) -> list[str]:
     """Return labels of programs: the files, meshes or layouts in which they differ."""
     names = [s.file.name for s in sources]
     if len({*names}) == 1:

@@ -184,7 +184,7 @@ def diff(
 
         placed = ["", *layouts][-2:] if layouts else ["", ""]
         pairs = zip((file, other or file), (meshes[0], meshes[-1]), placed, strict=True)
-        differing.show([differing.Source(*pair) for pair in pairs], costs, full)
+        differing.show([differing.ProgramSource(*pair) for pair in pairs], costs, full)
 
 
 @app.command()

@@ -61,7 +61,7 @@ def differentiable(
     tensor([2., 2., 2.])
     """
     if isinstance(of, TracedFunction):
-        return _Function(of, options)
+        return _AutogradFunction(of, options)
     if isinstance(of, FusionDefinition):
         return _Differentiable(of, options)
     raise DefinitionError(
@@ -71,7 +71,7 @@ def differentiable(
     )
 
 
-class _Function:
+class _AutogradFunction:
     """A traced function on DTensors, under torch's autograd."""
 
     def __init__(self, function: TracedFunction, options: Options | None) -> None:

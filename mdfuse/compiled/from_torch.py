@@ -15,7 +15,7 @@ from mdfuse.frontend import given
 from mdfuse.frontend.importing.blocks import blocks_of
 from mdfuse.frontend.importing.buffers import numbers_of
 from mdfuse.frontend.importing.build import Model, check_known, constants_of
-from mdfuse.frontend.importing.capture import Captured, capture
+from mdfuse.frontend.importing.capture import ExportedModule, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.place import Patterns, Placed
 from mdfuse.mesh import DeviceMesh, as_mesh
@@ -86,7 +86,7 @@ def from_torch(
     return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
 
 
-def _exported(module: nn.Module, *how: Any) -> Captured:
+def _exported(module: nn.Module, *how: Any) -> ExportedModule:
     with stage(f"exporting {type(module).__name__}"):
         return capture(module, *how)
 
@@ -105,7 +105,7 @@ def _check_dicts(*values: object) -> None:
 
 @stage("reading the exported module")
 def _model(
-    captured: Captured,
+    captured: ExportedModule,
     patterns: Patterns,
     buffers: Mapping[str, Tensor],
     blocks: Mapping[str, Any],
@@ -136,7 +136,9 @@ def _axes(gather: Sequence[str], mesh: DeviceMesh) -> tuple[str, ...]:
     return axes
 
 
-def _places(captured: Captured, patterns: Patterns) -> tuple[dict[Node, Placed], dict[int, Placed]]:
+def _places(
+    captured: ExportedModule, patterns: Patterns
+) -> tuple[dict[Node, Placed], dict[int, Placed]]:
     """Return the placements that patterns give parameters and inputs, and outputs by position."""
     placed: dict[Any, Placed] = {}
     asked = [(n, p.names, n) for n, p in captured.parameters.items()]
@@ -160,7 +162,9 @@ def _places(captured: Captured, patterns: Patterns) -> tuple[dict[Node, Placed],
     return {key: place for key, place in placed.items() if isinstance(key, Node)}, outputs
 
 
-def _place_adapters(captured: Captured, patterns: Patterns, placed: dict[Any, Placed]) -> None:
+def _place_adapters(
+    captured: ExportedModule, patterns: Patterns, placed: dict[Any, Placed]
+) -> None:
     """Place adapters as their matrices, unless a pattern matches `lora_` itself."""
     nodes = {name: n for n, p in captured.parameters.items() for name in p.names}
     for node, p in captured.parameters.items():

@@ -20,7 +20,7 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes import overlap
-from mdfuse.passes.overlap import Form, Window
+from mdfuse.passes.overlap import Form, OverlapWindow
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge
 from mdfuse.seeing.costs import H100, Costs
@@ -52,7 +52,7 @@ class Choice:
             one after the other.
     """
 
-    window: Window
+    window: OverlapWindow
     form: Form | None
     plain: float
     times: Mapping[Form, float]
@@ -77,7 +77,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class OverlapDecisions:
     """The decisions for a program.
 
     Attributes:
@@ -91,9 +91,11 @@ class Overlap:
     is_measured: bool = False
 
 
-def left(host: HostProgram, why: str, options: Options) -> Overlap | None:
+def left(host: HostProgram, why: str, options: Options) -> OverlapDecisions | None:
     """Return why a program is left as it is; None where nothing was asked for."""
-    return Overlap(host, (f"left as it is: {why}",)) if options.overlap != "never" else None
+    return (
+        OverlapDecisions(host, (f"left as it is: {why}",)) if options.overlap != "never" else None
+    )
 
 
 def choose(plain: float, times: Mapping[Form, float], error: float = 0.0) -> Form | None:
@@ -168,14 +170,16 @@ class _Chooser:
             self.clocked.append((host, predicted))
         return predicted
 
-    def choice(self, window: Window) -> Choice:
+    def choice(self, window: OverlapWindow) -> Choice:
         fusion = overlap.alone(self.fusion, window)
         key = overlap.likeness(fusion)
         if key not in self.known:
             self.known[key] = self._decided(window, fusion, overlap.forms(fusion, window))
         return replace(self.known[key], window=window)
 
-    def _decided(self, window: Window, fusion: Fusion, forms: Mapping[Form, Fusion]) -> Choice:
+    def _decided(
+        self, window: OverlapWindow, fusion: Fusion, forms: Mapping[Form, Fusion]
+    ) -> Choice:
         plain = self._alone(window.text, fusion) if forms else None
         by_form = {f: self._alone(f"{window.text}: {f}", x) for f, x in forms.items() if plain}
         timed = {f: x for f, x in by_form.items() if x is not None}
@@ -213,7 +217,7 @@ class _Chooser:
 
 def lower(
     fusion: Fusion, should_merge: ShouldMerge | None, options: Options | None
-) -> tuple[Lowered, Overlap | None]:
+) -> tuple[Lowered, OverlapDecisions | None]:
     """Return a lowered fusion, and the decisions; None: no overlap was asked for."""
     lowered = hir_lowering.lower(fusion, should_merge, options=options)
     chosen = options_from_environment(options)
@@ -224,7 +228,7 @@ def lower(
 
 def find(
     lowered: Lowered, should_merge: ShouldMerge | None, options: Options
-) -> tuple[Lowered, Overlap]:
+) -> tuple[Lowered, OverlapDecisions]:
     """Return a program with the chosen windows in chunks, and the reasons.
 
     Args:
@@ -235,11 +239,11 @@ def find(
     fusion, _, plain = lowered
     costs, error, lines = _table(options)
     if costs is None:
-        return lowered, Overlap(plain, tuple(lines))
+        return lowered, OverlapDecisions(plain, tuple(lines))
     chooser = _Chooser(fusion, costs, error, should_merge, options)
     before = chooser.priced("overlap", lambda: Timed(lowered, chooser.clock(plain)))
     if before is None:
-        return lowered, Overlap(plain, (*lines, *chooser.left_out))
+        return lowered, OverlapDecisions(plain, (*lines, *chooser.left_out))
     choices = chooser.choices()
     place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
     in_order = sorted(choices, key=lambda c: place[c.window.values[0]])
@@ -253,7 +257,9 @@ def find(
         lines.append(f"{text}: {_ms(fastest.seconds)} predicted, {_ms(before.seconds)} without")
     is_new = fastest.lowered is not lowered
     lines += chooser.left_out
-    return fastest.lowered, Overlap(plain, tuple(lines), is_new and options.overlap == "measure")
+    return fastest.lowered, OverlapDecisions(
+        plain, tuple(lines), is_new and options.overlap == "measure"
+    )
 
 
 def _in_chunks(
@@ -281,7 +287,7 @@ def _in_chunks(
     return timed[0], best
 
 
-def _streamed(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion:
+def _streamed(fusion: Fusion, chosen: Mapping[OverlapWindow, Form]) -> Fusion:
     """Return a fusion with windows in loops; the first one among those that exclude each other."""
     if not chosen:
         return fusion

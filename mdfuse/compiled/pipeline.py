@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mdfuse import hir_lowering
-from mdfuse.compiled.overlap import Overlap, left
+from mdfuse.compiled.overlap import OverlapDecisions, left
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.segments import Segment, segments_of
 from mdfuse.compiled.specialisations import Lowerings
@@ -173,7 +173,7 @@ def _with_rows(fusion: Fusion, batch: Batch) -> Batch | None:
     return replace(batch, count=count) if count > 1 else None
 
 
-def _left(host: HostProgram, options: Options | None) -> Overlap | None:
+def _left(host: HostProgram, options: Options | None) -> OverlapDecisions | None:
     why = "microbatches are the only loop of a pipeline"
     return left(host, why, options_from_environment(options))
 

@@ -16,7 +16,7 @@ from mdfuse.compiled import overlap
 from mdfuse.compiled.advice import advice
 from mdfuse.compiled.autotune import Trial
 from mdfuse.compiled.backend_report import between_carriers, elsewhere, staging
-from mdfuse.compiled.overlap import Overlap
+from mdfuse.compiled.overlap import OverlapDecisions
 from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.config import (
@@ -79,7 +79,7 @@ class Program:
     options: Options | None = None
     symbolic: Lowerings | None = None
     schedule: Schedule | None = None
-    overlap: Overlap | None = None
+    overlap: OverlapDecisions | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields alone: a copy has not run, so it has neither plans nor communicator."""

@@ -33,7 +33,7 @@ LIMIT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
+class TracedDefinition:
     """The result of tracing a function.
 
     Attributes:
@@ -58,8 +58,8 @@ class TracedFunction:
         self.signature = _signature(function)
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self.__doc__ = function.__doc__
-        self._traces: Cache[Traced] = Cache(LIMIT)
-        self._calls: Cache[tuple[Program, Traced]] = Cache(LIMIT)
+        self._traces: Cache[TracedDefinition] = Cache(LIMIT)
+        self._calls: Cache[tuple[Program, TracedDefinition]] = Cache(LIMIT)
         self._lock = threading.RLock()
 
     @untraced
@@ -97,7 +97,7 @@ class TracedFunction:
 
     def on_dtensors(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Traced, list[Tensor]]:
+    ) -> tuple[TracedDefinition, list[Tensor]]:
         """Return the trace for a call on DTensors, and these in the order of its inputs."""
         bound = self._bound(args, kwargs)
         arguments = _arguments(bound)
@@ -133,7 +133,7 @@ class TracedFunction:
 
     # -- tracing ---------------------------------------------------------------------------------
 
-    def _traced(self, bound: inspect.BoundArguments) -> Traced:
+    def _traced(self, bound: inspect.BoundArguments) -> TracedDefinition:
         """Return the result of tracing for some arguments, traced once for each kind."""
         parts = tuple((name, self._part(name, x)) for name, x in _arguments(bound))
         key = parts, _structures(bound)
@@ -175,7 +175,7 @@ class TracedFunction:
             ) from None
         return type(x), repr(x) if isinstance(x, float) else x  # 0.0 and -0.0 are equal
 
-    def _trace(self, bound: inspect.BoundArguments) -> Traced:
+    def _trace(self, bound: inspect.BoundArguments) -> TracedDefinition:
         with FusionDefinition(as_name(self.__name__, "fusion")) as fd:
             defined = _replaced(bound, partial(_defined, fd))
             result = self.function(*defined.args, **defined.kwargs)
@@ -189,14 +189,14 @@ class TracedFunction:
                     )
                 fd.add_output(output)
         if isinstance(result, Handle):
-            return Traced(definition=fd, made=itemgetter(0))
+            return TracedDefinition(definition=fd, made=itemgetter(0))
         is_flat = type(result) in (tuple, list) and len(outputs) == len(result)
         rebuild = type(result) if is_flat else partial(unflattened, structure=structure)
-        return Traced(definition=fd, made=rebuild)
+        return TracedDefinition(definition=fd, made=rebuild)
 
     # -- running ---------------------------------------------------------------------------------
 
-    def _compiled(self, bound: inspect.BoundArguments) -> tuple[Program, Traced]:
+    def _compiled(self, bound: inspect.BoundArguments) -> tuple[Program, TracedDefinition]:
         from mdfuse.compiled.program import compile
 
         traced = self._traced(bound)

@@ -33,7 +33,7 @@ _UNKNOWN: dict[Any, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ArgumentKind:
     """A kind of arguments.
 
     Attributes:
@@ -140,8 +140,8 @@ _none, _integers = _is(_N), _several(_integer)
 #: `dim=()` is all dims for some functions of torch, and none for others.
 _NO_DIMS = "None (dims=() stands for no dims)"
 
-#: annotation -> the words for its kinds of arguments, its `take`, and usual types; see `Kind`. The
-#: aliases among them are in `mdfuse.frontend.ops.recording`.
+#: annotation -> the words for its kinds of arguments, its `take`, and usual types; see
+#: `ArgumentKind`. The aliases among them are in `mdfuse.frontend.ops.recording`.
 _ANNOTATED: dict[str, tuple[tuple[str, ...], Callable[[Any], Any], tuple[type, ...]]] = {
     "Handle": (("a value of the fusion",), _handle, (Handle,)),
     "Operand": (
@@ -172,15 +172,15 @@ _ANNOTATED: dict[str, tuple[tuple[str, ...], Callable[[Any], Any], tuple[type, .
 
 
 @functools.cache
-def kind_of(annotation: str) -> Kind:
+def kind_of(annotation: str) -> ArgumentKind:
     """Return the kind of the arguments that an annotation allows: `Handle | None`, say."""
     words, takes, usual = zip(*(_ANNOTATED[part] for part in annotation.split(" | ")), strict=True)
     *first, last = (w for alternatives in words for w in alternatives)
     text = f"{', '.join(first)}, or {last}" if first else last
-    return Kind(text, _or(*takes) if takes[1:] else takes[0], frozenset().union(*usual))
+    return ArgumentKind(text, _or(*takes) if takes[1:] else takes[0], frozenset().union(*usual))
 
 
-def kinds_of(function: Callable[..., Any]) -> dict[str, Kind]:
+def kinds_of(function: Callable[..., Any]) -> dict[str, ArgumentKind]:
     """Return the kind of each argument of an operation."""
     annotated = function.__annotations__.items()
     return {name: kind_of(annotation) for name, annotation in annotated if name != "return"}
@@ -232,7 +232,7 @@ def taking_kinds(function: F) -> F:
 def learn(
     known: dict[Any, Any],
     signature: inspect.Signature,
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, ArgumentKind],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
@@ -248,7 +248,7 @@ def learn(
     if len(args) > _MOST:
         return
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    by_argument: dict[Any, Kind] = {}
+    by_argument: dict[Any, ArgumentKind] = {}
     for name, at in signature.bind(*range(len(args)), **{k: k for k in kwargs}).arguments.items():
         by_argument |= dict.fromkeys(at if isinstance(at, tuple) else (at,), kinds[name])
     lists = [n for n, x in given.items() if type(x) in (list, tuple)]
@@ -263,7 +263,7 @@ def learn(
 def taken(
     name: str,
     signature: inspect.Signature,
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, ArgumentKind],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> inspect.BoundArguments:
@@ -290,7 +290,7 @@ def taken(
     return bound
 
 
-def refused(name: str, key: str, x: Any, kind: Kind) -> DefinitionError:
+def refused(name: str, key: str, x: Any, kind: ArgumentKind) -> DefinitionError:
     """Return the error for an argument of another kind."""
     if "value" in kind.words and not isinstance(x, Handle):
         return no_value(name, x)

@@ -26,7 +26,7 @@ _Axes = tuple[int, ...]
 _NUMBERS = 2**18
 
 
-class Cut(NamedTuple):
+class DimCut(NamedTuple):
     """The cut of a dim in blocks: the blocks, and the axes that split the dim as one interval."""
 
     blocks: Blocks
@@ -72,7 +72,7 @@ class DimRows:
     """
 
     def __init__(
-        self, sizes: _Axes, near: _Axes, extent: int, cuts: tuple[Cut | None, Cut | None]
+        self, sizes: _Axes, near: _Axes, extent: int, cuts: tuple[DimCut | None, DimCut | None]
     ) -> None:
         self.sizes, self.extent, self.cuts = sizes, extent, cuts
         self.is_blocked = cuts != (None, None)
@@ -224,7 +224,9 @@ def _numbers(answer: Any) -> int:
 
 
 @lru_cache(maxsize=64)
-def _known(sizes: _Axes, near: _Axes, extent: int, cuts: tuple[Cut | None, Cut | None]) -> DimRows:
+def _known(
+    sizes: _Axes, near: _Axes, extent: int, cuts: tuple[DimCut | None, DimCut | None]
+) -> DimRows:
     return DimRows(sizes, near, extent, cuts)
 
 
@@ -241,8 +243,8 @@ def dims_of(
     )
 
 
-def _cut_of(layout: Layout, dim: int) -> Cut | None:
+def _cut_of(layout: Layout, dim: int) -> DimCut | None:
     dim_cut, index = layout.cuts.get(dim), layout.mesh.axes.index
     if dim_cut is None:
         return None
-    return Cut(dim_cut.blocks, frozenset(map(index, dim_cut.plain)))
+    return DimCut(dim_cut.blocks, frozenset(map(index, dim_cut.plain)))

@@ -22,7 +22,7 @@ from mdfuse.layouts.endpoints import At, Side
 from mdfuse.layouts.hosts import hosts_by_rank, senders
 from mdfuse.layouts.layout import Layout, Partial
 from mdfuse.layouts.messages import Messages, Pattern, nth_share
-from mdfuse.layouts.round_robin import Turns
+from mdfuse.layouts.round_robin import RoundRobin
 
 
 @dataclass(frozen=True)
@@ -194,11 +194,11 @@ class Exchange:
         return Messages(self.pattern, holders)
 
     @cached_property
-    def turns(self) -> Turns | None:
+    def turns(self) -> RoundRobin | None:
         """Round-robin senders; None where hosts, or blocks of ranks, decide who sends."""
         if self.by_host or self.pattern.blocks:
             return None
-        return Turns(self.pattern, self.reduced)
+        return RoundRobin(self.pattern, self.reduced)
 
     @cached_property
     def pattern(self) -> Pattern:

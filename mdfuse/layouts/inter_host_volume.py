@@ -19,7 +19,7 @@ from mdfuse.layouts.recv_volume import every_coordinate, part_sizes, rows_at
 from mdfuse.mesh import DeviceMesh
 
 
-class _Held(NamedTuple):
+class _Holders(NamedTuple):
     """Holders by host: arrays with one entry per source part and host."""
 
     host: Any
@@ -238,7 +238,7 @@ def _each_host(mesh: DeviceMesh) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _held(mesh: DeviceMesh, fixed: tuple[str, ...]) -> _Held:
+def _held(mesh: DeviceMesh, fixed: tuple[str, ...]) -> _Holders:
     """Return the parts and terms on each host of a mesh; `fixed` axes tell them apart."""
     at = every_coordinate(mesh)
     number = np.zeros(mesh.size, int)
@@ -247,7 +247,7 @@ def _held(mesh: DeviceMesh, fixed: tuple[str, ...]) -> _Held:
     n = math.prod(map(mesh.axis_size, fixed))
     pairs = np.array(mesh.hosts) * n + number
     entries, first, counts = np.unique(pairs, return_index=True, return_counts=True)
-    return _Held(entries // n, {a: at[a][first] for a in fixed}, counts, entries % n, first)
+    return _Holders(entries // n, {a: at[a][first] for a in fixed}, counts, entries % n, first)
 
 
 @lru_cache(maxsize=256)
@@ -266,7 +266,9 @@ def _near(mesh: DeviceMesh, fixed: tuple[str, ...], destination: DeviceMesh) -> 
     return np.minimum(near, last), (near < end[:, None]).astype(int)
 
 
-def _overlap(exchange: Exchange, held: _Held, near: tuple[Any, Any], need: dict[str, Any]) -> Any:
+def _overlap(
+    exchange: Exchange, held: _Holders, near: tuple[Any, Any], need: dict[str, Any]
+) -> Any:
     """Return the elements that each receiver needs of each part on its host."""
     entries, overlap = near
     for a, b in exchange.kept:

@@ -46,7 +46,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PicturePart:
     """A part of a tensor in a picture.
 
     Attributes:
@@ -62,7 +62,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class PictureGrid:
     """One grid of a picture.
 
     Attributes:
@@ -75,7 +75,7 @@ class Grid:
     fixed: tuple[tuple[int, Interval], ...]
     rows: tuple[Band | None, ...]
     columns: tuple[Band | None, ...]
-    parts: tuple[tuple[Part | None, ...], ...]
+    parts: tuple[tuple[PicturePart | None, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Picture:
         return [b for b in bands if b.interval[0] < b.interval[1]] or bands[:1]
 
     @property
-    def grids(self) -> tuple[Grid, ...]:
+    def grids(self) -> tuple[PictureGrid, ...]:
         """The grids: one, or one for each part along the split dims that do not span it."""
         spanned = self.dims
         others = [d for d, _ in self.layout.splits if d not in spanned]
@@ -158,12 +158,12 @@ class Picture:
         choices = (dict(zip(others, choice, strict=True)) for choice in product(*bands))
         return tuple(self._grid(spanned, fixed) for fixed in choices)
 
-    def _grid(self, dims: Sequence[int], fixed: dict[int, Band]) -> Grid:
+    def _grid(self, dims: Sequence[int], fixed: dict[int, Band]) -> PictureGrid:
         one = (Band(interval=(0, 1)),)
         rows = _few(self.bands(dims[0])) if len(dims) == 2 else one
         columns = _few(self.bands(dims[-1])) if dims else one
 
-        def part(row: Band | None, column: Band | None) -> Part | None:
+        def part(row: Band | None, column: Band | None) -> PicturePart | None:
             if row is None or column is None:
                 return None
             bands = (row, column)[2 - len(dims) :]
@@ -171,9 +171,9 @@ class Picture:
 
         parts = tuple(tuple(part(row, column) for column in columns) for row in rows)
         pairs = tuple((d, band.interval) for d, band in fixed.items())
-        return Grid(fixed=pairs, rows=rows, columns=columns, parts=parts)
+        return PictureGrid(fixed=pairs, rows=rows, columns=columns, parts=parts)
 
-    def _part(self, bands: dict[int, Band]) -> Part:
+    def _part(self, bands: dict[int, Band]) -> PicturePart:
         """Return the part of the tensor that lies in one interval for each of some dims."""
         at = {axis: n for band in bands.values() for axis, n in band.where}
         box = tuple(bands[d].interval if d in bands else (0, n) for d, n in enumerate(self.shape))
@@ -182,7 +182,7 @@ class Picture:
         if chunk is not None and stream is not None and stream.rotate is not None:
             turn = at.get(stream.rotate)
             iteration = None if turn is None else (chunk - turn) % stream.count
-        return Part(box=box, terms=self._terms(at), iteration=iteration)
+        return PicturePart(box=box, terms=self._terms(at), iteration=iteration)
 
     def _terms(self, here: dict[str, int]) -> tuple[tuple[int, ...], ...]:
         """Return the ranks at some coordinates: a tuple of replicas for each term."""
@@ -204,7 +204,7 @@ class Picture:
     def _all(self, dim: int) -> Iterator[Interval]:
         return (interval for _, interval in self.layout.chunks_of(dim, self.shape[dim]))
 
-    def label(self, part: Part) -> str:
+    def label(self, part: PicturePart) -> str:
         """Return what a part shows: its ranks, and the iteration of the host's loop."""
         ops = [*self.layout.reduce_ops.values()]
         texts = [_ranks(t) for t in part.terms[:_RANKS]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from mdfuse.layouts.picture import Band, Grid, Part, Picture, span
+from mdfuse.layouts.picture import Band, Picture, PictureGrid, PicturePart, span
 
 #: Pixels: of a whole tensor, and of the smallest part.
 _WIDTH, _HEIGHT = 360.0, 200.0
@@ -47,7 +47,7 @@ def svg(picture: Picture, most: int) -> str:
     )
 
 
-def _grid(picture: Picture, grid: Grid, top: float) -> tuple[list[str], float, float]:
+def _grid(picture: Picture, grid: PictureGrid, top: float) -> tuple[list[str], float, float]:
     """Return the elements of a grid, its right edge, and its lower one."""
     n = len(picture.dims)
     labels = [picture.label(p) for row in grid.parts for p in row if p is not None]
@@ -80,7 +80,7 @@ def _edges(start: float, bands: Sequence[Band | None], size: float, least: float
 
 
 def _part(
-    picture: Picture, part: Part | None, x: float, y: float, width: float, height: float
+    picture: Picture, part: PicturePart | None, x: float, y: float, width: float, height: float
 ) -> str:
     middle = _text(x + width / 2, y + height / 2 + 4, "…", "middle")
     if part is None:
@@ -96,7 +96,7 @@ def _part(
     )
 
 
-def _hue(picture: Picture, part: Part) -> int:
+def _hue(picture: Picture, part: PicturePart) -> int:
     """Return a colour for the first rank that holds a part: neighbours differ by the golden angle.
 
     A whole value, held by all, is grey-blue everywhere.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mdfuse.layouts.picture import Band, Grid, Picture, span
+from mdfuse.layouts.picture import Band, Picture, PictureGrid, span
 
 
 def text(picture: Picture, most: int) -> str:
@@ -20,7 +20,7 @@ def text(picture: Picture, most: int) -> str:
     return "\n".join([*lines, *picture.notes])
 
 
-def _grid(picture: Picture, grid: Grid) -> list[str]:
+def _grid(picture: Picture, grid: PictureGrid) -> list[str]:
     """Return the lines of one grid: intervals of columns above, of rows on the left."""
     n = len(picture.dims)
     heads = [_head(band, n > 0) for band in grid.columns]

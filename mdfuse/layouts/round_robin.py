@@ -39,7 +39,7 @@ class _Piece(NamedTuple):
     size: int
 
 
-class Turns:
+class RoundRobin:
     """The messages of all source parts; none depends on blocks or hosts."""
 
     def __init__(self, pattern: Pattern, reduced: tuple[str, ...]) -> None:

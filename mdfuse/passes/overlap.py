@@ -54,7 +54,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class OverlapWindow:
     """Expressions that one loop could compute.
 
     Attributes:
@@ -63,7 +63,7 @@ class Window:
     """
 
     exprs: tuple[Expr, ...]
-    parts: tuple[Window, ...] = ()
+    parts: tuple[OverlapWindow, ...] = ()
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def _text(expr: Expr) -> str:
 # -- windows ---------------------------------------------------------------------------------------
 
 
-def windows(fusion: Fusion) -> tuple[Window, ...]:
+def windows(fusion: Fusion) -> tuple[OverlapWindow, ...]:
     """Return the windows of a prepared fusion, each chain before the windows that it joins.
 
     There are none if the user streams a value: who writes a loop decides on all loops.
@@ -97,7 +97,7 @@ def windows(fusion: Fusion) -> tuple[Window, ...]:
     return (*(c for c in chains if _is_free(fusion, c)), *single)
 
 
-def _around(fusion: Fusion, expr: Expr, place: dict[str, int]) -> Iterator[Window]:
+def _around(fusion: Fusion, expr: Expr, place: dict[str, int]) -> Iterator[OverlapWindow]:
     """Yield a set with the product that it reads, and with all products that read it."""
     if not _communicates(fusion, expr):
         return
@@ -143,11 +143,13 @@ def _axes(before: Layout, after: Layout) -> list[str]:
     ]
 
 
-def _ordered(exprs: Iterable[Expr], place: dict[str, int], *parts: Window) -> Window:
-    return Window(tuple(sorted(exprs, key=lambda e: place[e.outputs[0]])), parts)
+def _ordered(exprs: Iterable[Expr], place: dict[str, int], *parts: OverlapWindow) -> OverlapWindow:
+    return OverlapWindow(tuple(sorted(exprs, key=lambda e: place[e.outputs[0]])), parts)
 
 
-def _chain(fusion: Fusion, a: Window, b: Window, place: dict[str, int]) -> Iterator[Window]:
+def _chain(
+    fusion: Fusion, a: OverlapWindow, b: OverlapWindow, place: dict[str, int]
+) -> Iterator[OverlapWindow]:
     """Yield chains: a window, element-wise work on its products' results, and a later window."""
     if a is b or a.exprs[0].op != "set" or b.exprs[-1].op != "set":
         return
@@ -168,7 +170,7 @@ def _chain(fusion: Fusion, a: Window, b: Window, place: dict[str, int]) -> Itera
         yield _ordered([*a.exprs, *inner.values(), *b.exprs], place, a, b)
 
 
-def _behind(a: Window, between: dict[str, Expr]) -> dict[str, Expr]:
+def _behind(a: OverlapWindow, between: dict[str, Expr]) -> dict[str, Expr]:
     """Return the expressions that depend on the results of a window's products."""
     names, readers = {e.output for e in a.exprs[1:]}, dict[str, Expr]()
     waiting = True
@@ -182,7 +184,7 @@ def _behind(a: Window, between: dict[str, Expr]) -> dict[str, Expr]:
     return readers
 
 
-def _is_free(fusion: Fusion, window: Window) -> bool:
+def _is_free(fusion: Fusion, window: OverlapWindow) -> bool:
     """Return whether the window's values have no requirement that a loop would violate."""
     read = {x for e in window.exprs for x in e.reads}
     values = [fusion.values[x] for x in (*read, *window.values)]
@@ -197,7 +199,7 @@ def _is_free(fusion: Fusion, window: Window) -> bool:
 # -- forms -----------------------------------------------------------------------------------------
 
 
-def forms(fusion: Fusion, window: Window) -> dict[Form, Fusion]:
+def forms(fusion: Fusion, window: OverlapWindow) -> dict[Form, Fusion]:
     """Return the ways to compute a window in chunks: form -> the fusion with these streams."""
     streamed_by: dict[Form, Fusion] = {}
     for dims in _cuts(fusion, window):
@@ -209,7 +211,7 @@ def forms(fusion: Fusion, window: Window) -> dict[Form, Fusion]:
     return streamed_by
 
 
-def _cuts(fusion: Fusion, window: Window) -> Iterator[tuple[int, ...]]:
+def _cuts(fusion: Fusion, window: OverlapWindow) -> Iterator[tuple[int, ...]]:
     """Yield the dims, one of each value, that are one dim of the whole window.
 
     The last dim of a product is excluded: its chunks would be columns, which are not contiguous.
@@ -240,7 +242,7 @@ def _one_dim(fusion: Fusion, expr: Expr) -> Iterable[list[tuple[str, int]]]:
 
 
 def _counts(
-    fusion: Fusion, window: Window, dims: Sequence[int]
+    fusion: Fusion, window: OverlapWindow, dims: Sequence[int]
 ) -> Iterator[tuple[int, str | None]]:
     """Yield numbers of chunks, and which axis is rotated."""
     sets = [e for e in window.exprs if _communicates(fusion, e)]
@@ -262,7 +264,7 @@ def _rows(value: Value, dim: int, moved: Sequence[str]) -> int:
     return value.shape[dim] // math.prod(fixed)
 
 
-def apply(fusion: Fusion, chosen: Mapping[Window, Form]) -> Fusion | None:
+def apply(fusion: Fusion, chosen: Mapping[OverlapWindow, Form]) -> Fusion | None:
     """Return the fusion with each window in one loop; None where a loop cannot compute one."""
     values = dict(fusion.values)
     for window, form in chosen.items():
@@ -295,13 +297,13 @@ def _is_plain(fusion: Fusion, expr: Expr) -> bool:
     return all(fusion.layout(x).cuts.get(dim) is None for x, dim in cut)
 
 
-def _together(fusion: Fusion, found: Sequence[Window]) -> Fusion | None:
+def _together(fusion: Fusion, found: Sequence[OverlapWindow]) -> Fusion | None:
     """Return the fusion with the expressions of each window side by side; None: they cannot be.
 
     Otherwise expressions stay in their order as far as they can.
     """
     at = {name: n for n, e in enumerate(fusion.exprs) for name in e.outputs}
-    home, members = dict[int, int](), dict[int, Window]()
+    home, members = dict[int, int](), dict[int, OverlapWindow]()
     for window in found:
         places = [at[v] for v in window.values]
         home.update(dict.fromkeys(places, min(places)))
@@ -322,7 +324,7 @@ def _together(fusion: Fusion, found: Sequence[Window]) -> Fusion | None:
 # -- windows by themselves -------------------------------------------------------------------------
 
 
-def alone(fusion: Fusion, window: Window) -> Fusion:
+def alone(fusion: Fusion, window: OverlapWindow) -> Fusion:
     """Return a window as a fusion of its own, whose costs are those of the window."""
     names = {*window.values}
     inputs = tuple(dict.fromkeys(x for e in window.exprs for x in e.reads if x not in names))

@@ -40,7 +40,7 @@ name = "settle_partials"
 
 
 @dataclass(frozen=True)
-class _Flow:
+class _LaterUses:
     """The later uses of a Partial that is not reduced at once along an axis.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Sweep:
     #: the fusion as `reduce_scatter_creation` would have it: which layouts readers want.
     pushed: Fusion
     #: (value, axis) -> its later uses.
-    flows: dict[tuple[str, str], _Flow] = field(default_factory=dict)
+    flows: dict[tuple[str, str], _LaterUses] = field(default_factory=dict)
     #: (value, axis) -> the placement in which what becomes of it would have it; None: any.
     goals: dict[tuple[str, str], Placement | None] = field(default_factory=dict)
     #: value -> the layout that it should have instead.
@@ -108,7 +108,7 @@ def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:
         if is_less or (is_factor and price <= (sum(later), len(later))):
             settled = sweep.settled.get(value, layout)
             sweep.settled[value] = settled.with_placement(axis, to)
-            flow = _Flow({value: price_here})
+            flow = _LaterUses({value: price_here})
         elif goals or _ends_here(sweep.fusion, value, axis):
             flow = replace(flow, ends={**flow.ends, value: price_here})
         sweep.flows[value, axis] = flow
@@ -155,16 +155,16 @@ def _behind(sweep: _Sweep, value: str, result: str, axis: str) -> Placement | No
     return _common({strategy.wanted[value]}, before.layout.mesh, axis)
 
 
-def _flow(sweep: _Sweep, value: str, readers: Sequence[str], axis: str) -> _Flow:
+def _flow(sweep: _Sweep, value: str, readers: Sequence[str], axis: str) -> _LaterUses:
     """Return the later uses of the Partial that some readers pass on."""
-    fusion, flow = sweep.fusion, _Flow()
+    fusion, flow = sweep.fusion, _LaterUses()
     for name in readers:
         expr = fusion.producers[name]
         others = {x for x in expr.reads if _is_partial(fusion, x, axis) and x != value}
         stays = fusion.layout(name).mesh == fusion.layout(value).mesh
         after = sweep.flows.get((name, axis)) if stays else None
-        after = after or _Flow({name: _price_of_result(fusion, expr, axis)})
-        flow = _Flow(
+        after = after or _LaterUses({name: _price_of_result(fusion, expr, axis)})
+        flow = _LaterUses(
             ends={**flow.ends, **after.ends},
             passed=flow.passed | after.passed | {name},
             beside=flow.beside | after.beside | {x for x in others if x not in sweep.settled},

@@ -14,7 +14,7 @@ from mdfuse.errors import DefinitionError, reason, shown
 from mdfuse.pipelines import timing
 from mdfuse.pipelines.actions import Action, Cell, Overlap, Phase, of, read
 from mdfuse.pipelines.checks import check
-from mdfuse.pipelines.tables import NAMED, Group, Named, placed
+from mdfuse.pipelines.tables import NAMED, NamedSchedule, ScheduleGroup, placed
 from mdfuse.pipelines.timing import Reads, Timing, unit
 
 __all__ = ["Action", "Overlap", "Phase", "Schedule", "schedule_named"]
@@ -86,7 +86,9 @@ class Schedule:
         rows = []
         for rank in range(count):
             group_stages = tuple(s for s, g in enumerate(where) if g == rank)
-            group = Group(stages=group_stages, rank=rank, groups=count, microbatches=microbatches)
+            group = ScheduleGroup(
+                stages=group_stages, rank=rank, groups=count, microbatches=microbatches
+            )
             rows.append(tuple(named.row(group)))
         return cls(tuple(rows), name=name)
 
@@ -276,7 +278,7 @@ schedule_named = Schedule.named
 
 
 def _impossible(
-    name: str, named: Named, p: int, g: int, m: int, where: Sequence[int] | None
+    name: str, named: NamedSchedule, p: int, g: int, m: int, where: Sequence[int] | None
 ) -> DefinitionError:
     """Return the error for an impossible schedule, with the nearest possible one or others.
 
@@ -341,7 +343,7 @@ def _check_counts(stages: int, microbatches: int, groups: object) -> None:
 
 
 def _elsewhere(
-    name: str, named: Named, where: Sequence[int], natural: Sequence[int]
+    name: str, named: NamedSchedule, where: Sequence[int], natural: Sequence[int]
 ) -> DefinitionError:
     return DefinitionError(
         f"schedule {name!r} with stages on rank groups {' '.join(map(str, where))}",

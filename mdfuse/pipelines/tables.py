@@ -23,7 +23,7 @@ from mdfuse.pipelines.actions import Action, Overlap, Phase, of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ScheduleGroup:
     """The rank group of a row, and the size of the pipeline.
 
     Attributes:
@@ -74,24 +74,24 @@ Row = list[Action]
 Paired = list[Action | Overlap]
 
 
-def _forward(g: Group) -> Row:
+def _forward(g: ScheduleGroup) -> Row:
     return g.all("F", g.stages)
 
 
-def _gpipe(g: Group) -> Row:
+def _gpipe(g: ScheduleGroup) -> Row:
     return _forward(g) + g.all("B", g.stages[::-1])
 
 
-def _1f1b(g: Group) -> Row:
+def _1f1b(g: ScheduleGroup) -> Row:
     return _in_turn(g.all("F", g.stages), g.all("B", g.stages), g.behind)
 
 
-def _interleaved(g: Group) -> Row:
+def _interleaved(g: ScheduleGroup) -> Row:
     warmup = g.laps + 2 * g.behind
     return _in_turn(g.in_rounds("F", g.stages), g.in_rounds("B", g.stages[::-1]), warmup)
 
 
-def _zb1p(g: Group) -> Row:
+def _zb1p(g: ScheduleGroup) -> Row:
     forwards, back = g.in_rounds("F", g.stages), g.stages[::-1]
     weights = iter(g.in_rounds("W", back))
     row: Row = []
@@ -117,7 +117,7 @@ class _Words:
     word with a plus is an overlap.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ScheduleGroup) -> None:
         self.stages = group.stages
         self.row: Paired = []
         self.counts: Counter[tuple[int, bool]] = Counter()
@@ -143,7 +143,7 @@ class _Words:
         return action
 
 
-def _zbv(g: Group) -> Paired:
+def _zbv(g: ScheduleGroup) -> Paired:
     write, r, after = _Words(g), g.rank, g.behind
     full = max(2 * g.groups - 1, g.microbatches)  # the fewest that fill it; others are left out
     write("F0", 2 * after + 1)
@@ -158,7 +158,7 @@ def _zbv(g: Group) -> Paired:
     return [cell for cell in write.row if all(a.microbatch < g.microbatches for a in of(cell))]
 
 
-def _dualpipev(g: Group) -> Paired:
+def _dualpipev(g: ScheduleGroup) -> Paired:
     write, r, after = _Words(g), g.rank, g.behind
     write("F0", 2 * after)
     write("F0 F1", r + 1)
@@ -173,7 +173,7 @@ def _dualpipev(g: Group) -> Paired:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
+class NamedSchedule:
     """A schedule with a name.
 
     Attributes:
@@ -185,7 +185,7 @@ class Named:
         goes_back: there are backwards.
     """
 
-    row: Callable[[Group], Sequence[Action | Overlap]]
+    row: Callable[[ScheduleGroup], Sequence[Action | Overlap]]
     rule: str
     can: Callable[[int, int, int], bool]
     turns: bool = False
@@ -205,26 +205,28 @@ def _goes_round(stages: int, groups: int, microbatches: int) -> bool:
 
 #: All names, with their rules.
 NAMED = {
-    "forward": Named(
+    "forward": NamedSchedule(
         row=_forward,
         rule="it has any stages",
         can=lambda p, g, m: True,
         anywhere=True,
         goes_back=False,
     ),
-    "gpipe": Named(row=_gpipe, rule="it has any stages", can=lambda p, g, m: True, anywhere=True),
-    "1f1b": Named(
+    "gpipe": NamedSchedule(
+        row=_gpipe, rule="it has any stages", can=lambda p, g, m: True, anywhere=True
+    ),
+    "1f1b": NamedSchedule(
         row=_1f1b, rule="it has one stage on each rank group", can=lambda p, g, m: p == g
     ),
-    "interleaved": Named(row=_interleaved, rule=_ROUND, can=_goes_round),
-    "zb1p": Named(row=_zb1p, rule=_ROUND, can=_goes_round),
-    "zbv": Named(
+    "interleaved": NamedSchedule(row=_interleaved, rule=_ROUND, can=_goes_round),
+    "zb1p": NamedSchedule(row=_zb1p, rule=_ROUND, can=_goes_round),
+    "zbv": NamedSchedule(
         row=_zbv,
         rule="it has two stages on each rank group, down the groups and up again",
         can=lambda p, g, m: p == 2 * g,
         turns=True,
     ),
-    "dualpipev": Named(
+    "dualpipev": NamedSchedule(
         row=_dualpipev,
         rule="it has two stages on each rank group, down the groups and up again, and no fewer "
         "microbatches than stages",

@@ -17,14 +17,14 @@ from itertools import chain, islice
 from typing import Any
 
 from mdfuse.plan import inductor
-from mdfuse.plan.context import Context, Step
+from mdfuse.plan.context import Context, PlanStep
 from mdfuse.plan.lines import Line, SlotRef, drop
 
 #: How many lines behind a launch may drop its operands.
 _FAR = 100
 
 
-def freeing(steps: Sequence[Step], context: Context) -> list[Step]:
+def freeing(steps: Sequence[PlanStep], context: Context) -> list[PlanStep]:
     """Return steps whose launches free operands that are dropped right behind them."""
     done = []
     for n, step in enumerate(steps):

@@ -24,7 +24,7 @@ from mdfuse.hir.rank.pipelines import as_run
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.call import Call
 from mdfuse.plan.arena import Arena, arena
-from mdfuse.plan.context import CALLER_SLOT, Context, Fuse, Step
+from mdfuse.plan.context import CALLER_SLOT, Context, Fuse, PlanStep
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Function, Line, SlotRef, Slots, Stamping, write
 from mdfuse.plan.memory import Owned, in_place, own
@@ -32,7 +32,7 @@ from mdfuse.plan.posts import Posts
 from mdfuse.plan.steps import Builder
 from mdfuse.runtime.watch.running import RunCount, register
 
-__all__ = ["Context", "Plan", "Step", "build"]
+__all__ = ["Context", "Plan", "PlanStep", "build"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Plan:
     inputs: tuple[int, ...]
     given: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
     device: torch.device
     switches: bool
     one_stream: bool
@@ -344,7 +344,7 @@ def _part_outputs(builder: Builder, given: Sequence[int | None], outputs: list[i
         outputs[n] = copy = context.new_slot()
         line = Line(run="clone", args=(SlotRef(slot),), into=copy)
         builder.steps.append(
-            Step(lines=(line,), label="return", op="return", inputs=(slot,), outputs=(copy,))
+            PlanStep(lines=(line,), label="return", op="return", inputs=(slot,), outputs=(copy,))
         )
 
 
@@ -358,7 +358,7 @@ def _fill_given(builder: Builder, given: Sequence[int | None], outputs: list[int
         line = Line(
             run="copy_", args=(SlotRef(place), SlotRef(result)), into=filled, shares=(place,)
         )
-        step = Step(
+        step = PlanStep(
             lines=(line,), label="return", op="return", inputs=(place, result), outputs=(filled,)
         )
         builder.steps.append(step)

@@ -16,10 +16,10 @@ from mdfuse.caching import Cache
 from mdfuse.errors import reason
 from mdfuse.plan import inductor
 from mdfuse.plan.artefacts import Artefacts, UnreadableError
-from mdfuse.plan.inductor import Function, Traced
+from mdfuse.plan.inductor import Function, TracedGraph
 from mdfuse.plan.overwrites import is_tangled
 from mdfuse.plan.progress import progress
-from mdfuse.plan.symbolic import Joined
+from mdfuse.plan.symbolic import SymbolicCalls
 from mdfuse.plan.tensor_meta import Form
 from mdfuse.plan.unit_keys import name_of
 from mdfuse.runtime.deadline import Deadline
@@ -43,8 +43,8 @@ class Made:
 
     results: list[Form]
     name: str | None = None
-    traced: Traced | None = None
-    otherwise: Callable[[], Traced] | None = None
+    traced: TracedGraph | None = None
+    otherwise: Callable[[], TracedGraph] | None = None
     serves: Callable[[Sequence[int]], bool] | None = None
     function: Function | None = None
     refused: str | None = None
@@ -128,8 +128,8 @@ def traced_with_sizes(
     key: Hashable,
     forms: Sequence[Form],
     function: Function,
-    many: Joined,
-) -> tuple[Made, Traced] | None:
+    many: SymbolicCalls,
+) -> tuple[Made, TracedGraph] | None:
     """Return a function for many lengths that is to be compiled, and its trace.
 
     Args:
@@ -260,7 +260,7 @@ def _compile(made: Made, tally: Tally) -> None:
     made.traced = made.otherwise = None
 
 
-def _compiled(made: Made, found: Traced) -> Function:
+def _compiled(made: Made, found: TracedGraph) -> Function:
     if made.otherwise is None:
         return inductor.compiled(found)
     try:

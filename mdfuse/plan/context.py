@@ -27,7 +27,7 @@ CALLER_SLOT = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PlanStep:
     """The prepared calls of one instruction.
 
     Attributes:
@@ -68,8 +68,12 @@ class Fuse(Protocol):
     """A compiler of host units: it merges the steps of a unit."""
 
     def __call__(
-        self, i: Instruction, steps: Sequence[Step], outside: Mapping[int, str], context: Context
-    ) -> list[Step]:
+        self,
+        i: Instruction,
+        steps: Sequence[PlanStep],
+        outside: Mapping[int, str],
+        context: Context,
+    ) -> list[PlanStep]:
         """Return the steps of a unit.
 
         Args:
@@ -79,7 +83,7 @@ class Fuse(Protocol):
             context: the state behind the unit.
         """
 
-    def finish(self, steps: Sequence[Step], context: Context) -> list[Step]:
+    def finish(self, steps: Sequence[PlanStep], context: Context) -> list[PlanStep]:
         """Return the steps of a plan, whose units went through `__call__`, ready to run."""
 
 

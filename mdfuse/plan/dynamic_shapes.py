@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from mdfuse.plan import compilation
 from mdfuse.plan.compilation import Made
-from mdfuse.plan.inductor import Traced
-from mdfuse.plan.symbolic import Calls, Joined, joined
+from mdfuse.plan.inductor import TracedGraph
+from mdfuse.plan.symbolic import Calls, SymbolicCalls, joined
 
 #: The first lengths of a unit have a function each; the later ones share one where they can.
 ALONE = 2
@@ -19,8 +19,8 @@ ALONE = 2
 class _Shared:
     """A function for many lengths: its calls, its trace, and its compiled form."""
 
-    calls: Joined
-    traced: Traced
+    calls: SymbolicCalls
+    traced: TracedGraph
     made: Made
 
     def serving(self, key: Hashable, calls: Calls) -> Made | None:

@@ -20,7 +20,7 @@ from mdfuse.hir.program import Instruction
 from mdfuse.hir.rank.localize import transfer_team
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.call import Call
-from mdfuse.plan.context import Context, Step, base_name, label
+from mdfuse.plan.context import Context, PlanStep, base_name, label
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.pending import Pending, halves, landing, nothing_posted
 
@@ -49,7 +49,7 @@ class Exchanges:
     group: list[Instruction] | None = None
     own: list[tuple[str, int]] = field(default_factory=list)
 
-    def steps(self, i: Instruction) -> list[Step]:
+    def steps(self, i: Instruction) -> list[PlanStep]:
         """Return the steps of a send, a receive, or the start or end of a group.
 
         The members of a group are collected; its end has the steps of all.
@@ -74,7 +74,7 @@ class Exchanges:
                 hint="write the recv, behind the send or in the same group",
             )
 
-    def transfer(self, members: Sequence[Instruction]) -> list[Step]:
+    def transfer(self, members: Sequence[Instruction]) -> list[PlanStep]:
         """Prepare sends and receives that are posted at once: one post per team and backend."""
         program, rank = self.context.program, self.context.rank
         by_team: dict[tuple[tuple[int, ...], str | None], list[Instruction]] = {}
@@ -83,7 +83,7 @@ class Exchanges:
             by_team.setdefault(key, []).append(i)
         return [step for (team, _), some in by_team.items() for step in self.exchange(team, some)]
 
-    def exchange(self, team: tuple[int, ...], members: Sequence[Instruction]) -> list[Step]:
+    def exchange(self, team: tuple[int, ...], members: Sequence[Instruction]) -> list[PlanStep]:
         """Prepare the post of one team, and the copies of this rank's sends to itself."""
         slot = self.context.slot
         ends = [_End(i, self.peer(i, team), slot(i.reads[0]), slot(i.outputs[0])) for i in members]
@@ -114,7 +114,7 @@ class Exchanges:
             into=tuple(e.handle for e in ends),
             shares=used,
         )
-        step = Step(
+        step = PlanStep(
             lines=(post,),
             label=" and ".join(map(label, members)),
             op="post",
@@ -174,7 +174,7 @@ class Exchanges:
 
     def to_oneself(
         self, ends: Sequence[_End]
-    ) -> tuple[list[tuple[int, int]], list[Step], list[Step]]:
+    ) -> tuple[list[tuple[int, int]], list[PlanStep], list[PlanStep]]:
         """Match this rank's sends to itself with its receives, first in, first out.
 
         Returns:
@@ -198,17 +198,17 @@ class Exchanges:
         copied = [self.keep(*x) for x in sent[max(len(received) - len(before), 0) :]]
         self.own = before[len(received) :] + [x for x, _ in copied]
         dropped = [
-            Step(lines=(drop(copy),), label="recv", op="free", inputs=(copy,))
+            PlanStep(lines=(drop(copy),), label="recv", op="free", inputs=(copy,))
             for _, copy in before[: len(received)]
         ]
         return pairs, [step for _, step in copied], dropped
 
-    def keep(self, name: str, buffer: int) -> tuple[tuple[str, int], Step]:
+    def keep(self, name: str, buffer: int) -> tuple[tuple[str, int], PlanStep]:
         """Prepare a copy of a buffer that is sent now and received later."""
         copy = self.context.new_slot()
         line = Line(run="clone", args=(SlotRef(buffer),), into=copy)
         what = f"send %{base_name(name)}"
-        step = Step(lines=(line,), label=what, op="send", inputs=(buffer,), outputs=(copy,))
+        step = PlanStep(lines=(line,), label=what, op="send", inputs=(buffer,), outputs=(copy,))
         return (name, copy), step
 
     def check_alike(self, name: str, i: Instruction) -> None:
@@ -223,10 +223,10 @@ class Exchanges:
             )
 
 
-def _same(source: int, into: int) -> Step:
+def _same(source: int, into: int) -> PlanStep:
     """Return the step that binds one slot to the value of another one."""
     line = Line(run=itself, args=(SlotRef(source),), into=into, shares=(source,), is_view=True)
-    return Step(lines=(line,), label="recv", op="same", inputs=(source,), outputs=(into,))
+    return PlanStep(lines=(line,), label="recv", op="same", inputs=(source,), outputs=(into,))
 
 
 _Post = Callable[[list[Tensor], list[Tensor]], tuple[Work, ...]]

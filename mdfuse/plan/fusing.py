@@ -23,7 +23,7 @@ from mdfuse.hir.program import Instruction
 from mdfuse.plan import compilation
 from mdfuse.plan.boxed_args import freeing
 from mdfuse.plan.compilation import Made, Tally, complete
-from mdfuse.plan.context import Context, Step, label
+from mdfuse.plan.context import Context, PlanStep, label
 from mdfuse.plan.dynamic_shapes import Lengths
 from mdfuse.plan.inductor import AsTold, Function
 from mdfuse.plan.lines import Line, SlotRef, drop
@@ -63,7 +63,7 @@ class _Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _PendingUnit:
     """A unit whose function is not compiled yet.
 
     Attributes:
@@ -73,10 +73,10 @@ class _Held:
         steps: its calls one by one.
     """
 
-    step: Step
+    step: PlanStep
     made: Made
     instruction: Instruction
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
 
 
 @dataclass(eq=False)
@@ -96,11 +96,15 @@ class Fuser:
     lengths: Lengths = field(default_factory=Lengths)
     refused: dict[str, str] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
-    _held: dict[int, _Held] = field(default_factory=dict)
+    _held: dict[int, _PendingUnit] = field(default_factory=dict)
 
     def __call__(
-        self, i: Instruction, steps: Sequence[Step], outside: Mapping[int, str], context: Context
-    ) -> list[Step]:
+        self,
+        i: Instruction,
+        steps: Sequence[PlanStep],
+        outside: Mapping[int, str],
+        context: Context,
+    ) -> list[PlanStep]:
         """Return the steps of a unit with its work in one call; see `mdfuse.plan.context.Fuse`."""
         lines = [line for step in steps if step.op != "keep" for line in step.lines]
         if sum(map(_works, lines)) < 2:
@@ -131,11 +135,11 @@ class Fuser:
     def fused(
         self,
         i: Instruction,
-        steps: Sequence[Step],
+        steps: Sequence[PlanStep],
         lines: Sequence[Line],
         outside: Mapping[int, str],
         context: Context,
-    ) -> list[Step]:
+    ) -> list[PlanStep]:
         if why := next((step.eager for step in steps if step.eager is not None), None):
             raise Refusal(why)
         if context.checks is not None:
@@ -162,7 +166,7 @@ class Fuser:
         around = chain.from_iterable(line.targets for line in (*cut.ahead, *cut.behind))
         gone = [*dense.values(), *(s for s in (*cut.makes, *around) if s not in outputs)]
         behind = (*cut.behind, drop(*gone)) if gone else cut.behind
-        step = Step(
+        step = PlanStep(
             lines=(*before, *cut.ahead, call, *behind),
             label=f"launch {i.fn}, {label(i)}",
             op="launch",
@@ -173,7 +177,7 @@ class Fuser:
         )
         if not compiled.is_done:
             eager = tuple(s for s in steps if s.op != "keep")
-            self._held[id(step)] = _Held(step, compiled, i, eager)
+            self._held[id(step)] = _PendingUnit(step, compiled, i, eager)
         return [step, *(step for step in steps if step.op == "keep")]
 
     def made(self, i: Instruction, cut: _Cut, forms: Sequence[Form]) -> Made:
@@ -192,19 +196,21 @@ class Fuser:
             raise Refusal(function.refused)
         return function
 
-    def finish(self, steps: Sequence[Step], context: Context) -> list[Step]:
+    def finish(self, steps: Sequence[PlanStep], context: Context) -> list[PlanStep]:
         """Compile the functions of a plan's units, and return its steps with them."""
         held, self._held = self._held, {}
         pending = {n: held[n] for n in map(id, steps) if n in held}
         functions = [x.made for x in pending.values()]
         late = complete(functions, self.timeout_s, context.rank == 0, self.tally)
-        done: list[Step] = []
+        done: list[PlanStep] = []
         for step in steps:
             waiting = pending.get(id(step))
             done += [step] if waiting is None else self.finished(waiting, late, context)
         return freeing(done, context)
 
-    def finished(self, held: _Held, late: Sequence[Made], context: Context) -> Sequence[Step]:
+    def finished(
+        self, held: _PendingUnit, late: Sequence[Made], context: Context
+    ) -> Sequence[PlanStep]:
         """Return the steps of a unit whose function is there, or those of its calls."""
         function, why = held.made.function, held.made.refused
         if held.made in late:

@@ -28,7 +28,7 @@ from mdfuse.plan.captures import GraphRecorder, give_up, undisturbed
 from mdfuse.plan.context import CALLER_SLOT
 from mdfuse.plan.lines import Function, Line, write
 from mdfuse.plan.places import picked
-from mdfuse.plan.replays import Captured, Quick, Ready, Turns, quick, ready, unwatched
+from mdfuse.plan.replays import AddressMisses, Captured, Quick, Ready, quick, ready, unwatched
 from mdfuse.plan.tensor_meta import Form, all_new, empty, form_of
 
 if TYPE_CHECKING:
@@ -128,7 +128,9 @@ class GraphPlan:
     _ready: dict[tuple[int, ...], Ready] = field(default_factory=dict)
     _copying: Ready | None = None
     #: region -> outputs that lie where no graph expects them
-    _turns: dict[int, Turns] = field(default_factory=lambda: defaultdict(partial(Turns, TIMES)))
+    _turns: dict[int, AddressMisses] = field(
+        default_factory=lambda: defaultdict(partial(AddressMisses, TIMES))
+    )
 
     def __post_init__(self) -> None:
         self.regions = regions(self.plan)

@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class TracedGraph:
     """A function of tensors as a graph of torch's ops.
 
     Attributes:
@@ -55,7 +55,7 @@ class Traced:
         ]
 
 
-def traced(function: Function, forms: Sequence[Form]) -> Traced:
+def traced(function: Function, forms: Sequence[Form]) -> TracedGraph:
     """Trace a function of tensors, which returns a list of tensors and may write into arguments.
 
     Args:
@@ -70,7 +70,7 @@ def traced(function: Function, forms: Sequence[Form]) -> Traced:
 
 def traced_with_sizes(
     function: Function, forms: Callable[[Sequence[Any]], Sequence[Form]], hints: Sequence[int]
-) -> Traced:
+) -> TracedGraph:
     """Trace a function of tensors for any sizes.
 
     Args:
@@ -86,7 +86,7 @@ def traced_with_sizes(
 
 def _traced(
     function: Function, forms: Callable[[Sequence[Any]], Sequence[Form]], hints: Sequence[int]
-) -> Traced:
+) -> TracedGraph:
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.convert_frame import compile_lock
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -104,7 +104,7 @@ def _traced(
             graph = make_fx(function, tracing_mode="symbolic" if sizes else "fake")(*arguments)
         results = [form_of(x) for x in function(*arguments)]
     _keep_nan(graph.graph)
-    return Traced(graph, tuple(arguments), results, sizes)
+    return TracedGraph(graph, tuple(arguments), results, sizes)
 
 
 def _keep_nan(graph: torch.fx.Graph) -> None:
@@ -149,7 +149,7 @@ def _sharing(node: torch.fx.Node, *, is_write: bool) -> list[torch.fx.Node]:
     return aliases
 
 
-def compiled(found: Traced) -> Function:
+def compiled(found: TracedGraph) -> Function:
     """Compile a traced function; the result takes tensors of the forms of its arguments.
 
     One thread compiles at a time, also among users of `torch.compile`: the compiler keeps its state

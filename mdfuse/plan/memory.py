@@ -23,7 +23,7 @@ from torch import Tensor
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.ops import itself
 from mdfuse.plan.lines import Line, NewBuffer, SlotRef, in_form
-from mdfuse.plan.packing import MANY, Held, Life, peak, place, place_in, size_of
+from mdfuse.plan.packing import MANY, LiveBytes, LiveRange, peak, place, place_in, size_of
 
 #: Offsets are multiples of this: torch aligns new buffers so, kernels may count on it.
 ALIGNMENT = {"cpu": 64, "cuda": 512}
@@ -36,7 +36,7 @@ WORTH = 1.0
 TRIED = 64
 
 
-def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
+def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[LiveRange]:
     """Return the lives of the buffers that lines make, except those that a result may refer to.
 
     Buffers that torch allocates within a call count, too.
@@ -44,11 +44,11 @@ def lives(lines: Sequence[Line], results: Iterable[int | None]) -> list[Life]:
     return _lives(_Flow(lines), results)
 
 
-def _lives(flow: _Flow, results: Iterable[int | None]) -> list[Life]:
+def _lives(flow: _Flow, results: Iterable[int | None]) -> list[LiveRange]:
     uses, bases = flow.uses, flow.bases
     returned = {base for slot in results if slot is not None for base in bases.get(slot, ())}
     return [
-        Life(
+        LiveRange(
             slot=slot,
             new=line.new,
             nbytes=line.makes if line.new is None else line.new.nbytes,
@@ -120,7 +120,7 @@ def in_place(lines: Sequence[Line], results: Sequence[int | None]) -> tuple[Line
     )
 
 
-def _merged(flow: _Flow, living: Sequence[Life]) -> dict[int, int]:
+def _merged(flow: _Flow, living: Sequence[LiveRange]) -> dict[int, int]:
     """Find buffers that share one place, because one takes the place of the other.
 
     Returns:
@@ -132,7 +132,7 @@ def _merged(flow: _Flow, living: Sequence[Life]) -> dict[int, int]:
     return home
 
 
-def taken(lines: Sequence[Line], living: Sequence[Life]) -> dict[int, int]:
+def taken(lines: Sequence[Line], living: Sequence[LiveRange]) -> dict[int, int]:
     """Find buffers that take the place of an operand whose last use is the call that fills them.
 
     The operand of a reduction is in use until its wait, when the sum is complete. A call that also
@@ -145,7 +145,7 @@ def taken(lines: Sequence[Line], living: Sequence[Life]) -> dict[int, int]:
     return _taken(_Flow(lines), living)
 
 
-def _taken(flow: _Flow, living: Sequence[Life]) -> dict[int, int]:
+def _taken(flow: _Flow, living: Sequence[LiveRange]) -> dict[int, int]:
     lives_of = {life.slot: life for life in living}
     took, bases, uses = dict[int, int](), flow.bases, flow.uses
     handles = _handles(flow.lines)
@@ -180,9 +180,9 @@ def _handles(lines: Sequence[Line]) -> list[int | None]:
     return handles[::-1]
 
 
-def _joined(living: Sequence[Life], home: Mapping[int, int]) -> list[Life]:
+def _joined(living: Sequence[LiveRange], home: Mapping[int, int]) -> list[LiveRange]:
     """Return one life for each place, from the first use of its buffers to the last."""
-    by_home: dict[int, list[Life]] = defaultdict(list)
+    by_home: dict[int, list[LiveRange]] = defaultdict(list)
     for life in living:
         by_home[home[life.slot]].append(life)
     return [
@@ -245,7 +245,7 @@ def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.devi
     return Owned(buffers=buffers, lines=remaining, numbers=numbers, nbytes=size)
 
 
-def _lowest_beside(others: Iterable[Life], places: Iterable[Life]) -> list[Life]:
+def _lowest_beside(others: Iterable[LiveRange], places: Iterable[LiveRange]) -> list[LiveRange]:
     """Return places in the order of `place_in`: first those in use while torch holds others."""
     spans = [(x.start, x.stop) for x in others]
     beside = {n for start, stop in spans for n in range(start, stop + 1)}
@@ -254,13 +254,13 @@ def _lowest_beside(others: Iterable[Life], places: Iterable[Life]) -> list[Life]
 
 
 def _lowest(
-    places: Sequence[Life],
+    places: Sequence[LiveRange],
     offsets: Mapping[int, int],
-    alone: Sequence[Life],
-    others: Sequence[Life],
+    alone: Sequence[LiveRange],
+    others: Sequence[LiveRange],
     home: Mapping[int, int],
     limit: float,
-) -> list[Life]:
+) -> list[LiveRange]:
     """Return the places to own: all up to some height, as high as the limit on bytes allows.
 
     Args:
@@ -273,7 +273,7 @@ def _lowest(
     """
     ends = {x.slot: offsets[x.slot] + x.nbytes for x in places}
     heights = sorted({*ends.values()}, reverse=True)
-    held, left = Held(), sorted(alone, key=lambda x: ends[home[x.slot]])
+    held, left = LiveBytes(), sorted(alone, key=lambda x: ends[home[x.slot]])
     held.add(others)
     # this many find a good one where heights are few, as in equal layers
     for height in heights[:: -(-len(heights) // TRIED) or 1]:

@@ -16,7 +16,7 @@ MANY = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class LiveRange:
     """A buffer, and the first and last line that use it.
 
     Attributes:
@@ -34,7 +34,7 @@ class Life:
     stop: int
 
 
-def place(lives: Sequence[Life], alignment: int) -> dict[int, int]:
+def place(lives: Sequence[LiveRange], alignment: int) -> dict[int, int]:
     """Choose an offset for each buffer, so that those in use at the same time do not overlap.
 
     Three orders are tried, and the one that takes the least memory is used: the largest first, the
@@ -58,7 +58,7 @@ def place(lives: Sequence[Life], alignment: int) -> dict[int, int]:
     return min(tried, key=lambda offsets: size_of(lives, offsets))
 
 
-def size_of(lives: Sequence[Life], offsets: Mapping[int, int]) -> int:
+def size_of(lives: Sequence[LiveRange], offsets: Mapping[int, int]) -> int:
     """Return the bytes that placed buffers take together."""
     return max((offsets[x.slot] + x.nbytes for x in lives), default=0)
 
@@ -79,14 +79,14 @@ class _Placed:
         self._columns: _Ints = np.empty((5, most), dtype=np.int64)
         self._count, self._alignment = 0, alignment
 
-    def add(self, life: Life, offset: int) -> None:
+    def add(self, life: LiveRange, offset: int) -> None:
         """Place a buffer."""
         end = offset + life.nbytes
         column = (life.start, life.stop, offset, end, _up(end, self._alignment))
         self._columns[:, self._count] = column
         self._count += 1
 
-    def beside(self, life: Life) -> tuple[_Ints, _Ints]:
+    def beside(self, life: LiveRange) -> tuple[_Ints, _Ints]:
         """Return the free intervals beside those that are in use together with another buffer.
 
         Returns:
@@ -101,7 +101,7 @@ class _Placed:
         return free, offset[order]
 
 
-def place_in(order: Sequence[Life], alignment: int) -> dict[int, int]:
+def place_in(order: Sequence[LiveRange], alignment: int) -> dict[int, int]:
     offsets: dict[int, int] = {}
     placed = _Placed(len(order), alignment)
     for life in order:
@@ -113,7 +113,7 @@ def place_in(order: Sequence[Life], alignment: int) -> dict[int, int]:
     return offsets
 
 
-def _place_in_time(lives: Sequence[Life], alignment: int) -> dict[int, int]:
+def _place_in_time(lives: Sequence[LiveRange], alignment: int) -> dict[int, int]:
     """Place buffers in the order of use, each in the smallest gap, at either end of the memory.
 
     So a small buffer does not split the space that the next large one needs: in a chain of large
@@ -137,7 +137,7 @@ def _place_in_time(lives: Sequence[Life], alignment: int) -> dict[int, int]:
     return offsets
 
 
-def _place_equal(lives: Sequence[Life], alignment: int) -> dict[int, int]:
+def _place_equal(lives: Sequence[LiveRange], alignment: int) -> dict[int, int]:
     """Give a buffer the place of an equally large one that is no longer in use."""
     offsets: dict[int, int] = {}
     free: dict[int, list[tuple[int, int]]] = defaultdict(list)  # size -> (in use until, offset)
@@ -158,20 +158,20 @@ def _up(n: int, alignment: int) -> int:
     return -(-n // alignment) * alignment
 
 
-def peak(lives: Iterable[Life]) -> int:
+def peak(lives: Iterable[LiveRange]) -> int:
     """Return the most bytes that are in use at once."""
-    held = Held()
+    held = LiveBytes()
     held.add(lives)
     return held.most
 
 
-class Held:
+class LiveBytes:
     """Bytes in use at each line, of more and more buffers."""
 
     def __init__(self) -> None:
         self._changes: _Ints = np.zeros(0, dtype=np.int64)
 
-    def add(self, buffers: Iterable[Life]) -> None:
+    def add(self, buffers: Iterable[LiveRange]) -> None:
         """Hold some more buffers."""
         lives = [(x.start, x.stop, x.nbytes) for x in buffers]
         if not lives:

@@ -19,7 +19,7 @@ from mdfuse.layouts.boxes import Box, nth_chunk
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
 from mdfuse.layouts.rank_part import RankPart
-from mdfuse.plan.context import Context, Step, label
+from mdfuse.plan.context import Context, PlanStep, label
 from mdfuse.plan.exchanges import Exchanges
 from mdfuse.plan.lines import Line, SlotRef, drop, is_dense
 from mdfuse.plan.pending import Pending, landing, nothing_posted
@@ -34,7 +34,7 @@ class Posts:
         #: handle -> the calls that wait for its post, where they are the library's own
         self.waits: dict[str, tuple[Line, ...]] = {}
 
-    def steps(self, i: Instruction, following: Instruction | None = None) -> list[Step]:
+    def steps(self, i: Instruction, following: Instruction | None = None) -> list[PlanStep]:
         """Return the steps of one communication instruction.
 
         Args:
@@ -51,7 +51,7 @@ class Posts:
                 return self.barrier(i)
         return self.exchanges.steps(i)
 
-    def post(self, i: Instruction, at_once: bool) -> Step:
+    def post(self, i: Instruction, at_once: bool) -> PlanStep:
         """Prepare a post; `at_once` says that its wait follows directly, on the same stream."""
         context, comm = self.context, i.comm
         assert comm is not None
@@ -60,7 +60,7 @@ class Posts:
         call = part.call
         posters = tuple(context.bind(call) for _ in range(pieces)) if call is not None else ()
         lines = self.prepared(i, part, posters, at_once) if pieces == 1 and posters else None
-        return Step(
+        return PlanStep(
             lines=lines or (self.general(i, part, posters),),
             label=label(i),
             op="post",
@@ -128,18 +128,18 @@ class Posts:
 
         return Line(run=call.run, args=tuple(map(arg, call.args)), in_place=call.in_place)
 
-    def wait(self, i: Instruction) -> Step:
+    def wait(self, i: Instruction) -> PlanStep:
         (name,) = i.reads
         handle, piece = self.context.slot(name), i.kwargs.get("piece")
         if piece is not None:
             piece_of = Line(run="wait", args=(SlotRef(handle), piece))
-            return Step(lines=(piece_of,), label=label(i), op="wait", waits=(handle, piece))
+            return PlanStep(lines=(piece_of,), label=label(i), op="wait", waits=(handle, piece))
         usual = (_waited(handle),)
         lines = (*self.waits.pop(name, usual), drop(handle))  # it holds on to buffers
         self.context.release(name)  # a second wait would find nothing
-        return Step(lines=lines, label=label(i), op="wait", waits=(handle, piece))
+        return PlanStep(lines=lines, label=label(i), op="wait", waits=(handle, piece))
 
-    def barrier(self, i: Instruction) -> list[Step]:
+    def barrier(self, i: Instruction) -> list[PlanStep]:
         """Prepare an all-reduce of one number, and its wait; nothing for a rank alone."""
         context, comm = self.context, i.comm
         assert comm is not None
@@ -159,7 +159,7 @@ class Posts:
         posted = Line(run=post_barrier, into=handle)
         waited = _waited(handle)
         return [
-            Step(
+            PlanStep(
                 lines=(posted,),
                 label=where,
                 op="post",
@@ -167,7 +167,7 @@ class Posts:
                 posters=(poster,),
                 calls=(call,),
             ),
-            Step(lines=(waited, drop(handle)), label=where, op="wait", waits=(handle, None)),
+            PlanStep(lines=(waited, drop(handle)), label=where, op="wait", waits=(handle, None)),
         ]
 
 

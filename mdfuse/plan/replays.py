@@ -185,13 +185,13 @@ def _tuple_of(places: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...
 
 
 @dataclass(slots=True)
-class Turns:
+class AddressMisses:
     """Counts how often in a row outputs came at addresses that no graph expects.
 
     After some times a graph is to be captured. Each capture doubles the times until the next one,
     so that captures, which take milliseconds, stay rare for any caller.
 
-    >>> turns = Turns(patience=2)
+    >>> turns = AddressMisses(patience=2)
     >>> [turns.is_due(at) for at in ((1,), (2,), (2,))]
     [False, False, True]
     >>> turns.rest()

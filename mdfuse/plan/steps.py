@@ -13,7 +13,7 @@ from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
 from mdfuse.plan import buffer_ops, streams
 from mdfuse.plan.allocation import allocate
-from mdfuse.plan.context import CALLER_SLOT, Context, Step, label
+from mdfuse.plan.context import CALLER_SLOT, Context, PlanStep, label
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.local_ops import compute
 from mdfuse.plan.posts import Posts
@@ -38,7 +38,7 @@ class Builder:
 
     context: Context
     posts: Posts
-    steps: list[Step] = field(default_factory=list)
+    steps: list[PlanStep] = field(default_factory=list)
     handles: dict[str, int] = field(default_factory=dict)
     homes: dict[int, int] = field(default_factory=dict)
     current: int = CALLER
@@ -88,7 +88,7 @@ class Builder:
         self.current = CALLER
         self.guard(tuple(map(context.slot, mine)))
 
-    def append(self, step: Step) -> None:
+    def append(self, step: PlanStep) -> None:
         """Add a step on the current stream."""
         number = self.number
         self.steps.append(replace(step, stream=self.current, eager=self.why, instruction=number))
@@ -109,7 +109,7 @@ class Builder:
         away = tuple(x for x in slots if self.homes.get(x, self.current) != self.current)
         if away and self.context.has_streams:
             line = Line(run=streams.keep, args=(self.handle(self.current), *map(SlotRef, away)))
-            self.steps.append(Step(lines=(line,), label="keep", op="keep"))
+            self.steps.append(PlanStep(lines=(line,), label="keep", op="keep"))
 
     def switch(self, i: Instruction) -> None:
         self.current = to = self.stream(i)
@@ -117,7 +117,9 @@ class Builder:
             self.switches = True
             self.context.stream = streams.raw(self.context.device, to, self.context.caller)
             line = Line(run=torch.cuda.set_stream, args=(self.handle(to),))
-            self.steps.append(Step(lines=(line,), label="set_stream", op="set_stream", stream=to))
+            self.steps.append(
+                PlanStep(lines=(line,), label="set_stream", op="set_stream", stream=to)
+            )
 
     def sync(self, i: Instruction) -> None:
         other = self.stream(i)
@@ -127,7 +129,7 @@ class Builder:
             event = streams.event(self.context.device, other)
             args = (event, self.handle(other), self.handle(self.current))
             lines = (Line(run=streams.join, args=args),)
-        step = Step(lines=lines, label="sync", op="sync", stream=self.current, joins=other)
+        step = PlanStep(lines=lines, label="sync", op="sync", stream=self.current, joins=other)
         self.steps.append(step)
 
     def stream(self, i: Instruction) -> int:
@@ -148,7 +150,7 @@ class Builder:
 
     def drop(self, slots: Sequence[int], what: str) -> None:
         """Add a step that empties slots."""
-        step = Step(lines=(drop(*slots),), label=what, op="free", inputs=tuple(slots))
+        step = PlanStep(lines=(drop(*slots),), label=what, op="free", inputs=tuple(slots))
         self.steps.append(step)
 
     def launch(self, i: Instruction) -> None:
@@ -188,7 +190,7 @@ def _following(instructions: Sequence[Instruction], n: int) -> Instruction | Non
     return next(later, None)
 
 
-def local_step(i: Instruction, context: Context) -> Step:
+def local_step(i: Instruction, context: Context) -> PlanStep:
     """Return the step of an instruction without communication."""
     inputs = tuple(context.slot(x) for x in i.reads)
     name = i.outputs[0]
@@ -202,7 +204,7 @@ def local_step(i: Instruction, context: Context) -> Step:
         context.expanded[name] = _expanded_dims(i, context)
     outputs = tuple(context.slot(output) for output in i.outputs)
     op = "fill" if "fill" in i.kwargs else i.op  # work, while an alloc is the host's alone
-    return Step(lines=lines, label=label(i), op=op, outputs=outputs, inputs=inputs)
+    return PlanStep(lines=lines, label=label(i), op=op, outputs=outputs, inputs=inputs)
 
 
 def _prepared(i: Instruction, context: Context) -> list[Line]:

@@ -231,7 +231,7 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Joined:
+class SymbolicCalls:
     """Calls for any length.
 
     Attributes:
@@ -280,7 +280,7 @@ class Joined:
         return sizes is not None and self.at(sizes).key() == calls.key()
 
 
-def joined(a: Calls, b: Calls) -> Joined | None:
+def joined(a: Calls, b: Calls) -> SymbolicCalls | None:
     """Join calls for two lengths; None where they differ in more than lengths.
 
     Lengths of 0 and 1 are not joined: torch treats them differently.
@@ -298,7 +298,7 @@ def joined(a: Calls, b: Calls) -> Joined | None:
         forms = joining.value(a.forms, b.forms)
     except (ApartError, ValueError):
         return None
-    calls = Joined(Calls(lines, a.takes, a.makes, forms), places, tuple(y for _, y in sizes))
+    calls = SymbolicCalls(Calls(lines, a.takes, a.makes, forms), places, tuple(y for _, y in sizes))
     return calls if calls.are(a) and calls.are(b) else None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from mdfuse.hir.program import Instruction
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan
-from mdfuse.plan.context import Step
+from mdfuse.plan.context import PlanStep
 from mdfuse.plan.device_clock import DeviceClock
 from mdfuse.plan.lines import Stamping
 from mdfuse.plan.streams import CALLER
@@ -82,21 +82,21 @@ def traced(plan: Plan, file: TraceFile) -> TracedPlan:
     return traced_plan
 
 
-def described(plan: Plan, rank: int) -> Iterator[tuple[int, int, Step, Entry]]:
+def described(plan: Plan, rank: int) -> Iterator[tuple[int, int, PlanStep, Entry]]:
     """Yield first and last line of each step of a plan, the step, and its description."""
     posts = {handle: s for s in reversed(plan.steps) if s.calls for handle in s.outputs}
     for first, last, step in _runs(plan):
         yield first, last, step, _entry(step, plan.code, rank, posts)
 
 
-def _runs(plan: Plan) -> list[tuple[int, int, Step]]:
+def _runs(plan: Plan) -> list[tuple[int, int, PlanStep]]:
     """Return (first line, last line, step) for steps with calls left to make.
 
     Lines that only drop values belong to the step in front of them; but a wait is a step also
     without calls, since later work is queued behind the post.
     """
     owner = [step for step in plan.steps for _ in step.lines]
-    runs: list[tuple[int, int, Step]] = []
+    runs: list[tuple[int, int, PlanStep]] = []
     for n, number in enumerate(plan.lines_of_run):
         step, line = owner[number], plan.owned.lines[n]
         is_noted = line.run is not None or step.waits is not None
@@ -107,7 +107,9 @@ def _runs(plan: Plan) -> list[tuple[int, int, Step]]:
     return runs
 
 
-def _entry(step: Step, code: Sequence[Instruction], rank: int, posts: Mapping[int, Step]) -> Entry:
+def _entry(
+    step: PlanStep, code: Sequence[Instruction], rank: int, posts: Mapping[int, PlanStep]
+) -> Entry:
     """Return the description of a step; `posts` has the steps that make handles."""
     i = code[step.instruction] if step.instruction >= 0 else None
     source = str(i.source or "") if i is not None else ""
@@ -128,7 +130,7 @@ def _entry(step: Step, code: Sequence[Instruction], rank: int, posts: Mapping[in
     return Entry(name=name, lane=lane, instruction=step.instruction, source=source)
 
 
-def _posted(step: Step, i: Instruction | None, rank: int, lane: str, source: str) -> Entry:
+def _posted(step: PlanStep, i: Instruction | None, rank: int, lane: str, source: str) -> Entry:
     sends = {peer for call in step.calls for peer in call.sends}
     recvs = {peer for call in step.calls for peer in call.recvs}
     comm = i.comm if i is not None else None

@@ -42,7 +42,7 @@ _ROUNDED = 16
 _Find = Callable[[Layout, Layout, tuple[int, ...]], _Path]
 
 
-class _Way(NamedTuple):
+class _LegsPath(NamedTuple):
     """A candidate path of several legs, each planned lazily.
 
     Attributes:
@@ -57,7 +57,7 @@ class _Way(NamedTuple):
     least: tuple[int, ...] = (0, 0)
     is_apart: bool = False
     is_last_first: bool = False
-    ways: Callable[[], Iterator[_Way]] | None = None
+    ways: Callable[[], Iterator[_LegsPath]] | None = None
 
     def together(self, first: int, *rest: int) -> int:
         """Return the cost of all legs; extents may be symbolic."""
@@ -85,7 +85,7 @@ def across(
     staying = kept_terms(source, destination)
     if destination.reduce_ops and len(staying) < len(destination.reduce_ops):
         ways = (
-            _Way((partial(steps, source, x, shape), partial(steps, x, destination, shape)))
+            _LegsPath((partial(steps, source, x, shape), partial(steps, x, destination, shape)))
             for x in _before_terms(destination, shape)
         )
         return _cheapest(ways, source, destination, shape, itemsize)
@@ -115,7 +115,7 @@ def _before_terms(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
 
 
 def _cheapest(
-    ways: Iterable[_Way],
+    ways: Iterable[_LegsPath],
     source: Layout,
     destination: Layout,
     shape: tuple[int, ...],
@@ -132,7 +132,7 @@ def _cheapest(
     return (*first, *last)
 
 
-def _cost(way: _Way, first: _Path, last: _Path, shape: tuple[int, ...]) -> tuple[int, int]:
+def _cost(way: _LegsPath, first: _Path, last: _Path, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the cost and the number of the steps; extents may be symbolic."""
     costs = [sum(step_cost(step, shape) for step in leg) for leg in (first, last)]
     return way.together(costs[0], costs[1]), len(first) + len(last)
@@ -157,12 +157,12 @@ class _Planned(NamedTuple):
     steps: int
     place: tuple[int, ...]
     legs: int
-    way: _Way
+    way: _LegsPath
     spent: tuple[int, ...]
     paths: tuple[_Path, ...]
 
     @staticmethod
-    def none_of(way: _Way, place: tuple[int, ...], least: int) -> _Planned:
+    def none_of(way: _LegsPath, place: tuple[int, ...], least: int) -> _Planned:
         """Return a candidate before any leg is planned; `least` is a lower bound of its cost."""
         total, paths = max(way.together(*way.least), least), ((),) * len(way.legs)
         return _Planned(total, sum(way.least), 0, place, 0, way, way.least, paths)
@@ -185,7 +185,7 @@ class _Planned(NamedTuple):
         )
 
 
-def _soonest(ways: Iterable[_Way], cost: Callable[[Step], int], least: int) -> _Path:
+def _soonest(ways: Iterable[_LegsPath], cost: Callable[[Step], int], least: int) -> _Path:
     """Return the steps of the cheapest candidate; `least` is a lower bound of any cost.
 
     Ties go to the least sum of all legs, then to the fewest steps, then to the first candidate. The
@@ -218,18 +218,18 @@ def _as_it_is(source: Layout, destination: Layout) -> _Path:
 
 def _moved(
     source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, steps: _Find
-) -> Iterator[_Way]:
+) -> Iterator[_LegsPath]:
     """Yield candidates without a reduction: one communication; with known hosts also finer splits.
 
     A host may receive one copy, one part per rank, and gather it; or the sending host may split its
     copy first.
     """
-    yield _Way((tuple, partial(_moving, source, destination, shape)))
+    yield _LegsPath((tuple, partial(_moving, source, destination, shape)))
     if is_timed(source, destination, shape):
         for split, least in _finer(destination, shape, itemsize):
             first = _least_at_once(source, split, shape, itemsize)
             legs = partial(_moving, source, split, shape), partial(steps, split, destination, shape)
-            yield _Way(legs, (first, least))
+            yield _LegsPath(legs, (first, least))
 
 
 def _moving(source: Layout, destination: Layout, shape: tuple[int, ...]) -> _Path:
@@ -330,7 +330,7 @@ def _only_split(layout: Layout) -> tuple[str, int] | None:
 
 def _reducing(
     source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, steps: _Find
-) -> Iterator[_Way]:
+) -> Iterator[_LegsPath]:
     """Yield candidates that reduce a Partial and move it to another mesh, preferred ones first."""
     staying = dict(kept_terms(source, destination))
     axes = tuple(a for a in source.partial_axes if a not in staying)
@@ -338,7 +338,7 @@ def _reducing(
     root = _to_one_rank(source, destination, ops)
     if root is not None:
         first, at_root = root
-        yield _Way(
+        yield _LegsPath(
             (partial(_alone, first), partial(steps, at_root, destination, shape)), is_apart=True
         )
     is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
@@ -351,7 +351,7 @@ def _reducing(
         legs = reduced, partial(steps, done, destination, shape)
         onward = partial(_on_from, reduced, least, done, destination, shape, itemsize, steps)
         ways = onward if is_known else None
-        yield _Way(legs, (least, comes), is_apart, is_last_first=True, ways=ways)
+        yield _LegsPath(legs, (least, comes), is_apart, is_last_first=True, ways=ways)
     if len(ops) == 1 and not staying and source.stream is None:
         (op,) = ops
         for split in splits_of(destination, (), shape):
@@ -360,7 +360,7 @@ def _reducing(
             )
             legs = partial(_alone, at_once), partial(steps, split, destination, shape)
             least = _least_at_once(source, split, shape, itemsize, terms)
-            yield _Way(legs, (least, _least_gathered(split, destination, shape, itemsize)))
+            yield _LegsPath(legs, (least, _least_gathered(split, destination, shape, itemsize)))
 
 
 def _on_from(
@@ -371,7 +371,7 @@ def _on_from(
     shape: tuple[int, ...],
     itemsize: int,
     steps: _Find,
-) -> Iterator[_Way]:
+) -> Iterator[_LegsPath]:
     """Yield candidates that reduce the terms first, one for each choice of the later steps."""
     for way in _moved(done, destination, shape, itemsize, steps):
         yield way._replace(

@@ -15,10 +15,10 @@ import numpy as np
 
 from mdfuse.layouts.parts import length
 from mdfuse.layouts.recv_volume import UNIT, is_special
-from mdfuse.reshard.nodes import Move, Node
+from mdfuse.reshard.nodes import LayoutNode, Move
 from mdfuse.reshard.search import Search
 
-_Way = list[tuple[Node, Move]]
+_Way = list[tuple[LayoutNode, Move]]
 
 
 def cheapest(search: Search) -> _Way:
@@ -44,7 +44,7 @@ def _scattered_first(search: Search, most: int) -> Iterator[_Way]:
         most: the largest receive volume of a known path.
     """
 
-    def onward(here: Node, way: _Way, each: Any) -> Iterator[_Way]:
+    def onward(here: LayoutNode, way: _Way, each: Any) -> Iterator[_Way]:
         if np.max(each) >= most:
             return
         if not here.partial:
@@ -92,7 +92,7 @@ def _arriving(search: Search, way: _Way) -> tuple[int, int, int]:
     return spans, int(each.max()), int(each.sum())
 
 
-def _arriving_by(search: Search, here: Node, move: Move) -> Any:
+def _arriving_by(search: Search, here: LayoutNode, move: Move) -> Any:
     """Return each rank's receive volume in a move: an array that broadcasts over the mesh."""
     if move.kind in ("Exchange", "ReduceExchange"):
         copies = search.count(here.partial) // search.count(move.after.partial) - 1

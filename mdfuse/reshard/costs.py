@@ -31,11 +31,11 @@ from mdfuse.layouts.recv_volume import (
     weighed,
 )
 from mdfuse.reshard.clock import is_timed, nanoseconds, through_teams
-from mdfuse.reshard.nodes import Carriers, Move, Node, tables_of
+from mdfuse.reshard.nodes import Carriers, LayoutNode, Move, tables_of
 
 
 @dataclass
-class Costs:
+class MoveCosts:
     """Costs of the moves from one layout to another on one mesh, for a tensor of some extents."""
 
     source: Layout
@@ -45,21 +45,21 @@ class Costs:
     carriers: Carriers = ()
     #: whether the largest receive volume alone counts, not the average
     is_worst_alone: bool = False
-    layouts: dict[Node, Layout] = field(default_factory=dict)
+    layouts: dict[LayoutNode, Layout] = field(default_factory=dict)
     #: axis, whether replicas may share work -> the dims that it may split next
     known_dims: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
     #: node -> moves along axes, and their costs
-    known_moves: dict[Node, list[tuple[Move, int]]] = field(default_factory=dict)
+    known_moves: dict[LayoutNode, list[tuple[Move, int]]] = field(default_factory=dict)
     #: node without a Partial -> remaining cost
-    left: dict[Node, int] = field(default_factory=dict)
+    left: dict[LayoutNode, int] = field(default_factory=dict)
     #: node -> lower bound of the remaining cost
-    leasts: dict[Node, int] = field(default_factory=dict)
+    leasts: dict[LayoutNode, int] = field(default_factory=dict)
     #: exchange -> inter-host volume
-    crossings: dict[tuple[Node, Node], int] = field(default_factory=dict)
+    crossings: dict[tuple[LayoutNode, LayoutNode], int] = field(default_factory=dict)
     #: Partial axes -> lower bound of the inter-host volume
     crossed: dict[tuple[int, ...], int] = field(default_factory=dict)
     #: node without terms -> endpoint of an exchange
-    sides: dict[Node, Side] = field(default_factory=dict)
+    sides: dict[LayoutNode, Side] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         (self.parts, self.counts, self.teams, self.lacks, self.spread) = tables_of(
@@ -100,12 +100,12 @@ class Costs:
         return tuple(tuple(map(index, layout.split_axes(d))) for d in range(len(self.shape)))
 
     @cached_property
-    def start(self) -> Node:
-        return Node(self.splits(self.source), tuple(self.ops))
+    def start(self) -> LayoutNode:
+        return LayoutNode(self.splits(self.source), tuple(self.ops))
 
     @cached_property
-    def end(self) -> Node:
-        return Node(self.splits(self.goal), (), tuple(self.made))
+    def end(self) -> LayoutNode:
+        return LayoutNode(self.splits(self.goal), (), tuple(self.made))
 
     @cached_property
     def target(self) -> tuple[int | None, ...]:
@@ -113,12 +113,12 @@ class Costs:
         of = {a: d for d, axes in enumerate(self.end.splits) for a in axes}
         return tuple(of.get(a) for a in range(len(self.sizes)))
 
-    def layout(self, node: Node) -> Layout:
+    def layout(self, node: LayoutNode) -> Layout:
         if node not in self.layouts:
             self.layouts[node] = self._layout(node)
         return self.layouts[node]
 
-    def _layout(self, node: Node) -> Layout:
+    def _layout(self, node: LayoutNode) -> Layout:
         if node == self.start:
             return self.source
         if node == self.end:
@@ -145,7 +145,7 @@ class Costs:
         """Return the first rank's number of rows in a dim."""
         return self.of_dims[dim].parts(axes).first
 
-    def part(self, node: Node) -> int:
+    def part(self, node: LayoutNode) -> int:
         """Return the elements of the largest part."""
         splits = node.splits
         elements = self.parts.get(splits)
@@ -172,7 +172,7 @@ class Costs:
     def is_special(self) -> bool:
         return is_special(self.source, self.goal, self.shape)
 
-    def cost(self, move: Move, here: Node) -> int:
+    def cost(self, move: Move, here: LayoutNode) -> int:
         """Return the cost of a move: its receive volume, or its time."""
         if move.kind in ("slice", "term"):
             return 0
@@ -206,7 +206,7 @@ class Costs:
         """Return the cost of a ReduceExchange: collectives that cost little more are preferred."""
         return cost * 9 // 8 if self.is_worst_alone else dearer(cost)
 
-    def exchange(self, here: Node, after: Node) -> int:
+    def exchange(self, here: LayoutNode, after: LayoutNode) -> int:
         """Return the cost of an exchange; it also reduces the node's Partial axes."""
         worst, average = self.lack(here, after, self.count(here.partial) - 1)
         arrives = UNIT * worst
@@ -215,13 +215,13 @@ class Costs:
         starts = self.between(here, after).messages()
         return nanoseconds(starts, arrives, self.crossing(here, after), self.itemsize)
 
-    def crossing(self, here: Node, after: Node) -> int:
+    def crossing(self, here: LayoutNode, after: LayoutNode) -> int:
         """Return the inter-host volume of an exchange."""
         if (here, after) not in self.crossings:
             self.crossings[here, after] = self.between(here, after).crossing()
         return self.crossings[here, after]
 
-    def least_into(self, here: Node, after: Node) -> int:
+    def least_into(self, here: LayoutNode, after: LayoutNode) -> int:
         """Return a quick lower bound of an exchange's inter-host volume: the average into a host.
 
         Each element on a host serves at most one of the different destination parts there.
@@ -242,7 +242,7 @@ class Costs:
             self.spread[splits] = counts
         return counts
 
-    def between(self, here: Node, after: Node) -> Aligned | ByRank:
+    def between(self, here: LayoutNode, after: LayoutNode) -> Aligned | ByRank:
         """Return the cost model of the exchange between two nodes."""
         if self.digits is None:
             return ByRank(Exchange(self.side(here), self.side(after)))
@@ -269,13 +269,13 @@ class Costs:
         pairs = enumerate(self.source.placements)
         return tuple(i for i, p in pairs if isinstance(p, Partial) and i not in self.ops)
 
-    def side(self, node: Node) -> Side:
+    def side(self, node: LayoutNode) -> Side:
         """Return a node as an endpoint of an exchange, before any axis becomes Partial."""
         if node not in self.sides:
             self.sides[node] = Side(self.layout(node._replace(made=())), self.shape)
         return self.sides[node]
 
-    def to_go(self, node: Node) -> int:
+    def to_go(self, node: LayoutNode) -> int:
         """Return the remaining cost in elements of a node without a Partial: one Exchange."""
         remaining = self.left.get(node)
         if remaining is None:
@@ -283,7 +283,7 @@ class Costs:
             remaining = self.left[node] = self.weighed(UNIT * worst, average)
         return remaining
 
-    def lack(self, here: Node, after: Node, copies: int = 0) -> tuple[int, int]:
+    def lack(self, here: LayoutNode, after: LayoutNode, copies: int = 0) -> tuple[int, int]:
         """Return the largest and the average receive volume of an exchange; see `lacks`."""
         if self.is_special:
             held = self.layout(here._replace(partial=(), made=()))
@@ -294,13 +294,13 @@ class Costs:
             volumes = self.lacks[key] = most_and_mean(self.missing(here, after, copies))
         return volumes
 
-    def is_lacking(self, here: Node, after: Node) -> bool:
+    def is_lacking(self, here: LayoutNode, after: LayoutNode) -> bool:
         """True if some rank needs more than its part; the first rank does if parts grow."""
         if self.is_special:
             return is_lacking(self.layout(here), self.layout(after), self.shape)
         return self.part(after) > self.part(here) or self.lack(here, after)[0] > 0
 
-    def missing(self, here: Node, after: Node, copies: int) -> Any:
+    def missing(self, here: LayoutNode, after: LayoutNode, copies: int) -> Any:
         """Return the receive volume of each rank: an array that broadcasts over the mesh."""
         needed: Any = copies + 1
         held: Any = 1
@@ -313,13 +313,13 @@ class Costs:
         """Return the number of rows that each rank needs, and the number of these that it has."""
         return self.of_dims[dim].overlap(have, need)
 
-    def least(self, node: Node) -> int:
+    def least(self, node: LayoutNode) -> int:
         """Return a quick lower bound of the remaining cost."""
         if node not in self.leasts:
             self.leasts[node] = self._least(node)
         return self.leasts[node]
 
-    def _least(self, node: Node) -> int:
+    def _least(self, node: LayoutNode) -> int:
         if not self.is_timed:
             return self.least_arriving(node)
         posts = self.least_posts(node)
@@ -332,7 +332,7 @@ class Costs:
             arrives = max(arrives - UNIT * self.part(node), 0)
         return nanoseconds(posts, arrives, self.least_crossing(node), self.itemsize)
 
-    def least_posts(self, node: Node) -> int:
+    def least_posts(self, node: LayoutNode) -> int:
         """Return a lower bound of the remaining communications.
 
         Each reduce op needs one, and one more follows if ranks then lack elements; at the source,
@@ -345,7 +345,7 @@ class Costs:
             return posts
         return posts + self.is_surely_lacking(node)
 
-    def is_surely_lacking(self, node: Node) -> bool:
+    def is_surely_lacking(self, node: LayoutNode) -> bool:
         """Return whether a quick test shows that some rank lacks rows.
 
         The first rank lacks rows if parts grow. Another rank does if the axes that split a dim now
@@ -388,7 +388,7 @@ class Costs:
         placements = zip(self.sizes, self.source.placements, self.goal.placements, strict=True)
         return any(n == 1 and not p == q == Replicate() for n, p, q in placements)
 
-    def least_messages(self, here: Node, after: Node) -> int:
+    def least_messages(self, here: LayoutNode, after: LayoutNode) -> int:
         """Return a lower bound of the messages that the busiest rank sends or receives.
 
         The first rank has the largest parts; each overlaps at least as many parts as fit into it.
@@ -400,12 +400,12 @@ class Costs:
         copies, turns = (self.alike(node) for node in (after, here))
         return max(-(-sent * copies // turns), got) - 1
 
-    def alike(self, node: Node) -> int:
+    def alike(self, node: LayoutNode) -> int:
         """Return the number of ranks that hold the same part."""
         fixed = self.count(sum(node.splits, node.partial)) * self.kept
         return math.prod(self.sizes) // fixed
 
-    def least_crossing(self, node: Node) -> int:
+    def least_crossing(self, node: LayoutNode) -> int:
         """Return a lower bound of the elements into a host: the average for terms, else host 0.
 
         The first host with the sum of terms on n hosts received n - 1 of them; each further host
@@ -435,7 +435,7 @@ class Costs:
             return math.prod(self.digits.far)
         return len({*(self.source.mesh.hosts or ())})
 
-    def least_arriving(self, node: Node) -> int:
+    def least_arriving(self, node: LayoutNode) -> int:
         """Return a lower bound of the remaining receive volume, as a cost."""
         if self.made:
             return 0
@@ -446,7 +446,7 @@ class Costs:
         shared = self.shared(node)
         return self.weighed(shared if shared > need else need, shared)
 
-    def shared(self, node: Node) -> int:
+    def shared(self, node: LayoutNode) -> int:
         """Return `UNIT` times a lower bound of the average receive volume of a reduction.
 
         The first rank with the sum of n terms received n - 1 of them; each further rank that needs

@@ -25,7 +25,7 @@ def spanned(axes: Collection[str], carriers: Carriers) -> int:
     return len(axes) if by_axis and len({by_axis.get(a) for a in axes}) > 1 else 0
 
 
-class Node(NamedTuple):
+class LayoutNode(NamedTuple):
     """A layout on the mesh: axes are numbers, outermost first where several split one dim."""
 
     splits: tuple[tuple[int, ...], ...]
@@ -39,7 +39,7 @@ class Move(NamedTuple):
     """A step between two nodes; its kind is that of a communication or a local step."""
 
     kind: str
-    after: Node
+    after: LayoutNode
     axes: tuple[int, ...] = ()
     dim: int | None = None
     to_dim: int | None = None

@@ -13,8 +13,8 @@ from mdfuse.layouts.hosts import rings
 from mdfuse.layouts.layout import IDEMPOTENT, Partial, Replicate, Shard, commute
 from mdfuse.layouts.recv_volume import UNIT
 from mdfuse.reshard.clock import nanoseconds
-from mdfuse.reshard.costs import Costs
-from mdfuse.reshard.nodes import Move, Node, spanned
+from mdfuse.reshard.costs import MoveCosts
+from mdfuse.reshard.nodes import LayoutNode, Move, spanned
 
 #: Steps without communication.
 _LOCAL = ("slice", "term")
@@ -26,14 +26,14 @@ class _Way(NamedTuple):
     """A path to a node: the path before it, and the last move with its start node."""
 
     before: _Way | None = None
-    last: tuple[Node, Move] | None = None
+    last: tuple[LayoutNode, Move] | None = None
     has_posts: bool = False
     #: number of axes of several backends that its exchanges span
     spans: int = 0
 
-    def moves(self) -> list[tuple[Node, Move]]:
+    def moves(self) -> list[tuple[LayoutNode, Move]]:
         """Return the nodes and moves of the path, in order."""
-        moves, way = list[tuple[Node, Move]](), self
+        moves, way = list[tuple[LayoutNode, Move]](), self
         while way.before is not None and way.last is not None:
             moves.append(way.last)
             way = way.before
@@ -60,17 +60,17 @@ class _Reached(NamedTuple):
     effort: int
     tick: int
     spent: int
-    node: Node
+    node: LayoutNode
     way: _Way
     level: int
 
 
-class Search(Costs):
+class Search(MoveCosts):
     """The search from one layout to another on one mesh, for a tensor of some extents."""
 
     # -- moves -----------------------------------------------------------------------------------
 
-    def collectives(self, here: Node) -> list[tuple[Move, int]]:
+    def collectives(self, here: LayoutNode) -> list[tuple[Move, int]]:
         """Return the moves along axes, with their costs; these do not depend on the path."""
         priced = self.known_moves.get(here)
         if priced is None:
@@ -80,7 +80,7 @@ class Search(Costs):
             priced = self.known_moves[here] = [(move, self.cost(move, here)) for move in moves]
         return priced
 
-    def exchanges(self, here: Node) -> list[Move]:
+    def exchanges(self, here: LayoutNode) -> list[Move]:
         """Return the moves by which each rank receives just its missing elements."""
         # P[a] -> any splits: ReduceExchange
         if here.partial:
@@ -94,19 +94,19 @@ class Search(Costs):
             ends = [x for x in (*ends, *self.but_some(here)) if not _splits(x, gone) and x != here]
         return [Move("Exchange", after) for after in ends] if may else []
 
-    def but_some(self, here: Node) -> Iterator[Node]:
+    def but_some(self, here: LayoutNode) -> Iterator[LayoutNode]:
         """Yield the end with some axes left innermost as they are: these change separately."""
         there = [(d, a) for d in self.dims for a in here.splits[d]]
         for n in range(1, len(there)):
             for staying in combinations(there, n):
                 stay = {a for _, a in staying}
                 goal = (tuple(a for a in axes if a not in stay) for axes in self.end.splits)
-                after = Node(tuple(goal), ())
+                after = LayoutNode(tuple(goal), ())
                 for d, a in staying:
                     after = _split(after, a, d)
                 yield after
 
-    def may_exchange(self, here: Node) -> bool:
+    def may_exchange(self, here: LayoutNode) -> bool:
         """True if an Exchange may come next; a timed search omits it after moves that it repeats.
 
         It starts from the source's parts, split further only along axes that were reduced, or that
@@ -132,13 +132,13 @@ class Search(Costs):
         """True if parts of all dims may be exchanged: no dim is in chunks."""
         return self.source.stream is None or self.source.stream.index is None
 
-    def along(self, here: Node, a: int) -> list[Move]:
+    def along(self, here: LayoutNode, a: int) -> list[Move]:
         """Return the one-axis moves that can lead to the destination."""
         splits, partial, new_terms = here
         to, dims = self.target[a], self.dims_along(a, bool(partial) or self.is_timed)
         # P[a] -> R[a]: Allreduce; P[a] -> S(d)[a]: ReduceScatter
         if a in partial:
-            reduced = Node(splits, tuple([p for p in partial if p != a]), new_terms)
+            reduced = LayoutNode(splits, tuple([p for p in partial if p != a]), new_terms)
             moves = [Move("Allreduce", reduced, (a,))]
             return moves + [Move("ReduceScatter", _split(reduced, a, d), (a,), d) for d in dims]
         dim = None
@@ -181,7 +181,7 @@ class Search(Costs):
             self.known_dims[a, is_free] = dims
         return dims
 
-    def is_gone(self, here: Node, a: int) -> bool:
+    def is_gone(self, here: LayoutNode, a: int) -> bool:
         """Return whether an axis was gathered or reduced on the way, so that ranks hold copies.
 
         Where each axis changes separately, a further split would only discard data.
@@ -193,7 +193,7 @@ class Search(Costs):
         """Return whether an axis is not Partial in the source, or its Partial is to be reduced."""
         return a in self.ops or not isinstance(self.source.placements[a], Partial)
 
-    def making(self, here: Node, a: int, is_same: bool = False) -> list[Move]:
+    def making(self, here: LayoutNode, a: int, is_same: bool = False) -> list[Move]:
         """Return the local step by which an axis becomes Partial, if its op commutes with others.
 
         Args:
@@ -209,7 +209,7 @@ class Search(Costs):
         after = here._replace(made=tuple(sorted((*here.made, a))))
         return [Move("slice" if is_same else "term", after, (a,))]
 
-    def along_several(self, here: Node) -> Iterator[Move]:
+    def along_several(self, here: LayoutNode) -> Iterator[Move]:
         """Yield all-reduces, reduce-scatters and all-gathers along several axes at once."""
         for n in range(2, len(here.partial) + 1):
             for axes in combinations(here.partial, n):
@@ -243,7 +243,7 @@ class Search(Costs):
         """True if the axes have several backends: each changes separately, if possible."""
         return not self.is_one_carrier([a for a, n in enumerate(self.sizes) if n > 1])
 
-    def spanned(self, here: Node, move: Move) -> int:
+    def spanned(self, here: LayoutNode, move: Move) -> int:
         """Return the number of axes that an exchange spans; 0 if one backend serves all of them."""
         if not self.is_mixed or move.kind not in ("Exchange", "ReduceExchange"):
             return 0
@@ -255,7 +255,7 @@ class Search(Costs):
         return self.shape[dim] % self.count(axes) == 0
 
     @cached_property
-    def refined(self) -> list[Node]:
+    def refined(self) -> list[LayoutNode]:
         """The destination, and its further splits over copies, each of which may be gathered."""
         goal = self.end._replace(made=())
         free = [a for a, d in enumerate(self.target) if d is None and self.is_whole(a)]
@@ -280,7 +280,7 @@ class Search(Costs):
         return list(dict.fromkeys(nodes))
 
     @property
-    def direct(self) -> tuple[Node, Move] | None:
+    def direct(self) -> tuple[LayoutNode, Move] | None:
         """The single move for a change along one axis, innermost before and after; else None.
 
         A reduction whose work replicas could share is searched instead, and so is a gather with
@@ -305,7 +305,7 @@ class Search(Costs):
             return None
         return self.start, move
 
-    def pads(self, move: Move, here: Node) -> bool:
+    def pads(self, move: Move, here: LayoutNode) -> bool:
         """Return whether a collective moves much padding, so that an exchange may move less."""
         if move.kind not in ("Allgather", "ReduceScatter") or move.dim is None:
             return False
@@ -319,7 +319,7 @@ class Search(Costs):
 
     # -- the search ------------------------------------------------------------------------------
 
-    def path(self) -> list[tuple[Node, Move]]:
+    def path(self) -> list[tuple[LayoutNode, Move]]:
         """Return the moves of the cheapest path; ties go to the least effort.
 
         The number of axes of several backends that its exchanges span counts before the cost.
@@ -327,8 +327,10 @@ class Search(Costs):
         tick, end, late_is = count(), self.end, 0 if self.is_timed else 1
         start = _Reached(0, self.least(self.start), 0, next(tick), 0, self.start, _Way(), 1)
         frontier = [start]
-        done: set[Node] = set()
-        best: dict[Node, tuple[float, int, int]] = {}  # least cost to a node, except by late moves
+        done: set[LayoutNode] = set()
+        best: dict[
+            LayoutNode, tuple[float, int, int]
+        ] = {}  # least cost to a node, except by late moves
         limit: tuple[float, int] = _FAR[:2]  # cost of the best path known
         while frontier:
             spans, total, effort, _, spent, node, way, level = heapq.heappop(frontier)
@@ -372,7 +374,7 @@ class Search(Costs):
         raise AssertionError(f"no way from {self.source} to {self.goal}")
 
     def closer(
-        self, total: int, spent: int, here: Node, way: _Way, level: int
+        self, total: int, spent: int, here: LayoutNode, way: _Way, level: int
     ) -> tuple[int, int, int] | None:
         """Return (total, cost so far, level) of a frontier entry at a higher level, or None."""
         if way.last is not None and self.is_late(way.last[1]):
@@ -389,7 +391,7 @@ class Search(Costs):
         """Return whether the cost of a move is computed lazily, because that takes long."""
         return move.kind == "ReduceExchange" or (move.kind == "Exchange" and self.is_timed)
 
-    def quickly(self, here: Node, move: Move) -> int:
+    def quickly(self, here: LayoutNode, move: Move) -> int:
         """Return a quick lower bound of a late move's cost, from the first rank's parts."""
         after, is_reducing = move.after, move.kind == "ReduceExchange"
         if is_reducing:
@@ -404,7 +406,7 @@ class Search(Costs):
         # the total is at least the heuristic of this node
         return least if is_reducing else max(least, self.least(here) - self.least(after))
 
-    def least_of(self, here: Node, move: Move) -> int:
+    def least_of(self, here: LayoutNode, move: Move) -> int:
         """Return a lower bound of a late move's cost from its inter-host volume."""
         arrives, crosses = 0, self.crossing(here, move.after)
         if move.kind == "ReduceExchange":
@@ -412,7 +414,7 @@ class Search(Costs):
         return nanoseconds(1, arrives, crosses, self.itemsize)
 
 
-def _at(node: Node, a: int) -> tuple[int, tuple[int, ...]] | bool:
+def _at(node: LayoutNode, a: int) -> tuple[int, tuple[int, ...]] | bool:
     """Return the dim that an axis splits and the outer axes; else whether it is Partial."""
     for d, axes in enumerate(node.splits):
         if a in axes:
@@ -420,20 +422,20 @@ def _at(node: Node, a: int) -> tuple[int, tuple[int, ...]] | bool:
     return a in node.partial
 
 
-def _splits(node: Node, axes: Sequence[int]) -> bool:
+def _splits(node: LayoutNode, axes: Sequence[int]) -> bool:
     return any(not isinstance(_at(node, a), bool) for a in axes)
 
 
-def _split(node: Node, a: int, dim: int) -> Node:
+def _split(node: LayoutNode, a: int, dim: int) -> LayoutNode:
     splits = [*node.splits]
     splits[dim] = (*splits[dim], a)
-    return Node(tuple(splits), node.partial, node.made)
+    return LayoutNode(tuple(splits), node.partial, node.made)
 
 
-def _joined(node: Node, dim: int, n: int) -> Node:
+def _joined(node: LayoutNode, dim: int, n: int) -> LayoutNode:
     splits = [*node.splits]
     splits[dim] = splits[dim][:-n]
-    return Node(tuple(splits), node.partial, node.made)
+    return LayoutNode(tuple(splits), node.partial, node.made)
 
 
 def _effort(move: Move, has_posts: bool) -> int:

@@ -22,7 +22,7 @@ from mdfuse.reshard.across import across
 from mdfuse.reshard.blocks import moved, through_blocks
 from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.coarse import cheapest
-from mdfuse.reshard.nodes import Carriers, Move, Node, spanned
+from mdfuse.reshard.nodes import Carriers, LayoutNode, Move, spanned
 from mdfuse.reshard.search import Search
 from mdfuse.reshard.step import Local, Step, elements, step_time
 
@@ -222,7 +222,7 @@ def _first_search(
     return Search(destination, destination, shape, itemsize, carriers)
 
 
-def _step(search: Search, here: Node, move: Move) -> Step:
+def _step(search: Search, here: LayoutNode, move: Move) -> Step:
     """Return a move of the search as a step."""
     source, destination = search.layout(here), search.layout(move.after)
     if move.kind in ("slice", "term"):

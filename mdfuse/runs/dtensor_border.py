@@ -34,7 +34,7 @@ LIMIT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class DTensorOutput:
     """An output that is wrapped as a DTensor.
 
     Attributes:
@@ -75,7 +75,7 @@ class Output:
 
 #: The wrappers of a run's outputs, for one kind of DTensors as inputs and buffers; None: the output
 #: stays as it is.
-Outputs = tuple[Output | None, ...]
+Outputs = tuple[DTensorOutput | None, ...]
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def _code(placement: Any) -> str:
     return f"{type(placement).__name__}({known}{''.join(settings)})"
 
 
-def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> Output | None:
+def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> DTensorOutput | None:
     """Return the wrapper of an output; None for a number.
 
     Raises:
@@ -278,7 +278,7 @@ def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> Out
             because=because,
             hint=f"{hint}; or pass x.to_local() for all DTensors, and get local tensors",
         )
-    return Output(
+    return DTensorOutput(
         kind=kind,
         mesh=next(m for m in meshes if describes(m, kind.layout.mesh)),
         source=program.inputs.index(root) if root in program.inputs else None,

@@ -30,7 +30,7 @@ class Split(NamedTuple):
     plain: frozenset[str]
 
 
-class _Digit(NamedTuple):
+class _MeshDigit(NamedTuple):
     size: int
     axis: str | None = None
 
@@ -45,7 +45,7 @@ def from_torch(axes: Sequence[tuple[str, int, int]], extent: int) -> Split | Non
     >>> from_torch([("dp", 2, 2), ("tp", 2, 1)], 8).order  # FSDP over tensor parallelism
     ('tp', 'dp')
     """
-    digits, tail = list[_Digit](), list[str]()
+    digits, tail = list[_MeshDigit](), list[str]()
     for axis, n, factor in axes:
         extended = None if tail else _taken(digits, axis, n, factor)
         if extended is not None:
@@ -67,9 +67,9 @@ def from_torch(axes: Sequence[tuple[str, int, int]], extent: int) -> Split | Non
     return Split((*order, *tail), blocks, frozenset([*order[:first], *tail]))
 
 
-def _taken(digits: Sequence[_Digit], axis: str, n: int, factor: int) -> list[_Digit] | None:
+def _taken(digits: Sequence[_MeshDigit], axis: str, n: int, factor: int) -> list[_MeshDigit] | None:
     """Return the digits of a dim with one more that an axis owns; None where it cuts through."""
-    taken = list[_Digit]()
+    taken = list[_MeshDigit]()
     left, is_owned = factor, False
     for d in digits:
         if d.axis is not None or is_owned:
@@ -78,12 +78,12 @@ def _taken(digits: Sequence[_Digit], axis: str, n: int, factor: int) -> list[_Di
             taken.append(d)
             left //= d.size
         elif d.size % (left * n) == 0:
-            taken += [_Digit(left), _Digit(n, axis), _Digit(d.size // (left * n))]
+            taken += [_MeshDigit(left), _MeshDigit(n, axis), _MeshDigit(d.size // (left * n))]
             is_owned = True
         else:
             return None
     if not is_owned:
-        taken += [_Digit(left), _Digit(n, axis)]
+        taken += [_MeshDigit(left), _MeshDigit(n, axis)]
     return [d for d in taken if d.size > 1 or d.axis is not None]
 
 
@@ -104,11 +104,11 @@ def to_torch(layout: Layout, dim: int, extent: int | None = None) -> Mapping[str
     cut = layout.cuts.get(dim)
     if cut is not None and not isinstance(cut.blocks, int):
         return None
-    digits, tail = [_Digit(size(a), a) for a in axes], list[str]()
+    digits, tail = [_MeshDigit(size(a), a) for a in axes], list[str]()
     if cut is not None:
         at = next(i for i, a in enumerate(axes) if a not in cut.plain)
         tail = [a for a in axes[at:] if a in cut.plain]
-        whole = _Digit(cut.blocks // math.prod(d.size for d in digits[:at]))  # type: ignore[operator]
+        whole = _MeshDigit(cut.blocks // math.prod(d.size for d in digits[:at]))  # type: ignore[operator]
         digits = [*digits[:at], whole, *(d for d in digits[at:] if d.axis not in tail)]
     place = layout.mesh.axis_index
     if [*axes[len(axes) - len(tail) :]] != tail or tail != sorted(tail, key=place):

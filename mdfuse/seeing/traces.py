@@ -43,7 +43,7 @@ def files_of(path: str | Path) -> list[Path]:
 def read_files(files: Sequence[Path]) -> list[Event]:
     """Return the events of the files of a job, which may be in several folders; see `read`."""
     flows = _Flows()
-    events = [e for file in files for _, _, e in _Reader(file, flows).events()]
+    events = [e for file in files for _, _, e in _TraceReader(file, flows).events()]
     return sorted(events, key=_when)
 
 
@@ -53,7 +53,7 @@ def writer_of(path: Path) -> tuple[int, tuple[str, int] | None]:
     ProgramError where it is no trace; an empty file is rank 0's.
     """
     empty: dict[str, Any] = {"rank": 0}
-    head = next(_Reader(path, _Flows()).lines(), empty)
+    head = next(_TraceReader(path, _Flows()).lines(), empty)
     host, pid = head.get("host"), head.get("pid")
     where = (host, pid) if isinstance(host, str) and isinstance(pid, int) else None
     return head["rank"], where
@@ -68,7 +68,7 @@ def last_run(path: str | Path, program: str) -> list[Event]:
     path = Path(path)
     flows, rows = _Flows(), list[Event]()
     for file in sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]:
-        runs = [(run, e) for name, run, e in _Reader(file, flows).events() if name == program]
+        runs = [(run, e) for name, run, e in _TraceReader(file, flows).events() if name == program]
         last = max((run for run, _ in runs), default=None)
         rows += [e for run, e in runs if run == last]
     if not rows:
@@ -102,7 +102,7 @@ _Row = tuple[str, int, Event]
 
 
 @dataclass
-class _Reader:
+class _TraceReader:
     """Reads the lines of one rank in order.
 
     Attributes:

@@ -23,7 +23,7 @@ from mdfuse.simulation.network import SimNetwork
 _LIMIT = 4
 
 
-class Ready(NamedTuple):
+class BoundPlans(NamedTuple):
     """The plans of all ranks for arguments of one kind, and what they are bound to."""
 
     plans: list[Plan]
@@ -32,7 +32,7 @@ class Ready(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSimulation:
     """A program, what each rank has of it, and plans that no simulation is using.
 
     Attributes:
@@ -43,7 +43,7 @@ class Prepared:
 
     program: HostProgram | tuple[HostProgram, ...]
     locals_: tuple[HostProgram, ...]
-    idle: OrderedDict[Hashable, Ready] = field(default_factory=OrderedDict)
+    idle: OrderedDict[Hashable, BoundPlans] = field(default_factory=OrderedDict)
 
     def check(self) -> None:
         """Verify the program, unless that was done before.
@@ -67,7 +67,7 @@ class Prepared:
         out: Sequence[Sequence[Any]],
         options: Options,
         is_late: bool,
-    ) -> tuple[Hashable, Ready]:
+    ) -> tuple[Hashable, BoundPlans]:
         """Return plans for these arguments, which are checked, and the key for `give_back`.
 
         A simulation that fails does not give them back: posts are left over in their network.
@@ -95,7 +95,7 @@ class Prepared:
         options: Options,
         device: torch.device,
         is_late: bool,
-    ) -> Ready:
+    ) -> BoundPlans:
         network, checks = SimNetwork(is_late=is_late), IndexChecks()
         how: dict[str, Any] = {
             "is_simulated": True,
@@ -105,23 +105,23 @@ class Prepared:
             build(local, network.bind, device, options.poison, given, buffers, **how)
             for local, given, buffers in zip(self.locals_, arguments, out, strict=True)
         ]
-        return Ready(plans, network, checks)
+        return BoundPlans(plans, network, checks)
 
-    def give_back(self, key: Hashable, ready: Ready) -> None:
+    def give_back(self, key: Hashable, ready: BoundPlans) -> None:
         """Keep plans for the next simulation."""
         _keep(self.idle, key, ready)
 
 
 #: Numbers of programs -> what is known of them; it holds them, so that the numbers stay theirs.
-_known: OrderedDict[Hashable, Prepared] = OrderedDict()
+_known: OrderedDict[Hashable, PreparedSimulation] = OrderedDict()
 
 
-def known(program: HostProgram | tuple[HostProgram, ...]) -> Prepared | None:
+def known(program: HostProgram | tuple[HostProgram, ...]) -> PreparedSimulation | None:
     """Return what is prepared of a program, or of projections."""
     return _known.get(_numbers(program))
 
 
-def keep(prepared: Prepared) -> None:
+def keep(prepared: PreparedSimulation) -> None:
     """Keep what is prepared of a program, and drop what was used least recently."""
     _keep(_known, _numbers(prepared.program), prepared)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mdfuse.hir.instructions import MEMORY
 from mdfuse.plan.build import Plan
-from mdfuse.plan.context import Step
+from mdfuse.plan.context import PlanStep
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Slots
 from mdfuse.plan.pending import Pending
@@ -112,7 +112,7 @@ class _Queues:
         self.queues[stream].append(task)
         self.queued[stream] += 1
 
-    def take(self, step: Step) -> None:
+    def take(self, step: PlanStep) -> None:
         """Queue a step, or do it at once where the host does it."""
         if step.op in _ON_HOST:
             step.run(self.slots)
@@ -133,7 +133,7 @@ class _Queues:
         """Return how many tasks of a stream are done."""
         return self.queued[stream] - len(self.queues.get(stream, ()))
 
-    def post(self, step: Step) -> _Task:
+    def post(self, step: PlanStep) -> _Task:
         """Return the task of a post, which takes its place among those of its team now."""
         for poster in step.posters:
             poster.announce()  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ class _Queues:
 
         return _Task(step.label, run)
 
-    def wait(self, step: Step, slot: int, piece: int | None) -> _Task:
+    def wait(self, step: PlanStep, slot: int, piece: int | None) -> _Task:
         handle, now = self.slots[slot], list(self.slots)
 
         def may_run() -> bool:
@@ -161,7 +161,7 @@ class _Queues:
 
         return _Task(step.label, run, may_run)
 
-    def effect(self, step: Step) -> Callable[[], object]:
+    def effect(self, step: PlanStep) -> Callable[[], object]:
         """Return what a step does to data; buffers that it binds exist at once, poisoned."""
         before = list(self.slots)
         fresh = [x for x in step.outputs if before[x] is None]
@@ -181,7 +181,7 @@ class _Queues:
 
         return run
 
-    def bind(self, step: Step) -> None:
+    def bind(self, step: PlanStep) -> None:
         """Let a step bind its outputs, though its inputs are not there yet.
 
         Integers that are still anything may be no divisors, and no places in a table. What the
@@ -193,7 +193,7 @@ class _Queues:
         for x, before in contents:
             copy_alike(before, x)
 
-    def try_to_bind(self, step: Step) -> None:
+    def try_to_bind(self, step: PlanStep) -> None:
         for number in (None, 1, 0):
             slots = self.slots if number is None else [_filled(x, number) for x in self.slots]
             try:

@@ -18,7 +18,7 @@ from mdfuse.hir.verify.bindings import check_bindings
 from mdfuse.ir.tensors import resolved, why_not
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
 from mdfuse.plan.build import Plan
-from mdfuse.plan.context import Step
+from mdfuse.plan.context import PlanStep
 from mdfuse.plan.lines import Slots
 from mdfuse.plan.names import check_names
 from mdfuse.runs.arguments import (
@@ -29,7 +29,7 @@ from mdfuse.runs.arguments import (
 )
 from mdfuse.runs.extents import check_extents, global_extents
 from mdfuse.simulation.network import SimNetwork
-from mdfuse.simulation.prepared import Prepared, device_of, keep, known
+from mdfuse.simulation.prepared import PreparedSimulation, device_of, keep, known
 from mdfuse.simulation.shuffled import run_shuffled
 
 #: What can be simulated: a compiled program, a host program, or the projection of each rank.
@@ -81,7 +81,7 @@ class _Memory:
 
 
 @dataclass
-class _Rank:
+class _SimulatedRank:
     """One simulated rank on its way through its plan."""
 
     plan: Plan
@@ -109,7 +109,7 @@ class _Rank:
             self.at += 1
         return self.at > start
 
-    def run(self, step: Step) -> None:
+    def run(self, step: PlanStep) -> None:
         try:
             step.run(self.slots)
         except Exception as error:
@@ -209,7 +209,7 @@ def _fits(host: HostProgram, name: str, x: Any, rank: int) -> bool:
     return is_here and is_plain and x.shape == kind.local_shape(rank)
 
 
-def _verify(prepared: Prepared, options: Options | None) -> None:
+def _verify(prepared: PreparedSimulation, options: Options | None) -> None:
     if options_from_environment(options).verify:
         prepared.check()
         return
@@ -238,12 +238,12 @@ def _host(program: Simulable) -> HostProgram:
     return host
 
 
-def _prepared(program: HostProgram | Sequence[HostProgram]) -> Prepared:
+def _prepared(program: HostProgram | Sequence[HostProgram]) -> PreparedSimulation:
     """Return the program of each rank, and what is left of the last simulation."""
     given = program if isinstance(program, HostProgram) else tuple(program)
     found = known(given)
     if found is None:
-        found = Prepared(given, tuple(_projections(given)))
+        found = PreparedSimulation(given, tuple(_projections(given)))
         keep(found)
     return found
 
@@ -357,7 +357,7 @@ def _run_in_lockstep(
     network: SimNetwork,
 ) -> tuple[tuple[list[Any], ...], tuple[int, ...]]:
     """Run all ranks in turn; return the outputs of each, and its peak of memory in bytes."""
-    ranks = [_Rank(plan, s) for plan, s in zip(plans, slots, strict=True)]
+    ranks = [_SimulatedRank(plan, s) for plan, s in zip(plans, slots, strict=True)]
     while not all(r.is_done for r in ranks):
         progress = [r.step() for r in ranks]
         if not any(progress):

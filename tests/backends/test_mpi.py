@@ -19,7 +19,7 @@ from mdfuse.backends import staging
 from mdfuse.backends.base import root_index
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.mpi.backend import MpiBackend
-from mdfuse.backends.mpi.posts import MOST_ELEMENTS, Team, check_sizes
+from mdfuse.backends.mpi.posts import MOST_ELEMENTS, MpiTeam, check_sizes
 from mdfuse.backends.mpi.requests import Requests, State, Waiting, poll
 from mdfuse.backends.mpi.types import carrying_type, is_reducible, reduce_op, reducing_type
 from mdfuse.backends.work import DONE
@@ -423,7 +423,7 @@ def test_a_post_that_nobody_waits_for_keeps_its_buffers(
 
 def test_a_team_with_a_post_that_failed_takes_no_more(with_mpi: Callable[..., Any]) -> None:
     fake = with_mpi()
-    team = Team(mpi=fake, ranks=(0, 1), comms={}, waiting=Waiting(timeout_s=1))
+    team = MpiTeam(mpi=fake, ranks=(0, 1), comms={}, waiting=Waiting(timeout_s=1))
     team.state.is_broken = True
     with pytest.raises(BackendError, match=r"rank 0 cannot post Allgather on team \(0, 1\)"):
         backend().check_usable(team, Call(kind="Allgather", team=(0, 1), rank=0))

@@ -28,7 +28,7 @@ from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.backend import SymmetricBackend, SymmetricPoster
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
 from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half
-from mdfuse.backends.symmetric.cuda_turns import Turns
+from mdfuse.backends.symmetric.cuda_turns import LaneOrder
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
 from mdfuse.backends.symmetric.moves import TURNS, Put, Shape, Show, Take, kind_of, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers
@@ -173,7 +173,7 @@ class World:
             CudaTeam(
                 own=i,
                 outboxes=outboxes,
-                turns=Turns(FakeDevice()),  # type: ignore[arg-type]
+                turns=LaneOrder(FakeDevice()),  # type: ignore[arg-type]
                 lane=lane,
                 tell=tell,
                 watch=watch,

@@ -21,7 +21,7 @@ from mdfuse import DeviceMesh, FusionDefinition, Layout, MdfuseError, Shard
 from mdfuse.frontend import ops as frontend
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.kinds import REFUSED as NOTHING
-from mdfuse.frontend.kinds import Kind, kinds_of, taken, taking_kinds
+from mdfuse.frontend.kinds import ArgumentKind, kinds_of, taken, taking_kinds
 
 STRANGE: tuple[Any, ...] = (
     10**20, -(10**20), 10**5000, "x", b"x", {}, {1}, object(), print, [[1]], [0.5], [None], 1j,
@@ -128,7 +128,7 @@ def test_what_was_passed_before_changes_nothing(name: str) -> None:
     assert len(outcomes) == 2, outcomes
 
 
-def is_taken(kind: Kind, x: Any) -> bool:
+def is_taken(kind: ArgumentKind, x: Any) -> bool:
     """Whether a kind takes an argument."""
     try:
         return kind.take(x) is not NOTHING
@@ -137,7 +137,11 @@ def is_taken(kind: Kind, x: Any) -> bool:
 
 
 def first_taken(
-    name: str, signature: inspect.Signature, kinds: dict[str, Kind], *args: Any, **kwargs: Any
+    name: str,
+    signature: inspect.Signature,
+    kinds: dict[str, ArgumentKind],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """The arguments, each looked at by itself."""
     return taken(name, signature, kinds, args, kwargs).arguments

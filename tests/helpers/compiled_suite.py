@@ -19,7 +19,7 @@ from mdfuse.config import Options
 from mdfuse.plan import inductor
 from mdfuse.plan.context import Context
 from mdfuse.plan.fusing import Fuser
-from mdfuse.plan.inductor import Traced
+from mdfuse.plan.inductor import TracedGraph
 from mdfuse.plan.tensor_meta import form_of
 from mdfuse.simulation import prepared
 
@@ -42,7 +42,7 @@ class Noting(Fuser):
         super().refuse(i, why, context)
 
 
-def compiled(found: Traced) -> Compiled:
+def compiled(found: TracedGraph) -> Compiled:
     LAUNCHES["functions"] += 1
     return Compiled(found.graph, [form_of(x) for x in found.arguments], found.results)
 

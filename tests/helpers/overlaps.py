@@ -16,7 +16,7 @@ from mdfuse.compiled.segments import segments_of
 from mdfuse.config import Options
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes import overlap
-from mdfuse.passes.overlap import Form, Window
+from mdfuse.passes.overlap import Form, OverlapWindow
 from mdfuse.passes.segment_ids import with_ids
 
 Define = Callable[[mf.FusionDefinition, DeviceMesh, int], None]
@@ -217,7 +217,7 @@ def prepared(case: Case, mesh: DeviceMesh, rows: int) -> Fusion:
     return hir_lowering.prepare(case.definition(mesh, rows).fusion)
 
 
-def in_forms(fusion: Fusion) -> Iterator[tuple[Window, Form, Fusion]]:
+def in_forms(fusion: Fusion) -> Iterator[tuple[OverlapWindow, Form, Fusion]]:
     """Each window of a fusion in each of its forms."""
     for window in overlap.windows(fusion):
         for form, streamed in overlap.forms(fusion, window).items():

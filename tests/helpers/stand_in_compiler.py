@@ -21,7 +21,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse.plan import inductor
-from mdfuse.plan.inductor import Traced
+from mdfuse.plan.inductor import TracedGraph
 from mdfuse.plan.tensor_meta import Form, form_of
 
 #: How long processes wait for each other, seconds.
@@ -73,7 +73,7 @@ class StandIn:
         """The processes that began a compilation, once for each."""
         return [path.name.split("-")[0] for path in (self.folder / "began").glob("*")]
 
-    def compiled(self, found: Traced) -> Compiled:
+    def compiled(self, found: TracedGraph) -> Compiled:
         began = self.folder / "began"
         began.mkdir(parents=True, exist_ok=True)
         (began / f"{os.getpid()}-{time.monotonic_ns()}").touch()

@@ -40,7 +40,7 @@ def delayed(rank: int, here: mf.Communicator) -> Any:
     """What compiles: on GPUs Inductor, on CPUs a stand-in; on one rank only after a while."""
     own = inductor.compiled
 
-    def compiled(found: inductor.Traced) -> Any:
+    def compiled(found: inductor.TracedGraph) -> Any:
         if here.rank == rank:
             time.sleep(DELAY_S)
         if here.device.type == "cuda":

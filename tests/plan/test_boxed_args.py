@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.plan.boxed_args import freeing
-from mdfuse.plan.context import Step
+from mdfuse.plan.context import PlanStep
 from mdfuse.plan.lines import Line, SlotRef, drop, write
 
 
@@ -44,11 +44,11 @@ def made(first: Compiled, then: Compiled, *between: Line, late: bool = False) ->
         Line(run=first, args=(SlotRef(0),), into=(a, b), makes=64),
         Line(run=then, args=(SlotRef(a), SlotRef(0), SlotRef(b)), into=(c,), makes=64),
     )
-    steps = [Step(lines=(line,), label="", op="launch") for line in calls]
-    steps += [Step(lines=(line,), label="", op="view") for line in between]
+    steps = [PlanStep(lines=(line,), label="", op="launch") for line in calls]
+    steps += [PlanStep(lines=(line,), label="", op="view") for line in between]
     more = Line(run=torch.neg, args=(SlotRef(c),), into=9)
-    steps += [Step(lines=(more,), label="", op="neg")] if late else []
-    steps.append(Step(lines=(drop(a, b),), label="", op="free"))
+    steps += [PlanStep(lines=(more,), label="", op="neg")] if late else []
+    steps.append(PlanStep(lines=(drop(a, b),), label="", op="free"))
     slots = count(20)
     context: Any = SimpleNamespace(new_slot=lambda: next(slots))
     lines = [line for step in freeing(steps, context) for line in step.lines]

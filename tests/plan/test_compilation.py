@@ -256,7 +256,7 @@ def test_a_process_that_compiles_for_too_long_is_an_error() -> None:
 
 @pytest.mark.usefixtures("lenient")
 def test_a_compiler_that_is_killed(compiler: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(found: inductor.Traced) -> Any:
+    def killed(found: inductor.TracedGraph) -> Any:
         raise RuntimeError("the compiler died with signal 9")
 
     monkeypatch.setattr(inductor, "compiled", killed)

@@ -13,7 +13,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Options, Shard
 from mdfuse.plan import compilation, inductor
 from mdfuse.plan.fusing import Fuser
-from mdfuse.plan.inductor import Traced
+from mdfuse.plan.inductor import TracedGraph
 
 MESH = DeviceMesh.arange(t=1)
 ALWAYS = Options(compile="always")
@@ -27,7 +27,7 @@ class Compiler:
         self.assumes: Callable[[Sequence[torch.SymInt]], object] = len
         self.refuses = False
 
-    def __call__(self, found: Traced) -> Callable[..., Any]:
+    def __call__(self, found: TracedGraph) -> Callable[..., Any]:
         if found.sizes:
             if self.refuses:
                 raise NotImplementedError("sizes")

@@ -18,7 +18,7 @@ from mdfuse.hir.text.parser import parse
 from mdfuse.ir import creation, random
 from mdfuse.plan import compilation, inductor
 from mdfuse.plan.build import Plan
-from mdfuse.plan.inductor import Traced
+from mdfuse.plan.inductor import TracedGraph
 from mdfuse.plan.tensor_meta import Form, form_of
 
 MESH = DeviceMesh.arange(t=1)
@@ -33,7 +33,7 @@ class Compiler:
         self.fails = False
         self.pads = False
 
-    def __call__(self, found: Traced) -> Callable[..., Any]:
+    def __call__(self, found: TracedGraph) -> Callable[..., Any]:
         if self.fails:
             raise NotImplementedError("no such op\nand more")
         forms = [form_of(x) for x in found.arguments]

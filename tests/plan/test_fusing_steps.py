@@ -13,15 +13,15 @@ import mdfuse as mf
 from mdfuse.cli.execution import local_inputs
 from mdfuse.cli.program_file import parse_mesh
 from mdfuse.plan import compilation, inductor
-from mdfuse.plan.inductor import Traced
+from mdfuse.plan.inductor import TracedGraph
 
 
 @pytest.fixture
-def compiled(unjoined: None, monkeypatch: pytest.MonkeyPatch) -> list[Traced]:
+def compiled(unjoined: None, monkeypatch: pytest.MonkeyPatch) -> list[TracedGraph]:
     """What a compiler is given, which runs it as it is."""
-    given: list[Traced] = []
+    given: list[TracedGraph] = []
 
-    def run_as_it_is(found: Traced) -> Callable[..., Any]:
+    def run_as_it_is(found: TracedGraph) -> Callable[..., Any]:
         given.append(found)
         return lambda *values: list(found.graph(*values))
 
@@ -33,13 +33,13 @@ def compiled(unjoined: None, monkeypatch: pytest.MonkeyPatch) -> list[Traced]:
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [("tp=2", 2), ("sp=4", 1)])
-def test_steps_of_a_llama(mesh: str, microbatches: int, compiled: list[Traced]) -> None:
+def test_steps_of_a_llama(mesh: str, microbatches: int, compiled: list[TracedGraph]) -> None:
     where = parse_mesh(mesh)
     run(example("train_llama").program(where, microbatches), where.size)
     assert len(compiled) > 10
 
 
-def test_steps_of_a_pipeline(compiled: list[Traced]) -> None:
+def test_steps_of_a_pipeline(compiled: list[TracedGraph]) -> None:
     """A unit for each way to compute a block, and the updates of the weights."""
     run(example("pipeline").compiled(parse_mesh("pp=2"), 2, 4, "1f1b"), 2)
     assert 5 < len(compiled) < 10  # the same for all microbatches

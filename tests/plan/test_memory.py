@@ -17,14 +17,14 @@ from mdfuse.ir.ops import itself
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.lines import Line, NewBuffer, SlotRef
 from mdfuse.plan.memory import ALIGNMENT, WORTH, in_place, lives, taken
-from mdfuse.plan.packing import MANY, Life, peak, place, size_of
+from mdfuse.plan.packing import MANY, LiveRange, peak, place, size_of
 
 CPU = torch.device("cpu")
 
 
-def life(slot: int, start: int, stop: int, size: int) -> Life:
+def life(slot: int, start: int, stop: int, size: int) -> LiveRange:
     new = NewBuffer(shape=(size,), strides=(1,), dtype=torch.uint8, device=CPU)
-    return Life(slot=slot, new=new, nbytes=size, start=start, stop=stop)
+    return LiveRange(slot=slot, new=new, nbytes=size, start=start, stop=stop)
 
 
 spans = st.tuples(st.integers(0, 30), st.integers(0, 8), st.integers(0, 1000))

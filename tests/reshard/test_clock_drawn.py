@@ -159,7 +159,7 @@ def test_digits_of_axes_decide_nothing(first: int, monkeypatch: pytest.MonkeyPat
 
 
 def every_way(
-    ways: Iterable[across._Way], cost: Callable[[Step], int], least: int
+    ways: Iterable[across._LegsPath], cost: Callable[[Step], int], least: int
 ) -> tuple[Step, ...]:
     """Return the cheapest of all ways, each followed to its end."""
     every = []

@@ -62,7 +62,7 @@ class Team:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Bound:
+class _PostTraits:
     """The properties of a post apart from its buffers; `at_once`: it is waited for at once."""
 
     team: Team
@@ -85,7 +85,7 @@ def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
     """Return a function that posts a call on buffers of one dtype."""
     if is_ordered(call, dtype):
         return in_order(partial(build_post, team, call), call, dtype)
-    one_call = _one_call(_Bound(team=team, call=call, dtype=dtype))
+    one_call = _one_call(_PostTraits(team=team, call=call, dtype=dtype))
     if one_call is None:
         return _gathered(team, call, dtype) if call.kind in _BRINGS else _transferred(team, call)
     row = in_a_row if dtype in NATIVE else _bytes
@@ -118,7 +118,7 @@ def prepared(
     if not buffers or not all(x.numel() for x in buffers):
         return None
     dtype, at_once = buffers[0].dtype, place.at_once and team.library.on_current
-    one_call = _one_call(_Bound(team=team, call=call, dtype=dtype, at_once=at_once))
+    one_call = _one_call(_PostTraits(team=team, call=call, dtype=dtype, at_once=at_once))
     if one_call is None or dtype not in NATIVE:
         return None
     form: Literal["flat", "tensor"] = "flat" if _is_flat(call, team) else "tensor"
@@ -166,7 +166,7 @@ def _fill(dst: Tensor, src: Tensor) -> None:
 _OneCall = Callable[[Any, Any], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
-def _one_call(bound: _Bound) -> _OneCall | None:
+def _one_call(bound: _PostTraits) -> _OneCall | None:
     """Return the one call of the library that does the communication; None if there is none."""
     call = bound.call
     if call.kind in REDUCING:
@@ -181,30 +181,30 @@ def _is_in_place(call: Call) -> bool:
     return call.kind in ("Allreduce", "Reduce")
 
 
-def _allgather(bound: _Bound) -> _OneCall:
+def _allgather(bound: _PostTraits) -> _OneCall:
     run, options = all_gather_of(bound.team.group), bound.options(AllgatherOptions())
     return lambda src, dst: (run, (dst, src, options))
 
 
-def _reduce_scatter(bound: _Bound) -> _OneCall:
+def _reduce_scatter(bound: _PostTraits) -> _OneCall:
     run = reduce_scatter_of(bound.team.group)
     options = bound.options(dist.ReduceScatterOptions())
     return lambda src, dst: (run, (dst, src, options))
 
 
-def _allreduce(bound: _Bound) -> _OneCall:
+def _allreduce(bound: _PostTraits) -> _OneCall:
     run, options = bound.team.group.allreduce, bound.options(dist.AllreduceOptions())
     return lambda src, dst: (run, ([dst], options))
 
 
-def _broadcast(bound: _Bound) -> _OneCall:
+def _broadcast(bound: _PostTraits) -> _OneCall:
     run, root = bound.team.group.broadcast, root_index(bound.call)
     options = bound.options(dist.BroadcastOptions(), rootRank=root, rootTensor=0)
     has_it = bound.call.rank == bound.call.root
     return lambda src, dst: (run, ([src if has_it else dst], options))
 
 
-def _reduce(bound: _Bound) -> _OneCall:
+def _reduce(bound: _PostTraits) -> _OneCall:
     run, root = bound.team.group.reduce, root_index(bound.call)
     options = bound.options(dist.ReduceOptions(), rootRank=root)
     if bound.call.rank == bound.call.root:
@@ -218,7 +218,7 @@ def _reduce(bound: _Bound) -> _OneCall:
     return lambda src, dst: (reduce_copy, (src,))
 
 
-def _alltoall(bound: _Bound) -> _OneCall:
+def _alltoall(bound: _PostTraits) -> _OneCall:
     run, options = bound.team.group.alltoall_base, bound.options(dist.AllToAllOptions())
     scale = 1 if bound.dtype in NATIVE else bound.dtype.itemsize
     sides = (bound.call.recv_counts, bound.call.send_counts)
@@ -231,11 +231,11 @@ def _splits(counts: Sequence[int]) -> Sequence[int]:
     return counts if len(set(counts)) > 1 or 0 in counts else ()
 
 
-def _no_call(bound: _Bound) -> None:
+def _no_call(bound: _PostTraits) -> None:
     """Return None: the kind is posted as transfers."""
 
 
-_Builder = Callable[[_Bound], _OneCall | None]
+_Builder = Callable[[_PostTraits], _OneCall | None]
 
 _CALLS: dict[str, _Builder] = by_kind(
     {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mdfuse.backends.base import Posting, PostSite, Work, check_call
 from mdfuse.backends.mpi import library as mpi_library
-from mdfuse.backends.mpi.posts import Team, build_post, check_sizes
+from mdfuse.backends.mpi.posts import MpiTeam, build_post, check_sizes
 from mdfuse.backends.mpi.requests import Waiting
 from mdfuse.backends.staging import Staged, after_the_stream
 from mdfuse.backends.teams import new_teams, not_connected, team_key
@@ -43,7 +43,7 @@ class MpiBackend:
         self._device = device
         self._store = store
         self._waiting = Waiting(timeout_s=timeout_s)
-        self._teams: dict[tuple[int, ...], Team] = {}
+        self._teams: dict[tuple[int, ...], MpiTeam] = {}
         self._is_threaded = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
         self._why_staged: str | None = None
         if device.type == "cuda":
@@ -70,7 +70,7 @@ class MpiBackend:
         alone = self._team(call.team, dict.fromkeys(CARRIED, self._mpi.COMM_SELF))
         return MpiBoundCall(call, team or alone, self)
 
-    def build(self, team: Team, call: Call, dtype: torch.dtype) -> Post:
+    def build(self, team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
         """Return a function that posts a call on buffers of one dtype on this rank's device."""
         post = build_post(team, call, dtype)
         if self._device.type != "cuda":
@@ -79,7 +79,7 @@ class MpiBackend:
             return after_the_stream(post, self._device)
         return Staged(post, call, self._device)
 
-    def check_usable(self, team: Team, call: Call) -> None:
+    def check_usable(self, team: MpiTeam, call: Call) -> None:
         """Refuse a post on a team that failed before, or from a thread that MPI does not serve.
 
         Raises:
@@ -112,10 +112,10 @@ class MpiBackend:
                     comm.Free()
         self._teams.clear()
 
-    def _team(self, ranks: tuple[int, ...], comms: Mapping[str, Any]) -> Team:
-        return Team(mpi=self._mpi, ranks=ranks, comms=comms, waiting=self._waiting)
+    def _team(self, ranks: tuple[int, ...], comms: Mapping[str, Any]) -> MpiTeam:
+        return MpiTeam(mpi=self._mpi, ranks=ranks, comms=comms, waiting=self._waiting)
 
-    def _make(self, team: tuple[int, ...]) -> Team:
+    def _make(self, team: tuple[int, ...]) -> MpiTeam:
         """Make a team's communicators, one per kind.
 
         The members meet in the store first, where waits have a deadline: MPI has none. A
@@ -146,7 +146,7 @@ class MpiBoundCall:
     """A call bound to its team, with one posting function per dtype."""
 
     call: Call
-    team: Team
+    team: MpiTeam
     backend: MpiBackend
     posts: dict[torch.dtype, Post] = field(default_factory=dict)
 

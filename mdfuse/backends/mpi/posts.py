@@ -33,7 +33,7 @@ MOST_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Team:
+class MpiTeam:
     """The ranks of a team and their MPI communicators, one for each kind.
 
     In one communicator, posts of different kinds by mistake would match: MPI delivers a shorter
@@ -73,7 +73,7 @@ class Team:
         )
 
 
-def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
+def build_post(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     """Return a function that posts a call on buffers of one dtype.
 
     Raises:
@@ -110,7 +110,7 @@ def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
 
 
 def _unless_empty(
-    team: Team, call: Call, begin: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+    team: MpiTeam, call: Call, begin: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
 ) -> Post:
     """Return a post that makes one request; without elements, which no rank has then, none."""
 
@@ -122,12 +122,12 @@ def _unless_empty(
     return post
 
 
-def _allgather(team: Team, call: Call, dtype: torch.dtype) -> Post:
+def _allgather(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iallgather, team.memory
     return _unless_empty(team, call, lambda s, d: start([memory(s[0]), kind], [memory(d[0]), kind]))
 
 
-def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
+def _reduce_scatter(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
     start, memory = team.comm(call).Ireduce_scatter_block, team.memory
     return _unless_empty(
@@ -135,7 +135,7 @@ def _reduce_scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     )
 
 
-def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
+def _allreduce(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
     start, memory, in_place = team.comm(call).Iallreduce, team.memory, team.mpi.IN_PLACE
 
@@ -147,13 +147,13 @@ def _allreduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     return _unless_empty(team, call, begin)
 
 
-def _broadcast(team: Team, call: Call, dtype: torch.dtype) -> Post:
+def _broadcast(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     kind, root = carrying_type(team.mpi, dtype), root_index(call)
     start, memory = team.comm(call).Ibcast, team.memory
     return _unless_empty(team, call, lambda s, d: start([memory((s or d)[0]), kind], root))
 
 
-def _reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
+def _reduce(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
     root, start, memory = root_index(call), team.comm(call).Ireduce, team.memory
 
@@ -164,7 +164,7 @@ def _reduce(team: Team, call: Call, dtype: torch.dtype) -> Post:
     return _unless_empty(team, call, begin)
 
 
-def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> Post:
+def _alltoall(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     """Post even where this rank has no elements at all: others may have some."""
     kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Ialltoallv, team.memory
     sends = call.send_counts, _starts(call.send_counts)
@@ -178,7 +178,7 @@ def _alltoall(team: Team, call: Call, dtype: torch.dtype) -> Post:
     return post
 
 
-def _gather(team: Team, call: Call, dtype: torch.dtype) -> Post:
+def _gather(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     """Post on every member, also on those that give nothing; blocks arrive in order of `parts`."""
     kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Igatherv, team.memory
     root, is_root = root_index(call), call.rank == call.root
@@ -195,7 +195,7 @@ def _gather(team: Team, call: Call, dtype: torch.dtype) -> Post:
     return post
 
 
-def _scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
+def _scatter(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     """Post on every member, also on those that get nothing.
 
     MPI reads no block twice, so that the root copies blocks that go to several members.
@@ -221,7 +221,7 @@ def _scatter(team: Team, call: Call, dtype: torch.dtype) -> Post:
     return post
 
 
-def _transferred(team: Team, call: Call, dtype: torch.dtype) -> Post:
+def _transferred(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     """Post transfers between pairs, each in its own dtype."""
     send, receive = team.comm(call).Isend, team.comm(call).Irecv
 
@@ -284,7 +284,7 @@ def _divided(post: Post, call: Call) -> Post:
     return post_sum
 
 
-_Builder = Callable[[Team, Call, torch.dtype], Post]
+_Builder = Callable[[MpiTeam, Call, torch.dtype], Post]
 
 _CALLS: dict[str, _Builder] = by_kind(
     {

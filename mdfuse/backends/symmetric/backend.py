@@ -26,11 +26,11 @@ from mdfuse.backends.base import (
     check_usable,
 )
 from mdfuse.backends.post_notes import PostLog, Track
-from mdfuse.backends.symmetric.cuda_sites import Site, Sited, Tellings, numbering
+from mdfuse.backends.symmetric.cuda_sites import PostNumbers, Sited, Tellings, numbering
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, why_not
 from mdfuse.backends.symmetric.moves import Move, Shape, moves, pieces
 from mdfuse.backends.symmetric.posts import Buffers, bytes_of
-from mdfuse.backends.symmetric.providers import PROVIDERS, Place, Posting, Team
+from mdfuse.backends.symmetric.providers import PROVIDERS, PostFunction, ProviderArgs, SymmetricTeam
 from mdfuse.backends.teams import new_teams, not_connected, team_key
 from mdfuse.backends.transfers import change, composer
 from mdfuse.backends.work import DONE, first_line
@@ -71,12 +71,12 @@ class SymmetricBackend:
     noter: PostLog | None = None
     instead: Callable[[], Backend] | None = None
     carried: dict[tuple[int, ...], str] = field(default_factory=dict, init=False)
-    _teams: dict[tuple[int, ...], Team] = field(default_factory=dict, init=False)
+    _teams: dict[tuple[int, ...], SymmetricTeam] = field(default_factory=dict, init=False)
     _other: Backend | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         check_usable(self.name, why_not())
-        place = Place(
+        place = ProviderArgs(
             rank=self.rank, device=self.device, timeout_s=self.timeout_s, noter=self.noter
         )
         self._provider = PROVIDERS[self.device.type](place)
@@ -135,7 +135,7 @@ class SymmetricBackend:
         """Return memory for buffers of a program; see `Sharing`."""
         return self._provider.arena(size)
 
-    def _poster(self, call: Call, site: Site | None, told: Tellings) -> Poster:
+    def _poster(self, call: Call, site: PostNumbers | None, told: Tellings) -> Poster:
         if call.team in self.carried and self._other is not None:
             return self._other.bind(call)
         team = self._teams.get(call.team)
@@ -152,7 +152,7 @@ class SymmetricBackend:
         if self._other is not None:
             self._other.close()
 
-    def _make(self, team: tuple[int, ...]) -> tuple[Team | None, dict[int, str]]:
+    def _make(self, team: tuple[int, ...]) -> tuple[SymmetricTeam | None, dict[int, str]]:
         """Make an outbox, and open those of the other members.
 
         Returns:
@@ -168,7 +168,7 @@ class SymmetricBackend:
                 Card.of(json.loads(text))
                 for text in self._exchange(store, "card", team, json.dumps(card.fields()))
             ]
-            opened_team: Team | None = None
+            opened_team: SymmetricTeam | None = None
             try:
                 _check_host(self.rank, team, cards)
                 memories = self._opened(team, memory, cards, files)
@@ -249,9 +249,9 @@ class SymmetricPoster:
     """
 
     call: Call
-    team: Team | None
+    team: SymmetricTeam | None
     shape: Shape
-    site: Site | None
+    site: PostNumbers | None
     told: Tellings
     _by_size: dict[int, Callable[[Sequence[Tensor], Sequence[Tensor]], _Bound]] = field(
         default_factory=dict
@@ -304,7 +304,7 @@ class _Bound:
     call: Call
     moves: tuple[Move, ...]
     scratch: int
-    post: Posting | None
+    post: PostFunction | None
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         if self.post is not None:

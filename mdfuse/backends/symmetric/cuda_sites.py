@@ -35,7 +35,7 @@ Place = tuple[str, int] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class PostNumbers:
     """A post of a program: for each member, its number among the posts with that member.
 
     Attributes:
@@ -49,18 +49,18 @@ class Site:
     of: tuple[tuple[int, int], ...]
 
 
-def numbering(run: int) -> Callable[[Call], Site | None]:
+def numbering(run: int) -> Callable[[Call], PostNumbers | None]:
     """Return a function that numbers the posts of a plan, which come in program order.
 
     >>> number = numbering(3)
     >>> number(Call(kind="Exchange", team=(4, 5, 7), rank=5, sends=(7, 7), recvs=(4,)))
-    Site(run=3, to=((2, 0),), of=((0, 0),))
+    PostNumbers(run=3, to=((2, 0),), of=((0, 0),))
     >>> number(Call(kind="Allgather", team=(4, 5, 7), rank=5)).of
     ((0, 1), (2, 0))
     """
     counts: Counter[tuple[tuple[int, ...], int, bool]] = Counter()
 
-    def number(call: Call) -> Site | None:
+    def number(call: Call) -> PostNumbers | None:
         if call.kind in POINT_TO_POINT:
             sides = {*call.sends}, {*call.recvs}
         elif call.kind in _ALL_TO_ALL:
@@ -72,7 +72,7 @@ def numbering(run: int) -> Callable[[Call], Site | None]:
             members = sorted(map(call.team.index, ranks))
             places.append(tuple((m, counts[call.team, m, bool(is_read)]) for m in members))
             counts.update((call.team, m, bool(is_read)) for m in members)
-        return Site(run=run, to=places[0], of=places[1])
+        return PostNumbers(run=run, to=places[0], of=places[1])
 
     return number
 
@@ -93,7 +93,7 @@ class Told:
 
 
 #: (team, site) -> its published addresses, as long as the program lives.
-Tellings = dict[tuple[tuple[int, ...], Site], Told]
+Tellings = dict[tuple[tuple[int, ...], PostNumbers], Told]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class Sited:
     """
 
     call: Call
-    site: Site
+    site: PostNumbers
     told: Tellings
     pieces: Mapping[int, Sequence[Piece]]
     remade: Callable[[Shown], tuple[Move, ...]]
@@ -117,7 +117,7 @@ class Sited:
 class _Known:
     """The pieces that are shown at a site; see `Shown`."""
 
-    site: Site
+    site: PostNumbers
     mine: Mapping[int, Sequence[Place]]
     others: Mapping[int, Sequence[int | None]]
 
@@ -170,7 +170,7 @@ class Sites:
             telling.moves = sited.remade(_Known(site, telling.mine, self._others(sited)))
         return telling.moves
 
-    def _tell(self, site: Site, mine: Mapping[int, Sequence[Place]]) -> None:
+    def _tell(self, site: PostNumbers, mine: Mapping[int, Sequence[Place]]) -> None:
         """Publish to each reader the addresses of its pieces; the reader deletes the text."""
         for reader, number in site.to:
             key = f"{site.run}/{self.own}/{reader}/{number}"

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.symmetric.cuda_memory import Lane
-from mdfuse.backends.symmetric.cuda_turns import Turns
+from mdfuse.backends.symmetric.cuda_turns import LaneOrder
 from mdfuse.backends.symmetric.moves import Move, Put, See, Show, Take
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.transfers import change
@@ -50,7 +50,7 @@ class CudaTeam:
 
     own: int
     outboxes: Sequence[CudaOutbox]
-    turns: Turns
+    turns: LaneOrder
     lane: Lane
     tell: Lane
     watch: Lane

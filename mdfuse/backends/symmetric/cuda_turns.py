@@ -10,7 +10,7 @@ from mdfuse.backends.nccl.cuda_driver import Device
 from mdfuse.backends.symmetric.cuda_memory import Lane
 
 
-class Turns:
+class LaneOrder:
     """The order of all work queued on the lanes of one rank, and of replays.
 
     Args:

@@ -41,7 +41,7 @@ FEW_CHUNKS = SLOTS
 _LIVENESS_S = 0.1
 
 
-class Progress:
+class PendingPosts:
     """The posts of this process that are under way, and the waits for them."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class HostTeam:
     own: int
     outboxes: Sequence[HostOutbox]
     processes: Sequence[Process]
-    progress: Progress
+    progress: PendingPosts
     timeout_s: float
     heap: Heap | None = None
     is_broken: bool = False

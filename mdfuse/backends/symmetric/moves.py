@@ -205,7 +205,7 @@ def moves(
     Take
     """
     ordered: list[Move] = []
-    ends = _Ends(call, composition, itemsize, shape, shown)
+    ends = _CallPieces(call, composition, itemsize, shape, shown)
     ordered += ends.shows()
     for step, before in zip(composition.steps, _counted(call, composition), strict=True):
         ordered += step.local
@@ -238,7 +238,7 @@ def kind_of(tag: int) -> str:
     return CARRIED[(((tag & ~IN_HEAP) - 1) >> _SIZE_BITS) % len(CARRIED)]
 
 
-class _Ends:
+class _CallPieces:
     """A rank's part of a call, and the pieces of it that are shown.
 
     Attributes:
@@ -306,7 +306,7 @@ class _Moving:
         before: how many pieces went to each member, and came from it, in the steps before.
     """
 
-    ends: _Ends
+    ends: _CallPieces
     step: Round
     before: tuple[Counter[int], Counter[int]]
 

@@ -27,10 +27,10 @@ from mdfuse.backends.symmetric.cuda_heap import CudaHeap, Lanes, Run, heap_of
 from mdfuse.backends.symmetric.cuda_memory import too_few_queues
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites
 from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
-from mdfuse.backends.symmetric.cuda_turns import Turns
+from mdfuse.backends.symmetric.cuda_turns import LaneOrder
 from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
-from mdfuse.backends.symmetric.host_team import HostTeam, Progress, outbox_of
+from mdfuse.backends.symmetric.host_team import HostTeam, PendingPosts, outbox_of
 from mdfuse.backends.symmetric.moves import Move, Shape
 from mdfuse.backends.symmetric.posts import Buffers
 from mdfuse.backends.work import DONE
@@ -47,7 +47,7 @@ _PLACE = 8
 _CLOSING_S = 2.0
 
 
-class Posting(Protocol):
+class PostFunction(Protocol):
     """A function that posts a call on buffers of certain sizes."""
 
     def __call__(
@@ -56,10 +56,10 @@ class Posting(Protocol):
         """Make, or begin, moves between at least one buffer, and room for elements."""
 
 
-class Team(Protocol):
+class SymmetricTeam(Protocol):
     """A team whose members have opened each other's outboxes."""
 
-    def poster(self, call: Call, size: int, sited: Sited | None) -> Posting:
+    def poster(self, call: Call, size: int, sited: Sited | None) -> PostFunction:
         """Return the function that posts a call with buffers of `size` bytes, at a site."""
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Provider(Protocol):
         shape: Shape,
         found: Sequence[tuple[SharedMemory, Card]],
         store: Store,
-    ) -> Team:
+    ) -> SymmetricTeam:
         """Return the team, from the outboxes of all members in team order.
 
         Raises:
@@ -106,7 +106,7 @@ class Provider(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProviderArgs:
     """The arguments with which a provider is opened: see `World`."""
 
     rank: int
@@ -132,8 +132,8 @@ class HostProvider:
     #: memory takes room once it is written to: at most four slots for each team of a rank
     slot = _MIB
 
-    def __init__(self, place: Place) -> None:
-        self._progress, self._timeout_s = Progress(), place.timeout_s
+    def __init__(self, place: ProviderArgs) -> None:
+        self._progress, self._timeout_s = PendingPosts(), place.timeout_s
         self._heap = open_heap()
         #: the heaps of members, which teams keep open
         self._heaps: WeakValueDictionary[Card, SharedMemory] = WeakValueDictionary()
@@ -198,13 +198,13 @@ class CudaProvider:
     #: larger copies go no faster; a team takes four slots of each rank's memory
     slot = 8 * _MIB
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ProviderArgs) -> None:
         check_usable("symmetric", too_few_queues())
         torch.cuda.set_device(place.device)
         torch.cuda.synchronize(place.device)  # makes its context current, which the driver asks for
         self._place = place
         self._heap, self._device = heap_of(place.device), CudaDevice(place.device)
-        self._turns = Turns(self._device)
+        self._turns = LaneOrder(self._device)
         #: handle -> the run offered to a team that is not made yet
         self._outboxes: dict[str, Run] = {}
 
@@ -293,7 +293,7 @@ class CudaOutboxes:
     own_words: Any
     outbox: Run
 
-    def poster(self, call: Call, size: int, sited: Sited | None) -> Posting:
+    def poster(self, call: Call, size: int, sited: Sited | None) -> PostFunction:
         notes = _silent, _silent
         if self.noter is not None:
             notes = self.noter.prepare(_subject(call, size), self.track)
@@ -345,4 +345,7 @@ OUTBOX_BYTES = {
 }
 
 #: By the device that buffers are on.
-PROVIDERS: Mapping[str, Callable[[Place], Provider]] = {"cpu": HostProvider, "cuda": CudaProvider}
+PROVIDERS: Mapping[str, Callable[[ProviderArgs], Provider]] = {
+    "cpu": HostProvider,
+    "cuda": CudaProvider,
+}

@@ -18,7 +18,7 @@ from mdfuse.backends.transfers import composer
 from mdfuse.backends.ucx.engine import MOST_TEAMS, Channel, Engine
 from mdfuse.backends.ucx.gate import Gate
 from mdfuse.backends.ucx.library import load, why_not, why_staged
-from mdfuse.backends.ucx.work import Buffers, ComposedWork
+from mdfuse.backends.ucx.work import ComposedWork, UcxBuffers
 from mdfuse.backends.work import DONE
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
@@ -151,7 +151,7 @@ class UcxPoster:
         return ComposedWork(
             self.call,
             composition,
-            Buffers(srcs, dsts, scratch),
+            UcxBuffers(srcs, dsts, scratch),
             channel=self.channel,
             engine=self.engine,
             timeout_s=self.timeout_s,

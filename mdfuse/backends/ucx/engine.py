@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mdfuse.backends.ucx.library import Library
+from mdfuse.backends.ucx.library import UcxLibrary
 
 #: A tag, from the highest bit: kind, team, sender, number of the message, its size. UCX matches by
 #: tag alone, and would deliver a message into a larger buffer without an error, hence the size.
@@ -91,7 +91,7 @@ class Engine:
     """
 
     def __init__(
-        self, library: Library, *, can_sleep: bool = True, is_one_host: bool = False
+        self, library: UcxLibrary, *, can_sleep: bool = True, is_one_host: bool = False
     ) -> None:
         self._library = library
         self._context, self._worker = library.open_worker(is_one_host)

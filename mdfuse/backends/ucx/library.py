@@ -43,7 +43,7 @@ _LOAD_FIRST = (
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class UcxLibrary:
     """The parts of ucxx that mdfuse uses; ucxx has no type information.
 
     Attributes:
@@ -67,7 +67,7 @@ class Library:
 
 
 @cache
-def load() -> Library:
+def load() -> UcxLibrary:
     """Load UCX, which must happen before MPI is loaded: MPI may bring an older UCX of its own.
 
     Raises:
@@ -80,7 +80,7 @@ def load() -> Library:
         importlib.import_module("libucx").load_library()
     api = importlib.import_module("ucxx._lib.libucxx")
     array = importlib.import_module("ucxx._lib.arr").Array
-    return Library(api=api, array=array, error=api.UCXError)
+    return UcxLibrary(api=api, array=array, error=api.UCXError)
 
 
 def why_not() -> tuple[str, str] | None:

@@ -21,7 +21,7 @@ from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import CARRIED
 
 
-class Buffers:
+class UcxBuffers:
     """The buffers of a post: as tensors for local work, as bytes for UCX."""
 
     __slots__ = ("_bytes", "_flat")
@@ -75,7 +75,7 @@ class ComposedWork:
 
     call: Call
     composition: Composition
-    buffers: Buffers
+    buffers: UcxBuffers
     _: KW_ONLY
     channel: Channel
     engine: Engine
@@ -167,7 +167,7 @@ class ComposedWork:
         return f"after {self.timeout_s:g} s nothing came from, or was taken by, rank {ranks}"
 
 
-def _messages(step: Round, buffers: Buffers, channel: Channel, kind: int) -> list[_Message]:
+def _messages(step: Round, buffers: UcxBuffers, channel: Channel, kind: int) -> list[_Message]:
     """Return the messages of a step with their tags, receives first.
 
     A message that comes early then finds its buffer.
@@ -187,4 +187,4 @@ KIND_NUMBERS = {kind: n for n, kind in enumerate(CARRIED)}
 #: The reason given by a wait that another thread ended.
 _ENDED = "the wait was ended: another rank does not take part"
 
-_NOTHING = Buffers((), (), torch.empty(0))
+_NOTHING = UcxBuffers((), (), torch.empty(0))

@@ -19,7 +19,7 @@ from mdfuse.cli.calibration.microbenchmarks import (
     BETWEEN,
     OPTIONS,
     TURNS,
-    Subject,
+    Microbenchmark,
     chains,
     linear,
     switches,
@@ -127,7 +127,7 @@ class Measurements:
         self.times["run", "switch"] = {1: self._switch()}
         self._share()
 
-    def _subjects(self, advance: Callable[[], object]) -> Iterator[list[Subject]]:
+    def _subjects(self, advance: Callable[[], object]) -> Iterator[list[Microbenchmark]]:
         """Yield this rank's subjects in groups; after each kind the ranks share its times."""
         for name, some in subjects(self.scale, self.comm.size, self.backends).items():
             start, mine = time.perf_counter(), self._mine(some(), advance)
@@ -136,14 +136,16 @@ class Measurements:
             self._share()
             self.told(f"{name}: {time.perf_counter() - start:.1f} s")
 
-    def _mine(self, some: Iterable[Subject], advance: Callable[[], object]) -> Iterator[Subject]:
+    def _mine(
+        self, some: Iterable[Microbenchmark], advance: Callable[[], object]
+    ) -> Iterator[Microbenchmark]:
         """Yield the subjects of this rank: ranks share out local work."""
         for n, subject in enumerate(some):
             if self._ranks(subject) is self.comm or n % self.comm.size == self.comm.rank:
                 yield subject
             advance()
 
-    def _measure(self, some: Sequence[Subject]) -> None:
+    def _measure(self, some: Sequence[Microbenchmark]) -> None:
         """Measure subjects that are prepared together."""
         collected()  # buffers of earlier subjects are garbage
         calls = [self._run_of(x.program, x.options, self._ranks(x)) for x in some]
@@ -157,18 +159,18 @@ class Measurements:
         subject = linear(self.scale, mesh, self.scale.dtypes[0], self.scale.rows[-1], n, n)
         return self._run_of(subject.program, subject.options, self._ranks(subject))
 
-    def _ranks(self, subject: Subject) -> Communicator:
+    def _ranks(self, subject: Microbenchmark) -> Communicator:
         """Return the ranks that run a subject: all for communications, else each by itself."""
         return self.comm if subject.is_sent else self.alone or self.comm
 
-    def _note(self, subject: Subject, seconds: float) -> None:
+    def _note(self, subject: Microbenchmark, seconds: float) -> None:
         """Keep the seconds of a subject, less those of the other work of its program."""
         if subject.local:
             mine, costs = project(subject.program, 0), self.costs
             seconds -= sum(costs.seconds(mine, i) for i in subject.local)
         self.times.setdefault((subject.table, subject.key), {})[subject.at] = seconds
 
-    def _once(self, subject: Subject, call: Call) -> float:
+    def _once(self, subject: Microbenchmark, call: Call) -> float:
         """Return the seconds of one repetition of a subject in a run."""
         comm = self._ranks(subject)
         clock = WALL if subject.is_sent else own_clock()

@@ -30,7 +30,7 @@ _WIDTH = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class Microbenchmark:
     """Something that is measured.
 
     Attributes:
@@ -117,7 +117,7 @@ WORKS: dict[str, _Apply] = {
 FEW = ("add", "exp", "sum", "softmax")
 
 
-def works(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
+def works(scale: Scale, mesh: DeviceMesh) -> Iterator[Microbenchmark]:
     """Yield pointwise work, reductions and copies, of each size; other work is like `add`."""
     for dtype in scale.dtypes:
         names = [*WORKS] if dtype is scale.dtypes[0] else FEW
@@ -136,7 +136,7 @@ def works(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
 
 def _work(
     scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, apply: _Apply, shape: tuple[int, ...]
-) -> Subject:
+) -> Microbenchmark:
     size = 2 * math.prod(shape) * dtype.itemsize
     with FusionDefinition("work") as fd:
         for _ in range(max(1, min(scale.tensors, scale.stale // size))):
@@ -145,7 +145,7 @@ def _work(
     return _local(scale, "works", compile(fd, OPTIONS).host)
 
 
-def _across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Subject:
+def _across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Microbenchmark:
     """Return the subject of sums of two tensors, one of which lies column by column."""
     rows = max(1, size // dtype.itemsize // 2 // _WIDTH)
     with FusionDefinition("across") as fd:
@@ -155,7 +155,9 @@ def _across(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Su
     return replace(subject, key=WorkKey("across", dtype_name(dtype)))
 
 
-def _compiled(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int) -> Iterator[Subject]:
+def _compiled(
+    scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, size: int
+) -> Iterator[Microbenchmark]:
     """Yield the subjects of compiled launches: pointwise work, and work across memory.
 
     The latter reduces rows or does not. Each launch is one kernel where there is a compiler, as in
@@ -183,7 +185,7 @@ def _sum_across(fd: FusionDefinition, mesh: DeviceMesh, dtype: torch.dtype, rows
     return x + fd.ops.permute(z, [1, 0])
 
 
-def _local(scale: Scale, table: Literal["works", "products"], host: HostProgram) -> Subject:
+def _local(scale: Scale, table: Literal["works", "products"], host: HostProgram) -> Microbenchmark:
     """Return the subject of a program of equal instructions."""
     mine = project(host, host.meshes[0].ranks[0])
     (first, *others) = [i for i in mine.instructions if is_work(i)]
@@ -192,7 +194,7 @@ def _local(scale: Scale, table: Literal["works", "products"], host: HostProgram)
     once = max(count / scale.flops, moved / scale.bandwidth, ONCE_S)
     loops = max(1, how_often(scale, once) // works)
     dtype = dtype_name(mine.types[first.outputs[0]].dtype)
-    return Subject(
+    return Microbenchmark(
         table=table,
         key=WorkKey(first.fn or "", dtype),
         at=(sizes[1], sizes[2], sizes[3]) if sizes is not None else float(count or moved),
@@ -217,7 +219,7 @@ def runs_of(scale: Scale, run_s: float) -> int:
     return max(1, min(_MOST_RUNS, round(scale.sample_s / run_s)))
 
 
-def products(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
+def products(scale: Scale, mesh: DeviceMesh) -> Iterator[Microbenchmark]:
     """Yield linear layers and, fewer, products, on a grid; in types but the first also fewer."""
     for dtype in scale.dtypes:
         for is_linear in (True, False):
@@ -228,14 +230,16 @@ def products(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
                     yield from (_product(scale, mesh, dtype, is_linear, m, n, k) for k in features)
 
 
-def linear(scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, m: int, n: int, k: int) -> Subject:
+def linear(
+    scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, m: int, n: int, k: int
+) -> Microbenchmark:
     """Return the subject of a linear layer of so many rows, features and inner ones."""
     return _product(scale, mesh, dtype, True, m, n, k)
 
 
 def _product(
     scale: Scale, mesh: DeviceMesh, dtype: torch.dtype, is_linear: bool, m: int, n: int, k: int
-) -> Subject:
+) -> Microbenchmark:
     size = n * k * dtype.itemsize
     once = max(2 * m * n * k / scale.flops, size / scale.bandwidth, ONCE_S)
     most = max(_LEAST_WEIGHTS, min(scale.tensors, round(_LONGER * scale.run_s / once)))
@@ -255,7 +259,7 @@ _HEADS = 16
 MASKS = False, True
 
 
-def attentions(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
+def attentions(scale: Scale, mesh: DeviceMesh) -> Iterator[Microbenchmark]:
     """Yield attention, with and without a causal mask.
 
     On a GPU it is measured by blocks, keys and features of a head, else for each query by keys.
@@ -277,7 +281,7 @@ def attentions(scale: Scale, mesh: DeviceMesh) -> Iterator[Subject]:
         yield _one_query(scale, mesh, length)
 
 
-def _attention(scale: Scale, mesh: DeviceMesh, shape: list[int], mask: bool) -> Subject:
+def _attention(scale: Scale, mesh: DeviceMesh, shape: list[int], mask: bool) -> Microbenchmark:
     with FusionDefinition("attention") as fd:
         q, k, v = (fd.define_tensor(shape, scale.dtypes[0], mesh=mesh) for _ in range(3))
         fd.add_output(fd.ops.scaled_dot_product_attention(q, k, v, is_causal=mask))
@@ -289,7 +293,7 @@ def _attention(scale: Scale, mesh: DeviceMesh, shape: list[int], mask: bool) -> 
 _DECODED = 16, 4, 4, 64
 
 
-def _one_query(scale: Scale, mesh: DeviceMesh, length: int) -> Subject:
+def _one_query(scale: Scale, mesh: DeviceMesh, length: int) -> Microbenchmark:
     """Return the subject of attention of one query each, as in decoding.
 
     It is measured by bytes: its keys are in no core's cache.

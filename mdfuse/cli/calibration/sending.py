@@ -12,7 +12,7 @@ from mdfuse.cli.calibration.microbenchmarks import (
     CHAINS,
     ONCE_S,
     OPTIONS,
-    Subject,
+    Microbenchmark,
     how_often,
     repeated,
     runs_of,
@@ -100,7 +100,7 @@ def ways(ranks: int, backends: Backends = USUAL) -> list[Way]:
     return [Way(*kind, *backend) for backend in backends.items() for kind in kinds]
 
 
-def links(scale: Scale, of: Iterable[Way]) -> Iterator[Subject]:
+def links(scale: Scale, of: Iterable[Way]) -> Iterator[Microbenchmark]:
     """Yield communications of each size."""
     for way in of:
         for size in scale.messages:
@@ -129,7 +129,7 @@ def _products(
         yield fd.ops.linear(x, w)
 
 
-def _chilled(scale: Scale, way: Way, size: int) -> Subject:
+def _chilled(scale: Scale, way: Way, size: int) -> Microbenchmark:
     """Return the subject of communications behind a product that evicts a GPU's cache.
 
     The product has few rows and more weights than the cache holds, so that the library's own data
@@ -157,7 +157,7 @@ def _products_first(host: HostProgram) -> HostProgram:
 _BEHIND, _BEHIND_RUNS, _BEHIND_S = 4, 4, 25e-3
 
 
-def _behind(scale: Scale, way: Way, host: HostProgram) -> Subject:
+def _behind(scale: Scale, way: Way, host: HostProgram) -> Microbenchmark:
     """Return the subject of communications, each of them behind other work of its ranks."""
     post = next(i for i in host.instructions if i.op in POSTS)
     behind = _products_first(host)
@@ -185,13 +185,13 @@ def received(host: HostProgram) -> int:
     return max(1, *(comm.bytes_received(rank) for rank in comm.destination.mesh.ranks))
 
 
-def _sent(scale: Scale, way: Way, host: HostProgram) -> Subject:
+def _sent(scale: Scale, way: Way, host: HostProgram) -> Microbenchmark:
     moved = received(host)
     once = max(4 * moved / scale.bandwidth, 10 * ONCE_S)  # slower than memory
     loops = how_often(scale, once)
     mine = project(host, host.communications[0].source.mesh.ranks[0])
     local = tuple(i for i in mine.instructions if is_work(i))
-    return Subject(
+    return Microbenchmark(
         table="links",
         key=way.key,
         at=float(moved),

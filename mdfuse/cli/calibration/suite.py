@@ -9,7 +9,7 @@ from mdfuse.cli.calibration.microbenchmarks import (
     FEW,
     MASKS,
     WORKS,
-    Subject,
+    Microbenchmark,
     attentions,
     products,
     works,
@@ -21,7 +21,7 @@ from mdfuse.mesh import DeviceMesh
 
 def subjects(
     scale: Scale, ranks: int, backends: Backends = USUAL
-) -> Mapping[str, Callable[[], Iterator[Subject]]]:
+) -> Mapping[str, Callable[[], Iterator[Microbenchmark]]]:
     """Return the subjects for some ranks: local work first, which communications need."""
     mesh = DeviceMesh.arange(x=ranks)
     return {

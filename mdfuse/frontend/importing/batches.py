@@ -11,7 +11,7 @@ from typing import Any
 
 from mdfuse.extents.extent import are_same
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing.joined import Joined
+from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.importing.views import Views
 
 Dispatch = Callable[[str, Sequence[Any], Mapping[str, Any]], Any]
@@ -36,7 +36,7 @@ def on_batches(
     views: Views, target: str, args: Sequence[Any], kwargs: Mapping[str, Any], dispatch: Dispatch
 ) -> Handle | None:
     """Apply an operation with the first dim unmerged; None if it is one dim, or must be."""
-    if target not in TARGETS or any(isinstance(x, Joined) for x in args):
+    if target not in TARGETS or any(isinstance(x, JoinedTensors) for x in args):
         return None
     if target in _OF_ROWS and args[1] not in (1, 2, -1, -2):
         return None

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.given import why_no_numbers
-from mdfuse.frontend.importing.capture import Captured
+from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.place import nearest
 
 
-def numbers_of(captured: Captured, said: Mapping[str, Any]) -> dict[str, Tensor]:
+def numbers_of(captured: ExportedModule, said: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the numbers that a caller gives to buffers, by name.
 
     Raises:

@@ -18,12 +18,12 @@ from mdfuse.frontend.grad import recompute
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import routes
 from mdfuse.frontend.importing.batches import on_batches
-from mdfuse.frontend.importing.capture import Captured
+from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.constants import Distinct, as_value, is_made
-from mdfuse.frontend.importing.drawn import Context, draws
+from mdfuse.frontend.importing.drawn import RecordingContext, draws
 from mdfuse.frontend.importing.fold import Folded
 from mdfuse.frontend.importing.indices import ramp_of
-from mdfuse.frontend.importing.joined import GROUPED, RULES, Joined
+from mdfuse.frontend.importing.joined import GROUPED, RULES, JoinedTensors
 from mdfuse.frontend.importing.lines import called_at, line_of
 from mdfuse.frontend.importing.place import Placed
 from mdfuse.frontend.importing.routes import leaves
@@ -61,7 +61,7 @@ class Model:
         gather: axes along which parameters are gathered before they are read.
     """
 
-    captured: Captured
+    captured: ExportedModule
     live: Mapping[Node, None]
     folded: Folded
     mesh: DeviceMesh
@@ -111,7 +111,7 @@ class Model:
 
     def _define(
         self, fd: FusionDefinition, name: str, node: Node, symbols: dict[str, int]
-    ) -> Handle | Joined:
+    ) -> Handle | JoinedTensors:
         """Define the inputs of a node; equal extents that runs choose are one symbol."""
         value = self.folded[node] if node in self.constants else node.meta["val"]
         layout = self.layout(node)
@@ -123,7 +123,9 @@ class Model:
             for d, n in enumerate(shape):
                 if n == -1:
                     symbols.setdefault(str(value.shape[d]), parts[-1].shape[d])
-        return Joined(tuple(parts), self.blocks[node].dim) if node in self.blocks else parts[0]
+        return (
+            JoinedTensors(tuple(parts), self.blocks[node].dim) if node in self.blocks else parts[0]
+        )
 
     def layout(self, node: Node) -> Layout:
         """Return the layout of a parameter, a constant or an argument."""
@@ -160,9 +162,9 @@ class Model:
             boxes.append(tuple(boxes_of(rows)))
         return boxes
 
-    def gathered(self, node: Node, x: Handle | Joined) -> Handle | Joined:
+    def gathered(self, node: Node, x: Handle | JoinedTensors) -> Handle | JoinedTensors:
         """Gather a parameter along the `gather` axes; the backward gathers it again."""
-        if isinstance(x, Joined):
+        if isinstance(x, JoinedTensors):
             return x.mapped(lambda part: self._brought(node, part))
         return self._brought(node, x)
 
@@ -195,7 +197,7 @@ class Blocks:
 class Inputs:
     """Inputs of a definition: by placeholder or constant, and the seed of random numbers."""
 
-    nodes: Mapping[Node, Handle | Joined]
+    nodes: Mapping[Node, Handle | JoinedTensors]
     seed: Handle | None
 
 
@@ -206,7 +208,7 @@ def _value_name(name: str) -> str | None:
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def check_known(captured: Captured, live: Mapping[Node, None]) -> None:
+def check_known(captured: ExportedModule, live: Mapping[Node, None]) -> None:
     """Raise DefinitionError that lists all operations that are not in the table."""
     unknown = [n for n in live if n.op == "call_function" and not is_known(str(n.target))]
     if not unknown:
@@ -338,7 +340,7 @@ def _not_made(model: Model, place: int, node: Node) -> DefinitionError:
 
 def whole(x: Any) -> Any:
     """Return a value as one handle: joined parts are concatenated, deferred sorts are done."""
-    while isinstance(x, (Joined, *routes.KINDS)):
+    while isinstance(x, (JoinedTensors, *routes.KINDS)):
         x = x.whole()
     return x
 
@@ -349,7 +351,7 @@ class _Recording:
     def __init__(self, model: Model, inputs: Inputs) -> None:
         given = inputs.nodes
         self.model, self.views = model, Views()
-        self.context = Context(inputs.seed)
+        self.context = RecordingContext(inputs.seed)
         self.known: dict[Node, Any] = {**given, **{n: given[m] for n, m in model.same.items()}}
         self._gathered: dict[Node, Any] = {}
         self._made: dict[int, Handle] = {}
@@ -367,7 +369,7 @@ class _Recording:
             return self.known[node]
         if node not in self._gathered:
             gathered = self._gathered[node] = self.model.gathered(node, self.known[node])
-            for x in gathered.parts if isinstance(gathered, Joined) else [gathered]:
+            for x in gathered.parts if isinstance(gathered, JoinedTensors) else [gathered]:
                 self._parts[x.id] = self.model.parts_of_rows(node)
         return self._gathered[node]
 
@@ -404,7 +406,7 @@ class _Recording:
         target = str(node.target)
         if not self._is_routed:
             return self._apply(target, args, kwargs)
-        call = routes.Call(
+        call = routes.GraphCall(
             target=target,
             is_pointwise=routes.is_pointwise(node),
             apply=self._apply,
@@ -436,12 +438,12 @@ class _Recording:
             return self._dispatch(target, args, kwargs)
         product = self._dispatch(target, (*args[:at], apart, *args[at + 1 :]), kwargs)
         n = x.shape[0]
-        if isinstance(product, Joined):
+        if isinstance(product, JoinedTensors):
             return product.mapped(lambda part: self.views.reshape(part, (n, part.shape[-1])), 1)
         return self.views.reshape(product, (n, product.shape[-1]))
 
     def _dispatch(self, target: str, args: Any, kwargs: Any) -> Any:
-        if any(isinstance(x, Joined) for x in leaves((args, kwargs))):
+        if any(isinstance(x, JoinedTensors) for x in leaves((args, kwargs))):
             rule = RULES.get(target)
             joined = rule(self.views, *args, **kwargs) if rule else None
             if joined is not None:

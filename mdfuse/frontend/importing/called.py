@@ -10,7 +10,7 @@ from torch.fx import Node
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.build import Model, record
-from mdfuse.frontend.importing.joined import Joined
+from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.ops.views import set as set_
 from mdfuse.ir.graph import dtype_name
 from mdfuse.names import is_value_name
@@ -51,7 +51,7 @@ def called(
     weights: dict[str, Handle] = {}
     for node in (*model.parameters, *model.constants):
         x = inputs.nodes[node]
-        weights |= {part.name: part for part in (x.parts if isinstance(x, Joined) else (x,))}
+        weights |= {part.name: part for part in (x.parts if isinstance(x, JoinedTensors) else (x,))}
     return unflattened(returned, captured.structure[1]), weights
 
 

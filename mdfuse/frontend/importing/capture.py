@@ -52,7 +52,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class OutputLeaf:
     """A leaf of the module's result.
 
     Attributes:
@@ -69,7 +69,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
+class ExportedModule:
     """An exported module.
 
     Attributes:
@@ -94,7 +94,7 @@ class Captured:
     constants: Mapping[Node, Tensor]
     origins: Mapping[Node, str]
     inputs: Mapping[Node, str]
-    outputs: tuple[Output, ...]
+    outputs: tuple[OutputLeaf, ...]
     mutated: tuple[Node, ...]
     unused: tuple[Parameter, ...]
     structure: tuple[Any, Any]
@@ -120,7 +120,7 @@ class Captured:
 class _Seen:
     """The result of a module during export, which undoes changes to the module."""
 
-    outputs: tuple[Output, ...] = ()
+    outputs: tuple[OutputLeaf, ...] = ()
     structure: Any = None
 
 
@@ -140,14 +140,14 @@ class _Whole(nn.Module):
         args, kwargs = unflattened(leaves, self.structure)
         paths, self.seen.structure = flattened(self.module(*args, **kwargs))
         results: list[Tensor] = []
-        outputs: list[Output] = []
+        outputs: list[OutputLeaf] = []
         for path, x in paths:
             is_tensor = isinstance(x, Tensor)
             place = len(results) if is_tensor else None
             results += [x] if is_tensor else []
             is_plain = isinstance(x, _PLAIN)
             outputs.append(
-                Output(
+                OutputLeaf(
                     path=key_text(path),
                     place=place,
                     constant=x if is_plain else None,
@@ -167,7 +167,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     adapters: Mapping[str, Any] | None = None,
-) -> Captured:
+) -> ExportedModule:
     """Export a module for arguments of these shapes and dtypes.
 
     Args:
@@ -190,7 +190,7 @@ def _captured(
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
     adapters: Mapping[str, Adapter],
-) -> Captured:
+) -> ExportedModule:
     held = chain(module.parameters(), module.buffers())
     device = next((x.device for x in held), torch.device("cpu"))
     paths, structure = flattened((tuple(args), dict(kwargs or {})))
@@ -215,7 +215,7 @@ def _captured(
     places.sort(exported, {name: p for p in parameters for name in p.names}, names)
     mutated = _mutated(module, exported, places)
     read = {p.name for n, p in places.parameters.items() if n.users}
-    return Captured(
+    return ExportedModule(
         module=module,
         name=type(module).__name__,
         graph=exported.graph_module,

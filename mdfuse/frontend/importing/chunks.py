@@ -16,7 +16,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from mdfuse.frontend.importing.metadata import Place, check_file
+from mdfuse.frontend.importing.metadata import StoredBytes, check_file
 from mdfuse.layouts.boxes import Box, box_shape, index_of
 from mdfuse.torch_private import untransformed
 
@@ -78,7 +78,7 @@ def opened(path: Path) -> BinaryIO:
     return path.open("rb", buffering=0)
 
 
-def read_box(path: Path, place: Place, sizes: Sequence[int], box: Box, into: Tensor) -> None:
+def read_box(path: Path, place: StoredBytes, sizes: Sequence[int], box: Box, into: Tensor) -> None:
     """Read a box of the tensor in a part of a file.
 
     Args:

@@ -18,13 +18,13 @@ ops: Any = operations
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class RecordingContext:
     """The context of a recording besides its graph: a seed."""
 
     seed: Handle | None
 
 
-def dropout(context: Context, x: Handle, p: float = 0.5, train: bool = False) -> Any:
+def dropout(context: RecordingContext, x: Handle, p: float = 0.5, train: bool = False) -> Any:
     return ops.dropout(x, p, context.seed) if train and p else x
 
 
@@ -51,7 +51,7 @@ def rrelu(x: Handle, lower: float = 1 / 8, upper: float = 1 / 3, train: bool = F
 
 
 def attention(
-    context: Context,
+    context: RecordingContext,
     query: Handle,
     key: Handle,
     value: Handle,

@@ -42,7 +42,7 @@ def dims_of_tensors(
     if said is None or (isinstance(said, Mapping | Sequence) and not len(said)):
         return None
     by_name, by_tensor = _by_name(module, args, kwargs, said, names)
-    dims = _Dims(_named(said))
+    dims = _NamedDims(_named(said))
     chosen: list[dict[int, Any] | None] = []
     for name, x, of in _arguments(module, args, kwargs, by_name):
         chosen += dims.of(name, x, of)
@@ -143,7 +143,7 @@ def _named(said: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Dims:
+class _NamedDims:
     """Torch dims by name; a name alone adds a new one."""
 
     known: dict[str, Any]

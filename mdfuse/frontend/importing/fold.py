@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.importing.buffers import made_again
-from mdfuse.frontend.importing.capture import Captured
+from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.constants import Distinct
 from mdfuse.frontend.importing.drawn import draws
 from mdfuse.frontend.importing.lines import line_of
@@ -30,7 +30,7 @@ _SHAPE_ONLY = {
 _CPU = torch.device("cpu")
 
 
-def live_nodes(captured: Captured) -> dict[Node, None]:
+def live_nodes(captured: ExportedModule) -> dict[Node, None]:
     """Return the nodes that depend on an input or a parameter and lead to a result, in order."""
     live: dict[Node, None] = dict.fromkeys([*captured.parameters, *captured.inputs])
     for node in captured.graph.graph.nodes:
@@ -68,7 +68,7 @@ class Folded:
     """
 
     def __init__(
-        self, captured: Captured, live: Mapping[Node, None], buffers: Mapping[str, Tensor]
+        self, captured: ExportedModule, live: Mapping[Node, None], buffers: Mapping[str, Tensor]
     ) -> None:
         self.captured = captured
         self._live = live

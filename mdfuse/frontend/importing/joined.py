@@ -1,8 +1,8 @@
 """Keep the blocks of a parameter apart, as queries, keys and values in one matrix.
 
-A `Joined` is a deferred concatenation: a linear map gives one result per block, and a split returns
-the blocks, so that each block may be split over ranks. Operations without a rule here concatenate
-the blocks, which gathers them.
+A `JoinedTensors` is a deferred concatenation: a linear map gives one result per block, and a split
+returns the blocks, so that each block may be split over ranks. Operations without a rule here
+concatenate the blocks, which gathers them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedTensors:
     """Consecutive tensors along a dim.
 
     Attributes:
@@ -65,65 +65,69 @@ class Joined:
         """The concatenation."""
         return ops.cat(list(self.parts), self.dim)
 
-    def mapped(self, call: Callable[[Handle], Handle], dim: int | None = None) -> Joined:
+    def mapped(self, call: Callable[[Handle], Handle], dim: int | None = None) -> JoinedTensors:
         """Apply a function to each part; return them joined along this dim or another one."""
-        return Joined(tuple(map(call, self.parts)), self.dim if dim is None else dim)
+        return JoinedTensors(tuple(map(call, self.parts)), self.dim if dim is None else dim)
 
 
 def _linear(views: Views, x: Any, weight: Any, bias: Any = None) -> Any:
-    is_one = isinstance(bias, Handle) or isinstance(x, Joined)
-    if is_one or not isinstance(weight, Joined) or weight.dim != 0:
+    is_one = isinstance(bias, Handle) or isinstance(x, JoinedTensors)
+    if is_one or not isinstance(weight, JoinedTensors) or weight.dim != 0:
         return None
     biases = bias.parts if bias is not None else (None,) * len(weight.parts)
     pairs = zip(weight.parts, biases, strict=True)
-    return Joined(tuple(ops.linear(x, w, b) for w, b in pairs), x.ndim - 1)
+    return JoinedTensors(tuple(ops.linear(x, w, b) for w, b in pairs), x.ndim - 1)
 
 
 def _addmm(
     views: Views, bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1
 ) -> Any:
-    are_joined = isinstance(weight, Joined) and isinstance(bias, Joined)
-    if not are_joined or weight.dim != 1 or isinstance(x, Joined) or (beta, alpha) != (1, 1):
+    are_joined = isinstance(weight, JoinedTensors) and isinstance(bias, JoinedTensors)
+    if not are_joined or weight.dim != 1 or isinstance(x, JoinedTensors) or (beta, alpha) != (1, 1):
         return None
     pairs = zip(bias.parts, weight.parts, strict=True)
-    return Joined(tuple(ops.add(b, ops.matmul(x, w)) for b, w in pairs), x.ndim - 1)
+    return JoinedTensors(tuple(ops.add(b, ops.matmul(x, w)) for b, w in pairs), x.ndim - 1)
 
 
 def _matmul(views: Views, x: Any, weight: Any) -> Any:
-    if isinstance(x, Joined) or not isinstance(weight, Joined) or weight.dim != weight.ndim - 1:
+    if (
+        isinstance(x, JoinedTensors)
+        or not isinstance(weight, JoinedTensors)
+        or weight.dim != weight.ndim - 1
+    ):
         return None
     return weight.mapped(lambda w: ops.matmul(x, w), max(x.ndim, weight.ndim) - 1)
 
 
 def _add(views: Views, x: Any, y: Any) -> Any:
-    are_alike = isinstance(x, Joined) and isinstance(y, Joined) and x.dim == y.dim
+    are_alike = isinstance(x, JoinedTensors) and isinstance(y, JoinedTensors) and x.dim == y.dim
     if not are_alike or x.shape != y.shape or x.sizes != y.sizes:
         return None
-    return Joined(tuple(map(ops.add, x.parts, y.parts)), x.dim)
+    return JoinedTensors(tuple(map(ops.add, x.parts, y.parts)), x.dim)
 
 
 def _bmm(views: Views, x: Any, y: Any) -> Any:
-    if isinstance(x, Joined) and not isinstance(y, Joined) and x.dim == 1:
+    if isinstance(x, JoinedTensors) and not isinstance(y, JoinedTensors) and x.dim == 1:
         return x.mapped(lambda part: ops.bmm(part, y))
     return _matmul(views, x, y)
 
 
 def _grouped_mm(views: Views, x: Any, weight: Any, offs: Any = None, *_: Any) -> Any:
-    is_by_columns = isinstance(weight, Joined) and weight.dim == 2
-    if isinstance(x, Joined) or not is_by_columns or offs is None:
+    is_by_columns = isinstance(weight, JoinedTensors) and weight.dim == 2
+    if isinstance(x, JoinedTensors) or not is_by_columns or offs is None:
         return None
     return weight.mapped(lambda w: ops.grouped_mm(x, w, offs), 1)
 
 
-def _index(views: Views, x: Joined, where: Sequence[Any]) -> Any:
+def _index(views: Views, x: JoinedTensors, where: Sequence[Any]) -> Any:
     """Rows of a dim before the joined one."""
     at = [d for d, i in enumerate(where) if i is not None]
-    if not isinstance(x, Joined) or len(at) != 1 or at[0] >= x.dim:
+    if not isinstance(x, JoinedTensors) or len(at) != 1 or at[0] >= x.dim:
         return None
     return x.mapped(lambda part: indices.take(part, where), x.dim - 1 + where[at[0]].ndim)
 
 
-def _reshape(views: Views, x: Joined, shape: Sequence[int]) -> Any:
+def _reshape(views: Views, x: JoinedTensors, shape: Sequence[int]) -> Any:
     """Reshape the dims before the joined last one, or unflatten the last one into blocks."""
     last, extent = x.ndim - 1, sum(x.sizes)
     if x.dim != last:
@@ -143,7 +147,7 @@ def _product(shape: Sequence[int]) -> int:
     return n
 
 
-def _unflatten(views: Views, x: Joined, dim: int, sizes: Sequence[int]) -> Any:
+def _unflatten(views: Views, x: JoinedTensors, dim: int, sizes: Sequence[int]) -> Any:
     at = dim % x.ndim
     inside = {*x.sizes}
     if at != x.dim or len(sizes) != 2 or len(inside) != 1:
@@ -154,7 +158,7 @@ def _unflatten(views: Views, x: Joined, dim: int, sizes: Sequence[int]) -> Any:
     return x.mapped(lambda p: ops.unsqueeze(p, at))
 
 
-def _split(views: Views, x: Joined, size: int | Sequence[int], dim: int = 0) -> Any:
+def _split(views: Views, x: JoinedTensors, size: int | Sequence[int], dim: int = 0) -> Any:
     """Pieces that are blocks, or several of them: queries, and keys with values."""
     if dim % x.ndim != x.dim:
         return None
@@ -171,11 +175,11 @@ def _split(views: Views, x: Joined, size: int | Sequence[int], dim: int = 0) -> 
     return pieces if is_by_blocks else None
 
 
-def _chunk(views: Views, x: Joined, chunks: int, dim: int = 0) -> Any:
+def _chunk(views: Views, x: JoinedTensors, chunks: int, dim: int = 0) -> Any:
     return _split(views, x, -(-sum(x.sizes) // chunks), dim)
 
 
-def _whole_blocks(x: Joined, first: int, last: int) -> Handle | Joined | None:
+def _whole_blocks(x: JoinedTensors, first: int, last: int) -> Handle | JoinedTensors | None:
     """Return the blocks between two elements; None if they cut a block."""
     ends = [0]
     for size in x.sizes:
@@ -183,11 +187,11 @@ def _whole_blocks(x: Joined, first: int, last: int) -> Handle | Joined | None:
     if first not in ends or last not in ends or first >= last:
         return None
     blocks = x.parts[ends.index(first) : ends.index(last)]
-    return blocks[0] if len(blocks) == 1 else Joined(blocks, x.dim)
+    return blocks[0] if len(blocks) == 1 else JoinedTensors(blocks, x.dim)
 
 
 def _slice(
-    views: Views, x: Joined, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+    views: Views, x: JoinedTensors, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Any:
     """Return the blocks that a slice takes whole."""
     extent = sum(x.sizes)
@@ -197,29 +201,29 @@ def _slice(
     return _whole_blocks(x, first, last)
 
 
-def _select(views: Views, x: Joined, dim: int, index: int) -> Any:
+def _select(views: Views, x: JoinedTensors, dim: int, index: int) -> Any:
     is_each = dim % x.ndim == x.dim and {*x.sizes} == {1}
     return ops.squeeze(x.parts[index], x.dim) if is_each else None
 
 
-def _unsqueeze(views: Views, x: Joined, dim: int) -> Any:
+def _unsqueeze(views: Views, x: JoinedTensors, dim: int) -> Any:
     at = dim % (x.ndim + 1)
     return x.mapped(lambda p: ops.unsqueeze(p, at), x.dim + (at <= x.dim))
 
 
-def _squeeze(views: Views, x: Joined, dim: int) -> Any:
+def _squeeze(views: Views, x: JoinedTensors, dim: int) -> Any:
     at = dim % x.ndim
     if at == x.dim or x.shape[at] != 1:
         return None
     return x.mapped(lambda p: ops.squeeze(p, at), x.dim - (at < x.dim))
 
 
-def _permute(views: Views, x: Joined, dims: Sequence[int]) -> Any:
+def _permute(views: Views, x: JoinedTensors, dims: Sequence[int]) -> Any:
     order = [d % x.ndim for d in dims]
     return x.mapped(lambda p: views.permute(p, order), order.index(x.dim))
 
 
-def _transpose(views: Views, x: Joined, dim0: int, dim1: int) -> Any:
+def _transpose(views: Views, x: JoinedTensors, dim0: int, dim1: int) -> Any:
     order = [*range(x.ndim)]
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permute(views, x, order)
@@ -229,11 +233,11 @@ def _piece(views: Views, pieces: Any, place: int) -> Any:
     return pieces[place] if isinstance(pieces, tuple | list) else None
 
 
-def _itself(views: Views, x: Joined, *_: Any, **__: Any) -> Any:
+def _itself(views: Views, x: JoinedTensors, *_: Any, **__: Any) -> Any:
     return x
 
 
-#: overload -> its rule for `Joined` arguments, which returns None to concatenate them.
+#: overload -> its rule for `JoinedTensors` arguments, which returns None to concatenate them.
 RULES: dict[str, Callable[..., Any]] = {
     str(operator.getitem): _piece,
     "aten.linear.default": _linear,

@@ -31,7 +31,7 @@ _LONGEST, _MOST = 4096, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoredBytes:
     """Bytes of a file in the folder.
 
     Attributes:
@@ -46,7 +46,7 @@ class Place:
     transforms: tuple[str, ...] = ()
 
     @staticmethod
-    def of(file: Any, start: Any, length: Any, transforms: Any = None) -> Place:
+    def of(file: Any, start: Any, length: Any, transforms: Any = None) -> StoredBytes:
         """Return a place from values that a file holds.
 
         Raises:
@@ -60,7 +60,7 @@ class Place:
         names = () if transforms is None else transforms
         if not _is_short(names) or not all(isinstance(x, str) for x in names):
             raise ValueError(f"it names the transforms {short(transforms)}")
-        return Place(str(file), start, length, tuple(names))
+        return StoredBytes(str(file), start, length, tuple(names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Chunk:
     """A box of a tensor: its extents, and its place."""
 
     sizes: Extents
-    place: Place
+    place: StoredBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +159,11 @@ def _name(module: str, name: str) -> Any:
     """Return the stand-in for a name in `.metadata`."""
     key = (module, name)
     if key in _RECORDS:
-        return pickled.Named(lambda args: pickled.Record(name))
+        return pickled.PickledName(lambda args: pickled.Record(name))
     if key in _NOT_READ:
-        return pickled.Named(lambda args: None)
+        return pickled.PickledName(lambda args: None)
     if key in _VALUES:
-        return pickled.Named(_VALUES[key])
+        return pickled.PickledName(_VALUES[key])
     dtype = getattr(torch, name, None) if module == "torch" else None
     if isinstance(dtype, torch.dtype | torch.layout):
         return dtype
@@ -179,7 +179,7 @@ def _only(args: tuple[Any, ...], kind: type) -> Any:
 
 def _contents(found: Any) -> Contents:
     """Return the contents of torch's metadata record, checked."""
-    said, places = found["state_dict_metadata"], dict[tuple[str, Extents], Place]()
+    said, places = found["state_dict_metadata"], dict[tuple[str, Extents], StoredBytes]()
     for index, info in (found["storage_data"] or {}).items():
         first = index.fields.get("offset")
         if first is None:  # an entry other than a tensor
@@ -188,7 +188,9 @@ def _contents(found: Any) -> Contents:
         if key in places:
             raise ValueError(f"it says twice where {key[0]} is from {list(key[1])} on")
         transforms = info.fields.get("transform_descriptors")
-        places[key] = Place.of(info["relative_path"], info["offset"], info["length"], transforms)
+        places[key] = StoredBytes.of(
+            info["relative_path"], info["offset"], info["length"], transforms
+        )
     tensors = {
         _text(name): _stored(name, x, places)
         for name, x in said.items()
@@ -199,7 +201,7 @@ def _contents(found: Any) -> Contents:
     return Contents(tensors, id_ if isinstance(id_, str) else "")
 
 
-def _stored(name: str, x: Any, places: Mapping[tuple[str, Extents], Place]) -> Stored:
+def _stored(name: str, x: Any, places: Mapping[tuple[str, Extents], StoredBytes]) -> Stored:
     dtype, shape = x["properties"].fields[0], _extents(x["size"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has the dtype {short(dtype)}")

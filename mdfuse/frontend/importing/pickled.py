@@ -34,7 +34,7 @@ class Record:
 Made = Callable[[tuple[Any, ...]], Any]
 
 
-class Named:
+class PickledName:
     """A name in a file that is called there.
 
     Attributes:
@@ -50,7 +50,7 @@ class Named:
 #: The mark on the stack where a list of items begins.
 _MARK = object()
 #: Keys of dicts, besides tuples of these: their hashes take no time.
-_KEYS = (str, bytes, int, float, type(None), Record, Named)
+_KEYS = (str, bytes, int, float, type(None), Record, PickledName)
 
 
 def read(data: bytes, name: Callable[[str, str], Any]) -> Any:
@@ -58,15 +58,15 @@ def read(data: bytes, name: Callable[[str, str], Any]) -> Any:
 
     Args:
         data: of protocol 2 or a later one.
-        name: maps a module and a name in it to a stand-in: a value, or a `Named`.
+        name: maps a module and a name in it to a stand-in: a value, or a `PickledName`.
 
     Raises:
         ValueError, IndexError, KeyError, struct.error: it is truncated, or is not plain data.
     """
-    return _Reader(data, name).result()
+    return _PickleReader(data, name).result()
 
 
-class _Reader:
+class _PickleReader:
     """A stack of values, and noted values by number.
 
     Attributes:
@@ -195,7 +195,7 @@ class _Reader:
     def call(self) -> None:
         """Call the stand-in for a name."""
         args, of = self.pop(), self.pop()
-        if not isinstance(of, Named) or type(args) is not tuple:
+        if not isinstance(of, PickledName) or type(args) is not tuple:
             raise ValueError(f"it calls a {type(of).__name__}")
         self._copied += sum(len(x) for x in args if isinstance(x, list | dict))
         if self._copied > len(self.data):
@@ -222,20 +222,20 @@ _B, _H, _I, _Q = (struct.Struct(f"<{form}") for form in "BHIQ")
 _SIGNED, _FLOAT = struct.Struct("<i"), struct.Struct(">d")
 
 
-def _again(r: _Reader) -> None:
+def _again(r: _PickleReader) -> None:
     """A value that was noted, of which files are full."""
     r.stack.append(r.noted[r.data[r.at]])
     r.at += 1
 
 
-def _small(r: _Reader) -> None:
+def _small(r: _PickleReader) -> None:
     """A number of a byte."""
     r.stack.append(r.data[r.at])
     r.at += 1
 
 
 #: Instruction -> its action. Instructions of old protocols, and for arbitrary objects, are missing.
-_OPS: dict[int, Callable[[_Reader], object]] = {
+_OPS: dict[int, Callable[[_PickleReader], object]] = {
     0x80: lambda r: r.number(_B),  # the protocol
     0x95: lambda r: r.number(_Q),  # the size of a frame, which is not needed
     ord("("): lambda r: r.push(_MARK),

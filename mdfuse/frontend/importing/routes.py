@@ -22,7 +22,7 @@ from mdfuse.extents.extent import are_same
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.indices import END, Ramp
-from mdfuse.frontend.importing.joined import GROUPED, Joined
+from mdfuse.frontend.importing.joined import GROUPED, JoinedTensors
 
 ops: Any = operations
 
@@ -31,7 +31,7 @@ SORTS = ("aten.sort.default", "aten.sort.stable")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Order:
+class DeferredSort:
     """A deferred sort of numbers.
 
     Attributes:
@@ -71,7 +71,7 @@ class InOrder:
             None: no such dim.
     """
 
-    order: Order
+    order: DeferredSort
     base: Any
     apart: tuple[int, int] | None = None
 
@@ -91,7 +91,7 @@ class InOrder:
         """Return the unsorted rows, summed over the parts."""
         if self.apart is None:
             return self.base
-        rows = self.base.whole() if isinstance(self.base, Joined) else self.base
+        rows = self.base.whole() if isinstance(self.base, JoinedTensors) else self.base
         parts, each = self.apart
         if parts == 1:
             return ops.squeeze(rows, 0)
@@ -105,7 +105,7 @@ class InOrder:
         places, rows = self.order.places, self.together()
         if isinstance(rows, int):
             return places if rows == 1 else ops.floor_divide(places, rows)
-        rows = rows.whole() if isinstance(rows, Joined) else rows
+        rows = rows.whole() if isinstance(rows, JoinedTensors) else rows
         return ops.index_select(rows, 0, places)
 
 
@@ -113,7 +113,7 @@ class InOrder:
 class Back:
     """The inverse of a deferred sort: the sorted place of each row."""
 
-    order: Order
+    order: DeferredSort
 
     def whole(self) -> Any:
         """Return the places."""
@@ -124,7 +124,7 @@ class Back:
 class Counted:
     """The number of rows of each expert, or the end of its rows in sorted order."""
 
-    order: Order
+    order: DeferredSort
     experts: int
     made: Any
     are_ends: bool = False
@@ -138,7 +138,7 @@ KINDS = (InOrder, Back, Counted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class GraphCall:
     """A call of a graph with such values.
 
     Attributes:
@@ -155,7 +155,7 @@ class Call:
     parts: Callable[[Handle], int]
     known: Callable[[Any], Any]
 
-    def each(self, order: Order, x: Any) -> int:
+    def each(self, order: DeferredSort, x: Any) -> int:
         """Return how often places or known numbers repeat each of 0, 1, … in turn; 0 for others."""
         known = self.known(x)
         if isinstance(known, Ramp):
@@ -168,7 +168,7 @@ def is_pointwise(node: Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def on_rows(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def on_rows(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Apply a call to unsorted rows; None if it needs sorted ones."""
     if call.target in SORTS:
         return _put_off(call, args, kwargs)
@@ -197,28 +197,28 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _put_off(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _put_off(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     x = args[0]
     descends = kwargs.get("descending") or any(args[2:])
     is_number = isinstance(x, Handle) and x.ndim == 1 and not x.dtype.is_floating_point
     if not is_number or descends:
         return None
-    order = Order(x, lambda: call.apply(call.target, args, kwargs))
+    order = DeferredSort(x, lambda: call.apply(call.target, args, kwargs))
     return InOrder(order, x), InOrder(order, 1)
 
 
 # -- rows by their places --------------------------------------------------------------------------
 
 
-def _index(call: Call, x: Any, where: Sequence[Any], *_: Any) -> Any:
+def _index(call: GraphCall, x: Any, where: Sequence[Any], *_: Any) -> Any:
     return _taken(call, x, where[0]) if len(where) == 1 else None
 
 
-def _index_select(call: Call, x: Any, dim: int, index: Any) -> Any:
+def _index_select(call: GraphCall, x: Any, dim: int, index: Any) -> Any:
     return _taken(call, x, index) if dim % max(x.ndim, 1) == 0 else None
 
 
-def _taken(call: Call, x: Any, index: Any) -> Any:
+def _taken(call: GraphCall, x: Any, index: Any) -> Any:
     """Take rows at sorted places, or put rows back."""
     if isinstance(index, Back):
         is_its = isinstance(x, InOrder) and x.order is index.order and not isinstance(x.base, int)
@@ -239,7 +239,7 @@ def _taken(call: Call, x: Any, index: Any) -> Any:
 
 
 def _index_put(
-    call: Call, x: Any, where: Sequence[Any], values: Any, accumulate: bool = False
+    call: GraphCall, x: Any, where: Sequence[Any], values: Any, accumulate: bool = False
 ) -> Any:
     """`inverse[places] = arange(n)`, and sorted rows written to their original places."""
     at = where[0] if len(where) == 1 else None
@@ -251,13 +251,15 @@ def _index_put(
     return values.together() if is_its and not isinstance(values.base, int) else None
 
 
-def _argsort(call: Call, x: Any, *how: Any, **said: Any) -> Any:
+def _argsort(call: GraphCall, x: Any, *how: Any, **said: Any) -> Any:
     is_places = isinstance(x, InOrder) and isinstance(x.base, int) and x.base == 1
     descends = any(how[1:]) or said.get("descending")
     return Back(x.order) if is_places and not descends else None
 
 
-def _index_add(call: Call, x: Any, dim: int, index: Any, rows: Any, *, alpha: float = 1) -> Any:
+def _index_add(
+    call: GraphCall, x: Any, dim: int, index: Any, rows: Any, *, alpha: float = 1
+) -> Any:
     """Add sorted rows to their original places, maybe several to one."""
     are_both = isinstance(index, InOrder) and isinstance(rows, InOrder)
     if not are_both or index.order is not rows.order or dim != 0 or isinstance(x, KINDS):
@@ -269,14 +271,14 @@ def _index_add(call: Call, x: Any, dim: int, index: Any, rows: Any, *, alpha: fl
     return call.apply("aten.add.Tensor", (x, ops.sum(apart, 1)), {})
 
 
-def _floor_divide(call: Call, x: Any, by: Any, **said: Any) -> Any:
+def _floor_divide(call: GraphCall, x: Any, by: Any, **said: Any) -> Any:
     """Divide row numbers by the number of copies per row."""
     is_floor = "rounding_mode" not in said or said["rounding_mode"] == "floor"
     is_places = isinstance(x, InOrder) and isinstance(x.base, int) and type(by) is int and by > 0
     return InOrder(x.order, x.base * by) if is_places and is_floor else None
 
 
-def _like(call: Call, x: Any, *how: Any, **said: Any) -> Any:
+def _like(call: GraphCall, x: Any, *how: Any, **said: Any) -> Any:
     """Return a value of the rows' shape that does not read them."""
     is_plain = isinstance(x, InOrder) and not x.apart
     base = x.order.ids if is_plain and isinstance(x.base, int) else getattr(x, "base", None)
@@ -286,25 +288,25 @@ def _like(call: Call, x: Any, *how: Any, **said: Any) -> Any:
 # -- products --------------------------------------------------------------------------------------
 
 
-def _histc(call: Call, x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+def _histc(call: GraphCall, x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Count the rows of each expert, which needs no order."""
     if not isinstance(x, InOrder) or isinstance(x.base, int) or (min, max) != (0, bins - 1):
         return None
     return Counted(x.order, bins, call.apply(call.target, (x.base, bins, min, max), {}))
 
 
-def _cumsum(call: Call, x: Any, dim: int, **said: Any) -> Any:
+def _cumsum(call: GraphCall, x: Any, dim: int, **said: Any) -> Any:
     if not isinstance(x, Counted) or x.are_ends:
         return None
     return Counted(x.order, x.experts, call.apply(call.target, (x.made, dim), said), True)
 
 
-def _grouped(call: Call, x: Any, weight: Any, offs: Any = None, *how: Any) -> Any:
+def _grouped(call: GraphCall, x: Any, weight: Any, offs: Any = None, *how: Any) -> Any:
     """Multiply each row by the matrix of its expert."""
     is_by_ends = isinstance(x, InOrder) and isinstance(offs, Counted) and offs.are_ends
     if not is_by_ends or x.order is not offs.order or any(y is not None for y in how):
         return None
-    is_joined = isinstance(weight, Joined) and weight.dim == 2
+    is_joined = isinstance(weight, JoinedTensors) and weight.dim == 2
     experts = weight.shape[0]
     if not (is_joined or isinstance(weight, Handle)) or experts != offs.experts or x.ndim != 2:
         return None
@@ -314,7 +316,7 @@ def _grouped(call: Call, x: Any, weight: Any, offs: Any = None, *how: Any) -> An
         each = experts // parts
     else:
         parts, each = x.apart
-    rows = x.base.whole() if isinstance(x.base, Joined) else x.base
+    rows = x.base.whole() if isinstance(x.base, JoinedTensors) else x.base
 
     def product(w: Handle) -> Any:
         cut = call.apply("aten.unflatten.int", (w, 0, (parts, each)), {})
@@ -328,10 +330,10 @@ def _grouped(call: Call, x: Any, weight: Any, offs: Any = None, *how: Any) -> An
 # -- operations that keep the order of rows --------------------------------------------------------
 
 
-def _mapped(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _mapped(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Apply a rowwise or elementwise operation to the unsorted rows."""
     ordered = [x for x in leaves((args, kwargs)) if isinstance(x, InOrder)]
-    others = [x for x in leaves((args, kwargs)) if isinstance(x, Handle | Tensor | Joined)]
+    others = [x for x in leaves((args, kwargs)) if isinstance(x, Handle | Tensor | JoinedTensors)]
     counted = [x for x in leaves((args, kwargs)) if isinstance(x, Counted)]
     if counted and not ordered and not others and len(counted) == 1 and call.target in CASTS:
         (x,) = counted
@@ -349,7 +351,7 @@ def _mapped(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _made(call, first.order, apart, args, kwargs)
 
 
-def _has_rows(call: Call, x: InOrder, args: Sequence[Any]) -> bool:
+def _has_rows(call: GraphCall, x: InOrder, args: Sequence[Any]) -> bool:
     """Return whether an operation of trailing dims leaves the rows alone."""
     trailing = 1 if call.target == ROW_BY_ROW[0] else len(args[1])
     return args[0] is x and x.ndim > trailing
@@ -360,7 +362,7 @@ def _is_in_each(x: Any, ndim: int) -> bool:
     return x.ndim < ndim or (x.ndim == ndim and are_same(x.shape[0], 1))
 
 
-def _along(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _along(call: GraphCall, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply an operation along a dim after the rows."""
     place = ALONG[call.target]
     if not isinstance(x, InOrder) or isinstance(x.base, int):
@@ -378,7 +380,7 @@ def _along(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
     return _made(call, x.order, x.apart, (x, *given), kwargs)
 
 
-def _cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Any:
+def _cat(call: GraphCall, tensors: Sequence[Any], dim: int = 0) -> Any:
     ordered = [x for x in tensors if isinstance(x, InOrder) and not isinstance(x.base, int)]
     first = ordered[0] if ordered else None
     if first is None or len(ordered) < len(tensors) or dim % first.ndim == 0:
@@ -388,7 +390,7 @@ def _cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Any:
     return _made(call, first.order, first.apart, (tensors, at), {}) if are_alike else None
 
 
-def _reshape(call: Call, x: Any, shape: Sequence[Any]) -> Any:
+def _reshape(call: GraphCall, x: Any, shape: Sequence[Any]) -> Any:
     """Reshape the dims after the rows."""
     is_kept = isinstance(x, InOrder) and not isinstance(x.base, int) and len(shape) > 0
     if not is_kept or not are_same(shape[0], x.shape[0]):
@@ -398,7 +400,11 @@ def _reshape(call: Call, x: Any, shape: Sequence[Any]) -> Any:
 
 
 def _made(
-    call: Call, order: Order, apart: tuple[int, int] | None, args: Any, kwargs: Mapping[str, Any]
+    call: GraphCall,
+    order: DeferredSort,
+    apart: tuple[int, int] | None,
+    args: Any,
+    kwargs: Mapping[str, Any],
 ) -> Any:
     applied = call.apply(call.target, *_before((args, dict(kwargs))))
     if isinstance(applied, tuple | list):

@@ -209,7 +209,7 @@ def finish_state(folder: Path, fusion: Fusion, names: Iterable[str], ranks: int)
 
 def finish_parts(folder: Path, tensors: Sequence[Saved], ranks: int) -> None:
     """Write the metadata of a checkpoint; as `finish`."""
-    places: dict[tuple[str, metadata.Extents], metadata.Place] = {}
+    places: dict[tuple[str, metadata.Extents], metadata.StoredBytes] = {}
     for rank in range(ranks):
         places |= _noted(folder, rank, tensors)
     stored: dict[str, metadata.Stored] = {}
@@ -228,7 +228,7 @@ def finish_parts(folder: Path, tensors: Sequence[Saved], ranks: int) -> None:
 
 def _noted(
     folder: Path, rank: int, tensors: Sequence[Saved]
-) -> dict[tuple[str, tuple[int, ...]], metadata.Place]:
+) -> dict[tuple[str, tuple[int, ...]], metadata.StoredBytes]:
     """Return the places of a rank's boxes, by tensor and first element.
 
     Raises:
@@ -244,7 +244,9 @@ def _noted(
     try:
         rows: list[_Row] = json.loads(note.read_bytes())
         name = _data(folder, rank).name
-        places = {(of, tuple(first)): metadata.Place.of(name, *where) for of, first, *where in rows}
+        places = {
+            (of, tuple(first)): metadata.StoredBytes.of(name, *where) for of, first, *where in rows
+        }
     except FileNotFoundError as error:
         raise ProgramError(
             f"{note} is not there",

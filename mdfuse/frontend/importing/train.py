@@ -19,7 +19,7 @@ from mdfuse.frontend.grad import grad
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.build import Inputs, Model, record
 from mdfuse.frontend.importing.capture import Parameter
-from mdfuse.frontend.importing.joined import Joined
+from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.importing.place import unmatched
 from mdfuse.frontend.optim import clip_by_global_norm
 from mdfuse.frontend.plain import brief
@@ -177,7 +177,7 @@ class _Slot:
 
 def _parts(inputs: Inputs, node: Node) -> tuple[Handle, ...]:
     x = inputs.nodes[node]
-    return x.parts if isinstance(x, Joined) else (x,)
+    return x.parts if isinstance(x, JoinedTensors) else (x,)
 
 
 def _state(

@@ -20,7 +20,7 @@ ops: Any = operations
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class AtomView:
     """A view of a base: its atoms, permuted and grouped to dims.
 
     Attributes:
@@ -51,7 +51,7 @@ class Views:
     """The views of a recording; equal views are made once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, View] = {}
+        self._known: dict[int, AtomView] = {}
         self._made: dict[tuple[Any, ...], Handle] = {}
 
     def permute(self, x: Handle, dims: Sequence[int]) -> Handle:
@@ -61,7 +61,7 @@ class Views:
         atoms = view.dims
         order = tuple(a for d in dims for a in atoms[d])
         groups = tuple(view.groups[d] for d in dims)
-        return self._handle(View(view.base, view.atoms, order, groups))
+        return self._handle(AtomView(view.base, view.atoms, order, groups))
 
     def transpose(self, x: Handle, dim0: int, dim1: int) -> Handle:
         """Two dims swapped."""
@@ -110,7 +110,7 @@ class Views:
         if view is None or len(view.groups) != 2 or view.groups[0] < 2:
             return None
         groups = (1,) * view.groups[0] + view.groups[1:]
-        return self._handle(View(view.base, view.atoms, view.order, groups))
+        return self._handle(AtomView(view.base, view.atoms, view.order, groups))
 
     def front(self, x: Handle) -> tuple[int, ...] | None:
         """Return the extents that the first dim merges; None if it is a single dim."""
@@ -119,11 +119,11 @@ class Views:
             return None
         return tuple(view.atoms[a] for a in view.dims[0])
 
-    def _of(self, x: Handle) -> View:
+    def _of(self, x: Handle) -> AtomView:
         ndim = x.ndim
-        return self._known.get(x.id) or View(x, x.shape, tuple(range(ndim)), (1,) * ndim)
+        return self._known.get(x.id) or AtomView(x, x.shape, tuple(range(ndim)), (1,) * ndim)
 
-    def _handle(self, view: View) -> Handle:
+    def _handle(self, view: AtomView) -> Handle:
         """Make a view of its base: reshape to atoms, permute, merge."""
         x = self._once("reshape", view.base, view.atoms)
         if view.order != tuple(range(len(view.order))):
@@ -142,7 +142,7 @@ class Views:
         return self._made[key]
 
 
-def _cut(view: View, shape: Sequence[int]) -> View | None:
+def _cut(view: AtomView, shape: Sequence[int]) -> AtomView | None:
     """Return a view in another shape, its atoms cut at the new dims; None if impossible."""
     atoms = [view.atoms[a] for a in view.order]
     pieces: list[list[int]] = [[] for _ in atoms]
@@ -174,7 +174,7 @@ def _piece(left: int, need: int) -> int | None:
     return None
 
 
-def _renumbered(view: View, pieces: Sequence[Sequence[int]], groups: Sequence[int]) -> View:
+def _renumbered(view: AtomView, pieces: Sequence[Sequence[int]], groups: Sequence[int]) -> AtomView:
     """Return a view whose atoms are these pieces, given in its order."""
     of_atom = dict(zip(view.order, pieces, strict=True))
     first: dict[int, int] = {}
@@ -183,4 +183,4 @@ def _renumbered(view: View, pieces: Sequence[Sequence[int]], groups: Sequence[in
         first[a] = len(atoms)
         atoms += of_atom[a]
     order = [first[a] + i for a in view.order for i in range(len(of_atom[a]))]
-    return View(view.base, tuple(atoms), tuple(order), tuple(groups))
+    return AtomView(view.base, tuple(atoms), tuple(order), tuple(groups))

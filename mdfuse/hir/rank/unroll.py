@@ -73,7 +73,7 @@ class Turn:
     bound: set[str] = field(default_factory=set)
 
 
-class _Site(NamedTuple):
+class _InstructionTemplate(NamedTuple):
     """What an instruction says whatever the iteration.
 
     Attributes:
@@ -128,7 +128,7 @@ class Unrolled:
     #: communication of the program -> what it is as long as all indices are what they are now
     _comms: dict[Communication, Communication] = field(default_factory=dict)
     #: id of an instruction -> what is the same of it in every iteration
-    _sites: dict[int, _Site] = field(default_factory=dict)
+    _sites: dict[int, _InstructionTemplate] = field(default_factory=dict)
     #: the program with the types that were found so far
     local: HostProgram = field(init=False)
 
@@ -355,14 +355,14 @@ class Unrolled:
                 raise self.unknown(index, f"{i.fn or i.op}: the index", i)
         self.code.append(i)
 
-    def site(self, i: Instruction) -> _Site:
+    def site(self, i: Instruction) -> _InstructionTemplate:
         inputs, outputs, types = i.inputs, i.outputs, self.program.types
         if self.program.aliases:
             root = self.program.root
             inputs = tuple([root(x) if type(x) is str else x for x in inputs])
             outputs = tuple(map(root, outputs))
         has_own = bool((i.attrs or i.inputs) and i.indices)
-        found = self._sites[id(i)] = _Site(
+        found = self._sites[id(i)] = _InstructionTemplate(
             inputs=inputs,
             outputs=outputs,
             freed=tuple([x for x in inputs if type(x) is str]) if i.op == "free" else (),

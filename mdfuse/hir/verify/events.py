@@ -23,7 +23,7 @@ Programs = Mapping[int, HostProgram]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Event:
+class PostEvent:
     """The beginning of a communication on one rank.
 
     Attributes:
@@ -70,7 +70,7 @@ class Event:
         return self.program, self.i
 
 
-def events(program: HostProgram) -> Iterator[Event]:
+def events(program: HostProgram) -> Iterator[PostEvent]:
     """Yield the communications that a rank begins, in the order of its program."""
     assert program.rank is not None
     for at, i in enumerate(program.instructions):
@@ -82,21 +82,21 @@ def events(program: HostProgram) -> Iterator[Event]:
             yield _transfer(program, at, i)
 
 
-def _barrier(program: HostProgram, at: int, i: Instruction) -> Iterator[Event]:
+def _barrier(program: HostProgram, at: int, i: Instruction) -> Iterator[PostEvent]:
     assert i.comm is not None and program.rank is not None
     team = i.comm.team(program.rank)
     if len(team) > 1:
-        yield Event(program, at, i, Call(kind="Barrier", team=team, rank=program.rank))
+        yield PostEvent(program, at, i, Call(kind="Barrier", team=team, rank=program.rank))
 
 
-def _post(program: HostProgram, at: int, i: Instruction) -> Iterator[Event]:
+def _post(program: HostProgram, at: int, i: Instruction) -> Iterator[PostEvent]:
     assert i.comm is not None and program.rank is not None
     part = part_on(program, i, program.rank)
     if part.call is not None:
         source, destination = (
             _elements(program, x) if isinstance(x, str) else None for x in i.inputs
         )
-        yield Event(
+        yield PostEvent(
             program,
             at,
             i,
@@ -112,7 +112,7 @@ def _elements(program: HostProgram, name: str) -> int:
     return math.prod(program.types[name].local_shape(program.rank))
 
 
-def _transfer(program: HostProgram, at: int, i: Instruction) -> Event:
+def _transfer(program: HostProgram, at: int, i: Instruction) -> PostEvent:
     """Return the event of a `send` or `recv`; raise ProgramError if the peer is not in the mesh."""
     (name,) = i.reads
     kind, rank = program.types[name], program.rank
@@ -129,12 +129,12 @@ def _transfer(program: HostProgram, at: int, i: Instruction) -> Event:
     peers, size, by = (peer,), (_elements(program, name),), i.kwargs.get("backend")
     if i.op == "send":
         call = Call(kind="Exchange", team=team, rank=rank, sends=peers, backend=by)
-        return Event(program, at, i, call, kind.dtype, sends=size)
+        return PostEvent(program, at, i, call, kind.dtype, sends=size)
     call = Call(kind="Exchange", team=team, rank=rank, recvs=peers, backend=by)
-    return Event(program, at, i, call, kind.dtype, recvs=size)
+    return PostEvent(program, at, i, call, kind.dtype, recvs=size)
 
 
-def _buffers(event: Event) -> list[str | None]:
+def _buffers(event: PostEvent) -> list[str | None]:
     """Return the names of a post's buffers, without the number of the iteration."""
     inputs = event.i.inputs if event.i.op == "post" else ()
     return [x.split("@")[0] if isinstance(x, str) else None for x in inputs]
@@ -145,11 +145,11 @@ def _change(comm: Communication | None) -> str:
     return f"{comm.source} => {comm.destination} {comm}" if comm is not None else ""
 
 
-def difference(a: Event, b: Event) -> tuple[str, str, str] | None:
+def difference(a: PostEvent, b: PostEvent) -> tuple[str, str, str] | None:
     """Return the first difference of two posts: (what, its value in `a`, its value in `b`)."""
     if a.handle != b.handle:
         return "", a.name, b.name
-    facts: list[tuple[str, Callable[[Event], Any]]] = [
+    facts: list[tuple[str, Callable[[PostEvent], Any]]] = [
         ("kind", lambda e: e.call.kind),
         ("reduce op", lambda e: e.call.reduce_op),
         ("root", lambda e: e.call.root),

@@ -49,7 +49,7 @@ class Unclear(ProgramError):
 
 
 @dataclass
-class Held:
+class HeldTerms:
     """Follows the terms in one rank's buffers.
 
     Attributes:

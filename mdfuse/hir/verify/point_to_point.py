@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.program import BufferType
-from mdfuse.hir.verify.events import Event, Programs, difference
+from mdfuse.hir.verify.events import PostEvent, Programs, difference
 from mdfuse.hir.verify.layouts import box_text, chunk_of
 from mdfuse.hir.verify.progress import Meeting
 from mdfuse.hir.verify.report import disagreement
@@ -19,10 +19,10 @@ from mdfuse.mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class _TransferEnd:
     """One end of a transfer: a send or a receive, with its number of elements."""
 
-    event: Event
+    event: PostEvent
     size: int
 
 
@@ -30,12 +30,12 @@ class _Side:
 class _Channel:
     """The sends from one rank to another and the receives there, each in program order."""
 
-    sends: list[_Side] = field(default_factory=list)
-    recvs: list[_Side] = field(default_factory=list)
+    sends: list[_TransferEnd] = field(default_factory=list)
+    recvs: list[_TransferEnd] = field(default_factory=list)
 
 
 def match_transfers(
-    programs: Programs, begun: Mapping[int, list[Event]], along: Set[str] | None
+    programs: Programs, begun: Mapping[int, list[PostEvent]], along: Set[str] | None
 ) -> Iterator[Meeting]:
     """Yield each send with the receive that it meets, once both fit.
 
@@ -54,10 +54,10 @@ def match_transfers(
     for rank, events in begun.items():
         for e in events:
             for peer, size in zip(e.call.sends, e.sends, strict=True):
-                channels[rank, peer].sends.append(_Side(e, size))
+                channels[rank, peer].sends.append(_TransferEnd(e, size))
             for peer, size in zip(e.call.recvs, e.recvs, strict=True):
-                channels[peer, rank].recvs.append(_Side(e, size))
-    partners: dict[str, _Side] = {}
+                channels[peer, rank].recvs.append(_TransferEnd(e, size))
+    partners: dict[str, _TransferEnd] = {}
     contents: Contents = {}
     for (a, b), channel in channels.items():
         if along is not None and (a not in programs or b not in programs):
@@ -88,7 +88,9 @@ def _unanswered(programs: Programs, a: int, b: int, channel: _Channel) -> Commun
     )
 
 
-def _check_meet(n: int, a: int, b: int, s: _Side, r: _Side, partners: dict[str, _Side]) -> None:
+def _check_meet(
+    n: int, a: int, b: int, s: _TransferEnd, r: _TransferEnd, partners: dict[str, _TransferEnd]
+) -> None:
     """Raise CommunicationError unless a send and its receive agree in size, dtype and partner."""
     problem = _mismatch(s, r) or _other_partner(s.event, r, partners)
     if problem is None and a == b and _comes_first(r.event, s.event):
@@ -109,8 +111,8 @@ Contents = dict[tuple[object, ...], tuple[object, ...]]
 def _check_content(
     programs: Programs,
     n: int,
-    send: Event,
-    recv: Event,
+    send: PostEvent,
+    recv: PostEvent,
     contents: Contents,
     along: Set[str] | None,
 ) -> None:
@@ -133,13 +135,13 @@ def _check_content(
         )
 
 
-def _buffer(event: Event) -> tuple[BufferType, Layout]:
+def _buffer(event: PostEvent) -> tuple[BufferType, Layout]:
     kind = event.program.types[event.i.reads[0]]
     assert kind.layout is not None
     return kind, kind.layout
 
 
-def _content_problem(send: Event, recv: Event, contents: Contents) -> str | None:
+def _content_problem(send: PostEvent, recv: PostEvent, contents: Contents) -> str | None:
     (a, sent), (b, received) = map(_buffer, (send, recv))
     shapes = a.local_shape(send.rank), b.local_shape(recv.rank)
     if shapes[0] != shapes[1]:
@@ -175,7 +177,7 @@ def _own(layout: Layout, rank: int) -> tuple[int, ...]:
     return tuple(c for c, p in places if isinstance(p, Partial | Varies))
 
 
-def _differs_elsewhere(programs: Programs, send: Event, recv: Event) -> str | None:
+def _differs_elsewhere(programs: Programs, send: PostEvent, recv: PostEvent) -> str | None:
     """Return why teams beside this one receive different values where the type says the same.
 
     Only the transfers of one team are compared. Along an axis on which all its members have one
@@ -200,7 +202,7 @@ def _other_axes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> tuple[str, ...]:
     )
 
 
-def _mismatch(s: _Side, r: _Side) -> str | None:
+def _mismatch(s: _TransferEnd, r: _TransferEnd) -> str | None:
     send, recv = s.event, r.event
     if (s.size, send.dtype) != (r.size, recv.dtype):
         return f"{_amount(s)} are sent where {_amount(r)} are received"
@@ -215,13 +217,15 @@ def _mismatch(s: _Side, r: _Side) -> str | None:
     return None
 
 
-def _way(event: Event) -> str:
+def _way(event: PostEvent) -> str:
     """Return a transfer as text, with its backend and the ranks of its team."""
     backend = event.i.kwargs.get("backend", "the usual backend")
     return f"{event.i.op} {event.name} by {backend} among {', '.join(map(str, event.call.team))}"
 
 
-def _other_partner(send: Event, r: _Side, partners: dict[str, _Side]) -> str | None:
+def _other_partner(
+    send: PostEvent, r: _TransferEnd, partners: dict[str, _TransferEnd]
+) -> str | None:
     """Return why a send meets another receive than on other ranks; None if it does not."""
     if send.i.op == "post":
         return None
@@ -231,12 +235,12 @@ def _other_partner(send: Event, r: _Side, partners: dict[str, _Side]) -> str | N
     return f"{send.name} meets %{r.event.base} here, but %{known.base} on rank {known.rank}"
 
 
-def _amount(side: _Side) -> str:
+def _amount(side: _TransferEnd) -> str:
     dtype = side.event.dtype
     return f"{side.size} x {dtype_name(dtype) if dtype is not None else '?'}"
 
 
-def _comes_first(recv: Event, send: Event) -> bool:
+def _comes_first(recv: PostEvent, send: PostEvent) -> bool:
     """Return whether a receive precedes its send in the program, and not in one group with it."""
     ops = [i.op for i in send.program.instructions[: send.at]]
     before = ops[: recv.at]

@@ -10,11 +10,11 @@ from itertools import pairwise
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.instructions import POSTS, TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.verify.events import Event, Programs
+from mdfuse.hir.verify.events import PostEvent, Programs
 from mdfuse.hir.verify.report import disagreement
 
 #: Events that are one communication: of a team, or a send and its receive.
-Meeting = tuple[Event, ...]
+Meeting = tuple[PostEvent, ...]
 #: A communication, by its number, or the point after a wait: (rank, position).
 _Node = int | tuple[int, int]
 #: (rank, position) of a post -> the numbers of its communications.
@@ -146,7 +146,7 @@ _APART = (
 )
 
 
-def _of_both(meetings: list[Meeting], node: _Node, following: int) -> Event:
+def _of_both(meetings: list[Meeting], node: _Node, following: int) -> PostEvent:
     """Return the post of a communication by the rank that comes from another node."""
     ranks = {e.rank for e in meetings[node]} if isinstance(node, int) else {node[0]}
     return next(e for e in meetings[following] if e.rank in ranks)

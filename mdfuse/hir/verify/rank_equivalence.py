@@ -23,7 +23,7 @@ from mdfuse.mesh import DeviceMesh
 Ends = tuple[Mapping[DeviceMesh | None, list[str]], Mapping[DeviceMesh | None, list[str]]]
 
 
-class _Unlike(Exception):
+class _UnlikeRank(Exception):
     """The program of a rank equals that of no other rank."""
 
 
@@ -63,7 +63,7 @@ def key_of(mine: HostProgram, written: frozenset[str]) -> Hashable:
     try:
         code = tuple([writer.instruction(i) for i in mine.instructions])
         ends = [tuple([writer.operand(n) for n in names]) for names in (mine.inputs, mine.outputs)]
-    except _Unlike:
+    except _UnlikeRank:
         return None
     return code, *ends, tuple(writer.facts)
 
@@ -89,7 +89,7 @@ def key_near(program: HostProgram, meshes: Sequence[DeviceMesh], ends: Ends) -> 
             tuple([(writer.operand(n), m is None) for m in every for n in by_mesh.get(m, ())])
             for by_mesh in ends
         ]
-    except _Unlike:
+    except _UnlikeRank:
         return None
     return keys, *ends_held, tuple(writer.facts)
 
@@ -109,7 +109,7 @@ class _Key(NormalForm):
 
     def instruction(self, i: Instruction) -> Hashable:
         if i.body or i.orelse:
-            raise _Unlike
+            raise _UnlikeRank
         return NormalForm.instruction(self, i)
 
     def operand(self, name: str) -> int:
@@ -127,6 +127,6 @@ class _Key(NormalForm):
         key = self.meshes.get(id(mesh))
         if key is None:
             if not mesh.is_consecutive or mesh.hosts is not None:
-                raise _Unlike
+                raise _UnlikeRank
             key = self.meshes[id(mesh)] = mesh.axes, mesh.shape, mesh.first - self.rank
         return key

@@ -31,7 +31,7 @@ from mdfuse.mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class _TransferSite:
     """A `send` or `recv` of a program.
 
     Attributes:
@@ -119,14 +119,14 @@ def _factor(index: Index, term: Term, n: int) -> int | None:
     return left if index.op == "mod" and index.right == n and right == 0 else None
 
 
-def _sites(program: HostProgram) -> Iterator[_Site]:
+def _sites(program: HostProgram) -> Iterator[_TransferSite]:
     """Yield the sends and receives of a program, in order."""
     yield from _of_block(program, program.instructions, ())
 
 
 def _of_block(
     program: HostProgram, block: tuple[Instruction, ...], path: tuple[int, ...]
-) -> Iterator[_Site]:
+) -> Iterator[_TransferSite]:
     group, is_open, waits = 0, False, 0
     for at, i in enumerate(block):
         if i.op == "group_start":
@@ -136,7 +136,7 @@ def _of_block(
         elif i.op in TRANSFERS:
             kind = program.types[program.root(i.reads[0])]
             assert kind.layout is not None
-            yield _Site(i, path, group if is_open else None, waits, kind, kind.layout)
+            yield _TransferSite(i, path, group if is_open else None, waits, kind, kind.layout)
         elif i.op in BLOCKS:
             yield from _of_block(program, i.body, (*path, at, 0))
             yield from _of_block(program, i.orelse, (*path, at, 1))
@@ -157,7 +157,7 @@ def _is_plain(program: HostProgram) -> bool:
     return all(k is None or chunk_of(k) is None or _chunk(k) is not None for k in layouts)
 
 
-def _meet(send: _Site, recv: _Site, is_sent_first: bool) -> bool:
+def _meet(send: _TransferSite, recv: _TransferSite, is_sent_first: bool) -> bool:
     """Return whether a send meets a receive on all ranks, in each iteration."""
     backends = {end.i.kwargs.get("backend") for end in (send, recv)}
     if send.place != recv.place or len(backends) > 1:
@@ -195,7 +195,7 @@ def _peer(peer: Index, size: int, coordinate: Term) -> Linear | None:
 _Part = tuple[object, Linear]
 
 
-def _fits(send: _Site, recv: _Site, to: Linear) -> bool:
+def _fits(send: _TransferSite, recv: _TransferSite, to: Linear) -> bool:
     """Return whether a message from a sender `to` away agrees with the type of the receiver."""
     a, b = send.kind, recv.kind
     if (a.dtype, a.flat, a.padding, b.padding) != (b.dtype, b.flat, None, None):
@@ -215,20 +215,20 @@ def _fits(send: _Site, recv: _Site, to: Linear) -> bool:
     )
 
 
-def _is_of_sender(send: _Site, sent: list[list[_Part]], is_same_part: bool) -> bool:
+def _is_of_sender(send: _TransferSite, sent: list[list[_Part]], is_same_part: bool) -> bool:
     """Return whether messages depend on the sender beyond the part that receivers name."""
     mesh, axis = send.place
     is_own = isinstance(send.layout.placement(axis), Partial | Varies)
     return mesh.axis_size(axis) > 1 and (is_own or (not is_same_part and _names(send, sent)))
 
 
-def _tells_receiver(recv: _Site, received: list[list[_Part]]) -> bool:
+def _tells_receiver(recv: _TransferSite, received: list[list[_Part]]) -> bool:
     """Return whether each rank of a team has a value of its own after a receive."""
     _, axis = recv.place
     return isinstance(recv.layout.placement(axis), Partial | Varies) or _names(recv, received)
 
 
-def _names(site: _Site, parts: list[list[_Part]]) -> bool:
+def _names(site: _TransferSite, parts: list[list[_Part]]) -> bool:
     """Return whether ranks along the axis have different parts, each one of its own."""
     mesh, axis = site.place
     size, coordinate = mesh.axis_size(axis), Term("coord", axis)
@@ -236,7 +236,7 @@ def _names(site: _Site, parts: list[list[_Part]]) -> bool:
     return any(count == size and p.factor(coordinate) in (1, size - 1) for count, p in numbers)
 
 
-def _parts(site: _Site) -> list[list[_Part]] | None:
+def _parts(site: _TransferSite) -> list[list[_Part]] | None:
     """Return how each dim of a buffer is divided, axis by axis, then into chunks; None: unknown."""
     layout = plain(site.layout, len(site.kind.shape))
     parts: list[list[_Part]] = [[] for _ in site.kind.shape]
@@ -279,7 +279,9 @@ def _is_of_mesh(term: Term, mesh: DeviceMesh) -> bool:
     return term.kind == "index" or (term.kind == "coord" and term.name in mesh.axes)
 
 
-def _of_sender(recv: _Site, parts: list[list[_Part]], to: Linear) -> list[list[_Part]] | None:
+def _of_sender(
+    recv: _TransferSite, parts: list[list[_Part]], to: Linear
+) -> list[list[_Part]] | None:
     """Return the parts of a receiver, as the sender counts; None where this cannot be told."""
     mesh, axis = recv.place
     size, coordinate = mesh.axis_size(axis), Term("coord", axis)
@@ -295,7 +297,7 @@ def _of_sender(recv: _Site, parts: list[list[_Part]], to: Linear) -> list[list[_
 
 
 def _are_even(
-    send: _Site, sent: list[list[_Part]], recv: _Site, received: list[list[_Part]]
+    send: _TransferSite, sent: list[list[_Part]], recv: _TransferSite, received: list[list[_Part]]
 ) -> bool:
     """Return whether all parts on both sides have one shape."""
     shapes = []
@@ -310,7 +312,7 @@ def _are_even(
     return shapes[0] == shapes[1]
 
 
-def _differs_elsewhere(send: _Site, recv: _Site) -> bool:
+def _differs_elsewhere(send: _TransferSite, recv: _TransferSite) -> bool:
     """Return whether teams beside this one may receive other values where the type forbids it."""
     mesh, axis = send.place
     others = [a for a in mesh.axes if a != axis and mesh.axis_size(a) > 1]

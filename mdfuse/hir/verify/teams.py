@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 
 from mdfuse.errors import CommunicationError
-from mdfuse.hir.verify.events import Event, Programs, difference, events
+from mdfuse.hir.verify.events import PostEvent, Programs, difference, events
 from mdfuse.hir.verify.point_to_point import match_transfers
 from mdfuse.hir.verify.progress import Meeting, check_progress
 from mdfuse.hir.verify.replica_consistency import check_alike
@@ -37,9 +37,11 @@ def check_teams(programs: Programs, along: Set[str] | None = None) -> None:
         check_alike(programs)
 
 
-def _match_collectives(programs: Programs, begun: Mapping[int, list[Event]]) -> Iterator[Meeting]:
+def _match_collectives(
+    programs: Programs, begun: Mapping[int, list[PostEvent]]
+) -> Iterator[Meeting]:
     """Yield the n-th post of each team, from all its ranks, once they agree on it."""
-    posted: dict[Team, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    posted: dict[Team, dict[int, list[PostEvent]]] = defaultdict(lambda: defaultdict(list))
     for rank, some in begun.items():
         for event in some:
             if event.call.kind not in POINT_TO_POINT:
@@ -65,9 +67,9 @@ def _never_posts(
     programs: Programs,
     rank: int,
     n: int,
-    before: list[Event],
-    first: Event,
-    begun: Mapping[int, list[Event]],
+    before: list[PostEvent],
+    first: PostEvent,
+    begun: Mapping[int, list[PostEvent]],
 ) -> CommunicationError:
     """Return the error for a member of a team that lacks a post, with what it posts instead."""
     what = f"{_team_text(first.call.team)}, communication {n}: rank {rank} never posts "
@@ -89,7 +91,7 @@ def _never_posts(
     )
 
 
-def _check_agree(n: int, a: Event, b: Event) -> None:
+def _check_agree(n: int, a: PostEvent, b: PostEvent) -> None:
     """Raise CommunicationError where the n-th posts of two members of a team differ."""
     problem = difference(a, b)
     if problem is not None:
@@ -104,7 +106,7 @@ def _check_agree(n: int, a: Event, b: Event) -> None:
         )
 
 
-def _check_blocks(n: int, meeting: tuple[Event, ...]) -> None:
+def _check_blocks(n: int, meeting: tuple[PostEvent, ...]) -> None:
     """Raise CommunicationError where the members of a team post blocks of different sizes.
 
     Args:
@@ -120,14 +122,14 @@ def _check_blocks(n: int, meeting: tuple[Event, ...]) -> None:
             _refuse_sizes(n, blocks[0][1], event, blocks[0][0], size)
 
 
-def _blocks(event: Event) -> Iterator[float]:
+def _blocks(event: PostEvent) -> Iterator[float]:
     """Yield the elements of a block, by each buffer of a post; a fraction if they do not divide."""
     for count, multiple in zip(event.counts, blocks_of(event.call), strict=True):
         if count is not None and multiple:
             yield count // multiple if count % multiple == 0 else count / multiple
 
 
-def _check_all_to_all(n: int, meeting: tuple[Event, ...]) -> None:
+def _check_all_to_all(n: int, meeting: tuple[PostEvent, ...]) -> None:
     """Raise CommunicationError where a rank sends more or less than another one receives."""
     for x, a in enumerate(meeting):
         for y, b in enumerate(meeting):
@@ -136,7 +138,7 @@ def _check_all_to_all(n: int, meeting: tuple[Event, ...]) -> None:
                 _refuse_sizes(n, a, b, sent, received)
 
 
-def _refuse_sizes(n: int, a: Event, b: Event, mine: float, theirs: float) -> None:
+def _refuse_sizes(n: int, a: PostEvent, b: PostEvent, mine: float, theirs: float) -> None:
     raise disagreement(
         [a.place, b.place],
         f"{_team_text(a.call.team)}, communication {n}: blocks of {mine:g} elements on rank "

@@ -22,7 +22,7 @@ from mdfuse.extents.expressions import resolve
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify import refusals
-from mdfuse.hir.verify.held_terms import Held, Unclear
+from mdfuse.hir.verify.held_terms import HeldTerms, Unclear
 from mdfuse.hir.verify.memory import Terms, View
 from mdfuse.hir.verify.spaces import Space
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Varies
@@ -101,7 +101,7 @@ class Network:
 
 
 @dataclass
-class Ledger(Held):
+class Ledger(HeldTerms):
     """Follows the terms in the buffers of one rank.
 
     Attributes:

@@ -41,7 +41,7 @@ def cut(view: View, box: Box, intervals: Iterable[tuple[int, Interval]]) -> Box 
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ViewBinding:
     """A view op about to bind its result: the view that it reads, and the types of the buffers."""
 
     view: View
@@ -61,23 +61,23 @@ class Cut:
 Shape = tuple[Box | None, tuple[int, ...] | None]
 
 
-def _same(c: Cut) -> Shape:
+def _same(c: ViewBinding) -> Shape:
     return c.view.region, c.view.dims
 
 
-def _permute(c: Cut) -> Shape:
+def _permute(c: ViewBinding) -> Shape:
     if c.view.dims == OPAQUE:
         return c.view.region, OPAQUE
     before, n = c.dims(len(c.source.shape)), len(c.source.shape)
     return c.view.region, tuple(before[d % n] for d in c.i.kwargs["dims"])
 
 
-def _narrow(c: Cut) -> Shape:
+def _narrow(c: ViewBinding) -> Shape:
     box = relative(c.result.box(c.rank), c.source.box(c.rank))
     return c.part(enumerate(box)), c.view.dims
 
 
-def _window(c: Cut) -> Shape:
+def _window(c: ViewBinding) -> Shape:
     starts, ends = c.i.kwargs["starts"], c.i.kwargs["ends"]
     extents = c.source.local_shape(c.rank)
     stops = [max(s, min(e, n)) for s, e, n in zip(starts, ends, extents, strict=True)]
@@ -86,7 +86,7 @@ def _window(c: Cut) -> Shape:
     return c.part(enumerate(zip(starts, stops, strict=True))), c.view.dims
 
 
-def _select(c: Cut) -> Shape:
+def _select(c: ViewBinding) -> Shape:
     shape = c.source.local_shape(c.rank)
     dim = c.i.kwargs["dim"] % len(shape)
     index = 0 if shape[dim] == 1 else c.i.kwargs["index"] % max(shape[dim], 1)
@@ -96,12 +96,12 @@ def _select(c: Cut) -> Shape:
     return region, tuple(d for at, d in enumerate(c.dims(len(shape))) if at != dim)
 
 
-def _unexpand(c: Cut) -> Shape:
+def _unexpand(c: ViewBinding) -> Shape:
     return c.part([(d, (0, 1)) for d in c.i.kwargs["dims"]]), c.view.dims
 
 
 #: view op -> the region and the dims of its result; results of other view ops are opaque.
-SHAPES: dict[str, Callable[[Cut], Shape]] = {
+SHAPES: dict[str, Callable[[ViewBinding], Shape]] = {
     "set": _same,
     "own": _same,
     "permute": _permute,
@@ -153,7 +153,7 @@ def shape_of(program: HostProgram, view: View, i: Instruction) -> Shape:
     assert isinstance(source, str) and program.rank is not None
     types = program.types
     kinds = types[view.storage.name], types[source], types[i.outputs[0]]
-    return shape(Cut(view, *kinds, program.rank, i))
+    return shape(ViewBinding(view, *kinds, program.rank, i))
 
 
 def may_copy(program: HostProgram, i: Instruction) -> bool:

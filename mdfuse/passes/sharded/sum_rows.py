@@ -56,7 +56,7 @@ def _contract(maker: Maker, by: Expr, product: _Product) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class _RowsMatrix:
     """A matrix that is a view of rows.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Product:
         dims: how many dims the rows have, more than one.
     """
 
-    sides: tuple[_Side, _Side]
+    sides: tuple[_RowsMatrix, _RowsMatrix]
     dims: int
 
 
@@ -93,7 +93,7 @@ def _product(fusion: Fusion, expr: Expr) -> _Product | None:
     return _Product((left, right), len(fusion.values[left.view.reads[0]].shape) - 1)
 
 
-def _side(fusion: Fusion, x: Operand, turned: bool) -> _Side | None:
+def _side(fusion: Fusion, x: Operand, turned: bool) -> _RowsMatrix | None:
     """Return the view behind an operand, through transposes and sets that keep rows."""
     producer, turns, is_set = _made(fusion, x), 0, False
     while producer is not None and producer.op in ("set", "permute"):
@@ -105,14 +105,14 @@ def _side(fusion: Fusion, x: Operand, turned: bool) -> _Side | None:
     if producer is None or producer.op != "reshape" or turns % 2 != turned:
         return None
     if not is_set or not isinstance(x, str):
-        return _Side(producer, None)
+        return _RowsMatrix(producer, None)
     before, after = fusion.values[producer.reads[0]], fusion.layout(x)
     if fusion.layout(before.name).mesh != after.mesh or after.split_axes(int(turned)):
         return None
-    return _Side(producer, after.with_dims({int(not turned): len(before.shape) - 1}))
+    return _RowsMatrix(producer, after.with_dims({int(not turned): len(before.shape) - 1}))
 
 
-def _rows_of(maker: Maker, expr: Expr, side: _Side) -> str:
+def _rows_of(maker: Maker, expr: Expr, side: _RowsMatrix) -> str:
     """Return the rows that a matrix is a view of, set as the matrix is."""
     (x,) = side.view.reads
     if side.layout in (None, maker.values[x].layout):

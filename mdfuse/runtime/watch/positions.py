@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from mdfuse.runtime.watch.running import RunningStep
+from mdfuse.runtime.watch.running import ActiveStep
 from mdfuse.runtime.watch.tallies import Key, Tallies, key_of
 
 
@@ -100,7 +100,7 @@ class OwnPosition:
     progress: tuple[Progress, ...] = ()
 
 
-class _Post(NamedTuple):
+class _PostPosition(NamedTuple):
     """One post of a run: its step, its number, its family and team, and both in words."""
 
     step: int
@@ -115,7 +115,7 @@ def is_shared(family: str) -> bool:
     return not family.endswith("transfers")
 
 
-def standing(tallies: Tallies, place: RunningStep | None) -> OwnPosition:
+def standing(tallies: Tallies, place: ActiveStep | None) -> OwnPosition:
     """Return the position of a process in its plans; `place` None: outside of all of them."""
     tally = place.plan.tally if place is not None else None
     if place is None or tally is None:
@@ -139,19 +139,21 @@ def standing(tallies: Tallies, place: RunningStep | None) -> OwnPosition:
     )
 
 
-def _posts(place: RunningStep, before: Counter[Key]) -> list[_Post]:
+def _posts(place: ActiveStep, before: Counter[Key]) -> list[_PostPosition]:
     """Return the posts of the current run so far, in order."""
     counts, listed = before.copy(), []
     for n, step in enumerate(place.plan.steps[: place.number + 1]):
         for call in step.calls:
             key = key_of(call.kind, call.team)
             counts[key] += 1
-            listed.append(_Post(n, counts[key], key, f"{call.kind} #{counts[key]}", step.label))
+            listed.append(
+                _PostPosition(n, counts[key], key, f"{call.kind} #{counts[key]}", step.label)
+            )
     return listed
 
 
 def _progress(
-    before: Counter[Key], posts: Sequence[_Post], still: Sequence[int] = ()
+    before: Counter[Key], posts: Sequence[_PostPosition], still: Sequence[int] = ()
 ) -> tuple[Progress, ...]:
     counts, last, first_open = before.copy(), dict[Key, str](), dict[Key, int]()
     for post in posts:

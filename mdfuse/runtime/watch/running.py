@@ -18,8 +18,8 @@ from mdfuse.interpreter.stacks import seen
 from mdfuse.layouts.call import Call
 
 
-class Step(Protocol):
-    """The attributes of a plan's step that are read here: see `mdfuse.plan.context.Step`."""
+class WatchedStep(Protocol):
+    """The attributes of a plan's step that are read here: see `mdfuse.plan.context.PlanStep`."""
 
     @property
     def op(self) -> str: ...
@@ -33,13 +33,13 @@ class Step(Protocol):
     def waits(self) -> tuple[int, int | None] | None: ...
 
 
-class Plan(Protocol):
+class WatchedPlan(Protocol):
     """The attributes of a plan that are read here: see `mdfuse.plan.build.Plan`."""
 
     @property
     def tally(self) -> RunCount | None: ...
     @property
-    def steps(self) -> Sequence[Step]: ...
+    def steps(self) -> Sequence[WatchedStep]: ...
     @property
     def lines_of_run(self) -> Sequence[int]:
         """The number of the call at each line of its function."""
@@ -49,7 +49,7 @@ class Plan(Protocol):
 
 
 #: The file name of a plan's function -> the plan.
-_plans: WeakValueDictionary[str, Plan] = WeakValueDictionary()
+_plans: WeakValueDictionary[str, WatchedPlan] = WeakValueDictionary()
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
@@ -82,14 +82,14 @@ class RunCount:
 
 
 @dataclass(frozen=True, slots=True)
-class RunningStep:
+class ActiveStep:
     """A step of a plan that is running, by its number."""
 
-    plan: Plan
+    plan: WatchedPlan
     number: int
 
     @property
-    def step(self) -> Step:
+    def step(self) -> WatchedStep:
         return self.plan.steps[self.number]
 
     @property
@@ -116,7 +116,7 @@ class RunningStep:
         return next((n for n in self.open if handle in self.plan.steps[n].outputs), None)
 
 
-def register(file: str, plan: Plan) -> None:
+def register(file: str, plan: WatchedPlan) -> None:
     """Note the plan whose function has this file name, and count the posts of a run."""
     _plans[file] = plan
     if plan.tally is not None:
@@ -124,7 +124,7 @@ def register(file: str, plan: Plan) -> None:
         plan.tally.posted = Counter((call.kind, call.team) for call in calls)
 
 
-def running() -> RunningStep | None:
+def running() -> ActiveStep | None:
     """Return the step that this process is at; None where it runs no plan.
 
     A thread that waits in a communication is preferred, then the main one.
@@ -136,7 +136,7 @@ def running() -> RunningStep | None:
     return innermost[order[0]] if order else None
 
 
-def raised(error: BaseException | None) -> RunningStep | None:
+def raised(error: BaseException | None) -> ActiveStep | None:
     """Return the step that raised an error or one of its causes; None if no plan did."""
     while error is not None:
         trace = error.__traceback__
@@ -149,13 +149,13 @@ def raised(error: BaseException | None) -> RunningStep | None:
     return None
 
 
-def _at(frame: FrameType) -> RunningStep | None:
+def _at(frame: FrameType) -> ActiveStep | None:
     return _place(frame.f_code.co_filename, frame.f_lineno)
 
 
-def _place(file: str, line: int | None) -> RunningStep | None:
+def _place(file: str, line: int | None) -> ActiveStep | None:
     """Return the step at a line of a plan; a frame that just begins has no line yet."""
     plan = _plans.get(file) if file.startswith("<plan ") else None
     if plan is None or line is None or not 2 <= line < 2 + len(plan.lines_of_run):
         return None
-    return RunningStep(plan, plan.step_number_of(plan.lines_of_run[line - 2]))
+    return ActiveStep(plan, plan.step_number_of(plan.lines_of_run[line - 2]))

@@ -15,7 +15,7 @@ _WAIT = re.compile(r"^\s*wait %([^\s\[]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ListingRow:
     """A line of a program.
 
     Attributes:
@@ -33,9 +33,9 @@ class Row:
     target: str = ""
 
 
-def rows(program: HostProgram) -> list[Row]:
+def rows(program: HostProgram) -> list[ListingRow]:
     """Return the lines of a program; a post and the first wait for it lead to each other."""
-    lines: list[Row] = []
+    lines: list[ListingRow] = []
     posts: dict[str, int] = {}
     waits: dict[int, int] = {}
     texts = [_parted(line) for line in str(program).splitlines()]
@@ -49,10 +49,12 @@ def rows(program: HostProgram) -> list[Row]:
         if n in waits or n in back:
             other = waits.get(n, back.get(n))
             kind = "post" if n in waits else "wait"
-            row = Row(text=text, source=source, kind=kind, anchor=f"l{n}", target=f"l{other}")
+            row = ListingRow(
+                text=text, source=source, kind=kind, anchor=f"l{n}", target=f"l{other}"
+            )
         else:
             kind = "post" if _POST.match(text) else "wait" if _WAIT.match(text) else ""
-            row = Row(text=text, source=source, kind=kind)
+            row = ListingRow(text=text, source=source, kind=kind)
         lines.append(row)
     return lines
 

@@ -66,7 +66,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class TrafficRow:
     """A row of the table of communications: posts that change layouts alike.
 
     Attributes:
@@ -145,7 +145,7 @@ def _template() -> str:
 def _facts(
     subject: Subject,
     classes: Classes,
-    traffic: Sequence[Traffic],
+    traffic: Sequence[TrafficRow],
     memories: Sequence[Memory],
     found: Timeline,
 ) -> list[tuple[str, str]]:
@@ -209,7 +209,7 @@ def by_layout(values: Mapping[str, Lies]) -> list[tuple[str, tuple[int, ...], La
     return pictures
 
 
-def communications(host: HostProgram, classes: Classes) -> list[Traffic]:
+def communications(host: HostProgram, classes: Classes) -> list[TrafficRow]:
     """Return the communications of a run, those that change layouts alike in one row."""
     counts: dict[tuple[str, ...], list[int]] = {}
     sizes: dict[tuple[str, ...], int] = {}
@@ -223,7 +223,7 @@ def communications(host: HostProgram, classes: Classes) -> list[Traffic]:
             sizes[key] = max(size, sizes.get(key, 0))
             first.setdefault(key, i.comm)
     return [
-        Traffic(
+        TrafficRow(
             kind=key[0],
             where=key[1],
             change=key[2],

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import mdfuse as mf
 from mdfuse.cli.calibration import command, held_out, measuring, sampling
 from mdfuse.cli.calibration.command import calibrated
-from mdfuse.cli.calibration.microbenchmarks import TURNS, Subject
+from mdfuse.cli.calibration.microbenchmarks import TURNS, Microbenchmark
 from mdfuse.cli.calibration.scales import CPU, Scale
 from mdfuse.cli.calibration.sending import beside, links, received, ways
 from mdfuse.cli.calibration.suite import subjects
@@ -200,7 +200,9 @@ def test_ranks_share_local_work_out(monkeypatch: pytest.MonkeyPatch) -> None:
         mine, told = taken.setdefault(rank, set()), texts.setdefault(rank, [])
         others = iter(texts.get(1 - rank, ()))
 
-        def once(self: object, subject: Subject, call: object, mine: set[object] = mine) -> float:
+        def once(
+            self: object, subject: Microbenchmark, call: object, mine: set[object] = mine
+        ) -> float:
             mine.add((subject.key, subject.at))
             return 1.0 + comm.rank if subject.table == "links" else 1.0
 

@@ -70,7 +70,7 @@ def test_what_torch_writes_is_read(tmp_path: Path) -> None:
 
 
 def test_what_is_written_torch_reads(tmp_path: Path) -> None:
-    place = metadata.Place("a", 3, 5)
+    place = metadata.StoredBytes("a", 3, 5)
     stored = metadata.Stored(torch.float16, (4,), {(0,): metadata.Chunk(sizes=(4,), place=place)})
     made = metadata.as_torch({"x": stored, "y": stored})
     write(tmp_path, made)
