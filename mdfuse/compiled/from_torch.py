@@ -18,7 +18,7 @@ from mdfuse.frontend.importing.build import Model, check_known, constants_of
 from mdfuse.frontend.importing.capture import ExportedModule, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.place import Patterns, Placed
-from mdfuse.mesh import DeviceMesh, as_mesh
+from mdfuse.mesh import as_mesh
 from mdfuse.plan.progress import stage
 
 
@@ -51,9 +51,9 @@ def from_torch(
         blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
             split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
             matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
-        gather: axes of the mesh along which parameters are brought together just before they are
-            read, as FSDP does; the backward gathers them again. Where such an axis splits a dim
-            beside other axes, it splits their parts; a `Layout` in `layouts` is taken as it is.
+        gather: axes along which parameters are brought together just before they are read, as FSDP
+            does; the backward gathers them again. Beside other axes such an axis splits their parts
+            of a dim, unless `layouts` has a `Layout`.
         adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
             (rank, alpha): then steps of training train the adapters alone.
         dynamic_shapes: name of an argument -> dim -> a name: extents that each run chooses; or as
@@ -79,8 +79,8 @@ def from_torch(
     >>> torch.testing.assert_close(y, module(x).detach())
     """
     _check_dicts(layouts, kwargs, blocks, adapters, buffers)
-    mesh = as_mesh(mesh)
-    patterns = Patterns(layouts or {}, mesh, _axes(gather, mesh))
+    axes = given.names("from_torch", "gather", gather)
+    patterns = Patterns(layouts or {}, as_mesh(mesh), axes)
     captured = _exported(module, args, kwargs, dynamic_shapes, adapters)
     model = _model(captured, patterns, buffers or {}, blocks or {})
     return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
@@ -127,13 +127,6 @@ def _model(
         same={n: same for n, same in constants.items() if n is not same},
     )
     return replace(model, blocks=blocks_of(model, blocks), gather=patterns.gather)
-
-
-def _axes(gather: Sequence[str], mesh: DeviceMesh) -> tuple[str, ...]:
-    axes = given.names("from_torch", "gather", gather)
-    for axis in axes:
-        mesh.axis_index(axis)
-    return axes
 
 
 def _places(

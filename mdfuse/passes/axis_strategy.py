@@ -238,7 +238,7 @@ def _passes_partial(
 def _is_sum_of_scalars(out: Value, placements: Sequence[Placement | None]) -> bool:
     """Return whether replicated addends become terms of one rank, which makes one reduction of all.
 
-    Of larger values that would write a copy.
+    A larger value would be copied for that.
     """
     return not out.shape and all(isinstance(p, Partial | Replicate) for p in placements)
 

@@ -39,6 +39,8 @@ class Patterns:
     ) -> None:
         self.mesh = Layout(mesh).mesh  # Layout refuses an invalid mesh
         self.gather = tuple(gather)
+        for axis in gather:
+            self.mesh.axis_index(axis)  # which refuses an axis that the mesh lacks
         self._layouts: dict[str, Layout] = {}
         self._stated = {p for p, said in layouts.items() if isinstance(said, Layout)}
         for pattern, placements in layouts.items():
