@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise, product
 from typing import Any
 
-import numpy as np
-
 from mdfuse.extents.extent import smaller
 
 #: A half-open range of indices along one dim.
@@ -28,6 +26,11 @@ def is_dim(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and -(1 << 63) <= x < 1 << 63
 
 
+def is_array(x: object) -> bool:
+    """Return whether numbers are those of many ranks; numpy is imported where these are made."""
+    return hasattr(x, "dtype")
+
+
 def nth_chunk(interval: tuple[Any, Any], parts: int, i: Any) -> tuple[Any, Any]:
     """Return the i-th chunk that `torch.chunk` makes of an interval; empty where it makes fewer.
 
@@ -39,9 +42,9 @@ def nth_chunk(interval: tuple[Any, Any], parts: int, i: Any) -> tuple[Any, Any]:
     start, stop = interval
     length = -(-(stop - start) // parts)
     begin = start + i * length
-    if isinstance(begin, np.ndarray):
-        begin = np.minimum(begin, stop)
-        return begin, np.minimum(begin + length, stop)
+    if is_array(begin):
+        begin = begin.clip(max=stop)
+        return begin, (begin + length).clip(max=stop)
     if type(length) is not int:  # symbolic: which number is smaller is not to be decided
         begin = smaller(begin, stop)
         return begin, smaller(begin + length, stop)
@@ -51,8 +54,8 @@ def nth_chunk(interval: tuple[Any, Any], parts: int, i: Any) -> tuple[Any, Any]:
 
 def clipped(row: Any, extent: Any) -> Any:
     """Return a row, or the nearest one between 0 and an extent; numbers may be arrays."""
-    if isinstance(row, np.ndarray) or isinstance(extent, np.ndarray):
-        return np.clip(row, 0, extent)
+    if is_array(row) or is_array(extent):
+        return (row + 0 * extent).clip(0, extent)
     return min(max(row, 0), extent)
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from mdfuse.errors import LayoutError
-from mdfuse.layouts.boxes import clipped
+from mdfuse.layouts.boxes import clipped, is_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +46,14 @@ class Reach:
         start, stop = part
         begin = (start * self.up + self.first) // self.down
         end = ((stop - 1) * self.up + self.last) // self.down
-        if isinstance(end, np.ndarray):
-            return begin, np.where(start < stop, end, begin)
+        if is_array(end):
+            return begin, begin + (end - begin) * (start < stop)
         return begin, end if start < stop else begin
 
     def rows(self, part: tuple[Any, Any], extent: int) -> tuple[Any, Any]:
         """Return the rows that belong to a part of the other dim, of those that are there."""
         begin, end = (clipped(row, extent) for row in self.wanted(part))
-        return begin, np.maximum(begin, end) if isinstance(end, np.ndarray) else max(begin, end)
+        return begin, end.clip(min=begin) if is_array(end) else max(begin, end)
 
     def text(self, dim: int) -> str:
         """Return it as programs print it."""

@@ -12,10 +12,8 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-import numpy as np
-
 from mdfuse.layouts.blocks import Blocks, segments, split
-from mdfuse.layouts.boxes import ManyRows, nth_chunk
+from mdfuse.layouts.boxes import ManyRows, clipped, is_array, nth_chunk
 from mdfuse.layouts.halo import Reach
 from mdfuse.layouts.stream import Stream
 
@@ -121,16 +119,18 @@ class Parts:
             return 0, 0 * stop
         if self.reach is not None:
             first, n = self._met_with_halos(start, stop)
-            return (first, n) if isinstance(stop, np.ndarray) else (int(first), int(n))
+            return (first, n) if is_array(stop) else (int(first), int(n))
         last = stop - 1
-        if not isinstance(last, np.ndarray):
+        if not is_array(last):
             first = self.number(start)
             return first, self.number(last) - first + 1
-        first, last = (self.number(np.clip(row, 0, self.extent - 1)) for row in (start, last))
+        first, last = (self.number(clipped(row, self.extent - 1)) for row in (start, last))
         return first, (last - first + 1) * (stop > start)
 
     def _met_with_halos(self, start: Any, stop: Any) -> tuple[Any, Any]:
         """Return the same for a dim with a halo: of the parts that have rows."""
+        import numpy as np
+
         ends = np.array([part for _, (part,) in self.every()])
         numbers = np.flatnonzero(ends[:, 0] < ends[:, 1])
         if not len(numbers):
@@ -149,6 +149,8 @@ def length(rows: ManyRows) -> Any:
 
 def shared(rows: ManyRows, others: ManyRows) -> Any:
     """Return the number of rows that two parts have in common; arrays."""
+    import numpy as np
+
     return sum(
         np.maximum(np.minimum(stop, last) - np.maximum(start, first), 0)
         for start, stop in rows
