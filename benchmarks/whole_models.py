@@ -111,7 +111,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How rows are measured.
+    """The way in which rows are measured.
 
     Attributes:
         rounds: turns of each contender.
@@ -319,12 +319,12 @@ def _told(plan: Plan, case: Case, figures: Mapping[str, Figures]) -> None:
             tokens = case.size.rows * case.size.tokens / seconds
             tokens /= case.ranks.comm.size if case.style == "tp" else 1
             stored |= {"utilisation": share, "tokens per second and rank": tokens}
-            told = "" if share is None else f", {share:.1%} of the device's products"
+            share_text = "" if share is None else f", {share:.1%} of the device's products"
             warm = "" if x.warm is None else f", start, warm {x.warm / 1e9:.1f} s"
             _say(
                 f"{case.name}, {name}: {seconds * 1e3:.2f} ms "
                 f"({spread.least * 1e-6:.2f} – {spread.most * 1e-6:.2f}), "
-                f"{tokens:,.0f} tokens/s of a rank{told}{warm}"
+                f"{tokens:,.0f} tokens/s of a rank{share_text}{warm}"
             )
         plan.world["contenders"][f"{case.name}: {name}"] = stored
 

@@ -220,7 +220,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_wide(value: Any) -> bool:
-    """Whether a value is one of torch's dtypes of 32 bits or more; torch is not imported here."""
+    """True for torch's dtypes of 32 bits or more; torch is not imported for the question."""
     is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
     return is_dtype and str(value) in ("torch.float32", "torch.float64")
 
@@ -363,17 +363,17 @@ def _options(values: tuple[str | None, ...]) -> Options:
 
 
 def _options_from(variables: Mapping[str, str]) -> Options:
-    found = Options()
+    options = Options()
     for variable, (option, parse, what) in VARIABLES.items():
         text = variables.get(variable)
         if not text:
             continue
         name = f"{variable}={shown(text, _SHOWN)}"
         try:
-            found = replace(found, **{option: parse(text)})
+            options = replace(options, **{option: parse(text)})
         except ValueError as error:
             hint = f"unset it: the default is {getattr(Options(), option)!r}"
             raise ProgramError(f"{name} cannot be read", because=what, hint=hint) from error
         except ProgramError as error:
             raise ProgramError(name, because=error.because, hint=error.hint) from error
-    return found
+    return options

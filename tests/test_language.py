@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 EMPTY = {"found", "made", "told", "kept", "own", "more", "rest", "here"}
 
 #: What is counted -> the most there may be; lower it with each repair.
-LIMITS = {"empty names": 84, "classes of one name": 0, "docstrings that ask": 18}
+LIMITS = {"empty names": 0, "classes of one name": 0, "docstrings that ask": 0}
 
 #: A sentence that opens so puts its subject last.
 OPENS = re.compile(r"(?:^|[.!?]\s+|\n\n\s*|[-*] )(Of) (?!course\b)[a-z`]")

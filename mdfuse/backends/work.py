@@ -95,7 +95,7 @@ class Posted:
     Attributes:
         call: the communication.
         works: the library's handles, waited for in order.
-        kept: objects that must live until all works are done.
+        referenced: objects that must live until all works are done.
         finish: called once, when all works are done.
     """
 
@@ -103,7 +103,7 @@ class Posted:
 
     call: Call
     works: Sequence[_Waitable]
-    kept: object
+    referenced: object
     finish: Callable[[], object] | None = None
     _first: Queued | None = None
 
@@ -127,7 +127,7 @@ class Posted:
         if self.finish is not None:
             self.finish()
             self.finish = None
-        self.kept = None
+        self.referenced = None
         if torch.cuda.is_initialized():
             self._first = Queued()
 

@@ -90,7 +90,7 @@ class _AutogradFunction:
             wrapped = _Differentiable(traced.definition, self.options, traced)
             self._known.put(id(traced), wrapped)
         outputs = wrapped(*tensors)
-        return traced.made(outputs)
+        return traced.rebuild(outputs)
 
 
 class _Differentiable:

@@ -82,12 +82,12 @@ class OverlapDecisions:
 
     Attributes:
         plain: the host program without it.
-        told: the decisions and their reasons, a line each.
+        decisions: the decisions and their reasons, a line each.
         is_measured: whether the first runs try both.
     """
 
     plain: HostProgram
-    told: tuple[str, ...]
+    decisions: tuple[str, ...]
     is_measured: bool = False
 
 

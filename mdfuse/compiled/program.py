@@ -86,7 +86,7 @@ class Program:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __str__(self) -> str:
-        return str(self.host) if self.symbolic is None else str(self.symbolic.made[0])
+        return str(self.host) if self.symbolic is None else str(self.symbolic.lowerings[0])
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.host)
@@ -94,7 +94,7 @@ class Program:
     @property
     def lowerings(self) -> tuple[Lowering, ...]:
         """For a symbolic definition, the lowerings so far; each prints its guards."""
-        return () if self.symbolic is None else tuple(self.symbolic.made)
+        return () if self.symbolic is None else tuple(self.symbolic.lowerings)
 
     def host_for(self, extents: Mapping[str, int] | None = None) -> HostProgram:
         """Return the global host program for some extents, from a lowering that serves them.
@@ -320,7 +320,7 @@ class Program:
 
     def _overlap_told(self) -> Iterator[str]:
         if self.overlap is not None:
-            yield from self.overlap.told
+            yield from self.overlap.decisions
             measured: str | None = self.__dict__.get("_measured")
             if measured is not None:
                 yield measured
@@ -490,7 +490,7 @@ def lowered(
     """Return the program of a definition, lowered anew; see `compile`."""
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
-        (first,) = symbolic.made
+        (first,) = symbolic.lowerings
         why = "it has symbolic extents"
         left = overlap.left(first.host, why, options_from_environment(options))
         return Program(first.fusion, first.segments, first.host, options, symbolic, overlap=left)

@@ -70,7 +70,7 @@ class Lowerings:
     lower: Callable[[Fusion], tuple[Fusion, tuple[Segment, ...], HostProgram]]
     options: Options | None = None
     chunks: int = 1
-    made: list[Lowering] = field(default_factory=list)
+    lowerings: list[Lowering] = field(default_factory=list)
 
     @cached_property
     def _hosts(self) -> Cache[HostProgram]:
@@ -94,7 +94,7 @@ class Lowerings:
         guards = (*self.assumed.guards, *assumed.guards)
         segments = tuple(replace(s, guards=guards, examples=dict(examples)) for s in segments)
         lowering = Lowering(fusion, segments, host, assumed)
-        self.made.append(lowering)
+        self.lowerings.append(lowering)
         return lowering
 
     def host_for(self, extents: Extents) -> HostProgram:
@@ -114,7 +114,7 @@ class Lowerings:
         """Return a lowering whose guards some extents satisfy; a new one where there is none."""
         check_definition(self.fusion.name, self.assumed, extents)
         _check_sizes(self.fusion, extents)
-        fits = (x for x in self.made if x.assumed.hold(extents))
+        fits = (x for x in self.lowerings if x.assumed.hold(extents))
         return next(fits, None) or self._lower_again(extents)
 
     def _lower_again(self, extents: Extents) -> Lowering:

@@ -38,11 +38,11 @@ class TracedDefinition:
 
     Attributes:
         definition: the fusion.
-        made: puts outputs together as the function returns them.
+        rebuild: puts outputs together as the function returns them.
     """
 
     definition: FusionDefinition
-    made: Callable[[Sequence[Any]], Any]
+    rebuild: Callable[[Sequence[Any]], Any]
 
 
 class TracedFunction:
@@ -189,10 +189,10 @@ class TracedFunction:
                     )
                 fd.add_output(output)
         if isinstance(result, Handle):
-            return TracedDefinition(definition=fd, made=itemgetter(0))
+            return TracedDefinition(definition=fd, rebuild=itemgetter(0))
         is_flat = type(result) in (tuple, list) and len(outputs) == len(result)
         rebuild = type(result) if is_flat else partial(unflattened, structure=structure)
-        return TracedDefinition(definition=fd, made=rebuild)
+        return TracedDefinition(definition=fd, rebuild=rebuild)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class TracedFunction:
                 self._calls.put(key, ready)
         program, traced = ready
         outputs = program.run(*(x for _, x in arguments if isinstance(x, Tensor)))
-        return traced.made(outputs)
+        return traced.rebuild(outputs)
 
     def _check_dtensors(self, arguments: Sequence[tuple[str, Any]]) -> None:
         tensors = [(name, x) for name, x in arguments if isinstance(x, Tensor)]

@@ -119,10 +119,10 @@ class TrainingStep:
                 zero = torch.zeros((), dtype=torch.float64, device=device)
                 state[name] = None if is_outside else zero
                 continue
-            x = known[step.kept.get(name) or step.masters.get(name) or name]
+            x = known[step.owners.get(name) or step.masters.get(name) or name]
             if x is None:
                 state[name] = None
-            elif name in step.kept:
+            elif name in step.owners:
                 state[name] = torch.zeros_like(x, dtype=values[name].dtype)
             else:
                 state[name] = x.to(values[name].dtype, copy=True)

@@ -56,10 +56,11 @@ def convolve(
         how |= {"groups": groups, "transposed": transposed, "here": here, "more": more}
         shape = shape_of_convolution((x.shape, weight.shape), {**how, "around": around})
         return x.new_zeros(shape)
+    added = more or none
     if around is not None:
-        padding, more = none, none
+        padding, added = none, none
         x = x if transposed else with_rows(x, around)
-    settings = (stride, padding, dilation, transposed, more or none, here or groups)
+    settings = (stride, padding, dilation, transposed, added, here or groups)
     y: Tensor = _ATEN.convolution(x, weight, None, *settings)
     return with_rows(y, around) if around is not None and transposed else y
 

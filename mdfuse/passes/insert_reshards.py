@@ -41,7 +41,7 @@ class _Rewriter:
     #: value -> its copies in other layouts, itself included.
     copies: dict[str, list[str]] = field(default_factory=dict)
     #: value -> what its expression yields, where a set makes it of that
-    made: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
     #: a view -> the expression that yields it.
     views: dict[str, Expr] = field(default_factory=dict)
 
@@ -73,7 +73,7 @@ class _Rewriter:
 
     def with_made(self, copies: list[str]) -> list[str]:
         """Return copies of a value, and what it was made of where ranks have more of it there."""
-        local = self.made.get(copies[0])
+        local = self.origins.get(copies[0])
         is_copy = local is not None and not self.layout(local).partial_axes
         return [*copies, local] if local is not None and is_copy else copies
 
@@ -177,7 +177,7 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
         if local != name:
             moved = Expr(op="set", inputs=(local,), outputs=(name,), source=expr.source)
             rewriter.exprs.append(moved)
-            rewriter.made[name] = local
+            rewriter.origins[name] = local
 
 
 def _copy_streams(expr: Expr, values: Mapping[str, Value]) -> dict[str, Stream | None]:

@@ -285,14 +285,14 @@ class HostLoops:
         rotated = (value.stream.rotate, value.layout.mesh) if value.stream.rotate else None
         return self._alike(value.name), value.stream.count, rotated
 
-    def may_share(self, exprs: Iterable[Expr], more: Iterable[Expr]) -> bool:
-        """True if one loop, or none, can run `exprs` and `more`, which come after or among them."""
-        exprs, more = tuple(exprs), tuple(more)
+    def may_share(self, exprs: Iterable[Expr], others: Iterable[Expr]) -> bool:
+        """True if one loop, or none, can run `exprs` and `others`, behind or among them."""
+        exprs, others = tuple(exprs), tuple(others)
         key = self.key(exprs[0])
-        if key != self.key(more[0]):
+        if key != self.key(others[0]):
             return False
-        producers = {name: e for e in (*exprs, *more) for name in e.outputs}
-        return key is None or all(self._reads_chunks(e, producers) for e in (*exprs, *more))
+        producers = {name: e for e in (*exprs, *others) for name in e.outputs}
+        return key is None or all(self._reads_chunks(e, producers) for e in (*exprs, *others))
 
     def _reads_chunks(self, expr: Expr, made: Mapping[str, Expr]) -> bool:
         """True if all that an expression reads of others in its loop is the chunk just computed."""

@@ -62,14 +62,14 @@ class Tally:
 
     Attributes:
         compiled: how many this process compiled.
-        found: how many it found in files, of earlier runs or of other processes.
+        in_files: how many it found in files, of earlier runs or of other processes.
         shared: how many were compiled for other lengths.
         unsaved: why a compiled one was not saved -> how many.
         unreadable: why files were of no use -> how many.
     """
 
     compiled: int = 0
-    found: int = 0
+    in_files: int = 0
     shared: int = 0
     unsaved: Counter[str] = field(default_factory=Counter)
     unreadable: Counter[str] = field(default_factory=Counter)
@@ -78,7 +78,7 @@ class Tally:
         """Yield the lines of a report."""
         counts = {
             "compiled": self.compiled,
-            "found in files": self.found,
+            "found in files": self.in_files,
             "shared with other lengths": self.shared,
         }
         if any(counts.values()):
@@ -215,7 +215,7 @@ def _read(name: str, tally: Tally) -> Made | None:
         return None
     if stored is None:
         return None
-    tally.found += 1
+    tally.in_files += 1
     return Made(stored[1], name, function=stored[0])
 
 
@@ -240,7 +240,7 @@ def _completed(made: Made, timeout_s: float, tally: Tally) -> bool:
 def _find_or_compile(made: Made, name: str, folder: Artefacts, tally: Tally) -> None:
     again = Tally()  # files of no use were counted when they were looked for
     stored = _read(name, again)
-    tally.found += again.found
+    tally.in_files += again.in_files
     if stored is not None:
         made.function, made.traced = stored.function, None
         return

@@ -21,16 +21,16 @@ class _Shared:
 
     calls: SymbolicCalls
     traced: TracedGraph
-    made: Made
+    compiled: Made
 
     def serving(self, key: Hashable, calls: Calls) -> Made | None:
         """Return the function for some calls; None where it does not serve them."""
-        serves, sizes = self.made.serves, self.calls.sizes(calls.forms)
+        serves, sizes = self.compiled.serves, self.calls.sizes(calls.forms)
         if serves is None or sizes is None or min(sizes) < 2 or not self.calls.are(calls):
             return None
         if not serves(sizes):
             return None
-        return compilation.serve(key, calls.forms, self.made, self.traced.results_at(sizes))
+        return compilation.serve(key, calls.forms, self.compiled, self.traced.results_at(sizes))
 
 
 @dataclass

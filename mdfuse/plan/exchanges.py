@@ -42,12 +42,12 @@ class Exchanges:
     Attributes:
         context: the rank's slots and bindings.
         group: the sends and receives since group_start; None outside of a group.
-        own: sends to this rank itself that are not received yet: the name, and the slot of a copy.
+        to_itself: sends to this rank that are not received yet: the name, and the slot of a copy.
     """
 
     context: Context
     group: list[Instruction] | None = None
-    own: list[tuple[str, int]] = field(default_factory=list)
+    to_itself: list[tuple[str, int]] = field(default_factory=list)
 
     def steps(self, i: Instruction) -> list[PlanStep]:
         """Return the steps of a send, a receive, or the start or end of a group.
@@ -67,7 +67,7 @@ class Exchanges:
 
     def finish(self) -> None:
         """Raise ProgramError where a send of this rank to itself has no receive."""
-        if self.own:
+        if self.to_itself:
             raise ProgramError(
                 f"rank {self.context.rank} sends to itself what it does not receive",
                 because="each send has its recv",
@@ -182,7 +182,7 @@ class Exchanges:
             sends which are received later, since their buffers may be written before that; and
             steps that drop such copies of sends which are received now.
         """
-        before = self.own
+        before = self.to_itself
         sent = [(e.i.reads[0], e.buffer) for e in ends if e.i.op == "send"]
         received = [e for e in ends if e.i.op == "recv"]
         if len(received) > len(before) + len(sent):
@@ -196,7 +196,7 @@ class Exchanges:
             self.check_alike(name, e.i)
             pairs.append((source, e.buffer))
         copied = [self.keep(*x) for x in sent[max(len(received) - len(before), 0) :]]
-        self.own = before[len(received) :] + [x for x, _ in copied]
+        self.to_itself = before[len(received) :] + [x for x, _ in copied]
         dropped = [
             PlanStep(lines=(drop(copy),), label="recv", op="free", inputs=(copy,))
             for _, copy in before[: len(received)]

@@ -68,13 +68,13 @@ class _PendingUnit:
 
     Attributes:
         step: calls the function.
-        made: the function.
+        compiled: the function.
         instruction: the unit.
         steps: its calls one by one.
     """
 
     step: PlanStep
-    made: Made
+    compiled: Made
     instruction: Instruction
     steps: tuple[PlanStep, ...]
 
@@ -200,7 +200,7 @@ class Fuser:
         """Compile the functions of a plan's units, and return its steps with them."""
         held, self._held = self._held, {}
         pending = {n: held[n] for n in map(id, steps) if n in held}
-        functions = [x.made for x in pending.values()]
+        functions = [x.compiled for x in pending.values()]
         late = complete(functions, self.timeout_s, context.rank == 0, self.tally)
         done: list[PlanStep] = []
         for step in steps:
@@ -212,13 +212,13 @@ class Fuser:
         self, held: _PendingUnit, late: Sequence[Made], context: Context
     ) -> Sequence[PlanStep]:
         """Return the steps of a unit whose function is there, or those of its calls."""
-        function, why = held.made.function, held.made.refused
-        if held.made in late:
+        function, why = held.compiled.function, held.compiled.refused
+        if held.compiled in late:
             why = f"another process has compiled it for longer than timeout_s={self.timeout_s:g}"
         if function is None or why is not None:
             self.refuse(held.instruction, why or "", context)
             return held.steps
-        lines, run = held.step.lines, _called(held.made, function)
+        lines, run = held.step.lines, _called(held.compiled, function)
         called = (replace(x, run=run) if x.run is _not_compiled else x for x in lines)
         return [replace(held.step, lines=tuple(called))]
 

@@ -31,10 +31,10 @@ class IndexChecks:
     """The checks of one rank's indices.
 
     Attributes:
-        found: the error for the first index out of range in the run under way; None: no such index.
+        error: the error for the first index out of range in the run under way; None: no such index.
     """
 
-    found: IndexRangeError | None = None
+    error: IndexRangeError | None = None
 
     def checked(self, i: Instruction, lines: Sequence[Line], context: Context) -> list[Line]:
         """Return the calls of an instruction, preceded by a check of its indices."""
@@ -60,13 +60,13 @@ class IndexChecks:
     def _look(self, rows: int, error: Callable[[int], IndexRangeError], indices: Tensor) -> Tensor:
         """Return indices of rows that exist, and note the first index out of range."""
         wrong = indices[(indices < 0) | (indices >= rows)]
-        if wrong.numel() and self.found is None:
-            self.found = error(int(wrong[0]))
+        if wrong.numel() and self.error is None:
+            self.error = error(int(wrong[0]))
         return indices.clamp(0, max(rows - 1, 0))
 
     def take(self) -> IndexRangeError | None:
         """Return the error of the run, and forget it."""
-        error, self.found = self.found, None
+        error, self.error = self.error, None
         return error
 
 

@@ -184,8 +184,8 @@ class _Writer:
     slots: dict[int, str] = field(default_factory=dict)
     constants: dict[int, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=lambda: {"run", *keyword.kwlist})
-    #: constants made of buffers that stay, so that each is made once
-    made: dict[Any, Any] = field(default_factory=dict)
+    #: values of arguments that refer to buffers that stay, so that each is made once
+    owned_values: dict[Any, Any] = field(default_factory=dict)
     #: names of the variables that the current line uses first
     notes: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -243,9 +243,9 @@ class _Writer:
     def kept(self, x: Any) -> Any:
         """Return the value of an argument that refers to owned buffers only, made once."""
         key = x if isinstance(x, SlotRef) else id(x)
-        if key not in self.made:
-            self.made[key] = _value(x, self.owned)
-        return self.made[key]
+        if key not in self.owned_values:
+            self.owned_values[key] = _value(x, self.owned)
+        return self.owned_values[key]
 
     def line(self, line: Line) -> str:
         if line.run is None:

@@ -127,7 +127,7 @@ class MoveCosts:
         for a, p in enumerate(self.source.placements):
             is_term = isinstance(p, Partial) and (a in node.partial or a not in self.ops)
             placements.append(p if is_term else Replicate())
-        for a in node.made:
+        for a in node.goal_partial:
             placements[a] = Partial(self.made[a])
         splits = []
         for d, axes in enumerate(node.splits):
@@ -272,7 +272,7 @@ class MoveCosts:
     def side(self, node: LayoutNode) -> Side:
         """Return a node as an endpoint of an exchange, before any axis becomes Partial."""
         if node not in self.sides:
-            self.sides[node] = Side(self.layout(node._replace(made=())), self.shape)
+            self.sides[node] = Side(self.layout(node._replace(goal_partial=())), self.shape)
         return self.sides[node]
 
     def to_go(self, node: LayoutNode) -> int:
@@ -286,8 +286,8 @@ class MoveCosts:
     def lack(self, here: LayoutNode, after: LayoutNode, copies: int = 0) -> tuple[int, int]:
         """Return the largest and the average receive volume of an exchange; see `lacks`."""
         if self.is_special:
-            held = self.layout(here._replace(partial=(), made=()))
-            return lacks(held, self.layout(after._replace(made=())), self.shape, copies)
+            held = self.layout(here._replace(partial=(), goal_partial=()))
+            return lacks(held, self.layout(after._replace(goal_partial=())), self.shape, copies)
         key = here.splits, after.splits, copies
         volumes = self.lacks.get(key)
         if volumes is None:

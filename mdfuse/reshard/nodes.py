@@ -32,7 +32,7 @@ class LayoutNode(NamedTuple):
     #: axes whose Partial is still to be reduced
     partial: tuple[int, ...]
     #: axes that have become the destination's Partial
-    made: tuple[int, ...] = ()
+    goal_partial: tuple[int, ...] = ()
 
 
 class Move(NamedTuple):

@@ -87,8 +87,8 @@ class Search(MoveCosts):
             may = here == self.start and len({*self.ops.values()}) == 1 and self.is_free
             return [Move("ReduceExchange", after) for after in self.refined] if may else []
         # any splits -> any splits: Exchange
-        may = here.made == () and here.splits != self.end.splits and self.may_exchange(here)
-        ends = self.refined if self.is_timed else [self.end._replace(made=())]
+        may = here.goal_partial == () and here.splits != self.end.splits and self.may_exchange(here)
+        ends = self.refined if self.is_timed else [self.end._replace(goal_partial=())]
         if may and self.is_mixed:
             gone = [a for a, n in enumerate(self.sizes) if n > 1 and self.is_gone(here, a)]
             ends = [x for x in (*ends, *self.but_some(here)) if not _splits(x, gone) and x != here]
@@ -186,7 +186,7 @@ class Search(MoveCosts):
 
         Where each axis changes separately, a further split would only discard data.
         """
-        whole = isinstance(self.source.placements[a], Replicate) or a in here.made
+        whole = isinstance(self.source.placements[a], Replicate) or a in here.goal_partial
         return not whole and _at(here, a) is False
 
     def is_whole(self, a: int) -> bool:
@@ -202,11 +202,11 @@ class Search(MoveCosts):
             is_same: whether each rank's term is its current value.
         """
         stays = [p.op for p in self.source.placements if isinstance(p, Partial)]
-        ops = [self.ops[b] for b in here.partial] + [self.made[b] for b in here.made]
+        ops = [self.ops[b] for b in here.partial] + [self.made[b] for b in here.goal_partial]
         staying_ops = [op for op in stays if op not in self.ops.values()]
         if not commute((*ops, *staying_ops, self.made[a])):
             return []
-        after = here._replace(made=tuple(sorted((*here.made, a))))
+        after = here._replace(goal_partial=tuple(sorted((*here.goal_partial, a))))
         return [Move("slice" if is_same else "term", after, (a,))]
 
     def along_several(self, here: LayoutNode) -> Iterator[Move]:
@@ -257,7 +257,7 @@ class Search(MoveCosts):
     @cached_property
     def refined(self) -> list[LayoutNode]:
         """The destination, and its further splits over copies, each of which may be gathered."""
-        goal = self.end._replace(made=())
+        goal = self.end._replace(goal_partial=())
         free = [a for a, d in enumerate(self.target) if d is None and self.is_whole(a)]
         nodes = []
         if self.is_timed:
@@ -429,13 +429,13 @@ def _splits(node: LayoutNode, axes: Sequence[int]) -> bool:
 def _split(node: LayoutNode, a: int, dim: int) -> LayoutNode:
     splits = [*node.splits]
     splits[dim] = (*splits[dim], a)
-    return LayoutNode(tuple(splits), node.partial, node.made)
+    return LayoutNode(tuple(splits), node.partial, node.goal_partial)
 
 
 def _joined(node: LayoutNode, dim: int, n: int) -> LayoutNode:
     splits = [*node.splits]
     splits[dim] = splits[dim][:-n]
-    return LayoutNode(tuple(splits), node.partial, node.made)
+    return LayoutNode(tuple(splits), node.partial, node.goal_partial)
 
 
 def _effort(move: Move, has_posts: bool) -> int:

@@ -327,13 +327,13 @@ def found(
     return (_marked(shipped) if shipped is not None else None), reasons
 
 
-def _shipped(machine: Machine, told: list[str]) -> CostTable | None:
+def _shipped(machine: Machine, notes: list[str]) -> CostTable | None:
     """Return the table that ships for a device and its link; one of most ranks goes first.
 
     A table of one GPU alone has no communications. They are then taken from the table of several
     such GPUs in one host, for programs of several ranks.
     """
-    tables = _tables(_files(resources.files("mdfuse").joinpath(_SHIPPED)), told)
+    tables = _tables(_files(resources.files("mdfuse").joinpath(_SHIPPED)), notes)
     alike = [t.by(machine.backend) for _, t in tables if t.machine.device == machine.device]
 
     def best(some: Iterable[CostTable]) -> CostTable | None:
@@ -343,7 +343,7 @@ def _shipped(machine: Machine, told: list[str]) -> CostTable | None:
 
     mine = best(t for t in alike if t.machine.link == machine.link)
     if mine is None:
-        told += [f"{t.text}: not of link {machine.link}" for t in alike]
+        notes += [f"{t.text}: not of link {machine.link}" for t in alike]
     elif machine.link == "alone" and not mine.costs.links:
         other = best(t for t in alike if t.costs.links)
         if other is not None:

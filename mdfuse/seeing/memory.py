@@ -41,7 +41,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a rank holds over time.
+    """The bytes that a rank holds over time.
 
     Attributes:
         rank: which rank.
@@ -99,7 +99,7 @@ def _held(lives: tuple[Life, ...], count: int) -> tuple[int, ...]:
 
 @dataclass
 class _Live:
-    """Which memory has users, while one goes through a straight program."""
+    """The users of each memory, while one goes through a straight program."""
 
     program: HostProgram
     #: name -> the memory that it stands for: the name that it was made for
@@ -116,7 +116,7 @@ class _Live:
 
     @cached_property
     def updated(self) -> frozenset[str]:
-        """What would share memory that is written again: it is copied where an order is asked."""
+        """Names that would share memory that is written again: copied where an order is asked."""
         return updated_names(self.program)
 
     def bytes(self, name: str) -> int:
@@ -176,14 +176,14 @@ class _Live:
         late = {x for j in i.body if j.op == "addmm" for x in j.reads}.difference(
             i.outputs, i.reads
         )
-        kept = {*i.outputs, *i.reads, *late}
+        outer = {*i.outputs, *i.reads, *late}
         last = {name: at for at, j in enumerate(i.body) for name in (*j.reads, *j.outputs)}
         most = self.now
         for at, j in enumerate(i.body):
             for name in j.outputs:
                 self.bind(name, n, j)
             most = max(most, self.now)
-            for name in [x for x, end in last.items() if end == at and x not in kept]:
+            for name in [x for x, end in last.items() if end == at and x not in outer]:
                 self.drop(name, n)
         for name in sorted(late):
             self.drop(name, n)

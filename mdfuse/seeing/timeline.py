@@ -115,7 +115,7 @@ def on_ranks(program: HostProgram, costs: Costs, classes: Classes) -> Timeline:
     clock = _Clock(costs=costs, classes=classes)
     clock.run([_Rank(p, clock) for p in programs])
     if delays := slowed(clock.events, clock.slows):
-        clock = _Clock(costs=costs, classes=classes, more=delays)
+        clock = _Clock(costs=costs, classes=classes, delays=delays)
         clock.run([_Rank(p, clock) for p in programs])
     events = sorted(clock.events, key=lambda e: (e.start_ns, e.rank, e.stop_ns))
     members = {m[0]: m for m in classes.members}
@@ -171,7 +171,7 @@ class _Clock:
     ready: list[tuple[_Post, ...]] = field(default_factory=list)
     flows: int = 0
     #: (rank, instruction) -> seconds that its work takes longer beside communications
-    more: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    delays: Mapping[tuple[int, int], float] = field(default_factory=dict)
     #: (rank, flow) -> the share of its speed that work loses while this is transferred
     slows: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -325,7 +325,7 @@ class _Rank:
         seconds = self.clock.costs.seconds(self.program, i)
         if seconds:
             self.passed += nbytes(self.program, i) if self.clock.costs.cache else 0
-            seconds += self.clock.more.get((self.rank, self.at), 0.0)
+            seconds += self.clock.delays.get((self.rank, self.at), 0.0)
             if (kind := self._kind(i)) != self.kinds.get(self.stream):
                 seconds += self.clock.costs.switch_s if self.stream in self.kinds else 0.0
                 self.kinds[self.stream] = kind

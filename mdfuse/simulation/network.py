@@ -199,12 +199,12 @@ def _check(team: tuple[int, ...], meeting: dict[int, _Posted]) -> None:
     """Raise CommunicationError unless all members post the same kind, reduce op, root and dtype."""
     first = meeting[team[0]]
     for rank in team:
-        here = meeting[rank]
+        posted = meeting[rank]
         for what in ("kind", "reduce_op", "root"):
-            mine, theirs = getattr(here.call, what), getattr(first.call, what)
+            mine, theirs = getattr(posted.call, what), getattr(first.call, what)
             if mine != theirs:
                 raise CommunicationError(
-                    f"team {team}: rank {rank} posts {here.call.kind} with {what}={mine}, "
+                    f"team {team}: rank {rank} posts {posted.call.kind} with {what}={mine}, "
                     f"rank {team[0]} posts {first.call.kind} with {what}={theirs}",
                     because="all ranks of a team post the same communications in the same order",
                 )

@@ -1,4 +1,4 @@
-"""What simulations of one program share: the projection of each rank, its verdict, the plans."""
+"""State that simulations of one program share: each rank's projection, its verdict, the plans."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ class PreparedSimulation:
             check_outputs(local, rank, given, buffers, device, is_partial=True)
         kinds = tuple(_kind(x) for row in (*arguments, *out) for x in row)
         key = kinds, device, options.poison, options.check_indices, is_late
-        found = self.idle.pop(key, None)
-        if found is None:
-            found = self._built(arguments, out, options, device, is_late)
-        return key, found
+        plans = self.idle.pop(key, None)
+        if plans is None:
+            plans = self._built(arguments, out, options, device, is_late)
+        return key, plans
 
     def _built(
         self,
@@ -146,5 +146,5 @@ def _kind(x: Any) -> Hashable:
 
 def device_of(arguments: Sequence[Sequence[Any]]) -> torch.device:
     """Return where the arguments lie; the CPU where there are none."""
-    found = (x.device for row in arguments for x in row if isinstance(x, Tensor))
-    return next(found, torch.device("cpu"))
+    devices = (x.device for row in arguments for x in row if isinstance(x, Tensor))
+    return next(devices, torch.device("cpu"))

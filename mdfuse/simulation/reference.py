@@ -64,8 +64,8 @@ def reference(definition: FusionDefinition | Fusion, inputs: Sequence[Any]) -> l
             continue
         if TABLE[expr.op].is_creation:
             attrs["device"] = device
-        made = as_results(TABLE[expr.op].call(*operands, **attrs))
-        for name, x in zip(expr.outputs, made, strict=True):
+        outputs = as_results(TABLE[expr.op].call(*operands, **attrs))
+        for name, x in zip(expr.outputs, outputs, strict=True):
             value = fusion.values[name]
             known[name] = in_order(x, order=value.order) if value.is_order_required else x
     return [known[name] for name in fusion.outputs]

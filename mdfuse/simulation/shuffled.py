@@ -79,7 +79,7 @@ class _Task:
 
 @dataclass(slots=True)
 class _Issued:
-    """What the slot of a post holds once it is issued; `pending` once its stream has come to it."""
+    """The handle in a post's slot once it is issued; `pending` once its stream has come to it."""
 
     pending: Pending | None = None
 
@@ -105,8 +105,8 @@ class _Queues:
 
     def finish(self) -> None:
         """Copy the outputs, as the caller's stream sees them at the end of its work."""
-        found = self.plan.finish(self.slots)
-        self.outputs = [x.clone() if isinstance(x, Tensor) else x for x in found]
+        outputs = self.plan.finish(self.slots)
+        self.outputs = [x.clone() if isinstance(x, Tensor) else x for x in outputs]
 
     def push(self, stream: int, task: _Task) -> None:
         self.queues[stream].append(task)
@@ -169,14 +169,14 @@ class _Queues:
             return lambda: step.run(before)
         self.bind(step)
         known = {_memory(before[x]) for x in step.inputs if isinstance(before[x], Tensor)}
-        made = {x: self.slots[x] for x in fresh if isinstance(self.slots[x], Tensor)}
-        made = {x: buffer for x, buffer in made.items() if _memory(buffer) not in known}
-        for buffer in made.values():
+        buffers = {x: self.slots[x] for x in fresh if isinstance(self.slots[x], Tensor)}
+        buffers = {x: buffer for x, buffer in buffers.items() if _memory(buffer) not in known}
+        for buffer in buffers.values():
             _poison(buffer)
 
         def run() -> None:
             step.run(before)
-            for x, buffer in made.items():
+            for x, buffer in buffers.items():
                 copy_alike(before[x], buffer)
 
         return run

@@ -178,8 +178,8 @@ def simulate(
             results, peaks = _run_in_lockstep(plans, slots, network)
         else:
             results, peaks = run_shuffled(plans, slots, network, checks, schedule), ()
-        if checks.found is not None:
-            raise checks.found
+        if checks.error is not None:
+            raise checks.error
     prepared.give_back(key, ready)
     if host.rank is not None:
         return Simulated(results, [], peaks)
@@ -193,12 +193,12 @@ def _resolved(host: HostProgram, given: Sequence[Any], at: int) -> list[Any]:
     Inputs that are written stay as they are, and so does what does not fit, which is refused later.
     """
     rank = at if host.rank is None else host.rank
-    kept = [
+    unresolved = [
         n
         for n, name in enumerate(host.inputs)
         if name in host.written_inputs or not _fits(host, name, given[n], rank)
     ]
-    return [*resolved(given, kept)]
+    return [*resolved(given, unresolved)]
 
 
 def _fits(host: HostProgram, name: str, x: Any, rank: int) -> bool:
@@ -241,11 +241,11 @@ def _host(program: Simulable) -> HostProgram:
 def _prepared(program: HostProgram | Sequence[HostProgram]) -> PreparedSimulation:
     """Return the program of each rank, and what is left of the last simulation."""
     given = program if isinstance(program, HostProgram) else tuple(program)
-    found = known(given)
-    if found is None:
-        found = PreparedSimulation(given, tuple(_projections(given)))
-        keep(found)
-    return found
+    prepared = known(given)
+    if prepared is None:
+        prepared = PreparedSimulation(given, tuple(_projections(given)))
+        keep(prepared)
+    return prepared
 
 
 def _projections(host: HostProgram | tuple[HostProgram, ...]) -> Sequence[HostProgram]:

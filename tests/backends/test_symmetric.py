@@ -171,7 +171,7 @@ class World:
         self.lanes = [lane for lanes in of_ranks for lane in lanes]
         self.teams = [
             CudaTeam(
-                own=i,
+                index=i,
                 outboxes=outboxes,
                 turns=LaneOrder(FakeDevice()),  # type: ignore[arg-type]
                 lane=lane,
@@ -187,7 +187,7 @@ class World:
         self.told: list[Any] = [{} for _ in team]
         self.store, self.heaps = HashStore(), [FakeHeap() for _ in team]
         self.sites = [
-            Sites(own=i, heap=heap, store=self.store, timeout_s=1.0)  # type: ignore[arg-type]
+            Sites(index=i, heap=heap, store=self.store, timeout_s=1.0)  # type: ignore[arg-type]
             for i, heap in enumerate(self.heaps)
         ]
 
@@ -209,7 +209,7 @@ class World:
                 sited = Sited(
                     call=call,
                     site=site,
-                    told=self.told[own],
+                    tellings=self.told[own],
                     pieces=pieces(call, composition, "sends"),
                     remade=partial(moves, *how),
                 )

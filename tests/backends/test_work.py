@@ -39,7 +39,7 @@ def test_a_second_wait_without_a_gpu_has_nothing_to_do() -> None:
     posted = Posted(CALL, (work,), [])
     for _ in range(2):
         posted.wait()
-    assert len(work.joined) == 1 and posted.kept is None
+    assert len(work.joined) == 1 and posted.referenced is None
 
 
 def test_a_second_wait_for_what_failed_fails_again(events: list[tuple[str, str]]) -> None:

@@ -320,20 +320,22 @@ ALARM = Alarm(
 )
 def test_who_is_to_blame(others: tuple[Position, ...], guilty: str) -> None:
     own = told(0, "Allgather #5 (a.py:1)", doing="in run 3 of @gather")
-    table = Table(own=own, others={at.rank: at for at in others}, ranks=range(3))
+    table = Table(position=own, others={at.rank: at for at in others}, ranks=range(3))
     assert blame(ALARM, table).startswith(guilty)
     text = str(report(ALARM, table))
     assert guilty.split(":")[0] in text.splitlines()[-1] or guilty.startswith("nobody")
 
 
 def test_the_store_took_everybody_with_it() -> None:
-    table = Table(own=told(2, ""), others={}, ranks=range(3), store="the store is gone", lost=0)
+    table = Table(
+        position=told(2, ""), others={}, ranks=range(3), store="the store is gone", lost=0
+    )
     assert blame(ALARM, table) == "rank 0: took the store with it"
     assert "no answer" not in str(report(ALARM, table))
 
 
 def test_the_first_to_report_is_quoted() -> None:
-    table = Table(own=told(2, ""), others={}, ranks=(2,), heard="rank 0 said: rank 1: left")
+    table = Table(position=told(2, ""), others={}, ranks=(2,), heard="rank 0 said: rank 1: left")
     error = explained(BackendError("it broke", where="team (0, 1, 2)"), ALARM, table)
     assert "\n  before, rank 0 said: rank 1: left\n" in f"{error}\n"
     assert error.where[0] == "team (0, 1, 2)"

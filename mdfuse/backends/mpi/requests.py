@@ -59,13 +59,13 @@ class Requests:
     """The requests of one post, and the buffers that MPI uses meanwhile.
 
     Attributes:
-        kept: objects that must live until the requests are done.
+        referenced: objects that must live until the requests are done.
         state: of the team; a wait that fails sets it to broken.
         error: the exception of a wait that failed.
     """
 
     requests: Sequence[Any]
-    kept: object
+    referenced: object
     waiting: Waiting
     state: State
     error: RuntimeError | None = None
@@ -87,7 +87,7 @@ class Requests:
             self.error = error
             self.state.is_broken = True
             raise
-        self.requests, self.kept = (), None
+        self.requests, self.referenced = (), None
 
     def __del__(self) -> None:
         """Keep the buffers of requests that may be under way still.
@@ -95,7 +95,7 @@ class Requests:
         That is so after an error between post and wait, or after a wait that failed.
         """
         if self.requests:
-            _KEPT.append((self.requests, self.kept))
+            _KEPT.append((self.requests, self.referenced))
 
     def _test(self) -> Callable[[], bool]:
         first, *others = self.requests

@@ -135,13 +135,13 @@ class SymmetricBackend:
         """Return memory for buffers of a program; see `Sharing`."""
         return self._provider.arena(size)
 
-    def _poster(self, call: Call, site: PostNumbers | None, told: Tellings) -> Poster:
+    def _poster(self, call: Call, site: PostNumbers | None, tellings: Tellings) -> Poster:
         if call.team in self.carried and self._other is not None:
             return self._other.bind(call)
         team = self._teams.get(call.team)
         check_call(call, team is not None)
         shape = Shape(members=len(call.team), slot=self._provider.slot)
-        return SymmetricPoster(call, team, shape, site, told)
+        return SymmetricPoster(call, team, shape, site, tellings)
 
     def close(self) -> None:
         """Give up all outboxes."""
@@ -252,7 +252,7 @@ class SymmetricPoster:
     team: SymmetricTeam | None
     shape: Shape
     site: PostNumbers | None
-    told: Tellings
+    tellings: Tellings
     _by_size: dict[int, Callable[[Sequence[Tensor], Sequence[Tensor]], _Bound]] = field(
         default_factory=dict
     )
@@ -291,7 +291,7 @@ class SymmetricPoster:
         return Sited(
             call=self.call,
             site=self.site,
-            told=self.told,
+            tellings=self.tellings,
             pieces=pieces(self.call, composition, "sends"),
             remade=partial(moves, self.call, composition, itemsize, self.shape),
         )

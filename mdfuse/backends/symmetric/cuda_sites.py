@@ -101,14 +101,14 @@ class Sited:
     """A call at its site, for buffers of certain sizes.
 
     Attributes:
-        told: of the program's sites.
+        tellings: of the program's sites.
         pieces: index of a reader -> the pieces sent to it, in order.
         remade: returns its moves where some pieces are shown.
     """
 
     call: Call
     site: PostNumbers
-    told: Tellings
+    tellings: Tellings
     pieces: Mapping[int, Sequence[Piece]]
     remade: Callable[[Shown], tuple[Move, ...]]
 
@@ -136,13 +136,13 @@ class Sites:
     """The sites of one team.
 
     Attributes:
-        own: this rank's index.
+        index: this rank's index.
         heap: of its GPU.
         store: of the team; nobody else uses its keys.
         timeout_s: seconds that another rank may take.
     """
 
-    own: int
+    index: int
     heap: CudaHeap
     store: Store
     timeout_s: float
@@ -156,11 +156,11 @@ class Sites:
             BackendError: another rank does not publish its addresses, or pieces have moved.
         """
         site, at = sited.site, [x.data_ptr() for x in (*srcs, *dsts)]
-        telling = sited.told.get((sited.call.team, site))
+        telling = sited.tellings.get((sited.call.team, site))
         if telling is None or telling.at != at:
             mine = self._places(sited, Buffers.of(srcs, dsts, 0))
             if telling is None:
-                sited.told[sited.call.team, site] = Told(mine, at)
+                sited.tellings[sited.call.team, site] = Told(mine, at)
                 self._tell(site, mine)
                 return usual
             if telling.mine != mine:
@@ -173,7 +173,7 @@ class Sites:
     def _tell(self, site: PostNumbers, mine: Mapping[int, Sequence[Place]]) -> None:
         """Publish to each reader the addresses of its pieces; the reader deletes the text."""
         for reader, number in site.to:
-            key = f"{site.run}/{self.own}/{reader}/{number}"
+            key = f"{site.run}/{self.index}/{reader}/{number}"
             self.store.set(key, json.dumps(mine.get(reader, [])))
 
     def _places(self, sited: Sited, buffers: Buffers) -> dict[int, list[Place]]:
@@ -188,7 +188,7 @@ class Sites:
     def _others(self, sited: Sited) -> dict[int, list[int | None]]:
         """Return the addresses, in this process, of the pieces that others send at a site."""
         site, call = sited.site, sited.call
-        keys = [f"{site.run}/{owner}/{self.own}/{number}" for owner, number in site.of]
+        keys = [f"{site.run}/{owner}/{self.index}/{number}" for owner, number in site.of]
         if not keys:
             return {}
         try:

@@ -39,7 +39,7 @@ class CudaTeam:
     """The outboxes of a team, by the index of their owner, and the queue of its moves.
 
     Attributes:
-        own: this rank's index.
+        index: this rank's index.
         outboxes: of all members.
         turns: of this rank, which eager posts and replays of graphs take.
         lane: the queue of moves.
@@ -48,7 +48,7 @@ class CudaTeam:
         behind: the queue of answers to owners, and of waits for answers of readers.
     """
 
-    own: int
+    index: int
     outboxes: Sequence[CudaOutbox]
     turns: LaneOrder
     lane: Lane
@@ -88,7 +88,7 @@ class CudaTeam:
         self, call: Call, moves: Sequence[Move], buffers: Buffers
     ) -> Callable[[], None] | None:
         """Queue moves; return the wait for all readers of shown pieces, if there are any."""
-        lane, mine = self.lane, self.outboxes[self.own]
+        lane, mine = self.lane, self.outboxes[self.index]
         shows = [move for move in moves if isinstance(move, Show)]
         era = self._show(shows)
         for move in moves:
@@ -131,7 +131,7 @@ class CudaTeam:
             before, taken = self._taken.pop(show.taken, (era, None))
             if taken is not None and before == era:  # otherwise all waits of that era have joined
                 tell.make(taken)
-            tell.write(self.outboxes[show.reader].signals + WORD * show.told, show.tag)
+            tell.write(self.outboxes[show.reader].signals + WORD * show.shown, show.tag)
         self.behind.make(tell.end())
         return era
 
@@ -142,7 +142,7 @@ class CudaTeam:
         """
         lane, watch = self.lane, self.watch
         if see.is_first:
-            signal = self.outboxes[self.own].signals + WORD * see.told
+            signal = self.outboxes[self.index].signals + WORD * see.shown
             self.turns.post(watch)
             watch.begin()
             watch.wait(signal, see.tag)
@@ -159,7 +159,7 @@ class CudaTeam:
         """Queue waits for all readers of shown pieces; return the function that awaits them."""
         if not shows:
             return None
-        behind, signals = self.behind, self.outboxes[self.own].signals
+        behind, signals = self.behind, self.outboxes[self.index].signals
         for show in shows:
             behind.wait(signals + WORD * show.taken, show.tag)
             behind.write(signals + WORD * show.taken, 0)
@@ -173,12 +173,12 @@ class Half:
     """One half of a post, its sends or its receives, which holds the buffers until its wait."""
 
     join: Callable[[], None]
-    kept: Buffers | None
+    buffers: Buffers | None
 
     def wait(self) -> None:
         """Let the current stream wait; further calls do no harm."""
         self.join()
-        buffers, self.kept = self.kept, None
+        buffers, self.buffers = self.buffers, None
         if buffers is not None:
             buffers.leave()
 

@@ -114,7 +114,7 @@ class HostTeam:
 
     Attributes:
         ranks: of the team.
-        own: this rank's index.
+        index: this rank's index.
         outboxes: of all members.
         processes: of all members.
         progress: of this process.
@@ -124,7 +124,7 @@ class HostTeam:
     """
 
     ranks: tuple[int, ...]
-    own: int
+    index: int
     outboxes: Sequence[HostOutbox]
     processes: Sequence[Process]
     progress: PendingPosts
@@ -168,7 +168,7 @@ class HostTeam:
 
     def readers_of(self, put: Put) -> list[int]:
         """Return the readers that have not taken the last piece from a piece's place."""
-        words = self.outboxes[self.own].words
+        words = self.outboxes[self.index].words
         pairs = zip(put.readers, put.words, strict=True)
         return [reader for reader, word in pairs if words[word]]
 
@@ -178,7 +178,7 @@ class HostTeam:
         Not by torch, whose threads wait for each other: where ranks outnumber cores, a copy of
         1 MiB then took 100 ms.
         """
-        outbox = self.outboxes[self.own]
+        outbox = self.outboxes[self.index]
         self._fence()
         ctypes.memmove(outbox.address + move.place, source, move.bytes)
         self._fence()
@@ -195,7 +195,7 @@ class HostTeam:
 
     def show(self, move: Put, place: int) -> None:
         """Tell the readers of a piece where all of it lies in this rank's heap."""
-        outbox = self.outboxes[self.own]
+        outbox = self.outboxes[self.index]
         for word in move.words:
             outbox.places[word] = place
         self._fence()
@@ -216,7 +216,7 @@ class HostTeam:
     def withdraw(self, shown: Sequence[Put]) -> None:
         """Tell readers that a piece is no longer there."""
         for word in (word for move in shown for word in move.words):
-            self.outboxes[self.own].words[word] = 0
+            self.outboxes[self.index].words[word] = 0
 
     def found(self, move: Take) -> int:
         """Return the word that shows whether a piece was put."""

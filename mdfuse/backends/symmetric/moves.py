@@ -129,13 +129,13 @@ class Show:
 
     Attributes:
         reader: its index in the team.
-        told: the reader's signal, which this rank sets.
+        shown: the reader's signal, which this rank sets.
         taken: this rank's signal, which the reader sets once it has all pieces.
         tag: the value that both then hold.
     """
 
     reader: int
-    told: int
+    shown: int
     taken: int
     tag: int
 
@@ -158,8 +158,8 @@ class See:
     """A copy of a piece that its owner shows, from its address.
 
     Attributes:
-        told, taken: this rank's signal and the owner's; see `Show`.
-        is_first, is_last: among the pieces shown at once: the first waits for `told`, the last sets
+        shown, taken: this rank's signal and the owner's; see `Show`.
+        is_first, is_last: among pieces shown at once: the first waits for `shown`, the last sets
             `taken`.
     """
 
@@ -167,7 +167,7 @@ class See:
     bytes: int
     source: int
     owner: int
-    told: int
+    shown: int
     taken: int
     tag: int
     is_first: bool
@@ -277,8 +277,8 @@ class _CallPieces:
             shown = [x for n, x in enumerate(some) if x.size and self.is_shown(reader, n)]
             if shown and self.shown is not None:
                 n = self.shown.number(reader, False)
-                told_word, taken = self.shape.told(n, self.own), self.shape.taken(n, reader)
-                yield Show(reader=reader, told=told_word, taken=taken, tag=self.tag(shown))
+                shown_word, taken = self.shape.told(n, self.own), self.shape.taken(n, reader)
+                yield Show(reader=reader, shown=shown_word, taken=taken, tag=self.tag(shown))
 
     def see(self, owner: int, n: int, source: int) -> See:
         """Return the copy of a piece that is shown."""
@@ -290,7 +290,7 @@ class _CallPieces:
             bytes=some[n].size * self.itemsize,
             source=source,
             owner=owner,
-            told=self.shape.told(number, owner),
+            shown=self.shape.told(number, owner),
             taken=self.shape.taken(number, self.own),
             tag=self.tag([some[k] for k in together]),
             is_first=n == together[0],

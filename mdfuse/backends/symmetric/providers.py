@@ -168,7 +168,7 @@ class HostProvider:
         start, _ = memory_size(shape, True)
         return HostTeam(
             ranks=ranks,
-            own=own,
+            index=own,
             outboxes=tuple(
                 outbox_of(memory, shape, start, self._heap_of(card)) for memory, card in found
             ),
@@ -239,7 +239,7 @@ class CudaProvider:
         lane, tell, watch, behind = lanes
         return CudaOutboxes(
             queue=CudaTeam(
-                own=own,
+                index=own,
                 outboxes=outboxes,
                 turns=self._turns,
                 lane=lane,
@@ -249,7 +249,7 @@ class CudaProvider:
             ),
             heap=self._heap,
             sites=Sites(
-                own=own,
+                index=own,
                 heap=self._heap,
                 store=PrefixStore("sites", store),
                 timeout_s=self._place.timeout_s,
@@ -258,7 +258,7 @@ class CudaProvider:
             track=self._device.track(int(lane.stream.cuda_stream)),
             noter=self._place.noter,
             words=words,
-            kept=found,
+            referenced=found,
             own_words=found[own][0].words(shape.words),
             outbox=self._outboxes.pop(found[own][1].device),
         )
@@ -289,7 +289,7 @@ class CudaOutboxes:
     track: Track
     noter: PostLog | None
     words: Sequence[int]
-    kept: object
+    referenced: object
     own_words: Any
     outbox: Run
 

@@ -94,14 +94,14 @@ class Measurements:
         backends: whose communications are measured, and the options that name them.
         times: table and key -> seconds by size, of one repetition in a run.
         calm: seconds of the probe, again and again.
-        told: is called with a line for each kind of subjects: how long it took.
+        report: is called with a line for each kind of subjects: how long it took.
         alone: this rank by itself, where ranks share local work out among them; None: each does
             all of it.
     """
 
     comm: Communicator
     scale: Scale
-    told: Callable[[str], object] = print
+    report: Callable[[str], object] = print
     backends: Backends = field(default_factory=lambda: {None: OPTIONS})
     times: dict[tuple[str, Key], dict[Any, float]] = field(default_factory=dict)
     calm: list[float] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Measurements:
             while chunk := [*itertools.islice(mine, _KEPT)]:
                 yield chunk
             self._share()
-            self.told(f"{name}: {time.perf_counter() - start:.1f} s")
+            self.report(f"{name}: {time.perf_counter() - start:.1f} s")
 
     def _mine(
         self, some: Iterable[Microbenchmark], advance: Callable[[], object]
@@ -195,7 +195,7 @@ class Measurements:
             both -= self.times["run", "posting"][1]
             self.times["slows", way.key] = {1: share(alone, BESIDE * sent, both)}
             advance()
-        self.told(f"work beside communications: {time.perf_counter() - start:.1f} s")
+        self.report(f"work beside communications: {time.perf_counter() - start:.1f} s")
 
     def _beside(self, way: Way, size: int, *, sends: bool) -> float:
         program = beside(self.scale, way, size, sends=sends)

@@ -126,12 +126,12 @@ class Counted:
 
     order: DeferredSort
     experts: int
-    made: Any
+    counts: Any
     are_ends: bool = False
 
     def whole(self) -> Any:
         """Return the numbers."""
-        return self.made
+        return self.counts
 
 
 KINDS = (InOrder, Back, Counted)
@@ -298,7 +298,7 @@ def _histc(call: GraphCall, x: Any, bins: int = 100, min: float = 0, max: float 
 def _cumsum(call: GraphCall, x: Any, dim: int, **said: Any) -> Any:
     if not isinstance(x, Counted) or x.are_ends:
         return None
-    return Counted(x.order, x.experts, call.apply(call.target, (x.made, dim), said), True)
+    return Counted(x.order, x.experts, call.apply(call.target, (x.counts, dim), said), True)
 
 
 def _grouped(call: GraphCall, x: Any, weight: Any, offs: Any = None, *how: Any) -> Any:
@@ -337,7 +337,7 @@ def _mapped(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     counted = [x for x in leaves((args, kwargs)) if isinstance(x, Counted)]
     if counted and not ordered and not others and len(counted) == 1 and call.target in CASTS:
         (x,) = counted
-        counts = call.apply(call.target, (x.made, *args[1:]), kwargs)
+        counts = call.apply(call.target, (x.counts, *args[1:]), kwargs)
         return Counted(x.order, x.experts, counts, x.are_ends)
     if not ordered or counted or any(isinstance(x.base, int) for x in ordered):
         return None

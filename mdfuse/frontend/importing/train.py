@@ -85,13 +85,13 @@ class StepDefinition:
         definition: parameters, constants, arguments of the module, extra inputs, numbers of the
             optimizer, and its state; the outputs that are written into no input come first.
         trained: names of updated parameters, on which the loss depends.
-        kept: name of a state -> the name of the parameter that it belongs to.
+        owners: name of a state -> the name of the parameter that it belongs to.
         masters: name of an f32 copy -> its parameter.
     """
 
     definition: FusionDefinition
     trained: tuple[str, ...]
-    kept: Mapping[str, str]
+    owners: Mapping[str, str]
     masters: Mapping[str, str]
     counts: bool
 
@@ -138,7 +138,7 @@ def define_step(
     return StepDefinition(
         definition=fd,
         trained=tuple(gradients),
-        kept=owners,
+        owners=owners,
         masters=masters,
         counts=count is not None,
     )

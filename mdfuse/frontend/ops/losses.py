@@ -176,7 +176,7 @@ def triplet_margin_loss(
     swap: bool = False,
     reduction: str = "mean",
 ) -> Handle:
-    """How much nearer than by the margin the anchor should be to the positive one."""
+    """max(0, d(anchor, positive) - d(anchor, negative) + margin), for distances d."""
     near = distances.pairwise_distance(anchor, positive, p, eps)
     far = distances.pairwise_distance(anchor, negative, p, eps)
     if swap:

@@ -156,7 +156,7 @@ def one_hot(x: Handle, num_classes: int = -1) -> Handle:
 def isin(
     x: Handle, test_elements: Handle, *, assume_unique: bool = False, invert: bool = False
 ) -> Handle:
-    """Whether each element of x is among the test elements."""
+    """True for each element of x that is among the test elements."""
     flat = views.flatten(test_elements) if test_elements.ndim != 1 else test_elements
     is_member = reductions.any(ROWS["eq"](views.unsqueeze(x, -1), flat), -1)
     return ROWS["logical_not"](is_member) if invert else is_member
@@ -170,7 +170,7 @@ def searchsorted(
     right: bool = False,
     side: str | None = None,
 ) -> Handle:
-    """How many elements of a sorted sequence are less than each value, or with right not greater.
+    """The number of elements of a sorted sequence below each value, or with right not above it.
 
     Each value is compared with each element, so both may be split.
 
@@ -213,7 +213,7 @@ def bucketize(
 
 
 def histc(x: Handle, bins: int = 100, min: float = 0, max: float = 0) -> Handle:
-    """How many elements are in each of some bins of one width, from min to max.
+    """The number of elements in each of some bins of one width, from min to max.
 
     Args:
         x: a floating tensor; elements out of the range, and NaN, are not counted.

@@ -192,7 +192,7 @@ def addcdiv(x: Handle, tensor1: Handle, tensor2: Handle, *, value: Operand = 1) 
 
 
 def frac(x: Handle) -> Handle:
-    """What follows the point: x - trunc(x)."""
+    """The part that follows the point: x - trunc(x)."""
     return x - trunc(x)
 
 

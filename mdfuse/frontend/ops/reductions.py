@@ -86,7 +86,7 @@ all = _plain("all", "all", "Whether every element is true, over dims (all by def
 
 
 def count_nonzero(x: Handle, dim: Dims = None, *, dims: Integers | None = None) -> Handle:
-    """How many elements are not zero, over dims (all by default)."""
+    """The number of elements that are not zero, over dims (all by default)."""
     return sum(ROWS["ne"](x, 0), chosen(dim, dims))
 
 

@@ -51,7 +51,7 @@ def logit(x: Handle, eps: float | None = None) -> Handle:
 def isclose(
     x: Handle, other: Handle, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> Handle:
-    """Whether abs(x - other) <= atol + rtol * abs(other)."""
+    """True where abs(x - other) <= atol + rtol * abs(other)."""
     if x.dtype != other.dtype:
         raise DefinitionError(
             f"isclose of {shown(x)} and {shown(other)}",

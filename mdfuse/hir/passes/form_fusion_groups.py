@@ -61,7 +61,7 @@ class _Groups:
         flow: its dataflow.
         readers_of: who reads a name, once for each time.
         summed: names that are summed over ranks, whole.
-        kept: names that are in use whoever reads them: inputs, outputs, and what shares a buffer.
+        pinned: names that are in use whoever reads them: inputs, outputs, and what shares a buffer.
         bound: names that have a buffer so far.
         empty: those whose buffer has no value yet.
         given: names that were bound when a waiting instruction wrote them.
@@ -76,7 +76,7 @@ class _Groups:
     flow: Dataflow
     readers_of: Mapping[str, Sequence[Instruction]]
     summed: frozenset[str]
-    kept: frozenset[str]
+    pinned: frozenset[str]
     bound: set[str]
     empty: set[str] = field(default_factory=set)
     given: set[str] = field(default_factory=set)
@@ -88,14 +88,14 @@ class _Groups:
     @classmethod
     def of(cls, program: HostProgram) -> _Groups:
         aliases = {*program.aliases, *map(program.root, program.aliases)}
-        kept = frozenset({*program.inputs, *program.outputs, *aliases})
+        pinned = frozenset({*program.inputs, *program.outputs, *aliases})
         readers: dict[str, list[Instruction]] = defaultdict(list)
         for i in (i for i in program.walk() if i.op != "launch"):
             for x in i.reads:
                 readers[x].append(i)
         posts = (i for i in program.walk() if i.comm is not None and i.comm.kind == "Allreduce")
         summed = frozenset(i.inputs[0] for i in posts if isinstance(i.inputs[0], str))
-        return cls(program, dataflow(program), readers, summed, kept, set(program.inputs))
+        return cls(program, dataflow(program), readers, summed, pinned, set(program.inputs))
 
     def block(self, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
         """Return a block with units; nothing waits beyond its end."""
@@ -241,7 +241,7 @@ class _Groups:
             readers = [k for x in j.outputs for k in self.readers_of.get(x, ())]
             others = (k for k in readers if id(k) not in held)
             is_led = all(id(k) not in waiting and _is_elementwise(k) for k in others)
-            is_own = self.kept.isdisjoint(j.outputs) and self.given.isdisjoint(j.outputs)
+            is_own = self.pinned.isdisjoint(j.outputs) and self.given.isdisjoint(j.outputs)
             is_free = readers and is_led and is_own and not later.meet(self.flow.effects(j))
             if is_free and _is_elementwise(j):
                 held[id(j)] = j
@@ -280,7 +280,7 @@ class _Groups:
         outputs = tuple(
             x
             for x in results
-            if x in self.kept or x in self.given or len(self.readers_of.get(x, ())) > inner[x]
+            if x in self.pinned or x in self.given or len(self.readers_of.get(x, ())) > inner[x]
         )
         if not outputs:  # nobody reads what it makes
             return taken
@@ -299,7 +299,7 @@ class _Groups:
         """Yield what allocates buffers for the products of a unit that are summed over ranks."""
         for i in filter(is_library, taken):
             x = i.outputs[0]
-            is_new = self.memory(x) == x and x not in self.given | self.kept
+            is_new = self.memory(x) == x and x not in self.given | self.pinned
             if x in self.summed and is_new and len(i.outputs) == 1:
                 yield Instruction(op="alloc", outputs=(x,), order=i.order, source=i.source)
 

@@ -61,18 +61,18 @@ class _Frees:
 
     def note_calls(self) -> None:
         """Note which block frees what belongs to the index of a call."""
-        blocks, own = blocks_of(self.program), per_index(self.program)
+        blocks, indexed = blocks_of(self.program), per_index(self.program)
         outside = {x for i in self.program.instructions if i.op != "block" for x in self.binds(i)}
-        made = {n: self.binds(block) - outside for n, block in blocks.items()}
+        bound = {n: self.binds(block) - outside for n, block in blocks.items()}
         for name, block in blocks.items():
             self.used[name] = {x for i in block.body for x in self.uses(i)}
-            self.outer[name] = self.used[name] - own.union(*made.values())
-            self.freed[name] = made[name] - own
+            self.outer[name] = self.used[name] - indexed.union(*bound.values())
+            self.freed[name] = bound[name] - indexed
         called: dict[int, list[str]] = {}
         for i in self.program.instructions:
             if i.op == "call":
                 called.setdefault(i.kwargs["index"], []).append(i.fn)
-        for x in sorted(own):
+        for x in sorted(indexed):
             users = frozenset(name for name in blocks if x in self.used[name])
             lasts = {next((n for n in reversed(c) if n in users), "") for c in called.values()}
             if len(lasts) == 1 and users:

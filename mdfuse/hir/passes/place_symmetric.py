@@ -37,8 +37,8 @@ def run(program: HostProgram, options: Options) -> HostProgram:
         return program
     sent = set(map(dataflow(program).memory, _sent(program, choice.usual)))
     allocs = Counter(x for i in program.walk() if i.op == "alloc" for x in i.outputs)
-    kept = {program.root(x) for x in (*program.inputs, *program.outputs, *program.aliases)}
-    placed = {x for x in sent - kept - {*program.outputs} if allocs[x] <= 1}
+    pinned = {program.root(x) for x in (*program.inputs, *program.outputs, *program.aliases)}
+    placed = {x for x in sent - pinned - {*program.outputs} if allocs[x] <= 1}
     return replace(program, instructions=_block(program.instructions, placed, {*allocs}))
 
 

@@ -145,7 +145,7 @@ def _receive(flow: Dataflow, recv: int, edits: Edits) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Term:
-    """What a rank sends to itself: where its instructions stand.
+    """The numbers of the instructions by which a rank sends a term to itself.
 
     Attributes:
         part, got: what is sent, and the name that it is received as.
@@ -164,7 +164,7 @@ class _Term:
 
     @property
     def transfers(self) -> tuple[int, ...]:
-        """Where all stands that goes with the transfers."""
+        """The numbers of all instructions that go with the transfers."""
         return (*range(self.group, self.group + 4), *self.waits)
 
 

@@ -23,15 +23,15 @@ def executed(program: HostProgram, rank: int) -> HostProgram:
     if program.rank is not None:
         return program
     if runs_all(program, rank):
-        found = replace(program, rank=rank)
-        vars(found)["is_straight"] = program.is_straight
-        return found
-    here = (n for m in (None, *program.meshes_of(rank)) for n in near(program).get(m, ()))
-    block = [program.instructions[n] for n in sorted(set(here))]
+        local = replace(program, rank=rank)
+        vars(local)["is_straight"] = program.is_straight
+        return local
+    positions = (n for m in (None, *program.meshes_of(rank)) for n in near(program).get(m, ()))
+    block = [program.instructions[n] for n in sorted(set(positions))]
     blocks = blocks_of(program)
     lost = {_block_key(i) for i in block if i.op == "call" and i.fn not in blocks}  # is an error
-    kept = _block(program, block, rank, lost)
-    return replace(program, instructions=tuple(kept), rank=rank)
+    instructions = _block(program, block, rank, lost)
+    return replace(program, instructions=tuple(instructions), rank=rank)
 
 
 def runs_all(program: HostProgram, rank: int) -> bool:
@@ -51,12 +51,12 @@ def _may_be_left_out(i: Instruction) -> bool:
 @once
 def near(program: HostProgram) -> Mapping[DeviceMesh | None, list[int]]:
     """Mesh -> positions of the instructions that its ranks may execute; None: all ranks."""
-    found: dict[DeviceMesh | None, list[int]] = defaultdict(list)
+    positions: dict[DeviceMesh | None, list[int]] = defaultdict(list)
     handles: dict[str, set[DeviceMesh | None]] = {}
     for n, i in enumerate(program.instructions):
         for mesh in _reach(program, i, handles):
-            found[mesh].append(n)
-    return found
+            positions[mesh].append(n)
+    return positions
 
 
 def _reach(
@@ -73,14 +73,14 @@ def _reach(
     if i.op == "wait":
         return handles.get(i.reads[0], set())
     if i.comm is not None:
-        found: set[DeviceMesh | None] = {i.comm.source.mesh, i.comm.destination.mesh}
+        meshes: set[DeviceMesh | None] = {i.comm.source.mesh, i.comm.destination.mesh}
     else:
         names = i.reads if i.op == "free" or i.op in POSTS else i.outputs
         layouts = [program.types[n].layout for n in names if n in program.types]
-        found = {k.mesh if k is not None else None for k in layouts} or {None}
+        meshes = {k.mesh if k is not None else None for k in layouts} or {None}
     if i.op in POSTS:
-        handles.update(dict.fromkeys(i.outputs, found))
-    return found
+        handles.update(dict.fromkeys(i.outputs, meshes))
+    return meshes
 
 
 def _block_key(i: Instruction) -> str:
@@ -91,27 +91,27 @@ def _block_key(i: Instruction) -> str:
 def projected(program: HostProgram, rank: int) -> HostProgram:
     """Return the instructions that a rank executes, with its attributes, numbers and types."""
     known = program.knows(rank)
-    kept = [localized(program, i, rank, known) for i in executed(program.checked, rank)]
-    made = (n for i in kept for j in i.walk() for n in j.outputs)
+    instructions = [localized(program, i, rank, known) for i in executed(program.checked, rank)]
+    bound = (n for i in instructions for j in i.walk() for n in j.outputs)
     shared = (n for pair in program.aliases.items() for n in pair)
-    named = dict.fromkeys((*program.inputs, *program.outputs, *made, *shared))
+    named = dict.fromkeys((*program.inputs, *program.outputs, *bound, *shared))
     types = _types_at(program, named, known)
-    return replace(program, types=types, instructions=tuple(kept), rank=rank)
+    return replace(program, types=types, instructions=tuple(instructions), rank=rank)
 
 
 def _types_at(program: HostProgram, names: Iterable[str], known: Known) -> dict[str, BufferType]:
     """Return the types of names with all known terms replaced; one object where they are equal."""
-    found: dict[BufferType, BufferType] = {}
+    by_type: dict[BufferType, BufferType] = {}
     by_id: dict[int, BufferType] = {}
     types = {}
     for name in names:
         kind = program.types.get(name)
         if kind is not None:
-            here = by_id.get(id(kind))
-            if here is None:
-                here = found.get(kind) or found.setdefault(kind, kind.at(known))
-                by_id[id(kind)] = here
-            types[name] = here
+            local = by_id.get(id(kind))
+            if local is None:
+                local = by_type.get(kind) or by_type.setdefault(kind, kind.at(known))
+                by_id[id(kind)] = local
+            types[name] = local
     return types
 
 
@@ -119,33 +119,33 @@ def _block(
     program: HostProgram, block: Iterable[Instruction], rank: int, handles: set[str]
 ) -> list[Instruction]:
     """Return the instructions of a block that a rank executes."""
-    kept: list[Instruction] = []
+    instructions: list[Instruction] = []
     for i in block:
         match i.op:
             case "for":
                 parts = [_block(program, part, rank, handles) for part in i.parts]
                 if any(parts):
                     attrs = resolved(i.attrs, program.knows(rank))
-                    kept.append(replace(i, attrs=attrs, body=joined(filter(None, parts))))
+                    instructions.append(replace(i, attrs=attrs, body=joined(filter(None, parts))))
             case "block":
                 body = _block(program, i.body, rank, handles)
                 if body:
                     handles.add(_block_key(i))
-                    kept.append(replace(i, body=tuple(body)))
+                    instructions.append(replace(i, body=tuple(body)))
             case "call":
-                kept += [i] if _block_key(i) in handles else []
+                instructions += [i] if _block_key(i) in handles else []
             case "if":
-                kept += _branch(program, i, rank, handles)
+                instructions += _branch(program, i, rank, handles)
             case "free":
                 mine = tuple(n for n in i.reads if program.has(n, rank))
-                kept += [i if mine == i.inputs else replace(i, inputs=mine)] if mine else []
+                instructions += [i if mine == i.inputs else replace(i, inputs=mine)] if mine else []
             case "wait":
-                kept += [i] if handles.intersection(i.reads) else []
+                instructions += [i] if handles.intersection(i.reads) else []
             case _ if program.runs_on(i, rank):
                 if i.op in POSTS:
                     handles.update(i.outputs)
-                kept.append(_with_mine(program, i, rank))
-    return kept
+                instructions.append(_with_mine(program, i, rank))
+    return instructions
 
 
 def _with_mine(program: HostProgram, i: Instruction, rank: int) -> Instruction:

@@ -104,7 +104,7 @@ def _dropped(
         needed: the marks that are.
         is_over: what follows the block switches before it does any work.
     """
-    kept: list[Instruction] = []
+    remaining: list[Instruction] = []
     for n, i in enumerate(block):
         mark = i.kwargs.get(MARK) if i.op == "sync" else None
         if mark is not None and mark not in needed:
@@ -115,13 +115,13 @@ def _dropped(
             after = _is_idle(block[n + 1 :], is_over) and (i.op == "if" or _is_idle(i.body, False))
             body, orelse = (tuple(_dropped(b, needed, after)) for b in (i.body, i.orelse))
             i = replace(i, body=body, orelse=orelse)
-        kept.append(i)
-    return _switched(kept, is_over)
+        remaining.append(i)
+    return _switched(remaining, is_over)
 
 
 def _switched(block: list[Instruction], is_over: bool) -> list[Instruction]:
     """Return the block without `set_stream` where it changes nothing, or no work follows."""
-    kept: list[Instruction] = []
+    remaining: list[Instruction] = []
     current: Instruction | None = None  # the last switch of the block, still in force
     for n, i in enumerate(block):
         if i.op == "set_stream":
@@ -130,8 +130,8 @@ def _switched(block: list[Instruction], is_over: bool) -> list[Instruction]:
             current = i
         elif i.op == "next" or any(j.op == "set_stream" for j in i.walk()):
             current = None
-        kept.append(i)
-    return kept
+        remaining.append(i)
+    return remaining
 
 
 def _is_idle(rest: Sequence[Instruction], is_over: bool) -> bool:

@@ -74,7 +74,7 @@ class Turn:
 
 
 class _InstructionTemplate(NamedTuple):
-    """What an instruction says whatever the iteration.
+    """The part of an instruction that is alike in all iterations.
 
     Attributes:
         inputs: what it reads, with the names whose buffers these are.
@@ -230,8 +230,8 @@ class Unrolled:
                 because="it would never end",
             )
         self.count(_iterations(start, stop, step), i)
-        kept = self.bound - self.left
-        dropped = [n for n in self.dependent(i) if n not in kept]
+        live = self.bound - self.left
+        dropped = [n for n in self.dependent(i) if n not in live]
         outer = self.env.get(index)
         self.iterate(i, self.turns(i, range(start, stop, step)), dropped)
         self.left.update(self.bound.intersection(dropped))
@@ -302,8 +302,8 @@ class Unrolled:
         """Return how many nested iterations one iteration has, as far as bounds are numbers."""
         if id(loop) not in self._inside:
             loops = [i for i in loop.body if i.op == "for"]
-            found = sum(_surely(i) * (1 + self.inside(i)) for i in loops)
-            self._inside[id(loop)] = found
+            count = sum(_surely(i) * (1 + self.inside(i)) for i in loops)
+            self._inside[id(loop)] = count
         return self._inside[id(loop)]
 
     def dependent(self, loop: Instruction) -> list[str]:
@@ -362,7 +362,7 @@ class Unrolled:
             inputs = tuple([root(x) if type(x) is str else x for x in inputs])
             outputs = tuple(map(root, outputs))
         has_own = bool((i.attrs or i.inputs) and i.indices)
-        found = self._sites[id(i)] = _InstructionTemplate(
+        template = self._sites[id(i)] = _InstructionTemplate(
             inputs=inputs,
             outputs=outputs,
             freed=tuple([x for x in inputs if type(x) is str]) if i.op == "free" else (),
@@ -371,7 +371,7 @@ class Unrolled:
             is_of_part=self.is_of_part(i),
             kinds=tuple(map(types.get, outputs)),
         )
-        return found
+        return template
 
     def renamed(self, i: Instruction) -> Instruction:
         """Return an instruction with the names, numbers and types of this iteration."""
@@ -420,12 +420,12 @@ class Unrolled:
         if kind.layout is None or kind.layout.stream is None:
             return kind
         code = self._equal.get(id(kind), id(kind))
-        found = self._kinds.get(code)
-        if found is None:
-            found = self.here(kind)
-            if found.layout is None or is_numbered(found.layout):
-                self._kinds[code] = found
-        return found
+        local = self._kinds.get(code)
+        if local is None:
+            local = self.here(kind)
+            if local.layout is None or is_numbered(local.layout):
+                self._kinds[code] = local
+        return local
 
     def here(self, kind: BufferType) -> BufferType:
         """Return a type as it is in this iteration."""
@@ -434,19 +434,19 @@ class Unrolled:
         if layout is None or chunk is None or chunk.index is None or isinstance(chunk.index, int):
             return kind
         key = layout, resolve(chunk.index, self.known)
-        found = self._layouts.get(key)
-        if found is None:
-            found = self._layouts[key] = layout.at(self.known)
-        return kind if found is layout else replace(kind, layout=found)
+        local = self._layouts.get(key)
+        if local is None:
+            local = self._layouts[key] = layout.at(self.known)
+        return kind if local is layout else replace(kind, layout=local)
 
     def posted(self, comm: Communication) -> Communication:
         """Return a communication as it is in this iteration."""
-        found = self._comms.get(comm)
-        if found is None:
-            found = comm.at(self.known)
-            if is_numbered(found.source) and is_numbered(found.destination):
-                self._comms[comm] = found
-        return found
+        local = self._comms.get(comm)
+        if local is None:
+            local = comm.at(self.known)
+            if is_numbered(local.source) and is_numbered(local.destination):
+                self._comms[comm] = local
+        return local
 
     def operand(self, x: Operand) -> Operand:
         """Return what an operand, a name with a buffer of its own if any, is in this iteration.

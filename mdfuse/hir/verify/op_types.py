@@ -261,9 +261,9 @@ def _inferred(
     row's own rule does not say that all is well, or some operand has no elements.
     """
     if TABLE[fn].meta is None and not any(shape and 0 in shape for shape in shapes):
-        made = known_shapes(TABLE[fn].shape, shapes, dict(attrs))
+        inferred = known_shapes(TABLE[fn].shape, shapes, dict(attrs))
         samples = tuple(map(_sample, operands, shapes))
-        if made == want and _dtypes(fn, samples, attrs) == tuple(r.dtype for r in results):
+        if inferred == want and _dtypes(fn, samples, attrs) == tuple(r.dtype for r in results):
             return None
     return _inferred_on_meta(fn, attrs, operands, shapes, results, want)
 
@@ -278,10 +278,10 @@ def _dtypes(fn: str, samples: tuple[Sample, ...], attrs: Attrs) -> tuple[torch.d
         return (dict(attrs)["dtype"],)
     few = (x if isinstance(x, tuple) else _number(x) for x in samples)
     try:
-        made = on_few_elements(row, few, dict(attrs))
+        outputs = on_few_elements(row, few, dict(attrs))
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError, AttributeError):
         return None  # AttributeError: a number where only a tensor will do
-    return tuple(x.dtype for x in as_results(made)) if _are_tensors(made) else None
+    return tuple(x.dtype for x in as_results(outputs)) if _are_tensors(outputs) else None
 
 
 def _are_tensors(made: Any) -> bool:
@@ -320,14 +320,14 @@ def _inferred_on_meta(
     inputs = [str(n) if isinstance(k, BufferType) else _number(k) for n, k in enumerate(operands)]
     described = ", ".join(str(list(s)) for s in shapes if s is not None)
     try:
-        made = infer(TABLE[fn], inputs, dict(attrs), values, None)
+        inferred = infer(TABLE[fn], inputs, dict(attrs), values, None)
     except DefinitionError as error:
         return f"{fn} of {described} means nothing: {error.because}"
     except AttributeError:  # a number where only a tensor will do
         return f"{fn} does not take these operands"
-    if not _are_tensors(made):
+    if not _are_tensors(inferred):
         return f"{fn} does not take these operands"
-    for x, result, shape in zip(as_results(made), results, want, strict=True):
+    for x, result, shape in zip(as_results(inferred), results, want, strict=True):
         if tuple(x.shape) != shape or x.dtype != result.dtype:
             return f"{fn} of {described} is {dtype_name(x.dtype)}{list(x.shape)}"
     return None

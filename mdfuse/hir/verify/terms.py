@@ -39,7 +39,7 @@ def has_terms(program: HostProgram) -> bool:
 
 
 class Hop(NamedTuple):
-    """How far a message goes, on each rank alike.
+    """The distance that a message goes, on each rank alike.
 
     Attributes:
         mesh, axis: the axis along which it goes; None where it stays on its rank.

@@ -22,11 +22,11 @@ def _creation(
     operands: int,
     *attrs: Attr,
     shape: shapes.ShapeRule = shapes.created,
-    **more: Any,
+    **fields: Any,
 ) -> None:
     """Add the row of an op that makes a tensor of numbers; each rank makes its own box of it."""
-    more |= {"localize": of_part.local_draw, "operands": (operands, operands), "is_plain": True}
-    row(name, call, dims.creation, shape, ANYHOW, attrs=(_EXTENTS, *attrs, _BOX), **more)
+    fields |= {"localize": of_part.local_draw, "operands": (operands, operands), "is_plain": True}
+    row(name, call, dims.creation, shape, ANYHOW, attrs=(_EXTENTS, *attrs, _BOX), **fields)
 
 
 _VALUES = attr("values", "numbers", True)

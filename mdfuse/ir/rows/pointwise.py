@@ -14,10 +14,10 @@ from mdfuse.ir.op_table import TABLE, row
 from mdfuse.ir.out_forms import DENSE, Writes, exact, on_tensors, rounded
 
 
-def _binary(name: str, call: Callable[..., Any], writes: Writes, **more: Any) -> None:
+def _binary(name: str, call: Callable[..., Any], writes: Writes, **fields: Any) -> None:
     """Add the row of a pointwise op with two operands."""
-    more |= {"host": "binary", "operands": (2, 2)}
-    row(name, call, dims.pointwise, shapes.broadcast, writes, **more)
+    fields |= {"host": "binary", "operands": (2, 2)}
+    row(name, call, dims.pointwise, shapes.broadcast, writes, **fields)
 
 
 _binary("add", operator.add, exact(torch.add), partial="sum")
@@ -45,10 +45,12 @@ for _name in ("fmod", "atan2", "hypot", "logaddexp", "xlogy"):
     _binary(_name, _call, rounded(_call))
 
 
-def _unary(name: str, call: Callable[..., Any], writes: Writes, *attrs: Attr, **more: Any) -> None:
+def _unary(
+    name: str, call: Callable[..., Any], writes: Writes, *attrs: Attr, **fields: Any
+) -> None:
     """Add the row of a pointwise op with one operand."""
-    more |= {"host": "unary", "attrs": attrs}
-    row(name, call, dims.pointwise, shapes.first, writes, **more)
+    fields |= {"host": "unary", "attrs": attrs}
+    row(name, call, dims.pointwise, shapes.first, writes, **fields)
 
 
 for _name in (

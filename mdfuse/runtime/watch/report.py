@@ -92,7 +92,7 @@ class Table:
     """The facts that a report shows.
 
     Attributes:
-        own: this rank's position.
+        position: this rank's position.
         others: the positions of other ranks, as far as the store answers.
         ranks: the ranks whose positions are told.
         posts: the last posts of this rank outside torch.distributed.
@@ -103,7 +103,7 @@ class Table:
         missing: ranks that should have been heard of, and were not, with a text on each.
     """
 
-    own: Position
+    position: Position
     others: Mapping[int, Position]
     ranks: Sequence[int]
     posts: Sequence[Post] = ()
@@ -155,7 +155,7 @@ def _follows(alarm: Alarm, table: Table) -> bool:
 
 
 def _rows(alarm: Alarm, table: Table) -> list[str]:
-    position = table.own
+    position = table.position
     at = f"{position.doing}; " if position.doing else ""
     rows = [f"rank {position.rank}: {at}its host is at {position.host or 'no line of Python'}"]
     rows += [f"posted {_count_text(p)}" for p in position.progress if position.doing]
@@ -177,7 +177,7 @@ def _ranks(alarm: Alarm, table: Table) -> list[str]:
     for rank in table.ranks:
         if rank in table.missing:
             said.setdefault(table.missing[rank], []).append(rank)
-        elif rank != table.own.rank and (rank in table.others or not table.store):
+        elif rank != table.position.rank and (rank in table.others or not table.store):
             said.setdefault(_verdict(alarm, table.others.get(rank), rank), []).append(rank)
     return [f"{ranks_text(ranks)} {text}" for text, ranks in said.items()]
 
@@ -253,7 +253,7 @@ def _is_behind(alarm: Alarm, rank: int, at: Position) -> bool:
 def _astray(alarm: Alarm, table: Table) -> list[int]:
     """Return the ranks whose post differs from that of most of the team."""
     others = [rank for rank, at in table.others.items() if _is_astray(alarm, rank, at)]
-    return [table.own.rank] if 2 * len(others) > len(alarm.team) else others
+    return [table.position.rank] if 2 * len(others) > len(alarm.team) else others
 
 
 def _is_astray(alarm: Alarm, rank: int, at: Position) -> bool:

@@ -394,7 +394,7 @@ class Watch:
             missing = self._neighbours.stopped(self._place)
         heard = self._bulletin.heard if self._bulletin is not None else ""
         return Table(
-            own=own,
+            position=own,
             others=dict(answers.positions),
             ranks=ranks,
             posts=self._posts(),
