@@ -18,6 +18,7 @@ from mdfuse.errors import LayoutError
 from mdfuse.ir.graph import Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
+from mdfuse.passes.drop_unread import live_exprs
 from mdfuse.passes.strategy import choose_here, is_view, viewed_as
 
 name = "propagate_layouts"
@@ -67,13 +68,15 @@ def _forwards(fusion: Fusion) -> Fusion:
     for name in fusion.inputs:
         if values[name].like is not None and values[name].layout is None:
             values[name] = _placed(values, values[name], None)
+    live = {expr.outputs[0] for expr in live_exprs(fusion)}
     for name, value in values.items():
         if value.copies:
             values[name] = replace(value, copies=())
     for expr in fusion.exprs:
         outputs = [values[name] for name in expr.outputs]
         strategy = choose_here(expr, values)
-        for x, read_in in strategy.wanted.items() if strategy is not None else ():
+        wanted = strategy.wanted if strategy is not None and expr.outputs[0] in live else {}
+        for x, read_in in wanted.items():
             values[x] = _with_copy(values[x], expr.outputs[0], read_in)
         layouts = strategy.results if strategy is not None else (None,) * len(outputs)
         for out, layout in zip(outputs, layouts, strict=True):
@@ -96,7 +99,7 @@ def _with_copy(value: Value, reader: str, layout: Layout | None) -> Value:
     if (
         layout is None
         or value.layout in (None, layout)
-        or layout in value.copies
+        or (reader, layout) in value.copies
         or value.layout.partial_axes
     ):
         return value

@@ -251,7 +251,7 @@ def stages() -> mf.FusionDefinition:
 
 #: Forwards a reduce-scatter, a send, an all-gather, an all-reduce; backwards the transposed ones,
 #: and what was sent is gathered once more for the gradient of the weight that reads it.
-STAGES = {"ReduceScatter": 2, "SendRecv": 2, "Allgather": 3, "Allreduce": 1}
+STAGES = {"ReduceScatter": 2, "SendRecv": 2, "Allgather": 2, "Allreduce": 1}
 
 
 def test_two_stages_on_meshes_of_their_own() -> None:
