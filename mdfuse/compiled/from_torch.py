@@ -51,9 +51,8 @@ def from_torch(
         blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
             split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
             matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
-        gather: axes along which parameters are brought together just before they are read, as FSDP
-            does; the backward gathers them again. Beside other axes such an axis splits their parts
-            of a dim, unless `layouts` has a `Layout`.
+        gather: axes along which parameters are gathered before they are read, and again in the
+            backward, as FSDP does. They split the parts of other axes, unless a `Layout` is given.
         adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
             (rank, alpha): then steps of training train the adapters alone.
         dynamic_shapes: name of an argument -> dim -> a name: extents that each run chooses; or as
@@ -79,8 +78,7 @@ def from_torch(
     >>> torch.testing.assert_close(y, module(x).detach())
     """
     _check_dicts(layouts, kwargs, blocks, adapters, buffers)
-    axes = given.names("from_torch", "gather", gather)
-    patterns = Patterns(layouts or {}, as_mesh(mesh), axes)
+    patterns = Patterns(layouts or {}, as_mesh(mesh), given.names("from_torch", "gather", gather))
     captured = _exported(module, args, kwargs, dynamic_shapes, adapters)
     model = _model(captured, patterns, buffers or {}, blocks or {})
     return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
