@@ -11,9 +11,9 @@ split: bf16 alone). Each row runs as it is, and with each layer computed again i
 
 A start is the time from the module in f32 on the host to the end of the first step. `cold`: no
 kernel of it is in the compiler's folder. `warm`: all are, in the same process. Memory at the peak
-counts from before the start to steady steps; working memory is what a steady step needs besides
-what is kept between steps. Losses: how far the first steps' are from the peer's, beside how far the
-peer's are apart from its own without compilation.
+counts from before the start to steady steps; working memory is the peak from the second step on,
+which captures a graph, beyond the memory that is kept between steps. Losses: how far the first
+steps' are from the peer's, beside how far the peer's are apart from its own without compilation.
 """
 
 from __future__ import annotations
@@ -158,11 +158,13 @@ def _entered(plan: Plan, make: _Make, steps: int) -> tuple[Running, Figures]:
     before = _allocated(plan, reset=True)
     running, cold, loss = _started(plan, make)
     figures = Figures(cold=cold, stages=[running.stages], losses=[loss])
+    first = _peak(plan)
+    # The second step captures; later ones allocate nothing, though the graph needs its memory.
+    _allocated(plan, reset=True)
     for _ in range(max(steps - 1, _SETTLED)):
         figures.losses.append(running.loss())
-    first = _peak(plan)
     gc.collect()
-    held = _allocated(plan, reset=True)
+    held = _allocated(plan, reset=False)
     for _ in range(_SETTLED):
         running()
     plan.ranks.settle()
