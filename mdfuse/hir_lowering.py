@@ -14,6 +14,7 @@ from mdfuse.hir.passes import (
     assign_streams,
     block_streams,
     cut_loops,
+    fill_outputs,
     form_fusion_groups,
     group_heads,
     hoist_posts,
@@ -140,6 +141,8 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (assign_streams.name, assign_streams.run),
     # Likewise, for blocks, which are in no loop.
     (block_streams.name, block_streams.run),
+    # Needs the streams, for it leaves programs alone that have some; before units exist.
+    (fill_outputs.name, fill_outputs.run),
     # Needs the streams: work of two streams is no unit.
     (form_fusion_groups.name, form_fusion_groups.run),
     # After the passes that move uses.

@@ -16,8 +16,9 @@ value otherwise goes in a unit before, since a compiler may make both into one k
 is cut, where layers repeat into equal ones, which are compiled once. For matrix products and
 attention a compiler calls the library that torch calls: they are in units for what is around them,
 and none is made of them alone. A product that is summed over ranks gets a buffer of the program's,
-which the sum may have then. What torch adds up in one order is in no unit: a compiler adds rows of
-a table by atomic operations, whose order, and so whose bits, are others in each run.
+which the sum may have then; one that lies in the memory of an output is in no unit. Nor is what
+torch adds up in one order: a compiler adds rows of a table by atomic operations, whose order, and
+so whose bits, are others in each run.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class _Groups:
         readers_of: who reads a name, once for each time.
         summed: names that are summed over ranks, whole.
         pinned: names that are in use whoever reads them: inputs, outputs, and what shares a buffer.
+        filled: outputs of the program that are written more than once.
         bound: names that have a buffer so far.
         empty: those whose buffer has no value yet.
         given: names that were bound when a waiting instruction wrote them.
@@ -77,6 +79,7 @@ class _Groups:
     readers_of: Mapping[str, Sequence[Instruction]]
     summed: frozenset[str]
     pinned: frozenset[str]
+    filled: frozenset[str]
     bound: set[str]
     empty: set[str] = field(default_factory=set)
     given: set[str] = field(default_factory=set)
@@ -95,7 +98,10 @@ class _Groups:
                 readers[x].append(i)
         posts = (i for i in program.walk() if i.comm is not None and i.comm.kind == "Allreduce")
         summed = frozenset(i.inputs[0] for i in posts if isinstance(i.inputs[0], str))
-        return cls(program, dataflow(program), readers, summed, pinned, set(program.inputs))
+        writes = Counter(x for i in program.instructions for x in i.outputs)
+        filled = frozenset(x for x in program.outputs if writes[x] > 1)
+        flow = dataflow(program)
+        return cls(program, flow, readers, summed, pinned, filled, set(program.inputs))
 
     def block(self, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
         """Return a block with units; nothing waits beyond its end."""
@@ -131,6 +137,8 @@ class _Groups:
             return i.order is None and not self.bound.isdisjoint(i.outputs)
         if op is None or i.op != op.host or op.is_in_order:
             return False
+        if is_library(i) and not self.filled.isdisjoint(i.outputs):
+            return False  # in a unit it would be copied to where it is to lie
         if self.is_over(i) and not (op.is_elementwise and self.is_in_place(i)):
             return False
         return all(self.mesh(x) is not None for x in (*i.reads, *i.outputs))
