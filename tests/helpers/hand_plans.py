@@ -19,8 +19,8 @@ twice that (Thakur et al., 2005).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -88,6 +88,7 @@ class Style:
         posts: the posts per layer along each axis, by hand without buckets.
         sequence: the axes that split positions between layers.
         gather: the axes along which parameters are gathered before they are read.
+        extra: posts per layer along each axis beyond those by hand.
     """
 
     axes: tuple[str, ...]
@@ -96,6 +97,7 @@ class Style:
     posts: Mapping[str, int]
     sequence: tuple[str, ...] = ()
     gather: tuple[str, ...] = ()
+    extra: Mapping[str, int] = field(default_factory=dict)
 
 
 def share(n: int) -> float:
@@ -145,7 +147,7 @@ STYLES: dict[str, Style] = {
     "tp": Style(("tp",), (), _tensor, {"tp": 4}),
     "tp + sequence": Style(("tp",), (), _sequence, {"tp": 10}, sequence=("tp",)),
     "fsdp x tp": Style(("fsdp", "tp"), ("fsdp",), _both(_sharded, _tensor),
-                       {"fsdp": 3 * _EACH, "tp": 4 + _NORMS}, gather=("fsdp",)),
+                       {"fsdp": 3 * _EACH, "tp": 4}, gather=("fsdp",), extra={"tp": _NORMS}),
     "fsdp x tp + sequence": Style(("fsdp", "tp"), ("fsdp",), _both(_sharded, _sequence),
                                   {"fsdp": 3 * _EACH, "tp": 10}, ("tp",), ("fsdp",)),
     "dp x tp + sequence": Style(("dp", "tp"), ("dp",), _both(_data("dp"), _sequence),
@@ -206,10 +208,7 @@ class Row:
     by_hand: float
     posts: int
     posts_by_hand: int
-
-    @property
-    def ratio(self) -> float:
-        return self.received / self.by_hand
+    extra_posts: int
 
 
 def _axes(communication: Any) -> tuple[str, ...]:
@@ -228,4 +227,23 @@ def rows(model: Model, style: Style, mesh: DeviceMesh) -> list[Row]:
         for axis in _axes(instruction.comm):
             received[axis] += size
             posts[axis] += 1
-    return [Row(a, received[a], by_hand[a], posts[a], style.posts[a]) for a in by_hand]
+    return [
+        Row(a, received[a], by_hand[a], posts[a], style.posts[a], style.extra.get(a, 0))
+        for a in by_hand
+    ]
+
+
+#: The sizes of axes in the table of docs/resharding.md.
+SHOWN = {"dp": 4, "fsdp": 8, "tp": 8}
+
+
+def table() -> Iterator[str]:
+    """Yield the lines of the table of docs/resharding.md: MiB and posts of a layer."""
+    yield f"| style | axis | {' | '.join(MODELS)} | posts |"
+    yield "|---" * (len(MODELS) + 3) + "|"
+    for name, style in STYLES.items():
+        mesh = DeviceMesh.arange(**{a: SHOWN[a] for a in style.axes})
+        for each in zip(*(rows(model, style, mesh) for model in MODELS.values()), strict=True):
+            cells = [f"{x.received / 2**20:,.0f} ({x.by_hand / 2**20:,.0f})" for x in each]
+            (posts,) = {f"{x.posts} ({x.posts_by_hand})" for x in each}
+            yield f"| {name} | {each[0].axis} | {' | '.join(cells)} | {posts} |"
