@@ -103,7 +103,8 @@ class _Rewriter:
             for view, reached in views:
                 like = self.values[view.output]
                 copy = self.new_value(like, f"{view.output}.{suffix(reached)}", reached, None)
-                self.exprs.append(replace(view, inputs=(source, *view.inputs[1:]), outputs=(copy,)))
+                again = replace(view, inputs=(source, *view.inputs[1:]), outputs=(copy,))
+                self.exprs.insert(self.place(again, expr), again)
                 self.copies.setdefault(view.output, [view.output]).append(copy)
                 source = copy
             return source

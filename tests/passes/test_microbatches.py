@@ -151,7 +151,7 @@ def test_a_gradient_reads_rows_that_are_together_already() -> None:
 
 def test_a_product_with_rows_that_come_together_is_refused() -> None:
     with mf.FusionDefinition("rows") as fd:
-        x = fd.define_tensor([3, 2, 4], mesh=DP, layout={"dp": Shard(1)}, name="x")
+        x = fd.define_tensor([3, 2, 4], mesh=DP, layout={"dp": Shard(2)}, name="x")
         w = fd.define_tensor([2, 4], mesh=DP, layout={"dp": Shard(1)}, name="w")
         y = mf.ops.linear(x, w).on(DP, {"dp": Shard(0)})
         fd.add_output(mf.grad((y * y).sum(), [w])[0])
