@@ -97,10 +97,10 @@ def test_processes_share_the_work(compiler: StandIn) -> None:
     both = [start(compiler, processes=2) for _ in range(2)]
     counts = [end(process) for process in both]
     assert len(compiler.began) == UNITS and len({*compiler.began}) == 2
-    assert [x["compiled"] + x["found"] for x in counts] == [UNITS, UNITS]
+    assert [x["compiled"] + x["in_files"] for x in counts] == [UNITS, UNITS]
     assert sum(x["compiled"] for x in counts) == UNITS
     last = end(start(compiler))
-    assert (last["compiled"], last["found"]) == (0, UNITS)
+    assert (last["compiled"], last["in_files"]) == (0, UNITS)
     assert not last["unsaved"] and not last["unreadable"]
 
 

@@ -50,7 +50,7 @@ else:
 """
 
 #: What is counted where nothing is compiled.
-NOTHING = {"compiled": 0, "found": 0, "shared": 0, "unsaved": {}, "unreadable": {}}
+NOTHING = {"compiled": 0, "in_files": 0, "shared": 0, "unsaved": {}, "unreadable": {}}
 
 
 def run(folder: Path, **variables: str) -> Any:
@@ -65,12 +65,12 @@ def run(folder: Path, **variables: str) -> Any:
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     counts, calls = run(tmp_path)
     assert (
-        counts == {"compiled": 1, "found": 0, "shared": 0, "unsaved": {}, "unreadable": {}}
+        counts == {"compiled": 1, "in_files": 0, "shared": 0, "unsaved": {}, "unreadable": {}}
         and calls > 0
     )
     counts, calls = run(tmp_path)
     assert (
-        counts == {"compiled": 0, "found": 1, "shared": 0, "unsaved": {}, "unreadable": {}}
+        counts == {"compiled": 0, "in_files": 1, "shared": 0, "unsaved": {}, "unreadable": {}}
         and calls == 0
     )
 

@@ -109,7 +109,10 @@ def _cut_axes(fusion: Fusion, expr: Expr) -> tuple[str, ...]:
 
 
 def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:
-    """Return the bytes to join the ranks' windows; None if they are not joined."""
+    """Return the bytes to bring ranks' windows together; None if no two ranks have windows.
+
+    Along some axes the operand may be gathered instead, beside the splits of the others.
+    """
     out = fusion.values[expr.output]
     if out.stream is not None:
         return None
@@ -118,12 +121,11 @@ def _price_of_window(fusion: Fusion, expr: Expr) -> int | None:
     operand = replace(fusion.values[expr.reads[0]], copies=())
     strategy = choose(_window(expr, out), {operand.name: operand, out.name: out}, law)
     axes = _cut_axes(fusion, expr)
-    if strategy is None or not set(axes) <= set(strategy.result.partial_axes):
-        return None
-    if strategy.wanted[expr.reads[0]] != fusion.layout(expr.reads[0]):
+    if strategy is None or not set(axes) & set(strategy.result.partial_axes):
         return None
     goal = law or with_placements(strategy.result, axes, Replicate())
-    return cost(strategy.result, goal, out.shape) * out.dtype.itemsize
+    moved = cost(fusion.layout(operand.name), strategy.wanted[operand.name], operand.shape)
+    return (moved + cost(strategy.result, goal, out.shape)) * out.dtype.itemsize
 
 
 def is_gathered(
