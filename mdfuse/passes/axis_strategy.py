@@ -1,12 +1,15 @@
-"""The strategy of one mesh axis for an expression: split a label, leave a Partial, or neither.
+"""The strategies of mesh axes for an expression: split a label, leave a Partial, or neither.
 
-Each axis is asked by itself, of operands as they lie and of results as laws want them.
+Rules look at each axis by itself, at operands as they lie and at results as laws want them. Where
+none applies, the bytes that arrive at a rank decide, for all axes together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 
@@ -49,23 +52,39 @@ class Result:
         return wanted is None or (isinstance(wanted, Shard) and self.labels[wanted.dim] == label)
 
 
-def vote(
+#: How an axis is used: it splits a label, or leaves Partials by a reduce op, or neither.
+Choice = int | str | None
+
+
+def choose_axes(
     expr: Expr,
-    axis: str,
     mesh: DeviceMesh,
     operands: Sequence[Operand],
     labels: DimMap,
     results: Sequence[Result],
-    chosen: Mapping[str, int | str | None],
-) -> int | str | None:
-    """Choose the strategy of an axis: split a label, leave a Partial, or neither (None).
+) -> dict[str, Choice]:
+    """Return axis -> its strategy: the first rule that applies, else those that move least."""
+    open_axes = {
+        a: options(expr, a, operands, labels, results) for a in mesh.axes if mesh.axis_size(a) > 1
+    }
+    ways = [dict(zip(open_axes, way, strict=True)) for way in product(*open_axes.values())]
+    if len(ways) == 1:
+        return ways[0]
+    prices = [_price(way, mesh, operands, labels, results) for way in ways]
+    return ways[prices.index(min(prices))]
 
-    `chosen` has the strategies of the other axes: only the part of a value that they leave to a
-    rank arrives there.
-    """
+
+def options(
+    expr: Expr,
+    axis: str,
+    operands: Sequence[Operand],
+    labels: DimMap,
+    results: Sequence[Result],
+) -> Sequence[Choice]:
+    """Return the strategies of an axis among which bytes decide; one, where a rule does."""
     passed = _passes_partial(expr, axis, operands, labels, results[0])
     if passed is not None:
-        return passed
+        return (passed,)
     candidates: list[int | None] = []
     moves = False
     for o in operands:
@@ -75,21 +94,17 @@ def vote(
         moves = moves or isinstance(placement, Partial)
     asked = [(r.labels, p) for r in results if isinstance(p := r.wanted(axis), Shard)]
     if not candidates and not asked:
-        return None
+        return (None,)
     if candidates and not moves and _is_free(candidates, axis, results):
-        return candidates[0]
+        return (candidates[0],)
     if len(candidates) > 1 and _is_contracted(candidates, labels):
-        return candidates[0]
+        return (candidates[0],)
     candidates += [of[placement.dim] for of, placement in asked]
     candidates = [c for c in candidates if labels.may_split(c)]
-    if not candidates:
-        return None
     staying = _stays(expr, axis, operands, labels)
     if staying in candidates and all(r.allows(axis, staying) for r in results):
-        return staying
-    options = [*dict.fromkeys(candidates), None]
-    prices = [_price(c, axis, mesh, operands, labels, results, chosen) for c in options]
-    return options[prices.index(min(prices))]
+        return (staying,)
+    return (*dict.fromkeys(candidates), None)
 
 
 def _is_free(candidates: Sequence[int | None], axis: str, results: Sequence[Result]) -> bool:
@@ -125,75 +140,75 @@ def _stays(expr: Expr, axis: str, operands: Sequence[Operand], labels: DimMap) -
 
 
 def _price(
-    label: int | None,
-    axis: str,
+    way: Mapping[str, Choice],
     mesh: DeviceMesh,
     operands: Sequence[Operand],
     labels: DimMap,
     results: Sequence[Result],
-    chosen: Mapping[str, int | str | None],
 ) -> int:
-    """Return the bytes that reach a rank if `axis` (n ranks) splits `label`.
-
-    The unit is 1 / (n * ranks of the mesh), in which all prices are integers.
-    """
-    total, n = 0, mesh.axis_size(axis)
+    """Return the bytes that reach a rank if axes are used in a way, in units of 1 / ranks²."""
+    sizes, total = {a: mesh.axis_size(a) for a in way}, 0
     for o in operands:
-        if o.layout is not None:
-            wanted: Placement = Replicate()
-            if label is not None and label in o.labels:
-                wanted = Shard(o.labels.index(label))
-            changes = [_change(p, wanted, n) for p in _placements(o, axis)]
-            total += min(changes) * _part(o.value, axis, mesh, _splitting(o.layout))
+        if o.layout is None:
+            continue
+        there = [o.layout, *(c for c in o.copies if c.mesh == mesh)]
+        sources = [{a: layout.placement(a) for a in way} for layout in there]
+        wanted = {a: _read(choice, o, sources[0][a]) for a, choice in way.items()}
+        total += min(_arriving(source, wanted, sizes) for source in sources) * o.value.bytes
     for r in results:
-        placement: Placement = Replicate()
-        if label is not None:
-            is_kept = label in r.labels
-            placement = Shard(r.labels.index(label)) if is_kept else Partial(labels.reduces[label])
-        goal = r.wanted(axis)
-        if goal is None:
-            goal = Replicate() if isinstance(placement, Partial) else placement
-        splitting = [b for b, c in chosen.items() if isinstance(c, int) and c in r.labels]
-        total += _change(placement, goal, n) * _part(r.value, axis, mesh, splitting)
+        yielded = {a: _yielded(choice, r, labels) for a, choice in way.items()}
+        goal = {a: r.wanted(a) or _settled(way[a], yielded[a]) for a in way}
+        total += _arriving(yielded, goal, sizes) * r.value.bytes
     return total
 
 
-def _placements(operand: Operand, axis: str) -> list[Placement]:
-    """Return the placements along an axis in which an operand is there, other axes being alike."""
-    layout = operand.layout
-    assert layout is not None
-    alike = (c for c in operand.copies if c.mesh == layout.mesh)
-    placements = [
-        c.placement(axis) for c in alike if c.with_placement(axis, layout.placement(axis)) == layout
-    ]
-    return [layout.placement(axis), *placements]
+def _read(choice: Choice, operand: Operand, before: Placement) -> Placement:
+    """Return the placement in which an operand is read."""
+    if isinstance(choice, str):
+        return before
+    is_split = choice is not None and choice in operand.labels
+    return Shard(operand.labels.index(choice)) if is_split else Replicate()
 
 
-def _part(value: Value, axis: str, mesh: DeviceMesh, splitting: Iterable[str]) -> int:
-    """Return the bytes of a value that other axes leave to a rank, in units of n / ranks."""
-    part = value.bytes * (mesh.size // mesh.axis_size(axis))
-    for other in splitting:
-        if other != axis:
-            part //= mesh.axis_size(other)
-    return part
+def _yielded(choice: Choice, result: Result, labels: DimMap) -> Placement:
+    """Return the placement in which a result is computed."""
+    if choice is None:
+        return Replicate()
+    if isinstance(choice, str):
+        return Partial(choice)
+    is_kept = choice in result.labels
+    return Shard(result.labels.index(choice)) if is_kept else Partial(labels.reduces[choice])
 
 
-def _splitting(layout: Layout) -> Iterable[str]:
-    """Return the axes that split a dim of a layout."""
-    return (axis for _, axes in layout.splits for axis in axes)
+def _settled(choice: Choice, yielded: Placement) -> Placement:
+    """Return the placement of a result that no law places: a Partial is reduced, or passed on."""
+    is_reduced = isinstance(yielded, Partial) and not isinstance(choice, str)
+    return Replicate() if is_reduced else yielded
 
 
-def _change(before: Placement, after: Placement, n: int) -> int:
-    """Return the share of a tensor that a rank receives in a change along one axis of n ranks.
+def _arriving(
+    before: Mapping[str, Placement], after: Mapping[str, Placement], sizes: Mapping[str, int]
+) -> int:
+    """Return the share of a value that a rank receives, in units of 1 / ranks².
 
-    The unit is 1 / n² of the tensor, so that prices are integers, which compare exactly.
+    Reductions come first. Then the part of a rank arrives but for the rows that it has: their share
+    is 1 / n along an axis that splits before or afterwards, and 1 / n² where it splits other dims.
     """
-    is_split_so = isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim
-    if before == after or isinstance(before, Replicate) or is_split_so:
-        return 0
-    if isinstance(before, Partial):
-        return (n - 1) * n * (1 if isinstance(after, Shard) else 2)
-    return (n - 1) * (1 if isinstance(after, Shard) else n)
+    part = overlap = local = math.prod(sizes.values()) ** 2
+    total = 0
+    for axis, n in sizes.items():
+        local //= n if isinstance(before[axis], Shard) else 1
+    reduced = [a for a in sizes if isinstance(before[a], Partial) and before[a] != after[a]]
+    for axis in sorted(reduced, key=lambda a: not isinstance(after[a], Shard)):
+        n, is_scattered = sizes[axis], isinstance(after[axis], Shard)
+        total += local // n * (n - 1) * (1 if is_scattered else 2)
+        local //= n if is_scattered else 1
+    for axis, n in sizes.items():
+        old, new = after[axis] if axis in reduced else before[axis], after[axis]
+        dims = {p.dim for p in (old, new) if isinstance(p, Shard)}
+        part //= n if isinstance(new, Shard) else 1
+        overlap //= n ** len(dims)
+    return total + part - overlap
 
 
 def _passes_partial(

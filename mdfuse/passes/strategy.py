@@ -18,7 +18,7 @@ from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.layout import Layout, Partial, Placement, Shard
 from mdfuse.mesh import DeviceMesh
-from mdfuse.passes.axis_strategy import Operand, Result, vote
+from mdfuse.passes.axis_strategy import Operand, Result, choose_axes
 from mdfuse.reshard import costs
 
 
@@ -171,7 +171,7 @@ def _by_labels(
         Result(values[name], of, law if law is not None and law.mesh == mesh else None)
         for name, of, law in zip(expr.outputs, labels.results, laws, strict=True)
     ]
-    chosen = _strategies(expr, mesh, on_mesh, labels, results)
+    chosen = choose_axes(expr, mesh, on_mesh, labels, results)
     splits = _splits(mesh, chosen, on_mesh, labels, results)
     cuts = _cuts(expr, splits, on_mesh, labels, results, taken)
     is_sum = TABLE[expr.op].partial == "sum"
@@ -194,37 +194,6 @@ def _by_labels(
             _layout(mesh, result.labels, splits, {**cuts, **taken}, {**passed, **reduced})
         )
     return Strategy(wanted=wanted, results=tuple(layouts))
-
-
-def _strategies(
-    expr: Expr,
-    mesh: DeviceMesh,
-    operands: Sequence[Operand],
-    labels: DimMap,
-    results: Sequence[Result],
-) -> dict[str, int | str | None]:
-    """Return axis -> its strategy, where each is chosen beside those of the others.
-
-    At first an axis is taken to split the label on which it splits an operand.
-    """
-    axes = [a for a in mesh.axes if mesh.axis_size(a) > 1]
-    chosen = {a: _split_already(a, operands) for a in axes}
-    for _ in range(2):
-        before = dict(chosen)
-        for axis in axes:
-            chosen[axis] = vote(expr, axis, mesh, operands, labels, results, chosen)
-        if chosen == before or len(axes) == 1:
-            break
-    return chosen
-
-
-def _split_already(axis: str, operands: Sequence[Operand]) -> int | str | None:
-    """Return the label on which an axis splits the first operand that it splits."""
-    for o in operands:
-        placement = o.layout.placement(axis) if o.layout is not None else None
-        if isinstance(placement, Shard):
-            return o.labels[placement.dim]
-    return None
 
 
 def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
