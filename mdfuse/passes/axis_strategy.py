@@ -255,7 +255,7 @@ def _is_sum_of_scalars(out: Value, placements: Sequence[Placement | None]) -> bo
 
     A larger value would be copied for that.
     """
-    return not out.shape and all(isinstance(p, Partial | Replicate) for p in placements)
+    return not out.shape and all(p in (Partial(), Replicate()) for p in placements)
 
 
 def _keeps(term: torch.dtype, result: torch.dtype, op: str) -> bool:

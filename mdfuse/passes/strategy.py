@@ -18,7 +18,7 @@ from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.layout import Layout, Partial, Placement, Shard
 from mdfuse.mesh import DeviceMesh
-from mdfuse.passes.axis_strategy import Operand, Result, choose_axes
+from mdfuse.passes.axis_strategy import Choice, Operand, Result, choose_axes
 from mdfuse.reshard import costs
 
 
@@ -231,7 +231,7 @@ def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[Operand], D
             _without(labels.operands[at], clashing),
             values[x].layout,
             {d: reach for (p, d), reach in labels.reaches.items() if p == at},
-            values[x].copies_beside(expr) if values[x].copies else (),
+            values[x].copies_beside(expr),
         )
         for x, (at, *_) in read.items()
     ]
@@ -258,7 +258,7 @@ def _mesh(operands: Sequence[Operand], laws: Sequence[Layout | None]) -> DeviceM
 
 def _splits(
     mesh: DeviceMesh,
-    chosen: Mapping[str, int | str | None],
+    chosen: Mapping[str, Choice],
     operands: Sequence[Operand],
     labels: DimMap,
     results: Sequence[Result],
@@ -311,7 +311,7 @@ def _cuts(
 
 
 def _partials(
-    chosen: Mapping[str, int | str | None], operand: Operand, is_addend: bool
+    chosen: Mapping[str, Choice], operand: Operand, is_addend: bool
 ) -> dict[str, Partial]:
     """Return the axes along which an operand is read as a Partial: it is one, or an addend."""
     if operand.layout is None:

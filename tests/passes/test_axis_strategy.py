@@ -146,6 +146,17 @@ def test_a_replicated_addend_is_added_once(dtype: torch.dtype) -> None:
     assert term.dtype == dtype
 
 
+@pytest.mark.parametrize("ops", [("sum", "max"), ("max", "sum"), ("sum", "avg"), ("avg", "sum")])
+def test_scalars_of_other_reduce_ops_are_no_addends(ops: tuple[str, str]) -> None:
+    mesh = DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("ops") as fd:
+        a, b = (fd.define_tensor([], mesh=mesh, layout={"tp": Partial(op)}) for op in ops)
+        fd.add_output(a + b + fd.define_tensor([], mesh=mesh))
+    given = [torch.tensor(x) for x in (3.0, 5.0, 2.0)]
+    (total,) = mf.simulate(mf.compile(fd), given, options=mf.Options(poison=True)).outputs
+    assert total == 10
+
+
 @pytest.mark.parametrize("order", ["fsdp first", "tp first"])
 @pytest.mark.parametrize("dim", [0, -2], ids=str)
 @pytest.mark.parametrize("features", [8, 9], ids=str)
