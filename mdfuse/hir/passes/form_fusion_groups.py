@@ -223,13 +223,15 @@ class _Groups:
     # -- who needs whom ------------------------------------------------------------------------
 
     def needed(self, i: Instruction) -> list[Instruction]:
-        """Return the waiting instructions that must run before another, in order."""
-        later, needed = self.flow.effects(i), list[Instruction]()
-        for j in reversed(self.waiting):
-            if later.meet(self.flow.effects(j)):
-                needed.append(j)
-                later |= self.flow.effects(j)
-        return needed[::-1]
+        """Return the waiting instructions up to the last one that must run before another.
+
+        Earlier ones go with it, though they may wait: what they read, such as the gradient from
+        which that of a parameter is computed, would be in memory till then.
+        """
+        later, count = self.flow.effects(i), len(self.waiting)
+        while count and not later.meet(self.flow.effects(self.waiting[count - 1])):
+            count -= 1
+        return self.waiting[:count]
 
     def not_held(self, i: Instruction) -> list[Instruction]:
         """Return the waiting instructions that must run before one that is no local work."""

@@ -24,6 +24,9 @@ LIMIT = 256
 #: Instructions that a unit of what repeats has at least.
 LEAST = 24
 
+#: A value whose last reader is further behind its computation is none of one repetition.
+_FAR = LIMIT // 2
+
 #: Distances between equal instructions that are tried as periods: the most frequent ones.
 _TRIED = 16
 
@@ -32,27 +35,41 @@ def pieces(program: HostProgram, run: Sequence[Instruction]) -> list[Sequence[In
     """Cut instructions into runs of at most `LIMIT`, equal ones where they repeat."""
     if len(run) <= LIMIT:
         return [run]
-    keys, live = _keys(program, run), _live(run)
-    borders = [0, *_borders(keys, live), len(run)]
-    cuts: list[Sequence[Instruction]] = []
-    for start, stop in pairwise(borders):
-        while stop - start > LIMIT:
-            at = _narrowest(live, start + LIMIT // 2, start + LIMIT + 1)
-            cuts.append(run[start:at])
-            start = at
-        if start < stop:
-            cuts.append(run[start:stop])
-    return cuts
+    live = _live(run)
+    borders = [at for at in _borders(_keys(program, run), live) if 0 < at < len(run)]
+    if not borders:
+        return _of_one_size(run, live)
+    # What is in front of a repetition and behind it may hold another one.
+    parts = (run[start:stop] for start, stop in pairwise([0, *borders, len(run)]))
+    return [piece for part in parts for piece in pieces(program, part)]
+
+
+def _of_one_size(run: Sequence[Instruction], live: Sequence[int]) -> list[Sequence[Instruction]]:
+    """Cut instructions among which nothing repeats, where few values are read across the border."""
+    starts = [0]
+    while len(run) - starts[-1] > LIMIT:
+        starts.append(_narrowest(live, starts[-1] + LIMIT // 2, starts[-1] + LIMIT + 1))
+    return [run[start:stop] for start, stop in pairwise([*starts, len(run)])]
 
 
 def _keys(program: HostProgram, run: Sequence[Instruction]) -> list[Hashable]:
-    """Return keys that are equal for instructions that do the same with values from as far back."""
-    writer, keys = _Distances(program), []
+    """Return keys that are equal for instructions that do the same with values from as far back.
+
+    A value that is read far behind its computation, such as the rate of an optimizer, counts as one
+    from outside: its distance differs in each repetition.
+    """
+    writer, keys, last = _Distances(program), list[Hashable](), _last_reads(run)
     for n, i in enumerate(run):
         writer.position = n
         keys.append(writer.instruction(i))
-        writer.computed_at.update(dict.fromkeys(i.outputs, n))
+        near = (x for x in i.outputs if last.get(x, n) - n <= _FAR)
+        writer.computed_at.update(dict.fromkeys(near, n))
     return keys
+
+
+def _last_reads(run: Sequence[Instruction]) -> dict[str, int]:
+    """Return the position of the last instruction that reads a name."""
+    return {x: n for n, i in enumerate(run) for x in i.reads}
 
 
 @dataclass(slots=True)
@@ -72,7 +89,7 @@ class _Distances(NormalForm):
 
 def _live(run: Sequence[Instruction]) -> list[int]:
     """Return for each border how many values that are computed before it are read behind it."""
-    last = {x: n for n, i in enumerate(run) for x in i.reads}
+    last = _last_reads(run)
     steps = [0] * (len(run) + 1)
     for n, i in enumerate(run):
         for x in i.outputs:

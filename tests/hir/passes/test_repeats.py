@@ -47,6 +47,29 @@ def test_equal_layers_behind_something_else() -> None:
     assert LEAST <= 30 < LEAST + 10
 
 
+def test_each_repetition_is_cut() -> None:
+    layer = ["exp", "sin", "cos", "tanh", "neg", "abs", "sqrt", "relu"]
+    other = ["floor", "ceil", "erf", "log", "round"]
+    found = cut([*layer * 60, *other * 60])
+    assert sum(len(piece) == 24 for piece in found) >= 18
+    assert sum(len(piece) == 25 for piece in found) >= 10
+    assert len({tuple(piece) for piece in found}) <= 6
+
+
+def test_a_number_that_all_repetitions_read_is_from_outside() -> None:
+    """Each is further behind the number's computation than the one before."""
+    with FusionDefinition("updates") as fd:
+        mesh = DeviceMesh.arange(t=1)
+        rate = fd.define_tensor([], torch.float32, mesh, {}).exp()
+        for _ in range(64):
+            w = fd.define_tensor([4], torch.float32, mesh, {})
+            fd.add_output((w.sin() * rate).tanh().exp().relu() - rate)
+    host = mf.compile(fd, options=Options(compile="never")).host
+    run = [i for i in host.instructions if i.fn]
+    sizes = [len(piece) for piece in pieces(host, run)]
+    assert sum(size == 24 for size in sizes) >= 14
+
+
 def test_nothing_repeats() -> None:
     names = ["exp", "sin", "cos", "tanh", "neg", "abs"]
     drawn = torch.randint(6, (700,), generator=torch.Generator().manual_seed(0)).tolist()
