@@ -28,6 +28,7 @@ from mdfuse.plan.index_checks import IndexChecks, has_tables
 from mdfuse.plan.kept import Plans
 from mdfuse.plan.names import check_names
 from mdfuse.plan.posts import groups
+from mdfuse.plan.progress import stage
 from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.runs.arguments import (
@@ -359,6 +360,7 @@ class HostIrEvaluator:
 
     # -- graphs ----------------------------------------------------------------------------------
 
+    @stage("planning")
     def _first(
         self, arguments: Sequence[Any], out: Sequence[Any] | None, communicator: Communicator
     ) -> Runnable:

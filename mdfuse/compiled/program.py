@@ -39,6 +39,7 @@ from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge, check_merge
 from mdfuse.plan.kept import Plans
+from mdfuse.plan.progress import stage
 from mdfuse.runs.arguments import has_dtensors
 from mdfuse.runs.extents import (
     LocalExtents,
@@ -404,8 +405,7 @@ def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:
     if not units:
         return
     yield f"launches: {len(units)}, of {sum(len(i.body) for i in units)} local instructions"
-    for line in last.fuser.told() if last is not None else ():
-        yield f"  {line}"
+    yield from (f"  {line}" for line in (last.fuser.told() if last is not None else ()))
 
 
 def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
@@ -482,6 +482,7 @@ def compile(
     return program_of(named, key, lambda s: lowered(s, options, should_merge))
 
 
+@stage("lowering")
 def lowered(
     named: NamedDefinition,
     options: Options | None = None,
