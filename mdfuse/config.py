@@ -101,6 +101,8 @@ class Options:
             layer gathers, are posted ahead, as long as what they receive before its place, and
             what they copy to send it, takes at most so many bytes on each rank. 0: each where the
             program has it.
+        logits_bytes: a head whose logits take more bytes than this in f32 on a rank is computed in
+            chunks of rows that do not, together with the losses and their gradients. 0: at once.
         reduce_dtype: torch.float32 or torch.float64: sums of narrower floats that ranks hold parts
             of are cast to it before they are reduced, along every axis, and back after; not where
             ranks hold parts of the result, too. None: they are reduced as they are.
@@ -152,6 +154,7 @@ class Options:
     costs: str = "here"
     bucket_bytes: int = 0
     prefetch_bytes: int = 0
+    logits_bytes: int = 1 << 28
     reduce_dtype: Any = None
     streams: int = 4
     stream_policy: Literal["auto", "round_robin", "copy_compute"] = "auto"
@@ -249,6 +252,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "bucket_bytes": (_is_size, "a bucket has a number of bytes, 0 for none"),
     "prefetch_bytes": (_is_size, "what is received ahead has a number of bytes, 0 for none"),
+    "logits_bytes": (_is_size, "a chunk of logits has a number of bytes, 0 for all at once"),
     "overlap": _is_one_of("never", "auto", "measure"),
     "costs": (
         lambda value: isinstance(value, str) and bool(value),
@@ -300,6 +304,11 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
         "prefetch_bytes",
         _count,
         "bytes that are received ahead of their place; 0 is the default",
+    ),
+    "MDFUSE_LOGITS_BYTES": (
+        "logits_bytes",
+        _count,
+        "bytes of logits that are computed together; 268435456 is the default, 0 for all",
     ),
     "MDFUSE_OVERLAP": (
         "overlap",

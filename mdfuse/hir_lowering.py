@@ -31,9 +31,11 @@ from mdfuse.ir.graph import Fusion, check_fusion, has_same_code
 from mdfuse.passes import (
     bucket_sums,
     choose_orders,
+    chunk_losses,
     creations,
     decompose,
     drop_unread,
+    flat_rows,
     insert_reshards,
     microbatches,
     propagate_layouts,
@@ -102,6 +104,10 @@ def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pas
     steps: list[tuple[str, Pass]] = []
     for name, run in PASSES:
         steps.append((name, run))
+        if name == streams.name and batch is None and options.logits_bytes:
+            # Before layouts, which rows as several dims would decide otherwise.
+            flat = partial(flat_rows.run, most=options.logits_bytes)
+            steps.append((flat_rows.name, flat))
         if name == insert_reshards.name and options.reduce_dtype is not None:
             # Needs all sets that reduce.
             wide = partial(widen_sums.run, dtype=options.reduce_dtype)
@@ -115,6 +121,10 @@ def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pas
             # Needs all sets; the next pass sees the streamed values.
             cut = partial(microbatches.run, batch=batch.dims, count=batch.count)
             steps.append((microbatches.name, cut))
+        if name == spread_streams.name and batch is None and options.logits_bytes:
+            # Needs all sets; its streams stay where they are.
+            few = partial(chunk_losses.run, most=options.logits_bytes)
+            steps.append((chunk_losses.name, few))
     return tuple(steps)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.passes import chunk_losses
 from mdfuse.passes.strategy import dim_map
 from mdfuse.reshard import Carriers, elements_received
 
@@ -15,13 +17,15 @@ _SHARE = 0.1
 _ANOTHER_ORDER = "the axes split a dim in another order", "one order= for both"
 
 
-def advice(fusion: Fusion, carriers: Carriers = ()) -> Iterator[str]:
-    """Yield lines about the reshards that move more than a tenth of a fusion's bytes.
+def advice(fusion: Fusion, options: Options | None = None) -> Iterator[str]:
+    """Yield lines about reshards that move more than a tenth of a fusion's bytes, and large logits.
 
     Args:
         fusion: after all passes.
-        carriers: (axis, backend) of the axes that have a backend of their own.
+        options: as it was compiled; None: those of the environment.
     """
+    chosen = options_from_environment(options)
+    carriers = backend_choice(chosen.backend).carriers
     sets = (e for e in fusion.exprs if e.op == "set" and fusion.values[e.output].is_tensor)
     moved = {e.output: _bytes(fusion, e, carriers) for e in sets}
     total = sum(moved.values())
@@ -29,6 +33,7 @@ def advice(fusion: Fusion, carriers: Carriers = ()) -> Iterator[str]:
         size = moved.get(expr.outputs[0], 0)
         if size > _SHARE * total:
             yield from _lines(fusion, expr, size, total)
+    yield from chunk_losses.explained(fusion, chosen.logits_bytes)
 
 
 def _bytes(fusion: Fusion, expr: Expr, carriers: Carriers) -> int:

@@ -197,6 +197,7 @@ class ImportedModel:
         frozen: Sequence[str] | None = None,
         clip: float | None = None,
         master: bool = False,
+        skip_nonfinite: bool = False,
     ) -> TrainingStep:
         """Define a step of training: forward, loss, backward and update are one program.
 
@@ -214,27 +215,21 @@ class ImportedModel:
                 gradients. By default none; beside adapters, all but these.
             clip: scales all gradients so that their norm together is at most this.
             master: keeps parameters of 16 bits in f32 besides.
+            skip_nonfinite: where a gradient has an inf or NaN on some rank, parameters, state and
+                the count of steps stay as they are; whether they did is returned last, a bool.
 
         Returns:
-            The step, not yet compiled; its loss is a tensor of no dims.
+            The step, not yet compiled; its loss is a tensor of no dims. `TrainingStep` has an
+            example.
 
         Raises:
             DefinitionError: a loss that is none, nothing to train, no parameter on which the loss
                 depends, an op without a gradient.
             LayoutError: a pattern that matches nothing.
-
-        >>> import torch, mdfuse as mf
-        >>> split = {"dp": mf.Shard(0)}
-        >>> model = mf.from_torch(torch.nn.Linear(4, 2), (torch.zeros(6, 4),),
-        ...                       mesh=mf.DeviceMesh.arange(dp=2), layouts={"input:0": split})
-        >>> step = model.training_step(
-        ...     lambda y, target: mf.ops.mse_loss(y, target), optimizer=mf.optim.sgd,
-        ...     extra={"target": mf.TensorSpec((6, 2), layout=split)})
-        >>> step.inputs
-        ('input', 'target', 'lr')
         """
         call = f"training_step of {self.model.captured.name}"
         given.flag(call, "master", master, DefinitionError)
+        given.flag(call, "skip_nonfinite", skip_nonfinite, DefinitionError)
         if loss is not None:
             given.function(call, "loss", loss, "of the module's tensors, in their order")
         step = define_step(
@@ -245,6 +240,7 @@ class ImportedModel:
             frozen=frozen,
             clip=clip,
             master=master,
+            skip_nonfinite=skip_nonfinite,
             name=f"{self.definition.name}.step",
         )
         return TrainingStep(step, self.model.weight_names())

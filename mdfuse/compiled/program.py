@@ -21,7 +21,6 @@ from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.config import (
     Options,
-    backend_choice,
     environment,
     not_options,
     options_from_environment,
@@ -182,8 +181,7 @@ class Program:
         posts = [f"{n} × {why}" if n > 1 else why for why, n in counts.items()]
         posts = posts or ["no communication: every operand is where it is needed"]
         fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
-        carriers = backend_choice(options_from_environment(self.options).backend).carriers
-        lines += [f"  {line}" for line in (*posts, *advice(fusion, carriers))]
+        lines += [f"  {line}" for line in (*posts, *advice(fusion, self.options))]
         lines += [f"  {line}" for line in _stages(self.host, self.schedule)]
         lines += [f"  overlap: {line}" for line in self._overlap_told()]
         lines += [f"  {line}" for line in _streams(self.host)]

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.step import Step
+from mdfuse.compiled.step_stats import StepMeter, StepStats, flops_of
 from mdfuse.config import Options
 from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.importing.train import COUNT, StepDefinition
 from mdfuse.ir.graph import Fusion
+from mdfuse.layouts.sharding import shard_tensor
+from mdfuse.runtime.communicator import init
 
 
 class TrainingStep:
@@ -77,6 +80,11 @@ class TrainingStep:
         """
         known = {*self._weights, *self._state_names}
         return tuple(name for name in self.fusion.inputs if name not in known)
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """True if it changes nothing where gradients are not finite, and returns last whether."""
+        return self._step.skips
 
     @property
     def _state_names(self) -> list[str]:
@@ -206,7 +214,40 @@ class TrainingStep:
         """
         known = self._named(weights)
         fixed = {n: x for n, x in known.items() if n not in {*self._state_names}}
-        return RunningStep(Step(self.compile(options), self.state(weights)), fixed, self._weights)
+        step = Step(self.compile(options), self.state(weights))
+        return RunningStep(step, fixed, self._weights, self)
+
+    def shard(self, *batch: Tensor, rank: int) -> list[Tensor | None]:
+        """Return a rank's parts of a batch: of wholes views, and parts as they are.
+
+        Args:
+            batch: tensors in the order of `self.inputs`, all or the first of them; each with the
+                shape that it has in the whole batch, or that its part has on this rank.
+            rank: whose parts.
+
+        Returns:
+            As many; None where the rank has nothing of one.
+
+        Raises:
+            ProgramError: too many tensors, or none; a shape that is neither.
+
+        >>> import torch, mdfuse as mf
+        >>> x, split = torch.arange(12.0).reshape(6, 2), {"dp": mf.Shard(0)}
+        >>> model = mf.from_torch(torch.nn.Linear(2, 2), (x,), mesh=mf.DeviceMesh.arange(dp=2),
+        ...                       layouts={"input:0": split})
+        >>> step = model.training_step(lambda y: (y * y).mean(), optimizer=mf.optim.sgd)
+        >>> (part,) = step.shard(x, rank=1)
+        >>> part.tolist(), step.shard(part, rank=1)[0] is part
+        ([[6.0, 7.0], [8.0, 9.0], [10.0, 11.0]], True)
+        """
+        if not batch or len(batch) > len(self.inputs):
+            raise ProgramError(
+                f"shard of {counted(len(batch), 'tensor')} for @{self.fusion.name}",
+                because=f"a run takes {listed(self.inputs)}",
+                hint="pass them in this order, all or the first of them",
+            )
+        pairs = zip(self.inputs, batch, strict=False)
+        return [_part_of_batch(self.fusion, name, x, rank) for name, x in pairs]
 
     def _named(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         hint = "pass what model.load() returned"
@@ -220,6 +261,24 @@ class TrainingStep:
         return dict(zip(self._weights, weights, strict=True))
 
 
+def _part_of_batch(fusion: Fusion, name: str, x: Tensor, rank: int) -> Tensor | None:
+    """Return a rank's part of an input, of which the whole or the part is given."""
+    layout, value = fusion.layout(name), fusion.values[name]
+    shape = (*x.shape,) if isinstance(x, Tensor) else None
+    is_here = rank in layout.mesh.ranks
+    if shape == value.shape:
+        return shard_tensor(x, layout, rank=rank) if is_here else None
+    part = layout.local_shape(value.shape, rank) if is_here else None
+    if shape == part:
+        return x
+    raise ProgramError(
+        f"shard of @{fusion.name}: {name} is {type(x).__name__} {[*(shape or ())]}",
+        because=f"the whole has {[*value.shape]}, and the part of rank {rank} "
+        + (f"{[*part]}" if part is not None else "is none"),
+        hint=f"cut, or fill up, the batch to {[*value.shape]}",
+    )
+
+
 class RunningStep:
     """A step of training with its weights and its state on this rank: a call is a step.
 
@@ -230,9 +289,16 @@ class RunningStep:
     """
 
     def __init__(
-        self, step: Step, fixed: Mapping[str, Tensor | None], names: Sequence[str]
+        self,
+        step: Step,
+        fixed: Mapping[str, Tensor | None],
+        names: Sequence[str],
+        training: TrainingStep,
     ) -> None:
-        self.step = step
+        self.step, self._training = step, training
+        held = (x.device for x in (*step.state.values(), *fixed.values()) if x is not None)
+        self._device = next(held, None)
+        self._meter = StepMeter(self._device)
         self._kept, self._names = fixed, names
         self._fixed = tuple(fixed.values())
 
@@ -259,7 +325,69 @@ class RunningStep:
         Raises:
             ProgramError: another number of inputs; what is passed does not fit the program.
         """
-        return self.step(*self._fixed, *inputs)
+        results = self.step(*self._fixed, *inputs)
+        self._meter.count(results[-1] if self._training.skips_nonfinite else None)
+        return results
+
+    def shard(self, *batch: Tensor) -> list[Tensor | None]:
+        """Return this rank's parts of a batch, on its device; see `TrainingStep.shard`."""
+        rank = init(self.step.program.options).rank
+        parts = self._training.shard(*batch, rank=rank)
+        return [x if x is None else x.to(self._device, non_blocking=True) for x in parts]
+
+    @property
+    def averages(self) -> list[Tensor | None]:
+        """The weights, with the averages of `mf.optim.averaged` for trained parameters.
+
+        Raises:
+            ProgramError: the optimizer keeps no averages.
+        """
+        state = self.step.state
+        known = {**self._kept, **state}
+        if not any(name.endswith(".average") for name in state):
+            raise ProgramError(
+                f"averages of @{self.step.program.fusion.name}",
+                because="its optimizer keeps none",
+                hint="optimizer=mf.optim.averaged(mf.optim.adamw, decay=0.999)",
+            )
+        return [known.get(f"{name}.average", known[name]) for name in self._names]
+
+    def stats(
+        self,
+        *,
+        tokens: float | None = None,
+        flops: float | None = None,
+        peak: float | None = None,
+    ) -> StepStats:
+        """Return speed and memory of the steps since the last call; it waits for the device.
+
+        Args:
+            tokens: of a step, on all ranks; by default the elements of the first input of integers.
+            flops: of a step on this rank, where `StepStats.flops` should not be counted.
+            peak: floating-point operations per second of this device; by default of its data sheet.
+
+        Raises:
+            ProgramError: no step since the last call, but the very first.
+
+        >>> import torch, mdfuse as mf
+        >>> x = torch.ones(3, 4)
+        >>> model = mf.from_torch(torch.nn.Linear(4, 2), (x,), mesh=mf.DeviceMesh.arange(dp=1))
+        >>> step = model.training_step(lambda y: (y * y).mean(), optimizer=mf.optim.sgd)
+        >>> running = step.start(model.load())
+        >>> for _ in range(3):
+        ...     loss = running(x, torch.tensor(0.1))
+        >>> stats = running.stats(peak=1e12)
+        >>> stats.steps, stats.flops  # x w^T forwards, one product backwards
+        (2, 96)
+        """
+        program = self.step.program
+        rank = init(program.options).rank
+        count = flops_of(program.host, rank) if flops is None else flops
+        if tokens is None:
+            values = (self._training.fusion.values[n] for n in self._training.inputs)
+            ints = [v.size for v in values if v.shape and not v.dtype.is_floating_point]
+            tokens = ints[0] if ints else None
+        return self._meter.stats(tokens, count, peak)
 
     def save(self, folder: str | Path, *, portable: bool = False) -> Path:
         """Write this rank's part of the state; see `Step.save`."""

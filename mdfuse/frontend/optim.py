@@ -22,14 +22,17 @@ A 16-bit parameter is updated in f32 and rounded once. To keep small steps, keep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
 
-from mdfuse.errors import DefinitionError, counted
+from mdfuse.errors import DefinitionError, counted, listed
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops.pointwise import ROWS, addcmul, clamp, lerp
+from mdfuse.frontend.ops.pointwise import ROWS, addcmul, clamp, lerp, where
 from mdfuse.frontend.ops.recording import as_dtype, back, in_f32, record
 from mdfuse.frontend.ops.reductions import sum as sum_of
 
@@ -187,6 +190,116 @@ def clip_by_global_norm(
     norm = ROWS["sqrt"](total)
     factor = clamp(max_norm / (norm + 1e-6), None, 1.0)
     return tuple(_times(g, factor) for g in gradients), norm
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """A step of an optimizer with other numbers for some parameters; `groups` makes it.
+
+    Attributes:
+        step: the function.
+        numbers: pattern of names -> number of the step -> its value, or the name of an input.
+    """
+
+    step: Callable[..., Any]
+    numbers: Mapping[str, Mapping[str, Any]]
+
+
+def groups(
+    step: Callable[..., Any], numbers: Mapping[str, Mapping[str, Number | str]]
+) -> ParameterGroups:
+    """Return a step for `training_step(optimizer=)` with other numbers for groups of parameters.
+
+    Args:
+        step: of this module, or the like; numbers that all groups share are bound by
+            `functools.partial`.
+        numbers: pattern of names of parameters -> number -> its value, or as text the name of an
+            input, which each run chooses. Where several patterns match and have a number, the one
+            without wildcards counts, then the one with the longest literal part.
+
+    Raises:
+        DefinitionError: step is no function; it has no such number.
+
+    >>> from functools import partial
+    >>> import mdfuse as mf
+    >>> optimizer = mf.optim.groups(partial(mf.optim.adamw, weight_decay=0.1), {
+    ...     "*.bias": {"weight_decay": 0.0}, "head.*": {"lr": "lr_head"}})
+    >>> sorted(optimizer.numbers)
+    ['*.bias', 'head.*']
+    """
+    if not callable(step) or not isinstance(numbers, Mapping):
+        raise DefinitionError(
+            f"groups({step!r}, {type(numbers).__name__})",
+            because="a step of an optimizer has other numbers for parameters by pattern",
+            hint='mf.optim.groups(partial(mf.optim.adamw, lr=1e-3), {"*.bias": {"lr": 1e-4}})',
+        )
+    known = [
+        p.name for p in inspect.signature(step).parameters.values() if p.kind is p.KEYWORD_ONLY
+    ]
+    for pattern, values in numbers.items():
+        if wrong := [n for n in values if n not in known]:
+            raise DefinitionError(
+                f"groups[{pattern!r}] has {listed(wrong)}",
+                because=f"the numbers of the step are {listed(known)}",
+                hint="numbers by the names of the step's keyword arguments",
+            )
+    return ParameterGroups(step, {p: dict(values) for p, values in numbers.items()})
+
+
+def averaged(step: Callable[..., Any], decay: float = 0.999) -> Callable[..., Any]:
+    """Return a step that also keeps the exponential moving average of each parameter, its EMA.
+
+    The state `average` is the parameter after the first step, then decay * average + (1 - decay) *
+    parameter, as `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`. It has the
+    dtype of the parameter, or of its master: 16 bits lose what a large decay adds.
+
+    Args:
+        step: of this module, or the like.
+        decay: how much of the average stays, from 0 to 1.
+
+    Raises:
+        DefinitionError: another decay.
+
+    >>> from functools import partial
+    >>> import inspect, mdfuse as mf
+    >>> optimizer = mf.optim.averaged(partial(mf.optim.sgd, lr=0.1), decay=0.99)
+    >>> [*inspect.signature(optimizer).parameters][:4]
+    ['w', 'dw', 'average', 'step']
+    """
+    if not isinstance(decay, float | int) or not 0 <= decay <= 1:
+        raise DefinitionError(f"averaged with decay={decay!r}", hint="a number from 0 to 1")
+    signature = inspect.signature(step)
+    bound = step.keywords if isinstance(step, partial) else {}
+    places = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    needed = [p.replace(default=p.empty) for p in places
+            if p.default is p.empty or bound.get("momentum", 0)]  # fmt: skip
+    counts = any(p.name == "step" for p in needed)
+    state = [p for p in needed if p.name != "step"]
+
+    def call(w: Handle, dw: Handle, *given: Handle, **numbers: Any) -> tuple[Handle, ...]:
+        *old, average, now = given
+        result = step(w, dw, *old, *([now] if counts else []), **numbers)
+        new, *after = result if isinstance(result, tuple) else (result,)
+        wide = _like(new, in_f32(average))
+        mean = lerp(in_f32(average), wide, 1.0 - decay)
+        mean = where(ROWS["le"](now, 1.0), wide, mean)
+        return (new, *after[: len(old)], back(mean, average))
+
+    place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    added = [inspect.Parameter(n, place) for n in ("average", "step")]
+    others = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    call.__signature__ = signature.replace(parameters=[*state, *added, *others])  # type: ignore[attr-defined]
+    return call
+
+
+def all_finite(gradients: Sequence[Handle]) -> Handle:
+    """Return whether each element of all gradients is finite: a bool without dims.
+
+    Ranks sum their parts of zero times each element, which no finite gradient makes overflow.
+    """
+    there = [g for g in gradients if not g.fact.is_missing] or gradients
+    zeros = [sum_of(in_f32(g) * 0.0) for g in there]
+    return ROWS["isfinite"](reduce(lambda a, b: a + b, zeros))
 
 
 def _times(g: Handle, factor: Handle) -> Handle:

@@ -11,7 +11,7 @@ follows the loop. The labels of the operations identify the batch dims.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from networkx.utils import UnionFind
@@ -59,11 +59,11 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         values = {name: _in_lengths(value, rows) for name, value in values.items()}
         _check_lengths(fusion, values, apart, count)
     for expr in fusion.exprs:
-        for streamed in _streamed(fusion, expr, values):
-            values[streamed.name] = streamed
+        for value in streamed(fusion, expr, values):
+            values[value.name] = value
     for late in _behind(fusion, values):
         values[late] = replace(values[late], stream=None)
-    return _once(replace(fusion, values=values))
+    return once(replace(fusion, values=values))
 
 
 def cut(fusion: Fusion, batch: Mapping[str, int]) -> set[str]:
@@ -213,10 +213,14 @@ def _check_lengths(
             )
 
 
-def _once(fusion: Fusion) -> Fusion:
+def once(fusion: Fusion, is_near: Callable[[str], bool] = lambda _: True) -> Fusion:
     """Return the fusion without recomputation that is the same for all microbatches.
 
     The loop would come after both: what a backward gathers again is there from the forward.
+
+    Args:
+        fusion: with streams.
+        is_near: whether the loop is near a value that is computed again.
     """
     values, exprs, known = dict(fusion.values), list[Expr](), dict[object, tuple[str, ...]]()
     instead: dict[str, str] = {}
@@ -227,7 +231,7 @@ def _once(fusion: Fusion) -> Fusion:
         key = comparable((expr.op, expr.inputs, expr.attrs, where))
         is_whole = all(values[name].stream is None for name in expr.outputs)
         is_again = expr.source is not None and expr.source.note == RECOMPUTED
-        if is_whole and is_again and key in known:
+        if is_whole and is_again and key in known and all(map(is_near, expr.outputs)):
             instead.update(zip(expr.outputs, known[key], strict=True))
             for name in expr.outputs:
                 del values[name]
@@ -238,7 +242,7 @@ def _once(fusion: Fusion) -> Fusion:
     return replace(fusion, values=values, exprs=tuple(exprs))
 
 
-def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterator[Value]:
+def streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterator[Value]:
     """Yield results whose stream does not follow from their dims: added up, or whole.
 
     Raises:
@@ -262,7 +266,7 @@ def _streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterat
             raise _refused(fusion, results[0], f"for each microbatch {expr.op} needs all of {dim}")
     for value, dims in zip(results, labels.results, strict=True):
         if batch in dims:
-            if expr.op == "set" and not _is_cut(fusion, expr, value):
+            if expr.op == "set" and not is_cut(fusion, expr, value):
                 yield replace(value, stream=None)
             continue
         op = labels.reduces.get(batch)
@@ -307,7 +311,7 @@ def _is_read(x: object, values: Mapping[str, Value]) -> bool:
     return stream is not None and stream.op is None
 
 
-def _is_cut(fusion: Fusion, expr: Expr, value: Value) -> bool:
+def is_cut(fusion: Fusion, expr: Expr, value: Value) -> bool:
     """Return whether a set goes chunk by chunk; else it goes whole, and what is around it."""
     assert value.layout is not None and value.stream is not None
     extent = value.shape[value.stream.dim]

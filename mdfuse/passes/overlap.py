@@ -26,6 +26,7 @@ from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.stream import Stream
+from mdfuse.passes import chunk_losses
 from mdfuse.passes.segmentation import HostLoops, set_form, streams_read
 from mdfuse.passes.strategy import dim_map
 from mdfuse.passes.streams import one_dim
@@ -87,12 +88,15 @@ def _text(expr: Expr) -> str:
 def windows(fusion: Fusion) -> tuple[OverlapWindow, ...]:
     """Return the windows of a prepared fusion, each chain before the windows that it joins.
 
-    There are none if the user streams a value: who writes a loop decides on all loops.
+    There are none if the user streams a value: who writes a loop decides on all loops. Loops of
+    losses stay as they are.
     """
-    if any(v.stream is not None for v in fusion.values.values()):
+    looped = chunk_losses.looped(fusion)
+    if any(v.stream is not None and x not in looped for x, v in fusion.values.items()):
         return ()
     place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
-    single = [w for e in fusion.exprs for w in _around(fusion, e, place) if _is_free(fusion, w)]
+    around = (w for e in fusion.exprs for w in _around(fusion, e, place))
+    single = [w for w in around if looped.isdisjoint(w.values) and _is_free(fusion, w)]
     chains = [c for a, b in product(single, single) for c in _chain(fusion, a, b, place)]
     return (*(c for c in chains if _is_free(fusion, c)), *single)
 

@@ -104,6 +104,7 @@ def drawers() -> dict[str, Callable[[random.Random], Any]]:
         "reduce_dtype": of((torch.float32, torch.float64)),
         "bucket_bytes": of(SIZES),
         "prefetch_bytes": of(SIZES),
+        "logits_bytes": of(SIZES),
         "costs": of(tables),
         "plans": of((1, 2, 1 << 31)),
         "reports": of((str(folder()),)),

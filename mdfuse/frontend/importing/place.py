@@ -118,17 +118,21 @@ class Patterns:
                 raise unmatched("layouts", pattern, names)
 
 
-def matching(said: Mapping[str, Any], names: Sequence[str], what: str) -> tuple[str, Any] | None:
+def matching(
+    said: Mapping[str, Any], names: Sequence[str], what: str, *, may_agree: bool = False
+) -> tuple[str, Any] | None:
     """Return the most exact pattern that matches one of the names, and its setting.
 
     Raises:
-        LayoutError: two patterns that are equally exact.
+        LayoutError: two patterns that are equally exact; with `may_agree` only where they differ.
     """
     matches = sorted(
         (p for p in said if any(_matches(n, p) for n in names)), key=_exactness, reverse=True
     )
-    if len(matches) > 1 and _exactness(matches[0]) == _exactness(matches[1]):
-        raise _equally(what, matches, names[0])
+    for other in matches[1:]:
+        is_other = not may_agree or said[other] != said[matches[0]]
+        if is_other and _exactness(matches[0]) == _exactness(other):
+            raise _equally(what, [matches[0], other], names[0])
     return (matches[0], said[matches[0]]) if matches else None
 
 

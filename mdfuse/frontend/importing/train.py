@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -20,8 +20,9 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.build import Inputs, Model, record
 from mdfuse.frontend.importing.capture import Parameter
 from mdfuse.frontend.importing.joined import JoinedTensors
-from mdfuse.frontend.importing.place import unmatched
-from mdfuse.frontend.optim import clip_by_global_norm
+from mdfuse.frontend.importing.place import matching, unmatched
+from mdfuse.frontend.ops.pointwise import where
+from mdfuse.frontend.optim import ParameterGroups, all_finite, clip_by_global_norm
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.mesh import as_mesh
@@ -39,12 +40,47 @@ class Optimizer:
         state: names of the state tensors of each parameter.
         counts: whether it takes the number of the step.
         numbers: names of unbound numbers, which are inputs of each run.
+        groups: pattern of parameters -> number -> its value, or the name of an input.
     """
 
     call: Callable[..., Any]
     state: tuple[str, ...]
     counts: bool
     numbers: tuple[str, ...]
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def step_of(self, name: str) -> Callable[..., Any]:
+        """Return the function for the parameter of a name; it takes all inputs of numbers."""
+        special = self._special(name)
+        inputs = {x for values in self.groups.values() for x in values.values() if _is_name(x)}
+
+        def call(*of_parameter: Handle, **numbers: Any) -> Any:
+            usual = {n: x for n, x in numbers.items() if n not in inputs or n in self.shared}
+            given = {n: numbers[x] if _is_name(x) else x for n, x in special.items()}
+            return self.call(*of_parameter, **{**usual, **given})
+
+        return call if self.groups else self.call
+
+    def _special(self, name: str) -> dict[str, Any]:
+        """Return a parameter's numbers, each of the most exact pattern that has it."""
+        special = {}
+        for number in dict.fromkeys(n for values in self.groups.values() for n in values):
+            said = {p: values[number] for p, values in self.groups.items() if number in values}
+            match = matching(said, [name], f"groups, {number}", may_agree=True)
+            if match is not None:
+                special[number] = match[1]
+        return special
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The unbound numbers of the function itself."""
+        return Optimizer.of(self.call).numbers
+
+    def check_groups(self, names: Sequence[str]) -> None:
+        """Raise LayoutError for a group of no trained parameter."""
+        for pattern in self.groups:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise unmatched("groups", pattern, names)
 
     @staticmethod
     def of(call: Any) -> Optimizer:
@@ -53,6 +89,11 @@ class Optimizer:
         Raises:
             DefinitionError: call is no function of a parameter and its gradient.
         """
+        if isinstance(call, ParameterGroups):
+            alone = Optimizer.of(call.step)
+            named = [x for g in call.numbers.values() for x in g.values() if _is_name(x)]
+            numbers = tuple(dict.fromkeys([*alone.numbers, *named]))
+            return replace(alone, numbers=numbers, groups=call.numbers)
         bound = call.keywords if isinstance(call, partial) else {}
         try:
             parameters = [*inspect.signature(call).parameters.values()]
@@ -77,6 +118,10 @@ class Optimizer:
         )
 
 
+def _is_name(x: object) -> bool:
+    return isinstance(x, str)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepDefinition:
     """A step of training.
@@ -87,6 +132,8 @@ class StepDefinition:
         trained: names of updated parameters, on which the loss depends.
         owners: name of a state -> the name of the parameter that it belongs to.
         masters: name of an f32 copy -> its parameter.
+        counts: whether steps are counted.
+        skips: whether it changes nothing where gradients are not finite, and returns whether.
     """
 
     definition: FusionDefinition
@@ -94,6 +141,7 @@ class StepDefinition:
     owners: Mapping[str, str]
     masters: Mapping[str, str]
     counts: bool
+    skips: bool = False
 
 
 def define_step(
@@ -106,6 +154,7 @@ def define_step(
     clip: float | None,
     master: bool,
     name: str,
+    skip_nonfinite: bool = False,
 ) -> StepDefinition:
     """Define a step: see `ImportedModel.training_step`."""
     trained = trained_nodes(model, frozen)
@@ -121,16 +170,20 @@ def define_step(
             key: _state(fd, model, handles[key][1], handles[key][0], optimizer, master)
             for key in gradients
         }
+        optimizer.check_groups([*gradients])
+        is_finite = all_finite([*gradients.values()]) if skip_nonfinite else None
         shown = [value, *extras]
         if clip is not None:
             clipped, norm = clip_by_global_norm([*gradients.values()], clip)
             gradients = dict(zip(gradients, clipped, strict=True))
             shown.append(norm)
+        if is_finite is not None:
+            shown.append(~is_finite)
         for x in shown:
             fd.add_output(x)
-        now = None if count is None else count + 1
+        now = None if count is None else count + (1 if is_finite is None else is_finite)
         for key, dw in gradients.items():
-            _update(fd, optimizer, handles[key][0], dw, slots[key], now, numbers)
+            _update(fd, optimizer, handles[key][0], dw, slots[key], now, numbers, is_finite)
         if count is not None and now is not None:
             fd.add_output(now, reuse=count)
     owners = {x.name: key for key, slot in slots.items() for x in slot.state}
@@ -141,6 +194,7 @@ def define_step(
         owners=owners,
         masters=masters,
         counts=count is not None,
+        skips=is_finite is not None,
     )
 
 
@@ -202,11 +256,12 @@ def _update(
     slot: _Slot,
     now: Handle | None,
     numbers: Mapping[str, Handle],
+    is_finite: Handle | None,
 ) -> None:
-    """Append the step of a parameter, written in place."""
+    """Append the step of a parameter, written in place; it stays if gradients are not finite."""
     count = () if now is None else (now,)
     wide = w if slot.master is None else slot.master
-    result = optimizer.call(wide, dw, *slot.state, *count, **numbers)
+    result = optimizer.step_of(w.name)(wide, dw, *slot.state, *count, **numbers)
     new, *state = result if isinstance(result, tuple) else (result,)
     if len(state) < len(slot.state):
         raise DefinitionError(
@@ -214,6 +269,9 @@ def _update(
             because=f"it keeps {', '.join(optimizer.state)} besides the parameter",
             hint="return (w, *state), in the order in which they are passed",
         )
+    if is_finite is not None:
+        pairs = zip((new, *state), (wide, *slot.state), strict=False)
+        new, *state = (where(is_finite, x, old) for x, old in pairs)
     for x, old in zip(state, slot.state, strict=False):
         fd.add_output(x, reuse=old)
     if slot.master is not None:
