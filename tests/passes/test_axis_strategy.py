@@ -136,6 +136,27 @@ def test_a_gradient_of_few_features_reads_long_rows_where_they_are(rows_of_batch
     assert kinds == [("Allgather", ("tp",)), ("ReduceScatter", ("tp",))]
 
 
+@pytest.mark.parametrize("rows_of_batch", [1, 2], ids="dp={}".format)
+def test_heads_are_gathered_before_they_are_repeated(rows_of_batch: int) -> None:
+    mesh = DeviceMesh.arange(dp=rows_of_batch, cp=3)
+    split = {"dp": Shard(0), "cp": Shard(2)}
+    with mf.FusionDefinition("repeat") as fd:
+        q, k = (
+            fd.define_tensor([2, n, 9, 5], torch.float64, mesh, split, name=f"heads_{n}")
+            for n in (12, 3)
+        )
+        many = k.repeat_interleave(4, 1)
+        fd.add_output(fd.ops.scaled_dot_product_attention(q, many, many))
+    program = mf.compile(fd)
+    (gather,) = program.communications
+    assert (gather.kind, gather.axes, gather.shape) == ("Allgather", ("cp",), (2, 3, 1, 9, 5))
+    queries, keys = (torch.randn(2, n, 9, 5, dtype=torch.float64) for n in (12, 3))
+    (got,) = mf.simulate(program, [queries, keys], options=mf.Options(poison=True)).outputs
+    repeated = keys.repeat_interleave(4, 1)
+    want = functional.scaled_dot_product_attention(queries, repeated, repeated)
+    torch.testing.assert_close(got, want)
+
+
 LAYOUTS: list[dict[str, Shard]] = [
     {}, {"tp": Shard(0)}, {"fsdp": Shard(0)}, {"fsdp": Shard(0), "tp": Shard(1)}, {"dp": Shard(1)},
 ]  # fmt: skip
