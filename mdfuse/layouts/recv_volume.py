@@ -271,6 +271,14 @@ def part_sizes(layout: Layout, shape: tuple[int, ...]) -> Any:
     return np.full(layout.mesh.size, sizes)
 
 
+def has_few_rows(layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Return whether equal parts would pad a dim by over 1/64 of it; extents are numbers."""
+    size_of = layout.mesh.axis_size
+    return not is_symbolic(shape) and any(
+        -shape[d] % math.prod(map(size_of, axes)) * 64 > shape[d] for d, axes in layout.splits
+    )
+
+
 def part_size(layout: Layout, shape: tuple[int, ...]) -> int:
     """Return the elements of the largest part, the first rank's."""
     if is_symbolic(shape):

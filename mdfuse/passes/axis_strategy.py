@@ -6,7 +6,6 @@ none applies, the bytes that arrive at a rank decide, for all axes together.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -56,22 +55,18 @@ class Result:
 Choice = int | str | None
 
 
-def choose_axes(
+def ways(
     expr: Expr,
     mesh: DeviceMesh,
     operands: Sequence[Operand],
     labels: DimMap,
     results: Sequence[Result],
-) -> dict[str, Choice]:
-    """Return axis -> its strategy: the first rule that applies, else those that move least."""
-    open_axes = {
+) -> list[dict[str, Choice]]:
+    """Return axis -> its strategy, in all ways among which bytes decide."""
+    axes = {
         a: options(expr, a, operands, labels, results) for a in mesh.axes if mesh.axis_size(a) > 1
     }
-    ways = [dict(zip(open_axes, way, strict=True)) for way in product(*open_axes.values())]
-    if len(ways) == 1:
-        return ways[0]
-    prices = [_price(way, mesh, operands, labels, results) for way in ways]
-    return ways[prices.index(min(prices))]
+    return [dict(zip(axes, way, strict=True)) for way in product(*axes.values())]
 
 
 def options(
@@ -137,78 +132,6 @@ def _stays(expr: Expr, axis: str, operands: Sequence[Operand], labels: DimMap) -
             label = o.labels[placement.dim]
             return label if label in labels.result else None
     return None
-
-
-def _price(
-    way: Mapping[str, Choice],
-    mesh: DeviceMesh,
-    operands: Sequence[Operand],
-    labels: DimMap,
-    results: Sequence[Result],
-) -> int:
-    """Return the bytes that reach a rank if axes are used in a way, in units of 1 / ranks²."""
-    sizes, total = {a: mesh.axis_size(a) for a in way}, 0
-    for o in operands:
-        if o.layout is None:
-            continue
-        there = [o.layout, *(c for c in o.copies if c.mesh == mesh)]
-        sources = [{a: layout.placement(a) for a in way} for layout in there]
-        wanted = {a: _read(choice, o, sources[0][a]) for a, choice in way.items()}
-        total += min(_arriving(source, wanted, sizes) for source in sources) * o.value.bytes
-    for r in results:
-        yielded = {a: _yielded(choice, r, labels) for a, choice in way.items()}
-        goal = {a: r.wanted(a) or _settled(way[a], yielded[a]) for a in way}
-        total += _arriving(yielded, goal, sizes) * r.value.bytes
-    return total
-
-
-def _read(choice: Choice, operand: Operand, before: Placement) -> Placement:
-    """Return the placement in which an operand is read."""
-    if isinstance(choice, str):
-        return before
-    is_split = choice is not None and choice in operand.labels
-    return Shard(operand.labels.index(choice)) if is_split else Replicate()
-
-
-def _yielded(choice: Choice, result: Result, labels: DimMap) -> Placement:
-    """Return the placement in which a result is computed."""
-    if choice is None:
-        return Replicate()
-    if isinstance(choice, str):
-        return Partial(choice)
-    is_kept = choice in result.labels
-    return Shard(result.labels.index(choice)) if is_kept else Partial(labels.reduces[choice])
-
-
-def _settled(choice: Choice, yielded: Placement) -> Placement:
-    """Return the placement of a result that no law places: a Partial is reduced, or passed on."""
-    is_reduced = isinstance(yielded, Partial) and not isinstance(choice, str)
-    return Replicate() if is_reduced else yielded
-
-
-def _arriving(
-    before: Mapping[str, Placement], after: Mapping[str, Placement], sizes: Mapping[str, int]
-) -> int:
-    """Return the share of a value that a rank receives, in units of 1 / ranks².
-
-    Reductions come first. Then the part of a rank arrives but for the rows that it has: their share
-    is 1 / n along an axis that splits before or afterwards, and 1 / n² where it splits other dims.
-    """
-    part = overlap = local = math.prod(sizes.values()) ** 2
-    total = 0
-    for axis, n in sizes.items():
-        local //= n if isinstance(before[axis], Shard) else 1
-    reduced = [a for a in sizes if isinstance(before[a], Partial) and before[a] != after[a]]
-    for axis in sorted(reduced, key=lambda a: not isinstance(after[a], Shard)):
-        n, is_scattered = sizes[axis], isinstance(after[axis], Shard)
-        total += local // n * (n - 1) * (1 if is_scattered else 2)
-        local //= n if is_scattered else 1
-    for axis, n in sizes.items():
-        old, new = after[axis] if axis in reduced else before[axis], after[axis]
-        dims = {p.dim for p in (old, new) if isinstance(p, Shard)}
-        part //= n if isinstance(new, Shard) else 1
-        overlap //= n ** len(dims)
-    return total + part - overlap
 
 
 def _passes_partial(

@@ -12,6 +12,8 @@ of a value is taken of the value's copy where that has the wanted layout:
     %rows: f32[8,8] (tp=S0) = reshape(%x)           # %x: f32[1,8,8] (tp=S1) is there whole
 ->
     %rows.whole: f32[8,8] (tp=R) = reshape(%x.whole)
+
+or where that costs less to bring there: one of the heads that a view repeats is sent, not each.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
-from mdfuse.passes.strategy import choose_here, is_view, viewed_as
+from mdfuse.passes.strategy import choose, choose_here, is_view, viewed_as
 from mdfuse.passes.streams import operand_streams
-from mdfuse.reshard import costs
+from mdfuse.reshard import cost, costs
 
 name = "insert_reshards"
 
@@ -83,10 +85,13 @@ class _Rewriter:
         for copy in copies:
             if self.layout(copy) == layout:
                 return copy
+        source = self.cheapest(self.with_made(copies) if layout.reaches else copies, layout)
+        before = self.moved_before(value, source, layout)
+        if before is not None:
+            self.reshard(*before, expr)
         viewed = self.viewed(value, layout, expr)
         if viewed is not None:
             return viewed
-        source = self.cheapest(self.with_made(copies) if layout.reaches else copies, layout)
         if stream is not None and self.form(source, layout, stream) is None:
             stream = None
         output = self.new_value(self.values[value], f"{value}.{suffix(layout)}", layout, stream)
@@ -94,6 +99,32 @@ class _Rewriter:
         self.exprs.insert(self.place(reshard, expr), reshard)
         copies.append(output)
         return output
+
+    def moved_before(self, value: str, source: str, layout: Layout) -> tuple[str, Layout] | None:
+        """Return the operand of a view, and its layout, where to move that costs less.
+
+        It does where the view repeats rows of it.
+        """
+        view, is_streamed = self.views.get(value), self.values[value].stream is not None
+        if view is None or is_streamed or layout.reaches or self.layout(source).partial_axes:
+            return None
+        (operand,) = view.reads
+        open_operand = replace(self.values[operand], layout=None, copies=())
+        strategy = choose(view, {operand: open_operand, value: self.values[value]}, layout)
+        if strategy is None or strategy.result != layout:
+            return None
+        before = strategy.wanted[operand]
+        if viewed_as(view, self.values, before) != layout:
+            return None
+        there = self.cheapest(self.copies.get(operand, [operand]), before)
+        is_less = self.price(there, before) < self.price(source, layout)
+        return (operand, before) if is_less else None
+
+    def price(self, source: str, layout: Layout) -> int:
+        """Return the bytes that a rank receives where a copy is brought into a layout."""
+        value = self.values[source]
+        shape, (before, after) = value.travels(self.layout(source), layout)
+        return cost(before, after, shape) * value.dtype.itemsize
 
     def viewed(self, value: str, layout: Layout, expr: Expr) -> str | None:
         """Return a value's copy in a layout as a view of a copy of its operand, if there is one."""

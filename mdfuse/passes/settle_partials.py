@@ -236,14 +236,14 @@ def _applied(fusion: Fusion, settled: dict[str, Layout]) -> Fusion:
     for value, layout in settled.items():
         free = [*_free_readers(fusion, value)]
         if _is_wanted(fusion, value) or len(free) < len(fusion.consumers[value]):
-            fusion, copy = _with_copy(fusion, value, layout, free)
+            fusion, copy = _with_set(fusion, value, layout, free)
             copies.add(copy)
         else:
             layouts[value] = layout
     return anew(fusion.with_layouts(layouts), copies | layouts.keys())
 
 
-def _with_copy(
+def _with_set(
     fusion: Fusion, value: str, layout: Layout, readers: Sequence[Expr]
 ) -> tuple[Fusion, str]:
     """Return the fusion in which some readers read a copy in another layout, and its name."""

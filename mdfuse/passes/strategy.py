@@ -18,7 +18,8 @@ from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.layout import Layout, Partial, Placement, Shard
 from mdfuse.mesh import DeviceMesh
-from mdfuse.passes.axis_strategy import Choice, Operand, Result, choose_axes
+from mdfuse.passes.axis_strategy import Choice, Operand, Result, ways
+from mdfuse.passes.prices import price
 from mdfuse.reshard import costs
 
 
@@ -171,17 +172,37 @@ def _by_labels(
         Result(values[name], of, law if law is not None and law.mesh == mesh else None)
         for name, of, law in zip(expr.outputs, labels.results, laws, strict=True)
     ]
-    chosen = choose_axes(expr, mesh, on_mesh, labels, results)
-    splits = _splits(mesh, chosen, on_mesh, labels, results)
-    cuts = _cuts(expr, splits, on_mesh, labels, results, taken)
+    options = ways(expr, mesh, on_mesh, labels, results)
+    every = [_laid_out(expr, way, mesh, on_mesh, labels, results, taken) for way in options]
+    if len(every) == 1:
+        return every[0]
+    prices = [
+        price(strategy.wanted, strategy.results, way, on_mesh, results)
+        for strategy, way in zip(every, options, strict=True)
+    ]
+    return every[prices.index(min(prices))]
+
+
+def _laid_out(
+    expr: Expr,
+    way: Mapping[str, Choice],
+    mesh: DeviceMesh,
+    operands: Sequence[Operand],
+    labels: DimMap,
+    results: Sequence[Result],
+    taken: Mapping[int, Cut | None],
+) -> Strategy:
+    """Return the layouts of operands and results where axes are used in a way."""
+    splits = _splits(mesh, way, operands, labels, results)
+    cuts = _cuts(expr, splits, operands, labels, results, taken)
     is_sum = TABLE[expr.op].partial == "sum"
     wanted = {
-        o.value.name: _layout(mesh, o.labels, splits, cuts, _partials(chosen, o, is_sum)).reaching(
+        o.value.name: _layout(mesh, o.labels, splits, cuts, _partials(way, o, is_sum)).reaching(
             o.reaches, o.value.shape
         )
-        for o in on_mesh
+        for o in operands
     }
-    passed = {a: Partial(op) for a, op in chosen.items() if isinstance(op, str)}
+    passed = {a: Partial(op) for a, op in way.items() if isinstance(op, str)}
     layouts = []
     for result in results:
         reduced = {

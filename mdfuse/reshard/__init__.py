@@ -2,6 +2,18 @@
 
 from mdfuse.reshard.nodes import Carriers
 from mdfuse.reshard.step import Local, Step
-from mdfuse.reshard.steps import cost, costs, elements_received, steps, with_type
+from mdfuse.reshard.steps import (
+    arrivals,
+    cost,
+    costs,
+    elements_received,
+    in_fewer_posts,
+    received,
+    steps,
+    with_type,
+)
 
-__all__ = ["Carriers", "Local", "Step", "cost", "costs", "elements_received", "steps", "with_type"]
+__all__ = [
+    "Carriers", "Local", "Step", "arrivals", "cost", "costs", "elements_received",
+    "in_fewer_posts", "received", "steps", "with_type",
+]  # fmt: skip

@@ -45,6 +45,8 @@ class MoveCosts:
     carriers: Carriers = ()
     #: whether the largest receive volume alone counts, not the average
     is_worst_alone: bool = False
+    #: whether replicas share no reduction
+    is_plain: bool = False
     layouts: dict[LayoutNode, Layout] = field(default_factory=dict)
     #: axis, whether replicas may share work -> the dims that it may split next
     known_dims: dict[tuple[int, bool], list[int]] = field(default_factory=dict)

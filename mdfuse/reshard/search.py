@@ -85,6 +85,7 @@ class Search(MoveCosts):
         # P[a] -> any splits: ReduceExchange
         if here.partial:
             may = here == self.start and len({*self.ops.values()}) == 1 and self.is_free
+            may = may and not self.is_plain
             return [Move("ReduceExchange", after) for after in self.refined] if may else []
         # any splits -> any splits: Exchange
         may = here.goal_partial == () and here.splits != self.end.splits and self.may_exchange(here)
@@ -175,7 +176,7 @@ class Search(MoveCosts):
         dims = self.known_dims.get((a, is_free))
         if dims is None:
             to = self.target[a]
-            shares = is_free and self.source.stream is None
+            shares = is_free and self.source.stream is None and not self.is_plain
             dims = [d for d in self.dims if d != to] if shares else []
             dims = [to, *dims] if to is not None and to in self.dims else dims
             self.known_dims[a, is_free] = dims

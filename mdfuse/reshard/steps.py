@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from mdfuse.communication import Communication
@@ -17,7 +19,7 @@ from mdfuse.errors import LayoutError
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.kinds import KINDS
 from mdfuse.layouts.layout import Layout, Partial, Replicate
-from mdfuse.layouts.recv_volume import UNIT, is_lacking
+from mdfuse.layouts.recv_volume import UNIT, has_few_rows, is_lacking
 from mdfuse.reshard.across import across
 from mdfuse.reshard.blocks import moved, through_blocks
 from mdfuse.reshard.clock import is_timed
@@ -95,6 +97,40 @@ def _steps(
 _known_steps = lru_cache(maxsize=4096)(_steps)
 
 
+def in_fewer_posts(
+    path: tuple[Step, ...], shape: tuple[int, ...], carriers: Carriers, spare: Callable[[], int]
+) -> tuple[Step, ...]:
+    """Return steps in which replicas share no work, if these are no more posts than a path.
+
+    Args:
+        path: the steps that bring the fewest bytes.
+        shape: global extents.
+        carriers: see `steps`.
+        spare: returns `UNIT` times the elements that a rank may receive beyond those of the path.
+    """
+    if sum(isinstance(step, Communication) for step in path) < 2:
+        return path
+    source, goal = path[0].source, path[-1].destination
+    is_one = source.mesh == goal.mesh and not goal.reaches and not moved(source, goal)
+    if not (is_one and source.partial_axes) or source.stream or is_timed(source, goal, shape):
+        return path
+    search = replace(
+        _search(source, goal, shape, 4, carriers), is_plain=True, known_dims={}, known_moves={}
+    )
+    plain = tuple([_step(search, node, move) for node, move in search.path()])
+    posts = [sum(isinstance(step, Communication) for step in each) for each in (plain, path)]
+    # sums of few rows over steps say little of the busiest rank
+    is_uneven = any(has_few_rows(step.destination, shape) for step in (*plain, *path))
+    least = 0 if is_uneven else received(path, shape)
+    is_plain = posts[0] <= posts[1] and received(plain, shape) <= least + spare()
+    return plain if is_plain else path
+
+
+def received(path: Sequence[Step], shape: tuple[int, ...]) -> int:
+    """Return `UNIT` times the elements that a rank receives in some steps."""
+    return sum(elements(step, shape) for step in path)
+
+
 def _single_terms_reduced(source: Layout, destination: Layout) -> Layout:
     """Return the source with single terms reduced, which needs no communication."""
     is_one = source.mesh == destination.mesh
@@ -130,8 +166,25 @@ def cost(
     source: Layout, destination: Layout, shape: tuple[int, ...], carriers: Carriers = ()
 ) -> int:
     """Return `UNIT` times the elements that a rank receives in a change of layout."""
-    path = steps(source, destination, shape, carriers=carriers)
-    return sum(elements(step, shape) for step in path)
+    return received(steps(source, destination, shape, carriers=carriers), shape)
+
+
+def arrivals(source: Layout, destination: Layout, shape: tuple[int, ...]) -> Any:
+    """Return `UNIT` times the elements that each rank receives: an array, in the mesh's order.
+
+    >>> from mdfuse import DeviceMesh, Layout, Shard
+    >>> mesh = DeviceMesh.arange(tp=2)
+    >>> arrivals(Layout(mesh, {"tp": Shard(0)}), Layout(mesh, {"tp": Shard(1)}), (3, 5)) // UNIT
+    array([3, 4])
+    """
+    path = steps(source, destination, shape)
+    sent = [
+        replace(step, shape=shape, dtype=torch.int8)
+        for step in path
+        if isinstance(step, Communication)
+    ]
+    ranks = destination.mesh.ranks
+    return np.array([UNIT * sum(c.bytes_received(rank) for c in sent) for rank in ranks])
 
 
 def time(source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int) -> int:

@@ -13,6 +13,9 @@ forward and a backward, as the source of the style gives it:
   the place of each all-reduce. The paper gathers the inputs of products again in the backward; a
   plan that keeps them does not, and takes fewer bytes.
 
+- context parallel: Grattafiori et al., Llama 3 (arXiv:2407.21783): keys and values are gathered,
+  and their gradients reduce-scattered; those of parameters are all-reduced.
+
 A collective over n ranks brings a rank the share (n - 1) / n of the whole value, an all-reduce
 twice that (Thakur et al., 2005).
 """
@@ -20,7 +23,7 @@ twice that (Thakur et al., 2005).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,7 +91,7 @@ class Style:
         posts: the posts per layer along each axis, by hand without buckets.
         sequence: the axes that split positions between layers.
         gather: the axes along which parameters are gathered before they are read.
-        extra: posts per layer along each axis beyond those by hand.
+        is_open: whether some of its rows take more than 1.05 of the bytes by hand.
     """
 
     axes: tuple[str, ...]
@@ -97,7 +100,7 @@ class Style:
     posts: Mapping[str, int]
     sequence: tuple[str, ...] = ()
     gather: tuple[str, ...] = ()
-    extra: Mapping[str, int] = field(default_factory=dict)
+    is_open: bool = False
 
 
 def share(n: int) -> float:
@@ -114,7 +117,7 @@ def _sharded(m: Model, n: Mapping[str, int]) -> dict[str, float]:
 
 
 def _hybrid(m: Model, n: Mapping[str, int]) -> dict[str, float]:
-    return {**_sharded(m, n), "dp": 2 * share(n["dp"]) * m.bytes(1) / n["fsdp"]}
+    return {**_sharded(m, n), "dp": 2 * share(n["dp"]) * m.bytes(n.get("tp", 1)) / n["fsdp"]}
 
 
 def _tensor(m: Model, n: Mapping[str, int]) -> dict[str, float]:
@@ -128,16 +131,18 @@ def _sequence(m: Model, n: Mapping[str, int]) -> dict[str, float]:
     return {"tp": 8 * share(n["tp"]) * m.length * m.width * BYTES + norms}
 
 
+def _context(m: Model, n: Mapping[str, int]) -> dict[str, float]:
+    """Gathers and scatters of keys and values, and gradients of parameters."""
+    keys_and_values = 2 * m.kv_heads * m.head * m.length * BYTES
+    return {"cp": 2 * share(n["cp"]) * (m.bytes(1) + keys_and_values)}
+
+
 def _both(*parts: Callable[[Model, Mapping[str, int]], dict[str, float]]) -> Any:
     return lambda m, n: {axis: size for part in parts for axis, size in part(m, n).items()}
 
 
 #: How many parameters a layer has; each has posts of its own.
 _EACH = 9
-
-#: Gradients of norms, whole along tp, are exchanged along both axes, then gathered along tp: two
-#: posts more each than by hand, and a quarter of the bytes.
-_NORMS = 2 * 2
 
 STYLES: dict[str, Style] = {
     "ddp": Style(("dp",), ("dp",), _data("dp"), {"dp": _EACH}),
@@ -147,11 +152,14 @@ STYLES: dict[str, Style] = {
     "tp": Style(("tp",), (), _tensor, {"tp": 4}),
     "tp + sequence": Style(("tp",), (), _sequence, {"tp": 10}, sequence=("tp",)),
     "fsdp x tp": Style(("fsdp", "tp"), ("fsdp",), _both(_sharded, _tensor),
-                       {"fsdp": 3 * _EACH, "tp": 4}, gather=("fsdp",), extra={"tp": _NORMS}),
+                       {"fsdp": 3 * _EACH, "tp": 4}, gather=("fsdp",)),
     "fsdp x tp + sequence": Style(("fsdp", "tp"), ("fsdp",), _both(_sharded, _sequence),
                                   {"fsdp": 3 * _EACH, "tp": 10}, ("tp",), ("fsdp",)),
+    "hsdp x tp": Style(("dp", "fsdp", "tp"), ("dp", "fsdp"), _both(_hybrid, _tensor),
+                       {"dp": _EACH, "fsdp": 3 * _EACH, "tp": 4}, gather=("fsdp",)),
     "dp x tp + sequence": Style(("dp", "tp"), ("dp",), _both(_data("dp"), _sequence),
                                 {"dp": _EACH, "tp": 10}, sequence=("tp",)),
+    "cp": Style(("cp",), (), _context, {"cp": _EACH + 4}, sequence=("cp",), is_open=True),
 }  # fmt: skip
 
 
@@ -208,7 +216,6 @@ class Row:
     by_hand: float
     posts: int
     posts_by_hand: int
-    extra_posts: int
 
 
 def _axes(communication: Any) -> tuple[str, ...]:
@@ -227,14 +234,11 @@ def rows(model: Model, style: Style, mesh: DeviceMesh) -> list[Row]:
         for axis in _axes(instruction.comm):
             received[axis] += size
             posts[axis] += 1
-    return [
-        Row(a, received[a], by_hand[a], posts[a], style.posts[a], style.extra.get(a, 0))
-        for a in by_hand
-    ]
+    return [Row(a, received[a], by_hand[a], posts[a], style.posts[a]) for a in by_hand]
 
 
 #: The sizes of axes in the table of docs/resharding.md.
-SHOWN = {"dp": 4, "fsdp": 8, "tp": 8}
+SHOWN = {"dp": 4, "fsdp": 8, "tp": 8, "cp": 8}
 
 
 def table() -> Iterator[str]:
@@ -246,4 +250,5 @@ def table() -> Iterator[str]:
         for each in zip(*(rows(model, style, mesh) for model in MODELS.values()), strict=True):
             cells = [f"{x.received / 2**20:,.0f} ({x.by_hand / 2**20:,.0f})" for x in each]
             (posts,) = {f"{x.posts} ({x.posts_by_hand})" for x in each}
-            yield f"| {name} | {each[0].axis} | {' | '.join(cells)} | {posts} |"
+            mark = ", open" if style.is_open else ""
+            yield f"| {name}{mark} | {each[0].axis} | {' | '.join(cells)} | {posts} |"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hand_plans import MODELS, STYLES, Model, layer, rows, table
+from helpers.hand_plans import MODELS, STYLES, Model, layer, rows, share, table
 from torch.nn import functional
 
 import mdfuse as mf
@@ -17,19 +18,22 @@ from mdfuse import DeviceMesh, Partial, Shard
 
 #: Sizes of meshes, by axis; up to 1,024 ranks.
 SIZES = [
-    {"dp": 2, "fsdp": 2, "tp": 2},
+    {"dp": 2, "fsdp": 2, "tp": 2, "cp": 4},
     {"dp": 4, "fsdp": 8, "tp": 8},
-    {"dp": 8, "fsdp": 128, "tp": 4},
-    {"dp": 64, "fsdp": 16, "tp": 8},
-    {"dp": 16, "fsdp": 64, "tp": 2},
+    {"dp": 2, "fsdp": 128, "tp": 4},
+    {"dp": 8, "fsdp": 16, "tp": 8},
+    {"dp": 8, "fsdp": 64, "tp": 2},
+    {"dp": 128, "fsdp": 3, "tp": 2},
 ]
 
 #: No plan may take more than this multiple of the bytes by hand.
 MOST = 1.05
+#: The same for rows that stay open: that of sequences so long that parameters do not count.
+OPEN = 2.5
 
 
 def _mesh(style: str, sizes: dict[str, int]) -> DeviceMesh:
-    return DeviceMesh.arange(**{a: sizes[a] for a in STYLES[style].axes})
+    return DeviceMesh.arange(**{a: sizes.get(a, 8) for a in STYLES[style].axes})
 
 
 @pytest.mark.parametrize("length", [1024, 8192, 131072])
@@ -42,13 +46,41 @@ def test_a_layer_takes_no_more_bytes_than_by_hand(
     mesh = _mesh(style, sizes)
     assert mesh.size <= 1024
     for row in rows(replace(MODELS[model], length=length), STYLES[style], mesh):
-        assert row.received <= MOST * row.by_hand, row
-        assert row.posts <= row.posts_by_hand + row.extra_posts, row
+        assert row.received <= (OPEN if STYLES[style].is_open else MOST) * row.by_hand, row
+        assert row.posts <= row.posts_by_hand, row
 
 
 def test_the_page_shows_what_programs_take() -> None:
     page = Path(__file__).parents[2] / "docs" / "resharding.md"
     assert "\n".join(table()) in page.read_text(encoding="utf-8")
+
+
+def _printed(program: mf.Program, sizes: dict[str, int]) -> float:
+    """The bytes that arrive at a rank by the text of a program, of parts that are equal."""
+    total = 0.0
+    for kind, dtype, shape, before, after, axes in POST.findall(str(program)):
+        n = prod(sizes[a] for a in axes.split(","))
+        whole = {"bf16": 2, "f32": 4}[dtype] * prod(map(int, shape.split(",")))
+        part = {"allgather": after, "reducescatter": before, "allreduce": before}[kind]
+        split = prod(sizes[a] for a in re.findall(r"(\w+)=S", part))
+        total += (2 if kind == "allreduce" else 1) * share(n) * whole / split
+    return total
+
+
+POST = re.compile(
+    r"post (\w+)\S*\(%\S+\) -> %\S+ (\w+)\[([\d,]+)\] "
+    r"(?:of \S+ )?\((.*?)\) => \((.*?)\) axe?i?s=\[?([\w,]+)"
+)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_program_says_the_bytes_that_its_text_has(style: str) -> None:
+    sizes = {"dp": 2, "fsdp": 4, "tp": 2, "cp": 4}
+    mesh = _mesh(style, sizes)
+    program = mf.compile(layer(MODELS["Llama-3 8B"], STYLES[style], mesh))
+    assert str(program).count("post ") == len(POST.findall(str(program)))
+    for rank in (0, mesh.size - 1):
+        assert program.bytes_received(rank) == _printed(program, sizes)
 
 
 SMALL = Model(16, 4, 2, 4, 24, length=6)
@@ -70,7 +102,7 @@ def _whole(x: Any, w: dict[str, Any], model: Model) -> Any:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_values_and_gradients_are_those_of_whole_tensors(style: str) -> None:
-    mesh = _mesh(style, {"dp": 2, "fsdp": 3, "tp": 2})
+    mesh = _mesh(style, {"dp": 2, "fsdp": 3, "tp": 2, "cp": 3})
     program = mf.compile(layer(SMALL, STYLES[style], mesh, torch.float64))
     n = prod(mesh.axis_size(a) for a in STYLES[style].batch)
     torch.manual_seed(n)
@@ -102,6 +134,27 @@ def test_a_gradient_of_few_features_reads_long_rows_where_they_are(rows_of_batch
         fd.add_output(dw)
     kinds = [(c.kind, c.axes) for c in mf.compile(fd).communications if "tp" in c.axes]
     assert kinds == [("Allgather", ("tp",)), ("ReduceScatter", ("tp",))]
+
+
+@pytest.mark.parametrize("rows_of_batch", [1, 2], ids="dp={}".format)
+def test_heads_are_gathered_before_they_are_repeated(rows_of_batch: int) -> None:
+    mesh = DeviceMesh.arange(dp=rows_of_batch, cp=3)
+    split = {"dp": Shard(0), "cp": Shard(2)}
+    with mf.FusionDefinition("repeat") as fd:
+        q, k = (
+            fd.define_tensor([2, n, 9, 5], torch.float64, mesh, split, name=f"heads_{n}")
+            for n in (12, 3)
+        )
+        many = k.repeat_interleave(4, 1)
+        fd.add_output(fd.ops.scaled_dot_product_attention(q, many, many))
+    program = mf.compile(fd)
+    (gather,) = program.communications
+    assert (gather.kind, gather.axes, gather.shape) == ("Allgather", ("cp",), (2, 3, 1, 9, 5))
+    queries, keys = (torch.randn(2, n, 9, 5, dtype=torch.float64) for n in (12, 3))
+    (got,) = mf.simulate(program, [queries, keys], options=mf.Options(poison=True)).outputs
+    repeated = keys.repeat_interleave(4, 1)
+    want = functional.scaled_dot_product_attention(queries, repeated, repeated)
+    torch.testing.assert_close(got, want)
 
 
 LAYOUTS: list[dict[str, Shard]] = [

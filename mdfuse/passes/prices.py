@@ -1,0 +1,74 @@
+"""The price of a strategy: the bytes that ranks receive where layouts change.
+
+A value is read from whichever copy of it costs least, those that other expressions need included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from mdfuse.ir.graph import Value
+from mdfuse.layouts.layout import Layout, Replicate
+from mdfuse.layouts.recv_volume import has_few_rows
+from mdfuse.passes.axis_strategy import Choice, Operand, Result
+from mdfuse.reshard import arrivals, cost
+
+#: On meshes of up to this many ranks, parts of few rows are counted rank by rank.
+_FEW_RANKS = 16
+
+
+def price(
+    wanted: Mapping[str, Layout],
+    yielded: Sequence[Layout],
+    way: Mapping[str, Choice],
+    operands: Sequence[Operand],
+    results: Sequence[Result],
+) -> int:
+    """Return what the busiest rank receives, in units of 1 / `UNIT` of a byte.
+
+    Args:
+        wanted: operand -> the layout in which it is read.
+        yielded: the layouts in which results are computed.
+        way: axis -> how it is used.
+        operands: the tensors that are read, and where they are.
+        results: what is computed, and where it must be.
+    """
+    total: Any = 0
+    for o in operands:
+        if o.layout is not None:
+            goal = wanted[o.value.name]
+            there = [o.layout, *(c for c in o.copies if c.mesh == goal.mesh)]
+            total = total + min([_moved(layout, goal, o.value) for layout in there], key=_most)
+    for layout, r in zip(yielded, results, strict=True):
+        total = total + _moved(layout, r.law or _settled(layout, way), r.value)
+    return _most(total)
+
+
+def _most(price: Any) -> int:
+    """Return the largest of what ranks receive; a number stands for all of them."""
+    return int(price.max()) if isinstance(price, np.ndarray) else price
+
+
+def _settled(layout: Layout, way: Mapping[str, Choice]) -> Layout:
+    """Return the layout of a result that no law places: a Partial is reduced, or passed on."""
+    for axis in layout.partial_axes:
+        if not isinstance(way.get(axis), str):
+            layout = layout.with_placement(axis, Replicate())
+    return layout
+
+
+def _moved(before: Layout, after: Layout, value: Value) -> Any:
+    """Return what a rank receives in a change of layout; an array, where ranks differ."""
+    if before == after:
+        return 0
+    shape, (old, new) = value.travels(before, after)
+    if new.mesh.size <= _FEW_RANKS and any(has_few_rows(x, shape) for x in (old, new)):
+        return _arrivals(old, new, shape) * value.dtype.itemsize
+    return cost(old, new, shape) * value.dtype.itemsize
+
+
+_arrivals = lru_cache(maxsize=4096)(arrivals)
