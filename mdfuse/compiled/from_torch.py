@@ -12,6 +12,7 @@ from torch.fx import Node
 from mdfuse.compiled.imported import ImportedModel
 from mdfuse.errors import DefinitionError, LayoutError
 from mdfuse.frontend import given
+from mdfuse.frontend.importing.activations import Noted, places_of
 from mdfuse.frontend.importing.blocks import blocks_of
 from mdfuse.frontend.importing.buffers import numbers_of
 from mdfuse.frontend.importing.build import Model, check_known, constants_of
@@ -79,7 +80,9 @@ def from_torch(
     """
     _check_dicts(layouts, kwargs, blocks, adapters, buffers)
     patterns = Patterns(layouts or {}, as_mesh(mesh), given.names("from_torch", "gather", gather))
-    captured = _exported(module, args, kwargs, dynamic_shapes, adapters)
+    given.check_module("from_torch", module)
+    noted = Noted.of(module, patterns)
+    captured = _exported(module, args, kwargs, dynamic_shapes, adapters, noted)
     model = _model(captured, patterns, buffers or {}, blocks or {})
     return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
 
@@ -120,6 +123,7 @@ def _model(
         folded=folded,
         mesh=patterns.mesh,
         placed=placed,
+        passed=places_of(patterns, captured.passed, live, captured.module),
         outputs=outputs,
         constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
         same={n: same for n, same in constants.items() if n is not same},

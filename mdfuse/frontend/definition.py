@@ -344,11 +344,14 @@ class FusionDefinition:
         place = placed(mesh, placements, order, stream)
         self._do(("place", handle.id, place), (handle.id, *place))
 
-    def place_like(self, handle: Handle, other: Handle) -> None:
-        """Give a value the layout of another one; see `Handle.on`."""
+    def place_like(
+        self, handle: Handle, other: Handle, but: Mapping[str, Placement] | None = None
+    ) -> None:
+        """Give a value the layout of another one, but along some axes; see `Handle.on`."""
         if other.definition is not self:
             raise self._foreign(other)
-        self._do(("place_like", handle.id, other.id), (handle.id, other.id))
+        _, said, _, _ = placed(None, but, None, None)
+        self._do(("place_like", handle.id, other.id, said), (handle.id, other.id, said))
 
     def grad(self, y: Handle, wrt: Sequence[Handle], seed: Handle | None) -> tuple[Handle, ...]:
         """Append the gradients of a value; see `mdfuse.grad`."""

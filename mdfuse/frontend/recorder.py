@@ -202,13 +202,16 @@ class Recorder:
         self.values[name] = replace(value, layout=layout, is_law=True)
         self._note_place(of, site)
 
-    def place_like(self, site: Site, of: int, other: int) -> None:
-        """Give a value the layout of another one; see `Handle.on`."""
+    def place_like(
+        self, site: Site, of: int, other: int, but: tuple[tuple[str, Placement], ...]
+    ) -> None:
+        """Give a value the layout of another one, but along some axes; see `Handle.on`."""
         name, referee = self.names[of], self.names[other]
         value, shown = self.values[name], self.values[referee]
         self._check_unplaced(value, f"lies as %{referee}", site)
         constraints.check_referee(value, shown, site)
-        self.values[name] = replace(value, like=Like(referee))
+        but = constraints.counted_from_0(value, but, site)
+        self.values[name] = replace(value, like=Like(referee, but=but))
         self._used.setdefault(referee, site.source)
         self._note_place(of, site)
 

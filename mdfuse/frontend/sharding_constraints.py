@@ -98,6 +98,17 @@ def check_referee(value: Value, other: Value, site: Site) -> None:
         )
 
 
+def counted_from_0(
+    value: Value, placements: tuple[tuple[str, Placement], ...], site: Site
+) -> tuple[tuple[str, Placement], ...]:
+    """Return the placements of a value along some axes, with dims counted from 0."""
+    mesh = DeviceMesh.arange(**{axis: 2 for axis, _ in placements}) if placements else None
+    if mesh is None:
+        return ()
+    whole = layout(value.name, value.shape, value.dtype, site, mesh, placements, (), None)
+    return tuple(whole.by_axis().items())
+
+
 def too_late(name: str, site: Site, used: Source | None) -> LayoutError:
     """Return the error for a law stated after the first use of its value."""
     return LayoutError(

@@ -114,6 +114,9 @@ def _placed(values: Mapping[str, Value], value: Value, inferred: Layout | None) 
         return value
     asked = {a: Replicate() if isinstance(p, Partial) else p for a, p in layout.by_axis().items()}
     law = Layout(layout.mesh, asked, layout.order)
+    for axis, placement in value.like.but:
+        if law.mesh.axis_size(axis) > 1:
+            law = law.with_placement(axis, placement)
     previous = values[value.like.past].layout if value.like.past is not None else None
     if (
         previous is None

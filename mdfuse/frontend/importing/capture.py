@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from mdfuse.errors import OWN, DefinitionError, Source
 from mdfuse.frontend.given import check_module
+from mdfuse.frontend.importing.activations import Noted, PassedTensor
 from mdfuse.frontend.importing.adapters import Adapter, adapted
 from mdfuse.frontend.importing.backwards import Backwards, own_backwards
 from mdfuse.frontend.importing.dynamic import dims_of_tensors
@@ -83,6 +84,7 @@ class ExportedModule:
         unused: parameters that nothing reads.
         structure: of the arguments, and of the result, as `unflattened` takes them.
         backwards: calls that say how the backward goes; only their forward is captured.
+        passed: what noted calls of submodules take and return.
     """
 
     module: nn.Module
@@ -97,6 +99,7 @@ class ExportedModule:
     unused: tuple[Parameter, ...]
     structure: tuple[Any, Any]
     backwards: Backwards = field(default_factory=Backwards)
+    passed: tuple[PassedTensor, ...] = ()
 
     @property
     def results(self) -> tuple[Any, ...]:
@@ -125,9 +128,11 @@ class _Seen:
 class _Whole(nn.Module):
     """A module as a function from tensor leaves to tensors."""
 
-    def __init__(self, module: nn.Module, leaves: Sequence[Any], structure: Any) -> None:
+    def __init__(
+        self, module: nn.Module, leaves: Sequence[Any], structure: Any, noted: Noted
+    ) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.noted = module, noted
         self.leaves, self.structure = list(leaves), structure
         self.seen = _Seen()
 
@@ -136,6 +141,7 @@ class _Whole(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(x, Tensor) else x for x in self.leaves]
         args, kwargs = unflattened(leaves, self.structure)
+        self.noted.begin()
         paths, self.seen.structure = flattened(self.module(*args, **kwargs))
         results: list[Tensor] = []
         outputs: list[OutputLeaf] = []
@@ -153,7 +159,7 @@ class _Whole(nn.Module):
                 )
             )
         self.seen.outputs = tuple(outputs)
-        return tuple(results)
+        return (*results, *self.noted.tensors)
 
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -165,6 +171,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     adapters: Mapping[str, Any] | None = None,
+    noted: Noted | None = None,
 ) -> ExportedModule:
     """Export a module for arguments of these shapes and dtypes.
 
@@ -173,13 +180,15 @@ def capture(
         args, kwargs: of its forward.
         dynamic_shapes: the extents that each run chooses; see `dims_of_tensors`.
         adapters: pattern of names of layers -> rank; see `adapted`.
+        noted: what calls of submodules take and return.
 
     Raises:
         DefinitionError: the module cannot be exported; with its line, and torch's error.
     """
     _check(module, args)
-    with adapted(module, adapters or {}) as brought:
-        return _captured(module, args, kwargs, dynamic_shapes, brought)
+    noted = noted or Noted()
+    with adapted(module, adapters or {}) as brought, noted.hooked(module):
+        return _captured(module, args, kwargs, dynamic_shapes, brought, noted)
 
 
 def _captured(
@@ -188,12 +197,13 @@ def _captured(
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
     adapters: Mapping[str, Adapter],
+    noted: Noted,
 ) -> ExportedModule:
     held = chain(module.parameters(), module.buffers())
     device = next((x.device for x in held), torch.device("cpu"))
     paths, structure = flattened((tuple(args), dict(kwargs or {})))
     leaves = [_example(x, device) for _, x in paths]
-    whole = _Whole(module, leaves, structure)
+    whole = _Whole(module, leaves, structure, noted)
     tensors = tuple(x for x in leaves if isinstance(x, Tensor))
     names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
     dynamic = dims_of_tensors(module, args, kwargs or {}, dynamic_shapes, names)
@@ -212,6 +222,7 @@ def _captured(
     places = _Places()
     places.sort(exported, {name: p for p in parameters for name in p.names}, names)
     mutated = _mutated(module, exported, places)
+    noted.take(exported.graph_module)
     read = {p.name for n, p in places.parameters.items() if n.users}
     return ExportedModule(
         module=module,
@@ -226,6 +237,7 @@ def _captured(
         unused=tuple(p for p in parameters if p.name not in read),
         structure=(structure, whole.seen.structure),
         backwards=backwards,
+        passed=tuple(noted.entries),
     )
 
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from mdfuse.errors import LayoutError
 from mdfuse.frontend.given import by_name, check_module, refused
-from mdfuse.frontend.importing.place import nearest
-from mdfuse.frontend.importing.submodules import word_by_word
+from mdfuse.frontend.importing.place import nearest, word_by_word
 from mdfuse.layouts.layout import Shard
 
 #: Styles whose matrices are split by outputs, by inputs, or not at all.

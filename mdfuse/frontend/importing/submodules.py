@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.fx import Node
 
 from mdfuse.errors import LayoutError, listed
-from mdfuse.frontend.importing.place import matching, nearest
+from mdfuse.frontend.importing.place import matching, nearest, word_by_word
 
 #: The attribute under which the exported wrapper holds the module.
 PREFIX = "module."
@@ -68,16 +67,6 @@ def blocks_by_call(nodes: Iterable[Node], names: Iterable[str]) -> dict[Submodul
     return blocks
 
 
-def word_by_word(name: str, pattern: str) -> bool:
-    """Return whether each word of a name matches that of a pattern.
-
-    >>> [word_by_word(name, "layers.*") for name in ("layers.0", "layers.0.mlp", "layers")]
-    [True, False, False]
-    """
-    words, said = name.split("."), pattern.split(".")
-    return len(words) == len(said) and all(map(fnmatchcase, words, said))
-
-
 class Submodules:
     """The names of a module's submodules.
 
@@ -105,14 +94,21 @@ class Submodules:
             LayoutError: a pattern that matches nothing; two that are equally exact.
         """
         for pattern in said:
-            if not any(word_by_word(name, pattern) for name in self.names):
-                raise self._unmatched(what, pattern)
+            self.matched(f"{what}[{pattern!r}]", pattern)
         matches = ((n, matching(said, all_, what, word_by_word)) for n, all_ in self.names.items())
         return {name: match for name, match in matches if match is not None}
 
-    def _unmatched(self, what: str, pattern: str) -> LayoutError:
-        return LayoutError(
-            f"{what}[{pattern!r}] matches no submodule",
+    def matched(self, where: str, pattern: str) -> list[str]:
+        """Return the names that a pattern matches.
+
+        Raises:
+            LayoutError: none; with `where` the pattern stands.
+        """
+        names = [name for name in self.names if word_by_word(name, pattern)]
+        if names:
+            return names
+        raise LayoutError(
+            f"{where} matches no submodule",
             because="a pattern goes word by word, * is one word, and submodules are "
             + (listed(_families(self.names)) or "none"),
             hint="near it are " + ", ".join(nearest(pattern, self.names))

@@ -18,7 +18,6 @@ from mdfuse.frontend.importing.submodules import (
     blocks_by_call,
     calls_of,
     listing,
-    word_by_word,
 )
 
 
@@ -101,18 +100,6 @@ def test_layers_of_transformers() -> None:
     linears = [sum(str(n.target) == "aten.linear.default" for n in block)
                for block in blocks.values()]  # fmt: skip
     assert linears == [7, 7]
-
-
-@pytest.mark.parametrize(("name", "pattern", "wanted"), [
-    ("layers.0", "layers.*", True),
-    ("layers.0.mlp", "layers.*", False),
-    ("layers.12.mlp", "layers.1?.m*", True),
-    ("layers", "*", True),
-    ("layers.0", "*", False),
-    ("layers.3", "layers.[0-2]", False),
-])  # fmt: skip
-def test_patterns_go_word_by_word(name: str, pattern: str, wanted: bool) -> None:
-    assert word_by_word(name, pattern) is wanted
 
 
 def test_the_longest_literal_part_counts() -> None:
