@@ -91,7 +91,8 @@ class Handle(Methods):
         Args:
             mesh: a mesh (anything `DeviceMesh` takes), or a `Layout`, or another value: this one
                 gets its layout, replicated along Partial axes and without its stream.
-            layout: axis -> placement; axes not named are replicated, or as the other value has them.
+            layout: axis -> placement; axes not named are replicated, or as in the other value: then
+                a cotangent that comes back through this value is split as this one is.
             order: dim -> the axes that split it, outermost first.
             stream: a host loop over chunks.
 

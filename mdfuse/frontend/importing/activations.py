@@ -22,7 +22,8 @@ from torch.fx import GraphModule, Node
 from mdfuse.errors import LayoutError, counted, listed
 from mdfuse.frontend.importing.place import Patterns, Placed
 from mdfuse.frontend.importing.submodules import SubmoduleCall, Submodules
-from mdfuse.trees import key_text, pytree
+from mdfuse.torch_private import pytree
+from mdfuse.trees import key_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +179,12 @@ def places_of(
     """
     placed: dict[Node, Placed] = {}
     of_calls = [*passed]
-    for x in of_calls:
-        if x.node in live:
-            place = patterns.find(x.patterns, x.node.meta["val"].ndim, str(x))
-            if place is not None:
-                placed[x.node] = place
-    names = [n for x in of_calls if x.node in live for n in x.patterns]
+    computed = {x.node: x for x in of_calls if x.node is not None and x.node in live}
+    for node, x in computed.items():
+        place = patterns.find(x.patterns, node.meta["val"].ndim, str(x))
+        if place is not None:
+            placed[node] = place
+    names = [name for x in computed.values() for name in x.patterns]
     for pattern, kind, path in patterns.of_submodules():
         if not patterns.is_used(pattern, names):
             raise _no_tensor(pattern, kind, path, of_calls, module)

@@ -405,7 +405,7 @@ class _Recording:
         if node not in self.model.passed:
             return call(node, args, kwargs)
         place = self.model.passed[node]
-        return called_at(line, node.name, place.brought)(whole(call(node, args, kwargs)))
+        return called_at(line, place.value_name, place.brought)(whole(call(node, args, kwargs)))
 
     def _call(self, node: Node, args: Any, kwargs: Any) -> Any:
         """Apply a node; rows that are sorted by their experts stay unsorted."""

@@ -13,6 +13,7 @@ from mdfuse.errors import LayoutError, MdfuseError
 from mdfuse.frontend.ops.views import set as set_
 from mdfuse.layouts.layout import Layout, Placement
 from mdfuse.mesh import DeviceMesh
+from mdfuse.names import as_name
 
 #: Prefixes of what calls of submodules return and take; such names are matched word by word.
 PASSED = ("activation", "argument")
@@ -26,17 +27,22 @@ class Placed:
 
     Attributes:
         said: the placements of axes, where others are as it is inferred; None: all count.
+        name: of the tensor that it was given to.
     """
 
     pattern: str
     layout: Layout
     said: tuple[tuple[str, Placement], ...] | None = None
+    name: str = ""
+
+    @property
+    def value_name(self) -> str:
+        """The name of a placed value in programs: of the submodule that passes it."""
+        return as_name(self.name.partition(":")[2].replace(".", "_"), "t").replace(".", "_")
 
     def brought(self, x: Any) -> Any:
-        """Return a value of a definition in this layout; cotangents come back in it, too."""
-        for _ in range(2):
-            x = set_(x).on(self.layout) if self.said is None else set_(x).on(x, dict(self.said))
-        return x
+        """Return a value of a definition in this layout."""
+        return set_(x).on(self.layout) if self.said is None else set_(x).on(x, dict(self.said))
 
 
 class Patterns:
@@ -114,7 +120,7 @@ class Patterns:
             self.matched[pattern].append(first)
         is_partly = first.startswith(PASSED) and ":" in first and pattern in self._axes
         said = tuple((a, layout.placement(a)) for a in self._axes[pattern]) if is_partly else None
-        return Placed(pattern=pattern, layout=layout, said=said)
+        return Placed(pattern=pattern, layout=layout, said=said, name=first)
 
     def _gathered_inside(self, layout: Layout) -> Layout:
         """Return a layout of a parameter in which gathered axes split the parts of others."""
