@@ -45,7 +45,10 @@ def from_torch(
             dtypes count, everything else is a constant of the program.
         mesh: where all of it lives.
         layouts: pattern -> axis -> placement, for names of parameters, for inputs
-            (`"input:ids"`, or `"input:0"`) and for outputs (`"output:logits"`, or `"output:0"`).
+            (`"input:ids"`, or `"input:0"`), for outputs (`"output:logits"`, or `"output:0"`), and,
+            word by word, for what submodules return (`"activation:layers.*"`: all tensors, with
+            `:0` or `:key` one of them) and take (`"argument:layers.*.attn:x"`): these are as it is
+            inferred along axes that are not named.
             Where several patterns match, the one without wildcards counts, then the one with the
             longest literal part. A parameter that none matches is replicated; layouts of outputs
             are inferred.
