@@ -9,6 +9,7 @@ import torch
 
 from mdfuse.errors import LayoutError
 from mdfuse.frontend.methods import Methods
+from mdfuse.frontend.placing import placed
 from mdfuse.ir.graph import Value, value_text
 from mdfuse.layouts.layout import Layout, Placement
 from mdfuse.layouts.stream import Stream
@@ -106,7 +107,7 @@ class Handle(Methods):
         if not isinstance(mesh, Handle):
             self.definition.place(self, mesh, layout, order, stream)
         elif (order, stream) == (None, None):
-            self.definition.place_like(self, mesh, layout)
+            self.definition.place_like(self, mesh, placed(None, layout, None, None)[1])
         else:
             raise LayoutError(
                 f"%{self.name} lies as %{mesh.name}, and has an order or a stream of its own",

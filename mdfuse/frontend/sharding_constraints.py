@@ -13,6 +13,9 @@ from mdfuse.layouts.layout import Layout, Partial, Placement
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 
+#: Axes, each with its placement.
+Pairs = tuple[tuple[str, Placement], ...]
+
 
 def layout(
     name: str,
@@ -20,7 +23,7 @@ def layout(
     dtype: torch.dtype,
     site: Site,
     mesh: DeviceMesh | Layout | None,
-    placements: tuple[tuple[str, Placement], ...] | None,
+    placements: Pairs | None,
     order: tuple[tuple[int, tuple[str, ...]], ...],
     stream: Stream | None,
 ) -> Layout:
@@ -98,9 +101,7 @@ def check_referee(value: Value, other: Value, site: Site) -> None:
         )
 
 
-def counted_from_0(
-    value: Value, placements: tuple[tuple[str, Placement], ...], site: Site
-) -> tuple[tuple[str, Placement], ...]:
+def counted_from_0(value: Value, placements: Pairs, site: Site) -> Pairs:
     """Return the placements of a value along some axes, with dims counted from 0."""
     mesh = DeviceMesh.arange(**{axis: 2 for axis, _ in placements}) if placements else None
     if mesh is None:

@@ -159,8 +159,8 @@ def argument_names(module: nn.Module, count: int) -> list[str]:
     """Return the names of the positional arguments of a submodule's forward."""
     parameters = signature(module.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    more = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    return [*names[:count], *(f"{more}.{i}" for i in range(count - len(names)))]
+    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    return [*names[:count], *(f"{variadic}.{i}" for i in range(count - len(names)))]
 
 
 def places_of(

@@ -84,6 +84,13 @@ def from_plan(
     if sequence is not None and type(sequence) is not int:
         because, hint = "it is a dim of activations", "sequence=1, or none"
         raise refused("from_plan", "sequence", sequence, because=because, hint=hint)
+    return _read(module, said, axis, sequence)
+
+
+def _read(
+    module: nn.Module, said: Mapping[str, Any], axis: str, sequence: int | None
+) -> dict[str, Any]:
+    """Return layouts, blocks and skipped paths of a plan."""
     layouts: dict[str, dict[str, Placement]] = {}
     blocks: dict[str, dict[int, int]] = {}
     skipped: list[str] = []
