@@ -68,13 +68,9 @@ def _running(case: Case, take: _Take, **others: Any) -> Running:
 
 # -- mdfuse ----------------------------------------------------------------------------------------
 
-_ROW, _COLUMN = {"tp": Shard(0)}, {"tp": Shard(1)}
 _HEADS = {
-    **{f"*.{name}.*": _ROW for name in "qkvgu"},
-    **{f"*.{name}.*": _COLUMN for name in "od"},
-    "emb.*": _ROW,
-    "head.*": _ROW,
-}
+    "emb": "rowwise", "layers.*.[qkvgu]": "colwise", "layers.*.[od]": "rowwise", "head": "colwise",
+}  # fmt: skip
 
 
 def lacks(case: Case) -> str | None:
@@ -90,16 +86,16 @@ def ours(case: Case, options: mf.Options) -> Running:
     axis = case.style if case.style != "alone" else "one"
     mesh, split = DeviceMesh.arange(**{axis: comm.size}), {axis: Shard(0)}
     shared = case.style in ("fsdp", "ddp")
-    layouts = {
-        "fsdp": {"*": split, "input:*": split},
-        "ddp": {"input:*": split},
-        "tp": _HEADS,
-        "alone": {},
-    }[case.style]
     how: dict[str, Any] = {"gather": "fsdp"} if case.style == "fsdp" else {}
     how |= {"recompute": "layers.*"} if case.recompute else {}
     with _timed(stages, "import"):
         module = empty(size).to(torch.bfloat16)
+        layouts = {
+            "fsdp": {"*": split, "input:*": split},
+            "ddp": {"input:*": split},
+            "tp": mf.from_plan(module, _HEADS, sequence=1)["layouts"],
+            "alone": {},
+        }[case.style]
         rows = case.whole_rows, size.tokens
         ids = mf.TensorSpec(rows, torch.int64)
         known = {name: x.to(torch.bfloat16) for name, x in angles(size).items()}

@@ -12,6 +12,7 @@ from torch.fx import Node
 from mdfuse.compiled.imported import ImportedModel
 from mdfuse.errors import DefinitionError, LayoutError
 from mdfuse.frontend import given
+from mdfuse.frontend.importing.activations import Noted, places_of
 from mdfuse.frontend.importing.blocks import blocks_of
 from mdfuse.frontend.importing.buffers import numbers_of
 from mdfuse.frontend.importing.build import Model, check_known, constants_of
@@ -43,11 +44,11 @@ def from_torch(
         args, kwargs: what `forward` is called with; of tensors (or `TensorSpec`s) only shapes and
             dtypes count, everything else is a constant of the program.
         mesh: where all of it lives.
-        layouts: pattern -> axis -> placement, for names of parameters, for inputs
-            (`"input:ids"`, or `"input:0"`) and for outputs (`"output:logits"`, or `"output:0"`).
-            Where several patterns match, the one without wildcards counts, then the one with the
-            longest literal part. A parameter that none matches is replicated; layouts of outputs
-            are inferred.
+        layouts: pattern -> axis -> placement, for names of parameters, for inputs (`"input:ids"`,
+            `"input:0"`), for outputs (`"output:logits"`, `"output:0"`), and, word by word, for
+            tensors that submodules return (`"activation:layers.*"`) or take
+            (`"argument:layers.*.attn:x"`), inferred along other axes. The pattern without wildcards
+            counts, then that with the longest literal part; a parameter of none is replicated.
         blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
             split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
             matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
@@ -79,14 +80,16 @@ def from_torch(
     """
     _check_dicts(layouts, kwargs, blocks, adapters, buffers)
     patterns = Patterns(layouts or {}, as_mesh(mesh), given.names("from_torch", "gather", gather))
-    captured = _exported(module, args, kwargs, dynamic_shapes, adapters)
+    captured = _exported(module, patterns, args, kwargs, dynamic_shapes, adapters)
     model = _model(captured, patterns, buffers or {}, blocks or {})
     return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
 
 
-def _exported(module: nn.Module, *how: Any) -> ExportedModule:
+def _exported(module: nn.Module, patterns: Patterns, *how: Any) -> ExportedModule:
+    given.check_module("from_torch", module)
+    noted = Noted.of(module, patterns)
     with stage(f"exporting {type(module).__name__}"):
-        return capture(module, *how)
+        return capture(module, *(*how, noted))
 
 
 #: What is by name, with the errors that say so.
@@ -120,6 +123,7 @@ def _model(
         folded=folded,
         mesh=patterns.mesh,
         placed=placed,
+        passed=places_of(patterns, captured.passed, live, captured.module),
         outputs=outputs,
         constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
         same={n: same for n, same in constants.items() if n is not same},

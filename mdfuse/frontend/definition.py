@@ -344,11 +344,11 @@ class FusionDefinition:
         place = placed(mesh, placements, order, stream)
         self._do(("place", handle.id, place), (handle.id, *place))
 
-    def place_like(self, handle: Handle, other: Handle) -> None:
-        """Give a value the layout of another one; see `Handle.on`."""
+    def place_like(self, x: Handle, other: Handle, but: tuple[tuple[str, Placement], ...]) -> None:
+        """Give a value the layout of another one, but along some axes; see `Handle.on`."""
         if other.definition is not self:
             raise self._foreign(other)
-        self._do(("place_like", handle.id, other.id), (handle.id, other.id))
+        self._do(("place_like", x.id, other.id, but), (x.id, other.id, but))
 
     def grad(self, y: Handle, wrt: Sequence[Handle], seed: Handle | None) -> tuple[Handle, ...]:
         """Append the gradients of a value; see `mdfuse.grad`."""

@@ -24,6 +24,7 @@ from mdfuse.frontend.sites import Derived, Site
 from mdfuse.frontend.vjps import COMPLEX, NO_GRADIENT, RULES, STEPS
 from mdfuse.frontend.vjps.windows import Part, Window, joined
 from mdfuse.ir.graph import Expr, Like, Value
+from mdfuse.layouts.layout import Shard
 
 if TYPE_CHECKING:
     from mdfuse.frontend.recorder import Recorder
@@ -336,12 +337,13 @@ class _Backward:
             self.again[name] = new.name
 
     def returned(self, ct: Handle, expr: Expr) -> Handle:
-        """Return the cotangent of a set's operand, with its layout."""
+        """Return the cotangent of a set's operand, with its layout; splits by name stay."""
         out = self.recorder.values[expr.output]
         if out.layout is None and out.like is None:
             return ct
         back: Handle = self.scribe.record("set", (ct,))
-        self._place(back, Like(expr.reads[0], past=expr.output))
+        splits = [x for x in out.like.but if isinstance(x[1], Shard)] if out.like else []
+        self._place(back, Like(expr.reads[0], past=expr.output, but=tuple(splits)))
         return back
 
     def _place(self, x: Handle, like: Like) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from mdfuse.errors import LayoutError
 from mdfuse.frontend.methods import Methods
+from mdfuse.frontend.placing import placed
 from mdfuse.ir.graph import Value, value_text
 from mdfuse.layouts.layout import Layout, Placement
 from mdfuse.layouts.stream import Stream
@@ -91,7 +92,8 @@ class Handle(Methods):
         Args:
             mesh: a mesh (anything `DeviceMesh` takes), or a `Layout`, or another value: this one
                 gets its layout, replicated along Partial axes and without its stream.
-            layout: axis -> placement; axes not named are replicated.
+            layout: axis -> placement; axes not named are replicated, or as in the other value: then
+                a cotangent that comes back through this value is split as this one is.
             order: dim -> the axes that split it, outermost first.
             stream: a host loop over chunks.
 
@@ -104,12 +106,12 @@ class Handle(Methods):
         """
         if not isinstance(mesh, Handle):
             self.definition.place(self, mesh, layout, order, stream)
-        elif (layout, order, stream) == (None, None, None):
-            self.definition.place_like(self, mesh)
+        elif (order, stream) == (None, None):
+            self.definition.place_like(self, mesh, placed(None, layout, None, None)[1])
         else:
             raise LayoutError(
-                f"%{self.name} lies as %{mesh.name}, and has a layout of its own at once",
-                hint=".on(x) alone, or .on(mesh, {axis: placement})",
+                f"%{self.name} lies as %{mesh.name}, and has an order or a stream of its own",
+                hint=".on(x, {axis: placement}), or .on(mesh, {axis: placement}, order, stream)",
             )
         return self
 

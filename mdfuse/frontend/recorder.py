@@ -26,7 +26,7 @@ from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Like, Names, Operand, Val
 from mdfuse.ir.infer import inferred, scalar_sample
 from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Placement
+from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 
@@ -189,7 +189,7 @@ class Recorder:
         site: Site,
         of: int,
         mesh: DeviceMesh | Layout,
-        placements: tuple[tuple[str, Placement], ...] | None,
+        placements: constraints.Pairs | None,
         order: tuple[tuple[int, tuple[str, ...]], ...],
         stream: Stream | None,
     ) -> None:
@@ -202,13 +202,14 @@ class Recorder:
         self.values[name] = replace(value, layout=layout, is_law=True)
         self._note_place(of, site)
 
-    def place_like(self, site: Site, of: int, other: int) -> None:
-        """Give a value the layout of another one; see `Handle.on`."""
+    def place_like(self, site: Site, of: int, other: int, but: constraints.Pairs) -> None:
+        """Give a value the layout of another one, but along some axes; see `Handle.on`."""
         name, referee = self.names[of], self.names[other]
         value, shown = self.values[name], self.values[referee]
         self._check_unplaced(value, f"lies as %{referee}", site)
         constraints.check_referee(value, shown, site)
-        self.values[name] = replace(value, like=Like(referee))
+        like = Like(referee, but=constraints.counted_from_0(value, but, site))
+        self.values[name] = replace(value, like=like)
         self._used.setdefault(referee, site.source)
         self._note_place(of, site)
 

@@ -13,6 +13,9 @@ from mdfuse.layouts.layout import Layout, Partial, Placement
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh
 
+#: Axes, each with its placement.
+Pairs = tuple[tuple[str, Placement], ...]
+
 
 def layout(
     name: str,
@@ -20,7 +23,7 @@ def layout(
     dtype: torch.dtype,
     site: Site,
     mesh: DeviceMesh | Layout | None,
-    placements: tuple[tuple[str, Placement], ...] | None,
+    placements: Pairs | None,
     order: tuple[tuple[int, tuple[str, ...]], ...],
     stream: Stream | None,
 ) -> Layout:
@@ -96,6 +99,15 @@ def check_referee(value: Value, other: Value, site: Site) -> None:
             because="its layout would wait for itself",
             hint="say as which other value, or .on(mesh, {axis: placement})",
         )
+
+
+def counted_from_0(value: Value, placements: Pairs, site: Site) -> Pairs:
+    """Return the placements of a value along some axes, with dims counted from 0."""
+    mesh = DeviceMesh.arange(**{axis: 2 for axis, _ in placements}) if placements else None
+    if mesh is None:
+        return ()
+    whole = layout(value.name, value.shape, value.dtype, site, mesh, placements, (), None)
+    return tuple(whole.by_axis().items())
 
 
 def too_late(name: str, site: Site, used: Source | None) -> LayoutError:

@@ -14,7 +14,7 @@ import torch
 
 from mdfuse.errors import MdfuseError, Source
 from mdfuse.extents.expressions import Index
-from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.layout import Layout, Placement
 from mdfuse.layouts.stream import Stream
 from mdfuse.names import is_name
 
@@ -55,10 +55,12 @@ class Like:
         past: the name of a value that a set made of it, where this one is what comes back through
             that set: then only the axes count that the set gathered or reduced, or all if it leads
             to another mesh. What the set only cut may stay cut.
+        but: axis -> the placement that the user stated along it instead.
     """
 
     of: str
     past: str | None = None
+    but: tuple[tuple[str, Placement], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +303,7 @@ def value_text(value: Value) -> str:
         where = where.with_stream(value.stream)
     layout = f" {where}" if where is not None else ""
     if where is None and value.like is not None:
-        layout = f" as %{value.like.of}"
+        layout = f" as %{value.like.of}" + "".join(f" {a}={p}" for a, p in value.like.but)
     law = "!" if value.is_law or (where is None and value.like is not None) else ""
     return f"%{value.name}: {value.type_text()}{layout}{law}{_order_text(value)}"
 

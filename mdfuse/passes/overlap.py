@@ -24,7 +24,7 @@ from networkx.utils import UnionFind
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Replicate
+from mdfuse.layouts.layout import Layout, Replicate, Shard
 from mdfuse.layouts.stream import Stream
 from mdfuse.passes import chunk_losses
 from mdfuse.passes.segmentation import HostLoops, set_form, streams_read
@@ -102,7 +102,11 @@ def windows(fusion: Fusion) -> tuple[OverlapWindow, ...]:
 
 
 def _around(fusion: Fusion, expr: Expr, place: dict[str, int]) -> Iterator[OverlapWindow]:
-    """Yield a set with the product that it reads, and with all products that read it."""
+    """Yield a set with the product that it reads, and with the products that read it.
+
+    Products that sum over what the set brings together, as gradients of weights do, need all of it:
+    they are left out if others do not.
+    """
     if not _communicates(fusion, expr):
         return
     computed = _computed(fusion, expr.reads[0])
@@ -110,7 +114,17 @@ def _around(fusion: Fusion, expr: Expr, place: dict[str, int]) -> Iterator[Overl
         yield _ordered([*computed, expr], place)
     readers = [e for e in fusion.consumers[expr.output] if e.op in PRODUCTS]
     if readers:
-        yield _ordered([expr, *readers], place)
+        yield _ordered([expr, *([e for e in readers if _keeps(fusion, expr, e)] or readers)], place)
+
+
+def _keeps(fusion: Fusion, moved: Expr, product: Expr) -> bool:
+    """Return whether a product has the dims along which a set that it reads moves parts."""
+    before, after = fusion.layout(moved.reads[0]), fusion.layout(moved.output)
+    splits = (before.placement(axis) for axis in _axes(before, after))
+    dims = [p.dim for p in splits if isinstance(p, Shard)]
+    labels = dim_map(product, fusion.values)
+    read = [labels.operands[at] for at, x in enumerate(product.inputs) if x == moved.output]
+    return all(of[d] in labels.results[0] for of in read for d in dims)
 
 
 def _computed(fusion: Fusion, name: str) -> list[Expr]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from mdfuse.errors import LayoutError
 from mdfuse.ir.graph import Fusion, Value
-from mdfuse.layouts.layout import Layout, Partial, Replicate, replicated
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.drop_unread import live_exprs
 from mdfuse.passes.strategy import choose_here, is_view, viewed_as
@@ -121,11 +121,19 @@ def _placed(values: Mapping[str, Value], value: Value, inferred: Layout | None) 
         or inferred is None
         or inferred.mesh != law.mesh
     ):
-        return replace(value, layout=law, is_law=True)
+        return replace(value, layout=_along(law, value.like.but), is_law=True)
     for axis, before in layout.by_axis().items():
         if not isinstance(before, Replicate) and before != previous.placement(axis):
             inferred = inferred.with_placement(axis, asked[axis])
-    return replace(value, layout=_ordered_as(inferred, law))
+    return replace(value, layout=_along(_ordered_as(inferred, law), value.like.but))
+
+
+def _along(layout: Layout, stated: tuple[tuple[str, Placement], ...]) -> Layout:
+    """Return a layout with the placements that the user stated along some axes."""
+    for axis, placement in stated:
+        if layout.mesh.axis_size(axis) > 1:
+            layout = layout.with_placement(axis, placement)
+    return layout
 
 
 def _ordered_as(layout: Layout, law: Layout) -> Layout:

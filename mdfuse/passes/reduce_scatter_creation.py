@@ -23,7 +23,8 @@ def run(fusion: Fusion) -> Fusion:
     """Return the fusion with these values split, from the last to the first."""
     values = dict(fusion.values)
     # What the user wants to lie as another value would no longer do so.
-    fixed = {v.like.of for v in values.values() if v.like is not None and v.like.past is None}
+    likes = (v.like for v in values.values() if v.like is not None)
+    fixed = {like.of for like in likes if like.past is None and not like.but}
     fixed.update(fusion.outputs)
     results = [(expr, name) for expr in reversed(fusion.exprs) for name in expr.outputs]
     for expr, name in results:

@@ -582,8 +582,8 @@ def test_wrong_laws(name: str) -> None:
 def test_a_law_and_a_layout_at_once() -> None:
     with mf.FusionDefinition("both") as fd:
         x = fd.define_tensor([4])
-        with pytest.raises(mf.LayoutError, match="has a layout of its own at once"):
-            (x * 2).on(x, {"tp": Shard(0)})
+        with pytest.raises(mf.LayoutError, match="has an order or a stream of its own"):
+            (x * 2).on(x, {"tp": Shard(0)}, {0: ("tp",)})
 
 
 def test_a_law_of_another_definition() -> None:

@@ -69,6 +69,15 @@ def _three(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
         fd.add_output(mf.ops.linear(x, w).on(mesh, _rows(mesh, tp=Shard(2))))
 
 
+def _trained(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
+    """What is gathered for a product is read by the gradient of its matrix, which sums over it."""
+    x = fd.define_tensor([2, rows, 6], mesh=mesh, layout=_rows(mesh, tp=Shard(1)), name="x")
+    w = fd.define_tensor([8, 6], mesh=mesh, layout={"tp": Shard(0)}, name="w")
+    y = mf.ops.linear(x, w)
+    fd.add_output(y.on(mesh, _rows(mesh, tp=Shard(2))))
+    fd.add_output(mf.grad((y * y).sum(), [w])[0])
+
+
 def _scatter(fd: mf.FusionDefinition, mesh: DeviceMesh, rows: int) -> None:
     """Matmul and reduce-scatter."""
     x = fd.define_tensor([rows, 8], mesh=mesh, layout=_rows(mesh, tp=Shard(1)), name="x")
@@ -199,9 +208,15 @@ class Layer:
         return mixed.permute(0, 2, 1, 3).reshape(1, rows, self.heads * self.head)
 
 
+def _with_gradient(x: Tensor, w: Tensor) -> list[Tensor]:
+    y = F.linear(x, w)
+    return [y, 2 * y.flatten(0, 1).T @ x.flatten(0, 1)]
+
+
 CASES = {
     "gather": Case(_gather, torch.matmul),
     "three": Case(_three, lambda x, *ws: [torch.nn.functional.linear(x, w) for w in ws]),
+    "trained": Case(_trained, _with_gradient),
     "scatter": Case(_scatter, torch.matmul),
     "reduce": Case(_reduce, torch.matmul),
     "experts": Case(_experts, torch.matmul),

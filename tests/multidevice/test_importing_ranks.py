@@ -89,6 +89,28 @@ def test_steps_of_training(comm: mf.Communicator, tmp_path: Path) -> None:
 
 
 @pytest.mark.world(4)
+def test_steps_with_split_positions(comm: mf.Communicator, tmp_path: Path) -> None:
+    """Losses of steps are those of torch; a batch that other axes split stays split."""
+    module, drawn = encoder(), torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))
+    layouts = {**LAYOUTS, "activation:layers.*": {"tp": Shard(1)}}
+    model = mf.from_torch(module, (drawn,), mesh=MESH, layouts=layouts, blocks={"*.in_proj_*": 3})
+    step = model.training_step(
+        lambda y: (y * y * y).mean(), optimizer=partial(mf.optim.sgd, lr=0.1)
+    )
+    running = step.start(model.load(checkpoint(tmp_path, comm.rank), comm=comm))
+    local = mf.shard_tensor(drawn, MESH, BATCH, rank=comm.rank).to(comm.device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(3):
+        wanted = module(drawn).pow(3).mean()
+        optimizer.zero_grad()
+        wanted.backward()
+        optimizer.step()
+        torch.testing.assert_close(running(local).cpu(), wanted.detach(), rtol=1e-4, atol=1e-6)
+    kinds = {c.kind for c in step.compile(mf.Options(overlap="never")).communications}
+    assert {"Allgather", "ReduceScatter"} <= kinds
+
+
+@pytest.mark.world(4)
 def test_what_ranks_save_is_read_in_another_layout(comm: mf.Communicator, tmp_path: Path) -> None:
     """Split by tp in blocks, trained; read by fsdp, and by torch."""
     if comm.rank == 0:

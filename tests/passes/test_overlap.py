@@ -39,6 +39,7 @@ def shown(fusion: Fusion) -> list[str]:
     [
         ("gather", ["set matmul: 2 4 8 16 4tp 8tp 16tp"]),
         ("three", ["set linear linear linear: 2 2 4 8 16 4tp 8tp 16tp"]),
+        ("trained", ["set linear: 2 2 4 8 16 4tp 8tp 16tp"]),
         ("scatter", ["matmul set: 4 4tp 8tp 16tp"]),
         ("reduce", ["matmul set: 2 4 8 16"]),
         ("experts", ["set matmul: 2 4 8 2 4 8 16"]),

@@ -54,6 +54,7 @@ class Model:
         folded: the values of nodes that are not live.
         mesh: the mesh of all values.
         placed: placeholder -> its layout; placeholders without an entry are replicated.
+        passed: node of what a call of a submodule takes or returns -> its layout.
         outputs: position of a result -> its layout; other results have inferred layouts.
         constants: nodes whose values are inputs, each with its name.
         same: node -> the constant with an equal value.
@@ -67,6 +68,7 @@ class Model:
     mesh: DeviceMesh
     placed: Mapping[Node, Placed]
     outputs: Mapping[int, Placed]
+    passed: Mapping[Node, Placed] = field(default_factory=dict)
     constants: Mapping[Node, str] = field(default_factory=dict)
     same: Mapping[Node, Node] = field(default_factory=dict)
     blocks: Mapping[Node, Blocks] = field(default_factory=dict)
@@ -399,7 +401,11 @@ class _Recording:
             args = args[0], [self._index(i, x) for i, x in pairs]
         kwargs = {key: x for key, x in kwargs.items() if key not in IGNORED}
         line = line_of(node.meta.get("stack_trace"))
-        return called_at(line, node.name, self._call)(node, args, kwargs)
+        call = called_at(line, node.name, self._call)
+        if node not in self.model.passed:
+            return call(node, args, kwargs)
+        place = self.model.passed[node]
+        return called_at(line, place.value_name, place.brought)(whole(call(node, args, kwargs)))
 
     def _call(self, node: Node, args: Any, kwargs: Any) -> Any:
         """Apply a node; rows that are sorted by their experts stay unsorted."""

@@ -17,19 +17,18 @@ from torch.fx import GraphModule, Node
 
 from mdfuse.errors import OWN, DefinitionError, Source
 from mdfuse.frontend.given import check_module
+from mdfuse.frontend.importing.activations import Noted, PassedTensor
 from mdfuse.frontend.importing.adapters import Adapter, adapted
 from mdfuse.frontend.importing.backwards import Backwards, own_backwards
 from mdfuse.frontend.importing.dynamic import dims_of_tensors
 from mdfuse.frontend.importing.inline import inline, part_detached
 from mdfuse.frontend.importing.lines import line_of
+from mdfuse.frontend.importing.submodules import PREFIX
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.names import as_name
 from mdfuse.torch_private import late_code, writes
 from mdfuse.trees import flattened, key_text, unflattened
-
-#: The attribute under which the wrapper holds the module.
-_PREFIX = "module."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +84,7 @@ class ExportedModule:
         unused: parameters that nothing reads.
         structure: of the arguments, and of the result, as `unflattened` takes them.
         backwards: calls that say how the backward goes; only their forward is captured.
+        passed: what noted calls of submodules take and return.
     """
 
     module: nn.Module
@@ -99,6 +99,7 @@ class ExportedModule:
     unused: tuple[Parameter, ...]
     structure: tuple[Any, Any]
     backwards: Backwards = field(default_factory=Backwards)
+    passed: tuple[PassedTensor, ...] = ()
 
     @property
     def results(self) -> tuple[Any, ...]:
@@ -127,9 +128,11 @@ class _Seen:
 class _Whole(nn.Module):
     """A module as a function from tensor leaves to tensors."""
 
-    def __init__(self, module: nn.Module, leaves: Sequence[Any], structure: Any) -> None:
+    def __init__(
+        self, module: nn.Module, leaves: Sequence[Any], structure: Any, noted: Noted
+    ) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.noted = module, noted
         self.leaves, self.structure = list(leaves), structure
         self.seen = _Seen()
 
@@ -138,6 +141,7 @@ class _Whole(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(x, Tensor) else x for x in self.leaves]
         args, kwargs = unflattened(leaves, self.structure)
+        self.noted.begin()
         paths, self.seen.structure = flattened(self.module(*args, **kwargs))
         results: list[Tensor] = []
         outputs: list[OutputLeaf] = []
@@ -155,7 +159,7 @@ class _Whole(nn.Module):
                 )
             )
         self.seen.outputs = tuple(outputs)
-        return tuple(results)
+        return (*results, *self.noted.tensors)
 
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -167,6 +171,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     adapters: Mapping[str, Any] | None = None,
+    noted: Noted | None = None,
 ) -> ExportedModule:
     """Export a module for arguments of these shapes and dtypes.
 
@@ -175,13 +180,15 @@ def capture(
         args, kwargs: of its forward.
         dynamic_shapes: the extents that each run chooses; see `dims_of_tensors`.
         adapters: pattern of names of layers -> rank; see `adapted`.
+        noted: what calls of submodules take and return.
 
     Raises:
         DefinitionError: the module cannot be exported; with its line, and torch's error.
     """
     _check(module, args)
-    with adapted(module, adapters or {}) as brought:
-        return _captured(module, args, kwargs, dynamic_shapes, brought)
+    noted = noted or Noted()
+    with adapted(module, adapters or {}) as brought, noted.hooked(module):
+        return _captured(module, args, kwargs, dynamic_shapes, brought, noted)
 
 
 def _captured(
@@ -190,12 +197,13 @@ def _captured(
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
     adapters: Mapping[str, Adapter],
+    noted: Noted,
 ) -> ExportedModule:
     held = chain(module.parameters(), module.buffers())
     device = next((x.device for x in held), torch.device("cpu"))
     paths, structure = flattened((tuple(args), dict(kwargs or {})))
     leaves = [_example(x, device) for _, x in paths]
-    whole = _Whole(module, leaves, structure)
+    whole = _Whole(module, leaves, structure, noted)
     tensors = tuple(x for x in leaves if isinstance(x, Tensor))
     names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
     dynamic = dims_of_tensors(module, args, kwargs or {}, dynamic_shapes, names)
@@ -214,6 +222,7 @@ def _captured(
     places = _Places()
     places.sort(exported, {name: p for p in parameters for name in p.names}, names)
     mutated = _mutated(module, exported, places)
+    noted.take(exported.graph_module)
     read = {p.name for n, p in places.parameters.items() if n.users}
     return ExportedModule(
         module=module,
@@ -228,6 +237,7 @@ def _captured(
         unused=tuple(p for p in parameters if p.name not in read),
         structure=(structure, whole.seen.structure),
         backwards=backwards,
+        passed=tuple(noted.entries),
     )
 
 
@@ -248,7 +258,7 @@ def _check(module: Any, args: Any) -> None:
 def _mutated(module: nn.Module, exported: ExportedProgram, places: _Places) -> tuple[Node, ...]:
     """Return the placeholders of written buffers; other writes raise DefinitionError."""
     written = []
-    buffers = {f"{_PREFIX}{p.name}": n for n, p in places.parameters.items() if p.is_buffer}
+    buffers = {f"{PREFIX}{p.name}": n for n, p in places.parameters.items() if p.is_buffer}
     (output,) = (n for n in exported.graph.nodes if n.op == "output")
     for spec, node in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
         if spec.kind.name == "USER_OUTPUT":
@@ -257,7 +267,7 @@ def _mutated(module: nn.Module, exported: ExportedProgram, places: _Places) -> t
             written.append(buffers[spec.target])
             continue
         inputs = {n.name: name for n, name in places.inputs.items()}
-        name = inputs.get(str(spec.target), str(spec.target).removeprefix(_PREFIX))
+        name = inputs.get(str(spec.target), str(spec.target).removeprefix(PREFIX))
         line = line_of(node.meta.get("stack_trace"))
         raise DefinitionError(
             f"{type(module).__name__} writes into {name}",
@@ -286,7 +296,7 @@ class _Places:
         written = {*exported.graph_signature.buffers_to_mutate.values()}
         given = iter(names)
         for spec in exported.graph_signature.input_specs:
-            node, target = nodes[spec.arg.name], (spec.target or "").removeprefix(_PREFIX)
+            node, target = nodes[spec.arg.name], (spec.target or "").removeprefix(PREFIX)
             tensor = held.get(spec.target or "")
             is_kept = spec.kind.name == "BUFFER" and spec.persistent
             is_read = is_kept and tensor is not None and tensor.is_floating_point()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from mdfuse.errors import counted
 from mdfuse.frontend.importing.build import Model
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.layouts.layout import Layout, Shard
+from mdfuse.layouts.recv_volume import lacks
 
 
 def warnings_of(model: Model, recorded: Fusion, lowered: Fusion) -> list[str]:
@@ -42,16 +44,20 @@ def _joined(before: Layout, after: Layout) -> list[str]:
 
 def _line(model: Model, fusion: Fusion, made: dict[str, Expr], expr: Expr, axes: list[str]) -> str:
     value = fusion.values[expr.reads[0]]
+    count = lacks(fusion.layout(value.name), fusion.layout(expr.output), value.shape)[0]
     where = f" ({expr.source})" if expr.source else ""
     text = f"a value split along {', '.join(axes)} is brought together{where}"
     of = {model.captured.parameters[n].name: p.pattern for n, p in model.placed.items()
           if n in model.captured.parameters}  # fmt: skip
-    shapes = ""
+    of |= {p.value_name: p.pattern for p in model.passed.values()}
+    shapes, size = "", f", {counted(count * value.dtype.itemsize, 'byte')} to a rank"
     for step in _before(made, value.name):
         if isinstance(step, Expr):
             if step.op == "reshape" and not shapes:
                 old, new = (fusion.values[n].shape for n in (step.reads[0], step.output))
                 shapes = f", behind the reshape {list(old)} -> {list(new)}"
+            if (pattern := next(filter(None, map(of.get, step.outputs)), None)) is not None:
+                return f"{text}{shapes}: {pattern} places it{size}"
         elif (pattern := _pattern(of, step)) is not None:
             return f"{text}{shapes}: {pattern} splits it"
     return text + shapes

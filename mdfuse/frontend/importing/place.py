@@ -4,24 +4,45 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from mdfuse.errors import LayoutError, MdfuseError
-from mdfuse.layouts.layout import Layout
+from mdfuse.frontend.ops.views import set as set_
+from mdfuse.layouts.layout import Layout, Placement
 from mdfuse.mesh import DeviceMesh
+from mdfuse.names import as_name
+
+#: Prefixes of what calls of submodules return and take; such names are matched word by word.
+PASSED = ("activation", "argument")
 
 _WILD = re.compile(r"\*|\?|\[[^\]]*\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A layout, and the pattern that gave it."""
+    """A layout, and the pattern that gave it.
+
+    Attributes:
+        said: the placements of axes, where others are as it is inferred; None: all count.
+        name: of the tensor that it was given to.
+    """
 
     pattern: str
     layout: Layout
+    said: tuple[tuple[str, Placement], ...] | None = None
+    name: str = ""
+
+    @property
+    def value_name(self) -> str:
+        """The name of a placed value in programs: of the submodule that passes it."""
+        return as_name(self.name.partition(":")[2].replace(".", "_"), "t").replace(".", "_")
+
+    def brought(self, x: Any) -> Any:
+        """Return a value of a definition in this layout."""
+        return set_(x).on(self.layout) if self.said is None else set_(x).on(x, dict(self.said))
 
 
 class Patterns:
@@ -45,6 +66,7 @@ class Patterns:
         self._stated = {p for p, said in layouts.items() if isinstance(said, Layout)}
         for pattern, placements in layouts.items():
             self._layouts[pattern] = self._layout(pattern, placements)
+        self._axes = {p: tuple(said or ()) for p, said in layouts.items() if p not in self._stated}
         self.matched: dict[str, list[str]] = {pattern: [] for pattern in layouts}
 
     def __getitem__(self, pattern: str) -> Layout:
@@ -57,8 +79,20 @@ class Patterns:
         except MdfuseError as error:
             raise _of_pattern(pattern, error) from error
 
-    def find(self, names: Sequence[str], ndim: int) -> Placed | None:
+    def of_submodules(self) -> Iterator[tuple[str, str, str]]:
+        """Yield each pattern of what submodules return or take: whole, its prefix, and its path."""
+        for pattern in self._layouts:
+            kind, *parts = pattern.split(":")
+            if kind in PASSED and parts:
+                yield pattern, kind, parts[0]
+
+    def find(self, names: Sequence[str], ndim: int, shown: str | None = None) -> Placed | None:
         """Return the layout for these names of one tensor; None if no pattern matches.
+
+        Args:
+            names: all of them.
+            ndim: of the tensor.
+            shown: the name in `matched`; by default the first one.
 
         Raises:
             LayoutError: equally exact patterns; contradicting patterns for names of one tensor; a
@@ -67,7 +101,7 @@ class Patterns:
         chosen = self._chosen(names)
         if not chosen:
             return None
-        pattern, first = chosen[0], names[0]
+        pattern, first = chosen[0], shown or names[0]
         layout = self._layouts[pattern]
         partial = layout.partial_axes
         if partial:
@@ -84,7 +118,9 @@ class Patterns:
             layout = self._gathered_inside(layout)
         for pattern in chosen:
             self.matched[pattern].append(first)
-        return Placed(pattern=pattern, layout=layout)
+        is_partly = first.startswith(PASSED) and ":" in first and pattern in self._axes
+        said = tuple((a, layout.placement(a)) for a in self._axes[pattern]) if is_partly else None
+        return Placed(pattern=pattern, layout=layout, said=said, name=first)
 
     def _gathered_inside(self, layout: Layout) -> Layout:
         """Return a layout of a parameter in which gathered axes split the parts of others."""
@@ -113,33 +149,61 @@ class Patterns:
 
     def check_used(self, names: Sequence[str]) -> None:
         """Raise LayoutError for a pattern that matches nothing, with the nearest names."""
+        of_submodules = {pattern for pattern, _, _ in self.of_submodules()}
         for pattern in self._layouts:
-            if not any(_matches(name, pattern) for name in names):
+            if pattern not in of_submodules and not self.is_used(pattern, names):
                 raise unmatched("layouts", pattern, names)
+
+    def is_used(self, pattern: str, names: Sequence[str]) -> bool:
+        """Return whether a pattern matches one of the names."""
+        return any(_matches(name, pattern) for name in names)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a name; names with a prefix are of no parameter."""
+    kinds = [x.split(":")[0] if ":" in x else "" for x in (name, pattern)]
+    if kinds[0] in PASSED:
+        parts = name.split(":"), pattern.split(":")
+        return len(parts[0]) == len(parts[1]) and all(map(word_by_word, *parts))
+    return kinds[0] == kinds[1] and fnmatchcase(name, pattern)
+
+
+def word_by_word(name: str, pattern: str) -> bool:
+    """Return whether each word of a name matches that of a pattern.
+
+    >>> [word_by_word(name, "layers.*") for name in ("layers.0", "layers.0.mlp", "layers")]
+    [True, False, False]
+    """
+    words, said = name.split("."), pattern.split(".")
+    return len(words) == len(said) and all(map(fnmatchcase, words, said))
 
 
 def matching(
-    said: Mapping[str, Any], names: Sequence[str], what: str, *, may_agree: bool = False
+    said: Mapping[str, Any],
+    names: Sequence[str],
+    what: str,
+    matches: Callable[[str, str], bool] = _matches,
+    *,
+    may_agree: bool = False,
 ) -> tuple[str, Any] | None:
     """Return the most exact pattern that matches one of the names, and its setting.
+
+    Args:
+        said: pattern -> setting.
+        names: of one thing.
+        what: the argument of the patterns, as errors name it.
+        matches: whether a name matches a pattern.
 
     Raises:
         LayoutError: two patterns that are equally exact; with `may_agree` only where they differ.
     """
-    matches = sorted(
-        (p for p in said if any(_matches(n, p) for n in names)), key=_exactness, reverse=True
-    )
-    for other in matches[1:]:
-        is_other = not may_agree or said[other] != said[matches[0]]
-        if is_other and _exactness(matches[0]) == _exactness(other):
-            raise _equally(what, [matches[0], other], names[0])
-    return (matches[0], said[matches[0]]) if matches else None
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a name; names of inputs and outputs have a prefix."""
-    kinds = [x.split(":")[0] if ":" in x else "" for x in (name, pattern)]
-    return kinds[0] == kinds[1] and fnmatchcase(name, pattern)
+    hits = (p for p in said if any(matches(n, p) for n in names))
+    best = sorted(hits, key=_exactness, reverse=True)
+    for other in best[1:]:
+        is_other = not may_agree or said[other] != said[best[0]]
+        if is_other and _exactness(best[0]) == _exactness(other):
+            raise _equally(what, [best[0], other], names[0])
+    return (best[0], said[best[0]]) if best else None
 
 
 def _equally(what: str, patterns: Sequence[str], name: str) -> LayoutError:

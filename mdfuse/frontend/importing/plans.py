@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
 from mdfuse.errors import LayoutError
 from mdfuse.frontend.given import by_name, check_module, refused
-from mdfuse.frontend.importing.place import nearest
-from mdfuse.layouts.layout import Shard
+from mdfuse.frontend.importing.place import nearest, word_by_word
+from mdfuse.frontend.importing.styles import PREPARING, passed_by
+from mdfuse.layouts.layout import Placement, Shard
 
 #: Styles whose matrices are split by outputs, by inputs, or not at all.
 _COLUMNS = {
@@ -23,18 +23,23 @@ _ROWS = {
     "packed_rowwise",
 }  # fmt: skip
 _WHOLE = {
-    "SequenceParallel", "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput",
-    "sequence_parallel", "replicate", "all_reduce", "replicated_with_grad_allreduce",
+    *PREPARING, "replicate", "all_reduce", "replicated_with_grad_allreduce",
     "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "local_params",
 }  # fmt: skip
 
 
 def from_plan(
-    module: nn.Module, plan: Mapping[str, Any] | None = None, axis: str = "tp"
+    module: nn.Module,
+    plan: Mapping[str, Any] | None = None,
+    axis: str = "tp",
+    sequence: int | None = None,
 ) -> dict[str, Any]:
     """Return what `from_torch` takes for a plan of tensor parallelism.
 
-    Only a style's parameters count: layouts of activations follow from them.
+    Parameters are placed as the styles say, and so is what `SequenceParallel`, `PrepareModuleInput`
+    and `PrepareModuleOutput` say of submodules, and `output_layouts` that are not a style's own.
+    Values are global here, so that `use_local_output` changes nothing; `input_layouts` say what
+    arrives, which is inferred (for the arguments of the module, `"input:NAME"` says it).
 
     Args:
         module: that the plan is for.
@@ -42,10 +47,15 @@ def from_plan(
             `torch.distributed.tensor.parallel`, or its name in transformers; by default
             `module.tp_plan`, which models of transformers have.
         axis: of the mesh.
+        sequence: the dim of positions, 1 where activations are [batch, position, feature]: what the
+            plan's layers and tables return is split along it, too, as in Megatron's sequence
+            parallelism (arXiv:2205.05198). A gather and a scatter then stand in the place of each
+            all-reduce, and norms, residuals and dropout run on a rank's positions alone.
 
     Returns:
-        `layouts` by names of parameters, `blocks` where a matrix is packed of two, and `skipped`,
-        paths that lead nowhere, because plans name modules of other configurations.
+        `layouts` by names of parameters and of what submodules take and return, `blocks` where a
+        matrix is packed of two, and `skipped`, paths that lead nowhere, because plans name modules
+        of other configurations.
 
     Raises:
         LayoutError: no plan, a style that is not known, or no path that leads anywhere.
@@ -71,14 +81,28 @@ def from_plan(
             because="a plan says of submodules how they are split",
             hint='from_plan(module, {"*.q_proj": ColwiseParallel(), ...}), or layouts= by hand',
         )
-    layouts: dict[str, dict[str, Shard]] = {}
+    if sequence is not None and type(sequence) is not int:
+        because, hint = "it is a dim of activations", "sequence=1, or none"
+        raise refused("from_plan", "sequence", sequence, because=because, hint=hint)
+    return _read(module, said, axis, sequence)
+
+
+def _read(
+    module: nn.Module, said: Mapping[str, Any], axis: str, sequence: int | None
+) -> dict[str, Any]:
+    """Return layouts, blocks and skipped paths of a plan."""
+    layouts: dict[str, dict[str, Placement]] = {}
     blocks: dict[str, dict[int, int]] = {}
     skipped: list[str] = []
     for path, style in said.items():
         name, parameters = _style(path, style), _parameters(module, path)
         if parameters is None:
             skipped.append(path)
-        for key, tensor, is_table in parameters or ():
+            continue
+        layouts |= {key: {axis: p} for key, p in passed_by(module, path, style)}
+        if name in _ROWS and sequence is not None:
+            layouts[f"activation:{_block(path)}:0"] = {axis: Shard(sequence)}
+        for key, tensor, is_table in parameters:
             dim = _dim(name, tensor, is_table or name.startswith("embedding"))
             if dim is None:
                 continue
@@ -88,6 +112,13 @@ def from_plan(
     if len(skipped) == len(said):
         raise _nowhere(module, skipped[0])
     return {"layouts": layouts, "blocks": blocks, "skipped": skipped}
+
+
+def _block(path: str) -> str:
+    """Return the path of the layer in which a matrix stands: up to its number, or itself."""
+    words = path.split(".")
+    numbered = [i for i, word in enumerate(words[:-1]) if word == "*" or word.isdigit()]
+    return ".".join(words[: numbered[0] + 1]) if numbered else path
 
 
 def _style(path: str, style: Any) -> str:
@@ -105,13 +136,15 @@ def _style(path: str, style: Any) -> str:
 def _parameters(module: nn.Module, path: str) -> list[tuple[str, Tensor, bool]] | None:
     """Return (name, parameter, is_table) for a path; None if it matches nothing."""
     parameters = []
-    inner = [(n, m) for n, m in module.named_modules(remove_duplicate=False) if _leads(path, n)]
+    inner = [
+        (n, m) for n, m in module.named_modules(remove_duplicate=False) if word_by_word(n, path)
+    ]
     for name, part in inner:
         is_table = isinstance(part, nn.Embedding)
         direct = part.named_parameters(recurse=False)
         parameters += [(f"{name}.{key}" if name else key, x, is_table) for key, x in direct]
     all_ = module.named_parameters(remove_duplicate=False)
-    parameters += [(name, x, False) for name, x in all_ if _leads(path, name)]
+    parameters += [(name, x, False) for name, x in all_ if word_by_word(name, path)]
     return parameters if parameters or inner else None
 
 
@@ -122,12 +155,6 @@ def _nowhere(module: nn.Module, path: str) -> LayoutError:
         because="it names submodules or parameters, word by word",
         hint="near it are " + ", ".join(nearest(path, names)),
     )
-
-
-def _leads(path: str, name: str) -> bool:
-    """Return whether each word of a name matches that of the path."""
-    words, said = name.split("."), path.split(".")
-    return len(words) == len(said) and all(map(fnmatchcase, words, said))
 
 
 def _dim(style: str, x: Tensor, is_table: bool) -> int | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import mdfuse as mf
 from mdfuse import DeviceMesh, LayoutError, MdfuseError, Partial, Replicate, Shard
 from mdfuse.compiled.imported import ImportedModel
+from mdfuse.frontend.importing.place import word_by_word
 
 MESH = DeviceMesh.arange(dp=2, tp=2)
 
@@ -177,3 +178,15 @@ def test_axes_that_are_gathered_are_axes(gather: Any) -> None:
 
 def test_replicate_is_a_placement_as_well() -> None:
     assert placed({"*": {"tp": Replicate()}})["ids"] == "(dp=R, tp=R)"
+
+
+@pytest.mark.parametrize(("name", "pattern", "wanted"), [
+    ("layers.0", "layers.*", True),
+    ("layers.0.mlp", "layers.*", False),
+    ("layers.12.mlp", "layers.1?.m*", True),
+    ("layers", "*", True),
+    ("layers.0", "*", False),
+    ("layers.3", "layers.[0-2]", False),
+])  # fmt: skip
+def test_patterns_go_word_by_word(name: str, pattern: str, wanted: bool) -> None:
+    assert word_by_word(name, pattern) is wanted

@@ -124,7 +124,9 @@ def test_styles_of_torch() -> None:
         **{f"layers.{n}.up.{x}": {"y": Shard(0)} for n in range(2) for x in ("weight", "bias")},
         **{f"layers.{n}.down.weight": {"y": Shard(1)} for n in range(2)},
         "packed": {"y": Shard(1)},
-    }
+        **{f"{kind}:{path}": {"y": Shard(1)} for path in ("layers.1", "norm")
+           for kind in ("argument", "activation")},
+    }  # fmt: skip
     assert said["blocks"] == {"packed": {1: 2}}
     assert said["skipped"] == ["layers.*.gate"]
     columns = mf.from_plan(Model(), {"table": ColwiseParallel()})
