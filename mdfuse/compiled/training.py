@@ -9,14 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.compiled.pipeline import pipeline
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.step import Step
 from mdfuse.config import Options
 from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.frontend.importing import load as loading
+from mdfuse.frontend.importing.microbatches import BatchCut, inputs_of
 from mdfuse.frontend.importing.train import COUNT, StepDefinition
 from mdfuse.ir.graph import Fusion
+from mdfuse.layouts.boxes import boxes_of, within
+from mdfuse.runtime.communicator import init
 
 
 class TrainingStep:
@@ -53,8 +58,13 @@ class TrainingStep:
     True
     """
 
-    def __init__(self, step: StepDefinition, weights: Sequence[str]) -> None:
-        self._step = step
+    def __init__(
+        self,
+        step: StepDefinition,
+        weights: Sequence[str],
+        microbatches: BatchCut | None = None,
+    ) -> None:
+        self._step, self._microbatches = step, microbatches
         self._weights = tuple(weights)
         self.definition: FusionDefinition = step.definition
 
@@ -75,15 +85,20 @@ class TrainingStep:
         Tensors of the module's arguments come first, then what the loss takes besides, then numbers
         of the optimizer, as `lr`, which are tensors of no dims.
         """
-        known = {*self._weights, *self._state_names}
-        return tuple(name for name in self.fusion.inputs if name not in known)
+        return inputs_of(self.fusion, self._weights)
+
+    @property
+    def _is_split(self) -> bool:
+        """True if some state has another layout than its parameter."""
+        pairs = {**self._step.owners, **self._step.masters}.items()
+        return any(self.fusion.layout(a) != self.fusion.layout(b) for a, b in pairs)
 
     @property
     def _state_names(self) -> list[str]:
         return [*self.fusion.reuse.values()]
 
     def compile(self, options: Options | None = None) -> Program:
-        """Return the program of the step, as `mf.compile` does.
+        """Return the program of the step, as `mf.compile` does, or `mf.pipeline` in microbatches.
 
         Args:
             options: by default those of the environment.
@@ -94,20 +109,33 @@ class TrainingStep:
         Raises:
             LoweringError: no program for these layouts, with the line.
         """
-        return compile(self.definition, options)
+        cut = self._microbatches
+        if cut is None:
+            return compile(self.definition, options)
+        return pipeline(
+            self.definition,
+            microbatches=cut.count,
+            batch=cut.batch,
+            schedule=cut.schedule,
+            options=options,
+        )
 
-    def state(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    def state(
+        self, weights: Sequence[Tensor | None], *, rank: int | None = None
+    ) -> dict[str, Tensor | None]:
         """Return the initial state by name: the parameters, and the optimizer's state as zeros.
 
         Args:
             weights: as `model.load` returned them, wholes or a rank's parts; they are copied.
+            rank: whose parts they are; needed where `state_layouts=` split the state further.
 
         Returns:
-            name -> tensor, of the shape of what is passed for the parameter; None where this rank
-            has none of it. The count of steps is one number of f64; masters are f32.
+            name -> tensor, of the shape of what is passed for the parameter, or with a rank of its
+            part of the state; None where this rank has none of it. The count of steps is one number
+            of f64; masters are f32.
 
         Raises:
-            ProgramError: another number of them.
+            ProgramError: another number of them; parts of a rank that is not said.
         """
         known = self._named(weights)
         state: dict[str, Tensor | None] = {}
@@ -119,7 +147,9 @@ class TrainingStep:
                 zero = torch.zeros((), dtype=torch.float64, device=device)
                 state[name] = None if is_outside else zero
                 continue
-            x = known[step.owners.get(name) or step.masters.get(name) or name]
+            of = step.owners.get(name) or step.masters.get(name) or name
+            x = known[of]
+            x = None if x is None else part_of_state(self.fusion, name, of, x, rank)
             if x is None:
                 state[name] = None
             elif name in step.owners:
@@ -206,7 +236,9 @@ class TrainingStep:
         """
         known = self._named(weights)
         fixed = {n: x for n, x in known.items() if n not in {*self._state_names}}
-        return RunningStep(Step(self.compile(options), self.state(weights)), fixed, self._weights)
+        rank = init(options).rank if self._is_split else None
+        step = Step(self.compile(options), self.state(weights, rank=rank))
+        return RunningStep(step, fixed, self._weights)
 
     def _named(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         hint = "pass what model.load() returned"
@@ -218,6 +250,35 @@ class TrainingStep:
                 hint=hint,
             )
         return dict(zip(self._weights, weights, strict=True))
+
+
+def part_of_state(fusion: Fusion, name: str, of: str, x: Tensor, rank: int | None) -> Tensor:
+    """Return the part of a parameter that a state of it is a part of.
+
+    Args:
+        fusion: with the layouts of both.
+        name: of the state.
+        of: the parameter.
+        x: it, as a whole or a rank's part.
+        rank: which; None: x is the whole.
+
+    Raises:
+        ProgramError: x is a part, and no rank is said.
+    """
+    layout, held, shape = fusion.layout(name), fusion.layout(of), fusion.values[of].shape
+    if layout == held:
+        return x
+    if rank is None and tuple(x.shape) == tuple(shape):
+        return x
+    if rank is None:
+        raise ProgramError(
+            f"state of @{fusion.name}: {of} of the shape {list(x.shape)}, a part of {list(shape)}",
+            because=f"{name} lies as {layout}, and the parameter as {held}",
+            hint="step.state(weights, rank=comm.rank)",
+        )
+    rows = held.rows(shape, rank)
+    boxes = tuple(boxes_of(layout.rows(shape, rank)))
+    return loading.joined(boxes, lambda box: loading.part_of(x, within(box, rows)))
 
 
 class RunningStep:

@@ -13,17 +13,19 @@ import torch
 from torch.fx import Node
 
 from mdfuse.errors import DefinitionError, counted, listed
+from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
-from mdfuse.frontend.given import names as names_of
 from mdfuse.frontend.grad import grad
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.build import Inputs, Model, record
 from mdfuse.frontend.importing.capture import Parameter
 from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.importing.place import unmatched
+from mdfuse.frontend.importing.state_layouts import state_layouts_of
 from mdfuse.frontend.optim import clip_by_global_norm
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
+from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import as_mesh
 
 #: The name of the input that counts steps.
@@ -99,26 +101,39 @@ class StepDefinition:
 def define_step(
     model: Model,
     loss: Callable[..., Any] | None,
-    extra: Mapping[str, TensorSpec],
+    extra: Mapping[str, TensorSpec] | None,
     optimizer: Optimizer,
     *,
     frozen: Sequence[str] | None,
     clip: float | None,
     master: bool,
     name: str,
+    state_layouts: Mapping[str, Any] | None = None,
 ) -> StepDefinition:
     """Define a step: see `ImportedModel.training_step`."""
+    call = f"training_step of {model.captured.name}"
+    given.flag(call, "master", master, DefinitionError)
+    if loss is not None:
+        given.function(call, "loss", loss, "of the module's tensors, in their order")
+    extra = given.by_name(call, "extra", extra)
     trained = trained_nodes(model, frozen)
+    said = given.by_name(call, "state_layouts", state_layouts)
+    places = state_layouts_of(model, said, trained)
     with FusionDefinition(name) as fd:
         inputs = model.define_inputs(fd)
         others = {key: _extra(fd, model, key, spec) for key, spec in extra.items()}
         numbers = {n: fd.define_tensor([], mesh=model.mesh, name=n) for n in optimizer.numbers}
         count = _count(fd, model) if optimizer.counts else None
         handles = {h.name: (h, node) for node in trained for h in _parts(inputs, node)}
-        value, *extras = _loss(model, record(model, inputs), loss, others)
-        gradients = _existing(model, value, {key: h for key, (h, _) in handles.items()})
+        read = places.copied(inputs)
+        value, *extras = _loss(model, record(model, read), loss, others)
+        reads = dict(zip(handles, (h for node in trained for h in _parts(read, node)), strict=True))
+        gradients = {
+            key: places.moved(handles[key][1], dw)
+            for key, dw in _existing(model, value, reads).items()
+        }
         slots = {
-            key: _state(fd, model, handles[key][1], handles[key][0], optimizer, master)
+            key: _state(fd, places.layout(handles[key][1]), handles[key][0], optimizer, master)
             for key in gradients
         }
         shown = [value, *extras]
@@ -130,7 +145,8 @@ def define_step(
             fd.add_output(x)
         now = None if count is None else count + 1
         for key, dw in gradients.items():
-            _update(fd, optimizer, handles[key][0], dw, slots[key], now, numbers)
+            w, node = handles[key]
+            _update(fd, optimizer, w, dw, slots[key], now, numbers, partial(places.moved, node))
         if count is not None and now is not None:
             fd.add_output(now, reuse=count)
     owners = {x.name: key for key, slot in slots.items() for x in slot.state}
@@ -181,10 +197,9 @@ def _parts(inputs: Inputs, node: Node) -> tuple[Handle, ...]:
 
 
 def _state(
-    fd: FusionDefinition, model: Model, node: Node, w: Handle, optimizer: Optimizer, master: bool
+    fd: FusionDefinition, layout: Layout, w: Handle, optimizer: Optimizer, master: bool
 ) -> _Slot:
-    """Define the optimizer state of a parameter, in the parameter's layout."""
-    layout = model.layout(node)
+    """Define the optimizer state of a parameter."""
     is_narrow = master and w.dtype.itemsize < torch.float32.itemsize
     dtype = torch.float32 if is_narrow else w.dtype
     slots = [
@@ -202,10 +217,11 @@ def _update(
     slot: _Slot,
     now: Handle | None,
     numbers: Mapping[str, Handle],
+    moved: Callable[..., Handle],
 ) -> None:
-    """Append the step of a parameter, written in place."""
+    """Append the step of a parameter, written in place; `moved(x)` puts it where its state is."""
     count = () if now is None else (now,)
-    wide = w if slot.master is None else slot.master
+    wide = moved(w) if slot.master is None else slot.master
     result = optimizer.call(wide, dw, *slot.state, *count, **numbers)
     new, *state = result if isinstance(result, tuple) else (result,)
     if len(state) < len(slot.state):
@@ -217,10 +233,10 @@ def _update(
     for x, old in zip(state, slot.state, strict=False):
         fd.add_output(x, reuse=old)
     if slot.master is not None:
-        fd.add_output(new.to(w.dtype), reuse=w)
+        fd.add_output(moved(new.to(w.dtype), True), reuse=w)
         fd.add_output(new, reuse=slot.master)
     else:
-        fd.add_output(new, reuse=w)
+        fd.add_output(moved(new, True), reuse=w)
 
 
 def trained_nodes(model: Model, frozen: Sequence[str] | None) -> list[Node]:
@@ -232,7 +248,7 @@ def trained_nodes(model: Model, frozen: Sequence[str] | None) -> list[Node]:
         DefinitionError: nothing is left to train.
         LayoutError: a pattern that matches no parameter.
     """
-    patterns = names_of(f"training_step of {model.captured.name}", "frozen", frozen)
+    patterns = given.names(f"training_step of {model.captured.name}", "frozen", frozen)
     of = model.captured.parameters
     alone = frozen is None and any(of[node].adapter is not None for node in model.parameters)
     names = [name for node in model.parameters for name in of[node].names]
