@@ -18,7 +18,8 @@ from mdfuse.frontend.importing.build import Model, check_known, constants_of
 from mdfuse.frontend.importing.capture import ExportedModule, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.place import Patterns, Placed
-from mdfuse.mesh import as_mesh
+from mdfuse.frontend.importing.staged import given_meshes, in_stages, patterns_by_mesh
+from mdfuse.mesh import DeviceMesh
 from mdfuse.plan.progress import stage
 
 
@@ -27,7 +28,8 @@ def from_torch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    mesh: Any,
+    mesh: Any = None,
+    stages: Sequence[Any] | None = None,
     layouts: Mapping[str, Any] | None = None,
     blocks: Mapping[str, Any] | None = None,
     gather: Sequence[str] = (),
@@ -43,6 +45,9 @@ def from_torch(
         args, kwargs: what `forward` is called with; of tensors (or `TensorSpec`s) only shapes and
             dtypes count, everything else is a constant of the program.
         mesh: where all of it lives.
+        stages: instead of mesh, that of each stage: `[mesh_a, mesh_b]` for equal parts, or
+            `[(mesh_a, ["embed", "layers.0"]), (mesh_b, [...])]` with patterns of submodules.
+            Layouts say of each stage what it has axes for.
         layouts: pattern -> axis -> placement, for names of parameters, for inputs
             (`"input:ids"`, or `"input:0"`) and for outputs (`"output:logits"`, or `"output:0"`).
             Where several patterns match, the one without wildcards counts, then the one with the
@@ -62,26 +67,23 @@ def from_torch(
 
     Raises:
         DefinitionError: the module cannot be exported; it calls operations that cannot be imported:
-            all of them, with lines of the module.
+            all of them, with lines of the module; a submodule in no stage, or in several.
         LayoutError: a pattern that matches nothing, or does not fit; some that contradict.
 
     >>> import torch, mdfuse as mf
-    >>> from mdfuse import DeviceMesh, Shard
-    >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-    >>> x = torch.randn(3, 4)
-    >>> model = mf.from_torch(module, (x,), mesh=DeviceMesh.arange(tp=2), layouts={
-    ...     "0.*": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}})
-    >>> program = model.compile()
-    >>> [c.kind for c in program.communications]
+    >>> model = mf.from_torch(torch.nn.Linear(4, 8), (torch.zeros(3, 4),),
+    ...     mesh=mf.DeviceMesh.arange(tp=2), layouts={"weight": {"tp": mf.Shard(1)}})
+    >>> [c.kind for c in model.compile().communications]
     ['Allreduce']
-    >>> (y,) = mf.simulate(program, [*model.load(), x]).outputs
-    >>> torch.testing.assert_close(y, module(x).detach())
     """
     _check_dicts(layouts, kwargs, blocks, adapters, buffers)
-    patterns = Patterns(layouts or {}, as_mesh(mesh), given.names("from_torch", "gather", gather))
+    meshes = given_meshes(mesh, stages)
+    gathered = given.names("from_torch", "gather", gather)
+    patterns = patterns_by_mesh(layouts or {}, meshes, gathered)
     captured = _exported(module, args, kwargs, dynamic_shapes, adapters)
-    model = _model(captured, patterns, buffers or {}, blocks or {})
-    return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
+    model = in_stages(_model(captured, meshes[0], buffers or {}, gathered), stages, meshes)
+    model = _placed(model, patterns, blocks or {})
+    return ImportedModel(model, patterns[meshes[0]], given.names("from_torch", "skipped", skipped))
 
 
 def _exported(module: nn.Module, *how: Any) -> ExportedModule:
@@ -104,34 +106,41 @@ def _check_dicts(*values: object) -> None:
 @stage("reading the exported module")
 def _model(
     captured: ExportedModule,
-    patterns: Patterns,
+    mesh: DeviceMesh,
     buffers: Mapping[str, Tensor],
-    blocks: Mapping[str, Any],
+    gather: tuple[str, ...],
 ) -> Model:
     live = live_nodes(captured)
     check_known(captured, live)
     folded = Folded(captured, live, numbers_of(captured, buffers))
-    placed, outputs = _places(captured, patterns)
     constants = constants_of(live, folded)
     first = dict.fromkeys(constants.values())
-    model = Model(
+    return Model(
         captured=captured,
         live=live,
         folded=folded,
-        mesh=patterns.mesh,
-        placed=placed,
-        outputs=outputs,
+        mesh=mesh,
+        placed={},
+        outputs={},
         constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
         same={n: same for n, same in constants.items() if n is not same},
+        gather=gather,
     )
-    return replace(model, blocks=blocks_of(model, blocks), gather=patterns.gather)
+
+
+def _placed(
+    model: Model, patterns: Mapping[DeviceMesh, Patterns], blocks: Mapping[str, Any]
+) -> Model:
+    placed, outputs = _places(model, patterns)
+    model = replace(model, placed=placed, outputs=outputs)
+    return replace(model, blocks=blocks_of(model, blocks))
 
 
 def _places(
-    captured: ExportedModule, patterns: Patterns
+    model: Model, by_mesh: Mapping[DeviceMesh, Patterns]
 ) -> tuple[dict[Node, Placed], dict[int, Placed]]:
     """Return the placements that patterns give parameters and inputs, and outputs by position."""
-    placed: dict[Any, Placed] = {}
+    captured, placed = model.captured, dict[Any, Placed]()
     asked = [(n, p.names, n) for n, p in captured.parameters.items()]
     asked += [
         (n, (f"input:{name}", f"input:{i}"), n)
@@ -144,9 +153,11 @@ def _places(
         if o.place is not None
     ]
     for key, names, node in (*asked, *asked_outputs):
-        place = patterns.find(names, node.meta["val"].ndim)
+        mesh = model.layout(node).mesh if isinstance(key, Node) else model.last_mesh
+        place = by_mesh[mesh].find(names, node.meta["val"].ndim)
         if place is not None:
             placed[key] = place
+    patterns = next(iter(by_mesh.values()))
     patterns.check_used([name for _, names, _ in (*asked, *asked_outputs) for name in names])
     _place_adapters(captured, patterns, placed)
     outputs = {key: place for key, place in placed.items() if isinstance(key, int)}

@@ -89,7 +89,9 @@ class TrainingStep:
 
     @property
     def _is_split(self) -> bool:
-        """True if some state has another layout than its parameter."""
+        """True if some state has another layout than its parameter, or stages have parameters."""
+        if len({self.fusion.layout(name).mesh for name in self._weights}) > 1:
+            return True
         pairs = {**self._step.owners, **self._step.masters}.items()
         return any(self.fusion.layout(a) != self.fusion.layout(b) for a, b in pairs)
 
@@ -137,14 +139,21 @@ class TrainingStep:
         Raises:
             ProgramError: another number of them; parts of a rank that is not said.
         """
+        device = next((x.device for x in weights if x is not None), None)
+        return self._initial(weights, rank, device)
+
+    def _initial(
+        self, weights: Sequence[Tensor | None], rank: int | None, device: torch.device | None
+    ) -> dict[str, Tensor | None]:
+        """Return the initial state; see `state`."""
         known = self._named(weights)
         state: dict[str, Tensor | None] = {}
         step, values = self._step, self.fusion.values
-        is_outside = all(x is None for x in weights)
         for name in self._state_names:
             if name == COUNT and step.counts:
-                device = next((x.device for x in weights if x is not None), None)
                 zero = torch.zeros((), dtype=torch.float64, device=device)
+                mesh = self.fusion.layout(COUNT).mesh
+                is_outside = device is None if rank is None else rank not in mesh
                 state[name] = None if is_outside else zero
                 continue
             of = step.owners.get(name) or step.masters.get(name) or name
@@ -236,9 +245,12 @@ class TrainingStep:
         """
         known = self._named(weights)
         fixed = {n: x for n, x in known.items() if n not in {*self._state_names}}
-        rank = init(options).rank if self._is_split else None
-        step = Step(self.compile(options), self.state(weights, rank=rank))
-        return RunningStep(step, fixed, self._weights)
+        if self._is_split:
+            comm = init(options)
+            state = self._initial(weights, comm.rank, comm.device)
+        else:
+            state = self.state(weights)
+        return RunningStep(Step(self.compile(options), state), fixed, self._weights)
 
     def _named(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         hint = "pass what model.load() returned"

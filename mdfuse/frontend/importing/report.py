@@ -27,6 +27,8 @@ def report(
         f"{counted(len(model.constants), 'constant')}, {counted(len(captured.inputs), 'input')}, "
         f"{counted(sum(o.place is not None for o in captured.outputs), 'output')}"
     ]
+    if model.stages is not None:
+        lines += [f"  {line}" for line in model.stages.lines(model.parameters)]
     nobody = "0: others count, or it is unused"
     rows = [(p, _placements(model, patterns, p), _counted(names) or nobody)
             for p, names in patterns.matched.items()]  # fmt: skip

@@ -80,11 +80,21 @@ def state_layouts_of(
         shape = node.meta["val"].shape
         if match is None or not shape:  # a number is the same on all ranks
             continue
-        layout = _beside(model.layout(node), *match, of[node].name, len(shape))
+        place = _axes_of(model, node, match[1])
+        layout = _beside(model.layout(node), match[0], place, of[node].name, len(shape))
         if layout != model.layout(node).normalized(len(shape)):
             layouts[node] = layout
             patterns[match[0]].append(of[node].name)
     return StateLayouts(model, layouts, {p: tuple(n) for p, n in patterns.items()})
+
+
+def _axes_of(model: Model, node: Node, said: Any) -> Any:
+    """Return the placements along axes that the stage of a parameter has."""
+    if model.stages is None or not isinstance(said, Mapping):
+        return said
+    known = {a for mesh in model.stages.meshes for a in mesh.axes}
+    axes = model.stages.mesh(node).axes
+    return {a: p for a, p in said.items() if a in axes or a not in known}
 
 
 def _beside(w: Layout, pattern: str, said: Any, name: str, ndim: int) -> Layout:

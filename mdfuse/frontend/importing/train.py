@@ -21,8 +21,8 @@ from mdfuse.frontend.importing.build import Inputs, Model, record
 from mdfuse.frontend.importing.capture import Parameter
 from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.importing.place import unmatched
+from mdfuse.frontend.importing.staged import clipped_in_stages, everywhere, near
 from mdfuse.frontend.importing.state_layouts import state_layouts_of
-from mdfuse.frontend.optim import clip_by_global_norm
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.layouts.layout import Layout
@@ -112,13 +112,10 @@ def define_step(
 ) -> StepDefinition:
     """Define a step: see `ImportedModel.training_step`."""
     call = f"training_step of {model.captured.name}"
-    given.flag(call, "master", master, DefinitionError)
-    if loss is not None:
-        given.function(call, "loss", loss, "of the module's tensors, in their order")
+    _check_given(call, loss, master)
     extra = given.by_name(call, "extra", extra)
     trained = trained_nodes(model, frozen)
-    said = given.by_name(call, "state_layouts", state_layouts)
-    places = state_layouts_of(model, said, trained)
+    places = state_layouts_of(model, given.by_name(call, "state_layouts", state_layouts), trained)
     with FusionDefinition(name) as fd:
         inputs = model.define_inputs(fd)
         others = {key: _extra(fd, model, key, spec) for key, spec in extra.items()}
@@ -136,17 +133,18 @@ def define_step(
             key: _state(fd, places.layout(handles[key][1]), handles[key][0], optimizer, master)
             for key in gradients
         }
-        shown = [value, *extras]
+        shown = [everywhere(model, value), *extras]
         if clip is not None:
-            clipped, norm = clip_by_global_norm([*gradients.values()], clip)
-            gradients = dict(zip(gradients, clipped, strict=True))
+            nodes = [handles[key][1] for key in gradients]
+            gradients, norm = clipped_in_stages(model, nodes, gradients, clip)
             shown.append(norm)
         for x in shown:
             fd.add_output(x)
         now = None if count is None else count + 1
         for key, dw in gradients.items():
             w, node = handles[key]
-            _update(fd, optimizer, w, dw, slots[key], now, numbers, partial(places.moved, node))
+            steps = partial(near, model, node), partial(places.moved, node)
+            _update(fd, optimizer, w, dw, slots[key], now, numbers, *steps)
         if count is not None and now is not None:
             fd.add_output(now, reuse=count)
     owners = {x.name: key for key, slot in slots.items() for x in slot.state}
@@ -158,6 +156,12 @@ def define_step(
         masters=masters,
         counts=count is not None,
     )
+
+
+def _check_given(call: str, loss: object, master: object) -> None:
+    given.flag(call, "master", master, DefinitionError)
+    if loss is not None:
+        given.function(call, "loss", loss, "of the module's tensors, in their order")
 
 
 def _existing(model: Model, loss: Handle, of: Mapping[str, Handle]) -> dict[str, Handle]:
@@ -217,10 +221,15 @@ def _update(
     slot: _Slot,
     now: Handle | None,
     numbers: Mapping[str, Handle],
+    near: Callable[[Handle], Handle],
     moved: Callable[..., Handle],
 ) -> None:
-    """Append the step of a parameter, written in place; `moved(x)` puts it where its state is."""
-    count = () if now is None else (now,)
+    """Append the step of a parameter, written in place.
+
+    `near(x)` brings a number to its stage, `moved(x)` puts it where its state is.
+    """
+    count = () if now is None else (near(now),)
+    numbers = {name: near(x) for name, x in numbers.items()}
     wide = moved(w) if slot.master is None else slot.master
     result = optimizer.call(wide, dw, *slot.state, *count, **numbers)
     new, *state = result if isinstance(result, tuple) else (result,)
@@ -293,7 +302,7 @@ def _extra(fd: FusionDefinition, model: Model, name: str, spec: TensorSpec) -> H
             because="an extra input is described by its shape, dtype and layout",
             hint="mf.TensorSpec((4, 128), torch.int64, mesh, {axis: placement})",
         )
-    mesh = model.mesh if spec.mesh is None else as_mesh(spec.mesh)
+    mesh = model.last_mesh if spec.mesh is None else as_mesh(spec.mesh)
     return fd.define_tensor(
         spec.shape, spec.dtype, mesh, spec.layout, spec.order, spec.stride_order, name=name
     )
