@@ -46,8 +46,8 @@ def from_torch(
             dtypes count, everything else is a constant of the program.
         mesh: where all of it lives.
         stages: instead of mesh, that of each stage: `[mesh_a, mesh_b]` for equal parts, or
-            `[(mesh_a, ["embed", "layers.0"]), (mesh_b, [...])]` with patterns of submodules.
-            Layouts say of each stage what it has axes for.
+            `[(mesh_a, ["embed", "layers.0"]), …]` with patterns of submodules. Layouts say of each
+            stage what it has axes for.
         layouts: pattern -> axis -> placement, for names of parameters, for inputs
             (`"input:ids"`, or `"input:0"`) and for outputs (`"output:logits"`, or `"output:0"`).
             Where several patterns match, the one without wildcards counts, then the one with the
@@ -66,23 +66,22 @@ def from_torch(
         skipped: paths of a plan that lead nowhere, of `from_plan`, which `report()` lists.
 
     Raises:
-        DefinitionError: the module cannot be exported; it calls operations that cannot be imported:
-            all of them, with lines of the module; a submodule in no stage, or in several.
+        DefinitionError: the module cannot be exported; operations that cannot be imported, all of
+            them, with lines of the module; a submodule in no stage, or in several.
         LayoutError: a pattern that matches nothing, or does not fit; some that contradict.
 
     >>> import torch, mdfuse as mf
-    >>> model = mf.from_torch(torch.nn.Linear(4, 8), (torch.zeros(3, 4),),
+    >>> model = mf.from_torch(torch.nn.Linear(4, 6), (torch.zeros(1, 4),),
     ...     mesh=mf.DeviceMesh.arange(tp=2), layouts={"weight": {"tp": mf.Shard(1)}})
     >>> [c.kind for c in model.compile().communications]
     ['Allreduce']
     """
     _check_dicts(layouts, kwargs, blocks, adapters, buffers)
-    meshes = given_meshes(mesh, stages)
-    gathered = given.names("from_torch", "gather", gather)
+    meshes, gathered = given_meshes(mesh, stages), given.names("from_torch", "gather", gather)
     patterns = patterns_by_mesh(layouts or {}, meshes, gathered)
     captured = _exported(module, args, kwargs, dynamic_shapes, adapters)
-    model = in_stages(_model(captured, meshes[0], buffers or {}, gathered), stages, meshes)
-    model = _placed(model, patterns, blocks or {})
+    model = _model(captured, meshes[0], buffers or {}, gathered)
+    model = _placed(in_stages(model, stages, meshes), patterns, blocks or {})
     return ImportedModel(model, patterns[meshes[0]], given.names("from_torch", "skipped", skipped))
 
 

@@ -18,6 +18,7 @@ from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing.microbatches import BatchCut, inputs_of
+from mdfuse.frontend.importing.report import named
 from mdfuse.frontend.importing.train import COUNT, StepDefinition
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.boxes import boxes_of, within
@@ -121,6 +122,34 @@ class TrainingStep:
             schedule=cut.schedule,
             options=options,
         )
+
+    def report(self) -> str:
+        """Return a report of what is trained, in how many microbatches, and where states are.
+
+        `compile().explain()` says what that costs.
+
+        >>> import torch, mdfuse as mf
+        >>> split = {"dp": mf.Shard(0)}
+        >>> model = mf.from_torch(torch.nn.Linear(4, 2), (torch.ones(8, 4),),
+        ...                       mesh=mf.DeviceMesh.arange(dp=2), layouts={"input:0": split})
+        >>> step = model.training_step(lambda y: (y * y).mean(), optimizer=mf.optim.adamw,
+        ...                            microbatches=2, state_layouts={"*": split})
+        >>> print(step.report())
+        @Linear.step: 2 of 2 parameters and constants are trained
+          microbatches: 2, along dim 0 of input
+          state_layouts: * splits the state of 2: weight, bias
+        """
+        lines = [
+            f"@{self.fusion.name}: {len(self.trained)} of "
+            f"{counted(len(self._weights), 'parameter')} and constants are trained"
+        ]
+        if (cut := self._microbatches) is not None:
+            along = (f"dim {dim} of {name}" for name, dim in cut.batch.items())
+            schedule = f", schedule {cut.schedule}" if isinstance(cut.schedule, str) else ""
+            lines.append(f"microbatches: {cut.count}, along {listed([*along])}{schedule}")
+        for pattern, names in self._step.patterns.items():
+            lines.append(f"state_layouts: {pattern} splits the state of {named(names) or 'none'}")
+        return "\n  ".join(lines)
 
     def state(
         self, weights: Sequence[Tensor | None], *, rank: int | None = None

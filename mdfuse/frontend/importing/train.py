@@ -89,6 +89,8 @@ class StepDefinition:
         trained: names of updated parameters, on which the loss depends.
         owners: name of a state -> the name of the parameter that it belongs to.
         masters: name of an f32 copy -> its parameter.
+        counts: whether steps are counted.
+        patterns: pattern of `state_layouts=` -> the parameters whose state it splits.
     """
 
     definition: FusionDefinition
@@ -96,6 +98,7 @@ class StepDefinition:
     owners: Mapping[str, str]
     masters: Mapping[str, str]
     counts: bool
+    patterns: Mapping[str, tuple[str, ...]]
 
 
 def define_step(
@@ -155,6 +158,7 @@ def define_step(
         owners=owners,
         masters=masters,
         counts=count is not None,
+        patterns=places.patterns,
     )
 
 

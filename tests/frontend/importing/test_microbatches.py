@@ -162,3 +162,38 @@ def test_refused(how: dict[str, Any], match: str) -> None:
             **how,
         )
     assert error.value.hint
+
+
+def test_batch_norm_is_that_of_the_whole_batch() -> None:
+    """Statistics, and what is written of them, are those of all rows: a loop for each."""
+    module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, mesh = torch.randn(12, 5).double(), DeviceMesh.arange(dp=2)
+    model = mf.from_torch(module, (x,), mesh=mesh, layouts={"input:0": ROWS})
+    how = {"optimizer": partial(mf.optim.sgd, lr=1.0)}
+    step = model.training_step(lambda y: (y * y).mean(), microbatches=3, **how)
+    _, state = stepped(step, model, x)
+    wanted = accumulated(module, lambda m: m(x).pow(2).mean(), [()])
+    torch.testing.assert_close({n: state[n] for n in wanted}, wanted)
+    module(x)
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point():
+            torch.testing.assert_close(state[name], buffer)
+    assert "loops, one after the other" in step.compile().explain()
+
+
+def test_what_comes_once_is_explained() -> None:
+    x, mesh = torch.randn(8, 5), DeviceMesh.arange(fsdp=2)
+    split = {"fsdp": Shard(0)}
+    model = mf.from_torch(
+        Net(), (x,), mesh=mesh, layouts={"*": split, "input:0": split}, gather=["fsdp"]
+    )
+    step = model.training_step(
+        lambda y: (y * y).mean(), optimizer=partial(mf.optim.sgd, lr=1.0), microbatches=2
+    )
+    text = [line.strip() for line in step.compile().explain().splitlines()]
+    lines = [line for line in text if line.startswith("microbatches: ")]
+    assert lines == [
+        "microbatches: 4 gathers once, before them: 336 B on a rank stay until they are read last",
+        "microbatches: 5 values added up, 340 B on a rank; 5 reductions once, behind them",
+    ]
+    assert "microbatches: 2, along dim 0 of x" in step.report()
