@@ -43,9 +43,12 @@ class HandOvers:
 
     def read(self, node: Node, x: Any) -> Any:
         """Return the value of a node in the stage that is being recorded."""
-        if self._stages is None or self._stages.of.get(node, self.stage) == self.stage:
+        if self._stages is None:
             return x
-        return self._handed(x)
+        at = self._stages.of.get(node, self.stage)
+        is_given = node.op != "call_function"
+        same = self._stages.meshes[at] == self._stages.meshes[self.stage]
+        return x if at == self.stage or (is_given and same) else self._handed(x)
 
     def _handed(self, x: Any) -> Any:
         """Return a value, or several, on the mesh of the stage that is being recorded."""

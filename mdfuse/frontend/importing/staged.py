@@ -13,7 +13,7 @@ from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.build import Model
 from mdfuse.frontend.importing.place import Patterns
-from mdfuse.frontend.importing.stages import meshes_of, stages_of, together
+from mdfuse.frontend.importing.stages import ModelStages, meshes_of, stages_of, together
 from mdfuse.frontend.ops.views import set as set_
 from mdfuse.frontend.optim import clip_by_global_norm
 from mdfuse.layouts.layout import Layout
@@ -42,8 +42,43 @@ def in_stages(model: Model, stages: Sequence[Any] | None, meshes: tuple[DeviceMe
     if stages is None:
         return model
     known = {n: n for n in model.constants} | {**model.same}
-    of = stages_of(model.captured, model.live, known, stages, meshes)
-    return replace(model, mesh=together(meshes), stages=of)
+    placed = stages_of(model.captured, model.live, known, stages, meshes)
+    constants, of = {**model.constants}, {**placed.of}
+    for user in [n for n in model.live if n.op == "call_function"]:
+        for x in user.all_input_nodes:
+            if x in known:
+                user.replace_input_with(
+                    x, _on_mesh_of(model, placed, known[x], user, constants, of)
+                )
+    return replace(
+        model, mesh=together(meshes), stages=replace(placed, of=of), constants=constants, same={}
+    )
+
+
+def _on_mesh_of(
+    model: Model,
+    placed: ModelStages,
+    constant: Node,
+    user: Node,
+    constants: dict[Node, str],
+    of: dict[Node, int],
+) -> Node:
+    """Return a constant on the mesh of a node that reads it: a new one where there is none yet."""
+    mesh, name = placed.mesh(user), model.constants[constant]
+    if placed.mesh(constant) == mesh:
+        return constant
+    name = f"{name}.stage{placed.meshes.index(mesh)}"
+    node = next((n for n, known in constants.items() if known == name), None)
+    if node is None:
+        graph = model.captured.graph.graph
+        with graph.inserting_before(constant):
+            node = graph.create_node(
+                "get_attr", constant.name, name=f"{constant.name}_{mesh.ranks[0]}"
+            )
+        node.meta = dict(constant.meta)
+        model.folded.share(constant, node)
+        constants[node], of[node] = name, placed.meshes.index(mesh)
+    return node
 
 
 def patterns_by_mesh(

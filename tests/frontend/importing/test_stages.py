@@ -26,12 +26,12 @@ class Layer(nn.Module):
         self.norm, self.up, self.act = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9), nn.GELU()
         self.down = nn.Linear(9, WIDTH)
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        return x + self.down(self.act(self.up(self.norm(x)))) * bias
+    def forward(self, x: Tensor, bias: Tensor, mix: Tensor) -> Tensor:
+        return x + mix @ self.down(self.act(self.up(self.norm(x)))) * bias
 
 
 class Tiny(nn.Module):
-    """Layers between a table and a head that may be one; all layers read one value."""
+    """Layers between a table and a head that may be one; all read a value, and a constant."""
 
     def __init__(self, layers: int = 4, tied: bool = False) -> None:
         super().__init__()
@@ -45,8 +45,9 @@ class Tiny(nn.Module):
 
     def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
         x, bias = self.table(ids), weights.exp().unsqueeze(-1)
+        mix = torch.ones(LENGTH, LENGTH, dtype=x.dtype).tril().expand(len(ids), -1, -1)
         for n, layer in enumerate(self.layers):
-            x = layer(x, bias)
+            x = layer(x, bias, mix)
             if n == 1:
                 x = self.between(x)
         return self.head(self.norm(x)) * self.scale
@@ -121,6 +122,7 @@ def test_steps_are_those_of_torch(stages: Any, how: dict[str, Any], tied: bool) 
     if "microbatches" in how:
         assert step.compile().schedule.stages == len(stages)
     is_over = [c for c in step.compile().communications if c.source.mesh != c.destination.mesh]
+    assert not [c for c in is_over if c.shape == (8, LENGTH, LENGTH)]  # all have the constant
     gradient = [c for c in is_over if c.shape == (WORDS, WIDTH)]
     assert len(gradient) == (2 if tied and last != A else 0)  # the table there, its gradient back
 
@@ -158,7 +160,7 @@ def test_a_report_lists_stages_and_ranks_hold_their_own() -> None:
         "norm, head",
     ]
     held = [[w is not None for w in model.load(rank=r)] for r in (1, 2)]
-    assert [sum(x) for x in held] == [13, 16]
+    assert [sum(x) for x in held] == [14, 17]  # and a constant
     step = step_of(model, B)
     state = step.state(model.load(rank=1), rank=1)
     assert state["table.weight"] is not None and state["head.weight.v"] is None
