@@ -19,7 +19,8 @@ from mdfuse.frontend.importing.build import Model, check_known, constants_of
 from mdfuse.frontend.importing.capture import ExportedModule, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.place import Patterns, Placed
-from mdfuse.mesh import as_mesh
+from mdfuse.frontend.importing.staged import given_meshes, in_stages, patterns_by_mesh
+from mdfuse.mesh import DeviceMesh
 from mdfuse.plan.progress import stage
 
 
@@ -28,7 +29,8 @@ def from_torch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    mesh: Any,
+    mesh: Any = None,
+    stages: Sequence[Any] | None = None,
     layouts: Mapping[str, Any] | None = None,
     blocks: Mapping[str, Any] | None = None,
     gather: Sequence[str] = (),
@@ -44,6 +46,9 @@ def from_torch(
         args, kwargs: what `forward` is called with; of tensors (or `TensorSpec`s) only shapes and
             dtypes count, everything else is a constant of the program.
         mesh: where all of it lives.
+        stages: instead of mesh, that of each stage: `[mesh_a, mesh_b]` for equal parts, or
+            `[(mesh_a, ["embed", "layers.0"]), …]` with patterns of submodules. Layouts say of each
+            stage what it has axes for.
         layouts: pattern -> axis -> placement, for names of parameters, for inputs (`"input:ids"`,
             `"input:0"`), for outputs (`"output:logits"`, `"output:0"`), and, word by word, for
             tensors that submodules return (`"activation:layers.*"`) or take
@@ -62,27 +67,24 @@ def from_torch(
         skipped: paths of a plan that lead nowhere, of `from_plan`, which `report()` lists.
 
     Raises:
-        DefinitionError: the module cannot be exported; it calls operations that cannot be imported:
-            all of them, with lines of the module.
+        DefinitionError: the module cannot be exported; operations that cannot be imported, all of
+            them, with lines of the module; a submodule in no stage, or in several.
         LayoutError: a pattern that matches nothing, or does not fit; some that contradict.
 
     >>> import torch, mdfuse as mf
-    >>> from mdfuse import DeviceMesh, Shard
-    >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-    >>> x = torch.randn(3, 4)
-    >>> model = mf.from_torch(module, (x,), mesh=DeviceMesh.arange(tp=2), layouts={
-    ...     "0.*": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}})
-    >>> program = model.compile()
-    >>> [c.kind for c in program.communications]
+    >>> model = mf.from_torch(torch.nn.Linear(4, 6), (torch.zeros(1, 4),),
+    ...     mesh=mf.DeviceMesh.arange(tp=2), layouts={"weight": {"tp": mf.Shard(1)}})
+    >>> [c.kind for c in model.compile().communications]
     ['Allreduce']
-    >>> (y,) = mf.simulate(program, [*model.load(), x]).outputs
-    >>> torch.testing.assert_close(y, module(x).detach())
     """
     _check_dicts(layouts, kwargs, blocks, adapters, buffers)
-    patterns = Patterns(layouts or {}, as_mesh(mesh), given.names("from_torch", "gather", gather))
-    captured = _exported(module, patterns, args, kwargs, dynamic_shapes, adapters)
-    model = _model(captured, patterns, buffers or {}, blocks or {})
-    return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
+    meshes, gathered = given_meshes(mesh, stages), given.names("from_torch", "gather", gather)
+    patterns = patterns_by_mesh(layouts or {}, meshes, gathered)
+    first = patterns[meshes[0]]
+    captured = _exported(module, first, args, kwargs, dynamic_shapes, adapters)
+    model = _model(captured, meshes[0], buffers or {}, gathered)
+    model = _placed(in_stages(model, stages, meshes), patterns, blocks or {})
+    return ImportedModel(model, first, given.names("from_torch", "skipped", skipped))
 
 
 def _exported(module: nn.Module, patterns: Patterns, *how: Any) -> ExportedModule:
@@ -107,35 +109,44 @@ def _check_dicts(*values: object) -> None:
 @stage("reading the exported module")
 def _model(
     captured: ExportedModule,
-    patterns: Patterns,
+    mesh: DeviceMesh,
     buffers: Mapping[str, Tensor],
-    blocks: Mapping[str, Any],
+    gather: tuple[str, ...],
 ) -> Model:
     live = live_nodes(captured)
     check_known(captured, live)
     folded = Folded(captured, live, numbers_of(captured, buffers))
-    placed, outputs = _places(captured, patterns)
     constants = constants_of(live, folded)
     first = dict.fromkeys(constants.values())
-    model = Model(
+    return Model(
         captured=captured,
         live=live,
         folded=folded,
-        mesh=patterns.mesh,
-        placed=placed,
-        passed=places_of(patterns, captured.passed, live, captured.module),
-        outputs=outputs,
+        mesh=mesh,
+        placed={},
+        outputs={},
         constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
         same={n: same for n, same in constants.items() if n is not same},
+        gather=gather,
     )
-    return replace(model, blocks=blocks_of(model, blocks), gather=patterns.gather)
+
+
+def _placed(
+    model: Model, patterns: Mapping[DeviceMesh, Patterns], blocks: Mapping[str, Any]
+) -> Model:
+    placed, outputs = _places(model, patterns)
+    captured = model.captured
+    mesh_of = model.mesh_of
+    passed = places_of(patterns, mesh_of, captured.passed, model.live, captured.module)
+    model = replace(model, placed=placed, outputs=outputs, passed=passed)
+    return replace(model, blocks=blocks_of(model, blocks))
 
 
 def _places(
-    captured: ExportedModule, patterns: Patterns
+    model: Model, by_mesh: Mapping[DeviceMesh, Patterns]
 ) -> tuple[dict[Node, Placed], dict[int, Placed]]:
     """Return the placements that patterns give parameters and inputs, and outputs by position."""
-    placed: dict[Any, Placed] = {}
+    captured, placed = model.captured, dict[Any, Placed]()
     asked = [(n, p.names, n) for n, p in captured.parameters.items()]
     asked += [
         (n, (f"input:{name}", f"input:{i}"), n)
@@ -148,9 +159,11 @@ def _places(
         if o.place is not None
     ]
     for key, names, node in (*asked, *asked_outputs):
-        place = patterns.find(names, node.meta["val"].ndim)
+        mesh = model.mesh_of(node) if isinstance(key, Node) else model.last_mesh
+        place = by_mesh[mesh].find(names, node.meta["val"].ndim)
         if place is not None:
             placed[key] = place
+    patterns = next(iter(by_mesh.values()))
     patterns.check_used([name for _, names, _ in (*asked, *asked_outputs) for name in names])
     _place_adapters(captured, patterns, placed)
     outputs = {key: place for key, place in placed.items() if isinstance(key, int)}

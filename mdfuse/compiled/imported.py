@@ -14,7 +14,7 @@ from mdfuse.compiled.all_or_none import check_communicator, save_together, toget
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options
-from mdfuse.errors import DefinitionError, ProgramError
+from mdfuse.errors import ProgramError
 from mdfuse.files import as_path
 from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
@@ -24,6 +24,7 @@ from mdfuse.frontend.importing import save as saving
 from mdfuse.frontend.importing.build import Model, record
 from mdfuse.frontend.importing.called import called
 from mdfuse.frontend.importing.gathers import warnings_of
+from mdfuse.frontend.importing.microbatches import microbatches_of
 from mdfuse.frontend.importing.place import Patterns, nearest
 from mdfuse.frontend.importing.report import report
 from mdfuse.frontend.importing.train import Optimizer, define_step
@@ -31,6 +32,7 @@ from mdfuse.frontend.spec import TensorSpec
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Layout
 from mdfuse.names import as_name
+from mdfuse.pipelines.schedules import Schedule
 from mdfuse.plan.progress import progress
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.trees import flattened, unflattened
@@ -198,15 +200,18 @@ class ImportedModel:
         clip: float | None = None,
         master: bool = False,
         skip_nonfinite: bool = False,
+        microbatches: int = 1,
+        batch: Mapping[str, int] | None = None,
+        schedule: str | Schedule | None = None,
+        state_layouts: Mapping[str, Any] | None = None,
     ) -> TrainingStep:
         """Define a step of training: forward, loss, backward and update are one program.
-
-        Parameters on which the loss does not depend are not updated, and have no state.
 
         Args:
             loss: a function of the module's tensors, in their order, and of the extra inputs by
                 name; it returns the loss, or a tuple of the loss and other values to return. By
-                default the `loss` that the module returns, or its only result.
+                default the `loss` that the module returns, or its only result. Parameters on which
+                it does not depend are not updated, and have no state.
             optimizer: `mf.optim.adamw` or the like: a function (w, dw, *state, **numbers) that
                 returns (w, *state). Numbers are bound by `functools.partial`; those that are
                 needed and not bound, as `lr`, are inputs of each run. `step` is counted.
@@ -217,6 +222,11 @@ class ImportedModel:
             master: keeps parameters of 16 bits in f32 besides.
             skip_nonfinite: where a gradient has an inf or NaN on some rank, parameters, state and
                 the count of steps stay as they are; whether they did is returned last, a bool.
+            microbatches: in how many equal parts each rank takes its rows of the batch.
+            batch: input -> its dim that is the batch's; by default the first of the first argument.
+            schedule: of microbatches through the stages of the import, as `mf.pipeline` takes it.
+            state_layouts: pattern of parameters -> axis -> placement, of masters, moments and
+                gradients where parameters have others: `{"*": {"dp": mf.Shard(0)}}` is ZeRO.
 
         Returns:
             The step, not yet compiled; its loss is a tensor of no dims. `TrainingStep` has an
@@ -224,26 +234,23 @@ class ImportedModel:
 
         Raises:
             DefinitionError: a loss that is none, nothing to train, no parameter on which the loss
-                depends, an op without a gradient.
-            LayoutError: a pattern that matches nothing.
+                depends, an op without a gradient; a batch that is not so many equal parts.
+            LayoutError: a pattern that matches nothing, or does not fit.
         """
-        call = f"training_step of {self.model.captured.name}"
-        given.flag(call, "master", master, DefinitionError)
-        given.flag(call, "skip_nonfinite", skip_nonfinite, DefinitionError)
-        if loss is not None:
-            given.function(call, "loss", loss, "of the module's tensors, in their order")
         step = define_step(
             self.model,
             loss,
-            given.by_name(call, "extra", extra),
+            extra,
             Optimizer.of(optimizer),
             frozen=frozen,
             clip=clip,
             master=master,
             skip_nonfinite=skip_nonfinite,
             name=f"{self.definition.name}.step",
+            state_layouts=state_layouts,
         )
-        return TrainingStep(step, self.model.weight_names())
+        cut = microbatches_of(self.model, step, microbatches, batch, schedule)
+        return TrainingStep(step, self.model.weight_names(), cut)
 
     # -- arguments and results -------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from mdfuse.compiled import overlap
 from mdfuse.compiled.advice import advice
 from mdfuse.compiled.autotune import Trial
 from mdfuse.compiled.backend_report import between_carriers, elsewhere, staging
+from mdfuse.compiled.microbatch_lines import microbatch_lines
 from mdfuse.compiled.overlap import OverlapDecisions
 from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
@@ -49,7 +50,6 @@ from mdfuse.runs.extents import (
 )
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init
-from mdfuse.seeing.report.numbers import size_text
 from mdfuse.torch_private import untraced
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class Program:
         posts = posts or ["no communication: every operand is where it is needed"]
         fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
         lines += [f"  {line}" for line in (*posts, *advice(fusion, self.options))]
-        lines += [f"  {line}" for line in _stages(self.host, self.schedule)]
+        lines += [f"  {line}" for line in microbatch_lines(self.host, self.schedule)]
         lines += [f"  overlap: {line}" for line in self._overlap_told()]
         lines += [f"  {line}" for line in _streams(self.host)]
         lines += [f"  {line}" for line in between_carriers(self.host, self.options)]
@@ -363,21 +363,6 @@ def headline(program: Program) -> str:
     """Return a program's name and its size."""
     segments = counted(len(program.segments), "segment")
     return f"@{program.host.name}: {segments}, {counted(len(program.host), 'instruction')}"
-
-
-def _stages(host: HostProgram, schedule: Schedule | None) -> Iterator[str]:
-    """Yield a line on each rank group of a pipeline; its idle time is by unit costs."""
-    if schedule is None:
-        return
-    from mdfuse.seeing.rank_classes import rank_classes
-    from mdfuse.seeing.rank_groups import rank_groups
-
-    for g in rank_groups(host, schedule, rank_classes(host)):
-        stages = f"stage{'s' * (len(g.stages) > 1)} {', '.join(map(str, g.stages))}"
-        yield (
-            f"{schedule.name} on {g.name}: {stages}, idle {100 * g.bubble:.0f} %, live {g.live}, "
-            f"{size_text(g.peak)} on a rank"
-        )
 
 
 def _streams(host: HostProgram) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.compiled.pipeline import pipeline
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.step import Step
 from mdfuse.compiled.step_stats import StepMeter, StepStats, flops_of
@@ -16,8 +17,12 @@ from mdfuse.config import Options
 from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
+from mdfuse.frontend.importing import load as loading
+from mdfuse.frontend.importing.microbatches import BatchCut, inputs_of
+from mdfuse.frontend.importing.report import named
 from mdfuse.frontend.importing.train import COUNT, StepDefinition
 from mdfuse.ir.graph import Fusion
+from mdfuse.layouts.boxes import boxes_of, within
 from mdfuse.layouts.sharding import shard_tensor
 from mdfuse.runtime.communicator import init
 
@@ -56,8 +61,13 @@ class TrainingStep:
     True
     """
 
-    def __init__(self, step: StepDefinition, weights: Sequence[str]) -> None:
-        self._step = step
+    def __init__(
+        self,
+        step: StepDefinition,
+        weights: Sequence[str],
+        microbatches: BatchCut | None = None,
+    ) -> None:
+        self._step, self._microbatches = step, microbatches
         self._weights = tuple(weights)
         self.definition: FusionDefinition = step.definition
 
@@ -78,8 +88,15 @@ class TrainingStep:
         Tensors of the module's arguments come first, then what the loss takes besides, then numbers
         of the optimizer, as `lr`, which are tensors of no dims.
         """
-        known = {*self._weights, *self._state_names}
-        return tuple(name for name in self.fusion.inputs if name not in known)
+        return inputs_of(self.fusion, self._weights)
+
+    @property
+    def _is_split(self) -> bool:
+        """True if some state has another layout than its parameter, or stages have parameters."""
+        if len({self.fusion.layout(name).mesh for name in self._weights}) > 1:
+            return True
+        pairs = {**self._step.owners, **self._step.masters}.items()
+        return any(self.fusion.layout(a) != self.fusion.layout(b) for a, b in pairs)
 
     @property
     def skips_nonfinite(self) -> bool:
@@ -91,7 +108,7 @@ class TrainingStep:
         return [*self.fusion.reuse.values()]
 
     def compile(self, options: Options | None = None) -> Program:
-        """Return the program of the step, as `mf.compile` does.
+        """Return the program of the step, as `mf.compile` does, or `mf.pipeline` in microbatches.
 
         Args:
             options: by default those of the environment.
@@ -102,32 +119,82 @@ class TrainingStep:
         Raises:
             LoweringError: no program for these layouts, with the line.
         """
-        return compile(self.definition, options)
+        cut = self._microbatches
+        if cut is None:
+            return compile(self.definition, options)
+        return pipeline(
+            self.definition,
+            microbatches=cut.count,
+            batch=cut.batch,
+            schedule=cut.schedule,
+            options=options,
+        )
 
-    def state(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    def report(self) -> str:
+        """Return a report of what is trained, in how many microbatches, and where states are.
+
+        `compile().explain()` says what that costs.
+
+        >>> import torch, mdfuse as mf
+        >>> split = {"dp": mf.Shard(0)}
+        >>> model = mf.from_torch(torch.nn.Linear(4, 2), (torch.ones(8, 4),),
+        ...                       mesh=mf.DeviceMesh.arange(dp=2), layouts={"input:0": split})
+        >>> step = model.training_step(lambda y: (y * y).mean(), optimizer=mf.optim.adamw,
+        ...                            microbatches=2, state_layouts={"*": split})
+        >>> print(step.report())
+        @Linear.step: 2 of 2 parameters and constants are trained
+          microbatches: 2, along dim 0 of input
+          state_layouts: * splits the state of 2: weight, bias
+        """
+        lines = [
+            f"@{self.fusion.name}: {len(self.trained)} of "
+            f"{counted(len(self._weights), 'parameter')} and constants are trained"
+        ]
+        if (cut := self._microbatches) is not None:
+            along = (f"dim {dim} of {name}" for name, dim in cut.batch.items())
+            schedule = f", schedule {cut.schedule}" if isinstance(cut.schedule, str) else ""
+            lines.append(f"microbatches: {cut.count}, along {listed([*along])}{schedule}")
+        for pattern, names in self._step.patterns.items():
+            lines.append(f"state_layouts: {pattern} splits the state of {named(names) or 'none'}")
+        return "\n  ".join(lines)
+
+    def state(
+        self, weights: Sequence[Tensor | None], *, rank: int | None = None
+    ) -> dict[str, Tensor | None]:
         """Return the initial state by name: the parameters, and the optimizer's state as zeros.
 
         Args:
             weights: as `model.load` returned them, wholes or a rank's parts; they are copied.
+            rank: whose parts they are; needed where `state_layouts=` split the state further.
 
         Returns:
-            name -> tensor, of the shape of what is passed for the parameter; None where this rank
-            has none of it. The count of steps is one number of f64; masters are f32.
+            name -> tensor, of the shape of what is passed for the parameter, or with a rank of its
+            part of the state; None where this rank has none of it. The count of steps is one number
+            of f64; masters are f32.
 
         Raises:
-            ProgramError: another number of them.
+            ProgramError: another number of them; parts of a rank that is not said.
         """
+        device = next((x.device for x in weights if x is not None), None)
+        return self._initial(weights, rank, device)
+
+    def _initial(
+        self, weights: Sequence[Tensor | None], rank: int | None, device: torch.device | None
+    ) -> dict[str, Tensor | None]:
+        """Return the initial state; see `state`."""
         known = self._named(weights)
         state: dict[str, Tensor | None] = {}
         step, values = self._step, self.fusion.values
-        is_outside = all(x is None for x in weights)
         for name in self._state_names:
             if name == COUNT and step.counts:
-                device = next((x.device for x in weights if x is not None), None)
                 zero = torch.zeros((), dtype=torch.float64, device=device)
+                mesh = self.fusion.layout(COUNT).mesh
+                is_outside = device is None if rank is None else rank not in mesh
                 state[name] = None if is_outside else zero
                 continue
-            x = known[step.owners.get(name) or step.masters.get(name) or name]
+            of = step.owners.get(name) or step.masters.get(name) or name
+            x = known[of]
+            x = None if x is None else part_of_state(self.fusion, name, of, x, rank)
             if x is None:
                 state[name] = None
             elif name in step.owners:
@@ -214,8 +281,12 @@ class TrainingStep:
         """
         known = self._named(weights)
         fixed = {n: x for n, x in known.items() if n not in {*self._state_names}}
-        step = Step(self.compile(options), self.state(weights))
-        return RunningStep(step, fixed, self._weights, self)
+        if self._is_split:
+            comm = init(options)
+            state = self._initial(weights, comm.rank, comm.device)
+        else:
+            state = self.state(weights)
+        return RunningStep(Step(self.compile(options), state), fixed, self._weights, self)
 
     def shard(self, *batch: Tensor, rank: int) -> list[Tensor | None]:
         """Return a rank's parts of a batch: of wholes views, and parts as they are.
@@ -277,6 +348,35 @@ def _part_of_batch(fusion: Fusion, name: str, x: Tensor, rank: int) -> Tensor | 
         + (f"{[*part]}" if part is not None else "is none"),
         hint=f"cut, or fill up, the batch to {[*value.shape]}",
     )
+
+
+def part_of_state(fusion: Fusion, name: str, of: str, x: Tensor, rank: int | None) -> Tensor:
+    """Return the part of a parameter that a state of it is a part of.
+
+    Args:
+        fusion: with the layouts of both.
+        name: of the state.
+        of: the parameter.
+        x: it, as a whole or a rank's part.
+        rank: which; None: x is the whole.
+
+    Raises:
+        ProgramError: x is a part, and no rank is said.
+    """
+    layout, held, shape = fusion.layout(name), fusion.layout(of), fusion.values[of].shape
+    if layout == held:
+        return x
+    if rank is None and tuple(x.shape) == tuple(shape):
+        return x
+    if rank is None:
+        raise ProgramError(
+            f"state of @{fusion.name}: {of} of the shape {list(x.shape)}, a part of {list(shape)}",
+            because=f"{name} lies as {layout}, and the parameter as {held}",
+            hint="step.state(weights, rank=comm.rank)",
+        )
+    rows = held.rows(shape, rank)
+    boxes = tuple(boxes_of(layout.rows(shape, rank)))
+    return loading.joined(boxes, lambda box: loading.part_of(x, within(box, rows)))
 
 
 class RunningStep:

@@ -174,6 +174,12 @@ def clip_by_global_norm(
     Raises:
         DefinitionError: no gradients, or one that is no floating tensor.
     """
+    factor, norm = clip_factor(gradients, max_norm)
+    return tuple(back(scaled(g, factor), g) for g in gradients), norm
+
+
+def clip_factor(gradients: Sequence[Handle], max_norm: Number) -> tuple[Handle, Handle]:
+    """Return min(1, max_norm / norm), and the norm; see `clip_by_global_norm`."""
     if not gradients or not all(
         isinstance(g, Handle) and g.dtype.is_floating_point for g in gradients
     ):
@@ -188,8 +194,12 @@ def clip_by_global_norm(
     for square in squares[1:]:
         total = total + square
     norm = ROWS["sqrt"](total)
-    factor = clamp(max_norm / (norm + 1e-6), None, 1.0)
-    return tuple(_times(g, factor) for g in gradients), norm
+    return clamp(max_norm / (norm + 1e-6), None, 1.0), norm
+
+
+def scaled(g: Handle, factor: Handle) -> Handle:
+    """Return a gradient times a factor, in at least f32; a missing one as it is."""
+    return g if g.fact.is_missing else in_f32(g) * factor
 
 
 @dataclass(frozen=True)
@@ -300,10 +310,6 @@ def all_finite(gradients: Sequence[Handle]) -> Handle:
     there = [g for g in gradients if not g.fact.is_missing] or gradients
     zeros = [sum_of(in_f32(g) * 0.0) for g in there]
     return ROWS["isfinite"](reduce(lambda a, b: a + b, zeros))
-
-
-def _times(g: Handle, factor: Handle) -> Handle:
-    return g if g.fact.is_missing else back(in_f32(g) * factor, g)
 
 
 def _check(name: str, w: Handle, *others: Handle) -> None:

@@ -8,7 +8,7 @@ outside. The exported function returns the aliases besides its results, which na
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from mdfuse.errors import LayoutError, counted, listed
 from mdfuse.frontend.importing.place import Patterns, Placed
 from mdfuse.frontend.importing.submodules import SubmoduleCall, Submodules
+from mdfuse.mesh import DeviceMesh
 from mdfuse.torch_private import pytree
 from mdfuse.trees import key_text
 
@@ -164,12 +165,17 @@ def argument_names(module: nn.Module, count: int) -> list[str]:
 
 
 def places_of(
-    patterns: Patterns, passed: Iterable[PassedTensor], live: Mapping[Node, None], module: nn.Module
+    by_mesh: Mapping[DeviceMesh, Patterns],
+    mesh_of: Callable[[Node], DeviceMesh],
+    passed: Iterable[PassedTensor],
+    live: Mapping[Node, None],
+    module: nn.Module,
 ) -> dict[Node, Placed]:
     """Return the placements that patterns give what calls of submodules take and return.
 
     Args:
-        patterns: all of them.
+        by_mesh: all patterns, for each mesh.
+        mesh_of: returns the mesh of a node.
         passed: the tensors.
         live: nodes that runs compute; others are known, or nothing reads them.
         module: whose submodules they are.
@@ -181,10 +187,11 @@ def places_of(
     of_calls = [*passed]
     computed = {x.node: x for x in of_calls if x.node is not None and x.node in live}
     for node, x in computed.items():
-        place = patterns.find(x.patterns, node.meta["val"].ndim, str(x))
+        place = by_mesh[mesh_of(node)].find(x.patterns, node.meta["val"].ndim, str(x))
         if place is not None:
             placed[node] = place
     names = [name for x in computed.values() for name in x.patterns]
+    patterns = next(iter(by_mesh.values()))
     for pattern, kind, path in patterns.of_submodules():
         if not patterns.is_used(pattern, names):
             raise _no_tensor(pattern, kind, path, of_calls, module)

@@ -22,11 +22,13 @@ from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.constants import Distinct, as_value, is_made
 from mdfuse.frontend.importing.drawn import RecordingContext, draws
 from mdfuse.frontend.importing.fold import Folded
+from mdfuse.frontend.importing.handovers import HandOvers
 from mdfuse.frontend.importing.indices import ramp_of
 from mdfuse.frontend.importing.joined import GROUPED, RULES, JoinedTensors
 from mdfuse.frontend.importing.lines import called_at, line_of
 from mdfuse.frontend.importing.place import Placed
 from mdfuse.frontend.importing.routes import leaves
+from mdfuse.frontend.importing.stages import ModelStages
 from mdfuse.frontend.importing.table import (
     BY_VALUE,
     IGNORED,
@@ -52,7 +54,7 @@ class Model:
         captured: the graph.
         live: its nodes that depend on inputs or parameters, in order.
         folded: the values of nodes that are not live.
-        mesh: the mesh of all values.
+        mesh: the mesh of all values; of several stages, all ranks.
         placed: placeholder -> its layout; placeholders without an entry are replicated.
         passed: node of what a call of a submodule takes or returns -> its layout.
         outputs: position of a result -> its layout; other results have inferred layouts.
@@ -60,6 +62,7 @@ class Model:
         same: node -> the constant with an equal value.
         blocks: placeholder of a parameter in blocks -> the dim, and their extents.
         gather: axes along which parameters are gathered before they are read.
+        stages: on which meshes nodes are computed, where these are several.
     """
 
     captured: ExportedModule
@@ -73,6 +76,7 @@ class Model:
     same: Mapping[Node, Node] = field(default_factory=dict)
     blocks: Mapping[Node, Blocks] = field(default_factory=dict)
     gather: tuple[str, ...] = ()
+    stages: ModelStages | None = None
 
     @property
     def parameters(self) -> list[Node]:
@@ -131,7 +135,18 @@ class Model:
 
     def layout(self, node: Node) -> Layout:
         """Return the layout of a parameter, a constant or an argument."""
-        return self.placed[node].layout if node in self.placed else Layout(self.mesh)
+        if node in self.placed:
+            return self.placed[node].layout
+        return Layout(self.mesh_of(node))
+
+    def mesh_of(self, node: Node) -> DeviceMesh:
+        """Return the mesh of a node's stage."""
+        return self.mesh if self.stages is None else self.stages.mesh(node)
+
+    @property
+    def last_mesh(self) -> DeviceMesh:
+        """The mesh of the module's results, and of its loss."""
+        return self.mesh if self.stages is None else self.stages.meshes[-1]
 
     def parts(self, node: Node, name: str) -> list[tuple[str, tuple[int, ...], int]]:
         """Return name, shape and start along the blocks' dim of each input of a node."""
@@ -164,11 +179,15 @@ class Model:
             boxes.append(tuple(boxes_of(rows)))
         return boxes
 
-    def gathered(self, node: Node, x: Handle | JoinedTensors) -> Handle | JoinedTensors:
-        """Gather a parameter along the `gather` axes; the backward gathers it again."""
+    def gathered(
+        self, node: Node, x: Handle | JoinedTensors, layout: Layout
+    ) -> Handle | JoinedTensors:
+        """Gather a parameter that lies so along the `gather` axes; the backward does so again."""
+        if node not in self.placed:
+            return x
         if isinstance(x, JoinedTensors):
-            return x.mapped(lambda part: self._brought(node, part))
-        return self._brought(node, x)
+            return x.mapped(lambda part: self._brought(layout, part))
+        return self._brought(layout, x)
 
     def parts_of_rows(self, node: Node) -> int:
         """Return the number of ranks that split the first dim of a parameter where it is read."""
@@ -176,9 +195,9 @@ class Model:
         split = [a for a in layout.mesh.axes if a not in self.gather]
         return math.prod(layout.mesh.axis_size(a) for a in split if layout.placement(a) == Shard(0))
 
-    def _brought(self, node: Node, x: Handle) -> Handle:
-        layout = self.placed[node].layout if node in self.placed else None
-        if layout is None or not any(isinstance(layout.placement(a), Shard) for a in self.gather):
+    def _brought(self, layout: Layout, x: Handle) -> Handle:
+        axes = [a for a in self.gather if a in layout.mesh.axes]
+        if not any(isinstance(layout.placement(a), Shard) for a in axes):
             return x
         placements = {a: p for a, p in zip(layout.mesh.axes, layout.placements, strict=True)
                 if a not in self.gather}  # fmt: skip
@@ -314,12 +333,14 @@ def record(model: Model, inputs: Inputs) -> list[Any]:
         if node.op == "call_function":
             recording.keep(node, recording.call(node))
     for buffer, node in model.captured.written:
+        recording.handed.enter(buffer)
         new = whole(recording.read(node))
         if not isinstance(new, Handle):
             new = as_value(new)
         old = whole(recording.known[buffer])
         new.definition.add_output(set_(new).on(model.layout(buffer)), reuse=old)
     results: list[Any] = []
+    recording.handed.enter(None)
     for place, node in enumerate(model.captured.results):
         x = whole(recording.read(node))
         if x is None:
@@ -355,8 +376,9 @@ class _Recording:
         self.model, self.views = model, Views()
         self.context = RecordingContext(inputs.seed)
         self.known: dict[Node, Any] = {**given, **{n: given[m] for n, m in model.same.items()}}
-        self._gathered: dict[Node, Any] = {}
-        self._made: dict[int, Handle] = {}
+        self.handed = HandOvers(model.stages)
+        self._gathered: dict[tuple[Node, int], Any] = {}
+        self._made: dict[tuple[int, int], Handle] = {}
         self._parts: dict[int, int] = {}
         self._constants: dict[int, Any] = {
             x.id: model.folded[n] for n in model.constants if isinstance(x := given[n], Handle)
@@ -368,12 +390,15 @@ class _Recording:
         if node not in self.known:
             return self.model.folded[node]
         if node not in self.model.captured.parameters:
-            return self.known[node]
-        if node not in self._gathered:
-            gathered = self._gathered[node] = self.model.gathered(node, self.known[node])
+            return self.handed.read(node, self.known[node])
+        key = node, self.handed.stage
+        if key not in self._gathered:
+            there = self.handed.read(node, self.known[node])
+            layout = self.handed.layout(self.model.layout(node))
+            gathered = self._gathered[key] = self.model.gathered(node, there, layout)
             for x in gathered.parts if isinstance(gathered, JoinedTensors) else [gathered]:
                 self._parts[x.id] = self.model.parts_of_rows(node)
-        return self._gathered[node]
+        return self._gathered[key]
 
     def keep(self, node: Node, value: Any) -> None:
         """Note the value of a node, and the number of ranks that split experts' matrices."""
@@ -393,6 +418,7 @@ class _Recording:
 
     def call(self, node: Node) -> Any:
         """Record a node, from its line in the module."""
+        self.handed.enter(node)
         args, kwargs = map_arg((node.args, node.kwargs), self.read)
         if str(node.target) == "aten.index.Tensor":
             asked: Any = node.args[1]
@@ -466,6 +492,7 @@ class _Recording:
         """Return a known tensor as a value, made once."""
         if not isinstance(x, Tensor):
             return x
-        if id(x) not in self._made:
-            self._made[id(x)] = as_value(x)
-        return self._made[id(x)]
+        key = id(x), self.handed.stage
+        if key not in self._made:
+            self._made[key] = as_value(x)
+        return self._made[key]

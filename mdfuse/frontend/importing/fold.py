@@ -87,6 +87,10 @@ class Folded:
                 self._known[step] = self._run_once(step)
         return self._known[node]
 
+    def share(self, node: Node, new: Node) -> None:
+        """Give a new node the value of another one."""
+        self._known[new] = self[node]
+
     def _before(self, node: Node) -> list[Node]:
         """Return the nodes to compute for a node, in the order of the graph."""
         wanted, left = {node}, [node]

@@ -27,27 +27,29 @@ def report(
         f"{counted(len(model.constants), 'constant')}, {counted(len(captured.inputs), 'input')}, "
         f"{counted(sum(o.place is not None for o in captured.outputs), 'output')}"
     ]
+    if model.stages is not None:
+        lines += [f"  {line}" for line in model.stages.lines(model.parameters)]
     nobody = "0: others count, or it is unused"
-    rows = [(p, _placements(model, patterns, p), _counted(names) or nobody)
+    rows = [(p, _placements(model, patterns, p), named(names) or nobody)
             for p, names in patterns.matched.items()]  # fmt: skip
     placed = {captured.parameters[n].name for n in model.parameters if n in model.placed}
     whole = [n.name for n in (captured.parameters[n] for n in model.parameters)
              if n.name not in placed]  # fmt: skip
     whole += [f"input:{name}" for n, name in captured.inputs.items() if n not in model.placed]
     if whole:
-        rows.append(("(no pattern)", "replicated", _counted(whole)))
+        rows.append(("(no pattern)", "replicated", named(whole)))
     widths = [max((len(row[k]) for row in rows), default=0) for k in (0, 1)]
     lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
     notes = {
-        "constants": _counted(model.constants.values()),
+        "constants": named(model.constants.values()),
         "tied": "; ".join(
             " = ".join(p.names) for p in captured.parameters.values() if len(p.names) > 1
         ),
-        "unused": _counted(p.name for p in captured.unused),
-        "left out": _counted(
+        "unused": named(p.name for p in captured.unused),
+        "left out": named(
             f"{o.path} (no tensor)" for o in captured.outputs if o.place is None and o.is_other
         ),
-        "not read": _counted(unexpected or ()),
+        "not read": named(unexpected or ()),
         "skipped of the plan": ", ".join(skipped),
     }
     lines += [f"  {name}: {text}" for name, text in notes.items() if text]
@@ -72,7 +74,8 @@ def _placements(model: Model, patterns: Patterns, pattern: str) -> str:
     return ", ".join([*split, *orders]) or "replicated"
 
 
-def _counted(names: Iterable[str]) -> str:
+def named(names: Iterable[str]) -> str:
+    """Return how many names there are, and the first of them; nothing where there are none."""
     all_ = [*names]
     ellipsis = ", …" if len(all_) > _SHOWN else ""
     return f"{len(all_)}: {', '.join(all_[:_SHOWN])}{ellipsis}" if all_ else ""

@@ -13,18 +13,21 @@ import torch
 from torch.fx import Node
 
 from mdfuse.errors import DefinitionError, counted, listed
+from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
-from mdfuse.frontend.given import names as names_of
 from mdfuse.frontend.grad import grad
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.build import Inputs, Model, record
 from mdfuse.frontend.importing.capture import Parameter
 from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.importing.place import matching, unmatched
+from mdfuse.frontend.importing.staged import all_finite_of, clip_factor_of, everywhere, near
+from mdfuse.frontend.importing.state_layouts import state_layouts_of
 from mdfuse.frontend.ops.pointwise import where
-from mdfuse.frontend.optim import ParameterGroups, all_finite, clip_by_global_norm
+from mdfuse.frontend.optim import ParameterGroups, scaled
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
+from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import as_mesh
 
 #: The name of the input that counts steps.
@@ -133,6 +136,7 @@ class StepDefinition:
         owners: name of a state -> the name of the parameter that it belongs to.
         masters: name of an f32 copy -> its parameter.
         counts: whether steps are counted.
+        patterns: pattern of `state_layouts=` -> the parameters whose state it splits.
         skips: whether it changes nothing where gradients are not finite, and returns whether.
     """
 
@@ -141,41 +145,53 @@ class StepDefinition:
     owners: Mapping[str, str]
     masters: Mapping[str, str]
     counts: bool
+    patterns: Mapping[str, tuple[str, ...]]
     skips: bool = False
 
 
 def define_step(
     model: Model,
     loss: Callable[..., Any] | None,
-    extra: Mapping[str, TensorSpec],
+    extra: Mapping[str, TensorSpec] | None,
     optimizer: Optimizer,
     *,
     frozen: Sequence[str] | None,
     clip: float | None,
     master: bool,
     name: str,
+    state_layouts: Mapping[str, Any] | None = None,
     skip_nonfinite: bool = False,
 ) -> StepDefinition:
     """Define a step: see `ImportedModel.training_step`."""
+    call = f"training_step of {model.captured.name}"
+    _check_given(call, loss, master)
+    extra = given.by_name(call, "extra", extra)
     trained = trained_nodes(model, frozen)
+    places = state_layouts_of(model, given.by_name(call, "state_layouts", state_layouts), trained)
     with FusionDefinition(name) as fd:
         inputs = model.define_inputs(fd)
         others = {key: _extra(fd, model, key, spec) for key, spec in extra.items()}
         numbers = {n: fd.define_tensor([], mesh=model.mesh, name=n) for n in optimizer.numbers}
         count = _count(fd, model) if optimizer.counts else None
         handles = {h.name: (h, node) for node in trained for h in _parts(inputs, node)}
-        value, *extras = _loss(model, record(model, inputs), loss, others)
-        gradients = _existing(model, value, {key: h for key, (h, _) in handles.items()})
+        read = places.copied(inputs)
+        value, *extras = _loss(model, record(model, read), loss, others)
+        reads = dict(zip(handles, (h for node in trained for h in _parts(read, node)), strict=True))
+        gradients = {
+            key: places.moved(handles[key][1], dw)
+            for key, dw in _existing(model, value, reads).items()
+        }
         slots = {
-            key: _state(fd, model, handles[key][1], handles[key][0], optimizer, master)
+            key: _state(fd, places.layout(handles[key][1]), handles[key][0], optimizer, master)
             for key in gradients
         }
         optimizer.check_groups([*gradients])
-        is_finite = all_finite([*gradients.values()]) if skip_nonfinite else None
-        shown = [value, *extras]
+        all_ = [handles[key][1] for key in gradients], [*gradients.values()]
+        is_finite = all_finite_of(model, *all_) if skip_nonfinite else None
+        shown = [everywhere(model, value), *extras]
+        factor = None
         if clip is not None:
-            clipped, norm = clip_by_global_norm([*gradients.values()], clip)
-            gradients = dict(zip(gradients, clipped, strict=True))
+            factor, norm = clip_factor_of(model, *all_, clip)
             shown.append(norm)
         if is_finite is not None:
             shown.append(~is_finite)
@@ -183,7 +199,11 @@ def define_step(
             fd.add_output(x)
         now = None if count is None else count + (1 if is_finite is None else is_finite)
         for key, dw in gradients.items():
-            _update(fd, optimizer, handles[key][0], dw, slots[key], now, numbers, is_finite)
+            w, node = handles[key]
+            steps = partial(near, model, node), partial(places.moved, node)
+            if factor is not None:  # beside the update, with which it is one kernel
+                dw = _clipped(dw, steps[0](factor), slots[key].master is not None)
+            _update(fd, optimizer, w, dw, slots[key], now, numbers, is_finite, *steps)
         if count is not None and now is not None:
             fd.add_output(now, reuse=count)
     owners = {x.name: key for key, slot in slots.items() for x in slot.state}
@@ -194,8 +214,15 @@ def define_step(
         owners=owners,
         masters=masters,
         counts=count is not None,
+        patterns=places.patterns,
         skips=is_finite is not None,
     )
+
+
+def _check_given(call: str, loss: object, master: object) -> None:
+    given.flag(call, "master", master, DefinitionError)
+    if loss is not None:
+        given.function(call, "loss", loss, "of the module's tensors, in their order")
 
 
 def _existing(model: Model, loss: Handle, of: Mapping[str, Handle]) -> dict[str, Handle]:
@@ -235,10 +262,9 @@ def _parts(inputs: Inputs, node: Node) -> tuple[Handle, ...]:
 
 
 def _state(
-    fd: FusionDefinition, model: Model, node: Node, w: Handle, optimizer: Optimizer, master: bool
+    fd: FusionDefinition, layout: Layout, w: Handle, optimizer: Optimizer, master: bool
 ) -> _Slot:
-    """Define the optimizer state of a parameter, in the parameter's layout."""
-    layout = model.layout(node)
+    """Define the optimizer state of a parameter."""
     is_narrow = master and w.dtype.itemsize < torch.float32.itemsize
     dtype = torch.float32 if is_narrow else w.dtype
     slots = [
@@ -246,6 +272,12 @@ def _state(
     ]
     wide = fd.define_tensor(w.shape, dtype, layout, name=f"{w.name}.master") if is_narrow else None
     return _Slot(tuple(slots), wide)
+
+
+def _clipped(dw: Handle, factor: Handle, is_wide: bool) -> Handle:
+    """Return a gradient times a factor; for a master in f32, otherwise rounded to its dtype."""
+    clipped = scaled(dw, factor)
+    return clipped if is_wide or clipped is dw else clipped.to(dw.dtype)
 
 
 def _update(
@@ -257,10 +289,17 @@ def _update(
     now: Handle | None,
     numbers: Mapping[str, Handle],
     is_finite: Handle | None,
+    near: Callable[[Handle], Handle],
+    moved: Callable[..., Handle],
 ) -> None:
-    """Append the step of a parameter, written in place; it stays if gradients are not finite."""
-    count = () if now is None else (now,)
-    wide = w if slot.master is None else slot.master
+    """Append the step of a parameter, written in place; it stays if gradients are not finite.
+
+    `near(x)` brings a number to its stage, `moved(x)` puts it where its state is.
+    """
+    count = () if now is None else (near(now),)
+    numbers = {name: near(x) for name, x in numbers.items()}
+    is_finite = None if is_finite is None else near(is_finite)
+    wide = moved(w) if slot.master is None else slot.master
     result = optimizer.step_of(w.name)(wide, dw, *slot.state, *count, **numbers)
     new, *state = result if isinstance(result, tuple) else (result,)
     if len(state) < len(slot.state):
@@ -275,10 +314,10 @@ def _update(
     for x, old in zip(state, slot.state, strict=False):
         fd.add_output(x, reuse=old)
     if slot.master is not None:
-        fd.add_output(new.to(w.dtype), reuse=w)
+        fd.add_output(moved(new.to(w.dtype), True), reuse=w)
         fd.add_output(new, reuse=slot.master)
     else:
-        fd.add_output(new, reuse=w)
+        fd.add_output(moved(new, True), reuse=w)
 
 
 def trained_nodes(model: Model, frozen: Sequence[str] | None) -> list[Node]:
@@ -290,7 +329,7 @@ def trained_nodes(model: Model, frozen: Sequence[str] | None) -> list[Node]:
         DefinitionError: nothing is left to train.
         LayoutError: a pattern that matches no parameter.
     """
-    patterns = names_of(f"training_step of {model.captured.name}", "frozen", frozen)
+    patterns = given.names(f"training_step of {model.captured.name}", "frozen", frozen)
     of = model.captured.parameters
     alone = frozen is None and any(of[node].adapter is not None for node in model.parameters)
     names = [name for node in model.parameters for name in of[node].names]
@@ -335,7 +374,7 @@ def _extra(fd: FusionDefinition, model: Model, name: str, spec: TensorSpec) -> H
             because="an extra input is described by its shape, dtype and layout",
             hint="mf.TensorSpec((4, 128), torch.int64, mesh, {axis: placement})",
         )
-    mesh = model.mesh if spec.mesh is None else as_mesh(spec.mesh)
+    mesh = model.last_mesh if spec.mesh is None else as_mesh(spec.mesh)
     return fd.define_tensor(
         spec.shape, spec.dtype, mesh, spec.layout, spec.order, spec.stride_order, name=name
     )
