@@ -18,6 +18,7 @@ from mdfuse.frontend.importing.build import Model, check_known, constants_of
 from mdfuse.frontend.importing.capture import ExportedModule, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.place import Patterns, Placed
+from mdfuse.frontend.importing.recomputed import recomputed_blocks
 from mdfuse.mesh import as_mesh
 from mdfuse.plan.progress import stage
 
@@ -123,6 +124,7 @@ def _model(
         outputs=outputs,
         constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
         same={n: same for n, same in constants.items() if n is not same},
+        again=recomputed_blocks(live),
     )
     return replace(model, blocks=blocks_of(model, blocks), gather=patterns.gather)
 

@@ -360,8 +360,8 @@ class FusionDefinition:
         node = self._do(("grad", *said), said)
         return tuple(Handle(self, id_, fact) for id_, fact in node.fact)
 
-    def begin_recompute(self, begins: bool | None = True) -> None:
-        """Begin a block that gradients compute again (None: go on); inner ones are parts of it."""
+    def begin_recompute(self, begins: bool | str | None = True) -> None:
+        """Begin a block that gradients compute again, or go on; inner ones are parts of it."""
         self._check_open()
         self._recomputing += 1
         if self._recomputing == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ from mdfuse.frontend.importing.table import (
     is_known,
 )
 from mdfuse.frontend.importing.views import Views
+from mdfuse.frontend.ops.recording import definition_of, in_block
 from mdfuse.frontend.ops.views import set as set_
 from mdfuse.layouts.boxes import Boxes, Rows, boxes_of
 from mdfuse.layouts.layout import Layout, Shard
@@ -59,6 +61,7 @@ class Model:
         same: node -> the constant with an equal value.
         blocks: placeholder of a parameter in blocks -> the dim, and their extents.
         gather: axes along which parameters are gathered before they are read.
+        again: nodes that the backward computes again -> the name of their block.
     """
 
     captured: ExportedModule
@@ -71,6 +74,7 @@ class Model:
     same: Mapping[Node, Node] = field(default_factory=dict)
     blocks: Mapping[Node, Blocks] = field(default_factory=dict)
     gather: tuple[str, ...] = ()
+    again: Mapping[Node, str] = field(default_factory=dict)
 
     @property
     def parameters(self) -> list[Node]:
@@ -310,7 +314,7 @@ def record(model: Model, inputs: Inputs) -> list[Any]:
     recording = _Recording(model, inputs)
     for node in model.live:
         if node.op == "call_function":
-            recording.keep(node, recording.call(node))
+            recording.record(node)
     for buffer, node in model.captured.written:
         new = whole(recording.read(node))
         if not isinstance(new, Handle):
@@ -345,6 +349,13 @@ def whole(x: Any) -> Any:
     return x
 
 
+def _counted(definition: FusionDefinition) -> int:
+    """Return the number of the next module that is recorded in a definition."""
+    (count,) = definition.shared.get("modules", (0,))
+    definition.shared["modules"] = (count + 1,)
+    return int(count)
+
+
 class _Recording:
     """The values of a graph that are recorded so far."""
 
@@ -353,7 +364,11 @@ class _Recording:
         self.model, self.views = model, Views()
         self.context = RecordingContext(inputs.seed)
         self.known: dict[Node, Any] = {**given, **{n: given[m] for n, m in model.same.items()}}
-        self._gathered: dict[Node, Any] = {}
+        self._gathered: dict[tuple[Node, str | None], Any] = {}
+        #: the block that the recorded node is computed again in
+        self._block: str | None = None
+        self._definition = definition_of(*given.values())
+        self._number = _counted(self._definition)
         self._made: dict[int, Handle] = {}
         self._parts: dict[int, int] = {}
         self._constants: dict[int, Any] = {
@@ -362,16 +377,17 @@ class _Recording:
         self._is_routed = any(str(n.target) in GROUPED for n in model.live)
 
     def read(self, node: Node) -> Any:
-        """Return the value of a node; parameters are gathered at their first read."""
+        """Return the value of a node; parameters are gathered at their first read in each block."""
         if node not in self.known:
             return self.model.folded[node]
         if node not in self.model.captured.parameters:
             return self.known[node]
-        if node not in self._gathered:
-            gathered = self._gathered[node] = self.model.gathered(node, self.known[node])
+        key = node, self._block
+        if key not in self._gathered:
+            gathered = self._gathered[key] = self.model.gathered(node, self.known[node])
             for x in gathered.parts if isinstance(gathered, JoinedTensors) else [gathered]:
                 self._parts[x.id] = self.model.parts_of_rows(node)
-        return self._gathered[node]
+        return self._gathered[key]
 
     def keep(self, node: Node, value: Any) -> None:
         """Note the value of a node, and the number of ranks that split experts' matrices."""
@@ -388,6 +404,16 @@ class _Recording:
     def _parts_of(self, x: Handle) -> int:
         """Return the number of ranks that split experts' matrices."""
         return self._parts.get(self.views.beginning(x).id, 1)
+
+    def record(self, node: Node) -> None:
+        """Record a node, in its block if it is computed again."""
+        self._block = self.model.again.get(node)
+        block: AbstractContextManager[None] = nullcontext()
+        if self._block is not None:
+            block = in_block(self._definition, f"{self._number} {self._block}")
+        with block:
+            self.keep(node, self.call(node))
+        self._block = None
 
     def call(self, node: Node) -> Any:
         """Record a node, from its line in the module."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mdfuse.errors import counted
+from mdfuse.frontend.importing.backwards import Backwards
 from mdfuse.frontend.importing.build import Model
 from mdfuse.frontend.importing.place import Patterns
 from mdfuse.layouts.layout import Replicate
@@ -49,17 +50,23 @@ def report(
         ),
         "not read": _counted(unexpected or ()),
         "skipped of the plan": ", ".join(skipped),
+        "computed again": _counted(dict.fromkeys(model.again.values())),
     }
     lines += [f"  {name}: {text}" for name, text in notes.items() if text]
     uncaptured = [f"the backward of {name} is not captured: gradients are those of its forward"
            for name in captured.backwards.functions]  # fmt: skip
-    if captured.backwards.checkpoints:
-        calls = counted(captured.backwards.checkpoints, "call")
-        uncaptured.append(
-            f"torch.utils.checkpoint, {calls}, is not followed: the backward reads what the "
-            "forward keeps, and computes nothing again"
-        )
+    uncaptured += _of_checkpoints(captured.backwards)
     return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *uncaptured))])
+
+
+def _of_checkpoints(backwards: Backwards) -> Iterator[str]:
+    """Yield what checkpoints of a module ask for, and do not get."""
+    if backwards.nested:
+        calls = counted(backwards.nested, "checkpoint")
+        yield f"{calls} inside of another: part of its block, computed again with it, once"
+    if backwards.selective:
+        calls = counted(backwards.selective, "checkpoint")
+        yield f"{calls} with context_fn: all of its block is computed again"
 
 
 def _placements(model: Model, patterns: Patterns, pattern: str) -> str:

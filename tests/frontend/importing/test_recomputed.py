@@ -1,0 +1,167 @@
+"""Blocks of an imported module that the backward computes again: counts, gradients, reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard
+from mdfuse.errors import RECOMPUTED
+
+RATE = 0.1
+SPLIT = {"fsdp": Shard(0)}
+FSDP: dict[str, Any] = {
+    "mesh": DeviceMesh.arange(fsdp=2), "gather": "fsdp", "layouts": {"*": SPLIT, "input:*": SPLIT},
+}  # fmt: skip
+TP: dict[str, Any] = {
+    "mesh": DeviceMesh.arange(tp=2),
+    "layouts": {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}},
+}
+ALONE: dict[str, Any] = {"mesh": DeviceMesh([0])}
+
+
+def squares(y: Any) -> Any:
+    return y.square().sum()
+
+
+class Layer(nn.Module):
+    """A norm, two products, and what comes in."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Layers(nn.Module):
+    """Layers, and a head; each layer is a checkpoint where it is said how."""
+
+    def __init__(self, count: int = 3, **how: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
+        self.head, self.how = nn.Linear(8, 4), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, **self.how) if self.how else layer(x)
+        return self.head(x)
+
+
+def again(program: mf.Program) -> Counter[str]:
+    """Operations that the backward computes again, without views and gathers."""
+    exprs = (e for e in program.fusion.exprs if e.source is not None)
+    return Counter(e.op for e in exprs if e.source is not None and e.source.note == RECOMPUTED)
+
+
+def trained(
+    module: nn.Module, x: Tensor, how: dict[str, Any] = ALONE, **asked: Any
+) -> tuple[mf.Program, mf.Simulated]:
+    """Take a step, compare it with torch's on whole tensors; return its program, and its run."""
+    model = mf.from_torch(module, (x,), **how, **asked)
+    step = model.training_step(squares, optimizer=partial(mf.optim.sgd, lr=RATE))
+    weights = model.load()
+    program = step.compile()
+    ran = mf.simulate(program, step.arguments(weights, step.state(weights), x))
+    updated = step.updated(ran.outputs)
+    plain = x.clone().requires_grad_(x.is_floating_point())
+    squares(module(plain)).backward()
+    for name, w in module.named_parameters():
+        if w.grad is None:
+            assert name not in updated
+            continue
+        torch.testing.assert_close(updated[name], w.detach() - RATE * w.grad)
+    module.zero_grad()
+    return program, ran
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("how", [ALONE, FSDP, TP], ids=["alone", "fsdp", "tp"])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpoints_are_computed_again(how: dict[str, Any], is_reentrant: bool) -> None:
+    """Of each block all but the last product; what it reads and returns is kept."""
+    module, x = Layers(use_reentrant=is_reentrant).double(), drawn(6, 8)
+    program, _ = trained(module, x, how)
+    counts = again(program)
+    assert (counts["layer_norm"], counts["linear"], counts["tanh"]) == (3, 3, 3)
+    assert counts["add"] == 0
+
+
+def test_a_recomputed_layer_is_in_memory_alone() -> None:
+    x = drawn(64, 8)
+    kept, again = (
+        trained(Layers(8, **how).double(), x)[1].peak_bytes[0]
+        for how in ({}, {"use_reentrant": False})
+    )
+    assert again < 0.55 * kept
+
+
+def test_posts_of_recomputed_layers() -> None:
+    """A layer gathers again all but its last bias; without recompute 3, the first of all but 2."""
+    plain, _ = trained(Layers().double(), drawn(6, 8), FSDP)
+    program, _ = trained(Layers(use_reentrant=False).double(), drawn(6, 8), FSDP)
+    counts, before = (Counter(c.kind for c in p.communications) for p in (program, plain))
+    assert counts["ReduceScatter"] == before["ReduceScatter"] == 20
+    assert (before["Allgather"], counts["Allgather"]) == (20 + 3 * 3, 20 + 3 * 5 + 1)
+
+
+class Nested(nn.Module):
+    """A checkpoint in a checkpoint, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def inside(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.inside, x, use_reentrant=False)
+        return checkpoint(self.layer, x, use_reentrant=False).cos()
+
+
+def test_nested_checkpoints_are_one_block() -> None:
+    module = Nested().double()
+    program, _ = trained(module, drawn(4, 8), FSDP)
+    counts = again(program)
+    assert (counts["layer_norm"], counts["tanh"]) == (2, 2)
+    assert counts["linear"] == 3  # what the inner one returns is read in the outer block
+    report = mf.from_torch(module, (drawn(4, 8),), **FSDP).report().splitlines()
+    assert "  computed again: 2: checkpoint 0, checkpoint 2" in report
+    assert report[-1].startswith("  warning: 1 checkpoint inside of another")
+
+
+def test_gradient_checkpointing_of_transformers() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(16, (2, 4))
+
+    def program(is_asked: bool) -> mf.Program:
+        module = LlamaForCausalLM(config).train()
+        if is_asked:
+            module.gradient_checkpointing_enable()
+        model = mf.from_torch(module, (ids,), mesh=DeviceMesh([0]))
+        step = model.training_step(
+            lambda y, labels: mf.ops.cross_entropy(y.flatten(0, 1), labels.flatten()),
+            extra={"labels": mf.TensorSpec((2, 4), torch.int64)}, optimizer=mf.optim.sgd,
+        )  # fmt: skip
+        return step.compile()
+
+    assert again(program(True))["linear"] == 3 * 6
+    assert again(program(False))["linear"] == 0
