@@ -22,14 +22,12 @@ from mdfuse.frontend.importing.backwards import Backwards, own_backwards
 from mdfuse.frontend.importing.dynamic import dims_of_tensors
 from mdfuse.frontend.importing.inline import inline, part_detached
 from mdfuse.frontend.importing.lines import line_of
+from mdfuse.frontend.importing.submodules import PREFIX
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.names import as_name
 from mdfuse.torch_private import late_code, writes
 from mdfuse.trees import flattened, key_text, unflattened
-
-#: The attribute under which the wrapper holds the module.
-_PREFIX = "module."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +246,7 @@ def _check(module: Any, args: Any) -> None:
 def _mutated(module: nn.Module, exported: ExportedProgram, places: _Places) -> tuple[Node, ...]:
     """Return the placeholders of written buffers; other writes raise DefinitionError."""
     written = []
-    buffers = {f"{_PREFIX}{p.name}": n for n, p in places.parameters.items() if p.is_buffer}
+    buffers = {f"{PREFIX}{p.name}": n for n, p in places.parameters.items() if p.is_buffer}
     (output,) = (n for n in exported.graph.nodes if n.op == "output")
     for spec, node in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
         if spec.kind.name == "USER_OUTPUT":
@@ -257,7 +255,7 @@ def _mutated(module: nn.Module, exported: ExportedProgram, places: _Places) -> t
             written.append(buffers[spec.target])
             continue
         inputs = {n.name: name for n, name in places.inputs.items()}
-        name = inputs.get(str(spec.target), str(spec.target).removeprefix(_PREFIX))
+        name = inputs.get(str(spec.target), str(spec.target).removeprefix(PREFIX))
         line = line_of(node.meta.get("stack_trace"))
         raise DefinitionError(
             f"{type(module).__name__} writes into {name}",
@@ -286,7 +284,7 @@ class _Places:
         written = {*exported.graph_signature.buffers_to_mutate.values()}
         given = iter(names)
         for spec in exported.graph_signature.input_specs:
-            node, target = nodes[spec.arg.name], (spec.target or "").removeprefix(_PREFIX)
+            node, target = nodes[spec.arg.name], (spec.target or "").removeprefix(PREFIX)
             tensor = held.get(spec.target or "")
             is_kept = spec.kind.name == "BUFFER" and spec.persistent
             is_read = is_kept and tensor is not None and tensor.is_floating_point()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -118,24 +118,34 @@ class Patterns:
                 raise unmatched("layouts", pattern, names)
 
 
-def matching(said: Mapping[str, Any], names: Sequence[str], what: str) -> tuple[str, Any] | None:
-    """Return the most exact pattern that matches one of the names, and its setting.
-
-    Raises:
-        LayoutError: two patterns that are equally exact.
-    """
-    matches = sorted(
-        (p for p in said if any(_matches(n, p) for n in names)), key=_exactness, reverse=True
-    )
-    if len(matches) > 1 and _exactness(matches[0]) == _exactness(matches[1]):
-        raise _equally(what, matches, names[0])
-    return (matches[0], said[matches[0]]) if matches else None
-
-
 def _matches(name: str, pattern: str) -> bool:
     """Return whether a pattern matches a name; names of inputs and outputs have a prefix."""
     kinds = [x.split(":")[0] if ":" in x else "" for x in (name, pattern)]
     return kinds[0] == kinds[1] and fnmatchcase(name, pattern)
+
+
+def matching(
+    said: Mapping[str, Any],
+    names: Sequence[str],
+    what: str,
+    matches: Callable[[str, str], bool] = _matches,
+) -> tuple[str, Any] | None:
+    """Return the most exact pattern that matches one of the names, and its setting.
+
+    Args:
+        said: pattern -> setting.
+        names: of one thing.
+        what: the argument of the patterns, as errors name it.
+        matches: whether a name matches a pattern.
+
+    Raises:
+        LayoutError: two patterns that are equally exact.
+    """
+    hits = (p for p in said if any(matches(n, p) for n in names))
+    best = sorted(hits, key=_exactness, reverse=True)
+    if len(best) > 1 and _exactness(best[0]) == _exactness(best[1]):
+        raise _equally(what, best, names[0])
+    return (best[0], said[best[0]]) if best else None
 
 
 def _equally(what: str, patterns: Sequence[str], name: str) -> LayoutError:

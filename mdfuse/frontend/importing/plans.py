@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from mdfuse.errors import LayoutError
 from mdfuse.frontend.given import by_name, check_module, refused
 from mdfuse.frontend.importing.place import nearest
+from mdfuse.frontend.importing.submodules import word_by_word
 from mdfuse.layouts.layout import Shard
 
 #: Styles whose matrices are split by outputs, by inputs, or not at all.
@@ -105,13 +105,15 @@ def _style(path: str, style: Any) -> str:
 def _parameters(module: nn.Module, path: str) -> list[tuple[str, Tensor, bool]] | None:
     """Return (name, parameter, is_table) for a path; None if it matches nothing."""
     parameters = []
-    inner = [(n, m) for n, m in module.named_modules(remove_duplicate=False) if _leads(path, n)]
+    inner = [
+        (n, m) for n, m in module.named_modules(remove_duplicate=False) if word_by_word(n, path)
+    ]
     for name, part in inner:
         is_table = isinstance(part, nn.Embedding)
         direct = part.named_parameters(recurse=False)
         parameters += [(f"{name}.{key}" if name else key, x, is_table) for key, x in direct]
     all_ = module.named_parameters(remove_duplicate=False)
-    parameters += [(name, x, False) for name, x in all_ if _leads(path, name)]
+    parameters += [(name, x, False) for name, x in all_ if word_by_word(name, path)]
     return parameters if parameters or inner else None
 
 
@@ -122,12 +124,6 @@ def _nowhere(module: nn.Module, path: str) -> LayoutError:
         because="it names submodules or parameters, word by word",
         hint="near it are " + ", ".join(nearest(path, names)),
     )
-
-
-def _leads(path: str, name: str) -> bool:
-    """Return whether each word of a name matches that of the path."""
-    words, said = name.split("."), path.split(".")
-    return len(words) == len(said) and all(map(fnmatchcase, words, said))
 
 
 def _dim(style: str, x: Tensor, is_table: bool) -> int | None:
