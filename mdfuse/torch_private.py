@@ -338,17 +338,18 @@ def checkpoints_entered(enter: Callable[[bool], AbstractContextManager[None]]) -
     Args:
         enter: takes whether the call has a `context_fn`; its context is around the function.
     """
-    plain = checkpoint._checkpoint_without_reentrant_generator
+    private: Any = checkpoint
+    plain = private._checkpoint_without_reentrant_generator
 
     def generator(_: Any, __: Any, context_fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         with enter(context_fn is not checkpoint.noop_context_fn):
             yield
 
-    checkpoint._checkpoint_without_reentrant_generator = generator
+    private._checkpoint_without_reentrant_generator = generator
     try:
         yield
     finally:
-        checkpoint._checkpoint_without_reentrant_generator = plain
+        private._checkpoint_without_reentrant_generator = plain
 
 
 def argument_names(overload: Any) -> list[str]:

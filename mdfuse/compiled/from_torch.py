@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from mdfuse.frontend.importing.build import Model, check_known, constants_of
 from mdfuse.frontend.importing.capture import ExportedModule, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.place import Patterns, Placed
-from mdfuse.frontend.importing.recomputed import recomputed_blocks
+from mdfuse.frontend.importing.recomputed import recomputed
 from mdfuse.mesh import as_mesh
 from mdfuse.plan.progress import stage
 
@@ -32,6 +32,7 @@ def from_torch(
     layouts: Mapping[str, Any] | None = None,
     blocks: Mapping[str, Any] | None = None,
     gather: Sequence[str] = (),
+    recompute: str | Sequence[str] | Callable[[str], bool] | int | None = None,
     adapters: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     buffers: Mapping[str, Tensor] | None = None,
@@ -44,16 +45,16 @@ def from_torch(
         args, kwargs: what `forward` is called with; of tensors (or `TensorSpec`s) only shapes and
             dtypes count, everything else is a constant of the program.
         mesh: where all of it lives.
-        layouts: pattern -> axis -> placement, for names of parameters, for inputs
-            (`"input:ids"`, or `"input:0"`) and for outputs (`"output:logits"`, or `"output:0"`).
-            Where several patterns match, the one without wildcards counts, then the one with the
-            longest literal part. A parameter that none matches is replicated; layouts of outputs
-            are inferred.
+        layouts: pattern -> axis -> placement, for names of parameters, for inputs (`"input:ids"`,
+            `"input:0"`) and outputs (`"output:logits"`, `"output:0"`). The pattern without
+            wildcards counts, then the one with the longest literal part. A parameter that none
+            matches is replicated; layouts of outputs are inferred.
         blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
-            split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
-            matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
+            split by, or their extents: `{"*.c_attn.*": 3}`, `{dim: 3}`. Each is an input.
         gather: axes along which parameters are gathered before they are read, and again in the
             backward, as FSDP does. They split the parts of other axes, unless a `Layout` is given.
+        recompute: what the backward computes again: patterns of submodules (`"layers.*"`, each
+            layer), a function of an operation's name, or the bytes that a rank may keep instead.
         adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
             (rank, alpha): then steps of training train the adapters alone.
         dynamic_shapes: name of an argument -> dim -> a name: extents that each run chooses; or as
@@ -62,8 +63,7 @@ def from_torch(
         skipped: paths of a plan that lead nowhere, of `from_plan`, which `report()` lists.
 
     Raises:
-        DefinitionError: the module cannot be exported; it calls operations that cannot be imported:
-            all of them, with lines of the module.
+        DefinitionError: the module cannot be exported, or imported: all such operations, with lines.
         LayoutError: a pattern that matches nothing, or does not fit; some that contradict.
 
     >>> import torch, mdfuse as mf
@@ -81,7 +81,7 @@ def from_torch(
     _check_dicts(layouts, kwargs, blocks, adapters, buffers)
     patterns = Patterns(layouts or {}, as_mesh(mesh), given.names("from_torch", "gather", gather))
     captured = _exported(module, args, kwargs, dynamic_shapes, adapters)
-    model = _model(captured, patterns, buffers or {}, blocks or {})
+    model = _model(captured, patterns, buffers or {}, blocks or {}, recompute)
     return ImportedModel(model, patterns, given.names("from_torch", "skipped", skipped))
 
 
@@ -108,6 +108,7 @@ def _model(
     patterns: Patterns,
     buffers: Mapping[str, Tensor],
     blocks: Mapping[str, Any],
+    recompute: Any,
 ) -> Model:
     live = live_nodes(captured)
     check_known(captured, live)
@@ -124,7 +125,7 @@ def _model(
         outputs=outputs,
         constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
         same={n: same for n, same in constants.items() if n is not same},
-        again=recomputed_blocks(live),
+        again=recomputed(captured, live, recompute),
     )
     return replace(model, blocks=blocks_of(model, blocks), gather=patterns.gather)
 

@@ -10,23 +10,34 @@ from mdfuse.frontend.handle import ValueId
 class RecomputedValues:
     """The values that gradients compute again, by block.
 
+    A block with a name is a part of the region of that name. Its values that something outside of
+    the region reads are kept.
+
     Attributes:
         open: the number of the open block; 0 outside of all.
     """
 
     def __init__(self) -> None:
         self.open = 0
+        self._region = 0
         self._count = 0
         self._named: dict[str, int] = {}
         self._block_of: dict[int, int] = {}
 
     def begin(self, begins: bool | str | None) -> None:
         """Begin a block, go on with the last (None) or with the one of a name; False ends it."""
-        is_new = begins is True or (isinstance(begins, str) and begins not in self._named)
-        self._count += is_new
+        self._count += begins is True
         self.open = 0 if begins is False else self._count
         if isinstance(begins, str):
-            self.open = self._named.setdefault(begins, self._count)
+            self.open = self._of(begins)
+
+    def enter(self, region: str | None) -> None:
+        """Enter a region, or leave the last one."""
+        self._region = 0 if region is None else self._of(region)
+
+    def _of(self, name: str) -> int:
+        self._count += name not in self._named
+        return self._named.setdefault(name, self._count)
 
     def block(self, value: int) -> int | None:
         """Return the block of a value by its id; None: it is kept."""
@@ -38,8 +49,10 @@ class RecomputedValues:
             self._block_of[value] = self.open
 
     def read(self, operands: Iterable[object]) -> None:
-        """Keep operands of named blocks that something outside of their block reads."""
+        """Keep operands of named blocks that something outside of their region reads."""
         for x in operands:
-            block = self._block_of.get(x) if isinstance(x, ValueId) else None
-            if block is not None and block != self.open and block in self._named.values():
+            if not isinstance(x, ValueId):
+                continue
+            block = self._block_of.get(x)
+            if block in self._named.values() and block not in (self.open, self._region):
                 del self._block_of[x]

@@ -53,8 +53,7 @@ class Recorder:
         self._constants: dict[int, float | int | bool] = {}
         self._exprs: list[Expr] = []
         self.recomputed = RecomputedValues()
-        #: id of a value -> the number of the expression that computes it
-        self._made_by: dict[int, int] = {}
+        self._made_by: dict[int, int] = {}  # id of a value -> the number of its expression
         self._inputs: list[int] = []
         self._outputs: list[int] = []
         self._fresh = Names()
@@ -181,6 +180,10 @@ class Recorder:
     def recompute(self, site: Site, begins: bool | str | None) -> None:
         """Begin a block of values that gradients compute again, go on with one, or end it."""
         self.recomputed.begin(begins)
+
+    def region(self, _: Site, name: str | None) -> None:
+        """Enter a region, or leave it; see `RecomputedValues`."""
+        self.recomputed.enter(name)
 
     def place(
         self,

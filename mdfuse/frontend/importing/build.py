@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from mdfuse.frontend.importing.indices import ramp_of
 from mdfuse.frontend.importing.joined import GROUPED, RULES, JoinedTensors
 from mdfuse.frontend.importing.lines import called_at, line_of
 from mdfuse.frontend.importing.place import Placed
+from mdfuse.frontend.importing.recomputed import RecomputedNodes
 from mdfuse.frontend.importing.routes import leaves
 from mdfuse.frontend.importing.table import (
     BY_VALUE,
@@ -61,7 +62,7 @@ class Model:
         same: node -> the constant with an equal value.
         blocks: placeholder of a parameter in blocks -> the dim, and their extents.
         gather: axes along which parameters are gathered before they are read.
-        again: nodes that the backward computes again -> the name of their block.
+        again: nodes that the backward computes again.
     """
 
     captured: ExportedModule
@@ -74,7 +75,7 @@ class Model:
     same: Mapping[Node, Node] = field(default_factory=dict)
     blocks: Mapping[Node, Blocks] = field(default_factory=dict)
     gather: tuple[str, ...] = ()
-    again: Mapping[Node, str] = field(default_factory=dict)
+    again: RecomputedNodes = field(default_factory=RecomputedNodes)
 
     @property
     def parameters(self) -> list[Node]:
@@ -315,6 +316,7 @@ def record(model: Model, inputs: Inputs) -> list[Any]:
     for node in model.live:
         if node.op == "call_function":
             recording.record(node)
+    recording.leave()
     for buffer, node in model.captured.written:
         new = whole(recording.read(node))
         if not isinstance(new, Handle):
@@ -365,8 +367,7 @@ class _Recording:
         self.context = RecordingContext(inputs.seed)
         self.known: dict[Node, Any] = {**given, **{n: given[m] for n, m in model.same.items()}}
         self._gathered: dict[tuple[Node, str | None], Any] = {}
-        #: the block that the recorded node is computed again in
-        self._block: str | None = None
+        self._region: str | None = None
         self._definition = definition_of(*given.values())
         self._number = _counted(self._definition)
         self._made: dict[int, Handle] = {}
@@ -382,7 +383,7 @@ class _Recording:
             return self.model.folded[node]
         if node not in self.model.captured.parameters:
             return self.known[node]
-        key = node, self._block
+        key = node, self._region
         if key not in self._gathered:
             gathered = self._gathered[key] = self.model.gathered(node, self.known[node])
             for x in gathered.parts if isinstance(gathered, JoinedTensors) else [gathered]:
@@ -406,14 +407,19 @@ class _Recording:
         return self._parts.get(self.views.beginning(x).id, 1)
 
     def record(self, node: Node) -> None:
-        """Record a node, in its block if it is computed again."""
-        self._block = self.model.again.get(node)
-        block: AbstractContextManager[None] = nullcontext()
-        if self._block is not None:
-            block = in_block(self._definition, f"{self._number} {self._block}")
-        with block:
+        """Record a node, in its region, and in the block of it if it is computed again."""
+        again = self.model.again
+        region = f"{self._number} {again.region[node]}" if node in again.region else None
+        if region != self._region:
+            self._definition.region(region)
+        self._region, is_again = region, region is not None and node not in again.others
+        with in_block(self._definition, region) if is_again else nullcontext():
             self.keep(node, self.call(node))
-        self._block = None
+
+    def leave(self) -> None:
+        """Leave the last region."""
+        if self._region is not None:
+            self._definition.region(None)
 
     def call(self, node: Node) -> Any:
         """Record a node, from its line in the module."""

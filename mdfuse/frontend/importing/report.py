@@ -8,6 +8,7 @@ from mdfuse.errors import counted
 from mdfuse.frontend.importing.backwards import Backwards
 from mdfuse.frontend.importing.build import Model
 from mdfuse.frontend.importing.place import Patterns
+from mdfuse.frontend.importing.recomputed import RecomputedNodes, operation
 from mdfuse.layouts.layout import Replicate
 
 #: The most names in a line of the report.
@@ -37,6 +38,7 @@ def report(
     whole += [f"input:{name}" for n, name in captured.inputs.items() if n not in model.placed]
     if whole:
         rows.append(("(no pattern)", "replicated", _counted(whole)))
+    rows += [(f"recompute:{p}", "again", _counted(n)) for p, n in model.again.patterns.items()]
     widths = [max((len(row[k]) for row in rows), default=0) for k in (0, 1)]
     lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
     notes = {
@@ -50,13 +52,20 @@ def report(
         ),
         "not read": _counted(unexpected or ()),
         "skipped of the plan": ", ".join(skipped),
-        "computed again": _counted(dict.fromkeys(model.again.values())),
+        "computed again": _again(model.again),
     }
     lines += [f"  {name}: {text}" for name, text in notes.items() if text]
     uncaptured = [f"the backward of {name} is not captured: gradients are those of its forward"
            for name in captured.backwards.functions]  # fmt: skip
     uncaptured += _of_checkpoints(captured.backwards)
     return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *uncaptured))])
+
+
+def _again(again: RecomputedNodes) -> str:
+    """Return the blocks that the backward computes again, and the operations that it keeps."""
+    operations = [*dict.fromkeys(map(operation, again.others))]
+    but = f"; kept of them: {', '.join(sorted(operations))}" if operations else ""
+    return _counted(dict.fromkeys(again.region.values())) + but
 
 
 def _of_checkpoints(backwards: Backwards) -> Iterator[str]:

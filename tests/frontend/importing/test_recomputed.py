@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Shard
+from mdfuse import DefinitionError, DeviceMesh, LayoutError, Shard
 from mdfuse.errors import RECOMPUTED
 
 RATE = 0.1
@@ -101,11 +101,11 @@ def test_checkpoints_are_computed_again(how: dict[str, Any], is_reentrant: bool)
 
 def test_a_recomputed_layer_is_in_memory_alone() -> None:
     x = drawn(64, 8)
-    kept, again = (
+    plain, less = (
         trained(Layers(8, **how).double(), x)[1].peak_bytes[0]
         for how in ({}, {"use_reentrant": False})
     )
-    assert again < 0.55 * kept
+    assert less < 0.55 * plain
 
 
 def test_posts_of_recomputed_layers() -> None:
@@ -165,3 +165,62 @@ def test_gradient_checkpointing_of_transformers() -> None:
 
     assert again(program(True))["linear"] == 3 * 6
     assert again(program(False))["linear"] == 0
+
+
+# -- patterns --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [ALONE, FSDP, TP], ids=["alone", "fsdp", "tp"])
+def test_patterns_are_checkpoints(how: dict[str, Any]) -> None:
+    module, x = Layers().double(), drawn(6, 8)
+    program, _ = trained(module, x, how, recompute="layers.*")
+    as_asked, _ = trained(Layers(use_reentrant=False).double(), x, how)
+    assert again(program) == again(as_asked)
+
+
+def test_patterns_go_word_by_word() -> None:
+    """The inside of a block is part of it; the longest literal part counts."""
+    module, x = Layers().double(), drawn(6, 8)
+    model = mf.from_torch(module, (x,), **ALONE, recompute=["layers.0", "layers.*.up"])
+    assert "  recompute:layers.0     again       1: layers.0" in model.report().splitlines()
+    program, _ = trained(module, x, recompute=["layers.0", "layers.*.up"])
+    counts = again(program)
+    assert (counts["layer_norm"], counts["linear"], counts["tanh"]) == (1, 1, 1)  # results are kept
+
+
+def test_a_submodule_that_is_called_twice_is_two_blocks() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x))
+
+    program, _ = trained(Twice().double(), drawn(4, 8), FSDP, recompute="layer")
+    assert (again(program)["layer_norm"], again(program)["linear"]) == (2, 2)
+    model = mf.from_torch(Twice().double(), (drawn(4, 8),), **FSDP, recompute="layer")
+    assert "  computed again: 2: layer, layer (call 1)" in model.report().splitlines()
+
+
+def test_products_are_kept_and_all_else_is_computed_again() -> None:
+    module, x = Layers().double(), drawn(6, 8)
+    program, _ = trained(module, x, recompute=lambda op: op != "linear")
+    counts = again(program)
+    assert (counts["layer_norm"], counts["linear"], counts["tanh"]) == (3, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "said"),
+    [
+        ("layer.*", LayoutError, "matches no submodule"),
+        ("layers", LayoutError, "computes nothing"),
+        (["layers.*", "nothing"], LayoutError, "matches no submodule"),
+        (lambda op: False, DefinitionError, "True of no operation"),
+        (True, DefinitionError, "patterns of submodules"),
+        (1.5, DefinitionError, "patterns of submodules"),
+    ],
+)
+def test_what_cannot_be_computed_again(asked: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        mf.from_torch(Layers(), (torch.zeros(2, 8),), **ALONE, recompute=asked)
