@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -75,13 +74,6 @@ _HEADS = {
     "emb.*": _ROW,
     "head.*": _ROW,
 }
-
-
-def lacks(case: Case) -> str | None:
-    """Return why mdfuse has no such step; None where it has."""
-    if case.recompute and "recompute" not in inspect.signature(mf.from_torch).parameters:
-        return "mf.from_torch has no recompute="
-    return None
 
 
 def ours(case: Case, options: mf.Options) -> Running:
@@ -356,4 +348,4 @@ PEERS: dict[Style, dict[str, Callable[[Case, bool], Running]]] = {
     "alone": {"autocast": _alone, "bf16, f32 masters": _masters},
 }
 
-__all__ = ["PEERS", "Running", "Size", "lacks", "ours"]
+__all__ = ["PEERS", "Running", "Size", "ours"]

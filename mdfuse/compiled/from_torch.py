@@ -63,7 +63,7 @@ def from_torch(
         skipped: paths of a plan that lead nowhere, of `from_plan`, which `report()` lists.
 
     Raises:
-        DefinitionError: the module cannot be exported, or imported: all such operations, with lines.
+        DefinitionError: the module cannot be exported, or imported: all operations, with lines.
         LayoutError: a pattern that matches nothing, or does not fit; some that contradict.
 
     >>> import torch, mdfuse as mf
