@@ -49,6 +49,7 @@ from mdfuse.runs.extents import (
 )
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init
+from mdfuse.seeing.backward_memory import backward_lines
 from mdfuse.seeing.report.numbers import size_text
 from mdfuse.torch_private import untraced
 
@@ -183,6 +184,7 @@ class Program:
         fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
         carriers = backend_choice(options_from_environment(self.options).backend).carriers
         lines += [f"  {line}" for line in (*posts, *advice(fusion, carriers))]
+        lines += [f"  {line}" for line in backward_lines(fusion)]
         lines += [f"  {line}" for line in _stages(self.host, self.schedule)]
         lines += [f"  overlap: {line}" for line in self._overlap_told()]
         lines += [f"  {line}" for line in _streams(self.host)]
