@@ -13,6 +13,7 @@ from mdfuse.compiled.imported import ImportedModel
 from mdfuse.errors import DefinitionError, LayoutError
 from mdfuse.frontend import given
 from mdfuse.frontend.importing.blocks import blocks_of
+from mdfuse.frontend.importing.budget import within
 from mdfuse.frontend.importing.buffers import numbers_of
 from mdfuse.frontend.importing.build import Model, check_known, constants_of
 from mdfuse.frontend.importing.capture import ExportedModule, capture
@@ -125,9 +126,11 @@ def _model(
         outputs=outputs,
         constants={n: captured.origins.get(n, f"constant.{n.name}") for n in first},
         same={n: same for n, same in constants.items() if n is not same},
-        again=recomputed(captured, live, recompute),
     )
-    return replace(model, blocks=blocks_of(model, blocks), gather=patterns.gather)
+    model = replace(model, blocks=blocks_of(model, blocks), gather=patterns.gather)
+    if isinstance(recompute, int) and not isinstance(recompute, bool):
+        return replace(model, again=within(model, recompute))
+    return replace(model, again=recomputed(captured, live, recompute))
 
 
 def _places(

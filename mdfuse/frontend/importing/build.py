@@ -303,7 +303,7 @@ def _shape_of(node: Node) -> _Unknown:
 # -- recording -------------------------------------------------------------------------------------
 
 
-def record(model: Model, inputs: Inputs) -> list[Any]:
+def record(model: Model, inputs: Inputs, known: dict[Node, Any] | None = None) -> list[Any]:
     """Record the graph, and return its results: handles, and known tensors.
 
     New values of buffers become outputs that reuse the buffers.
@@ -311,12 +311,14 @@ def record(model: Model, inputs: Inputs) -> list[Any]:
     Args:
         model: the graph and its layouts.
         inputs: of the definition.
+        known: takes the value of each node.
     """
     recording = _Recording(model, inputs)
     for node in model.live:
         if node.op == "call_function":
             recording.record(node)
     recording.leave()
+    (known if known is not None else {}).update(recording.known)
     for buffer, node in model.captured.written:
         new = whole(recording.read(node))
         if not isinstance(new, Handle):

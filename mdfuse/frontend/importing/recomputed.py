@@ -28,11 +28,13 @@ class RecomputedNodes:
         region: node -> the name of its region, of which what is read elsewhere is kept.
         others: nodes of regions that are kept.
         patterns: pattern of submodules -> the names that it counts for.
+        note: further words for reports.
     """
 
     region: Mapping[Node, str] = field(default_factory=dict)
     others: Set[Node] = frozenset()
     patterns: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    note: str = ""
 
 
 def recomputed(captured: ExportedModule, live: Iterable[Node], asked: Any) -> RecomputedNodes:
@@ -100,7 +102,8 @@ def _selected(
             hint='lambda op: op not in ("linear", "scaled_dot_product_attention")',
         )
     others = frozenset(n for n, name in names.items() if name not in again)
-    return RecomputedNodes(_layer_by_node(module, nodes), others)
+    note = f"kept of them: {', '.join(sorted({names[n] for n in others}))}"
+    return RecomputedNodes(_layer_by_node(module, nodes), others, note=note)
 
 
 def operation(node: Node) -> str:

@@ -8,7 +8,6 @@ from mdfuse.errors import counted
 from mdfuse.frontend.importing.backwards import Backwards
 from mdfuse.frontend.importing.build import Model
 from mdfuse.frontend.importing.place import Patterns
-from mdfuse.frontend.importing.recomputed import RecomputedNodes, operation
 from mdfuse.layouts.layout import Replicate
 
 #: The most names in a line of the report.
@@ -52,20 +51,15 @@ def report(
         ),
         "not read": _counted(unexpected or ()),
         "skipped of the plan": ", ".join(skipped),
-        "computed again": _again(model.again),
+        "computed again": "; ".join(
+            filter(None, (_counted(dict.fromkeys(model.again.region.values())), model.again.note))
+        ),
     }
     lines += [f"  {name}: {text}" for name, text in notes.items() if text]
     uncaptured = [f"the backward of {name} is not captured: gradients are those of its forward"
            for name in captured.backwards.functions]  # fmt: skip
     uncaptured += _of_checkpoints(captured.backwards)
     return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *uncaptured))])
-
-
-def _again(again: RecomputedNodes) -> str:
-    """Return the blocks that the backward computes again, and the operations that it keeps."""
-    operations = [*dict.fromkeys(map(operation, again.others))]
-    but = f"; kept of them: {', '.join(sorted(operations))}" if operations else ""
-    return _counted(dict.fromkeys(again.region.values())) + but
 
 
 def _of_checkpoints(backwards: Backwards) -> Iterator[str]:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import mdfuse as mf
 from mdfuse import DefinitionError, DeviceMesh, LayoutError, Shard
 from mdfuse.errors import RECOMPUTED
+from mdfuse.seeing.backward_memory import backward_memory
 
 RATE = 0.1
 SPLIT = {"fsdp": Shard(0)}
@@ -224,3 +225,159 @@ def test_products_are_kept_and_all_else_is_computed_again() -> None:
 def test_what_cannot_be_computed_again(asked: Any, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         mf.from_torch(Layers(), (torch.zeros(2, 8),), **ALONE, recompute=asked)
+
+
+# -- nasty cases -----------------------------------------------------------------------------------
+
+
+def test_dropout_draws_the_same_mask_again() -> None:
+    """The gradient is zero exactly where the forward dropped."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(64, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inside, x, use_reentrant=False)
+
+        def inside(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(self.w * x, 0.5, True).exp().sin()
+
+    x = drawn(64)
+    model = mf.from_torch(Dropped().train(), (x,), mesh=DeviceMesh.arange(dp=2),
+                          layouts={"input:0": {"dp": Shard(0)}})  # fmt: skip
+    step = model.training_step(
+        lambda y: (y.sum(), y), optimizer=partial(mf.optim.sgd, lr=1.0)
+    )  # fmt: skip
+    program, weights = step.compile(), model.load()
+    assert again(program)["exp"] == 1 and again(program)["dropout"] == 1
+    ran = mf.simulate(program, step.arguments(weights, step.state(weights), x, 3))
+    (new,) = step.updated(ran.outputs).values()
+    y = ran.outputs[1]
+    left, exp = y != torch.ones_like(y).sin(), (2 * x).exp()
+    assert 16 < left.sum() < 48
+    torch.testing.assert_close(1 - new, torch.where(left, 2 * x * exp * exp.cos(), 0))
+
+
+def test_statistics_that_a_block_writes_are_written_once() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(self.norm(x).tanh())
+
+    module, x = nn.Sequential(Normed(), Normed()).double(), drawn(6, 8)
+    model = mf.from_torch(module, (x,), **ALONE, recompute="*")
+    step = model.training_step(squares, optimizer=partial(mf.optim.sgd, lr=RATE))
+    weights = model.load()
+    ran = mf.simulate(step.compile(), step.arguments(weights, step.state(weights), x))
+    squares(module(x)).backward()
+    updated = step.updated(ran.outputs)
+    for name, w in module.named_parameters():
+        torch.testing.assert_close(updated[name], w.detach() - RATE * w.grad)
+    buffers, reused = dict(module.named_buffers()), step.definition.fusion.reuse
+    written = zip(step.definition.fusion.outputs, ran.outputs, strict=True)
+    new = {reused[name]: y for name, y in written if reused.get(name) in buffers}
+    assert len(new) == 6
+    for name, y in new.items():
+        torch.testing.assert_close(y, buffers[name])
+
+
+class Tied(nn.Module):
+    """Words, layers, and the words again: the table is read in one block, or in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layers = nn.Embedding(12, 8), nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("asked", ["layers.*", ["layers.*", "words", "head"], ["layers.0", "head"]])
+def test_a_tied_table_in_blocks_or_not(asked: Any) -> None:
+    ids = torch.randint(12, (4, 6))
+    trained(Tied().double(), ids, FSDP, recompute=asked)
+    trained(Tied().double(), ids, recompute=asked)
+
+
+def test_frozen_layers_and_several_dtypes() -> None:
+    module = Layers().double()
+    module.layers[0].requires_grad_(False)
+    module.layers[1].up.bias.requires_grad_(False)
+    program, _ = trained(module, drawn(6, 8), FSDP, recompute="layers.*")
+    assert again(program)["layer_norm"] == 2  # of a frozen layer nothing is computed again
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(8, 8).double(), nn.Parameter(torch.tensor(1.5))
+
+        def inside(self, x: Tensor) -> Tensor:
+            return (self.layer(x).float().tanh() * self.scale).double().sin()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inside, x, use_reentrant=False) + x
+
+    program, _ = trained(Mixed(), drawn(6, 8), ALONE)
+    assert again(program)["tanh"] == 1
+
+
+def test_adapters_beside_frozen_matrices() -> None:
+    """Losses of two steps are those without recompute; matrices are gathered, never reduced."""
+    x = drawn(6, 8)
+
+    def losses(**asked: Any) -> tuple[list[float], mf.Program]:
+        torch.manual_seed(0)
+        module = Layers().double()
+        model = mf.from_torch(module, (x,), **FSDP, adapters={"*.up": 2}, **asked)
+        step = model.training_step(squares, optimizer=partial(mf.optim.sgd, lr=RATE))
+        weights, program = model.load(), step.compile()
+        ran = mf.simulate(program, step.arguments(weights, step.state(weights), x))
+        new = step.updated(ran.outputs)
+        return [float(ran.outputs[0]), *(float(w.sum()) for w in new.values())], program
+
+    plain, _ = losses()
+    less, program = losses(recompute="layers.*")
+    assert less == pytest.approx(plain, rel=1e-12)
+    assert sum(c.kind == "ReduceScatter" for c in program.communications) == 3
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [ALONE, FSDP, TP], ids=["alone", "fsdp", "tp"])
+def test_a_rank_keeps_no_more_than_it_may(how: dict[str, Any]) -> None:
+    """What the loss keeps comes besides: the result, and a number."""
+    module, x = Layers().double(), drawn(6, 8)
+    before = 0
+    for nbytes in (0, 500, 1000, 2500, 1 << 30):
+        program, _ = trained(module, x, how, recompute=nbytes)
+        held = sum(backward_memory(program.fusion, 0).kept.values())
+        assert before <= held <= nbytes + 6 * 4 * 8 + 8
+        before = held
+    assert not again(program)["linear"] and again(program)["layer_norm"] == 0
+
+
+def test_what_is_cheap_per_byte_goes_first() -> None:
+    module, x = Layers().double(), drawn(6, 8)
+    report = mf.from_torch(module, (x,), **ALONE, recompute=4000).report()
+    assert "3.75 KiB of 4.5 KiB on a rank are kept; again: 2 × layer_norm" in report
+
+
+def test_bytes_that_cannot_be_counted() -> None:
+    with pytest.raises(DefinitionError, match="recompute=-1"):
+        mf.from_torch(Layers(), (torch.zeros(2, 8),), **ALONE, recompute=-1)
+    with pytest.raises(DefinitionError, match="writes running_mean"):
+        mf.from_torch(nn.BatchNorm1d(8), (torch.zeros(2, 8),), **ALONE, recompute=8)
+    with pytest.raises(DefinitionError, match="leaves an extent of x"):
+        mf.from_torch(Layers(), (torch.zeros(2, 8),), **ALONE, recompute=8,
+                      dynamic_shapes={"x": {0: "batch"}})  # fmt: skip
