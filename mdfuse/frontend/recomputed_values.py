@@ -10,8 +10,8 @@ from mdfuse.frontend.handle import ValueId
 class RecomputedValues:
     """The values that gradients compute again, by block.
 
-    A block with a name is a part of the region of that name. Its values that something outside of
-    the region reads are kept.
+    A value that another block reads is kept, unless that is a part of an operation. A block with a
+    name is in the region of that name; its values that are read outside of the region are kept.
 
     Attributes:
         open: the number of the open block; 0 outside of all.
@@ -20,15 +20,20 @@ class RecomputedValues:
     def __init__(self) -> None:
         self.open = 0
         self._region = 0
+        self._is_part = False
         self._count = 0
         self._named: dict[str, int] = {}
         self._block_of: dict[int, int] = {}
 
     def begin(self, begins: bool | str | None) -> None:
-        """Begin a block, go on with the last (None) or with the one of a name; False ends it."""
-        self._count += begins is True
+        """Begin a block, go on with the last (None) or with the one of a name; False ends it.
+
+        The empty name begins a block for a part of an operation.
+        """
+        self._count += begins is True or begins == ""
+        self._is_part = begins == "" or begins is None
         self.open = 0 if begins is False else self._count
-        if isinstance(begins, str):
+        if isinstance(begins, str) and begins:
             self.open = self._of(begins)
 
     def enter(self, region: str | None) -> None:
@@ -49,10 +54,12 @@ class RecomputedValues:
             self._block_of[value] = self.open
 
     def read(self, operands: Iterable[object]) -> None:
-        """Keep operands of named blocks that something outside of their region reads."""
+        """Keep operands that are read outside of their block."""
+        is_block = self.open > 0 and not self._is_part
         for x in operands:
             if not isinstance(x, ValueId):
                 continue
-            block = self._block_of.get(x)
-            if block in self._named.values() and block not in (self.open, self._region):
+            block = self._block_of.get(x, self.open)
+            is_left = is_block or block in self._named.values()
+            if is_left and block not in (self.open, self._region):
                 del self._block_of[x]

@@ -43,11 +43,11 @@ class LocalParts:
     rank: int
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a value's part; empty for numbers."""
+        """Return the shape of a value's part; empty for numbers, and where the rank has none."""
         value = self.fusion.values[name]
-        return (
-            self.fusion.layout(name).local_shape(value.shape, self.rank) if value.is_tensor else ()
-        )
+        if not value.is_tensor or self.rank not in self.fusion.layout(name).mesh:
+            return ()
+        return self.fusion.layout(name).local_shape(value.shape, self.rank)
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of a value's part, expanded dims counted as one element."""
@@ -101,7 +101,8 @@ def backward_memory(fusion: Fusion, rank: int) -> BackwardMemory:
         rank: whose parts count.
     """
     parts, memory, behind = LocalParts(fusion, rank), memories(fusion), behind_gradients(fusion)
-    made = {x for e in fusion.exprs for x in e.outputs} - behind
+    computed = (e for e in fusion.exprs if not TABLE[e.op].is_creation)  # numbers cost nothing
+    made = {x for e in computed for x in e.outputs} - behind
     late = [e for e in fusion.exprs if not behind.isdisjoint(e.outputs)]
     read = dict.fromkeys(memory[x] for e in late for x in e.reads if x in made)
     repeated = [e for e in late if e.source is not None and e.source.note == RECOMPUTED]
@@ -132,6 +133,6 @@ def backward_lines(fusion: Fusion) -> Iterator[str]:
         share = 100 * most.operations / max(most.all_operations, 1)
         yield (
             f"  {counted(len(most.again), 'value')}, {size_text(sum(most.again.values()))}, are "
-            f"computed again: {most.operations / 1e9:.3g} GFLOP, {share:.0f} % of all products, "
-            f"and {size_text(most.received)} received once more"
+            f"computed again: {most.operations / 1e9:.3g} GFLOP, {share:.0f} % of all products"
+            + (f", and {size_text(most.received)} received once more" if most.received else "")
         )

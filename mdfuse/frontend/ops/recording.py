@@ -86,7 +86,7 @@ def again(x: Handle, is_more: bool = False) -> AbstractContextManager[None]:
         x: a value of the definition.
         is_more: continue the last such block.
     """
-    return in_block(x.definition, None if is_more else True)
+    return in_block(x.definition, None if is_more else "")
 
 
 def shown(x: Any) -> str:
