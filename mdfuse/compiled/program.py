@@ -183,8 +183,7 @@ class Program:
         posts = posts or ["no communication: every operand is where it is needed"]
         fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
         carriers = backend_choice(options_from_environment(self.options).backend).carriers
-        lines += [f"  {line}" for line in (*posts, *advice(fusion, carriers))]
-        lines += [f"  {line}" for line in backward_lines(fusion)]
+        lines += [f"  {x}" for x in (*posts, *advice(fusion, carriers), *backward_lines(fusion))]
         lines += [f"  {line}" for line in _stages(self.host, self.schedule)]
         lines += [f"  overlap: {line}" for line in self._overlap_told()]
         lines += [f"  {line}" for line in _streams(self.host)]

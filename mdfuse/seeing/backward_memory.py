@@ -102,13 +102,13 @@ def backward_memory(fusion: Fusion, rank: int) -> BackwardMemory:
     """
     parts, memory, behind = LocalParts(fusion, rank), memories(fusion), behind_gradients(fusion)
     computed = (e for e in fusion.exprs if not TABLE[e.op].is_creation)  # numbers cost nothing
-    made = {x for e in computed for x in e.outputs} - behind
-    late = [e for e in fusion.exprs if not behind.isdisjoint(e.outputs)]
-    read = dict.fromkeys(memory[x] for e in late for x in e.reads if x in made)
-    repeated = [e for e in late if e.source is not None and e.source.note == RECOMPUTED]
+    forward = {x for e in computed for x in e.outputs} - behind
+    notes = [(e, e.source.note) for e in fusion.exprs if e.source is not None and e.source.note]
+    read = dict.fromkeys(memory[x] for e, _ in notes for x in e.reads if x in forward)
+    repeated = [e for e, note in notes if note == RECOMPUTED]
     again = (x for e in repeated for x in e.outputs if memory[x] == x)
     return BackwardMemory(
-        kept={x: n for x in read if x in made and (n := parts.nbytes(x))},
+        kept={x: n for x in read if x in forward and (n := parts.nbytes(x))},
         again={x: n for x in again if (n := parts.nbytes(x))},
         operations=sum(map(parts.operations, repeated)),
         all_operations=sum(map(parts.operations, fusion.exprs)),
