@@ -21,14 +21,14 @@ class BackwardMemory:
     """The cost of a backward on a rank, in memory and in work done twice.
 
     Attributes:
-        kept: forward value that the backward reads -> its bytes; views count as their memory.
+        held: forward value that the backward reads -> its bytes; views count as their memory.
         again: value that is computed again -> its bytes.
         operations: floating-point operations of products and attention that are done again.
         all_operations: those of the whole program.
         received: bytes that arrive once more.
     """
 
-    kept: Mapping[str, int]
+    held: Mapping[str, int]
     again: Mapping[str, int]
     operations: int
     all_operations: int
@@ -108,7 +108,7 @@ def backward_memory(fusion: Fusion, rank: int) -> BackwardMemory:
     repeated = [e for e, note in notes if note == RECOMPUTED]
     again = (x for e in repeated for x in e.outputs if memory[x] == x)
     return BackwardMemory(
-        kept={x: n for x in read if x in forward and (n := parts.nbytes(x))},
+        held={x: n for x in read if x in forward and (n := parts.nbytes(x))},
         again={x: n for x in again if (n := parts.nbytes(x))},
         operations=sum(map(parts.operations, repeated)),
         all_operations=sum(map(parts.operations, fusion.exprs)),
@@ -123,11 +123,11 @@ def backward_lines(fusion: Fusion) -> Iterator[str]:
     meshes = {fusion.layout(x).mesh for x, value in fusion.values.items() if value.is_tensor}
     ranks = {mesh.ranks[0] for mesh in meshes}
     most = max(
-        (backward_memory(fusion, r) for r in sorted(ranks)), key=lambda x: sum(x.kept.values())
+        (backward_memory(fusion, r) for r in sorted(ranks)), key=lambda x: sum(x.held.values())
     )
     yield (
-        f"backward: of the forward {counted(len(most.kept), 'value')}, "
-        f"{size_text(sum(most.kept.values()))} on a rank, are kept"
+        f"backward: of the forward {counted(len(most.held), 'value')}, "
+        f"{size_text(sum(most.held.values()))} on a rank, are kept"
     )
     if most.again:
         share = 100 * most.operations / max(most.all_operations, 1)

@@ -33,14 +33,14 @@ def program(is_again: bool, options: Any = None) -> mf.Program:
 
 def test_what_is_kept() -> None:
     memory = backward_memory(program(False).fusion, 1)
-    assert memory.kept == {"h": ROWS // 2 * OUT * 4, "whole": IN * OUT * 4}
+    assert memory.held == {"h": ROWS // 2 * OUT * 4, "whole": IN * OUT * 4}
     assert (memory.again, memory.operations, memory.received) == ({}, 0, 0)
     assert memory.all_operations == 3 * 2 * (ROWS // 2) * IN * OUT  # of x, and of both gradients
 
 
 def test_what_is_computed_again() -> None:
     memory = backward_memory(program(True).fusion, 0)
-    assert memory.kept == {"whole": IN * OUT * 4}
+    assert memory.held == {"whole": IN * OUT * 4}
     assert [*memory.again.values()] == [ROWS // 2 * OUT * 4] * 2  # the product, and tanh of it
     assert memory.operations == 2 * (ROWS // 2) * IN * OUT
 

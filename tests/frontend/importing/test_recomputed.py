@@ -361,7 +361,7 @@ def test_a_rank_keeps_no_more_than_it_may(how: dict[str, Any]) -> None:
     before = 0
     for nbytes in (0, 500, 1000, 2500, 1 << 30):
         program, _ = trained(module, x, how, recompute=nbytes)
-        held = sum(backward_memory(program.fusion, 0).kept.values())
+        held = sum(backward_memory(program.fusion, 0).held.values())
         assert before <= held <= nbytes + 6 * 4 * 8 + 8
         before = held
     assert not again(program)["linear"] and again(program)["layer_norm"] == 0
