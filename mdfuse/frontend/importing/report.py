@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from torch import nn
+
 from mdfuse.errors import counted
 from mdfuse.frontend.importing.backwards import Backwards
 from mdfuse.frontend.importing.build import Model
@@ -58,12 +60,15 @@ def report(
     lines += [f"  {name}: {text}" for name, text in notes.items() if text]
     uncaptured = [f"the backward of {name} is not captured: gradients are those of its forward"
            for name in captured.backwards.functions]  # fmt: skip
-    uncaptured += _of_checkpoints(captured.backwards)
+    uncaptured += _of_checkpoints(captured.module, captured.backwards)
     return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *uncaptured))])
 
 
-def _of_checkpoints(backwards: Backwards) -> Iterator[str]:
+def _of_checkpoints(module: nn.Module, backwards: Backwards) -> Iterator[str]:
     """Yield what checkpoints of a module ask for, and do not get."""
+    is_asked = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+    if is_asked and not backwards.checkpoints:
+        yield "gradient checkpointing is on, and does nothing in eval() mode: module.train()"
     if backwards.nested:
         calls = counted(backwards.nested, "checkpoint")
         yield f"{calls} inside of another: part of its block, computed again with it, once"

@@ -164,6 +164,10 @@ def test_gradient_checkpointing_of_transformers() -> None:
         )  # fmt: skip
         return step.compile()
 
+    module = LlamaForCausalLM(config).eval()
+    module.gradient_checkpointing_enable()
+    report = mf.from_torch(module, (ids,), mesh=DeviceMesh([0])).report()
+    assert "gradient checkpointing is on, and does nothing in eval() mode" in report
     assert again(program(True))["linear"] == 3 * 6
     assert again(program(False))["linear"] == 0
 
