@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -71,13 +70,6 @@ def _running(case: Case, take: _Take, **others: Any) -> Running:
 _HEADS = {
     "emb": "rowwise", "layers.*.[qkvgu]": "colwise", "layers.*.[od]": "rowwise", "head": "colwise",
 }  # fmt: skip
-
-
-def lacks(case: Case) -> str | None:
-    """Return why mdfuse has no such step; None where it has."""
-    if case.recompute and "recompute" not in inspect.signature(mf.from_torch).parameters:
-        return "mf.from_torch has no recompute="
-    return None
 
 
 def ours(case: Case, options: mf.Options) -> Running:
@@ -352,4 +344,4 @@ PEERS: dict[Style, dict[str, Callable[[Case, bool], Running]]] = {
     "alone": {"autocast": _alone, "bf16, f32 masters": _masters},
 }
 
-__all__ = ["PEERS", "Running", "Size", "lacks", "ours"]
+__all__ = ["PEERS", "Running", "Size", "ours"]

@@ -7,7 +7,7 @@ python benchmarks/whole_models.py                                  # one GPU: to
 
 A step is forward, mean loss in f32, backward, clipping and AdamW, in bf16 with f32 masters (heads
 split: bf16 alone). Each row runs as it is, and with each layer computed again in the backward
-(`--recompute`). A row that mdfuse cannot run says `absent`, and has the peer's figures alone.
+(`--recompute`): `recompute="layers.*"` beside `torch.utils.checkpoint` around each layer.
 
 A start is the time from the module in f32 on the host to the end of the first step. `cold`: no
 kernel of it is in the compiler's folder. `warm`: all are, in the same process. Memory at the peak
@@ -44,7 +44,7 @@ from _measure import (
 )
 from _ranks import Ranks, start_or_alone
 from _whole_nets import SMALL, Case, Size, Style, drawn_numbers
-from _whole_steps import PEERS, Running, lacks, ours
+from _whole_steps import PEERS, Running, ours
 
 import mdfuse as mf
 from mdfuse.cli import screen
@@ -204,9 +204,7 @@ def measured(plan: Plan, case: Case) -> dict[str, Figures]:
     Raises:
         AssertionError: first losses differ.
     """
-    makes: dict[str, _Make] = {}
-    if not lacks(case):
-        makes[_OURS] = lambda: ours(case, plan.options[case.style])
+    makes: dict[str, _Make] = {_OURS: lambda: ours(case, plan.options[case.style])}
     makes |= {name: lambda m=m: m(case, True) for name, m in PEERS[case.style].items()}
     running, figures = dict[str, Running](), dict[str, Figures]()
     for name, make in makes.items():
@@ -251,9 +249,7 @@ def _check(case: Case, figures: Mapping[str, Figures]) -> None:
 
 
 def rows(plan: Plan, case: Case, figures: Mapping[str, Figures]) -> Iterator[Row]:
-    """The rows beside each peer; none where mdfuse is absent."""
-    if _OURS not in figures:
-        return
+    """The rows beside each peer."""
     mine, limits = figures[_OURS], _LIMITS[case.style]
     for name in PEERS[case.style]:
         peer = figures[name]
@@ -308,10 +304,6 @@ def _start_text(x: Figures) -> str:
 
 def _told(plan: Plan, case: Case, figures: Mapping[str, Figures]) -> None:
     """Store each contender's figures, and print a line of each."""
-    reason = lacks(case)
-    if reason:
-        plan.world["absent"][case.name] = f"{_OURS}: {reason}"
-        _say(f"{case.name}: {_OURS} absent: {reason}")
     for name, x in figures.items():
         stored = asdict(x)
         if x.times:
@@ -421,7 +413,7 @@ def main() -> None:
     size = _size(arguments, chosen == ["alone"])
     world: dict[str, Any] = {
         "device": str(ranks.device), "ranks": ranks.comm.size, "size": asdict(size),
-        "starts with an empty folder": is_new, "absent": {}, "eager": [], "contenders": {},
+        "starts with an empty folder": is_new, "eager": [], "contenders": {},
     }  # fmt: skip
     plan = Plan(
         ranks=ranks, rounds=arguments.rounds, losses=arguments.losses, world=world,

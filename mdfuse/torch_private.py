@@ -34,7 +34,9 @@ from torch._C._distributed_c10d import (
 from torch._C._dynamo import eval_frame, guards
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch.autograd import forward_ad
+from torch.fx import Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazily
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
@@ -54,7 +56,7 @@ __all__ = [
     "begin_group",
     "cache_folder",
     "checkpoint_metadata",
-    "checkpoints_noted",
+    "checkpoints_entered",
     "current_gpu",
     "current_raw_stream",
     "default_store",
@@ -75,6 +77,7 @@ __all__ = [
     "shard_order",
     "spec_of",
     "table_grad",
+    "traced",
     "transform_level",
     "untraced",
     "untransformed",
@@ -322,20 +325,31 @@ def late_code() -> AbstractContextManager[None]:
     return lazily(should_use=True)
 
 
+def traced() -> list[Node]:
+    """Return the nodes so far of the graph that torch traces."""
+    mode = get_proxy_mode()
+    return [] if mode is None else [*mode.tracer.graph.nodes]
+
+
 @contextmanager
-def checkpoints_noted(note: Callable[[], None]) -> Iterator[None]:
-    """Call a function at each call of `torch.utils.checkpoint.checkpoint(use_reentrant=False)`."""
-    plain = checkpoint._checkpoint_without_reentrant_generator
+def checkpoints_entered(enter: Callable[[bool], AbstractContextManager[None]]) -> Iterator[None]:
+    """Replace what `torch.utils.checkpoint.checkpoint(use_reentrant=False)` does by a context.
 
-    def generator(*args: Any, **kwargs: Any) -> Any:
-        note()
-        return plain(*args, **kwargs)
+    Args:
+        enter: takes whether the call has a `context_fn`; its context is around the function.
+    """
+    private: Any = checkpoint
+    plain = private._checkpoint_without_reentrant_generator
 
-    checkpoint._checkpoint_without_reentrant_generator = generator
+    def generator(_: Any, __: Any, context_fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with enter(context_fn is not checkpoint.noop_context_fn):
+            yield
+
+    private._checkpoint_without_reentrant_generator = generator
     try:
         yield
     finally:
-        checkpoint._checkpoint_without_reentrant_generator = plain
+        private._checkpoint_without_reentrant_generator = plain
 
 
 def argument_names(overload: Any) -> list[str]:

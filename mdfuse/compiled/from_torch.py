@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,15 @@ from mdfuse.errors import DefinitionError, LayoutError
 from mdfuse.frontend import given
 from mdfuse.frontend.importing.activations import Noted, places_of
 from mdfuse.frontend.importing.blocks import blocks_of
+from mdfuse.frontend.importing.budget import within
 from mdfuse.frontend.importing.buffers import numbers_of
-from mdfuse.frontend.importing.build import Model, check_known, constants_of
+from mdfuse.frontend.importing.build import Model, constants_of
 from mdfuse.frontend.importing.capture import ExportedModule, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.place import Patterns, Placed
+from mdfuse.frontend.importing.recomputed import recomputed
 from mdfuse.frontend.importing.staged import given_meshes, in_stages, patterns_by_mesh
+from mdfuse.frontend.importing.unknown_ops import check_known
 from mdfuse.mesh import DeviceMesh
 from mdfuse.plan.progress import stage
 
@@ -34,6 +37,7 @@ def from_torch(
     layouts: Mapping[str, Any] | None = None,
     blocks: Mapping[str, Any] | None = None,
     gather: Sequence[str] = (),
+    recompute: str | Sequence[str] | Callable[[str], bool] | int | None = None,
     adapters: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     buffers: Mapping[str, Tensor] | None = None,
@@ -55,10 +59,11 @@ def from_torch(
             (`"argument:layers.*.attn:x"`), inferred along other axes. The pattern without wildcards
             counts, then that with the longest literal part; a parameter of none is replicated.
         blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
-            split by, or their extents: `{"*.c_attn.*": 3}` for queries, keys and values in one
-            matrix. Each is an input, and split, by itself; `{dim: 3}` says the dim.
+            split by, or their extents: `{"*.c_attn.*": 3}`, `{dim: 3}`. Each is an input.
         gather: axes along which parameters are gathered before they are read, and again in the
             backward, as FSDP does. They split the parts of other axes, unless a `Layout` is given.
+        recompute: what the backward computes again: patterns of submodules (`"layers.*"`, each
+            layer), a function of an operation's name, or the bytes that a rank may keep instead.
         adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
             (rank, alpha): then steps of training train the adapters alone.
         dynamic_shapes: name of an argument -> dim -> a name: extents that each run chooses; or as
@@ -67,8 +72,8 @@ def from_torch(
         skipped: paths of a plan that lead nowhere, of `from_plan`, which `report()` lists.
 
     Raises:
-        DefinitionError: the module cannot be exported; operations that cannot be imported, all of
-            them, with lines of the module; a submodule in no stage, or in several.
+        DefinitionError: the module cannot be exported, or imported: all operations, with lines; a
+            submodule in no stage, or in several.
         LayoutError: a pattern that matches nothing, or does not fit; some that contradict.
 
     >>> import torch, mdfuse as mf
@@ -84,6 +89,7 @@ def from_torch(
     captured = _exported(module, first, args, kwargs, dynamic_shapes, adapters)
     model = _model(captured, meshes[0], buffers or {}, gathered)
     model = _placed(in_stages(model, stages, meshes), patterns, blocks or {})
+    model = _with_blocks(model, recompute)
     return ImportedModel(model, first, given.names("from_torch", "skipped", skipped))
 
 
@@ -140,6 +146,13 @@ def _placed(
     passed = places_of(patterns, mesh_of, captured.passed, model.live, captured.module)
     model = replace(model, placed=placed, outputs=outputs, passed=passed)
     return replace(model, blocks=blocks_of(model, blocks))
+
+
+def _with_blocks(model: Model, recompute: Any) -> Model:
+    """Return a model with the nodes that the backward computes again."""
+    if isinstance(recompute, int) and not isinstance(recompute, bool):
+        return replace(model, again=within(model, recompute))
+    return replace(model, again=recomputed(model.captured, model.live, recompute))
 
 
 def _places(

@@ -50,6 +50,7 @@ from mdfuse.runs.extents import (
 )
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.communicator import init
+from mdfuse.seeing.backward_memory import backward_lines
 from mdfuse.torch_private import untraced
 
 if TYPE_CHECKING:
@@ -181,7 +182,9 @@ class Program:
         posts = [f"{n} × {why}" if n > 1 else why for why, n in counts.items()]
         posts = posts or ["no communication: every operand is where it is needed"]
         fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
-        lines += [f"  {line}" for line in (*posts, *advice(fusion, self.options))]
+        lines += [
+            f"  {x}" for x in (*posts, *advice(fusion, self.options), *backward_lines(fusion))
+        ]
         lines += [f"  {line}" for line in microbatch_lines(self.host, self.schedule)]
         lines += [f"  overlap: {line}" for line in self._overlap_told()]
         lines += [f"  {line}" for line in _streams(self.host)]

@@ -63,14 +63,10 @@ class FusionDefinition:
         self.name = name
         self.inputs: list[int] = []
         self.outputs: list[int] = []
-        #: guards on extents, from user code and from operations that read them
-        self.assumed = Assumptions()
-        #: values that later calls share, by key
-        self.shared: dict[Hashable, tuple[Any, ...]] = {}
-        self._dims = 0
-        self._streams = 0
-        #: number of open `recompute` blocks
-        self._recomputing = 0
+        self.assumed = Assumptions()  # guards on extents, also those of operations that read them
+        self.shared: dict[Hashable, tuple[Any, ...]] = {}  # what later calls share, by key
+        self._dims = self._streams = 0
+        self._recomputing = 0  # open `recompute` blocks
         self._open = False
         self._token: Token[FusionDefinition | None] | None = None
         self._assuming = assuming(self.assumed)
@@ -360,8 +356,8 @@ class FusionDefinition:
         node = self._do(("grad", *said), said)
         return tuple(Handle(self, id_, fact) for id_, fact in node.fact)
 
-    def begin_recompute(self, begins: bool | None = True) -> None:
-        """Begin a block that gradients compute again (None: go on); inner ones are parts of it."""
+    def begin_recompute(self, begins: bool | str | None = True) -> None:
+        """Begin a block that gradients compute again, or go on; inner ones are parts of it."""
         self._check_open()
         self._recomputing += 1
         if self._recomputing == 1:
@@ -372,6 +368,10 @@ class FusionDefinition:
         self._recomputing -= 1
         if self._recomputing == 0 and self._open:
             self._do(("recompute", False), (False,))
+
+    def region(self, name: str | None) -> None:
+        """Enter a region: a block of its name may stand in it, of which it keeps nothing."""
+        self._do(("region", name), (name,))
 
     # -- the trie --------------------------------------------------------------------------------
 

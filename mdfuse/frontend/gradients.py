@@ -110,7 +110,7 @@ def _check(recorder: Recorder, site: Site, of: int, wrt: Sequence[int], seed: in
                 because="each element of the seed belongs to one of the value",
                 hint=f"a seed of {y.type_text()}",
             )
-    if recorder.is_recomputing:
+    if recorder.recomputed.open:
         raise DefinitionError(
             f"grad of %{y.name} inside of recompute()",
             where=site.where,
@@ -161,7 +161,7 @@ class _Scribe:
     def current(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return self.recorder.current(shape)
 
-    def begin_recompute(self, begins: bool | None = True) -> None:
+    def begin_recompute(self, begins: bool | str | None = True) -> None:
         """Do nothing: values of a gradient are kept for the next one."""
 
     def end_recompute(self) -> None:
@@ -313,7 +313,7 @@ class _Backward:
 
     def _block(self, name: str) -> int | None:
         """Return the `recompute` block that a value is defined in."""
-        return self.recorder.recomputed.get(self.scribe.ids[name])
+        return self.recorder.recomputed.block(self.scribe.ids[name])
 
     @cached_property
     def _producers(self) -> dict[str, Expr]:

@@ -18,6 +18,7 @@ from mdfuse.frontend.cache import Fact, Recorded, Symbolic
 from mdfuse.frontend.handle import ValueId
 from mdfuse.frontend.kinds import kind_of, no_value
 from mdfuse.frontend.plain import brief, is_in_range, plain_number
+from mdfuse.frontend.recomputed_values import RecomputedValues
 from mdfuse.frontend.settings import check_setting, settings_of
 from mdfuse.frontend.sites import Derived, Site
 from mdfuse.frontend.stride_order import dims_of, no_permutation, stride_order_of
@@ -47,16 +48,11 @@ class Recorder:
         self.name = name
         self.assumed = Assumptions()
         self.values: dict[str, Value] = {}
-        #: names of the values, by id
-        self.names: list[str] = []
+        self.names: list[str] = []  # of the values, by id
         self._constants: dict[int, float | int | bool] = {}
         self._exprs: list[Expr] = []
-        #: blocks of `recompute` so far, whether one is open, id of a value -> its block
-        self._blocks = 0
-        self.is_recomputing = False
-        self.recomputed: dict[int, int] = {}
-        #: id of a value -> the number of the expression that computes it
-        self._made_by: dict[int, int] = {}
+        self.recomputed = RecomputedValues()
+        self._made_by: dict[int, int] = {}  # id of a value -> the number of its expression
         self._inputs: list[int] = []
         self._outputs: list[int] = []
         self._fresh = Names()
@@ -159,6 +155,7 @@ class Recorder:
         results = self._inferred(op, inputs, attrs, site.source)
         for name in names:
             self._used.setdefault(name, site.source)
+        self.recomputed.read(operands)
         settings = settings_of(self._symbols.current(attrs))
         if len(results) == 1:
             return self._expr(site, op, inputs, settings, (site.name,), results)[0]
@@ -179,10 +176,13 @@ class Recorder:
             self._exprs, self._used = exprs, used
             raise
 
-    def recompute(self, site: Site, begins: bool | None) -> None:
-        """Begin a block of values that gradients compute again, go on with the last, or end it."""
-        self.is_recomputing = begins is not False
-        self._blocks += begins is True
+    def recompute(self, site: Site, begins: bool | str | None) -> None:
+        """Begin a block of values that gradients compute again, go on with one, or end it."""
+        self.recomputed.begin(begins)
+
+    def region(self, _: Site, name: str | None) -> None:
+        """Enter a region, or leave it; see `RecomputedValues`."""
+        self.recomputed.enter(name)
 
     def place(
         self,
@@ -243,6 +243,7 @@ class Recorder:
         if reuse is not None:
             self._check_reuse(of, reuse, site)
         self._check_kept(of, reuse, site)
+        self.recomputed.read((ValueId(of),))
         if reuse is not None:
             self._reuse[of] = reuse
         self._outputs.append(of)
@@ -453,8 +454,8 @@ class Recorder:
         value = Value(name=name, source=source, **fields)
         self.values[name] = value
         is_computed = len(self.names) in self._made_by  # an input exists already
-        if self.is_recomputing and value.is_tensor and is_computed:
-            self.recomputed[len(self.names)] = self._blocks
+        if value.is_tensor and is_computed:
+            self.recomputed.note(len(self.names))
         self.names.append(name)
         required = stride_order_of(value.order) if value.is_order_required else None
         return Fact(value.shape, value.dtype, value.is_tensor, required=required)

@@ -165,7 +165,7 @@ class _Finder:
             is_in = expr.outputs[0] in self.made
             if _changes_mesh(fusion, expr) and _is_of_batch(fusion, expr) and not is_in:
                 raise _whole(fusion, expr)
-        self.back = _behind_gradients(fusion)
+        self.back = behind_gradients(fusion)
         #: the results of hand-overs
         self.over = {e.output for e in self.exprs if self.is_border(e)}
 
@@ -382,7 +382,7 @@ def _changes_mesh(fusion: Fusion, expr: Expr) -> bool:
     return fusion.layout(expr.reads[0]).mesh != fusion.layout(expr.output).mesh
 
 
-def _behind_gradients(fusion: Fusion) -> set[str]:
+def behind_gradients(fusion: Fusion) -> set[str]:
     """Return the values that depend on a gradient, or are recomputed for one."""
     behind = set[str]()
     for expr in fusion.exprs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of, row_of
 from mdfuse.hir.orders import Dims
@@ -23,6 +24,13 @@ QUERIES = 128
 
 #: Work that reads as much of an operand as it writes, and its indices.
 _PICKS = frozenset(("embedding", "index_select", "gather"))
+
+
+class LocalShapes(Protocol):
+    """Values by name, of which a rank has parts."""
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a rank's part."""
 
 
 def is_work(i: Instruction) -> bool:
@@ -58,7 +66,7 @@ def buffer_bytes(program: HostProgram, name: str) -> int:
     return math.prod(program.local_shape(name)) * kind.dtype.itemsize
 
 
-def operations(program: HostProgram, i: Instruction) -> int:
+def operations(program: LocalShapes, i: Instruction) -> int:
     """Return the floating-point operations of a product or an attention; 0 for other work."""
     if (sizes := product(program, i)) is not None:
         return 2 * math.prod(sizes)
@@ -114,7 +122,7 @@ def attention(program: HostProgram, i: Instruction) -> Attention | None:
     return Attention(passes, math.prod(batch), queries, keys, features, is_causal)
 
 
-def product(program: HostProgram, i: Instruction) -> tuple[int, int, int, int] | None:
+def product(program: LocalShapes, i: Instruction) -> tuple[int, int, int, int] | None:
     """Return how many products [m, k] x [k, n] an instruction is, m, n and k; None: it is none."""
     shapes = _shapes(program, i)
     if i.op == "addmm":
@@ -151,7 +159,7 @@ def _sides(shapes: list[tuple[int, ...]]) -> zip[tuple[str, tuple[int, ...]]]:
     return zip(("left", "right"), shapes[:2], strict=True)
 
 
-def _shapes(program: HostProgram, i: Instruction) -> list[tuple[int, ...]]:
+def _shapes(program: LocalShapes, i: Instruction) -> list[tuple[int, ...]]:
     return [program.local_shape(x) if isinstance(x, str) else () for x in i.inputs]
 
 

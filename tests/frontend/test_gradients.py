@@ -761,3 +761,47 @@ def test_std_mean_of_equal_numbers_is_flat_as_std_is() -> None:
             fd.add_output(g)
     (found,) = mf.reference(fd, [x])
     torch.testing.assert_close(found, want)
+
+
+def recomputed_ops(fd: mf.FusionDefinition) -> list[str]:
+    exprs = (e for e in mf.compile(fd).fusion.exprs if e.source is not None)
+    return [e.op for e in exprs if e.source is not None and e.source.note == "recomputed"]
+
+
+def test_what_another_block_reads_is_kept() -> None:
+    """Blocks of layers: nothing of a layer is computed twice for the next one."""
+    numbers = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with mf.FusionDefinition() as fd:
+        x, w = (fd.define_tensor([4, 4], torch.float64) for _ in range(2))
+        h = x
+        for _ in range(3):
+            with mf.recompute():
+                h = (h @ w).tanh() @ w
+        (dw,) = mf.grad((h * 2).sum(), [w])
+        fd.add_output(dw)
+    assert recomputed_ops(fd) == ["matmul", "tanh"] * 3
+    leaf = numbers.clone().requires_grad_()
+    y = numbers
+    for _ in range(3):
+        y = (y @ leaf).tanh() @ leaf
+    (expected,) = torch.autograd.grad((y * 2).sum(), [leaf])
+    check_everywhere(mf.compile(fd), [numbers, numbers], [expected])
+
+
+def test_inputs_that_a_block_defines() -> None:
+    """Tensors and numbers; an input is there, and so is not computed again."""
+    numbers = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mesh = DeviceMesh.arange(fsdp=2)
+    with mf.FusionDefinition() as fd:
+        x = fd.define_tensor([4, 4], torch.float64, mesh, {"fsdp": Shard(0)})
+        with mf.recompute():
+            w = fd.define_tensor([4, 4], torch.float64, mesh, {"fsdp": Shard(0)}, name="w")
+            s = fd.define_scalar(dtype=float, name="s")
+            h = ((x @ fd.ops.set(w).on(mesh, {})) * s).tanh()
+        gradients = mf.grad(h.sin().sum(), [x, w])
+        for dx in gradients:
+            fd.add_output(dx)
+    assert recomputed_ops(fd) == ["set", "matmul", "mul", "tanh"]
+    leaves = [numbers.clone().requires_grad_() for _ in range(2)]
+    y = ((leaves[0] @ leaves[1]) * 1.5).tanh().sin().sum()
+    check_everywhere(mf.compile(fd), [numbers, numbers, 1.5], torch.autograd.grad(y, leaves))

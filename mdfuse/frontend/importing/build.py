@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from mdfuse.frontend.importing.indices import ramp_of
 from mdfuse.frontend.importing.joined import GROUPED, RULES, JoinedTensors
 from mdfuse.frontend.importing.lines import called_at, line_of
 from mdfuse.frontend.importing.place import Placed
+from mdfuse.frontend.importing.recomputed import RecomputedNodes
 from mdfuse.frontend.importing.routes import leaves
 from mdfuse.frontend.importing.stages import ModelStages
 from mdfuse.frontend.importing.table import (
@@ -36,9 +37,9 @@ from mdfuse.frontend.importing.table import (
     ROWS,
     TABLE,
     VIEWS,
-    is_known,
 )
 from mdfuse.frontend.importing.views import Views
+from mdfuse.frontend.ops.recording import definition_of, in_block
 from mdfuse.frontend.ops.views import set as set_
 from mdfuse.layouts.boxes import Boxes, Rows, boxes_of
 from mdfuse.layouts.layout import Layout, Shard
@@ -63,6 +64,7 @@ class Model:
         blocks: placeholder of a parameter in blocks -> the dim, and their extents.
         gather: axes along which parameters are gathered before they are read.
         stages: on which meshes nodes are computed, where these are several.
+        again: nodes that the backward computes again.
     """
 
     captured: ExportedModule
@@ -77,6 +79,7 @@ class Model:
     blocks: Mapping[Node, Blocks] = field(default_factory=dict)
     gather: tuple[str, ...] = ()
     stages: ModelStages | None = None
+    again: RecomputedNodes = field(default_factory=RecomputedNodes)
 
     @property
     def parameters(self) -> list[Node]:
@@ -226,63 +229,7 @@ def _value_name(name: str) -> str | None:
     return name if is_value_name(name) else None
 
 
-# -- checks ----------------------------------------------------------------------------------------
-
-
-def check_known(captured: ExportedModule, live: Mapping[Node, None]) -> None:
-    """Raise DefinitionError that lists all operations that are not in the table."""
-    unknown = [n for n in live if n.op == "call_function" and not is_known(str(n.target))]
-    if not unknown:
-        return
-    counts = Counter(str(n.target) for n in unknown)
-    first: dict[str, Node] = {}
-    for node in unknown:
-        first.setdefault(str(node.target), node)
-    lines = [(f"{times} x", target, line_of(first[target].meta.get("stack_trace")))
-             for target, times in counts.most_common()]  # fmt: skip
-    reasons = {*map(_why_not, counts)}
-    because, hint = reasons.pop() if len(reasons) == 1 else _NONE
-    raise DefinitionError(
-        f"{captured.name} calls {len(counts)} operations that cannot be imported",
-        where=[f"{n} {target}   {source.quote() if source else ''}" for n, target, source in lines],
-        because=because,
-        hint=hint,
-    )
-
-
-def _why_not(target: str) -> tuple[str, str]:
-    """Return why an operation is not in the table, and a replacement."""
-    name = target.removeprefix("aten.").removeprefix("_")
-    return next((why for names, why in _WHY.items() if name.startswith(names)), _NONE)
-
-
-_NONE = (
-    "no operation of mf.ops stands for them",
-    "write them with other operations of torch; docs/importing.md lists what there is",
-)
-_WHY: Mapping[tuple[str, ...], tuple[str, str]] = {
-    ("item", "local_scalar_dense", "nonzero", "masked_select", "unique", "bincount"): (
-        "what follows, or its shape, depends on numbers that only a run knows",
-        "where(mask, x, other) keeps the shape; experts of transformers have other forms: "
-        'module.set_experts_implementation("grouped_mm")',
-    ),
-    ("cond", "while_loop", "map_impl", "scan"): (
-        "which operations a program runs depends on no numbers",
-        "where(condition, a, b) of both results; loops over a number of steps that is known",
-    ),
-    ("wrap_with_autocast",): (
-        "a program has the dtypes of its operations, which autocast chooses as they run",
-        "cast in the module, x.to(torch.bfloat16), or import all of it as module.bfloat16()",
-    ),
-    ("rand", "normal", "bernoulli", "multinomial", "exponential", "uniform"): (
-        "only dropout draws numbers: others, computed once, would be the same in each run",
-        "make what is drawn an argument of the module",
-    ),
-    ("fft",): (
-        "there is no Fourier transform",
-        "a product with its matrix, exp(-2j * pi * j * k / n), which is a constant",
-    ),
-}
+# -- constants -------------------------------------------------------------------------------------
 
 
 def constants_of(live: Mapping[Node, None], folded: Folded) -> dict[Node, Node]:
@@ -319,7 +266,7 @@ def _shape_of(node: Node) -> _Unknown:
 # -- recording -------------------------------------------------------------------------------------
 
 
-def record(model: Model, inputs: Inputs) -> list[Any]:
+def record(model: Model, inputs: Inputs, known: dict[Node, Any] | None = None) -> list[Any]:
     """Record the graph, and return its results: handles, and known tensors.
 
     New values of buffers become outputs that reuse the buffers.
@@ -327,11 +274,14 @@ def record(model: Model, inputs: Inputs) -> list[Any]:
     Args:
         model: the graph and its layouts.
         inputs: of the definition.
+        known: takes the value of each node.
     """
     recording = _Recording(model, inputs)
     for node in model.live:
         if node.op == "call_function":
-            recording.keep(node, recording.call(node))
+            recording.record(node)
+    recording.leave()
+    (known if known is not None else {}).update(recording.known)
     for buffer, node in model.captured.written:
         recording.handed.enter(buffer)
         new = whole(recording.read(node))
@@ -368,6 +318,13 @@ def whole(x: Any) -> Any:
     return x
 
 
+def _counted(definition: FusionDefinition) -> int:
+    """Return the number of the next module that is recorded in a definition."""
+    (count,) = definition.shared.get("modules", (0,))
+    definition.shared["modules"] = (count + 1,)
+    return int(count)
+
+
 class _Recording:
     """The values of a graph that are recorded so far."""
 
@@ -377,7 +334,10 @@ class _Recording:
         self.context = RecordingContext(inputs.seed)
         self.known: dict[Node, Any] = {**given, **{n: given[m] for n, m in model.same.items()}}
         self.handed = HandOvers(model.stages)
-        self._gathered: dict[tuple[Node, int], Any] = {}
+        self._gathered: dict[tuple[Node, int, str | None], Any] = {}
+        self._region: str | None = None
+        self._definition = definition_of(*given.values())
+        self._number = _counted(self._definition)
         self._made: dict[tuple[int, int], Handle] = {}
         self._parts: dict[int, int] = {}
         self._constants: dict[int, Any] = {
@@ -386,12 +346,12 @@ class _Recording:
         self._is_routed = any(str(n.target) in GROUPED for n in model.live)
 
     def read(self, node: Node) -> Any:
-        """Return the value of a node; parameters are gathered at their first read."""
+        """Return the value of a node; parameters are gathered at their first read in each block."""
         if node not in self.known:
             return self.model.folded[node]
         if node not in self.model.captured.parameters:
             return self.handed.read(node, self.known[node])
-        key = node, self.handed.stage
+        key = node, self.handed.stage, self._region
         if key not in self._gathered:
             there = self.handed.read(node, self.known[node])
             layout = self.handed.layout(self.model.layout(node))
@@ -415,6 +375,21 @@ class _Recording:
     def _parts_of(self, x: Handle) -> int:
         """Return the number of ranks that split experts' matrices."""
         return self._parts.get(self.views.beginning(x).id, 1)
+
+    def record(self, node: Node) -> None:
+        """Record a node, in its region, and in the block of it if it is computed again."""
+        again = self.model.again
+        region = f"{self._number} {again.region[node]}" if node in again.region else None
+        if region != self._region:
+            self._definition.region(region)
+        self._region, is_again = region, region is not None and node not in again.others
+        with in_block(self._definition, region) if is_again else nullcontext():
+            self.keep(node, self.call(node))
+
+    def leave(self) -> None:
+        """Leave the last region."""
+        if self._region is not None:
+            self._definition.region(None)
 
     def call(self, node: Node) -> Any:
         """Record a node, from its line in the module."""

@@ -9,9 +9,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from torch.fx import Node
+
 from mdfuse.errors import OWN, PACKAGE, Source
 from mdfuse.names import is_name
 
+_MARK = re.compile(r"^checkpoint (\d+)$", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in ', re.MULTILINE)
 
 
@@ -26,6 +29,17 @@ def line_of(stack: str | None) -> Source | None:
     frames = [(file, line) for file, line in located if not file.startswith(PACKAGE)]
     users = [(file, line) for file, line in frames if not file.startswith(OWN)] or frames
     return Source(_in_path(users[-1][0]), users[-1][1]) if users else None
+
+
+def mark(node: Node, number: int) -> None:
+    """Note in a node's stack trace, which passes of torch leave alone, a checkpoint around it."""
+    node.meta["stack_trace"] = f"checkpoint {number}\n{node.meta.get('stack_trace') or ''}"
+
+
+def mark_of(node: Node) -> int | None:
+    """Return the number of the outermost checkpoint around a node."""
+    outermost = _MARK.search(node.meta.get("stack_trace") or "")
+    return int(outermost[1]) if outermost else None
 
 
 @lru_cache(maxsize=1024)

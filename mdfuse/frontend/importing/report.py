@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
 
 from mdfuse.errors import counted
+from mdfuse.frontend.importing.backwards import Backwards
 from mdfuse.frontend.importing.build import Model
 from mdfuse.frontend.importing.place import Patterns
 from mdfuse.layouts.layout import Replicate
@@ -38,6 +41,7 @@ def report(
     whole += [f"input:{name}" for n, name in captured.inputs.items() if n not in model.placed]
     if whole:
         rows.append(("(no pattern)", "replicated", named(whole)))
+    rows += [(f"recompute:{p}", "again", named(n)) for p, n in model.again.patterns.items()]
     widths = [max((len(row[k]) for row in rows), default=0) for k in (0, 1)]
     lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
     notes = {
@@ -51,17 +55,28 @@ def report(
         ),
         "not read": named(unexpected or ()),
         "skipped of the plan": ", ".join(skipped),
+        "computed again": "; ".join(
+            filter(None, (named(dict.fromkeys(model.again.region.values())), model.again.note))
+        ),
     }
     lines += [f"  {name}: {text}" for name, text in notes.items() if text]
     uncaptured = [f"the backward of {name} is not captured: gradients are those of its forward"
            for name in captured.backwards.functions]  # fmt: skip
-    if captured.backwards.checkpoints:
-        calls = counted(captured.backwards.checkpoints, "call")
-        uncaptured.append(
-            f"torch.utils.checkpoint, {calls}, is not followed: the backward reads what the "
-            "forward keeps, and computes nothing again"
-        )
+    uncaptured += _of_checkpoints(captured.module, captured.backwards)
     return "\n".join([*lines, *(f"  warning: {text}" for text in (*warnings, *uncaptured))])
+
+
+def _of_checkpoints(module: nn.Module, backwards: Backwards) -> Iterator[str]:
+    """Yield what checkpoints of a module ask for, and do not get."""
+    is_asked = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+    if is_asked and not backwards.checkpoints:
+        yield "gradient checkpointing is on, and does nothing in eval() mode: module.train()"
+    if backwards.nested:
+        calls = counted(backwards.nested, "checkpoint")
+        yield f"{calls} inside of another: part of its block, computed again with it, once"
+    if backwards.selective:
+        calls = counted(backwards.selective, "checkpoint")
+        yield f"{calls} with context_fn: all of its block is computed again"
 
 
 def _placements(model: Model, patterns: Patterns, pattern: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,16 @@ def record_several(op: str, *operands: Any, **attrs: Any) -> tuple[Handle, ...]:
 
 
 @contextmanager
-def again(x: Handle, is_more: bool = False) -> Iterator[None]:
+def in_block(definition: FusionDefinition, begins: bool | str | None) -> Iterator[None]:
+    """Recompute the values of the block in gradients; see `FusionDefinition.begin_recompute`."""
+    definition.begin_recompute(begins)
+    try:
+        yield
+    finally:
+        definition.end_recompute()
+
+
+def again(x: Handle, is_more: bool = False) -> AbstractContextManager[None]:
     """Recompute the values of the block in gradients, instead of keeping them.
 
     Use it for elementwise parts of composed operations; not for sums over dims.
@@ -77,12 +86,7 @@ def again(x: Handle, is_more: bool = False) -> Iterator[None]:
         x: a value of the definition.
         is_more: continue the last such block.
     """
-    definition = x.definition
-    definition.begin_recompute(None if is_more else True)
-    try:
-        yield
-    finally:
-        definition.end_recompute()
+    return in_block(x.definition, None if is_more else "")
 
 
 def shown(x: Any) -> str:
