@@ -192,7 +192,7 @@ def test_what_comes_once_is_explained() -> None:
     )
     text = [line.strip() for line in step.compile().explain().splitlines()]
     lines = [line for line in text if line.startswith("microbatches: ")]
-    assert lines == [
+    assert lines == [  # 9 and 3 rows come in two even blocks: 100 elements
         "microbatches: 4 gathers once, before them: 400 B on a rank stay until they are read last",
         "microbatches: 5 values added up, 340 B on a rank; 5 reductions once, behind them",
     ]
