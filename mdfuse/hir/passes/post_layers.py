@@ -91,9 +91,9 @@ def _layers(program: HostProgram) -> dict[str, str]:
     return layers if any(layers.values()) else {x: x.rpartition(".")[0] for x in names}
 
 
-def _gathers(program: HostProgram, options: Options) -> tuple[list[_Run], dict[int, Raised]]:
-    """Return the gathers of each layer, and post -> the earlier one that has gathered the same."""
-    layers, runs, again = _layers(program), list[_Run](), dict[int, Raised]()
+def _gathers(program: HostProgram, options: Options) -> tuple[list[_Run], dict[Raised, Raised]]:
+    """Return the gathers of each layer, and those of what an earlier one has gathered -> that."""
+    layers, runs, again = _layers(program), list[_Run](), dict[Raised, Raised]()
     for raised in candidates(program):
         post = program.instructions[raised.at]
         x = parameter(program, post)
@@ -102,7 +102,7 @@ def _gathers(program: HostProgram, options: Options) -> tuple[list[_Run], dict[i
         near = [r for r in runs[-2:][::-1] if raised.since <= r.places[0]]
         known = next((r.members[x] for r in near if x in r.members), None)
         if known is not None and _is_same(program, known, raised):
-            again[raised.at] = known
+            again[raised] = known
             continue
         group = next((r for r in near if _goes_with(options, runs, r, layers[x], raised)), None)
         if group is None or group.along != _along(post) or x in group.members:
@@ -160,17 +160,16 @@ def _wait(program: HostProgram, post: int) -> int:
     return flow.readers(flow.code[post].outputs[0])[0]
 
 
-def _without(program: HostProgram, edits: Edits, again: dict[int, Raised]) -> HostProgram:
+def _without(program: HostProgram, edits: Edits, again: dict[Raised, Raised]) -> HostProgram:
     """Return the program without gathers of what is there: the earlier buffer is read."""
-    instead: dict[str, str] = {}
-    for at, known in again.items():
-        flow, post = dataflow(program), program.instructions[at]
-        edits.drop(at, flow.bound_at(post.reads[-1]), _wait(program, at))
-        if flow.bound_at(post.reads[0]) in again[at].carried and flow.readers(post.reads[0]) == [
-            at
-        ]:
-            edits.drop(flow.bound_at(post.reads[0]))
-        instead[post.reads[-1]] = program.instructions[known.at].reads[-1]
+    flow, instead = dataflow(program), dict[str, str]()
+    for raised, known in again.items():
+        into, carried = flow.code[raised.at].reads[-1], {*raised.carried}
+        edits.drop(raised.at, flow.bound_at(into), _wait(program, raised.at))
+        for n in raised.carried[:-1]:
+            if all(carried.issuperset(flow.readers(x)) for x in flow.code[n].outputs):
+                edits.drop(n)
+        instead[into] = flow.code[known.at].reads[-1]
     code = edits.result()
     for old, new in instead.items():
         code = tuple(renamed(i, old, new) for i in code)
