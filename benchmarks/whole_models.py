@@ -340,8 +340,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, help="of a sequence")
     parser.add_argument("--sequences", type=int, help="of a rank; heads split: of all ranks")
-    parser.add_argument("--prefetch", type=int, default=1 << 28, help="mdfuse's prefetch_bytes")
-    parser.add_argument("--bucket", type=int, default=0, help="mdfuse's bucket_bytes")
+    parser.add_argument("--prefetch", type=_bytes, default="layer", help="mdfuse's prefetch_bytes")
+    parser.add_argument("--bucket", type=_bytes, default="layer", help="mdfuse's bucket_bytes")
     parser.add_argument("--overlap", choices=("auto", "never", "measure"), default="auto")
     parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
     parser.add_argument("--cache", type=Path, help="the compiler's folder; by default a new one")
@@ -386,9 +386,18 @@ def _options(arguments: argparse.Namespace) -> dict[Style, mf.Options]:
     return {
         "fsdp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
         "tp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
-        "ddp": mf.Options(**{**plain, "bucket_bytes": arguments.bucket or 25 << 20}, **spread),
+        "ddp": mf.Options(**{**plain, "bucket_bytes": _of_ddp(arguments.bucket)}, **spread),
         "alone": mf.Options(**plain),
     }
+
+
+def _bytes(text: str) -> int | str:
+    return text if text == "layer" else int(text)
+
+
+def _of_ddp(bucket: int | str) -> int:
+    """Nothing is gathered by layers there: buckets are those of DDP unless bytes are given."""
+    return bucket if isinstance(bucket, int) and bucket else 25 << 20
 
 
 def _warmed(plan: Plan, compiler: str) -> None:

@@ -94,13 +94,16 @@ class Options:
             stream is changed, nor one on a machine of which there is no table ("auto").
         costs: the table for it: "here" (what `mdfuse calibrate` measured, or a table that ships for
             this device), "h100", "unit", or the path of a JSON file.
-        bucket_bytes: values that are reduced alike, and of which none is read before the last is
-            there, are reduced together, in buckets of up to so many bytes on each rank: fewer
-            posts, and a copy of each value. 0: each by itself.
+        bucket_bytes: "layer": where parameters of a module are gathered, those of a layer are
+            gathered by one group of posts, and their gradients are reduced by another, without
+            copies. A number of bytes on each rank: gathers that follow each other go in groups of
+            so many; values that are reduced alike, and of which none is read before the last is
+            there, are reduced together, in buckets of so many: fewer posts, and a copy of each
+            value. 0: each by itself.
         prefetch_bytes: communications of what is there already, such as a parameter that a later
             layer gathers, are posted ahead, as long as what they receive before its place, and
-            what they copy to send it, takes at most so many bytes on each rank. 0: each where the
-            program has it.
+            what they copy to send it, takes at most so many bytes on each rank. "layer": gathers of
+            a module's parameters, those of one layer ahead. 0: each where the program has it.
         logits_bytes: a head whose logits take more bytes than this in f32 on a rank is computed in
             chunks of rows that do not, together with the losses and their gradients. 0: at once.
         reduce_dtype: torch.float32 or torch.float64: sums of narrower floats that ranks hold parts
@@ -152,8 +155,8 @@ class Options:
     compile: Literal["auto", "always", "never"] = "auto"
     overlap: Literal["never", "auto", "measure"] = "auto"
     costs: str = "here"
-    bucket_bytes: int = 0
-    prefetch_bytes: int = 0
+    bucket_bytes: int | Literal["layer"] = "layer"
+    prefetch_bytes: int | Literal["layer"] = "layer"
     logits_bytes: int = 1 << 28
     reduce_dtype: Any = None
     streams: int = 4
@@ -203,6 +206,9 @@ class Options:
             )
 
 
+#: As many bytes as a layer has.
+LAYER = "layer"
+
 #: How many characters of a wrong value a message shows.
 _SHOWN = 80
 
@@ -218,8 +224,13 @@ def _is_one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
     )
 
 
-def _is_size(value: Any) -> bool:
+def _is_bytes(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
+
+
+def _is_size(value: Any) -> bool:
+    """True for bytes, and for the word that stands for those of a layer."""
+    return value == LAYER if isinstance(value, str) else _is_bytes(value)
 
 
 def _is_wide(value: Any) -> bool:
@@ -250,9 +261,12 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or _is_wide(value),
         "sums are reduced in torch.float32, in torch.float64, or as they are",
     ),
-    "bucket_bytes": (_is_size, "a bucket has a number of bytes, 0 for none"),
-    "prefetch_bytes": (_is_size, "what is received ahead has a number of bytes, 0 for none"),
-    "logits_bytes": (_is_size, "a chunk of logits has a number of bytes, 0 for all at once"),
+    "bucket_bytes": (_is_size, 'a bucket has a number of bytes, 0 for none, or is a "layer"'),
+    "prefetch_bytes": (
+        _is_size,
+        'what is received ahead has a number of bytes, 0 for none, or is a "layer"',
+    ),
+    "logits_bytes": (_is_bytes, "a chunk of logits has a number of bytes, 0 for all at once"),
     "overlap": _is_one_of("never", "auto", "measure"),
     "costs": (
         lambda value: isinstance(value, str) and bool(value),
@@ -270,6 +284,10 @@ def _count(text: str) -> int:
     if not (text.strip().isascii() and text.strip().isdigit()):
         raise ValueError("no number")
     return int(text)
+
+
+def _size(text: str) -> int | str:
+    return LAYER if text.strip() == LAYER else _count(text)
 
 
 def _seconds(text: str) -> float:
@@ -297,13 +315,13 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     "MDFUSE_COMPILE": ("compile", str, "compiled local work: auto, always or never"),
     "MDFUSE_BUCKET_BYTES": (
         "bucket_bytes",
-        _count,
-        "bytes of small values that are reduced together; 0 is the default",
+        _size,
+        "bytes of values that are gathered or reduced together; layer is the default",
     ),
     "MDFUSE_PREFETCH_BYTES": (
         "prefetch_bytes",
-        _count,
-        "bytes that are received ahead of their place; 0 is the default",
+        _size,
+        "bytes that are received ahead of their place; layer is the default",
     ),
     "MDFUSE_LOGITS_BYTES": (
         "logits_bytes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.hir.emit.blocks import Pipeline
@@ -22,6 +23,7 @@ from mdfuse.hir.passes import (
     keep_wide,
     name_backends,
     place_symmetric,
+    post_layers,
     share_types,
     sink_waits,
 )
@@ -112,10 +114,11 @@ def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pas
             # Needs all sets that reduce.
             wide = partial(widen_sums.run, dtype=options.reduce_dtype)
             steps.append((widen_sums.name, wide))
-        if name == insert_reshards.name and options.bucket_bytes:
+        most = options.bucket_bytes
+        if name == insert_reshards.name and isinstance(most, int) and most:
             # Needs all sets that reduce, in the dtype in which they do.
             dims = batch.dims if batch is not None else None
-            together = partial(bucket_sums.run, most=options.bucket_bytes, batch=dims)
+            together = partial(bucket_sums.run, most=most, batch=dims)
             steps.append((bucket_sums.name, together))
         if name == drop_unread.name and batch is not None:
             # Needs all sets; the next pass sees the streamed values.
@@ -142,7 +145,9 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (keep_wide.name, keep_wide.run),
     # The emitter puts a wait right behind its post; here it moves to where the data is needed.
     (sink_waits.name, sink_waits.run),
-    # Needs the waits where the data is needed: a post moves past the work between them.
+    # Needs the waits where the data is needed: those of a group go together.
+    (post_layers.name, post_layers.run),
+    # Needs the groups, and the waits where the data is needed: posts move past work between them.
     (hoist_posts.name, hoist_posts.run),
     # Needs the final places of waits, which tell the work that need not wait.
     (cut_loops.name, cut_loops.run),
@@ -207,7 +212,10 @@ def _passed(
 
 @no_collection()
 def with_rooms(
-    prepared: Fusion, should_merge: ShouldMerge | None, options: Options, rooms: Sequence[int]
+    prepared: Fusion,
+    should_merge: ShouldMerge | None,
+    options: Options,
+    rooms: Sequence[int | Literal["layer"]],
 ) -> tuple[tuple[Section, ...], list[HostProgram]]:
     """Return the host programs of `lower_prepared` for each of several `prefetch_bytes`.
 

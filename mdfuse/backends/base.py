@@ -111,6 +111,10 @@ class Buffer:
     form: Literal["tensor", "flat", "pointer"] = "tensor"
 
 
+#: The sides of a post, in the order in which calls take them.
+SIDES: tuple[Literal["src", "dst"], ...] = ("src", "dst")
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A call with nothing left to decide: `run(*args)`.
@@ -157,6 +161,26 @@ class Poster(Protocol):
 
         Returns:
             None where the post needs more than the library's own calls.
+        """
+
+
+@runtime_checkable
+class Grouping(Protocol):
+    """A poster whose library starts several collectives of one team at once."""
+
+    def together(
+        self, calls: Sequence[Call], srcs: Buffers, dsts: Buffers, place: PostSite
+    ) -> Posting | None:
+        """Return a group of posts as one; see `Poster.prepare`.
+
+        Args:
+            calls: of this poster's team; each has one source and one destination.
+            srcs: the sources, in the order of the calls.
+            dsts: the destinations, likewise.
+            place: the position of the group in a program.
+
+        Returns:
+            None where the posts are to be made one by one.
         """
 
 

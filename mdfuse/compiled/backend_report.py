@@ -1,14 +1,15 @@
-"""Explain the backends that carry a program's posts: their staging memory, mixed backends."""
+"""Explain how a program's posts are carried: in groups, staging memory, mixed backends."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.errors import counted
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.hir.instructions import TRANSFERS
-from mdfuse.hir.program import HostProgram
+from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.plan.arena import arena
 from mdfuse.runtime.backend_rows import BACKENDS
@@ -31,6 +32,25 @@ def staging(host: HostProgram, options: Options | None) -> Iterator[str]:
         size = arena(as_run(project(host, first))).size
         if size:
             yield f"arena: {size_text(size)} of a GPU for what the others copy from rank {first}"
+
+
+def together(host: HostProgram) -> Iterator[str]:
+    """Yield a line for each kind of posts that go in groups, of the parameters of a layer each."""
+    group, sizes = list[Instruction](), defaultdict[str, list[list[int]]](list)
+    for i in host.instructions:
+        if i.op == "group_start":
+            group = []
+        elif i.op == "post":
+            group.append(i)
+        elif i.op == "group_end" and group and group[0].comm is not None:
+            of = sizes[group[0].comm.kind]
+            of.append([host.types[j.reads[-1]].nbytes() for j in group])
+    for kind, of in sizes.items():
+        most = size_text(max(map(sum, of)))
+        yield (
+            f"groups: {sum(map(len, of))} {kind} in {counted(len(of), 'post')}, one for the"
+            f" parameters of a layer, which brings at most {most} (bucket_bytes)"
+        )
 
 
 def between_carriers(host: HostProgram, options: Options | None) -> Iterator[str]:

@@ -302,11 +302,13 @@ def _ahead(chooser: _Chooser, plain: Timed) -> Timed:
     """Return the program with posts of ready data ahead of their place, where that gains.
 
     There is room for the largest receive buffer, for two of them, or for four, which is about
-    the size of the parameters of a layer. A budget that the user sets stays.
+    the size of the parameters of a layer. A budget that the user sets stays, and so does the next
+    layer of a module.
     """
     fusion, _, host = plain.lowered
     largest = hoist_posts.largest(host)
-    if chooser.options.prefetch_bytes or not largest:
+    is_said = isinstance(chooser.options.prefetch_bytes, int) and chooser.options.prefetch_bytes
+    if is_said or not largest or hoist_posts.is_by_layers(host):
         return plain
     rooms = [room * largest for room in _ROOMS]
     timed = chooser.priced("posting ahead", lambda: chooser.timed(fusion, rooms))

@@ -15,7 +15,7 @@ from mdfuse.communication import Communication
 from mdfuse.compiled import overlap
 from mdfuse.compiled.advice import advice
 from mdfuse.compiled.autotune import Trial
-from mdfuse.compiled.backend_report import between_carriers, elsewhere, staging
+from mdfuse.compiled.backend_report import between_carriers, elsewhere, staging, together
 from mdfuse.compiled.microbatch_lines import microbatch_lines
 from mdfuse.compiled.overlap import OverlapDecisions
 from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
@@ -188,6 +188,7 @@ class Program:
         lines += [f"  {line}" for line in microbatch_lines(self.host, self.schedule)]
         lines += [f"  overlap: {line}" for line in self._overlap_told()]
         lines += [f"  {line}" for line in _streams(self.host)]
+        lines += [f"  {line}" for line in together(self.host)]
         lines += [f"  {line}" for line in between_carriers(self.host, self.options)]
         lines += [f"  {line}" for line in staging(self.host, self.options)]
         lines += [f"  {line}" for line in elsewhere(self._evaluators.recent)]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mdfuse.backends.base import Buffer, Poster, PostSite, Prepared, Work
+from mdfuse.backends.base import Buffer, Grouping, Poster, Posting, PostSite, Prepared, Work
 from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.instructions import TRANSFERS
@@ -33,6 +34,13 @@ class Posts:
         self.exchanges = Exchanges(context)
         #: handle -> the calls that wait for its post, where they are the library's own
         self.waits: dict[str, tuple[Line, ...]] = {}
+        #: the posts since the start of a group
+        self.members: list[Instruction] = []
+
+    @property
+    def is_grouped(self) -> bool:
+        """True from the start of a group to its end."""
+        return self.exchanges.group is not None
 
     def steps(self, i: Instruction, following: Instruction | None = None) -> list[PlanStep]:
         """Return the steps of one communication instruction.
@@ -42,6 +50,12 @@ class Posts:
             following: for a post, the next instruction that puts work on the device.
         """
         match i.op:
+            case "post" if self.is_grouped:
+                self.members.append(i)
+                return []
+            case "group_end" if self.members:
+                members, self.members = self.members, []
+                return [*self.exchanges.steps(i), *self.together(members)]
             case "post":
                 waits = following if following is not None and following.op == "wait" else None
                 return [self.post(i, waits is not None and waits.reads == i.outputs)]
@@ -51,14 +65,18 @@ class Posts:
                 return self.barrier(i)
         return self.exchanges.steps(i)
 
-    def post(self, i: Instruction, at_once: bool) -> PlanStep:
+    def post(
+        self, i: Instruction, at_once: bool, bound: tuple[Poster, ...] | None = None
+    ) -> PlanStep:
         """Prepare a post; `at_once` says that its wait follows directly, on the same stream."""
         context, comm = self.context, i.comm
         assert comm is not None
         part, pieces = comm.part(context.rank), i.kwargs.get("pieces", 1)
         context.bind_name(i.outputs[0])
         call = part.call
-        posters = tuple(context.bind(call) for _ in range(pieces)) if call is not None else ()
+        posters = bound or ()
+        if bound is None and call is not None:
+            posters = tuple(context.bind(call) for _ in range(pieces))
         lines = self.prepared(i, part, posters, at_once) if pieces == 1 and posters else None
         return PlanStep(
             lines=lines or (self.general(i, part, posters),),
@@ -68,6 +86,71 @@ class Posts:
             outputs=(context.slot(i.outputs[0]),),
             posters=posters,
             calls=(call,) * pieces if call is not None else (),
+        )
+
+    def together(self, members: Sequence[Instruction]) -> list[PlanStep]:
+        """Prepare the posts of a group: as one where the library starts them at once."""
+        context = self.context
+        parts = [i.comm.part(context.rank) for i in members if i.comm is not None]
+        calls = [p.call for p in parts if p.call is not None and not p.copies]
+        is_one = len({(c.team, c.backend) for c in calls}) == 1
+        if not is_one or len(calls) < len(members) or any(i.kwargs.get("pieces") for i in members):
+            return [self.post(i, False) for i in members]
+        posters = [context.bind(call) for call in calls]
+        one = self.one_post(members, calls, posters[0])
+        if one is not None:
+            return [replace(one, posters=tuple(posters))]
+        return [self.post(i, False, (x,)) for i, x in zip(members, posters, strict=True)]
+
+    def one_post(
+        self, members: Sequence[Instruction], calls: Sequence[Call], poster: Poster
+    ) -> PlanStep | None:
+        """Return the posts of a group as one; None where they are made one by one."""
+        context = self.context
+        ends = [i.reads for i in members]
+        srcs, dsts = [x for x, *_ in ends], [x for *_, x in ends]
+        facts = {n: context.fact(n) for n in (*srcs, *dsts)}
+        if not all(map(is_dense, facts.values())):
+            return None
+        sent, received = ([x for n in side if (x := facts[n]) is not None] for side in (srcs, dsts))
+        place = PostSite(where=label(members[0]), stream=context.stream)
+        posting = None
+        if isinstance(poster, Grouping):
+            posting = poster.together(calls, sent, received, place)
+        return None if posting is None else self.in_one(members, calls, posting, (srcs, dsts))
+
+    def in_one(
+        self,
+        members: Sequence[Instruction],
+        calls: Sequence[Call],
+        posting: Posting,
+        sides: tuple[list[str], list[str]],
+    ) -> PlanStep:
+        """Return the step of a prepared group, whose handles all wait for all of it."""
+        slot = self.context.slot
+        for i in members:
+            self.context.bind_name(i.outputs[0])
+        handles, used = [slot(i.outputs[0]) for i in members], [slot(n) for s in sides for n in s]
+        lines = [self.line(p, *sides) for p in posting.post]
+        lines[-1] = replace(lines[-1], into=handles[0], shares=tuple(used))
+        every = partial(_repeated, len(handles))
+        given = SlotRef(handles[0])
+        lines.append(Line(run=every, args=(given,), into=tuple(handles), shares=tuple(used)))
+        explain = posting.explain
+        for i, handle in zip(members, handles, strict=True):
+            wait: tuple[Line, ...] = (_waited(handle),)
+            if posting.wait is not None:
+                wait = tuple(self.line(p, *sides) for p in posting.wait)
+            self.waits[i.outputs[0]] = tuple(
+                replace(w, ends=(handle,), explain=explain) for w in wait
+            )
+        return PlanStep(
+            lines=tuple(replace(x, explain=explain) for x in lines),
+            label=" and ".join(map(label, members)),
+            op="post",
+            inputs=tuple(slot(x) for i in members for x in i.reads),
+            outputs=tuple(handles),
+            calls=tuple(calls),
         )
 
     def general(self, i: Instruction, part: RankPart, posters: tuple[Poster, ...]) -> Line:
@@ -169,6 +252,10 @@ class Posts:
             ),
             PlanStep(lines=(waited, drop(handle)), label=where, op="wait", waits=(handle, None)),
         ]
+
+
+def _repeated(times: int, x: object) -> tuple[object, ...]:
+    return (x,) * times
 
 
 def _waited(handle: int) -> Line:

@@ -58,7 +58,7 @@ class Builder:
 
     def add(self, i: Instruction, following: Instruction | None) -> None:
         why = self.context.host_values.why_eager(i) if i.op != "launch" else None
-        is_grouped = self.posts.exchanges.group is not None
+        is_grouped = self.posts.is_grouped
         # a group is posted at once: where one member cannot be in a graph, the post cannot
         self.why = why or (self.why if is_grouped else None)
         match i.op:

@@ -289,6 +289,48 @@ def test_forked_waits_for_what_is_queued_and_is_waited_for() -> None:
     assert world.devices[0].events == 2
 
 
+@pytest.mark.parametrize("kind", ["Allgather", "ReduceScatter"])
+def test_a_group_is_one_post(kind: str) -> None:
+    """Several dtypes and sizes: one note, one fork, one event to wait for."""
+    team, own = (0, 1), FakeDevice.OWN
+    world, op = World(team), "sum" if kind == "ReduceScatter" else None
+    sizes = [(6, torch.float32), (2, torch.bfloat16), (4, torch.float32)]
+    many, few = (4, 2) if kind == "ReduceScatter" else (2, 4)
+    srcs = {r: [numbers(r, many * n, dtype) for n, dtype in sizes] for r in team}
+    dsts = {r: [blank(few * n, dtype) for n, dtype in sizes] for r in team}
+    place = PostSite(stream=COMPUTE, at_once=False, where="mlp.py:14")
+    for r in team:
+        calls = [Call(kind=kind, team=team, rank=r, reduce_op=op) for _ in sizes]
+        sides = [[x.to("meta") for x in side] for side in (srcs[r], dsts[r])]
+        world.log.clear()
+        post(world.lanes[r].together(calls, *sides, place), srcs[r], dsts[r])
+        name = {"Allgather": "all_gather", "ReduceScatter": "reduce_scatter"}[kind]
+        assert world.log == [
+            ("record", 1, COMPUTE),
+            ("wait", 1, own),
+            *[(name, own)] * 3,
+            ("record", 2, own),
+            ("mark", own),
+            ("wait", 2, 6),
+        ]
+    world.wire.run()
+    for k in range(len(sizes)):
+        if kind == "Allgather":
+            whole = torch.cat([srcs[r][k] for r in team])
+            assert all(torch.equal(dsts[r][k], whole) for r in team)
+        else:
+            total = srcs[0][k] + srcs[1][k]
+            assert torch.equal(torch.cat([dsts[r][k] for r in team]), total)
+
+
+def test_a_group_with_a_post_that_nccl_does_not_carry_is_none() -> None:
+    world, x = World((0, 1)), torch.zeros(4, dtype=torch.bool)
+    place = PostSite(stream=COMPUTE, at_once=False, where="")
+    calls = [allreduce(0), allreduce(0)]
+    y = torch.zeros(4)
+    assert world.lanes[0].together(calls, [x, y], [x, y], place) is None
+
+
 def test_posts_of_buffers_that_were_not_known() -> None:
     """Forked; prepared once per look of the buffers, which are held until the wait."""
     world = World((0, 1))

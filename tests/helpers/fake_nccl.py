@@ -93,7 +93,11 @@ class Wire:
         seen(*heads[root][1:4]).copy_(total)
 
     def _group(self, heads: list[Any]) -> None:
-        """The i-th send from a to b meets the i-th receive of b from a."""
+        """The i-th send from a to b meets the i-th receive of b from a; collectives in order."""
+        if all(name not in ("send", "recv") for posts in heads for name, *_ in posts):
+            for posts in zip(*heads, strict=True):
+                getattr(self, f"_{posts[0][0]}")([arguments for _, *arguments in posts])
+            return
         sent: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         for rank, transfers in enumerate(heads):
             for name, address, n, code, peer in transfers:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Posting, PostSite, Work
-from mdfuse.backends.c10d.posts import Team, build_post, prepared
+from mdfuse.backends.c10d.posts import Team, build_post, prepared, prepared_together
 from mdfuse.backends.nccl.lane import NcclLane
 from mdfuse.backends.transfers import Post
 from mdfuse.backends.work import DONE, explained
@@ -51,3 +51,15 @@ class BoundCall:
             if posting is not None:
                 return posting
         return prepared(self.team, self.call, srcs, dsts, place)
+
+    def together(
+        self,
+        calls: Sequence[Call],
+        srcs: Sequence[Tensor],
+        dsts: Sequence[Tensor],
+        place: PostSite,
+    ) -> Posting | None:
+        """Return a group of posts as one of the library; see `Grouping.together`."""
+        if self.lane is not None:
+            return self.lane.together(calls, srcs, dsts, place)
+        return prepared_together(self.team, calls, srcs, dsts)

@@ -56,6 +56,7 @@ class Library:
             left to wait for.
         is_interruptible: a wait in it ends with an error where its connections are shut down.
         reduce_clobbers: its rooted reduce also writes into the buffers of ranks other than root.
+        has_groups: it starts the posts of a group together.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Library:
     on_current: bool = False
     is_interruptible: bool = False
     reduce_clobbers: bool = True
+    has_groups: bool = False
 
 
 def default_group() -> tuple[int, int] | None:
@@ -234,6 +236,7 @@ LIBRARIES: dict[str, Library] = {
             needs_flat=False,
             on_current=True,
             reduce_clobbers=False,
+            has_groups=True,
         ),
         Library(
             name="ucc",

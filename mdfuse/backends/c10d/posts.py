@@ -16,7 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work, flat, root_index
+from mdfuse.backends.base import (
+    SIDES,
+    Buffer,
+    Posting,
+    PostSite,
+    Prepared,
+    Work,
+    flat,
+    root_index,
+)
 from mdfuse.backends.c10d.groups import Library
 from mdfuse.backends.ordered import in_order, is_ordered
 from mdfuse.backends.transfers import Post, Transfer, in_a_row, transferred
@@ -24,7 +33,14 @@ from mdfuse.backends.work import DONE, Posted, explained
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS, REDUCING, by_kind
 from mdfuse.layouts.reduction import BOOL_OPS, check_reduction, combine_into
-from mdfuse.torch_private import AllgatherOptions, Group, all_gather_of, reduce_scatter_of
+from mdfuse.torch_private import (
+    AllgatherOptions,
+    Group,
+    all_gather_of,
+    begin_group,
+    end_group,
+    reduce_scatter_of,
+)
 
 #: Dtypes that every library here carries and reduces; the others travel as bytes.
 NATIVE = frozenset(
@@ -128,6 +144,35 @@ def prepared(
         copied = Buffer("dst", form=form), Buffer("src", form=form)
         post.insert(0, Prepared("copy_", copied, in_place=True))
     return Posting(post=tuple(post), wait=() if at_once else None, explain=partial(explained, call))
+
+
+def prepared_together(
+    team: Team, calls: Sequence[Call], srcs: Sequence[Tensor], dsts: Sequence[Tensor]
+) -> Posting | None:
+    """Return posts of one source and destination each as one call, which begins and ends a group.
+
+    Returns:
+        None where the library has no groups, or one of the posts is none of its own calls.
+    """
+    if not team.library.has_groups:
+        return None
+    posts = []
+    for call, src, dst in zip(calls, srcs, dsts, strict=True):
+        one_call = _one_call(_PostTraits(team=team, call=call, dtype=src.dtype))
+        if one_call is None or src.dtype not in NATIVE or not (src.numel() and dst.numel()):
+            return None
+        posts.append(one_call)
+    group, begin, end = team.group, begin_group, end_group
+
+    def post(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> Any:
+        begin(group)
+        for one_call, src, dst in zip(posts, sources, destinations, strict=True):
+            run, arguments = one_call(src, dst)
+            run(*arguments)
+        return end(group)
+
+    sides = ([Buffer(side, n) for n in range(len(posts))] for side in SIDES)
+    return Posting(post=(Prepared(post, (*sides,)),), explain=partial(explained, calls[0]))
 
 
 def _is_reducible(library: Library, call: Call, dtype: torch.dtype) -> bool:

@@ -98,7 +98,7 @@ class NcclLane:
             CommunicationError: the buffers do not fit the call.
         """
         stream = place.stream if place.at_once else self.stream
-        prepared = self._noted(call, srcs, dsts, stream, place.where)
+        prepared = self._noted([call], srcs, dsts, stream, place.where)
         if prepared is None:
             return None
         calls, mark = prepared
@@ -107,6 +107,21 @@ class NcclLane:
             return Posting(post=(*calls, mark), wait=(), explain=explain)
         post, done = self._forked(calls, mark, place.stream)
         return Posting(post=post, wait=(Prepared(self._join, (done,)),), explain=explain)
+
+    def together(
+        self,
+        calls: Sequence[Call],
+        srcs: Sequence[Tensor],
+        dsts: Sequence[Tensor],
+        place: PostSite,
+    ) -> Posting | None:
+        """Return a group of posts as one, on the lane's own stream; see `Grouping.together`."""
+        prepared = self._noted(calls, srcs, dsts, self.stream, place.where)
+        if prepared is None:
+            return None
+        post, done = self._forked(*prepared, place.stream)
+        wait = (Prepared(self._join, (done,)),)
+        return Posting(post=post, wait=wait, explain=partial(_explained, calls[0]))
 
     def post(
         self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: str = ""
@@ -125,7 +140,7 @@ class NcclLane:
         if key not in self._posts:
             if len(self._posts) == _KEPT:
                 self._posts.clear()
-            prepared = self._noted(call, srcs, dsts, self.stream, where)
+            prepared = self._noted([call], srcs, dsts, self.stream, where)
             self._posts[key] = None if prepared is None else self._forked(*prepared, current)
         known = self._posts[key]
         if known is None:
@@ -139,23 +154,30 @@ class NcclLane:
 
     def _noted(
         self,
-        call: Call,
+        group: Sequence[Call],
         srcs: Sequence[Tensor],
         dsts: Sequence[Tensor],
         stream: int,
         where: str,
     ) -> tuple[tuple[Prepared, ...], Prepared] | None:
-        """Return the calls of a post, with a note in front of them, and the mark behind them."""
+        """Return the calls of a post, with a note in front of them, and the mark behind them.
+
+        A group of posts is one, with one note.
+        """
+        call = group[0]
         if self.comm is None:
             raise BackendError(
                 f"{call.kind} on team {call.team}: rank {self.rank} has closed its fast lane",
                 because="close() gave up the communicator",
                 hint="call mdfuse.init() again, on all ranks, and compile the program again",
             )
-        if not nccl_posts.is_carried(call, (*srcs, *dsts)):
-            return None
         port = Port(binding=self.binding, comm=self.comm, stream=stream)
-        calls = nccl_posts.prepare(port, call, srcs, dsts)
+        if len(group) > 1:
+            calls = nccl_posts.prepare_together(port, group, srcs, dsts)
+        elif nccl_posts.is_carried(call, (*srcs, *dsts)):
+            calls = nccl_posts.prepare(port, call, srcs, dsts)
+        else:
+            return None
         if not calls and call.kind != "AllToAll":  # others may have elements there
             return None
         subject = nccl_posts.subject(call, srcs, dsts, where)

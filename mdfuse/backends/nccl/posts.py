@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.algorithms import Piece
-from mdfuse.backends.base import Buffer, Prepared, check_dtypes, root_index
+from mdfuse.backends.base import SIDES, Buffer, Prepared, check_dtypes, root_index
 from mdfuse.backends.ordered import is_ordered
 from mdfuse.backends.post_notes import PostInfo
 from mdfuse.backends.transfers import composer, in_one_step
@@ -90,6 +90,39 @@ def prepare(
         return ()
     prepared = _CALLS[call.kind](port, call, srcs, dsts)
     return () if prepared is None else (prepared,)
+
+
+def prepare_together(
+    port: Port, calls: Sequence[Call], srcs: Sequence[Tensor], dsts: Sequence[Tensor]
+) -> tuple[Prepared, ...]:
+    """Check posts of one source and one destination each, and return the group that makes them.
+
+    Returns:
+        One call; none where one of the posts is no call of NCCL's, or moves nothing.
+
+    Raises:
+        CommunicationError: as `prepare`.
+    """
+    posts = list[tuple[Any, tuple[Any, ...]]]()
+    for call, src, dst in zip(calls, srcs, dsts, strict=True):
+        if _CALLS.get(call.kind) not in _IN_GROUPS or not is_carried(call, (src, dst)):
+            return ()
+        for one in prepare(port, call, [src], [dst]):
+            posts.append((one.run, one.args[2:]))
+    if len(posts) < len(calls):
+        return ()
+    start, end = port.binding.group_start, port.binding.group_end
+
+    def post(sources: Sequence[int], destinations: Sequence[int]) -> None:
+        start()
+        try:
+            for (run, others), src, dst in zip(posts, sources, destinations, strict=True):
+                run(src, dst, *others)
+        finally:
+            end()
+
+    sides = ([Buffer(side, n, "pointer") for n in range(len(posts))] for side in SIDES)
+    return (Prepared(post, (*sides,)),)
 
 
 def subject(call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor], where: str) -> PostInfo:
@@ -309,3 +342,6 @@ _CALLS: dict[str, _Builder] = by_kind(
     },
     rest=_transferred,
 )
+
+#: The calls whose first arguments are one source and one destination.
+_IN_GROUPS = (_allgather, _reduce_scatter, _allreduce)

@@ -139,6 +139,8 @@ class _Groups:
             return False
         if is_library(i) and not self.filled.isdisjoint(i.outputs):
             return False  # in a unit it would be copied to where it is to lie
+        if i.op == "set" and i.order is not None and i.reads[0] in self.program.inputs:
+            return False  # what callers pass mostly lies so: alone it is no work then
         if self.is_over(i) and not (op.is_elementwise and self.is_in_place(i)):
             return False
         return all(self.mesh(x) is not None for x in (*i.reads, *i.outputs))

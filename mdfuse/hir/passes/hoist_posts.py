@@ -10,13 +10,15 @@ A post moves up with the buffer that it fills and the copies and views that it s
 write of what these read, and stands before work or a wait, not before a post that is wanted sooner.
 Posts are taken in the order of the program, as long as the buffers that what was posted ahead of
 its place fills, and those that it copies what it sends into, take no more bytes on a rank than the
-option says: the memory that it costs.
+option says: the memory that it costs. With "layer" these are gathers of a module's parameters, and
+one group of posts (`post_layers`), or one post, is ahead: that of the next layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, shared_operand
@@ -33,17 +35,19 @@ _CARRIED = ("alloc", "set", "pack", "pad", *PURE_VIEWS)
 
 
 @dataclass(frozen=True)
-class _Raised:
-    """A post that may move up.
+class Raised:
+    """A post that may move up, or a group of posts.
 
     Attributes:
-        at: its place among the instructions.
+        at: its place among the instructions; that of a group's start.
+        posts: the places of its posts.
         since: the first place at which everything that it needs is there.
         carried: the places of what goes with it, and its own.
         bytes: of the buffers that are made for it, on a rank.
     """
 
     at: int
+    posts: tuple[int, ...]
     since: int
     carried: tuple[int, ...]
     bytes: int
@@ -53,43 +57,72 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with posts moved up."""
     if not options.prefetch_bytes:
         return program
-    raised = [r for r in _candidates(program) if r.bytes <= options.prefetch_bytes]
+    most = options.prefetch_bytes
+    raised = [r for r in candidates(program) if _is_raised(program, r, most)]
     gaps = [_is_gap(i) for i in program.instructions]
-    order = _order(gaps, raised, options.prefetch_bytes)
+    order = _order(gaps, raised, most)
     return replace(program, instructions=tuple(program.instructions[n] for n in order))
+
+
+def _is_raised(program: HostProgram, raised: Raised, most: int | Literal["layer"]) -> bool:
+    """Return whether there is room for posts ahead of their place: bytes, or those of one layer."""
+    if most != "layer":
+        return raised.bytes <= most
+    return parameter(program, program.instructions[raised.posts[0]]) is not None
+
+
+def parameter(program: HostProgram, i: Instruction) -> str | None:
+    """Return the parameter of a module that a post gathers; None: it does something else.
+
+    Only names of a module's parameters have a dot.
+    """
+    if i.comm is None or i.comm.kind != "Allgather":
+        return None
+    x = dataflow(program).memory(i.reads[0])
+    return x if x in program.inputs and "." in x else None
+
+
+def is_by_layers(program: HostProgram) -> bool:
+    """Return whether a program gathers the parameters of a module."""
+    return any(parameter(program, i) is not None for i in program.instructions)
 
 
 def largest(program: HostProgram) -> int:
     """Return the most bytes that a gather outside of loops takes ahead of its place; 0: none."""
-    comms = ((r, program.instructions[r.at].comm) for r in _candidates(program))
+    comms = ((r, program.instructions[r.posts[0]].comm) for r in candidates(program))
     return max((r.bytes for r, c in comms if c is not None and c.kind == "Allgather"), default=0)
 
 
-def _candidates(program: HostProgram) -> Iterator[_Raised]:
+def candidates(program: HostProgram) -> Iterator[Raised]:
     """Yield the posts that may move up, in order."""
-    is_grouped, fence = False, -1
+    start, fence = -1, -1
     for at, i in enumerate(program.instructions):
-        is_grouped = (is_grouped or i.op == "group_start") and i.op != "group_end"
         fence = at if i.op in _FENCES else fence
-        if i.op == "post" and not is_grouped:
-            raised = _raised(program, at, fence)
+        if i.op == "group_start":
+            start = at
+        elif i.op == "group_end" or (i.op == "post" and start < 0):
+            raised = _raised(program, range(start if start >= 0 else at, at + 1), fence)
+            start = -1
             if raised is not None:
                 yield raised
 
 
-def _raised(program: HostProgram, at: int, fence: int) -> _Raised | None:
-    """Return how a post may move up to a fence; None where it may not."""
-    flow = dataflow(program)
-    carried, since = {at}, fence + 1
-    reads = [*program.instructions[at].reads]
-    into = reads[-1]
+def _raised(program: HostProgram, places: range, fence: int) -> Raised | None:
+    """Return how a post, or a group of posts, may move up to a fence; None where it may not."""
+    flow, at = dataflow(program), places[0]
+    posts = tuple(n for n in places if program.instructions[n].op == "post")
+    if not posts or len(places) != len(posts) + 2 * (len(places) > 1):
+        return None  # a group of transfers
+    carried, since = {*places}, fence + 1
+    reads = [x for n in posts for x in program.instructions[n].reads]
+    filled = {program.instructions[n].reads[-1] for n in posts}
     while reads:
         x = reads.pop()
         by = flow.bound_at(x)
         if by in carried:
             continue
         if by <= fence or not _goes_along(flow, x, at):
-            if x == into:
+            if x in filled:
                 return None  # the buffer may be in use
             since = max(since, 1 + by, 1 + flow.last_write(x, at))
             continue
@@ -98,7 +131,7 @@ def _raised(program: HostProgram, at: int, fence: int) -> _Raised | None:
     moved = map(program.instructions.__getitem__, carried)
     new = (x for i in moved if _is_new(program, i) for x in i.outputs)
     size = sum(program.types[x].nbytes() for x in new)
-    return _Raised(at, since, tuple(sorted(carried)), size) if since < at else None
+    return Raised(at, posts, since, tuple(sorted(carried)), size) if since < at else None
 
 
 def _is_new(program: HostProgram, i: Instruction) -> bool:
@@ -142,7 +175,9 @@ def _is_gap(i: Instruction) -> bool:
     return (not _is_carried(i) and i.op not in COMMUNICATIONS) or i.op == "wait"
 
 
-def _order(gaps: Sequence[bool], raised: Sequence[_Raised], most: int) -> list[int]:
+def _order(
+    gaps: Sequence[bool], raised: Sequence[Raised], most: int | Literal["layer"]
+) -> list[int]:
     """Return the places of the instructions in their new order."""
     order: list[int] = []
     done: set[int] = set()
@@ -153,7 +188,7 @@ def _order(gaps: Sequence[bool], raised: Sequence[_Raised], most: int) -> list[i
         ahead.pop(at, None)
         waiting = [r for r in waiting if r.at > at]
         for r in [r for r in waiting if r.since <= at and is_gap]:
-            if sum(ahead.values()) + r.bytes > most:
+            if ahead if most == "layer" else sum(ahead.values()) + r.bytes > most:
                 break  # a later one must not take its room
             ahead[r.at] = r.bytes
             waiting.remove(r)
