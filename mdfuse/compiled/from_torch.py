@@ -51,29 +51,26 @@ def from_torch(
             dtypes count, everything else is a constant of the program.
         mesh: where all of it lives.
         stages: instead of mesh, that of each stage: `[mesh_a, mesh_b]` for equal parts, or
-            `[(mesh_a, ["embed", "layers.0"]), …]` with patterns of submodules. Layouts say of each
-            stage what it has axes for.
+            `[(mesh_a, ["embed", "layers.0"]), …]`. Layouts say of each what it has axes for.
         layouts: pattern -> axis -> placement, for names of parameters, for inputs (`"input:ids"`,
-            `"input:0"`), for outputs (`"output:logits"`, `"output:0"`), and, word by word, for
-            tensors that submodules return (`"activation:layers.*"`) or take
-            (`"argument:layers.*.attn:x"`), inferred along other axes. The pattern without wildcards
-            counts, then that with the longest literal part; a parameter of none is replicated.
+            `"input:0"`), outputs (`"output:0"`), and, word by word, tensors that submodules return
+            (`"activation:layers.*"`) or take (`"argument:layers.*.attn:x"`). The pattern without
+            wildcards counts, then that with the longest literal part; else all is replicated.
         blocks: pattern -> how many blocks of one size stand along the dim that the parameter is
             split by, or their extents: `{"*.c_attn.*": 3}`, `{dim: 3}`. Each is an input.
         gather: axes along which parameters are gathered before they are read, and again in the
             backward, as FSDP does. They split the parts of other axes, unless a `Layout` is given.
         recompute: what the backward computes again: patterns of submodules (`"layers.*"`, each
             layer), a function of an operation's name, or the bytes that a rank may keep instead.
-        adapters: pattern of names of linear layers -> the rank of an adapter beside it, or
-            (rank, alpha): then steps of training train the adapters alone.
+        adapters: pattern of names of linear layers -> the rank of an adapter, or (rank, alpha):
+            then steps of training train the adapters alone.
         dynamic_shapes: name of an argument -> dim -> a name: extents that each run chooses; or as
             `torch.export.export` takes them.
         buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
-        skipped: paths of a plan that lead nowhere, of `from_plan`, which `report()` lists.
+        skipped: paths of a plan that lead nowhere, which `report()` lists.
 
     Raises:
-        DefinitionError: the module cannot be exported, or imported: all operations, with lines; a
-            submodule in no stage, or in several.
+        DefinitionError: what cannot be exported, or imported, with lines; a wrong stage.
         LayoutError: a pattern that matches nothing, or does not fit; some that contradict.
 
     >>> import torch, mdfuse as mf
@@ -87,9 +84,8 @@ def from_torch(
     patterns = patterns_by_mesh(layouts or {}, meshes, gathered)
     first = patterns[meshes[0]]
     captured = _exported(module, first, args, kwargs, dynamic_shapes, adapters)
-    model = _model(captured, meshes[0], buffers or {}, gathered)
-    model = _placed(in_stages(model, stages, meshes), patterns, blocks or {})
-    model = _with_blocks(model, recompute)
+    model = in_stages(_model(captured, meshes[0], buffers or {}, gathered), stages, meshes)
+    model = _with_blocks(_placed(model, patterns, blocks or {}), recompute)
     return ImportedModel(model, first, given.names("from_torch", "skipped", skipped))
 
 

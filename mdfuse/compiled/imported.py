@@ -229,8 +229,7 @@ class ImportedModel:
                 gradients where parameters have others: `{"*": {"dp": mf.Shard(0)}}` is ZeRO.
 
         Returns:
-            The step, not yet compiled; its loss is a tensor of no dims. `TrainingStep` has an
-            example.
+            The step, not yet compiled; its loss has no dims. `TrainingStep` has an example.
 
         Raises:
             DefinitionError: a loss that is none, nothing to train, no parameter on which the loss

@@ -175,7 +175,8 @@ class TrainingStep:
         Raises:
             ProgramError: another number of them; parts of a rank that is not said.
         """
-        device = next((x.device for x in weights if x is not None), None)
+        known = self._named(weights).values()
+        device = next((x.device for x in known if x is not None), None)
         return self._initial(weights, rank, device)
 
     def _initial(

@@ -178,8 +178,8 @@ def arrivals(source: Layout, destination: Layout, shape: tuple[int, ...]) -> Any
     array([3, 4])
     """
     path = steps(source, destination, shape)
-    sent = [
-        replace(step, shape=shape, dtype=torch.int8)
+    sent = [  # elements of one byte, of a dtype that each reduce op takes
+        replace(step, shape=shape, dtype=torch.float8_e5m2)
         for step in path
         if isinstance(step, Communication)
     ]

@@ -24,8 +24,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "backend": (), "timeout_s": (), "reports": (), "trace": (), "fast_lane": ("never",),
     "streams": (1, 2), "stream_policy": ("round_robin", "copy_compute"), "graph": ("never",),
     "compile": ("never",), "verify": (False,), "poison": (True,), "check_indices": (True,),
-    "reduce_dtype": (torch.float32, torch.float64), "bucket_bytes": (1, 1 << 20),
-    "prefetch_bytes": (64, 1 << 20), "overlap": ("never", "auto", "measure"),
+    "reduce_dtype": (torch.float32, torch.float64), "bucket_bytes": (0, 1, 1 << 20),
+    "prefetch_bytes": (0, 64, 1 << 20), "logits_bytes": (0, 64),
+    "overlap": ("never", "auto", "measure"),
     "costs": ("unit", "h100", PAYS), "plans": (1,), "ranges": ("torch",),
 }  # fmt: skip
 

@@ -164,7 +164,7 @@ def define_step(
 ) -> StepDefinition:
     """Define a step: see `ImportedModel.training_step`."""
     call = f"training_step of {model.captured.name}"
-    _check_given(call, loss, master)
+    _check_given(call, loss, {"master": master, "skip_nonfinite": skip_nonfinite})
     extra = given.by_name(call, "extra", extra)
     trained = trained_nodes(model, frozen)
     places = state_layouts_of(model, given.by_name(call, "state_layouts", state_layouts), trained)
@@ -177,10 +177,8 @@ def define_step(
         read = places.copied(inputs)
         value, *extras = _loss(model, record(model, read), loss, others)
         reads = dict(zip(handles, (h for node in trained for h in _parts(read, node)), strict=True))
-        gradients = {
-            key: places.moved(handles[key][1], dw)
-            for key, dw in _existing(model, value, reads).items()
-        }
+        existing = _existing(model, value, reads)
+        gradients = {key: places.moved(handles[key][1], dw) for key, dw in existing.items()}
         slots = {
             key: _state(fd, places.layout(handles[key][1]), handles[key][0], optimizer, master)
             for key in gradients
@@ -188,14 +186,9 @@ def define_step(
         optimizer.check_groups([*gradients])
         all_ = [handles[key][1] for key in gradients], [*gradients.values()]
         is_finite = all_finite_of(model, *all_) if skip_nonfinite else None
-        shown = [everywhere(model, value), *extras]
-        factor = None
-        if clip is not None:
-            factor, norm = clip_factor_of(model, *all_, clip)
-            shown.append(norm)
-        if is_finite is not None:
-            shown.append(~is_finite)
-        for x in shown:
+        factor, *norm = clip_factor_of(model, *all_, clip) if clip is not None else (None,)
+        skipped = [~is_finite] if is_finite is not None else []
+        for x in (everywhere(model, value), *extras, *norm, *skipped):
             fd.add_output(x)
         now = None if count is None else count + (1 if is_finite is None else is_finite)
         for key, dw in gradients.items():
@@ -206,21 +199,20 @@ def define_step(
             _update(fd, optimizer, w, dw, slots[key], now, numbers, is_finite, *steps)
         if count is not None and now is not None:
             fd.add_output(now, reuse=count)
-    owners = {x.name: key for key, slot in slots.items() for x in slot.state}
-    masters = {slot.master.name: key for key, slot in slots.items() if slot.master is not None}
     return StepDefinition(
         definition=fd,
         trained=tuple(gradients),
-        owners=owners,
-        masters=masters,
+        owners={x.name: key for key, slot in slots.items() for x in slot.state},
+        masters={slot.master.name: key for key, slot in slots.items() if slot.master is not None},
         counts=count is not None,
         patterns=places.patterns,
         skips=is_finite is not None,
     )
 
 
-def _check_given(call: str, loss: object, master: object) -> None:
-    given.flag(call, "master", master, DefinitionError)
+def _check_given(call: str, loss: object, flags: Mapping[str, object]) -> None:
+    for name, value in flags.items():
+        given.flag(call, name, value, DefinitionError)
     if loss is not None:
         given.function(call, "loss", loss, "of the module's tensors, in their order")
 

@@ -74,12 +74,12 @@ def _is_raised(program: HostProgram, raised: Raised, most: int | Literal["layer"
 def parameter(program: HostProgram, i: Instruction) -> str | None:
     """Return the parameter of a module that a post gathers; None: it does something else.
 
-    Only names of a module's parameters have a dot.
+    Only names of a module's parameters have a dot, if not all of them.
     """
     if i.comm is None or i.comm.kind != "Allgather":
         return None
     x = dataflow(program).memory(i.reads[0])
-    return x if x in program.inputs and "." in x else None
+    return x if x in program.inputs and any("." in name for name in program.inputs) else None
 
 
 def is_by_layers(program: HostProgram) -> bool:

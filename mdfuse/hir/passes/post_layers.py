@@ -15,10 +15,11 @@ gradients of a layer are one group as well, where the last of them is posted. Th
 before those of the next layer are posted: what is sent, the gradients of a layer in wide floats, is
 in memory until then.
 
-What the name of a parameter says up to its first number is its layer, as `layers.0`. Parameters
-outside of all layers form layers where they follow each other. What the layer gathered last, or
-the one before that, has gathered already is read again; it would be gathered ahead of its place,
-and be in memory, at that time anyway (`hoist_posts`).
+What the name of a parameter says up to its first number is its layer, as `layers.0`; where the name
+ends with the number, as `q.0`, that number is. Parameters outside of all layers form layers where
+they follow each other. What the layer gathered last, or the one before that, has gathered already
+is read again; it would be gathered ahead of its place, and be in memory, at that time anyway
+(`hoist_posts`).
 """
 
 from __future__ import annotations
@@ -78,17 +79,22 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 
 
 def layer_of(x: str) -> str:
-    """Return the layer of a parameter: its name up to the first number; "": it is in none."""
+    """Return the layer of a parameter; "": it is in none.
+
+    >>> [layer_of(x) for x in ("layers.0.q.weight", "q.0", "head.weight")]
+    ['layers.0', '.0', '']
+    """
     words = x.split(".")
-    at = next((n for n, word in enumerate(words[:-1]) if word.isdigit()), -1)
-    return ".".join(words[: at + 1])
+    at = next((n for n, word in enumerate(words) if word.isdigit()), -1)
+    return ".".join(words[: at + 1]) if at < len(words) - 1 else f".{words[at]}"
 
 
 def _layers(program: HostProgram) -> dict[str, str]:
     """Return parameter -> its layer; without any layers each module is one."""
-    names = [x for x in program.inputs if "." in x]
-    layers = {x: layer_of(x) for x in names}
-    return layers if any(layers.values()) else {x: x.rpartition(".")[0] for x in names}
+    layers = {x: layer_of(x) for x in program.inputs}
+    if any(layers.values()):
+        return layers
+    return {x: x.rpartition(".")[0] for x in program.inputs if "." in x}
 
 
 def _gathers(program: HostProgram, options: Options) -> tuple[list[_Run], dict[Raised, Raised]]:
