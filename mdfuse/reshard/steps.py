@@ -6,7 +6,7 @@ of rows, or one `Exchange`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -169,6 +169,10 @@ def cost(
     return received(steps(source, destination, shape, carriers=carriers), shape)
 
 
+#: Reduce op -> a dtype of one byte that it takes, where integers are none.
+_BYTES: Mapping[str | None, torch.dtype] = {"avg": torch.float8_e5m2}
+
+
 def arrivals(source: Layout, destination: Layout, shape: tuple[int, ...]) -> Any:
     """Return `UNIT` times the elements that each rank receives: an array, in the mesh's order.
 
@@ -178,8 +182,8 @@ def arrivals(source: Layout, destination: Layout, shape: tuple[int, ...]) -> Any
     array([3, 4])
     """
     path = steps(source, destination, shape)
-    sent = [  # elements of one byte, of a dtype that each reduce op takes
-        replace(step, shape=shape, dtype=torch.float8_e5m2)
+    sent = [  # elements of one byte, of a dtype that the reduce op takes
+        replace(step, shape=shape, dtype=_BYTES.get(step.reduce_op, torch.int8))
         for step in path
         if isinstance(step, Communication)
     ]

@@ -94,7 +94,7 @@ def _layers(program: HostProgram) -> dict[str, str]:
     layers = {x: layer_of(x) for x in program.inputs}
     if any(layers.values()):
         return layers
-    return {x: x.rpartition(".")[0] for x in program.inputs if "." in x}
+    return {x: x.rpartition(".")[0] for x in program.inputs}
 
 
 def _gathers(program: HostProgram, options: Options) -> tuple[list[_Run], dict[Raised, Raised]]:

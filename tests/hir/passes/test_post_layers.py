@@ -216,7 +216,7 @@ def test_the_peak_is_no_higher_than_one_by_one() -> None:
         ("model.layers.12.mlp.experts.3.w", "model.layers.12"),
         ("0.weight", "0"),
         ("norm.weight", ""),
-        ("weights.0", ""),
+        ("weights.0", ".0"),
     ],
 )
 def test_layer_of(name: str, layer: str) -> None:
