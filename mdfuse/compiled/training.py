@@ -175,7 +175,7 @@ class TrainingStep:
         Raises:
             ProgramError: another number of them; parts of a rank that is not said.
         """
-        device = next((x.device for x in self._named(weights).values() if x is not None), None)
+        device = next((x.device for x in weights if x is not None), None)
         return self._initial(weights, rank, device)
 
     def _initial(

@@ -63,7 +63,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "extra": (lambda: train(optimizer=sgd, extra=5), "extra=5"),
     "frozen": (lambda: train(optimizer=sgd, frozen=5), "frozen=5"),
     "master": (lambda: train(optimizer=sgd, master=1), "master=1"),
-    "skip": (lambda: train(optimizer=sgd, skip_nonfinite=1), "skip_nonfinite=1"),
     "clip": (lambda: train(optimizer=sgd, clip=-1.0), "clip=-1.0"),
     "clip nan": (lambda: train(optimizer=sgd, clip=float("nan")), "clip=nan"),
     "clip str": (lambda: train(optimizer=sgd, clip="1"), "clip='1'"),

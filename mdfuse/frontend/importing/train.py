@@ -164,7 +164,7 @@ def define_step(
 ) -> StepDefinition:
     """Define a step: see `ImportedModel.training_step`."""
     call = f"training_step of {model.captured.name}"
-    _check_given(call, loss, master, skip_nonfinite, clip)
+    _check_given(call, loss, master)
     extra = given.by_name(call, "extra", extra)
     trained = trained_nodes(model, frozen)
     places = state_layouts_of(model, given.by_name(call, "state_layouts", state_layouts), trained)
@@ -219,13 +219,8 @@ def define_step(
     )
 
 
-def _check_given(call: str, loss: object, master: object, skip: object, clip: object) -> None:
+def _check_given(call: str, loss: object, master: object) -> None:
     given.flag(call, "master", master, DefinitionError)
-    given.flag(call, "skip_nonfinite", skip, DefinitionError)
-    is_norm = isinstance(clip, int | float) and not isinstance(clip, bool) and clip >= 0
-    if clip is not None and not is_norm:
-        because = "it is the largest norm that all gradients together may have"
-        raise given.refused(call, "clip", clip, because=because, hint="clip=1.0")
     if loss is not None:
         given.function(call, "loss", loss, "of the module's tensors, in their order")
 
