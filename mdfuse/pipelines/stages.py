@@ -408,14 +408,16 @@ def _is_of_batch(fusion: Fusion, expr: Expr) -> bool:
 
 def _against(fusion: Fusion, name: str) -> LoweringError:
     """Return the error for a value of the backward that cannot be on its mesh."""
-    if (late := _of_a_sum(fusion)) is not None:
-        return late
+    source = fusion.producers[name].source
+    is_again = source is not None and source.note == RECOMPUTED
     read = (fusion.producers.get(x) for x in fusion.producers[name].reads)
     whole = next((e for e in read if e is not None and _brings_together(fusion, e)), None)
     if whole is not None:
         return _refused(fusion, name, f"it follows from {_joined(whole)}", _EVEN)
+    if not is_again and (late := _of_a_sum(fusion)) is not None:
+        return late
     because = "what is computed for gradients goes from later stages to earlier ones"
-    if any(e.source is not None and e.source.note == RECOMPUTED for e in fusion.exprs):
+    if is_again:
         return _refused(fusion, name, because, "leave hand-overs out of recompute()")
     hint = f"differentiate once, not through a gradient, or {_AT_ONCE}"
     return _refused(fusion, name, because, hint)

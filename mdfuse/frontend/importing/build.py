@@ -382,6 +382,10 @@ class _Recording:
         region = f"{self._number} {again.region[node]}" if node in again.region else None
         if region != self._region:
             self._definition.region(region)
+        self.handed.enter(node)
+        for x in node.all_input_nodes:  # outside of the block: what is handed over is kept
+            if x in self.known:
+                self.handed.read(x, self.known[x])
         self._region, is_again = region, region is not None and node not in again.others
         with in_block(self._definition, region) if is_again else nullcontext():
             self.keep(node, self.call(node))
@@ -393,7 +397,6 @@ class _Recording:
 
     def call(self, node: Node) -> Any:
         """Record a node, from its line in the module."""
-        self.handed.enter(node)
         args, kwargs = map_arg((node.args, node.kwargs), self.read)
         if str(node.target) == "aten.index.Tensor":
             asked: Any = node.args[1]

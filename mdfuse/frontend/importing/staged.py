@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import Node
 
 from mdfuse.errors import DefinitionError
+from mdfuse.frontend import given
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.build import Model
@@ -134,7 +135,13 @@ def clip_factor_of(
         nodes: the parameters.
         gradients: theirs, in the same order.
         most: the norm that they may have.
+
+    Raises:
+        DefinitionError: it is no such number.
     """
+    if not isinstance(most, int | float) or isinstance(most, bool) or not most >= 0:
+        call, because = f"training_step of {model.captured.name}", "it is a norm of gradients"
+        raise given.refused(call, "clip", most, because=because, hint="clip=1.0")
     if model.stages is None:
         return clip_factor(gradients, most)
     norms = [clip_factor(of, most)[1] for of in _by_mesh(model, nodes, gradients)]

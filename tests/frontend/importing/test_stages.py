@@ -127,6 +127,34 @@ def test_steps_are_those_of_torch(stages: Any, how: dict[str, Any], tied: bool) 
     assert len(gradient) == (2 if tied and last != A else 0)  # the table there, its gradient back
 
 
+BORDER = [
+    (A, ["table", "layers.0", "layers.1.norm", "layers.1.up"]),
+    (B, ["layers.1.act", "layers.1.down", "layers.[23]", "norm", "head"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "again"),
+    [
+        (BORDER, "1f1b", "layers.*"),
+        ([A, B, B, A], "zbv", lambda op: op not in ("linear", "matmul")),
+        ([A, B], "gpipe", 200),
+    ],
+)
+def test_blocks_end_where_stages_do(stages: Any, schedule: str, again: Any) -> None:
+    """A hand-over is kept, also inside of a block; work on both sides is done again."""
+    torch.manual_seed(1)
+    module = Tiny(tied=True)
+    last = stages[-1][0] if isinstance(stages[-1], tuple) else stages[-1]
+    how: dict[str, Any] = {"microbatches": 2, "schedule": schedule}
+    model = imported(module, stages, recompute=again)
+    step = step_of(model, last, **how)
+    check(module, model, step)
+    programs = step.compile(), step_of(imported(module, stages), last, **how).compile()
+    sent = [[c.source.mesh != c.destination.mesh for c in p.communications] for p in programs]
+    assert sum(sent[0]) == sum(sent[1]) and "(recomputed)" in str(programs[0])
+
+
 def test_each_stage_has_axes_of_its_own() -> None:
     """fsdp in one, tp in the other; states are split where parameters are not."""
     first = DeviceMesh([[0, 1], [2, 3]], axes=["dp", "fsdp"])
