@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mdfuse.errors import LayoutError, MeshError, shown
@@ -325,6 +325,9 @@ class Layout:
 
         It is in the blocks that other axes split, where these do so alike; plain where they do not.
         """
+        return _with_placement(self, axis, placement)
+
+    def _with_placement(self, axis: str, placement: Placement) -> Layout:
         if isinstance(placement, Shard):
             others = (p for a, p in self.by_axis().items() if a != axis and isinstance(p, Shard))
             blocks = {p.blocks for p in others if p.dim == placement.dim} or {placement.blocks}
@@ -483,6 +486,10 @@ class Layout:
             parts.append(str(self.stream))
         parts += [reach.text(dim) for dim, reach in self.reaches]
         return f"({', '.join(parts)})"
+
+
+#: Passes change the same layouts for each expression; equal ones are one object, compared at once.
+_with_placement = lru_cache(maxsize=4096)(Layout._with_placement)
 
 
 def replicated(mesh: DeviceMesh) -> Layout:

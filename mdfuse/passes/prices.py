@@ -1,11 +1,13 @@
 """The price of a strategy: the bytes that ranks receive where layouts change.
 
 A value is read from whichever copy of it costs least, those that other expressions need included.
+Steps are planned for those strategies alone that a quick lower bound does not rule out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,35 +18,49 @@ from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.recv_volume import has_few_rows
 from mdfuse.passes.axis_strategy import Choice, Operand, Result
 from mdfuse.reshard import arrivals, cost
+from mdfuse.reshard.bound import least_cost
 
 #: On meshes of up to this many ranks, parts of few rows are counted rank by rank.
 _FEW_RANKS = 16
 
 
-def price(
-    wanted: Mapping[str, Layout],
-    yielded: Sequence[Layout],
-    way: Mapping[str, Choice],
-    operands: Sequence[Operand],
-    results: Sequence[Result],
-) -> int:
-    """Return what the busiest rank receives, in units of 1 / `UNIT` of a byte.
+#: How axes are used, the layouts in which operands are read, and those of results as computed.
+Way = tuple[Mapping[str, Choice], Mapping[str, Layout], Sequence[Layout]]
+
+
+def cheapest(ways: Sequence[Way], operands: Sequence[Operand], results: Sequence[Result]) -> int:
+    """Return the position of the strategy with the least price; of equal ones, the first.
 
     Args:
-        wanted: operand -> the layout in which it is read.
-        yielded: the layouts in which results are computed.
-        way: axis -> how it is used.
+        ways: the strategies.
         operands: the tensors that are read, and where they are.
         results: what is computed, and where it must be.
     """
+    leasts = [_price(way, operands, results, _at_least) for way in ways]
+    best = math.inf, 0
+    for least, n in sorted(zip(leasts, range(len(ways)), strict=True)):
+        if (least, n) > best:
+            break
+        best = min(best, (_price(ways[n], operands, results, _moved), n))
+    return best[1]
+
+
+def _price(
+    way: Way,
+    operands: Sequence[Operand],
+    results: Sequence[Result],
+    moved: Callable[[Layout, Layout, Value], Any],
+) -> int:
+    """Return what the busiest rank receives, in units of 1 / `UNIT` of a byte."""
+    axes, wanted, yielded = way
     total: Any = 0
     for o in operands:
         if o.layout is not None:
             goal = wanted[o.value.name]
             there = [o.layout, *(c for c in o.copies if c.mesh == goal.mesh)]
-            total = total + min([_moved(layout, goal, o.value) for layout in there], key=_most)
+            total = total + min([moved(layout, goal, o.value) for layout in there], key=_most)
     for layout, r in zip(yielded, results, strict=True):
-        total = total + _moved(layout, r.law or _settled(layout, way), r.value)
+        total = total + moved(layout, r.law or _settled(layout, axes), r.value)
     return _most(total)
 
 
@@ -69,6 +85,14 @@ def _moved(before: Layout, after: Layout, value: Value) -> Any:
     if new.mesh.size <= _FEW_RANKS and any(has_few_rows(x, shape) for x in (old, new)):
         return _arrivals(old, new, shape) * value.dtype.itemsize
     return cost(old, new, shape) * value.dtype.itemsize
+
+
+def _at_least(before: Layout, after: Layout, value: Value) -> int:
+    """Return a lower bound of what the busiest rank receives in a change of layout."""
+    if before == after:
+        return 0
+    shape, (old, new) = value.travels(before, after)
+    return least_cost(old, new, shape) * value.dtype.itemsize
 
 
 _arrivals = lru_cache(maxsize=4096)(arrivals)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
@@ -19,7 +20,7 @@ from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.layout import Layout, Partial, Placement, Shard
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.axis_strategy import Choice, Operand, Result, ways
-from mdfuse.passes.prices import price
+from mdfuse.passes.prices import cheapest
 from mdfuse.reshard import costs
 
 
@@ -176,11 +177,8 @@ def _by_labels(
     every = [_laid_out(expr, way, mesh, on_mesh, labels, results, taken) for way in options]
     if len(every) == 1:
         return every[0]
-    prices = [
-        price(strategy.wanted, strategy.results, way, on_mesh, results)
-        for strategy, way in zip(every, options, strict=True)
-    ]
-    return every[prices.index(min(prices))]
+    priced = [(way, x.wanted, x.results) for way, x in zip(options, every, strict=True)]
+    return every[cheapest(priced, on_mesh, results)]
 
 
 def _laid_out(
@@ -352,12 +350,20 @@ def _layout(
     cuts: Mapping[int, Cut | None],
     partials: Mapping[str, Partial],
 ) -> Layout:
+    split = [(d, x, splits[x]) for d, x in enumerate(labels) if x is not None and x in splits]
+    by_dim = tuple([(dim, axes, cuts.get(label)) for dim, label, axes in split])
+    return _laid(mesh, by_dim, tuple(partials.items()))
+
+
+@lru_cache(maxsize=4096)
+def _laid(
+    mesh: DeviceMesh,
+    splits: tuple[tuple[int, tuple[str, ...], Cut | None], ...],
+    partials: tuple[tuple[str, Partial], ...],
+) -> Layout:
+    """Return the layout of dims that axes split; equal ones are one object, compared at once."""
     placements: dict[str, Placement] = dict(partials)
-    order: dict[int, tuple[str, ...]] = {}
-    for dim, label in enumerate(labels):
-        if label is not None and label in splits:
-            order[dim] = splits[label]
-            cut = cuts.get(label)
-            for axis in splits[label]:
-                placements[axis] = Shard(dim, cut.along(axis) if cut is not None else None)
-    return Layout(mesh, placements, order)
+    for dim, axes, cut in splits:
+        for axis in axes:
+            placements[axis] = Shard(dim, cut.along(axis) if cut is not None else None)
+    return Layout(mesh, placements, {dim: axes for dim, axes, _ in splits})

@@ -114,16 +114,26 @@ def in_fewer_posts(
     is_one = source.mesh == goal.mesh and not goal.reaches and not moved(source, goal)
     if not (is_one and source.partial_axes) or source.stream or is_timed(source, goal, shape):
         return path
-    search = replace(
-        _search(source, goal, shape, 4, carriers), is_plain=True, known_dims={}, known_moves={}
-    )
-    plain = tuple([_step(search, node, move) for node, move in search.path()])
+    find = _plain_steps if is_symbolic(shape) else _known_plain_steps
+    plain = find(source, goal, shape, carriers)
     posts = [sum(isinstance(step, Communication) for step in each) for each in (plain, path)]
     # sums of few rows over steps say little of the busiest rank
     is_uneven = any(has_few_rows(step.destination, shape) for step in (*plain, *path))
     least = 0 if is_uneven else received(path, shape)
     is_plain = posts[0] <= posts[1] and received(plain, shape) <= least + spare()
     return plain if is_plain else path
+
+
+def _plain_steps(
+    source: Layout, goal: Layout, shape: tuple[int, ...], carriers: Carriers
+) -> tuple[Step, ...]:
+    """Return the cheapest steps in which replicas share no work."""
+    search = _search(source, goal, shape, 4, carriers)
+    search = replace(search, is_plain=True, known_dims={}, known_moves={})
+    return tuple([_step(search, node, move) for node, move in search.path()])
+
+
+_known_plain_steps = lru_cache(maxsize=1024)(_plain_steps)
 
 
 def received(path: Sequence[Step], shape: tuple[int, ...]) -> int:

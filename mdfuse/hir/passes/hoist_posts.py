@@ -58,17 +58,15 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     if not options.prefetch_bytes:
         return program
     most = options.prefetch_bytes
-    raised = [r for r in candidates(program) if _is_raised(program, r, most)]
+    if most == "layer":
+        raised = [*candidates(program, of_parameters=True)]
+    else:
+        raised = [r for r in candidates(program) if r.bytes <= most]
+    if not raised:
+        return program
     gaps = [_is_gap(i) for i in program.instructions]
     order = _order(gaps, raised, most)
     return replace(program, instructions=tuple(program.instructions[n] for n in order))
-
-
-def _is_raised(program: HostProgram, raised: Raised, most: int | Literal["layer"]) -> bool:
-    """Return whether there is room for posts ahead of their place: bytes, or those of one layer."""
-    if most != "layer":
-        return raised.bytes <= most
-    return parameter(program, program.instructions[raised.posts[0]]) is not None
 
 
 def parameter(program: HostProgram, i: Instruction) -> str | None:
@@ -93,16 +91,20 @@ def largest(program: HostProgram) -> int:
     return max((r.bytes for r, c in comms if c is not None and c.kind == "Allgather"), default=0)
 
 
-def candidates(program: HostProgram) -> Iterator[Raised]:
-    """Yield the posts that may move up, in order."""
+def candidates(program: HostProgram, of_parameters: bool = False) -> Iterator[Raised]:
+    """Yield the posts that may move up, in order; of a group the first one says what it gathers."""
     start, fence = -1, -1
     for at, i in enumerate(program.instructions):
         fence = at if i.op in _FENCES else fence
         if i.op == "group_start":
             start = at
         elif i.op == "group_end" or (i.op == "post" and start < 0):
-            raised = _raised(program, range(start if start >= 0 else at, at + 1), fence)
+            places = range(start if start >= 0 else at, at + 1)
+            first = program.instructions[places[start >= 0]]
             start = -1
+            if of_parameters and parameter(program, first) is None:
+                continue
+            raised = _raised(program, places, fence)
             if raised is not None:
                 yield raised
 

@@ -100,7 +100,7 @@ def _layers(program: HostProgram) -> dict[str, str]:
 def _gathers(program: HostProgram, options: Options) -> tuple[list[_Run], dict[Raised, Raised]]:
     """Return the gathers of each layer, and those of what an earlier one has gathered -> that."""
     layers, runs, again = _layers(program), list[_Run](), dict[Raised, Raised]()
-    for raised in candidates(program):
+    for raised in candidates(program, of_parameters=True):
         post = program.instructions[raised.at]
         x = parameter(program, post)
         if x is None or len(raised.posts) > 1:

@@ -54,7 +54,8 @@ def _sunk(flow: Dataflow, block: Sequence[Instruction]) -> tuple[Instruction, ..
     done: list[Instruction] = []
     waiting: list[_Deferred] = []
     for i in block:
-        needed = [d for d in waiting if d.effects.meet(flow.effects(i))]
+        effects = flow.effects(i)
+        needed = [d for d in waiting if d.effects.meet(effects)]
         if i.op == "wait":
             waiting.append(_deferred(flow, i))
         elif needed and _may_wait(i) and all(flow.is_bound_by(x, i) for x in i.outputs):
