@@ -3,19 +3,19 @@
 python examples/finetune.py FOLDER LICENSE --lora 8                              # in one process
 python examples/finetune.py FOLDER LICENSE --simulate --mesh fsdp=2,tp=2         # 4 ranks of it
 torchrun --nproc-per-node 4 examples/finetune.py FOLDER TEXT --mesh fsdp=4 --recompute
-torchrun --nproc-per-node 4 examples/finetune.py FOLDER TEXT --mesh fsdp=2,tp=2 --microbatches 2 \
-    --save state --save-every 100                                                # and go on:
+torchrun --nproc-per-node 4 examples/finetune.py FOLDER TEXT --mesh fsdp=2,tp=2 --save state
 torchrun --nproc-per-node 2 examples/finetune.py FOLDER TEXT --mesh fsdp=2 --save state --resume
 
 The module is what `AutoModelForCausalLM` makes of the folder, unchanged; without safetensors its
 parameters are random. The text is read by the folder's tokenizer, or as bytes where it has none.
 The axes of the mesh:
 
-    dp      the batch is split
+    dp      the batch is split; so it is along an axis of any other name
     fsdp    the batch is split, and so are parameters, masters and moments, until they are read
     tp      layers are split by the model's own plan, and activations between them by positions
 
-A state that was saved is read on any mesh, by the same arguments otherwise.
+A state (`step-N` in `--save`) is read on any mesh, and its parameters by `model.load`. The rate and
+the batch of a step follow from its number.
 """
 
 from __future__ import annotations
@@ -32,35 +32,30 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Shard
 from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
 from mdfuse.cli.program_file import parse_mesh
 
 
-def weights_of(folder: Path) -> Path | None:
-    """Return the folder if there are safetensors in it."""
-    return folder if any(folder.glob("*.safetensors")) else None
-
-
-def module_of(folder: Path, dtype: str | None) -> nn.Module:
-    """Return the model of a folder: without numbers where these are read later, part by part."""
+def module_of(folder: Path, dtype: str | None, is_read: bool) -> nn.Module:
+    """Return the model of a folder; without numbers if they are read later, part by part."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     chosen = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     torch.manual_seed(0)  # random parameters are those of all ranks
-    with torch.device("meta" if weights_of(folder) else "cpu"):
+    with torch.device("meta" if is_read else "cpu"):
         return AutoModelForCausalLM.from_config(config, dtype=chosen)
 
 
-def tokens_of(folder: Path, text: Path, vocabulary: int) -> Tensor:
+def tokens_of(folder: Path, text: Path, length: int, vocabulary: int) -> Tensor:
     """Return a text as tokens of the folder's tokenizer, or as bytes."""
     if any(folder.glob("tokenizer*")):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         tokens = tokenizer(text.read_text(encoding="utf-8"))["input_ids"]
     else:
         tokens = [*text.read_bytes()]
-    if max(tokens, default=0) >= vocabulary:
-        screen.fail(f"token {max(tokens)} of {text}, and a vocabulary of {vocabulary}")
+    if len(tokens) < length or max(tokens) >= vocabulary:
+        size = f"{len(tokens)} tokens up to {max(tokens, default=0)}"
+        screen.fail(f"{text} has {size}: --length is {length}, the vocabulary {vocabulary}")
     return torch.tensor(tokens)
 
 
@@ -79,18 +74,15 @@ def rate(step: int, a: argparse.Namespace) -> float:
     return a.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, done)))
 
 
-# -- the step --------------------------------------------------------------------------------------
-
-
-def imported(module: nn.Module, mesh: DeviceMesh, a: argparse.Namespace) -> Any:
+def imported(module: nn.Module, mesh: mf.DeviceMesh, a: argparse.Namespace) -> Any:
     """Import the module: its plan along tp, everything split along fsdp, the batch along both."""
     plan = mf.from_plan(module, sequence=1) if "tp" in mesh.axes else {"layouts": {}}
-    sharded = {"fsdp": Shard(0)} if "fsdp" in mesh.axes else {}
+    sharded = {"fsdp": mf.Shard(0)} if "fsdp" in mesh.axes else {}
     layouts = {
         name: where if name.startswith(("activation:", "argument:")) else {**where, **sharded}
         for name, where in plan.pop("layouts").items()
     }
-    rows = {axis: Shard(0) for axis in ("dp", "fsdp") if axis in mesh.axes}
+    rows = {axis: mf.Shard(0) for axis in mesh.axes if axis != "tp"}
     layouts |= {"*": sharded, "input:*": rows}
     ids = mf.TensorSpec((a.batch, a.length), torch.int64)
     return mf.from_torch(
@@ -102,83 +94,75 @@ def imported(module: nn.Module, mesh: DeviceMesh, a: argparse.Namespace) -> Any:
 
 def training(module: nn.Module, model: Any, a: argparse.Namespace) -> mf.TrainingStep:
     """Return forward, the module's own loss, backward, and AdamW; vectors do not decay."""
-    optimizer: Any = partial(mf.optim.adamw, weight_decay=a.decay)
     small = {name for name, w in module.named_parameters() if w.ndim < 2 or "bias" in name}
-    if not a.lora:
-        without = {name: {"weight_decay": 0.0} for name in model.fusion.inputs if name in small}
-        optimizer = mf.optim.groups(optimizer, without)
+    small &= {*model.fusion.inputs} if not a.lora else set()  # adapters are matrices
+    adamw = partial(mf.optim.adamw, weight_decay=a.decay)
     return model.training_step(
-        optimizer=optimizer, clip=a.clip, master=True, skip_nonfinite=True,
-        microbatches=a.microbatches,
+        optimizer=mf.optim.groups(adamw, {name: {"weight_decay": 0.0} for name in small}),
+        clip=a.clip, master=True, skip_nonfinite=True, microbatches=a.microbatches,
     )  # fmt: skip
 
 
 class Simulated:
-    """Steps of all ranks in this process."""
+    """All ranks in this process, as a `RunningStep` is one of them."""
 
-    def __init__(self, step: mf.TrainingStep, model: Any, folder: Path) -> None:
+    def __init__(self, step: mf.TrainingStep, weights: list[Any]) -> None:
         self.step, self.program = step, step.compile()
-        self.weights = model.load(weights_of(folder))
-        self.state = step.state(self.weights)
+        self.weights, self.state = weights, step.state(weights)
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: Any) -> Any:
         given = self.step.arguments(self.weights, self.state, *inputs)
         outputs = mf.simulate(self.program, given).outputs
         self.state = self.step.updated(outputs)
-        return outputs[0]
+        return outputs
 
 
-class Launched:
-    """Steps of this rank, beside those of the others."""
-
-    def __init__(self, step: mf.TrainingStep, model: Any, folder: Path) -> None:
-        self.comm = mf.init()
-        self.running = step.start(model.load(weights_of(folder), comm=self.comm))
-
-    def __call__(self, ids: Tensor, labels: Tensor, *numbers: Any) -> Tensor:
-        return self.running(*self.running.shard(ids, labels), *numbers)[0]
-
-
-def newest(folder: Path) -> int:
-    """Return the last step of which a whole state was saved."""
-    steps = [int(p.parent.name.split("-")[1]) for p in folder.glob("step-*/.metadata")]
-    return max(steps) if steps else screen.fail(f"--resume: no state is in {folder}")
+def state_in(folder: Path | None, is_resumed: bool) -> int:
+    """Return the step of the last whole state in a folder, 0 for none."""
+    states = folder.glob("step-*/.metadata") if folder else []
+    last = max((int(p.parent.name[5:]) for p in states), default=0)
+    if bool(last) != is_resumed:
+        screen.fail(f"{folder} has {last or 'no'} steps: --resume goes on, and needs a state")
+    return last
 
 
 def train(a: argparse.Namespace) -> tuple[list[float], Any]:
     """Train; return the losses that were printed, and what made the steps."""
     mesh, console, losses = parse_mesh(a.mesh), screen.output(), list[float]()
-    module = module_of(a.folder, a.dtype)
-    tokens = tokens_of(a.folder, a.text, module.config.vocab_size)
-    if len(tokens) < a.length:
-        screen.fail(f"{a.text} has {len(tokens)} tokens, and --length is {a.length}")
+    is_simulated = a.simulate or (detect(os.environ).size == 1 < mesh.size)
+    if a.save and is_simulated:
+        screen.fail("--save: simulated ranks keep nothing; start them by torchrun")
+    first = state_in(a.save, a.resume)
+    source = a.folder if any(a.folder.glob("*.safetensors")) else None
+    module = module_of(a.folder, a.dtype, is_read=source is not None)
+    tokens = tokens_of(a.folder, a.text, a.length, module.config.vocab_size)
     model = imported(module, mesh, a)
     step = training(module, model, a)
-    console.print(model.report(), step.report(), sep="\n")
-    is_simulated = a.simulate or detect(os.environ).size != mesh.size
-    made = (Simulated if is_simulated else Launched)(step, model, a.folder)
-    if a.save and is_simulated:
-        screen.fail("--save: simulated ranks have no state of their own; start them by torchrun")
-    first = newest(a.save) if a.resume else 0
-    if a.resume:
-        made.running.load(a.save / f"step-{first}")
+    console.print(*([model.report()] if a.report else []), step.report(), sep="\n", soft_wrap=True)
+    comm = None if is_simulated else mf.init()
+    weights = model.load(source, comm=comm)  # a rank reads its parts
+    running: Any = Simulated(step, weights) if is_simulated else step.start(weights)
+    if first:
+        running.load(a.save / f"step-{first}")
     for n in range(first + 1, a.steps + 1):
-        ids, numbers = batch_of(tokens, n, a.batch, a.length), {"lr": rate(n, a), "seed": n}
-        loss = made(ids, ids, *(torch.tensor(numbers[x]) for x in step.inputs[2:]))
+        ids, lr = batch_of(tokens, n, a.batch, a.length), rate(n, a)
+        numbers = {"lr": torch.tensor(lr), "seed": n}  # of the optimizer, and of dropout
+        batch = ids, ids, *(numbers[x] for x in step.inputs[2:])
+        loss, norm, *_ = running(*(batch if is_simulated else running.shard(*batch)))
         if n % a.every == 0 or n == a.steps:
             losses.append(float(loss))
-            stats = f"; {made.running.stats()}" if not is_simulated and n > first + 1 else ""
-            console.print(f"step {n}: loss {losses[-1]:.4f}, lr {numbers['lr']:.2e}{stats}")
+            stats = f"; {running.stats()}" if comm and n > first + 1 else ""
+            line = f"step {n}: loss {losses[-1]:.4f}, norm {float(norm):.3g}, lr {lr:.2e}"
+            console.print(line + stats, soft_wrap=True)
         if a.save and (n % a.save_every == 0 or n == a.steps):
-            made.running.save(a.save / f"step-{n}", portable=True)
-    return losses, made
+            running.save(a.save / f"step-{n}", portable=True)
+    return losses, running
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Return the arguments of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(given: list[str] | None = None) -> Any:
+    """Train as the command line says; return what `train` does."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("folder", type=Path, help="a model of transformers: config.json, safetensors, tokenizer")
     add("text", type=Path, help="a file of text")
@@ -191,25 +175,21 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--recompute", nargs="?", const="model.layers.*", help="submodules; layers: %(const)s")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank alone")
     add("--targets", default="*_proj", help="the layers with adapters: %(default)s")
-    add("--dtype", help="of parameters (of 16 bits: with masters in f32); the config's by default")
+    add(
+        "--dtype", choices=("float32", "bfloat16"), help="with masters in f32; the config's if none"
+    )
     add("--lr", type=float, default=1e-4, help="the highest learning rate: %(default)s")
     add("--warmup", type=int, default=5, help="steps to reach it: %(default)s")
     add("--decay", type=float, default=0.1, help="of matrices: %(default)s")
     add("--clip", type=float, default=1.0, help="the norm of all gradients: %(default)s")
+    add("--report", action="store_true", help="say where parameters live, and what is gathered")
     add("--every", type=int, default=1, help="steps between lines: %(default)s")
     add("--save", type=Path, help="a folder for the states")
     add("--save-every", type=int, default=100, help="steps between states: %(default)s")
     add("--resume", action="store_true", help="begin with the last state in --save")
-    return parser.parse_args(given)
-
-
-def main() -> None:
-    """Train as the command line says."""
-    a = arguments()
+    a = parser.parse_args(given)
     with screen.errors():
-        is_alone = a.simulate or detect(os.environ).size == 1
-        if not is_alone or screen.is_first():
-            train(a)
+        return train(a) if screen.is_first() or not a.simulate else None
 
 
 if __name__ == "__main__":
