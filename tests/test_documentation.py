@@ -157,7 +157,7 @@ def commands(text: str) -> list[str]:
 def test_commands_of_the_readme() -> None:
     """Each one exists: its files, its options, the extras that it installs."""
     found = commands(read(ROOT / "README.md"))
-    assert len(found) == 12
+    assert len(found) == 13
     for command in found:
         program, *arguments = shlex.split(command)
         for word in (program, *arguments):

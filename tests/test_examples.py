@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import finetuned
 from helpers.bare import bare_environment
 from helpers.example_files import SMALL, example
 
@@ -406,3 +408,78 @@ def test_stages_need_rank_groups_and_layers() -> None:
         pipeline.build(DeviceMesh.arange(dp=2))
     with pytest.raises(mf.DefinitionError, match=r"7 stages(.|\n)*--stages from 1 to 4"):
         pipeline.compiled(DeviceMesh.arange(pp=2), 7, 2, "gpipe")
+
+
+# -- finetuning ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("LlamaConfig", []),
+        ("Qwen3Config", ["--mesh", "fsdp=2,tp=2", "--recompute", "--microbatches", "2"]),
+        ("Gemma3TextConfig", ["--mesh", "tp=2"]),
+        ("Phi3Config", ["--mesh", "tp=2", "--recompute"]),
+        ("Olmo2Config", ["--mesh", "fsdp=3"]),
+        ("GptOssConfig", ["--mesh", "dp=2,tp=2"]),
+    ],
+)
+def test_finetuning_stays_beside_torch(name: str, given: list[str], tmp_path: Path) -> None:
+    folder = finetuned.folder_of(name, tmp_path)
+    losses, _ = example("finetune").main(finetuned.arguments(folder, 3, *given))
+    alone = finetuned.alone(folder, 3)
+    assert losses == pytest.approx(alone, abs=2e-5)
+    assert alone[2] < alone[0] - 0.05
+
+
+def test_finetuning_of_adapters(tmp_path: Path) -> None:
+    """They alone have state; the next loss is that of a module with their products added."""
+    folder = finetuned.folder_of("LlamaConfig", tmp_path)
+    _, running = example("finetune").main(finetuned.arguments(folder, 2, "--lora", "3"))
+    parameters = {n.rpartition(".lora_")[0] for n in running.state if ".lora_" in n}
+    assert len(parameters) == 2 * 7
+    assert {n for n in running.state if ".lora_" not in n} == {"count"}
+    module = finetuned.module_in(folder)
+    for name in parameters:
+        a, b = (running.state[f"{name}.lora_{x}"] for x in "AB")
+        assert b.count_nonzero() > 0
+        module.get_parameter(f"{name}.weight").data += 2 * b @ a
+    tokens = torch.tensor([*finetuned.TEXT.read_bytes()])
+    ids = example("finetune").batch_of(tokens, 3, finetuned.ROWS, finetuned.LENGTH)
+    loss, *_ = running(*running.shard(ids, ids, torch.tensor(0.0)))
+    assert float(loss) == pytest.approx(float(finetuned.loss_of(module, 3).detach()), abs=1e-5)
+
+
+def test_finetuning_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    """To the bit, in 16 bits with masters; a second run into the same folder is refused."""
+    folder, saved = finetuned.folder_of("Qwen3Config", tmp_path / "model"), tmp_path / "saved"
+    given = ["--dtype", "bfloat16", "--save", str(saved), "--save-every", "2"]
+    given = finetuned.arguments(folder, 4, *given)
+    losses, running = example("finetune").main(given)
+    weights = [*running.weights]
+    assert sorted(p.name for p in saved.iterdir()) == ["step-2", "step-4"]
+    with pytest.raises(SystemExit):
+        example("finetune").main(given)
+    shutil.rmtree(saved / "step-4")
+    again, running = example("finetune").main([*given, "--resume"])
+    assert again == losses[2:]
+    for x, y in zip(running.weights, weights, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--save", "x", "--simulate"], "simulated ranks keep nothing"),
+        (["--save", "x", "--resume"], "x has no steps: --resume goes on"),
+        (["--length", "99999"], "--length is 99999, the vocabulary 260"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_finetuning(
+    given: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finetuned.folder_of("LlamaConfig", tmp_path)
+    with pytest.raises(SystemExit):
+        example("finetune").main(finetuned.arguments(folder, 1, *given))
+    assert says in " ".join(capsys.readouterr().err.split())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdfuse.errors import RECOMPUTED, ProgramError
+from mdfuse.errors import RECOMPUTED, ProgramError, counted
 from mdfuse.hir.instructions import is_local
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.rank.pipelines import as_run, project
@@ -45,7 +45,7 @@ class StepStats:
     skipped: int
 
     def __str__(self) -> str:
-        parts = [f"{self.steps} steps of {self.seconds * 1e3:.4g} ms"]
+        parts = [f"{counted(self.steps, 'step')} of {self.seconds * 1e3:.4g} ms"]
         if self.tokens_per_s is not None:
             parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
         if self.mfu is not None:

@@ -289,12 +289,12 @@ class TrainingStep:
             state = self.state(weights)
         return RunningStep(Step(self.compile(options), state), fixed, self._weights, self)
 
-    def shard(self, *batch: Tensor, rank: int) -> list[Tensor | None]:
+    def shard(self, *batch: Any, rank: int) -> list[Any]:
         """Return a rank's parts of a batch: of wholes views, and parts as they are.
 
         Args:
-            batch: tensors in the order of `self.inputs`, all or the first of them; each with the
-                shape that it has in the whole batch, or that its part has on this rank.
+            batch: in the order of `self.inputs`, all or the first of them: tensors as they are in
+                the whole batch, or their parts on this rank; numbers, as a seed, stay.
             rank: whose parts.
 
         Returns:
@@ -333,8 +333,10 @@ class TrainingStep:
         return dict(zip(self._weights, weights, strict=True))
 
 
-def _part_of_batch(fusion: Fusion, name: str, x: Tensor, rank: int) -> Tensor | None:
+def _part_of_batch(fusion: Fusion, name: str, x: Any, rank: int) -> Any:
     """Return a rank's part of an input, of which the whole or the part is given."""
+    if not fusion.values[name].is_tensor:
+        return x
     layout, value = fusion.layout(name), fusion.values[name]
     shape = (*x.shape,) if isinstance(x, Tensor) else None
     is_here = rank in layout.mesh.ranks
@@ -430,11 +432,11 @@ class RunningStep:
         self._meter.count(results[-1] if self._training.skips_nonfinite else None)
         return results
 
-    def shard(self, *batch: Tensor) -> list[Tensor | None]:
+    def shard(self, *batch: Any) -> list[Any]:
         """Return this rank's parts of a batch, on its device; see `TrainingStep.shard`."""
-        rank = init(self.step.program.options).rank
-        parts = self._training.shard(*batch, rank=rank)
-        return [x if x is None else x.to(self._device, non_blocking=True) for x in parts]
+        parts = self._training.shard(*batch, rank=init(self.step.program.options).rank)
+        to = self._device
+        return [x.to(to, non_blocking=True) if isinstance(x, Tensor) else x for x in parts]
 
     @property
     def averages(self) -> list[Tensor | None]:

@@ -70,7 +70,7 @@ def test_figures_of_a_running_step() -> None:
 def test_text() -> None:
     stats = StepStats(steps=1, seconds=1.0, tokens_per_s=None, flops=0, mfu=None,
                       memory=1 << 30, skipped=0)  # fmt: skip
-    assert str(stats) == "1 steps of 1000 ms, 1.00 GiB"
+    assert str(stats) == "1 step of 1000 ms, 1.00 GiB"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -99,6 +99,18 @@ def test_parts_of_a_batch() -> None:
     lr = torch.tensor(0.1)
     assert step.shard(ids, ids, lr, rank=1)[2] is not None
     assert step.shard(ids, rank=7) == [None]
+
+
+def test_a_seed_stays_a_number() -> None:
+    x, split = torch.ones(6, 4), {"dp": mf.Shard(0)}
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.5)).train()
+    model = mf.from_torch(module, (x,), mesh=mf.DeviceMesh.arange(dp=1), layouts={"input:0": split})
+    step = model.training_step(lambda y: (y * y).sum(), optimizer=mf.optim.sgd)
+    batch = {"input": x, "seed": 7, "lr": torch.tensor(0.1)}
+    running = step.start(model.load())
+    parts = running.shard(*(batch[name] for name in step.inputs))
+    assert parts[step.inputs.index("seed")] == 7
+    assert running(*parts).shape == ()
 
 
 @pytest.mark.parametrize(

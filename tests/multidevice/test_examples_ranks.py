@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from helpers import finetuned
 from helpers.example_files import SMALL, example
 
 import mdfuse as mf
@@ -117,3 +121,24 @@ def test_training_in_stages(axes: dict[str, int], schedule: str, comm: mf.Commun
     else:
         assert all(loss != loss for loss in losses)
     comm.barrier()
+
+
+@pytest.mark.parametrize("name", ["Gemma3TextConfig", "GptOssConfig"])
+def test_finetuning_goes_on_on_another_mesh(
+    name: str, comm: mf.Communicator, tmp_path: Path
+) -> None:
+    """Split along two axes, saved, and read by fsdp alone; losses are those of torch."""
+    if comm.rank == 0:
+        comm.store.set(f"finetuned.{name}", str(tmp_path))
+    shared = Path(comm.store.get(f"finetuned.{name}").decode())
+    finetune, folder = example("finetune"), finetuned.folder_of(name, tmp_path / "model")
+    given = ["--mesh", "fsdp=2,tp=2", "--recompute", "--save", str(shared / "saved")]
+    losses, _ = finetune.main([*finetuned.arguments(folder, 3, *given, "--save-every", "2")])
+    if comm.rank == 0:
+        shutil.rmtree(shared / "saved" / "step-3")
+    comm.barrier()
+    given[1] = "fsdp=4"
+    again, _ = finetune.main([*finetuned.arguments(folder, 3, *given, "--resume")])
+    alone = finetuned.alone(folder, 3)
+    assert losses == pytest.approx(alone, abs=2e-5)
+    assert again == pytest.approx(alone[2:], abs=2e-5)

@@ -216,17 +216,24 @@ def histc(x: Handle, bins: int = 100, min: float = 0, max: float = 0) -> Handle:
     """The number of elements in each of some bins of one width, from min to max.
 
     Args:
-        x: a floating tensor; elements out of the range, and NaN, are not counted.
+        x: floating, or of integers; elements out of the range, and NaN, are not counted.
         bins: their number.
-        min, max: the range; torch's 0 and 0, which stand for that of x, are refused.
+        min, max: the range, of integers as for `int`; torch's 0 and 0, which stand for that of x,
+            are refused.
     """
-    if bins < 1 or not min < max or not x.dtype.is_floating_point:
+    is_whole = not x.dtype.is_floating_point
+    low, high = (int(min), int(max)) if is_whole else (min, max)
+    if bins < 1 or not low < high or x.dtype in (torch.bool, torch.complex64, torch.complex128):
         raise DefinitionError(
             f"histc of {shown(x)} in {bins} bins from {min} to {max}",
-            because="the bins are known when the fusion is defined; x is floating",
+            because="the bins are known when the fusion is defined; x is floating, or of integers",
             hint="histc(x, bins, min, max) with min < max",
         )
-    bin_numbers = ROWS["floor"]((x - min) * (bins / (max - min)))
-    bin_numbers = where(ROWS["eq"](x, max), float(bins - 1), bin_numbers)
-    is_there = ROWS["eq"](views.unsqueeze(bin_numbers, -1), _places(bins, dtype=x.dtype))
+    if is_whole:
+        wide = x.to(torch.int64)
+        bin_numbers = ((wide - low) * bins) // (high - low)
+    else:
+        wide, bin_numbers = x, ROWS["floor"]((x - low) * (bins / (high - low)))
+    bin_numbers = where(ROWS["eq"](wide, high), bins - 1, bin_numbers)
+    is_there = ROWS["eq"](views.unsqueeze(bin_numbers, -1), _places(bins, dtype=wide.dtype))
     return reductions.sum(is_there, dims=tuple(range(x.ndim)), dtype=x.dtype)

@@ -63,6 +63,20 @@ def test_what_is_sent(name: str) -> None:
     assert check(CLAIMS[name]) == CLAIMS[name].sends
 
 
+@pytest.mark.parametrize(("bins", "low", "high"), [(4, 0, 3), (14, 0, 49), (5, 2, 9)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_bins_of_integers(dtype: torch.dtype, bins: int, low: int, high: int) -> None:
+    """In exact arithmetic, as torch counts them on GPUs; on CPUs it refuses integers."""
+    x = torch.randint(60, (200,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    with FusionDefinition() as fd:
+        fd.add_output(torch.histc(fd.define_tensor([200], dtype), bins, low, high))
+    (counts,) = mf.reference(fd, [x])
+    places = (x.long() - low) * bins // (high - low)
+    places[x == high] = bins - 1
+    inside = (x >= low) & (x <= high)
+    assert torch.equal(counts, torch.bincount(places[inside], minlength=bins).to(dtype))
+
+
 def test_a_matrix_without_an_inverse_gives_nan() -> None:
     """An error of one rank would leave the others in a communication."""
     x = torch.stack([torch.ones(2, 2), torch.eye(2)])
@@ -93,6 +107,7 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "trace of a vector": (lambda ops, x, i: i.trace(), ("it takes a matrix",)),
     "classes not told": (lambda ops, x, i: F.one_hot(i), ("num_classes=-1", "is known when")),
     "bins not told": (lambda ops, x, i: torch.histc(x, 4), ("from 0 to 0", "min < max")),
+    "bins of one integer": (lambda ops, x, i: torch.histc(i, 4, 0.2, 0.9), ("from 0.2 to 0.9",)),
     "boundaries": (lambda ops, x, i: torch.bucketize(x, x), ("are a vector", "searchsorted")),
     "sides": (
         lambda ops, x, i: torch.searchsorted(x, x, side="left", right=True), ("side='left'",)),
