@@ -128,8 +128,6 @@ class Value:
 
     def copies_beside(self, expr: Expr) -> tuple[Layout, ...]:
         """Return the layouts of copies that other expressions than `expr` need."""
-        if not self.copies:
-            return ()
         return tuple(layout for reader, layout in self.copies if reader != expr.outputs[0])
 
     def travels(self, *layouts: Layout) -> tuple[tuple[int, ...], list[Layout]]:

@@ -104,14 +104,16 @@ def _question(
     places: dict[str, int] = {}
     pattern: list[int | None] = []
     for x in expr.inputs:
-        if isinstance(x, str) and values[x].is_tensor:
+        if isinstance(x, str) and values[x].kind == "tensor":
             pattern.append(places.setdefault(x, len(places)))
         else:
             pattern.append(-1 if x is not None else None)
     operands = []
     for name in places:
         v = values[name]
-        operands.append((v.shape, v.dtype, v.expanded, v.layout, v.copies_beside(expr)))
+        operands.append(
+            (v.shape, v.dtype, v.expanded, v.layout, v.copies and v.copies_beside(expr))
+        )
     results = tuple([(values[n].shape, values[n].dtype, values[n].expanded) for n in expr.outputs])
     key = expr.op, expr.attrs, tuple(pattern), tuple(operands), results, laws
     return tuple(places), key

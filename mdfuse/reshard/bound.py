@@ -70,13 +70,13 @@ def least_cost(source: Layout, goal: Layout, shape: tuple[int, ...]) -> int:
         return 0
     if source.blocked or goal.blocked or source.varying_axes or goal.varying_axes:
         return 0
-    size_of, kept, terms = source.mesh.axis_size, 1, 1
+    size_of, staying, terms = source.mesh.axis_size, 1, 1
     for axis, before, after in zip(
         source.mesh.axes, source.placements, goal.placements, strict=True
     ):
         if isinstance(before, Partial):
             n = size_of(axis)
-            kept, terms = (kept * n, terms) if before == after else (kept, terms * n)
+            staying, terms = (staying * n, terms) if before == after else (staying, terms * n)
         elif isinstance(after, Partial):
             return 0
     need = part_size(goal, shape)
@@ -84,7 +84,7 @@ def least_cost(source: Layout, goal: Layout, shape: tuple[int, ...]) -> int:
         return UNIT * max(0, need - part_size(source, shape))
     if has_few_rows(source, shape) or has_few_rows(goal, shape):
         return UNIT * need
-    ranks = source.mesh.size // kept
+    ranks = source.mesh.size // staying
     wanted = ranks // math.prod([size_of(a) for _, axes in goal.splits for a in axes])
     return UNIT * max(need, math.prod(shape) * (terms + wanted - 2) // ranks)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from mdfuse.communication import Communication
 from mdfuse.errors import LayoutError, Source
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.hir.emit.expanded import Squeezed, without_expanded
 from mdfuse.hir.program import BufferType, Instruction, Padding
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
@@ -20,6 +21,9 @@ from mdfuse.reshard import Carriers, Local, Step, in_fewer_posts, received, step
 
 #: Name -> the memory order to state; None: none is stated.
 Orders = Mapping[str, tuple[int, ...] | None]
+#: The layouts before and after, the global shape, and the bytes of an element.
+_Change = tuple[Layout, Layout, tuple[int, ...], int]
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -39,6 +43,10 @@ class Emitter:
     movable: set[str] = field(default_factory=set)
     carriers: Carriers = ()
     posts: int = 0
+    #: change of layout -> the least bytes times `UNIT` that a rank receives in it
+    sizes: dict[_Change, int] = field(default_factory=dict)
+    #: change of layout -> its steps
+    paths: dict[_Change, tuple[Step, ...]] = field(default_factory=dict)
 
     @cached_property
     def spare(self) -> int:
@@ -187,8 +195,13 @@ def emit_steps(
         result: the name of the last buffer, unless the program has it already.
     """
     dtype = out.types[current].dtype
-    path = _path(out, expr, source, target, shape, dtype.itemsize)
-    path = in_fewer_posts(path, shape, out.carriers, lambda: out.spare // dtype.itemsize)
+    change = source, target, shape, dtype.itemsize
+
+    def find() -> tuple[Step, ...]:
+        path = _path(out, expr, *change)
+        return in_fewer_posts(path, shape, out.carriers, lambda: out.spare // dtype.itemsize)
+
+    path = _once(out.paths, change, find)
     if not path:
         kind = BufferType(dtype=dtype, shape=shape, layout=target)
         return out.op("set", result, kind, (current,), expr.source)
@@ -217,7 +230,17 @@ def _received(out: Emitter, expr: Expr) -> int:
         return 0
     shape, (source, target) = before.travels(before.layout, after.layout)
     itemsize = before.dtype.itemsize
-    return received(_path(out, expr, source, target, shape, itemsize), shape) * itemsize
+    change = source, target, shape, itemsize
+    return _once(out.sizes, change, lambda: received(_path(out, expr, *change), shape) * itemsize)
+
+
+def _once(known: dict[_Change, _T], change: _Change, find: Callable[[], _T]) -> _T:
+    """Return what is known of a change of layout; those of symbolic extents leave guards."""
+    if is_symbolic(change[2]):
+        return find()
+    if change not in known:
+        known[change] = find()
+    return known[change]
 
 
 def _path(

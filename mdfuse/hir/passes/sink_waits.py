@@ -53,12 +53,15 @@ def _sunk(flow: Dataflow, block: Sequence[Instruction]) -> tuple[Instruction, ..
     """Return a block with its waits moved down."""
     done: list[Instruction] = []
     waiting: list[_Deferred] = []
+    busy = nothing = Effects(frozenset(), frozenset())  # of all that wait, looked at first
     for i in block:
         effects = flow.effects(i)
-        needed = [d for d in waiting if d.effects.meet(effects)]
+        needed = [d for d in waiting if d.effects.meet(effects)] if busy.meet(effects) else []
         if i.op == "wait":
             waiting.append(_deferred(flow, i))
-        elif needed and _may_wait(i) and all(flow.is_bound_by(x, i) for x in i.outputs):
+            busy |= waiting[-1].effects
+            continue
+        if needed and _may_wait(i) and all(flow.is_bound_by(x, i) for x in i.outputs):
             at = waiting.index(needed[0])
             waiting[at] = reduce(or_, (*needed, _deferred(flow, i)))
             waiting = [d for d in waiting if d not in needed]
@@ -67,6 +70,8 @@ def _sunk(flow: Dataflow, block: Sequence[Instruction]) -> tuple[Instruction, ..
                 done += d.instructions
             waiting = [] if i.op == "return" else [d for d in waiting if d not in needed]
             done.append(replace(i, body=_sunk(flow, i.body)) if i.op in ("for", "block") else i)
+        if needed:
+            busy = reduce(or_, (d.effects for d in waiting), nothing)
     return (*done, *(i for d in waiting for i in d.instructions))
 
 
