@@ -62,10 +62,7 @@ class TrainingStep:
     """
 
     def __init__(
-        self,
-        step: StepDefinition,
-        weights: Sequence[str],
-        microbatches: BatchCut | None = None,
+        self, step: StepDefinition, weights: Sequence[str], microbatches: BatchCut | None = None
     ) -> None:
         self._step, self._microbatches = step, microbatches
         self._weights = tuple(weights)
