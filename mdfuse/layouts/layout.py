@@ -325,6 +325,9 @@ class Layout:
 
         It is in the blocks that other axes split, where these do so alike; plain where they do not.
         """
+        is_blocked = self.blocked or (isinstance(placement, Shard) and placement.blocks is not None)
+        if is_blocked or self.stream is not None or self.reaches:
+            return self._with_placement(axis, placement)  # extents may be symbols, which no key is
         return _with_placement(self, axis, placement)
 
     def _with_placement(self, axis: str, placement: Placement) -> Layout:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.graph import Value
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.recv_volume import has_few_rows
@@ -36,6 +37,10 @@ def cheapest(ways: Sequence[Way], operands: Sequence[Operand], results: Sequence
         operands: the tensors that are read, and where they are.
         results: what is computed, and where it must be.
     """
+    values = [x.value for x in (*operands, *results)]
+    if any(is_symbolic(v.shape) for v in values):  # a comparison decides for extents: few of them
+        prices = [_price(way, operands, results, _moved) for way in ways]
+        return min(range(len(ways)), key=prices.__getitem__)
     leasts = [_price(way, operands, results, _at_least) for way in ways]
     best = math.inf, 0
     for least, n in sorted(zip(leasts, range(len(ways)), strict=True)):

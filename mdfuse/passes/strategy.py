@@ -354,10 +354,11 @@ def _layout(
 ) -> Layout:
     split = [(d, x, splits[x]) for d, x in enumerate(labels) if x is not None and x in splits]
     by_dim = tuple([(dim, axes, cuts.get(label)) for dim, label, axes in split])
-    return _laid(mesh, by_dim, tuple(partials.items()))
+    # Sizes of blocks may be symbols, whose comparison with those of other definitions is a guard.
+    find = _known_laid if all(cut is None for _, _, cut in by_dim) else _laid
+    return find(mesh, by_dim, tuple(partials.items()))
 
 
-@lru_cache(maxsize=4096)
 def _laid(
     mesh: DeviceMesh,
     splits: tuple[tuple[int, tuple[str, ...], Cut | None], ...],
@@ -369,3 +370,6 @@ def _laid(
         for axis in axes:
             placements[axis] = Shard(dim, cut.along(axis) if cut is not None else None)
     return Layout(mesh, placements, {dim: axes for dim, axes, _ in splits})
+
+
+_known_laid = lru_cache(maxsize=4096)(_laid)
