@@ -37,7 +37,7 @@ def cheapest(ways: Sequence[Way], operands: Sequence[Operand], results: Sequence
         operands: the tensors that are read, and where they are.
         results: what is computed, and where it must be.
     """
-    values = [x.value for x in (*operands, *results)]
+    values = [*(x.value for x in operands), *(x.value for x in results)]
     if any(is_symbolic(v.shape) for v in values):  # a comparison decides for extents: few of them
         prices = [_price(way, operands, results, _moved) for way in ways]
         return min(range(len(ways)), key=prices.__getitem__)
