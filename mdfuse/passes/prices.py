@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mdfuse.extents.assumptions import active_assumptions
 from mdfuse.ir.graph import Value
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.recv_volume import has_few_rows
@@ -36,6 +37,9 @@ def cheapest(ways: Sequence[Way], operands: Sequence[Operand], results: Sequence
         operands: the tensors that are read, and where they are.
         results: what is computed, and where it must be.
     """
+    if active_assumptions() is not None:  # each comparison of symbolic extents leaves a guard
+        prices = [_price(way, operands, results, _moved) for way in ways]
+        return prices.index(min(prices))
     leasts = [_price(way, operands, results, _at_least) for way in ways]
     best = math.inf, 0
     for least, n in sorted(zip(leasts, range(len(ways)), strict=True)):
