@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
 from mdfuse.layouts.layout import Placement
-from mdfuse.reshard.bound import bound, crossing_bound
+from mdfuse.reshard import cost
+from mdfuse.reshard.bound import bound, crossing_bound, least_cost
 
 FOUR = DeviceMesh.arange(tp=4)
 
@@ -64,3 +67,18 @@ THERE = DeviceMesh([4, 5], axes=("tp",), hosts=[2, 3])
 )
 def test_through_the_network_of_a_host(source: Layout, goal: Layout, want: int) -> None:
     assert crossing_bound(source, goal, (8, 1)) == want
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (5, 7), (1, 16), (65, 200), (190, 3)], ids=str)
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 3}, {"dp": 2, "fsdp": 2, "tp": 2}], ids=str)
+def test_a_quick_bound_is_never_above_the_cost(
+    sizes: dict[str, int], shape: tuple[int, int]
+) -> None:
+    mesh, is_tight = DeviceMesh.arange(**sizes), False
+    every = product((Replicate(), Shard(0), Shard(1), Partial()), repeat=len(sizes))
+    layouts = [Layout(mesh, dict(zip(sizes, each, strict=True))) for each in every]
+    for source, goal in [*product(layouts, layouts)][::7]:
+        least = least_cost(source, goal, shape)
+        assert least <= cost(source, goal, shape), (source, goal)
+        is_tight = is_tight or 0 < least == cost(source, goal, shape)
+    assert is_tight
