@@ -58,7 +58,7 @@ def least_cost(source: Layout, goal: Layout, shape: tuple[int, ...]) -> int:
     """Return a quick lower bound of `cost`: `UNIT` times elements; 0 where it would take long.
 
     The first rank has the largest parts. Where nothing is reduced, it lacks what its part grows by;
-    else it receives its part, and, if parts are equal, each rank receives the average of `bound`.
+    else it receives its part, and ranks receive the average of `bound`.
 
     >>> from mdfuse import DeviceMesh, Layout, Partial
     >>> mesh = DeviceMesh.arange(tp=4)
@@ -68,6 +68,8 @@ def least_cost(source: Layout, goal: Layout, shape: tuple[int, ...]) -> int:
     is_one = source.mesh == goal.mesh and not (source.stream or goal.stream)
     if not is_one or goal.reaches or is_special(source, goal, shape):
         return 0
+    if has_few_rows(source, shape) or has_few_rows(goal, shape):
+        return 0  # costs of some steps count parts as even
     if source.blocked or goal.blocked or source.varying_axes or goal.varying_axes:
         return 0
     size_of, staying, terms = source.mesh.axis_size, 1, 1
@@ -82,8 +84,6 @@ def least_cost(source: Layout, goal: Layout, shape: tuple[int, ...]) -> int:
     need = part_size(goal, shape)
     if terms == 1:
         return UNIT * max(0, need - part_size(source, shape))
-    if has_few_rows(source, shape) or has_few_rows(goal, shape):
-        return UNIT * need
     ranks = source.mesh.size // staying
     wanted = ranks // math.prod([size_of(a) for _, axes in goal.splits for a in axes])
     return UNIT * max(need, math.prod(shape) * (terms + wanted - 2) // ranks)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
 from mdfuse.layouts.layout import Placement
-from mdfuse.reshard.bound import bound, crossing_bound
+from mdfuse.reshard import cost
+from mdfuse.reshard.bound import bound, crossing_bound, least_cost
 
 FOUR = DeviceMesh.arange(tp=4)
 
@@ -64,3 +67,30 @@ THERE = DeviceMesh([4, 5], axes=("tp",), hosts=[2, 3])
 )
 def test_through_the_network_of_a_host(source: Layout, goal: Layout, want: int) -> None:
     assert crossing_bound(source, goal, (8, 1)) == want
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (5, 7), (1, 16), (65, 200), (190, 3)], ids=str)
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 3}, {"dp": 2, "fsdp": 2, "tp": 2}], ids=str)
+def test_a_quick_bound_is_never_above_the_cost(
+    sizes: dict[str, int], shape: tuple[int, int]
+) -> None:
+    mesh = DeviceMesh.arange(**sizes)
+    every = product((Replicate(), Shard(0), Shard(1), Partial()), repeat=len(sizes))
+    layouts = [Layout(mesh, dict(zip(sizes, each, strict=True))) for each in every]
+    for source, goal in [*product(layouts, layouts)][::7]:
+        assert least_cost(source, goal, shape) <= cost(source, goal, shape), (source, goal)
+
+
+@pytest.mark.parametrize(
+    ("source", "goal"),
+    [
+        (Shard(0), Replicate()),
+        (Replicate(), Shard(0)),
+        (Partial(), Shard(0)),
+        (Partial(), Replicate()),
+    ],
+    ids=str,
+)
+def test_a_quick_bound_is_the_cost_of_one_collective(source: Placement, goal: Placement) -> None:
+    changes = on(source), on(goal), (8, 1)
+    assert least_cost(*changes) == cost(*changes)
