@@ -166,10 +166,13 @@ def prepared_together(
 
     def post(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> Any:
         begin(group)
-        for one_call, src, dst in zip(posts, sources, destinations, strict=True):
-            run, arguments = one_call(src, dst)
-            run(*arguments)
-        return end(group)
+        try:
+            for one_call, src, dst in zip(posts, sources, destinations, strict=True):
+                run, arguments = one_call(src, dst)
+                run(*arguments)
+        finally:  # an open group would take in later posts
+            work = end(group)
+        return work
 
     sides = ([Buffer(side, n) for n in range(len(posts))] for side in SIDES)
     return Posting(post=(Prepared(post, (*sides,)),), explain=partial(explained, calls[0]))

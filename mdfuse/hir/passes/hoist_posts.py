@@ -72,7 +72,8 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 def parameter(program: HostProgram, i: Instruction) -> str | None:
     """Return the parameter of a module that a post gathers; None: it does something else.
 
-    Only names of a module's parameters have a dot, if not all of them.
+    A program is that of a module if the name of an input has a dot, as `layers.0.weight`; then all
+    inputs count, since parameters outside of layers may have plain names.
     """
     if i.comm is None or i.comm.kind != "Allgather":
         return None
