@@ -424,10 +424,9 @@ class ImportedModel:
             for node, names in zip(self.model.parameters, wanted, strict=True):
                 name, value = next(n for n in names if n in there), node.meta["val"]
                 loading.check_shape(checkpoint, name, value.shape)
-                read = partial(loading.read, checkpoint, name, value.dtype)
+                read = partial(loading.read, checkpoint, name, value.dtype, device=device)
                 for boxes in self.model.boxes(node, rank):
-                    part = None if boxes is None else loading.joined(boxes, read)
-                    parts.append(part if part is None else part.to(device))
+                    parts.append(None if boxes is None else loading.joined(boxes, read))
                 advance()
         for node in self.model.constants:
             cut = partial(loading.part_of, folded[node])

@@ -38,6 +38,7 @@ from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import received
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge, check_merge
+from mdfuse.plan.inductor import start_workers
 from mdfuse.plan.kept import Plans
 from mdfuse.plan.progress import stage
 from mdfuse.runs.arguments import has_dtensors
@@ -476,6 +477,8 @@ def lowered(
     should_merge: ShouldMerge | None = None,
 ) -> Program:
     """Return the program of a definition, lowered anew; see `compile`."""
+    if options_from_environment(options).compile != "never":
+        start_workers()
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.lowerings

@@ -149,6 +149,21 @@ def _sharing(node: torch.fx.Node, *, is_write: bool) -> list[torch.fx.Node]:
     return aliases
 
 
+def start_workers() -> None:
+    """Start the processes that compile kernels; a process without a GPU has none.
+
+    They take seconds to be ready, and until then the compiler does their work by itself.
+    """
+    if torch.cuda.is_initialized():
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.use_process_pool()
+
+
+#: Bytes of a tensor from which on a kernel that writes into it is not timed; see `_settings`.
+_TOO_LARGE_TO_TIME = 1 << 28
+
+
 def compiled(found: TracedGraph) -> Function:
     """Compile a traced function; the result takes tensors of the forms of its arguments.
 
@@ -160,15 +175,28 @@ def compiled(found: TracedGraph) -> Function:
     """
     from torch._dynamo.convert_frame import compile_lock
     from torch._guards import TracingContext, tracing
-    from torch._inductor import standalone_compile
+    from torch._inductor import config, standalone_compile
 
     arguments = list(found.arguments)
-    with compile_lock:
+    with compile_lock, config.patch(_settings(found)):
         if not found.sizes:
             return standalone_compile(found.graph, arguments)
         mode = arguments[0].fake_mode
         with tracing(TracingContext(mode)):
             return standalone_compile(found.graph, arguments, dynamic_shapes="from_tracing_context")
+
+
+def _settings(found: TracedGraph) -> dict[str, Any]:
+    """Return settings of the compiler for a function.
+
+    Before a step has run once, the compiler takes the device as full: it moves a tensor that a
+    kernel writes into to the host and back for each time that it runs the kernel to choose among
+    its forms. For a table of 1 GB this takes seconds, and the times are those of the copies.
+    """
+    written = (x for node in found.graph.graph.nodes for x in writes_of(node))
+    sizes = (x.meta["val"] for x in written if not found.sizes)
+    is_large = any(x.numel() * x.element_size() >= _TOO_LARGE_TO_TIME for x in sizes)
+    return {"triton.autotune_pointwise": False} if is_large else {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

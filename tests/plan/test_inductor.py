@@ -100,6 +100,19 @@ def test_fingerprints_tell_settings_apart() -> None:
         assert inductor.fingerprint(torch.device("cpu")) != plain
 
 
+@pytest.mark.parametrize(("rows", "is_timed"), [(1 << 16, True), (1 << 17, False)])
+def test_kernels_that_write_into_large_tensors_are_not_timed(rows: int, is_timed: bool) -> None:
+    def step(x: torch.Tensor, by: torch.Tensor) -> list[torch.Tensor]:
+        x.add_(by)
+        return [by.sum()]
+
+    forms: Any = [((n, 512), (512, 1), torch.float32, torch.device("cpu")) for n in (rows, 1)]
+    found = inductor.traced(step, forms)
+    assert ("triton.autotune_pointwise" not in inductor._settings(found)) is is_timed
+    forms = [forms[1], forms[0]]  # it reads the large one alone
+    assert not inductor._settings(inductor.traced(lambda x, by: [x.add_(1.0), by + 1.0], forms))
+
+
 def test_no_folder_where_files_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from torch._inductor import config
 

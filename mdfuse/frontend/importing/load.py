@@ -35,7 +35,9 @@ _INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint(Protocol):
-    """A source of tensors."""
+    """A source of tensors; `lends`: a part may share its memory."""
+
+    lends: bool
 
     @property
     def names(self) -> Sequence[str]:
@@ -51,6 +53,8 @@ class Checkpoint(Protocol):
 class InMemory:
     """Tensors by name, as `state_dict()` gives them."""
 
+    lends = True
+
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
         self.names = [*tensors]
@@ -60,8 +64,8 @@ class InMemory:
         return tuple(self._of(name).shape)
 
     def part(self, name: str, box: Box) -> Tensor:
-        """Return a copy of a box of a tensor."""
-        return part_of(self._of(name), box)
+        """Return a view of a box of a tensor."""
+        return view_of(self._of(name), box)
 
     def _of(self, name: str) -> Tensor:
         """Return a tensor to read; other entries of a state may be anything."""
@@ -81,6 +85,8 @@ def with_starts(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkp
 
 class _Completed:
     """A checkpoint, and tensors that it lacks."""
+
+    lends = True
 
     def __init__(self, first: Checkpoint, rest: InMemory) -> None:
         self._first, self._rest = first, rest
@@ -104,6 +110,8 @@ class InFiles:
     Closing the file returns its pages to the system: pages read from an open file count as memory
     of the process.
     """
+
+    lends = False
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self.files = files
@@ -132,6 +140,8 @@ class Distributed:
     Raises:
         ProgramError: the folder cannot be read, or holds no such checkpoint.
     """
+
+    lends = False
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -386,8 +396,12 @@ def is_cast(there: torch.dtype | None, here: torch.dtype | None) -> bool:
     return there == here or (there.is_floating_point and here.is_floating_point)
 
 
-def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, box: Box) -> Tensor:
+def read(
+    checkpoint: Checkpoint, name: str, dtype: torch.dtype, box: Box, device: Any = None
+) -> Tensor:
     """Read a box of a tensor, in the dtype of the program.
+
+    A tensor in memory is cast on the device: on the host this takes longer than the transfer.
 
     Raises:
         ProgramError: it has integers where the program has floats, or the other way round.
@@ -399,7 +413,8 @@ def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, box: Box) -> Ten
             because="floats are cast to floats alone",
             hint="cast it before",
         )
-    return part.to(dtype)
+    moved = part.to(device)
+    return moved.to(dtype, copy=checkpoint.lends and moved is part).contiguous()
 
 
 def state_of(folder: Path, fusion: Fusion, names: Sequence[str], cast: bool) -> Distributed:
@@ -474,5 +489,9 @@ def joined(boxes: Boxes, read: Callable[[Box], Tensor]) -> Tensor:
 
 def part_of(x: Tensor, box: Box) -> Tensor:
     """Return a dense copy of a box of a tensor."""
-    part = x.detach()[tuple(slice(*interval) for interval in box)]
-    return part.clone(memory_format=torch.contiguous_format)
+    return view_of(x, box).clone(memory_format=torch.contiguous_format)
+
+
+def view_of(x: Tensor, box: Box) -> Tensor:
+    """Return a box of a tensor, which shares its memory."""
+    return x.detach()[tuple(slice(*interval) for interval in box)]

@@ -146,6 +146,18 @@ def test_the_module_itself_without_a_source() -> None:
     assert module.first.weight.abs().min() > 0  # a copy
 
 
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tensors_in_memory_are_copied(rank: int | None, dtype: torch.dtype) -> None:
+    """Also where a part is the whole, and where nothing is cast or moved."""
+    source = weights(dtype)
+    before = {name: x.clone() for name, x in source.items()}
+    for x in two().load(source, rank=rank):
+        assert x is not None and x.is_contiguous() and x.dtype is torch.float32
+        x.zero_()
+    assert all(torch.equal(x, before[name]) for name, x in source.items())
+
+
 def test_a_rank_outside_of_the_mesh() -> None:
     assert two().load(rank=7) == [None, None, None]
 
