@@ -106,6 +106,7 @@ class CudaRecorder:
         """
         if not self.living:
             self.pool = torch.cuda.graph_pool_handle()
+        self._make_room()
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -121,3 +122,13 @@ class CudaRecorder:
             graph.capture_end()
         self.living += 1
         return results, _CudaRecording(graph, self)
+
+    def _make_room(self) -> None:
+        """Give memory that runs left in torch's cache back, where less than it is free.
+
+        A capture allocates all of its memory from the device, and cannot empty the cache.
+        """
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        if cached > free:
+            torch.cuda.empty_cache()

@@ -8,11 +8,13 @@ first two runs (weights, say) is read where it lies, as long as it stays there; 
 into buffers of the graph. Outputs are new in each run, and torch's allocator gives their memory as
 it gives any other: in a loop it is soon the same few addresses, and there is a graph for each of
 them. Where there are too many, one graph fills buffers of its own, which are copied out; addresses
-that come again and again get a graph all the same, in the place of the oldest.
+that come again and again get a graph all the same, in the place of the oldest. Small outputs of
+long work, as the loss of a training step, are always copied out.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,6 +43,10 @@ COPY_LIMIT = 64 << 20
 #: Graphs of one region, each for other addresses of the outputs. A caller who keeps the last output
 #: until the next one is there needs two.
 GRAPHS = 3
+
+#: Outputs of up to so many bytes are copied out of a region of at least so many lines: a copy takes
+#: the device some 3 us, and a capture, once for each address, as long as a run without a graph.
+SMALL, LONG = 4096, 128
 
 #: After so many runs in a row with outputs at the same other addresses these get a graph.
 TIMES = 3
@@ -147,6 +153,7 @@ class GraphPlan:
         }
         self._fresh = all_new([*self._new.values()])
         self._new_of = [[s for s in self._new if s in taken] for taken, _ in self._uses]
+        self._copied_out = {n for n in range(len(self.regions)) if self._is_copied_out(n)}
         numbers: dict[int | None, int] = {slot: n for n, slot in enumerate(self._parameters)}
         by_line = [step.op for step in self.plan.steps for _ in step.lines]
         ops = [by_line[number] for number in self.plan.owned.numbers]
@@ -203,7 +210,8 @@ class GraphPlan:
         one = self._ready.get(new := self._new_at(values), self._copying)
         if one is None or not one.fits(at):
             return self._run(values)
-        if one is self._copying and self._turns[0].is_due(new):
+        is_odd = one is self._copying and 0 not in self._copied_out
+        if is_odd and self._turns[0].is_due(new):
             return self._run(values)
         one.run(values)
         return self._taken(values)
@@ -252,7 +260,8 @@ class GraphPlan:
             self._cold.discard(n)
             return None
         graphs = self._captured.setdefault(n, {})
-        key = tuple(slots[s].data_ptr() for s in self._new_of[n])
+        new = () if n in self._copied_out else self._new_of[n]
+        key = tuple(slots[s].data_ptr() for s in new)
         if key not in graphs and len(graphs) >= GRAPHS:
             key = self._other(n, key)
         captured = graphs.get(key)
@@ -344,6 +353,12 @@ class GraphPlan:
         later.update(s for s in self.plan.outputs if s is not None)
         taken = sorted(s for s in read - targets if s not in owned and s != CALLER_SLOT)
         return taken, sorted(s for s in targets & later if s not in owned)
+
+    def _is_copied_out(self, n: int) -> bool:
+        """Return whether a region's outputs are always copied out of its graph."""
+        region, forms = self.regions[n], [self._new[s] for s in self._new_of[n]]
+        size = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype, _ in forms)
+        return size <= SMALL and region.stop - region.start >= LONG
 
     def _call(self, plan: Plan, n: int, caller: Any, values: Sequence[Any]) -> list[Any]:
         """Make a region's calls, and return those of its results that are used later."""

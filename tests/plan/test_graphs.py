@@ -364,6 +364,28 @@ def test_the_second_run_captures_and_each_kind_by_itself(recorders: list[FakeRec
     assert [[r.count for r in recorder.made] for recorder in recorders] == [[1, 1, 1, 3]] * 2
 
 
+@pytest.mark.parametrize("rows", [2, 2000])
+def test_small_outputs_of_long_work_are_copied_out(
+    rows: int, recorders: list[FakeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph serves all addresses; larger outputs get a graph for each of three."""
+    monkeypatch.setattr("mdfuse.plan.graphs.LONG", 2)
+    with mf.FusionDefinition("f") as fd:
+        x = fd.define_tensor([rows, 3], mesh=mf.DeviceMesh([0]), layout={})
+        for y in (fd.ops.tanh(x) + 1.0, fd.ops.sin(x) * 2.0):
+            fd.add_output(y)
+    program, x = mf.compile(fd), draw(rows, 3)
+    outputs: list[tuple[list[Tensor], Tensor]] = []
+    for _ in range(12):
+        x.copy_(draw(rows, 3))
+        outputs.append((program.run(x), x.clone()))  # all are held, so no two share an address
+    for (y, z), given in outputs:
+        torch.testing.assert_close(y, torch.tanh(given) + 1)
+        torch.testing.assert_close(z, torch.sin(given) * 2)
+    (recorder,) = recorders
+    assert [r.count for r in recorder.made] == ([11] if rows == 2 else [1, 1, 1, 8])
+
+
 def test_outputs_are_filled_where_they_lie(recorders: list[FakeRecorder]) -> None:
     """In a loop the allocator gives the same addresses: there is a graph for each, and no copy."""
     one = mf.DeviceMesh([0])
