@@ -47,6 +47,7 @@ from mdfuse.passes import (
     streams,
     widen_sums,
 )
+from mdfuse.passes.in_place import write_through
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge, merge_composite, segment
 from mdfuse.passes.sharded import keep_splits, split_scans, sum_rows
@@ -57,6 +58,8 @@ Pass = Callable[[Fusion], Fusion]
 PASSES: tuple[tuple[str, Pass], ...] = (
     # Layouts are compared from here on, and a stream is no part of where data is.
     (streams.name, streams.run),
+    # Before layouts are inferred, which its new values need; needs to know streamed values.
+    (write_through.name, write_through.run),
     # Every value needs a layout; no later pass infers one.
     (propagate_layouts.name, propagate_layouts.run),
     # Needs to know which dims a view would gather; its results yield Partials.
