@@ -7,6 +7,7 @@ from mdfuse.frontend.vjps import (
     indexing,
     matrices,
     pointwise,
+    ragged,
     reductions,
     shapes,
     spatial,
@@ -19,4 +20,5 @@ from mdfuse.frontend.vjps.table import STEPS as STEPS
 #: The modules that fill `RULES` when they are imported.
 FAMILIES = (
     shapes, pointwise, reductions, composite, attention, indexing, spatial, matrices, complex,
+    ragged,
 )  # fmt: skip
