@@ -33,6 +33,7 @@ from mdfuse.ir.graph import Fusion, check_fusion, has_same_code
 from mdfuse.passes import (
     bucket_sums,
     choose_orders,
+    count_rows,
     chunk_losses,
     creations,
     decompose,
@@ -120,6 +121,9 @@ def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pas
             dims = batch.dims if batch is not None else None
             together = partial(bucket_sums.run, most=most, batch=dims)
             steps.append((bucket_sums.name, together))
+        if name == drop_unread.name and batch is None:
+            # Needs all sets, which rows must be able to take, and no unread values.
+            steps.append((count_rows.name, count_rows.run))
         if name == drop_unread.name and batch is not None:
             # Needs all sets; the next pass sees the streamed values.
             cut = partial(microbatches.run, batch=batch.dims, count=batch.count)

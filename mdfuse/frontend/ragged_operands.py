@@ -116,6 +116,10 @@ class _Fitting:
             return self._product()
         if op == "sum":
             return self._sum()
+        if op == "expand" and _repeats_columns(self):
+            columns = self._full(1, (1, 1, self.attrs["shape"][_LAST]))
+            x = self.ragged[0]
+            return "mul", (x.name, self._new("spread_rows", columns, x.name, x.rows)), {}
         if op in _COPIES or (op in _ALONG and _ALONG[op](self)):
             return op, self.inputs, self.attrs
         if is_elementwise(op):
@@ -211,9 +215,8 @@ class _Fitting:
             )
         return self.op, tuple(inputs), self.attrs
 
-    def _full(self, number: Operand) -> str:
-        dtype = self.ragged[0].dtype
-        return self._new("full", number, shape=(1,), dtype=dtype)
+    def _full(self, number: Operand, shape: tuple[int, ...] = (1,)) -> str:
+        return self._new("full", number, shape=shape, dtype=self.ragged[0].dtype)
 
     def _spread(self, name: Operand, shape: tuple[int, ...]) -> str:
         """Repeat what each expert has one of, for each of its rows."""
@@ -254,7 +257,6 @@ def _repeats_columns(of: _Fitting) -> bool:
 
 #: Operations along columns -> whether a call is.
 _ALONG = {
-    "expand": _repeats_columns,
     "slice": _takes_columns,
     "slice_grad": _takes_columns,
     "cat": lambda of: of.attrs["dim"] % 4 == _LAST and len(of.ragged) == len(of.inputs),

@@ -85,6 +85,7 @@ class Value:
             taken it out of the layout; None for no loop.
         rows: the counts, [parts,experts], of rows of dim 2 that are there; the others are zero.
             None: all are there.
+        is_counted: whether these rows alone are stored; `mdfuse.passes.count_rows` decides it.
         source: the user's line.
     """
 
@@ -101,6 +102,7 @@ class Value:
     like: Like | None = None
     stream: Stream | None = None
     rows: str | None = None
+    is_counted: bool = False
     source: Source | None = None
 
     @property

@@ -3,6 +3,8 @@
 A ragged value is a tensor [parts, experts, bound, d] beside its counts, [parts, experts]: behind
 the rows that are counted there are zeros. Tokens are cut into parts as `torch.chunk` cuts them, so
 that an axis that splits tokens splits parts. A token has k experts: it is k rows.
+
+Calls take such a tensor, or the rows that are there alone: see `mdfuse.ir.packed_rows`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.extents.extent import are_same, is_symbolic
+from mdfuse.ir import packed_rows
 from mdfuse.ir.dims import DimMap, Shape, Shapes
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.layouts.boxes import nth_chunk
@@ -95,29 +98,72 @@ def ungroup(
     return flat[at].view(*ids.shape, y.shape[-1])
 
 
+def line_up(
+    x: Tensor,
+    ids: Tensor,
+    n: Tensor,
+    *,
+    rows: Part | None = None,
+    part: Part | None = None,
+    held: Part | None = None,
+) -> Tensor:
+    """Put the rows of each part one behind the other, by expert: [p,b,d]; see `group`."""
+    ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
+    bound = _bound(ids.shape, n.shape, rows, part)
+    at = _lined_up(ids, n, bound, rows, part, held)
+    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, ids.shape[1], -1)
+    flat = x.new_zeros((n.shape[0] * bound + 1, x.shape[-1]))
+    return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(n.shape[0], bound, x.shape[-1])
+
+
+def put_back(
+    y: Tensor,
+    ids: Tensor,
+    n: Tensor,
+    *,
+    rows: Part | None = None,
+    part: Part | None = None,
+    held: Part | None = None,
+) -> Tensor:
+    """Return the row of each choice of each token, of rows that `line_up` made; see `ungroup`."""
+    ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
+    at = _lined_up(ids, n, y.shape[1], rows, part, held)
+    flat = torch.cat([y.flatten(0, 1), y.new_zeros((1, y.shape[-1]))])
+    return flat[at].view(*ids.shape, y.shape[-1])
+
+
 def multiply(x: Tensor, weight: Tensor, n: Tensor) -> Tensor:
     """Multiply the rows of each expert, [p,e,b,k], with its matrix, of [e,k,n]."""
-    return torch.matmul(x, weight)
+    return packed_rows.multiply(x, weight, n) if x.ndim == 2 else torch.matmul(x, weight)
 
 
 def multiply_grad(x: Tensor, ct: Tensor, n: Tensor) -> Tensor:
     """Return the gradient of the matrices [e,k,n]: of each expert the product of its rows."""
+    if x.ndim == 2:
+        return packed_rows.multiply_grad(x, ct, n)
     left, right = (t.transpose(0, 1).flatten(1, 2) for t in (x, ct))
     return torch.bmm(left.transpose(1, 2), right)
 
 
 def total(x: Tensor, n: Tensor) -> Tensor:
     """Sum the rows of each part and expert: [p,e,b,d] -> [p,e,d]."""
-    return x.sum(2)
+    return packed_rows.total(x, n) if x.ndim == 2 else x.sum(2)
 
 
 def spread(rows: Tensor, x: Tensor, n: Tensor) -> Tensor:
-    """Repeat a row per part and expert, [p,e,d], for each row of x that is there."""
-    return mask(rows.unsqueeze(2).expand(x.shape), n)
+    """Repeat a row per part and expert, [p,e,d], for each row of x that is there.
+
+    The result has the columns of x, or those of the rows where x has one.
+    """
+    if x.ndim == 2:
+        return packed_rows.spread(rows, x, n)
+    return mask(rows.unsqueeze(2).expand(*x.shape[:3], max(x.shape[3], rows.shape[2])), n)
 
 
 def mask(x: Tensor, n: Tensor) -> Tensor:
     """Set rows to zero that are not there."""
+    if x.ndim == 2:
+        return x.clone()
     is_there = torch.arange(x.shape[2], device=x.device) < n.unsqueeze(2)
     return torch.where(is_there.unsqueeze(3), x, x.new_zeros(()))
 
@@ -171,6 +217,22 @@ def _places(
     return torch.where(places < limits[keys], keys * bound + places, n.numel() * bound)
 
 
+def _lined_up(
+    ids: Tensor,
+    n: Tensor,
+    bound: int,
+    rows: Part | None,
+    part: Part | None,
+    held: Part | None,
+) -> Tensor:
+    """Return where each row lies where the rows of a part lie one behind the other, [t*k]."""
+    grouped = _places(ids, n, bound, rows, part, held)
+    starts = torch.arange(n.shape[0], device=n.device).unsqueeze(1) * bound + n.cumsum(1) - n
+    starts = torch.cat([starts.flatten(), starts.new_full((1,), n.shape[0] * bound)])
+    size = max(bound, 1)
+    return starts[grouped.div(size, rounding_mode="floor")] + grouped % size
+
+
 def _bound(ids: Shape, n: Shape, rows: Part | None = None, part: Part | None = None) -> int:
     """Return the number of rows of a part, all of which may go to one expert."""
     tokens, parts = (rows or (0, 0, ids[0]))[2], (part or (0, 0, n[0]))[2]
@@ -208,6 +270,19 @@ def shape_of_group(shapes: Shapes, attrs: Attrs) -> Shape:
     return (*n, bound, x[-1])
 
 
+def shape_of_line_up(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return [parts, bound, d]."""
+    parts, _, bound, d = shape_of_group(shapes, attrs)
+    return (parts, bound, d)
+
+
+def shape_of_put_back(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return [t, k, d]."""
+    y, ids, n = _given(shapes, (3,), (1, 2), (2,))
+    _alike((y[0], n[0]))
+    return (ids[0], ids[1] if len(ids) == 2 else 1, y[2])
+
+
 def shape_of_ungroup(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [t, k, d]."""
     y, ids, n = _given(shapes, (4,), (1, 2), (2,))
@@ -217,39 +292,49 @@ def shape_of_ungroup(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def shape_of_multiply(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [p, e, bound, n]."""
-    x, weight, n = _given(shapes, (4,), (3,), (2,))
+    x, weight, n = _given(shapes, (2, 4), (3,), (2,))
+    if len(x) == 2:
+        _alike((x[1], weight[1]), (weight[0], n[1]))
+        return (x[0], weight[2])
     _alike((x[1], weight[0]), (x[3], weight[1]), *zip(x[:2], n, strict=True))
     return (*x[:3], weight[2])
 
 
 def shape_of_multiply_grad(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [e, k, n]."""
-    x, ct, n = _given(shapes, (4,), (4,), (2,))
+    x, ct, n = _given(shapes, (2, 4), (2, 4), (2,))
+    if len(x) == 2:
+        _alike((x[0], ct[0]))
+        return (n[1], x[1], ct[1])
     _alike(*zip(x[:3], ct[:3], strict=True), *zip(x[:2], n, strict=True))
     return (x[1], x[3], ct[3])
 
 
 def shape_of_total(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [p, e, d]."""
-    x, n = _given(shapes, (4,), (2,))
-    _alike(*zip(x[:2], n, strict=True))
-    return (*x[:2], x[3])
+    x, n = _given(shapes, (2, 4), (2,))
+    if len(x) == 4:
+        _alike(*zip(x[:2], n, strict=True))
+    return (*n, x[-1])
 
 
 def shape_of_spread(shapes: Shapes, attrs: Attrs) -> Shape:
-    """Return the shape of x, which has an element for each row of the first operand."""
-    rows, x, n = _given(shapes, (3,), (4,), (2,))
-    for a, b in zip(rows, (*x[:2], x[3]), strict=True):
+    """Return the shape of x, with the columns of the first operand where x has one."""
+    rows, x, n = _given(shapes, (3,), (2, 4), (2,))
+    wide = rows[2] if are_same(x[-1], 1) else x[-1]
+    for a, b in zip(rows, (*n, wide), strict=True):
         if not are_same(a, 1):
             _alike((a, b))
-    _alike(*zip(x[:2], n, strict=True))
-    return x
+    if len(x) == 4:
+        _alike(*zip(x[:2], n, strict=True))
+    return (*x[:-1], wide)
 
 
 def shape_of_mask(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of x."""
-    x, n = _given(shapes, (4,), (2,))
-    _alike(*zip(x[:2], n, strict=True))
+    x, n = _given(shapes, (2, 4), (2,))
+    if len(x) == 4:
+        _alike(*zip(x[:2], n, strict=True))
     return x
 
 
@@ -312,6 +397,20 @@ def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     )
 
 
+def of_line_up(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[t,d], ids[t,k], n[p,e]`: each rank lines up the rows of its tokens."""
+    whole = of_group(shapes, result, attrs)
+    operands = (*whole.operands[:2], (_P, None))
+    return DimMap(operands=operands, results=((_P, None, _D),), fits=whole.fits)
+
+
+def of_put_back(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `y[p,b,d], ids[t,k], n[p,e]`."""
+    whole = of_ungroup(shapes, result, attrs)
+    operands = ((_P, None, _D), whole.operands[1], (_P, None))
+    return DimMap(operands=operands, results=whole.results, fits=whole.fits)
+
+
 def of_multiply(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[p,e,b,k], w[e,k,n], n[p,e]`: ranks add up their shares of k."""
     return DimMap(
@@ -338,10 +437,11 @@ def of_total(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 def of_spread(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `rows[p,e,d], x[p,e,b,d], n[p,e]`: what is repeated is whole."""
     rows, x, _ = (s for s in shapes if s is not None)
-    wide = (*x[:2], x[3])
+    wide = (*x[:2], result[3])
     labels = zip(rows, wide, (_P, _E, _D), strict=True)
     repeated = tuple(label if are_same(n, m) else None for n, m, label in labels)
-    return DimMap(operands=(repeated, (_P, _E, None, _D), (_P, _E)), results=((_P, _E, None, _D),))
+    read = (_P, _E, None, _D if are_same(x[3], result[3]) else None)
+    return DimMap(operands=(repeated, read, (_P, _E)), results=((_P, _E, None, _D),))
 
 
 def of_mask(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:

@@ -249,6 +249,8 @@ def _rows_call(name: str) -> Callable[[random.Random], tuple[list[Any], dict[str
         operands = {
             "ungroup_rows": [x, torch.zeros(t, k, dtype=torch.int64), counts],
             "group_rows": [torch.ones(t + wrong, d), torch.zeros(t, k, dtype=torch.int64), counts],
+            "line_up_rows": [torch.ones(t + wrong, d), torch.zeros(t, k).long(), counts],
+            "put_back_rows": [x[:, 0], torch.zeros(t, k).long(), counts],
             "rows_mm": [x, torch.ones(e, d + wrong, n), counts],
             "rows_mm_grad": [x, torch.ones(p, e, b + wrong, n), counts],
             "sum_of_rows": [x, counts],
@@ -262,7 +264,7 @@ def _rows_call(name: str) -> Callable[[random.Random], tuple[list[Any], dict[str
 
 _ON_ROWS = (
     "ungroup_rows", "group_rows", "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows",
-    "mask_rows",
+    "mask_rows", "line_up_rows", "put_back_rows",
 )  # fmt: skip
 _DRAWN = {
     **{name: _rows_call(name) for name in _ON_ROWS},

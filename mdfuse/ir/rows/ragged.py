@@ -42,6 +42,27 @@ row(
     attrs=_HERE,
     **_GROUPS,
 )
+row(
+    "line_up_rows",
+    ragged.line_up,
+    ragged.of_line_up,
+    ragged.shape_of_line_up,
+    DENSE,
+    operands=(3, 3),
+    attrs=_HERE,
+    **_GROUPS,
+)
+row(
+    "put_back_rows",
+    ragged.put_back,
+    ragged.of_put_back,
+    ragged.shape_of_put_back,
+    DENSE,
+    operands=(3, 3),
+    partial="scale",
+    attrs=_HERE,
+    **_GROUPS,
+)
 for _name, _call, _rule, _shape in (
     ("rows_mm", ragged.multiply, ragged.of_multiply, ragged.shape_of_multiply),
     (
