@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from mdfuse.errors import (
     BackendError,
     CommunicationError,
+    CountsError,
     DefinitionError,
     IndexRangeError,
     LayoutError,
@@ -79,6 +80,7 @@ __all__ = [
     # errors
     "BackendError",
     "CommunicationError",
+    "CountsError",
     "DefinitionError",
     "IndexRangeError",
     "LayoutError",

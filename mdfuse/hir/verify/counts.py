@@ -1,0 +1,240 @@
+"""Check rows whose number a run counts: whose counts they are, and who may ask for them.
+
+    %n.all: i64[4,8] (ep=R) = ...                      all ranks hold the counts of all
+    %c: i64[4,8] (ep=R) = fetch(%n.all, most=64)       one table of numbers
+    %r: f32[<=256:%c,16] of [4,8,64,16] (ep=S1) = alloc(%c)
+    %h = post alltoall(%s) -> %r ... (ep=S0) => (ep=S1) axis=ep dim=0 to_dim=1 counts=%c
+
+A post sends and receives rows of one table, by its layouts before and after: so what a rank sends
+is what another one receives. All ranks hold this table, so that all refuse it or none. Its numbers
+say how many rows there are, and nothing else: no extent, index, loop, branch, peer or result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mdfuse.errors import ProgramError
+from mdfuse.extents.expressions import terms
+from mdfuse.hir.counted import is_counted
+from mdfuse.hir.instructions import op_of
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.verify.layouts import chunk_of, is_alike, plain
+from mdfuse.hir.verify.report import wrong
+from mdfuse.layouts.layout import Layout
+
+if TYPE_CHECKING:
+    from mdfuse.communication import Communication
+    from mdfuse.hir.verify.types import Types
+
+#: op -> which of its operands is the fetched value.
+_TAKES = {"alloc": 0, "pack_rows": 1, "unpack_rows": 1, "post": 2}
+#: Instructions that take counted rows, besides rows of the op table.
+_OF_ROWS = (*_TAKES, "free", "launch")
+#: Rows of the op table that compute row by row, besides those that do element by element.
+_BY_ROWS = ("set", "linear")
+
+
+def check_counts(program: HostProgram) -> None:
+    """Raise ProgramError where counted rows, or the numbers of a fetch, are used wrongly."""
+    every = [*program.walk()]
+    fetches = [i for i in every if i.op == "fetch"]
+    if fetches or is_counted(program.types.values()):
+        _Counts(program, {i.outputs[0]: i for i in fetches}).check(every)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """The fetches of a program, by the names of their results."""
+
+    program: HostProgram
+    fetches: dict[str, Instruction]
+
+    def check(self, every: Iterable[Instruction]) -> None:
+        program = self.program
+        for name, kind in program.types.items():
+            problem = self.kind_problem(kind) if kind.counts is not None else None
+            if problem is not None:
+                raise self.wrong(None, f"%{name}: {problem}")
+        ends = (*program.inputs, *program.outputs, *program.aliases, *program.aliases.values())
+        for name in ends:
+            if name in self.fetches or self.is_counted(name):
+                what = f"%{name} is an input, an output or an alias"
+                raise self.wrong(None, what, "pack_rows and unpack_rows make one of the other")
+        for i in every:
+            problem = self.problem(i)
+            if problem is not None:
+                raise self.wrong(i, problem)
+
+    def wrong(self, i: Instruction | None, what: str, hint: str | None = None) -> ProgramError:
+        return wrong(
+            self.program,
+            i,
+            what,
+            because="the numbers of a fetch say how many rows of a value there are, and decide "
+            "nothing else",
+            hint=hint
+            or "name one fetched value in the types, the alloc and the post of these rows",
+        )
+
+    def is_counted(self, name: object) -> bool:
+        kind = self.program.types.get(name) if isinstance(name, str) else None
+        return kind is not None and kind.counts is not None
+
+    # -- types -----------------------------------------------------------------------------------
+
+    def kind_problem(self, kind: BufferType) -> str | None:
+        """Return why a type of counted rows means nothing; None where it does."""
+        fetch, layout = self.fetches.get(kind.counts or ""), kind.layout
+        table = self.program.types.get(kind.counts or "")
+        if fetch is None or table is None:
+            return f"no fetch makes %{kind.counts}, by which its rows are counted"
+        if layout is None or len(kind.shape) < 3 or kind.shape[:2] != table.shape:
+            return f"%{kind.counts} counts {list(table.shape)}, and its type is {list(kind.shape)}"
+        if layout.split_axes(2) or kind.padding is not None or kind.flat or chunk_of(layout):
+            return "rows that are counted are not split, padded, flat or in chunks"
+        if layout.mesh != (table.layout.mesh if table.layout is not None else None):
+            return f"%{kind.counts} is on another mesh"
+        most = fetch.kwargs["most"]
+        if most > kind.shape[2]:
+            return f"a part may have {most} rows by its fetch, and {kind.shape[2]} by its type"
+        return None
+
+    # -- instructions ----------------------------------------------------------------------------
+
+    def problem(self, i: Instruction) -> str | None:
+        """Return why an instruction may not use what it uses of counts; None where it may."""
+        for index in i.indices:
+            for term in terms(index):
+                if term.kind == "extent" and (
+                    self.is_counted(term.name) or term.name in self.fetches
+                ):
+                    return f"{term} is known only in a run"
+        given = [(at, x) for at, x in enumerate(i.inputs) if x in self.fetches]
+        if i.op == "fetch" and self.fetches[i.outputs[0]] is not i:
+            return f"%{i.outputs[0]} is fetched twice"
+        if i.op != "fetch" and any(x in self.fetches for x in i.outputs):
+            return f"{i} writes numbers of a fetch"
+        if i.op != "free" and any(at != _TAKES.get(i.op) for at, _ in given):
+            return f"{i.fn or i.op} takes %{given[0][1]}, a fetched value"
+        rows = [x for x in (*i.reads, *i.outputs) if self.is_counted(x)]
+        by = {self.program.types[x].counts for x in rows} | {x for _, x in given}
+        if i.op in ("free", "launch"):
+            return None
+        if len(by) > 1:
+            return f"{i.fn or i.op} of rows by " + " and ".join(
+                f"%{x}" for x in sorted(map(str, by))
+            )
+        if i.op in _TAKES:
+            return self.taking_problem(i, rows, bool(given))
+        return self.row_problem(i, rows) if rows else None
+
+    def taking_problem(self, i: Instruction, rows: list[str], is_given: bool) -> str | None:
+        if bool(rows) == is_given:
+            return self.memory_problem(i) if rows and i.op == "alloc" else None
+        if i.op in ("alloc", "post"):
+            of = "counts of no rows" if is_given else f"%{rows[0]}, and no counts"
+            return f"{i.op} with {of}"
+        return f"{i.op} of what no fetch made"
+
+    def memory_problem(self, i: Instruction) -> str | None:
+        memory = i.kwargs.get("memory", "device")
+        if memory == "device" and i.order is None:
+            return None
+        return f"counted rows in {memory} memory, or in a memory order"
+
+    def row_problem(self, i: Instruction, rows: list[str]) -> str | None:
+        """Return why an op does not work row by row; None where it does."""
+        op = op_of(i)
+        if op is None or not (op.is_elementwise or op.name in _BY_ROWS) or i.order is not None:
+            return f"{i.fn or i.op} does not work on rows that are counted"
+        if not all(map(self.is_counted, i.outputs)):
+            return f"{op.name} of rows that are counted makes such rows"
+        if op.name == "linear":
+            is_first = not any(map(self.is_counted, i.inputs[1:]))
+            return None if is_first else "linear takes rows as its first operand"
+        inner = len(self.program.types[rows[0]].shape) - 3
+        kinds = [self.program.types.get(x) for x in i.reads if not self.is_counted(x)]
+        wide = any(k is not None and len(k.shape) > inner for k in kinds)
+        return f"{op.name} of rows that are counted, and of others" if wide else None
+
+
+# -- what instructions make --------------------------------------------------------------------
+
+
+def _fetch(before: BufferType, after: BufferType) -> str | None:
+    layout = _layout(before)
+    if len(before.shape) != 2 or before.dtype.is_floating_point or before.dtype.is_complex:
+        return "what is fetched is integers, of parts and experts"
+    if not plain(layout, 2).is_replicated or chunk_of(layout) is not None:
+        return f"all ranks hold all of what is fetched, not {layout}: gather it before"
+    if (after.shape, after.dtype) != (before.shape, torch.int64):
+        return f"it makes i64{list(before.shape)}"
+    return None if is_alike(layout, _layout(after), 2) else f"it makes {layout}"
+
+
+def _pack(before: BufferType, after: BufferType) -> str | None:
+    want = (*after.shape[:1], *after.shape[2:])
+    if before.shape != want or before.dtype != after.dtype:
+        return f"it takes {list(want)} of the same dtype"
+    return _same_parts(before, after)
+
+
+def _unpack(before: BufferType, after: BufferType) -> str | None:
+    want = (*before.shape[:1], *before.shape[2:])
+    if after.shape != want or before.dtype != after.dtype:
+        return f"it makes {list(want)} of the same dtype"
+    return _same_parts(after, before)
+
+
+def _same_parts(whole: BufferType, rows: BufferType) -> str | None:
+    """Return why parts do not hold the rows of all experts, split alike; None where they do."""
+    layout, n = _layout(whole), len(rows.shape)
+    if whole.padding is not None or whole.flat or chunk_of(layout) is not None:
+        return "parts are neither padded, flat nor in chunks"
+    if layout.split_axes(1):
+        return f"the rows of a part are on one rank, not {layout}"
+    there = plain(layout, n - 1).with_dims({0: 0, **{d - 1: d for d in range(2, n)}})
+    return None if is_alike(there, _layout(rows), n) else f"parts are {layout}, rows {rows.layout}"
+
+
+def _layout(kind: BufferType) -> Layout:
+    assert kind.layout is not None
+    return kind.layout
+
+
+_OF_TYPES: dict[str, Callable[[BufferType, BufferType], str | None]] = {
+    "fetch": _fetch,
+    "pack_rows": _pack,
+    "unpack_rows": _unpack,
+}
+
+
+def check_made(types: Types, i: Instruction) -> None:
+    """Check the result of a fetch, or of packing or unpacking rows."""
+    after, kinds = types.made(i), types.program.types
+    before = kinds.get(i.reads[0]) if i.reads else None
+    if before is None:
+        return  # the flow refuses what nothing computed
+    if before.layout is None or after.layout is None:
+        raise types.mismatch(i, f"{i.op} is for buffers, not for numbers")
+    problem = _OF_TYPES[i.op](before, after)
+    if problem is not None:
+        raise types.mismatch(i, problem)
+
+
+def posted_problem(comm: Communication, side: int, kind: BufferType) -> str | None:
+    """Return why a buffer is not what a counted post reads (0) or writes (1); None where it is."""
+    if comm.kind != "AllToAll" or {comm.dim, comm.to_dim} != {0, 1}:
+        return "counted rows go from parts to experts, or back: an all-to-all of the dims 0 and 1"
+    layout, n = (comm.source, comm.destination)[side], len(comm.shape)
+    if kind.shape != comm.shape or not is_alike(_layout(kind), layout, n):
+        return f"it is to be {list(comm.shape)} {layout}"
+    parts = (comm.source if comm.dim == 0 else comm.destination).local_shape(comm.shape)[0]
+    if parts > 1:
+        return f"a rank has {parts} parts, whose rows for another rank do not lie together"
+    return None
