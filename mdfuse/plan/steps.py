@@ -161,6 +161,8 @@ class Builder:
         last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in borders}
         # One call and views of it gain nothing, and run by itself it is known how its result lies.
         is_fused = context.fuse is not None and sum(map(_works, i.body)) > 1
+        # a compiled function is for one number of rows
+        is_fused = is_fused and not any(map(context.is_counted, (*i.reads, *i.outputs)))
         context.in_unit = is_fused
         for j in i.body:
             self.why = context.host_values.why_eager(j)

@@ -12,7 +12,8 @@ say how many rows there are, and nothing else: no extent, index, loop, branch, p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ import torch
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import terms
 from mdfuse.hir.counted import is_counted
-from mdfuse.hir.instructions import op_of
+from mdfuse.hir.instructions import BLOCKS, POSTS, op_of, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.layouts import chunk_of, is_alike, plain
 from mdfuse.hir.verify.report import wrong
@@ -33,18 +34,35 @@ if TYPE_CHECKING:
 
 #: op -> which of its operands is the fetched value.
 _TAKES = {"alloc": 0, "pack_rows": 1, "unpack_rows": 1, "post": 2}
-#: Instructions that take counted rows, besides rows of the op table.
-_OF_ROWS = (*_TAKES, "free", "launch")
-#: Rows of the op table that compute row by row, besides those that do element by element.
-_BY_ROWS = ("set", "linear")
+#: Rows of the op table that know counted rows, besides those that work element by element.
+_BY_ROWS = (
+    "set", "linear", "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows", "slice",
+    "cat", "detach",
+)  # fmt: skip
+#: Those of them that take counts, too, or make what has no rows.
+_WITH_COUNTS = ("rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows")
+
+#: Instructions that change a layout, or how a value lies, and no element; and such posts.
+_MOVES = ("set", "narrow", "chunk", "pad", "own", "permute")
+_POSTS_THAT_MOVE = ("Allgather", "Broadcast", "Exchange", "SendRecv", "Gather", "Scatter")
+_MAKES_NONE = ("alloc", "launch", *BLOCKS)
+_Uses = dict[str, list[Instruction]]
 
 
 def check_counts(program: HostProgram) -> None:
     """Raise ProgramError where counted rows, or the numbers of a fetch, are used wrongly."""
     every = [*program.walk()]
     fetches = [i for i in every if i.op == "fetch"]
-    if fetches or is_counted(program.types.values()):
-        _Counts(program, {i.outputs[0]: i for i in fetches}).check(every)
+    if not fetches and not is_counted(program.types.values()):
+        return
+    makers: _Uses = defaultdict(list)
+    readers: _Uses = defaultdict(list)
+    for i in every:
+        for x in i.reads:
+            readers[x].append(i)
+        for x in received(i) if i.op in POSTS else i.outputs if i.op not in _MAKES_NONE else ():
+            makers[x].append(i)
+    _Counts(program, {i.outputs[0]: i for i in fetches}, makers, readers).check(every)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +71,9 @@ class _Counts:
 
     program: HostProgram
     fetches: dict[str, Instruction]
+    #: name -> the instructions that compute or receive it; those that read it
+    makers: _Uses
+    readers: _Uses
 
     def check(self, every: Iterable[Instruction]) -> None:
         program = self.program
@@ -66,7 +87,7 @@ class _Counts:
                 what = f"%{name} is an input, an output or an alias"
                 raise self.wrong(None, what, "pack_rows and unpack_rows make one of the other")
         for i in every:
-            problem = self.problem(i)
+            problem = self.problem(i) or self.origin_problem(i)
             if problem is not None:
                 raise self.wrong(i, problem)
 
@@ -152,15 +173,81 @@ class _Counts:
         op = op_of(i)
         if op is None or not (op.is_elementwise or op.name in _BY_ROWS) or i.order is not None:
             return f"{i.fn or i.op} does not work on rows that are counted"
+        if op.name in _WITH_COUNTS:
+            return None
         if not all(map(self.is_counted, i.outputs)):
             return f"{op.name} of rows that are counted makes such rows"
+        shape = self.program.types[rows[0]].shape
         if op.name == "linear":
             is_first = not any(map(self.is_counted, i.inputs[1:]))
             return None if is_first else "linear takes rows as its first operand"
-        inner = len(self.program.types[rows[0]].shape) - 3
+        if not _is_of_columns(i, shape):
+            return f"{op.name} of whole rows"
         kinds = [self.program.types.get(x) for x in i.reads if not self.is_counted(x)]
-        wide = any(k is not None and len(k.shape) > inner for k in kinds)
+        wide = any(k is not None and len(k.shape) > len(shape) - 3 for k in kinds)
         return f"{op.name} of rows that are counted, and of others" if wide else None
+
+    # -- one value -------------------------------------------------------------------------------
+
+    def origin_problem(self, i: Instruction) -> str | None:
+        """Return why an instruction counts its rows by several values; None where it does not.
+
+        Counts of one value are reached from it through changes of its layout alone.
+        """
+        rows = [self.program.types[x] for x in (*i.reads, *i.outputs) if self.is_counted(x)]
+        if not rows or rows[0].counts is None:
+            return None
+        table = self.fetches[rows[0].counts].reads[0]
+        want = self.origins(table)
+        for x in self.counting(i, rows[0].shape[:2]):
+            if self.origins(x) != want or len(want) != 1:
+                return f"{i.fn or i.op} counts by %{x}, and its rows are counted by %{table}"
+        return None
+
+    def counting(self, i: Instruction, shape: tuple[int, ...]) -> Iterator[str]:
+        """Yield the plain counts by which an instruction goes, or what lines its rows up does."""
+        makers = self.makers.get(i.reads[0], ()) if i.op == "pack_rows" else ()
+        readers = self.readers.get(i.outputs[0], ()) if i.op == "unpack_rows" else ()
+        for j in (i, *makers, *readers):
+            for x in j.reads if j.fn else ():
+                kind = self.program.types.get(x)
+                if kind is not None and kind.shape == shape and not kind.dtype.is_floating_point:
+                    yield x
+
+    def origins(self, name: str) -> frozenset[tuple[str, bool]]:
+        """Return the values whose elements a name shows, in any layout; True: of the transpose."""
+        seen, todo, ends = set[tuple[str, bool]](), [(name, False)], set[tuple[str, bool]]()
+        while todo:
+            at = x, is_turned = todo.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            makers = self.makers.get(x, ())
+            if not makers or not all(map(_is_move, makers)):
+                ends.add(at)
+            for i in filter(_is_move, makers):
+                turns = i.fn == "permute" and tuple(i.kwargs["dims"]) != (0, 1)
+                todo.append((i.reads[0], is_turned != turns))
+        return frozenset(ends)
+
+
+def _is_move(i: Instruction) -> bool:
+    """Return whether an instruction changes how the elements of a value lie, and no element."""
+    if i.comm is not None:
+        return i.comm.kind in _POSTS_THAT_MOVE and isinstance(i.inputs[0], str)
+    return (i.fn or i.op) in _MOVES
+
+
+def _is_of_columns(i: Instruction, shape: tuple[int, ...]) -> bool:
+    """Return whether a slice, or what is joined, leaves parts, experts and rows as they are."""
+    attrs = i.kwargs
+    if i.fn == "cat":
+        return bool(attrs["dim"] % len(shape) >= 3)
+    if i.fn != "slice":
+        return True
+    starts, ends, steps = (tuple(attrs[k])[:3] for k in ("starts", "ends", "steps"))
+    is_whole = all(end >= n for end, n in zip(ends, shape, strict=False))
+    return is_whole and not any(starts) and set(steps) == {1}
 
 
 # -- what instructions make --------------------------------------------------------------------
