@@ -33,8 +33,8 @@ from mdfuse.ir.graph import Fusion, check_fusion, has_same_code
 from mdfuse.passes import (
     bucket_sums,
     choose_orders,
-    count_rows,
     chunk_losses,
+    count_rows,
     creations,
     decompose,
     drop_unread,

@@ -65,10 +65,10 @@ def _by_counts(fusion: Fusion) -> dict[str, list[str]]:
 
 
 def _root(fusion: Fusion, counts: str) -> str:
-    made = fusion.producers.get(counts)
-    while made is not None and made.op == "set":
-        (counts,) = made.reads
-        made = fusion.producers.get(counts)
+    producer = fusion.producers.get(counts)
+    while producer is not None and producer.op == "set":
+        (counts,) = producer.reads
+        producer = fusion.producers.get(counts)
     return counts
 
 

@@ -15,7 +15,6 @@ from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
 from mdfuse.passes.streams import operand_streams, streamed_alike
 
-
 #: Operations that move what they read: to other ranks, or between tokens and rows of experts.
 _ALONE = ("set", "group_rows", "ungroup_rows")
 
@@ -35,7 +34,7 @@ class Group:
 
     @property
     def is_reshard(self) -> bool:
-        """True if the group is a set, which may change a layout, or groups rows; it never merges."""
+        """True if it is a set, which may change a layout, or groups rows: it never merges."""
         return any(e.op in _ALONE for e in self.exprs)
 
     @property

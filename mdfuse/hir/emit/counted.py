@@ -83,9 +83,9 @@ def _emit_set(out: Emitter, expr: Expr) -> None:
     (operand,), values = expr.reads, out.fusion.values
     before, after = values[operand].layout, values[expr.output].layout
     assert before is not None and after is not None
-    found = way(before, after, values[operand].shape)
-    assert found is not None
-    axis, parts = found
+    steps = way(before, after, values[operand].shape)
+    assert steps is not None
+    axis, parts = steps
     if not axis:
         _reshard(out, expr, operand, after, expr.output)
     elif after.split_axes(1):

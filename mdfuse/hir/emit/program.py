@@ -79,9 +79,15 @@ def _emit_segment(out: Emitter, section: Section) -> None:
     if len(body) == 1:
         out.code.append(body[0])
     else:
-        ends = {"inputs": section.inputs, "outputs": section.outputs}
         out.code.append(
-            Instruction(op="launch", fn=section.name, body=body, source=first.source, **ends)
+            Instruction(
+                op="launch",
+                fn=section.name,
+                inputs=section.inputs,
+                outputs=section.outputs,
+                body=body,
+                source=first.source,
+            )
         )
     emit_fetches(out, section.outputs)
 
