@@ -30,6 +30,8 @@ _ON_ROWS = (
     "ungroup_rows", "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows",
 )  # fmt: skip
 _COPIES = ("set", "detach")
+#: Elementwise ones that act on the rows that are there, though they make something else of zeros.
+_ACTIVATIONS = ("sigmoid", "hardsigmoid", "softplus")
 _LAST = 3  # the dim of the columns
 _HINT = (
     "elementwise operations that make 0 of 0, grouped_mm, linear, sum over dim 2, ungroup_rows, set"
@@ -208,6 +210,9 @@ class _Fitting:
             else:
                 inputs.append(x)
         values = [self.recorder.values[x] if isinstance(x, str) else x for x in inputs]
+        if self.op in _ACTIVATIONS:
+            there = self._new(self.op, *inputs, **self.attrs)
+            return "mask_rows", (there, self.ragged[0].rows), {}
         is_mine = isinstance(self.site, Derived)  # of a gradient: what is behind is set to zero
         if not is_mine and not is_zero_of_zeros(self.op, values, self.attrs):
             raise self._refused(

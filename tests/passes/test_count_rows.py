@@ -1,4 +1,4 @@
-"""Ragged values stored as the rows that are there: what moves, on which meshes, and what is dense."""
+"""Ragged values stored as the rows that are there: what moves, on which meshes, what is dense."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ def _group_rows(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("ungroup_rows")
 def _ungroup_rows(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return record("group_rows", ct, e[1], e[2]), None, None
+    rows = record("squeeze", ct, dims=(1,)) if len(e.shape(1)) == 1 else ct
+    return record("group_rows", rows, e[1], e[2]), None, None
 
 
 @rule("rows_mm")

@@ -7,11 +7,10 @@ from typing import Any
 from mdfuse.ir import ragged
 from mdfuse.ir.attributes import attr
 from mdfuse.ir.op_table import row
-from mdfuse.ir.out_forms import DENSE
+from mdfuse.ir.out_forms import ANYHOW, DENSE
 
 _HERE = tuple(attr(name, "part", is_local=True) for name in ("rows", "part", "held"))
 _GROUPS: dict[str, Any] = {"localize": ragged.local_groups, "is_single": False}
-_ROWS: dict[str, Any] = {"is_single": False}
 row(
     "counts",
     ragged.count,
@@ -63,16 +62,33 @@ row(
     attrs=_HERE,
     **_GROUPS,
 )
-for _name, _call, _rule, _shape in (
-    ("rows_mm", ragged.multiply, ragged.of_multiply, ragged.shape_of_multiply),
-    (
-        "rows_mm_grad",
-        ragged.multiply_grad,
-        ragged.of_multiply_grad,
-        ragged.shape_of_multiply_grad,
-    ),
-):
-    row(_name, _call, _rule, _shape, DENSE, operands=(3, 3), is_library=True, **_ROWS)
+_PRODUCT: dict[str, Any] = {"operands": (3, 3), "is_library": True, "is_single": False}
+row(
+    "rows_mm",
+    ragged.multiply,
+    ragged.of_multiply,
+    ragged.shape_of_multiply,
+    DENSE,
+    stays=1,
+    **_PRODUCT,
+)
+row(
+    "rows_mm_grad",
+    ragged.multiply_grad,
+    ragged.of_multiply_grad,
+    ragged.shape_of_multiply_grad,
+    DENSE,
+    **_PRODUCT,
+)
 row("sum_of_rows", ragged.total, ragged.of_total, ragged.shape_of_total, DENSE, operands=(2, 2))
 row("spread_rows", ragged.spread, ragged.of_spread, ragged.shape_of_spread, DENSE, operands=(3, 3))
-row("mask_rows", ragged.mask, ragged.of_mask, ragged.shape_of_mask, DENSE, operands=(2, 2))
+row(
+    "mask_rows",
+    ragged.mask,
+    ragged.of_mask,
+    ragged.shape_of_mask,
+    ANYHOW,
+    operands=(2, 2),
+    is_view=True,  # the rows that are there are all rows
+    may_copy=True,
+)

@@ -122,6 +122,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[[Tensor], Tensor]]] = {
     "every second": (
         lambda ops, r: r * r[..., ::2].sum(-1, keepdim=True),
         lambda x: x * x[:, ::2].sum(1, keepdim=True)),
+    "sigmoid": (lambda ops, r: r * torch.sigmoid(r * 2), lambda x: x * torch.sigmoid(x * 2)),
     "extremes": (lambda ops, r: r.clamp(-0.5, 0.5), lambda x: x.clamp(-0.5, 0.5)),
     "linear": (
         lambda ops, r: F.linear(r, ops.ones(3, 3), ops.ones(3)),
