@@ -23,6 +23,7 @@ from mdfuse import debug
 from mdfuse.config import VERSION, Options
 from mdfuse.errors import BackendError as BackendError
 from mdfuse.errors import CommunicationError as CommunicationError
+from mdfuse.errors import CountsError as CountsError
 from mdfuse.errors import DefinitionError as DefinitionError
 from mdfuse.errors import IndexRangeError as IndexRangeError
 from mdfuse.errors import LayoutError as LayoutError

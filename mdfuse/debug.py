@@ -11,7 +11,7 @@ Each is an attribute of `mdfuse`, too, which `dir(mdfuse)` does not show.
 
 >>> from mdfuse import MdfuseError, debug
 >>> [name for name in dir(debug) if name.endswith("Error")][:3]
-['BackendError', 'CommunicationError', 'DefinitionError']
+['BackendError', 'CommunicationError', 'CountsError']
 >>> issubclass(debug.LayoutError, MdfuseError)
 True
 """
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from mdfuse.errors import (
     BackendError,
     CommunicationError,
+    CountsError,
     DefinitionError,
     IndexRangeError,
     LayoutError,
@@ -79,6 +80,7 @@ __all__ = [
     # errors
     "BackendError",
     "CommunicationError",
+    "CountsError",
     "DefinitionError",
     "IndexRangeError",
     "LayoutError",

@@ -226,6 +226,10 @@ class IndexRangeError(ProgramError, IndexError):
     """An index into a tensor that is out of range in a run; see `Options.check_indices`."""
 
 
+class CountsError(ProgramError):
+    """More rows than there may be, counted in a run; all ranks of the program raise it."""
+
+
 class BackendError(MdfuseError):
     """A backend or launcher that is missing, unusable or failing."""
 

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 
 from mdfuse.config import Options, options_from_environment
-from mdfuse.errors import BackendError, IndexRangeError, MdfuseError
+from mdfuse.errors import BackendError, CountsError, IndexRangeError, MdfuseError
 from mdfuse.hir.program import HostProgram
 from mdfuse.ir.tensors import resolved
 from mdfuse.plan.build import Plan, build
@@ -192,7 +192,7 @@ class HostIrEvaluator:
             return plan.run(arguments, out, at)
         except BackendError as error:
             raise communicator.broke_off(self._tally, error) from error.__cause__
-        except IndexRangeError:  # the run came to its end, and all ranks have met
+        except (CountsError, IndexRangeError):  # on all ranks, at the same place
             raise
         except BaseException as error:  # also Ctrl-C: this rank's next posts would not match
             if concerns_others:

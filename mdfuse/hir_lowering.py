@@ -34,6 +34,7 @@ from mdfuse.passes import (
     bucket_sums,
     choose_orders,
     chunk_losses,
+    count_rows,
     creations,
     decompose,
     drop_unread,
@@ -125,6 +126,9 @@ def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pas
             dims = batch.dims if batch is not None else None
             together = partial(bucket_sums.run, most=most, batch=dims)
             steps.append((bucket_sums.name, together))
+        if name == drop_unread.name and batch is None:
+            # Needs all sets, which rows must be able to take, and no unread values.
+            steps.append((count_rows.name, count_rows.run))
         if name == drop_unread.name and batch is not None:
             # Needs all sets; the next pass sees the streamed values.
             cut = partial(microbatches.run, batch=batch.dims, count=batch.count)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
-from mdfuse.passes import chunk_losses
+from mdfuse.passes import chunk_losses, count_rows
 from mdfuse.passes.strategy import dim_map
 from mdfuse.reshard import Carriers, elements_received
 
@@ -34,6 +34,7 @@ def advice(fusion: Fusion, options: Options | None = None) -> Iterator[str]:
         if size > _SHARE * total:
             yield from _lines(fusion, expr, size, total)
     yield from chunk_losses.explained(fusion, chosen.logits_bytes)
+    yield from count_rows.explained(fusion)
 
 
 def _bytes(fusion: Fusion, expr: Expr, carriers: Carriers) -> int:

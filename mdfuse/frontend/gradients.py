@@ -20,6 +20,7 @@ from mdfuse.extents.extent import are_same
 from mdfuse.frontend.cache import Fact
 from mdfuse.frontend.handle import Handle, ValueId
 from mdfuse.frontend.ops import recording
+from mdfuse.frontend.ragged_operands import masked
 from mdfuse.frontend.sites import Derived, Site
 from mdfuse.frontend.vjps import COMPLEX, NO_GRADIENT, RULES, STEPS
 from mdfuse.frontend.vjps.windows import Part, Window, joined
@@ -140,6 +141,9 @@ class _Scribe:
     ) -> Any:
         ids = [ValueId(x.id) if isinstance(x, Handle) else x for x in operands]
         recorded = self.recorder.op(self.line, op, ids, attrs or {})
+        if masked(self.recorder, op, ids, attrs or {}):
+            last = ValueId(len(self.recorder.names) - 1)
+            recorded = self.recorder.op(self.line, "mask_rows", (last,), {})
         names = self.recorder.names
         facts = (recorded,) if isinstance(recorded, Fact) else recorded
         first = len(names) - len(facts)

@@ -12,7 +12,7 @@ import torch
 from mdfuse.errors import DefinitionError, Source, counted
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, pinned
-from mdfuse.frontend import gradients
+from mdfuse.frontend import gradients, ragged_operands
 from mdfuse.frontend import sharding_constraints as constraints
 from mdfuse.frontend.cache import Fact, Recorded, Symbolic
 from mdfuse.frontend.handle import ValueId
@@ -148,7 +148,8 @@ class Recorder:
         for key, setting in attrs.items():
             check_setting(op, key, setting, site)
         inputs = tuple(self._operand(x, op, site) for x in operands)
-        inputs, attrs = self._symbols.current((inputs, attrs))
+        given = self._symbols.current((inputs, attrs))
+        op, inputs, attrs = ragged_operands.fitted(self, site, op, given)
         names = [x for x in inputs if isinstance(x, str)]
         if not any(self.values[n].is_tensor for n in names) and not TABLE[op].is_creation:
             return self._scalar_op(site, op, inputs, attrs)
@@ -196,8 +197,7 @@ class Recorder:
         """State a value's layout; see `Handle.on`."""
         name = self.names[of]
         value = self.values[name]
-        said = mesh, placements, order, stream
-        layout = constraints.layout(name, value.shape, value.dtype, site, *said)
+        layout = constraints.of_value(value, site, mesh, placements, order, stream)
         self._check_unplaced(value, f"is laid out as {layout}", site)
         self.values[name] = replace(value, layout=layout, is_law=True)
         self._note_place(of, site)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mdfuse.communication import check_reduce_op
@@ -60,6 +62,19 @@ def layout(
             f"%{name}: {error.what}", where=site.where, because=error.because, hint=error.hint
         ) from error
     return normalized
+
+
+def of_value(value: Value, site: Site, *said: Any) -> Layout:
+    """Return the layout that the user stated for a recorded value; see `layout`."""
+    stated = layout(value.name, value.shape, value.dtype, site, *said)
+    if value.rows is not None and stated.split_axes(2):
+        raise LayoutError(
+            f"%{value.name}: {value.type_text()} as {stated}",
+            where=site.where,
+            because=f"a run counts the rows along dim 2, in %{value.rows}; no axis splits them",
+            hint="split dim 0, the parts of the tokens, or dim 1, the experts",
+        )
+    return stated
 
 
 def check_unplaced(value: Value, law: str, site: Site, first: Source | None) -> None:

@@ -34,6 +34,12 @@ class HostValues:
             return f"it allocates {reason}"
         if i.op == "free":
             return None
+        if i.op == "fetch":
+            self.known[i.outputs[0]] = f"%{_plain(i.outputs[0])}, which the host waits for"
+            return f"it fetches {self.known[i.outputs[0]]}"
+        counted = (n for n in (*i.reads, *i.outputs) if self._is_counted(n))
+        for name in counted:
+            return f"it has rows of %{_plain(name)}, as many as a run counts"
         names = map(self._root, (*i.reads, *i.outputs))
         read = next((self.known[n] for n in names if n in self.known), None)
         if read is None:
@@ -45,6 +51,10 @@ class HostValues:
 
     def _root(self, name: str) -> str:
         return self.program.root(name)
+
+    def _is_counted(self, name: str) -> bool:
+        kind = self.program.types.get(self._root(name))
+        return kind is not None and kind.counts is not None
 
     def _is_number(self, name: str) -> bool:
         kind = self.program.types.get(self._root(name))

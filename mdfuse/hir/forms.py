@@ -194,7 +194,7 @@ def problem(
     row = row_of(i)
     if row is None:
         return _unknown(i)
-    fault = _of_parts(i, row) or _of_operands(i, row)
+    fault = _of_parts(i, row) or _of_operands(i, row) or _of_counts(i, types)
     if fault is None and (i.attrs or row.attrs or row.sets):
         fault = _of_attributes(i, row, types, rank) or _of_fill(i, types)
     if fault is None and i.order is not None:
@@ -266,6 +266,22 @@ def _of_operands(i: Instruction, row: Row) -> Problem | None:
         what = f"{row.name} of {len(i.inputs) + len(i.attrs)} streams"
         return Problem(what, "it takes one: an index, or what get_stream gave", f"{row.name} 0")
     return None
+
+
+def _of_counts(i: Instruction, types: Mapping[str, BufferType]) -> Problem | None:
+    """Return why rows are counted otherwise than an instruction says; None where they are not."""
+    if i.op not in ("alloc", "post"):
+        return None
+    rows, given = (i.outputs, i.inputs) if i.op == "alloc" else (i.inputs[:2], i.inputs[2:])
+    kinds = [types[x] for x in rows if isinstance(x, str) and x in types]
+    by = {k.counts for k in kinds}
+    if not kinds or by == ({*given} or {None}):
+        return None
+    wanted = [f"%{x}" for x in by if x is not None]
+    what = f"{i.op} of {_count(len(i.inputs))}" + "".join(f" by %{x}" for x in given)
+    because = f"its rows are counted by {', '.join(wanted)}" if wanted else "it counts no rows"
+    hint = f"name {', '.join(wanted)} in it" if wanted else f"write {i.op} without counts"
+    return Problem(what, because, hint)
 
 
 def _is_operand(x: Any, row: Row) -> bool:

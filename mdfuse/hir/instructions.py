@@ -87,7 +87,13 @@ _STREAM = attr("stream", "index")
 
 _ROWS = (
     # -- buffers
-    Row(name="alloc", attrs=(_MEMORY, attr("fill", "number")), makes="value", is_memory=True),
+    Row(
+        name="alloc",
+        operands=(0, 1),
+        attrs=(_MEMORY, attr("fill", "number")),
+        makes="value",
+        is_memory=True,
+    ),
     Row(name="free", operands=(1, None), is_memory=True),
     Row(name="narrow", operands=_ONE, makes="value", is_view=True, is_slice=True),
     Row(name="chunk", operands=_ONE, makes="value", is_view=True, is_slice=True),
@@ -124,10 +130,14 @@ _ROWS = (
     Row(name="term", operands=_ONE, makes="value"),
     Row(name="accumulate", operands=_ONE, makes="value", adds=True),
     Row(name="addmm", operands=(2, 3), makes="value", adds=True, is_library=True),
+    # -- rows that are counted
+    Row(name="fetch", operands=_ONE, attrs=(attr("most", "count", True),), makes="value"),
+    Row(name="pack_rows", operands=(2, 2), makes="value", is_view=True, may_copy=True),
+    Row(name="unpack_rows", operands=(2, 2), makes="value", is_view=True, may_copy=True),
     # -- communications
     Row(
         name="post",
-        operands=(2, 2),
+        operands=(2, 3),
         attrs=(attr("pieces", "count"),),
         makes="handle",
         is_post=True,
@@ -205,7 +215,13 @@ def received(i: Instruction) -> tuple[str, ...]:
     """Return the buffer that a post or a receive fills; none on a rank that only sends."""
     if i.op not in ("post", "recv"):
         return ()
-    return tuple(x for x in i.inputs[-1:] if isinstance(x, str))
+    return tuple(x for x in i.inputs[i.op == "post" :][:1] if isinstance(x, str))
+
+
+def counts_of(i: Instruction) -> str | None:
+    """Return the name of the counts by which a post moves rows; None where types say how many."""
+    given = i.inputs[2:] if i.op == "post" else ()
+    return given[0] if given and isinstance(given[0], str) else None
 
 
 def only_sends(i: Instruction) -> bool:

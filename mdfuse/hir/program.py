@@ -52,6 +52,9 @@ class BufferType:
         layout: over the same dims; None for a scalar, which every rank has.
         padding: rounds one dim up.
         flat: the elements of all dims in a row.
+        counts: the fetched numbers that say how many rows of dim 2 are there at each place of the
+            dims 0 and 1; only these rows are stored, one after the other. At each place of dim 0
+            there are at most as many in all as dim 2 has.
     """
 
     dtype: torch.dtype
@@ -59,6 +62,7 @@ class BufferType:
     layout: Layout | None = None
     padding: Padding | None = None
     flat: bool = False
+    counts: str | None = None
 
     def box(self, rank: int) -> Box:
         """Return the part of the whole that a rank holds, without padding; see `Layout.box_at`."""
@@ -76,10 +80,15 @@ class BufferType:
         }
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
-        """Return the shape on one rank, padding included; without a rank the largest shape."""
+        """Return the shape on one rank, padding included; without a rank the largest shape.
+
+        Counted rows are as many as there may be.
+        """
         if self.layout is None:
             return ()
         shape = self.layout.local_shape(self.shape, rank)
+        if self.counts is not None:
+            return (shape[0] * shape[2], *shape[3:])
         if self.padding is not None:
             shape = self._padded(self.padding, shape, rank)
         return (math.prod(shape),) if self.flat else shape
@@ -108,7 +117,8 @@ class BufferType:
     def text(self, rank: int | None = None) -> str:
         """Return the dtype and the local shape as text: `f32[3,1,3]`."""
         shape = ",".join(map(str, self.local_shape(rank)))
-        return f"{dtype_name(self.dtype)}[{shape}]"
+        at_most = "" if self.counts is None else "<="
+        return f"{dtype_name(self.dtype)}[{at_most}{shape}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mdfuse.communication import Communication
+from mdfuse.hir.counted import bytes_received
 from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import project
@@ -27,7 +28,7 @@ def received(program: HostProgram, rank: int) -> Iterator[tuple[Instruction, int
     for i in program.walk():
         if i.comm is not None:
             if i.op == "post" and program.runs_on(i, rank):
-                yield i, i.comm.bytes_received(rank)
+                yield i, bytes_received(i, rank)
         elif i.op == "recv":
             kind = program.types[i.reads[0]]
             is_own = i.kwargs["from"] == rank

@@ -25,13 +25,15 @@ def polygamma(x: Tensor, *, n: int, out: Tensor | None = None) -> Tensor:
 
 def cat(*xs: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
     """Join tensors along a dim."""
-    return torch.cat(xs, dim, out=out)
+    return torch.cat(xs, min(dim, xs[0].ndim - 1), out=out)
 
 
 def window(
     x: Tensor, *, starts: Sequence[int], ends: Sequence[int], steps: Sequence[int]
 ) -> Tensor:
-    """Take a slice with a start, an end and a step for each dim."""
+    """Take a slice with a start, an end and a step for each dim; of packed rows, of columns."""
+    if x.ndim != len(starts):
+        return x[:, slice(starts[-1], ends[-1], steps[-1])]
     return x[tuple(map(slice, starts, ends, steps))]
 
 
@@ -144,6 +146,17 @@ def window_grad(
         taken: per dim, what that part has of the cotangent.
         at: per dim, where that begins in the part.
     """
+    if ct.ndim == 2 and len(shape) == 4:  # rows that are there: columns of them
+        rows = ct.shape[0]
+        return window_grad(
+            ct,
+            shape=(rows, shape[3]),
+            starts=(0, starts[3]),
+            steps=(1, steps[3]),
+            box=None if box is None else ((0, rows), box[3]),
+            taken=None if taken is None else ((0, rows), taken[3]),
+            at=None if at is None else (0, at[3]),
+        )
     ct_of_x = ct.new_zeros([stop - start for start, stop in box] if box is not None else shape)
     source = [(0, n) for n in ct.shape] if taken is None else taken
     begin, where = starts if at is None else at, []

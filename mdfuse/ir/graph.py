@@ -83,6 +83,9 @@ class Value:
         like: the value as which it lies; `propagate_layouts` makes a layout of it.
         stream: the host loop over chunks that computes the value, once `passes/streams.py` has
             taken it out of the layout; None for no loop.
+        rows: the counts, [parts,experts], of rows of dim 2 that are there; the others are zero.
+            None: all are there.
+        is_counted: whether these rows alone are stored; `mdfuse.passes.count_rows` decides it.
         source: the user's line.
     """
 
@@ -98,6 +101,8 @@ class Value:
     is_law: bool = False
     like: Like | None = None
     stream: Stream | None = None
+    rows: str | None = None
+    is_counted: bool = False
     source: Source | None = None
 
     @property
@@ -140,7 +145,10 @@ class Value:
 
     def type_text(self) -> str:
         """The type as programs print it: `f32[8,16]`."""
-        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+        extents = [*map(str, self.shape)]
+        if self.rows is not None:
+            extents[2] = f"<={extents[2]}:%{self.rows}"
+        return f"{dtype_name(self.dtype)}[{','.join(extents)}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -223,20 +223,38 @@ def inferred(
     shapes = tuple(
         values[x].shape if isinstance(x, str) and values[x].is_tensor else None for x in inputs
     )
+    rows = rows_of(op.name, inputs, values)
+    counted = {} if rows is None else {"rows": rows}
     if not is_symbolic(shapes) and not is_symbolic((*attrs.values(), *inputs)):
         key = _question(op, inputs, attrs, values)
         fields = ANSWERS.find(key)
         if fields is None:
             fields = _answer(op, attrs, infer(op, inputs, attrs, values, source))
             ANSWERS.put(key, fields)
-        return tuple(map(dict, fields))
+        return tuple({**x, **counted} for x in fields)
     known = {x: mapped(values[x], example) for x in inputs if isinstance(x, str)}
     numbers = mapped(dict(attrs), example)
     fields = _answer(
         op, attrs, infer(op, mapped(tuple(inputs), example), numbers, known, source, values)
     )
     new_shapes = symbolic_shapes(op.shape, shapes, attrs, tuple(x["shape"] for x in fields))
-    return tuple({**x, "shape": shape} for x, shape in zip(fields, new_shapes, strict=True))
+    pairs = zip(fields, new_shapes, strict=True)
+    return tuple({**x, **counted, "shape": shape} for x, shape in pairs)
+
+
+#: Operations whose result has the rows that their last operand counts, and those on rows whose
+#: result has none.
+_COUNTED = ("group_rows", "rows_mm", "spread_rows", "mask_rows")
+_UNCOUNTED = ("ungroup_rows", "rows_mm_grad", "sum_of_rows")
+
+
+def rows_of(op: str, inputs: Sequence[Operand], values: Mapping[str, Value]) -> str | None:
+    """Return the counts of the rows of an operation's result; None where it is not ragged."""
+    names = [x for x in inputs if isinstance(x, str)]
+    if op in _COUNTED:
+        return names[-1]
+    rows = (values[x].rows for x in names)
+    return None if op in _UNCOUNTED else next((x for x in rows if x is not None), None)
 
 
 def _question(

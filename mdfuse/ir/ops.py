@@ -14,6 +14,7 @@ from mdfuse.ir.rows import (
     indexing,
     linear_algebra,
     pointwise,
+    ragged,
     reductions,
     scans,
     spatial,
@@ -25,5 +26,5 @@ from mdfuse.ir.rows.views import itself as itself
 #: The modules that fill `TABLE` when they are imported.
 FAMILIES = (
     views, pointwise, reductions, composite, scans, indexing, updates, spatial, linear_algebra,
-    complex, groups, creations,
+    complex, groups, creations, ragged,
 )  # fmt: skip

@@ -161,6 +161,9 @@ def window(shapes: Shapes, attrs: Attrs) -> Shape:
     if attrs.get("places") is not None:
         return tuple(attrs["shape"])
     (shape,) = _present(shapes)
+    if len(shape) == 2 and len(attrs["starts"]) == 4:  # rows that are there, of which columns
+        column = window((shape[1:],), {k: attrs[k][3:] for k in ("starts", "ends", "steps")})
+        return (shape[0], *column)
     taken = zip(shape, attrs["starts"], attrs["ends"], attrs["steps"], strict=True)
     return tuple(
         -(-larger(smaller(end, n) - smaller(start, n), 0) // step) for n, start, end, step in taken
@@ -214,6 +217,8 @@ def embedding_grad(shapes: Shapes, attrs: Attrs) -> Shape:
 def window_grad(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of what was sliced, or of a rank's part of it."""
     ((shape,), whole) = _present(shapes), tuple(attrs["shape"])
+    if len(shape) == 2 and len(whole) == 4:  # rows that are there: columns of them
+        return (shape[0], created(shapes, attrs)[3])
     if attrs.get("box") is None:
         for n, start, step, end in zip(shape, attrs["starts"], attrs["steps"], whole, strict=True):
             if n and start + (n - 1) * step >= end:

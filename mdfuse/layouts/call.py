@@ -43,6 +43,8 @@ class Call:
         sends: Exchange and SendRecv: the receiving rank of each src, never this rank.
         recvs: Exchange and SendRecv: the sending rank of each dst, never this rank. Between two
             ranks, the i-th send meets the i-th receive.
+        is_counted: AllToAll: each run has counts of its own, which ranks pass even where all of
+            theirs are equal.
         backend: which of a communicator's backends posts it; None: the first.
     """
 
@@ -58,4 +60,5 @@ class Call:
     recv_counts: tuple[int, ...] = ()
     sends: tuple[int, ...] = ()
     recvs: tuple[int, ...] = ()
+    is_counted: bool = False
     backend: str | None = None

@@ -120,6 +120,10 @@ def _is_contracted(candidates: Sequence[int | None], labels: DimMap) -> bool:
     return label in labels.reduces and all(c == label for c in others)
 
 
+#: The dims of the operand that stays, where it is more than one matrix.
+_DIMS = {"rows_mm": 3}
+
+
 def _stays(expr: Expr, axis: str, operands: Sequence[Operand], labels: DimMap) -> int | None:
     """Return the result's label on which an axis splits the operand that stays, if any."""
     position = TABLE[expr.op].stays
@@ -128,7 +132,8 @@ def _stays(expr: Expr, axis: str, operands: Sequence[Operand], labels: DimMap) -
     name = expr.inputs[position]
     for o in operands:
         placement = o.layout.placement(axis) if o.layout else None
-        if o.value.name == name and len(o.labels) == 2 and isinstance(placement, Shard):
+        is_matrix = len(o.labels) == _DIMS.get(expr.op, 2)
+        if o.value.name == name and is_matrix and isinstance(placement, Shard):
             label = o.labels[placement.dim]
             return label if label in labels.result else None
     return None

@@ -15,6 +15,9 @@ from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
 from mdfuse.passes.streams import operand_streams, streamed_alike
 
+#: Operations that move what they read: to other ranks, or between tokens and rows of experts.
+_ALONE = ("set", "group_rows", "ungroup_rows")
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -31,8 +34,8 @@ class Group:
 
     @property
     def is_reshard(self) -> bool:
-        """True if the group is a set, which may change a layout; it never merges."""
-        return any(e.op == "set" for e in self.exprs)
+        """True if it is a set, which may change a layout, or groups rows: it never merges."""
+        return any(e.op in _ALONE for e in self.exprs)
 
     @property
     def is_single_op(self) -> bool:

@@ -16,7 +16,7 @@ from mdfuse.ir.ops import itself
 from mdfuse.layouts.boxes import nth_chunk, relative
 from mdfuse.layouts.layout import Partial
 from mdfuse.layouts.stream import JOINED
-from mdfuse.plan import products
+from mdfuse.plan import counted, products
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.context import Context, base_name
 from mdfuse.plan.lines import Line, SlotRef, drop
@@ -269,6 +269,7 @@ _PREPARED: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "term": _term,
     "accumulate": _accumulate,
     "addmm": products.added,
+    **counted.PREPARED,
 }
 
 

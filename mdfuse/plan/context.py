@@ -169,6 +169,11 @@ class Context:
     def type(self, name: str) -> BufferType:
         return self.program.types[name]
 
+    def is_counted(self, name: str) -> bool:
+        """Tell whether a name stands for as many rows as a run counts."""
+        kind = self.program.types.get(name)
+        return kind is not None and kind.counts is not None
+
     def box(self, name: str) -> Box:
         return self.type(name).box(self.rank)
 
@@ -215,8 +220,11 @@ class Context:
         return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
     def know(self, name: str, fact: Tensor | None) -> None:
-        """Note the strides of a name's buffer from this point on; None where they are not known."""
-        if fact is None:
+        """Note the strides of a name's buffer from this point on; None where they are not known.
+
+        Those of counted rows are not, as nobody knows how many there are.
+        """
+        if fact is None or self.is_counted(name):
             self.facts.pop(name, None)
         else:
             self.facts[name] = fact

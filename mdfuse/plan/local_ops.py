@@ -146,7 +146,8 @@ def _filled(
 
 
 def _may_keep(output: str, context: Context) -> bool:
-    return context.one_stream and output not in context.program.outputs
+    is_sized = not context.is_counted(output)
+    return is_sized and context.one_stream and output not in context.program.outputs
 
 
 def _is_plain(order: tuple[int, ...] | None) -> bool:

@@ -13,13 +13,14 @@ from torch import Tensor
 from mdfuse.backends.base import Buffer, Grouping, Poster, Posting, PostSite, Prepared, Work
 from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError
-from mdfuse.hir.instructions import TRANSFERS
+from mdfuse.hir.instructions import TRANSFERS, counts_of
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.localize import transfer_team
 from mdfuse.layouts.boxes import Box, nth_chunk
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
 from mdfuse.layouts.rank_part import RankPart
+from mdfuse.plan import counted
 from mdfuse.plan.context import Context, PlanStep, label
 from mdfuse.plan.exchanges import Exchanges
 from mdfuse.plan.lines import Line, SlotRef, drop, is_dense
@@ -50,12 +51,14 @@ class Posts:
             following: for a post, the next instruction that puts work on the device.
         """
         match i.op:
-            case "post" if self.is_grouped:
+            case "post" if self.is_grouped and counts_of(i) is None:
                 self.members.append(i)
                 return []
             case "group_end" if self.members:
                 members, self.members = self.members, []
                 return [*self.exchanges.steps(i), *self.together(members)]
+            case "post" if counts_of(i) is not None:
+                return [counted.post(i, self.context)]
             case "post":
                 waits = following if following is not None and following.op == "wait" else None
                 return [self.post(i, waits is not None and waits.reads == i.outputs)]

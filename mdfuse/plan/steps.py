@@ -11,7 +11,7 @@ from mdfuse.hir.analysis.dataflow import shared_operand
 from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of, row_of
 from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
-from mdfuse.plan import buffer_ops, streams
+from mdfuse.plan import buffer_ops, counted, streams
 from mdfuse.plan.allocation import allocate
 from mdfuse.plan.context import CALLER_SLOT, Context, PlanStep, label
 from mdfuse.plan.lines import Line, SlotRef, drop
@@ -161,6 +161,8 @@ class Builder:
         last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in borders}
         # One call and views of it gain nothing, and run by itself it is known how its result lies.
         is_fused = context.fuse is not None and sum(map(_works, i.body)) > 1
+        # a compiled function is for one number of rows
+        is_fused = is_fused and not any(map(context.is_counted, (*i.reads, *i.outputs)))
         context.in_unit = is_fused
         for j in i.body:
             self.why = context.host_values.why_eager(j)
@@ -209,7 +211,7 @@ def local_step(i: Instruction, context: Context) -> PlanStep:
 
 def _prepared(i: Instruction, context: Context) -> list[Line]:
     if i.op == "alloc":
-        return allocate(i, context)
+        return counted.alloc(i, context) if i.reads else allocate(i, context)
     if i.fn in ops.TABLE:
         lines = compute(i, context)
         return lines if context.checks is None else context.checks.checked(i, lines, context)

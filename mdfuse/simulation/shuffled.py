@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,12 +97,26 @@ class _Queues:
     queues: dict[int, deque[_Task]] = field(default_factory=lambda: defaultdict(deque))
     queued: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     outputs: list[Any] = field(default_factory=list)
+    steps: Iterator[PlanStep] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = iter(self.plan.steps)
 
     def issue(self) -> None:
-        """Issue the whole plan as a host does, without waiting."""
-        for step in self.plan.steps:
+        """Issue the plan as a host does, without waiting, up to its end or to a fetch.
+
+        The host goes on once the stream has come to what is fetched.
+        """
+        for step in self.steps:
+            if step.op == "fetch":
+                self.push(step.stream, _Task(step.label, partial(self.fetch, step)))
+                return
             self.take(step)
         self.push(CALLER, _Task("return", self.finish))
+
+    def fetch(self, step: PlanStep) -> None:
+        step.run(self.slots)
+        self.issue()
 
     def finish(self) -> None:
         """Copy the outputs, as the caller's stream sees them at the end of its work."""

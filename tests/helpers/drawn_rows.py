@@ -270,7 +270,35 @@ def _routed_grad_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     return [x, ct, ids], {"shape": tuple(weight.shape)}
 
 
+def _rows_call(name: str) -> Callable[[random.Random], tuple[list[Any], dict[str, Any]]]:
+    """Rows of parts and experts, their counts, and what the operation reads beside them."""
+
+    def drawn_for(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+        p, e, b, d, n, t, k = (drawn.randrange(1, 4) for _ in range(7))
+        x, counts = torch.ones(p, e, b, d), torch.zeros(p, e, dtype=torch.int64)
+        wrong = drawn.random() < 0.1
+        operands = {
+            "ungroup_rows": [x, torch.zeros(t, k, dtype=torch.int64), counts],
+            "group_rows": [torch.ones(t + wrong, d), torch.zeros(t, k, dtype=torch.int64), counts],
+            "line_up_rows": [torch.ones(t + wrong, d), torch.zeros(t, k).long(), counts],
+            "put_back_rows": [x[:, 0], torch.zeros(t, k).long(), counts],
+            "rows_mm": [x, torch.ones(e, d + wrong, n), counts],
+            "rows_mm_grad": [x, torch.ones(p, e, b + wrong, n), counts],
+            "sum_of_rows": [x, counts],
+            "spread_rows": [torch.ones(1, e, d + wrong), x, counts],
+            "mask_rows": [x, counts],
+        }
+        return operands[name], {}
+
+    return drawn_for
+
+
+_ON_ROWS = (
+    "ungroup_rows", "group_rows", "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows",
+    "mask_rows", "line_up_rows", "put_back_rows",
+)  # fmt: skip
 _DRAWN = {
+    **{name: _rows_call(name) for name in _ON_ROWS},
     **{f"{name}_grad": _slope_call(f"{name}_grad") for name in slopes.NAMES},
     "routed_mm": _routed_call,
     "routed_mm_grad": _routed_grad_call,

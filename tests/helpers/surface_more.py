@@ -21,6 +21,18 @@ POSITIVE = {"pc"}
 INF = float("inf")
 
 
+def _grouped(ops: Any, x: Any) -> Any:
+    """Five rows in two parts, of three experts; the fourth has none."""
+    ids = ops.tensor([1, 0, 1, 3, 0])
+    return ops.group_rows(x, ids, ops.counts(ids, 3, 2))
+
+
+def _put_back(ops: Any, x: Any, ids: Any) -> Any:
+    """The same, at most one of a part for an expert."""
+    rows = ops.group_rows(x, ids, ops.counts(ids, 3, 2), capacity=1)
+    return ops.ungroup_rows(rows * 3, ids, ops.tensor([1.0, 2, 1, 1, 1]))
+
+
 def dominant(x: Any) -> Any:
     """60 along the diagonal of matrices [4,4], which makes them regular."""
     return torch.diag_embed(torch.ones_like(x[..., 0]) * 60)
@@ -466,6 +478,16 @@ OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda ops, x, w: ops.routed_mm(x, ops.unsqueeze(w, 0), ops.tensor([1, 0, 1, 2, 0])),
         lambda x, w: torch.stack(  # of the third matrix there is none
             [x[i] @ w[n] if n < 2 else 0 * x[i] for i, n in enumerate((1, 0, 1, 2, 0))])[None]),
+    "counts": (
+        "x", lambda ops, x: ops.counts(ops.tensor([1, 0, 1, 3, 0]), 3, 2),
+        lambda x: torch.tensor([[1, 2, 0], [1, 0, 0]])),
+    "group_rows": (
+        "x", lambda ops, x: _grouped(ops, x).sum(2),
+        lambda x: torch.stack(
+            [x[1], x[0] + x[2], 0 * x[0], x[4], 0 * x[0], 0 * x[0]]).view(2, 3, 4)),
+    "ungroup_rows": (
+        "x", lambda ops, x: _put_back(ops, x, ops.tensor([1, 0, 1, 3, 0])),
+        lambda x: x * torch.tensor([3.0, 6, 0, 0, 3]).unsqueeze(1)),
     "empty": ("x", lambda ops, x: x + ops.empty(5, 4), lambda x: x),
     "empty_like": ("x", lambda ops, x: x + torch.empty_like(x), lambda x: x),
     "new_empty": ("x", lambda ops, x: x + x.new_empty(5, 4), lambda x: x),

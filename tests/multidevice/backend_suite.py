@@ -17,6 +17,7 @@ import pytest
 import test_backend_c10d as kinds
 import test_bad_input_ranks as bad_input
 import test_compiled_ranks as compiled_ranks
+import test_counted_ranks as counted_ranks
 import test_host_instructions_ranks as host_instructions
 import test_host_programs_ranks as host_programs
 import test_reshards_ranks as reshards
@@ -224,6 +225,12 @@ def held_up(comm: Any, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor
 def holding_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "post", held_up)
     monkeypatch.setitem(kinds.EXCHANGES, "two", PIECES)
+
+
+@four
+def test_counted_rows(comm: Any) -> None:
+    for case in counted_ranks.FOUR:
+        counted_ranks.check(case, comm)
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ class BoundCall:
     call: Call
     team: Team
     lane: NcclLane | None = None
-    posts: dict[torch.dtype, Post] = field(default_factory=dict)
+    posts: dict[torch.dtype, Post] = field(default_factory=dict, init=False)
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffers = srcs or dsts

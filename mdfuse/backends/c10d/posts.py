@@ -270,7 +270,8 @@ def _alltoall(bound: _PostTraits) -> _OneCall:
     run, options = bound.team.group.alltoall_base, bound.options(dist.AllToAllOptions())
     scale = 1 if bound.dtype in NATIVE else bound.dtype.itemsize
     sides = (bound.call.recv_counts, bound.call.send_counts)
-    recvs, sends = ([n * scale for n in _splits(counts)] for counts in sides)
+    whole = bound.call.is_counted  # then others may have unequal ones, and take another way
+    recvs, sends = ([n * scale for n in (c if whole else _splits(c))] for c in sides)
     return lambda src, dst: (run, (dst, src, recvs, sends, options))
 
 

@@ -148,7 +148,7 @@ class MpiBoundCall:
     call: Call
     team: MpiTeam
     backend: MpiBackend
-    posts: dict[torch.dtype, Post] = field(default_factory=dict)
+    posts: dict[torch.dtype, Post] = field(default_factory=dict, init=False)
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         buffers = srcs or dsts

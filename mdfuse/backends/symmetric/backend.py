@@ -254,7 +254,7 @@ class SymmetricPoster:
     site: PostNumbers | None
     tellings: Tellings
     _by_size: dict[int, Callable[[Sequence[Tensor], Sequence[Tensor]], _Bound]] = field(
-        default_factory=dict
+        default_factory=dict, init=False
     )
 
     def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:

@@ -20,6 +20,7 @@ from mdfuse.frontend.importing import routes
 from mdfuse.frontend.importing.batches import on_batches
 from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.constants import Distinct, as_value, is_made
+from mdfuse.frontend.importing.dispatch import parts_of_tokens
 from mdfuse.frontend.importing.drawn import RecordingContext, draws
 from mdfuse.frontend.importing.fold import Folded
 from mdfuse.frontend.importing.handovers import HandOvers
@@ -197,6 +198,13 @@ class Model:
         layout = self.layout(node)
         split = [a for a in layout.mesh.axes if a not in self.gather]
         return math.prod(layout.mesh.axis_size(a) for a in split if layout.placement(a) == Shard(0))
+
+    def parts_of_tokens(self) -> int:
+        """Return in how many parts ranks have the tokens, where some have their experts apart."""
+        given = {n: self.layout(n) for n in self.captured.inputs}
+        tables = [self.layout(n) for n in self.parameters if n.meta["val"].ndim == 3]
+        experts = {a for x in tables for a in x.split_axes(0) if a not in self.gather}
+        return parts_of_tokens(self.mesh, given, experts) if self.stages is None else 1
 
     def _brought(self, layout: Layout, x: Handle) -> Handle:
         axes = [a for a in self.gather if a in layout.mesh.axes]
@@ -421,6 +429,7 @@ class _Recording:
             is_pointwise=routes.is_pointwise(node),
             apply=self._apply,
             parts=self._parts_of,
+            tokens=self.model.parts_of_tokens,
             known=lambda x: self._constants.get(x.id, x) if isinstance(x, Handle) else x,
         )
         routed = routes.on_rows(call, args, kwargs)

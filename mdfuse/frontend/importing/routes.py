@@ -4,14 +4,15 @@ A module sorts rows by expert. If rows are split over ranks, the sort would gath
 though no result depends on their order. So a sort of expert numbers is deferred: an `InOrder` keeps
 the unsorted rows, and the expert number of a row selects its matrix (`mf.ops.routed_mm`).
 Operations without a rule here sort the rows. If the matrices are split over ranks, values between
-two products keep a dim of parts: see `routed_mm`.
+two products keep a dim of parts: see `routed_mm`. If the same ranks split tokens, too, rows go to
+the ranks of their experts, and back (`mdfuse.frontend.importing.dispatch`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,146 +22,22 @@ from torch.fx import Node
 from mdfuse.extents.extent import are_same
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing.indices import END, Ramp
+from mdfuse.frontend.importing import dispatch
+from mdfuse.frontend.importing.deferred import (
+    KINDS,
+    Back,
+    Counted,
+    DeferredSort,
+    GraphCall,
+    InOrder,
+)
+from mdfuse.frontend.importing.indices import END
 from mdfuse.frontend.importing.joined import GROUPED, JoinedTensors
 
 ops: Any = operations
 
 #: The deferred sorts.
 SORTS = ("aten.sort.default", "aten.sort.stable")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeferredSort:
-    """A deferred sort of numbers.
-
-    Attributes:
-        ids: the numbers.
-        sort: does the sort: returns the sorted numbers, and their places before.
-    """
-
-    ids: Handle
-    sort: Callable[[], Any]
-    _made: list[Any] = field(default_factory=list)
-
-    @property
-    def places(self) -> Any:
-        """Return the place of each sorted row before the sort."""
-        if not self._made:
-            self._made.append(self.sort()[1])
-        return self._made[0]
-
-    def counts(self, x: Any) -> int:
-        """Return how often known numbers repeat each of 0, 1, … in turn; 0 for other numbers."""
-        n = self.ids.shape[0]
-        if not isinstance(x, Tensor) or x.ndim != 1 or not are_same(x.numel(), n) or not n:
-            return 0
-        each = int((x == x[0]).sum())
-        is_so = torch.equal(x.long(), torch.arange(len(x)) // each)
-        return each if is_so and len(x) % each == 0 else 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InOrder:
-    """Rows of a deferred sort.
-
-    Attributes:
-        order: the deferred sort.
-        base: the unsorted rows; an integer n stands for the numbers from 0, each n times.
-        apart: the number of parts of experts in a leading dim of the base, and of experts per part;
-            None: no such dim.
-    """
-
-    order: DeferredSort
-    base: Any
-    apart: tuple[int, int] | None = None
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """The shape of the rows."""
-        if isinstance(self.base, int):
-            return (self.order.ids.shape[0],)
-        return tuple(self.base.shape)[self.apart is not None :]
-
-    @property
-    def ndim(self) -> int:
-        """The number of dims."""
-        return len(self.shape)
-
-    def together(self) -> Any:
-        """Return the unsorted rows, summed over the parts."""
-        if self.apart is None:
-            return self.base
-        rows = self.base.whole() if isinstance(self.base, JoinedTensors) else self.base
-        parts, each = self.apart
-        if parts == 1:
-            return ops.squeeze(rows, 0)
-        at = ops.unsqueeze(ops.floor_divide(self.order.ids, each), 0)
-        is_there = ops.eq(at, ops.unsqueeze(ops.arange(parts), 1))
-        is_there = ops.reshape(is_there, (*is_there.shape, *(1,) * (rows.ndim - 2)))
-        return ops.sum(ops.where(is_there, rows, 0.0), 0)
-
-    def whole(self) -> Any:
-        """Return the sorted rows."""
-        places, rows = self.order.places, self.together()
-        if isinstance(rows, int):
-            return places if rows == 1 else ops.floor_divide(places, rows)
-        rows = rows.whole() if isinstance(rows, JoinedTensors) else rows
-        return ops.index_select(rows, 0, places)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Back:
-    """The inverse of a deferred sort: the sorted place of each row."""
-
-    order: DeferredSort
-
-    def whole(self) -> Any:
-        """Return the places."""
-        return ops.argsort(self.order.places)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Counted:
-    """The number of rows of each expert, or the end of its rows in sorted order."""
-
-    order: DeferredSort
-    experts: int
-    counts: Any
-    are_ends: bool = False
-
-    def whole(self) -> Any:
-        """Return the numbers."""
-        return self.counts
-
-
-KINDS = (InOrder, Back, Counted)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphCall:
-    """A call of a graph with such values.
-
-    Attributes:
-        target: the overload.
-        is_pointwise: whether it goes element by element.
-        apply: makes an operation of other values.
-        parts: the number of ranks that split the matrices of a value.
-        known: the numbers of a constant or a count; other values unchanged.
-    """
-
-    target: str
-    is_pointwise: bool
-    apply: Callable[[str, Any, Any], Any]
-    parts: Callable[[Handle], int]
-    known: Callable[[Any], Any]
-
-    def each(self, order: DeferredSort, x: Any) -> int:
-        """Return how often places or known numbers repeat each of 0, 1, … in turn; 0 for others."""
-        known = self.known(x)
-        if isinstance(known, Ramp):
-            return int(known.ndim == 1 and are_same(known.extent, order.ids.shape[0]))
-        return x if isinstance(x, int) else order.counts(known)
 
 
 def is_pointwise(node: Node) -> bool:
@@ -235,7 +112,8 @@ def _taken(call: GraphCall, x: Any, index: Any) -> Any:
         return InOrder(order, call.apply("aten.repeat_interleave.self_int", (x, each, 0), {}))
     if isinstance(index.base, int):
         return None
-    return InOrder(order, call.apply("aten.index.Tensor", (x, [index.base]), {}))
+    table = x if isinstance(x, Handle) and index.base is order.ids and x.ndim == 2 else None
+    return InOrder(order, call.apply("aten.index.Tensor", (x, [index.base]), {}), table=table)
 
 
 def _index_put(
@@ -310,8 +188,14 @@ def _grouped(call: GraphCall, x: Any, weight: Any, offs: Any = None, *how: Any) 
     experts = weight.shape[0]
     if not (is_joined or isinstance(weight, Handle)) or experts != offs.experts or x.ndim != 2:
         return None
+    split = call.parts(weight.parts[0] if is_joined else weight)
+    if x.is_sent or (x.apart is None and split > 1 and call.tokens() > 1):
+        rows = dispatch.grouped(x, experts, call.tokens())
+        each_product = partial(ops.grouped_mm, rows)
+        products = weight.mapped(each_product, 3) if is_joined else each_product(weight)
+        return InOrder(x.order, products, is_sent=True)
     if x.apart is None:
-        parts = call.parts(weight.parts[0] if is_joined else weight)
+        parts = split
         parts = parts if experts % parts == 0 else 1
         each = experts // parts
     else:
@@ -348,6 +232,8 @@ def _mapped(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if not are_alike or (call.is_pointwise and not all(_is_in_each(x, first.ndim) for x in others)):
         return None
     apart = next((x.apart for x in ordered if x.apart), None)
+    if any(x.is_sent for x in ordered):
+        return dispatch.applied(call, args, kwargs, ordered)
     return _made(call, first.order, apart, args, kwargs)
 
 
@@ -370,6 +256,8 @@ def _along(call: GraphCall, x: Any, *args: Any, **kwargs: Any) -> Any:
     given = [*args, *[0] * (place - len(args))] if len(args) < place else [*args]
     if len(args) < place and "dim" in kwargs:
         return None
+    if x.is_sent and call.target not in dispatch.COLUMNS:
+        return None
     ndim = x.ndim + (call.target == "aten.unsqueeze.default")
     said = given[place - 1]
     dims = [d % ndim - ndim for d in (said if isinstance(said, tuple | list) else [said])]
@@ -377,7 +265,7 @@ def _along(call: GraphCall, x: Any, *args: Any, **kwargs: Any) -> Any:
         is_all = call.target == "aten.slice.Tensor" and given[1:] in ([], [0], [None], [0, END])
         return x if is_all and dims else None
     given[place - 1] = dims if isinstance(said, tuple | list) else dims[0]
-    return _made(call, x.order, x.apart, (x, *given), kwargs)
+    return _made(call, x.order, x.apart, (x, *given), kwargs, x.is_sent)
 
 
 def _cat(call: GraphCall, tensors: Sequence[Any], dim: int = 0) -> Any:
@@ -385,15 +273,16 @@ def _cat(call: GraphCall, tensors: Sequence[Any], dim: int = 0) -> Any:
     first = ordered[0] if ordered else None
     if first is None or len(ordered) < len(tensors) or dim % first.ndim == 0:
         return None
-    are_alike = all(x.order is first.order and x.apart == first.apart for x in ordered)
+    key = first.order, first.apart, first.is_sent
+    are_alike = all((x.order, x.apart, x.is_sent) == key for x in ordered)
     at = dim % first.ndim - first.ndim
-    return _made(call, first.order, first.apart, (tensors, at), {}) if are_alike else None
+    return _made(call, *key[:2], (tensors, at), {}, first.is_sent) if are_alike else None
 
 
 def _reshape(call: GraphCall, x: Any, shape: Sequence[Any]) -> Any:
     """Reshape the dims after the rows."""
     is_kept = isinstance(x, InOrder) and not isinstance(x.base, int) and len(shape) > 0
-    if not is_kept or not are_same(shape[0], x.shape[0]):
+    if not is_kept or x.is_sent or not are_same(shape[0], x.shape[0]):
         return None
     front = [x.apart[0]] if x.apart else []
     return _made(call, x.order, x.apart, (x, [*front, *shape]), {})
@@ -405,11 +294,12 @@ def _made(
     apart: tuple[int, int] | None,
     args: Any,
     kwargs: Mapping[str, Any],
+    is_sent: bool = False,
 ) -> Any:
     applied = call.apply(call.target, *_before((args, dict(kwargs))))
     if isinstance(applied, tuple | list):
-        return [InOrder(order, x, apart) for x in applied]
-    return InOrder(order, applied, apart)
+        return [InOrder(order, x, apart, is_sent) for x in applied]
+    return InOrder(order, applied, apart, is_sent)
 
 
 def _before(tree: Any) -> Any:

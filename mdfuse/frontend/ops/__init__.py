@@ -34,6 +34,7 @@ from mdfuse.frontend.ops import (
     parts,
     pointwise,
     products,
+    ragged,
     reductions,
     resampling,
     scans,
@@ -50,7 +51,8 @@ from mdfuse.frontend.ops.views import stride_order as stride_order
 #: The families of operations: each public function is an operation of its name.
 FAMILIES = (
     views, parts, joining, moves, masks, pointwise, special, reductions, extremes, ordering, scans,
-    lookups, updates, products, einsums, matrices, distances, neural, norms, cells, losses,
+    lookups, updates, products, ragged, einsums, matrices, distances, neural, norms, cells,
+    losses,
     convolutions, resampling, draws, creations,
 )  # fmt: skip
 

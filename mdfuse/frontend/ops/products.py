@@ -177,7 +177,7 @@ def embedding(
     return record("embedding", indices, weight, **said)
 
 
-def grouped_mm(x: Handle, weight: Handle, offs: Handle) -> Handle:
+def grouped_mm(x: Handle, weight: Handle, offs: Handle | None = None) -> Handle:
     """Rows of x[t,k] times the matrix of their group in weight[e,k,n], as experts compute them.
 
     Experts may be split: each rank computes the rows of its experts, and results are added.
@@ -186,7 +186,11 @@ def grouped_mm(x: Handle, weight: Handle, offs: Handle) -> Handle:
         x: the rows of a group one after the other.
         weight: a matrix for each group.
         offs: [e], integers: behind which row each group ends; rows behind the last become zeros.
+            None for a ragged x, [parts, experts, <=bound : n, k], of `group_rows`.
     """
+    if offs is None:
+        _of_dims("grouped_mm of a ragged value", (x, 4), (weight, 3))
+        return record("rows_mm", x, weight)
     _of_dims("grouped_mm", (x, 2), (weight, 3), (offs, 1))
     fits = weight.shape[0] == offs.shape[0] and x.shape[1] == weight.shape[1]
     is_whole = not (offs.dtype.is_floating_point or offs.dtype == torch.bool)

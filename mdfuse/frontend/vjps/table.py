@@ -73,7 +73,10 @@ NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys(("floor_divide", "heaviside", "nextafter"), "it is a step"),
     **dict.fromkeys(("uniform", "full", "full_like", "arange", "constant"), "it reads no tensor"),
     "detach": "it is there for that",
-    **dict.fromkeys(("window", "widen", "round_terms"), "lowering makes it"),
+    "counts": "it counts",
+    **dict.fromkeys(
+        ("window", "widen", "round_terms", "line_up_rows", "put_back_rows"), "lowering makes it"
+    ),
 }
 
 

@@ -94,7 +94,7 @@ class NormalForm:
         layout = self.layout(kind.layout) if kind.layout is not None else None
         if layout is kind.layout:
             return kind
-        return kind.dtype, kind.shape, kind.padding, kind.flat, layout
+        return kind.dtype, kind.shape, kind.padding, kind.flat, kind.counts, layout
 
     def posted(self, comm: Communication) -> Hashable:
         return *comm.beside_layouts, self.layout(comm.source), self.layout(comm.destination)

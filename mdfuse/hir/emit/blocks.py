@@ -33,7 +33,7 @@ import networkx as nx
 from mdfuse.hir.emit.loop import Loop
 from mdfuse.hir.emit.loops import begin_loop, emit_section
 from mdfuse.hir.emit.sets import Emitter
-from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.instructions import POSTS, received
 from mdfuse.hir.program import Instruction
 from mdfuse.passes.segmentation import Section
 from mdfuse.pipelines.order import Call, Lanes
@@ -204,7 +204,7 @@ def _arrival(body: Sequence[Instruction], name: str) -> list[Instruction]:
     waits = {i.reads[0]: i for i in body if i.op == "wait"}
     posts = [i for i in body if i.op == "post" and i.outputs[0] in waits]
     for i in reversed(body):
-        if i.op == "post" and i in posts and i.reads[-1] in needed:
+        if i.op == "post" and i in posts and not needed.isdisjoint(received(i)):
             return [waits[i.outputs[0]], *after[::-1]]
         if not needed.isdisjoint(i.outputs) and i.op not in ("alloc", "wait"):
             needed.update(i.reads)

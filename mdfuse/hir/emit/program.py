@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mdfuse.hir.emit import reuse_inputs
 from mdfuse.hir.emit.blocks import Pipeline, emit_blocks, split_sections
+from mdfuse.hir.emit.counted import emit_counted, emit_fetches
 from mdfuse.hir.emit.loops import emit_loop, loops
 from mdfuse.hir.emit.sets import Emitter, Orders, copy_into, emit_set, local, value_type
 from mdfuse.hir.orders import seen_through
@@ -67,6 +68,8 @@ def _emit_sections(out: Emitter, segments: Sequence[Section]) -> None:
 def _emit_segment(out: Emitter, section: Section) -> None:
     values = out.fusion.values
     first = section.exprs[0]
+    if values[first.outputs[0]].is_tensor and emit_counted(out, first):
+        return
     if first.op == "set" and values[first.outputs[0]].is_tensor:
         emit_set(out, first)
         return
@@ -75,17 +78,18 @@ def _emit_segment(out: Emitter, section: Section) -> None:
         out.types.update((name, value_type(values[name])) for name in expr.outputs)
     if len(body) == 1:
         out.code.append(body[0])
-        return
-    out.code.append(
-        Instruction(
-            op="launch",
-            fn=section.name,
-            inputs=section.inputs,
-            outputs=section.outputs,
-            body=body,
-            source=first.source,
+    else:
+        out.code.append(
+            Instruction(
+                op="launch",
+                fn=section.name,
+                inputs=section.inputs,
+                outputs=section.outputs,
+                body=body,
+                source=first.source,
+            )
         )
-    )
+    emit_fetches(out, section.outputs)
 
 
 def _require_output_orders(out: Emitter) -> None:

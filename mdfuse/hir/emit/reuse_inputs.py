@@ -34,7 +34,7 @@ from itertools import chain
 
 from mdfuse.hir.analysis.dataflow import storage
 from mdfuse.hir.emit.sets import copy_into, renamed
-from mdfuse.hir.instructions import BLOCKS
+from mdfuse.hir.instructions import BLOCKS, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.ir.graph import fresh_name
 from mdfuse.ir.ops import TABLE
@@ -211,9 +211,7 @@ class _Write:
 
     def receives(self, i: Instruction) -> bool:
         """Return whether an instruction receives the output, or a chunk of it."""
-        if i.op not in ("post", "recv"):
-            return False
-        return any(x == self.output or x in self.chunks for x in i.reads[-1:])
+        return any(x == self.output or x in self.chunks for x in received(i))
 
     def reads_old(self, code: Iterable[Instruction]) -> bool:
         """Return whether some of these instructions read the old value of the input."""

@@ -101,7 +101,8 @@ class Emitter:
 
 def value_type(value: Value) -> BufferType:
     """Return the type of the buffer that holds a fusion value."""
-    return BufferType(dtype=value.dtype, shape=value.shape, layout=value.layout)
+    counts = f"{value.rows}.counted" if value.is_counted else None
+    return BufferType(dtype=value.dtype, shape=value.shape, layout=value.layout, counts=counts)
 
 
 def local(expr: Expr) -> Instruction:

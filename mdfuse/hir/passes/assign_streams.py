@@ -30,7 +30,7 @@ import torch
 from mdfuse.config import Options
 from mdfuse.extents.expressions import Index, calc, loop
 from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
-from mdfuse.hir.instructions import POSTS, op_of, row_of
+from mdfuse.hir.instructions import POSTS, op_of, received, row_of
 from mdfuse.hir.passes.cut_loops import grouped
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, joined
 from mdfuse.ir.graph import fresh_name
@@ -247,4 +247,4 @@ def _copy_compute(flow: Dataflow, i: Instruction) -> tuple[Instruction, ...]:
 
 def _written(i: Instruction) -> Iterable[str]:
     for j in i.walk():
-        yield from j.reads[-1:] if j.op in ("post", "recv") else j.outputs
+        yield from received(j) if j.op in ("post", "recv") else j.outputs

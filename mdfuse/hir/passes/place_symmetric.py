@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from mdfuse.config import Options, backend_choice
 from mdfuse.hir.analysis.dataflow import dataflow
-from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.instructions import POSTS, counts_of
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.ops import TABLE
 
@@ -45,7 +45,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 def _sent(program: HostProgram, usual: str) -> Iterator[str]:
     """Yield the names of what goes through memory that the ranks share."""
     for i in program.walk():
-        if i.op in POSTS and i.op != "recv" and isinstance(i.inputs[0], str):
+        if i.op in POSTS and i.op != "recv" and isinstance(i.inputs[0], str) and not counts_of(i):
             named = i.comm.backend if i.comm is not None else i.kwargs.get("backend")
             if (named or usual) == SYMMETRIC:
                 yield i.inputs[0]

@@ -21,7 +21,7 @@ from operator import or_
 
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow
-from mdfuse.hir.instructions import op_of, row_of
+from mdfuse.hir.instructions import op_of, received, row_of
 from mdfuse.hir.program import HostProgram, Instruction
 
 name = "sink_waits"
@@ -78,7 +78,7 @@ def _sunk(flow: Dataflow, block: Sequence[Instruction]) -> tuple[Instruction, ..
 def _deferred(flow: Dataflow, i: Instruction) -> _Deferred:
     """Return a wait, or work on what arrives, as it is put off."""
     used = flow.posts[i.reads[0]] if i.op == "wait" else i
-    names = i.outputs if i.op != "wait" else used.reads[-1:] if used.op == "post" else used.reads
+    names = i.outputs if i.op != "wait" else received(used) if used.op == "post" else used.reads
     reads = frozenset(map(flow.memory, used.reads))
     return _Deferred((i,), Effects(reads, frozenset(names)))
 

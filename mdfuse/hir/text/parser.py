@@ -29,6 +29,7 @@ from mdfuse.hir.text.values import (
     alias_orders,
     before_of,
     check_depth,
+    counts_in,
     dtype_of,
     extents_of,
     int_of,
@@ -42,6 +43,7 @@ from mdfuse.hir.text.values import (
     rank_of,
     reach_of,
     settings_of,
+    shapes_of,
     team_text,
     tokens,
     trees,
@@ -252,17 +254,14 @@ class _Reader:
         dtype = dtype_of(tokens(tree)[0])
         if tree.data == "scalar":
             return BufferType(dtype=dtype)
-        extents = [extents_of(t) for t in trees(tree, "extents")]
-        if not extents:
-            raise ProgramError(
-                "none, without `of [...]`", hint="the global extents stand behind of"
-            )
+        _, shape, counts = shapes_of(tree)
         (item,) = trees(tree, "layout")
         named = next((t for t in tokens(tree) if t.type == "LAYOUT_NAME"), None)
         layout = self.layout(named, item)
         padding = next((padding_of(t, layout) for t in trees(tree, "padding")), None)
         flat = any(t.type == "FLAT" for t in tokens(tree))
-        return BufferType(dtype=dtype, shape=extents[-1], layout=layout, padding=padding, flat=flat)
+        how: dict[str, Any] = {"padding": padding, "flat": flat, "counts": counts}
+        return BufferType(dtype=dtype, shape=shape, layout=layout, **how)
 
     def bind(self, name: str, tree: Node) -> None:
         """Note the type of a name where it is bound first."""
@@ -283,8 +282,7 @@ class _Reader:
         assert kind.layout is not None
         is_here = self.rank is None or self.rank in kind.layout.mesh
         local = kind.local_shape(self.rank) if is_here else None
-        is_none = any(t.type == "NONE" for t in tokens(tree))
-        written = None if is_none else extents_of(trees(tree, "extents")[0])
+        written, _, _ = shapes_of(tree)
         if written == local:
             return
         shown = "none" if written is None else list(written)
@@ -392,7 +390,7 @@ class _Reader:
 
     def settings(self, tree: Node, op: str) -> dict[str, Any]:
         """Return the settings of a communication, or of its post."""
-        row, given = INSTRUCTIONS[op], settings_of(tree)
+        row, given = INSTRUCTIONS[op], [x for x in settings_of(tree) if x[0] != "counts"]
         refuse(attributes_problem(op, (*row.sets, *row.attrs), given))
         settings = dict(given)
         if "axis" in settings and "axes" in settings:
@@ -493,7 +491,7 @@ class _Reader:
         )
         self.check_team(tree, comm)
         source = next((name_of(tokens(t)[0]) for t in trees(tree, "source")), None)
-        inputs = (source, name_of(others[0]) if others else None)
+        inputs = (source, name_of(others[0]) if others else None, *counts_in(tree))
         return Instruction(
             op="post", inputs=inputs, outputs=(name_of(handle),), attrs=tuple(pieces), comm=comm
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mdfuse.communication import Communication
-from mdfuse.hir.instructions import BLOCKS
+from mdfuse.hir.instructions import BLOCKS, counts_of
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, mesh_of_block
 from mdfuse.ir.graph import Operand, attr_text, attrs_text, dtype_name, operand_text
 from mdfuse.ir.ops import TABLE
@@ -52,7 +52,7 @@ class _Printer:
             return f"{dtype_name(kind.dtype)} scalar"
         absent = rank is not None and rank not in kind.layout.mesh
         local = None if absent else kind.local_shape(rank)
-        parts = [dtype_name(kind.dtype) + (" none" if local is None else _extents(local))]
+        parts = [dtype_name(kind.dtype) + _local_extents(local, kind.counts)]
         if local != kind.shape:
             parts.append(f"of {_extents(kind.shape)}")
         parts.append(self.layout(kind.layout))
@@ -132,7 +132,7 @@ class _Printer:
     def post(self, i: Instruction) -> str:
         comm = i.comm
         assert comm is not None and comm.dtype is not None
-        source, destination = i.inputs
+        source, destination, *_ = i.inputs
         op = f"[{comm.reduce_op}]" if comm.reduce_op else ""
         parts = [
             f"%{i.outputs[0]} = post {comm.kind.lower()}{op}"
@@ -150,7 +150,8 @@ class _Printer:
             "backend": comm.backend,
             **i.kwargs,
         }
-        return " ".join((*parts, *_settings(settings), *self.team(comm)))
+        by = [f"counts=%{name}"] if (name := counts_of(i)) is not None else []
+        return " ".join((*parts, *_settings(settings), *by, *self.team(comm)))
 
     def barrier(self, i: Instruction) -> str:
         comm = i.comm
@@ -232,6 +233,15 @@ def mesh_text(mesh: DeviceMesh) -> str:
 
 def _extents(shape: Sequence[int]) -> str:
     return f"[{','.join(map(str, shape))}]"
+
+
+def _local_extents(local: Sequence[int] | None, counts: str | None) -> str:
+    """Return what a rank holds: nothing, extents, or as many rows as some counts say."""
+    by = "" if counts is None else f":%{counts}"
+    if local is None or counts is None:
+        return f" none{by}" if local is None else _extents(local)
+    rows, *inner = local
+    return f"[{','.join((f'<={rows}{by}', *map(str, inner)))}]"
 
 
 def _order_text(order: tuple[int, ...]) -> str:

@@ -160,8 +160,34 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def extents_of(tree: Node) -> tuple[int, ...]:
-    """Read extents: `[3,4]`."""
-    return tuple(int_of(t) for t in tokens(tree))
+    """Read extents: `[3,4]`, or `[<=3:%c,4]`."""
+    return tuple(int_of(t) for t in tokens(tree) if t.type == "INT")
+
+
+def shapes_of(tree: Node) -> tuple[tuple[int, ...] | None, tuple[int, ...], str | None]:
+    """Read the extents of a type: local ones (None: no part), global ones, counts of the rows."""
+    listed = [t for t in trees(tree) if t.data in ("extents", "counted")]
+    values = [v for t in (tree, *listed) for v in tokens(t) if v.type == "VALUE"]
+    is_none = any(t.type == "NONE" for t in tokens(tree))
+    if not listed or listed[-1].data != "extents":
+        raise ProgramError(
+            "none, or rows that are counted, without `of [...]`",
+            hint="the global extents stand behind of",
+        )
+    local = None if is_none else extents_of(listed[0])
+    return local, extents_of(listed[-1]), name_of(values[0]) if values else None
+
+
+def counts_in(tree: Node) -> tuple[str, ...]:
+    """Read the counts of a post: `counts=%c`."""
+    given = [value for name, value in settings_of(tree) if name == "counts"]
+    if any(not isinstance(x, Term) or x.kind != "index" for x in given) or len(given) > 1:
+        raise ProgramError(
+            f"post with counts={', '.join(map(str, given))}",
+            because="one fetched value says how many rows go from each rank to each other",
+            hint="counts=%c, with %c = fetch(%n, most=...)",
+        )
+    return tuple(x.name for x in given)
 
 
 _PADDING = (attr("dim", "int", True), attr("parts", "count", True), attr("axis", "axis"))

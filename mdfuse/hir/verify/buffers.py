@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS
+from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, counts_of
 from mdfuse.hir.program import BufferType, Instruction
+from mdfuse.hir.verify.counts import check_made, posted_problem
 from mdfuse.hir.verify.layouts import (
     axes_of,
     chunk_of,
@@ -335,7 +336,7 @@ def _post(types: Types, i: Instruction) -> None:
     """Check that a communication does what its layouts say, with the buffers that it names."""
     comm = i.comm
     assert comm is not None
-    for name in i.reads:
+    for name in i.reads[:2] if counts_of(i) is not None else i.reads:
         kind = types.program.types.get(name)
         types.intern(name)
         if kind is None or (kind.layout is not None and kind.dtype == comm.dtype):
@@ -357,7 +358,7 @@ def _post(types: Types, i: Instruction) -> None:
             because=f"it is posted for {list(comm.shape)} from {comm.source} to {comm.destination}",
             hint="post the kind that changes one layout into the other",
         )
-    for side, x in enumerate(i.inputs):
+    for side, x in enumerate(i.inputs[:2]):
         if isinstance(x, str):
             _check_posted(types, i, side, x)
 
@@ -366,7 +367,10 @@ def _check_posted(types: Types, i: Instruction, side: int, name: str) -> None:
     comm, kind = i.comm, types.program.types.get(name)
     if comm is None or kind is None:
         return
-    problem = buffer_problem(comm, side, kind, types.program.rank)
+    if counts_of(i) is not None:
+        problem = posted_problem(comm, side, kind)
+    else:
+        problem = buffer_problem(comm, side, kind, types.program.rank)
     how = types.packed.get(types.program.root(name))
     if problem is None and kind.flat and how not in (None, (comm.dim, comm.to_dim, comm.axis)):
         problem = "it is packed with dim={}, to_dim={}, axis={}".format(*how or ())
@@ -409,6 +413,7 @@ _DENSE: dict[str, Callable[[BufferType, BufferType], Sequence[BufferType]]] = {
 #: op -> the check of its types; other ops are rows of the op table, or make no buffer.
 RULES: dict[str, Callable[[Types, Instruction], None]] = {
     **dict.fromkeys(BUFFER_OPS, _of_one),
+    **dict.fromkeys(("fetch", "pack_rows", "unpack_rows"), check_made),
     "alloc": _alloc,
     "addmm": _addmm,
     "post": _post,

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.expressions import terms
-from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS
+from mdfuse.hir.instructions import BLOCKS, COMMUNICATIONS, INSTRUCTIONS, POSTS, counts_of
 from mdfuse.hir.once import once
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.execute import executed, runs_all
@@ -340,7 +340,7 @@ def _check_flow(local: HostProgram, program: HostProgram, follows: bool = False)
 def _check_sizes(local: HostProgram) -> None:
     assert local.rank is not None
     for i in local.instructions:
-        if i.op == "post":
+        if i.op == "post" and counts_of(i) is None:
             check_sizes(local, i, local.rank)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mdfuse.communication import Communication
-from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.instructions import POSTS, counts_of
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.localize import transfer_team
 from mdfuse.hir.verify.report import wrong
@@ -94,7 +94,7 @@ def _post(program: HostProgram, at: int, i: Instruction) -> Iterator[PostEvent]:
     part = part_on(program, i, program.rank)
     if part.call is not None:
         source, destination = (
-            _elements(program, x) if isinstance(x, str) else None for x in i.inputs
+            _elements(program, x) if isinstance(x, str) else None for x in i.inputs[:2]
         )
         yield PostEvent(
             program,
@@ -136,7 +136,7 @@ def _transfer(program: HostProgram, at: int, i: Instruction) -> PostEvent:
 
 def _buffers(event: PostEvent) -> list[str | None]:
     """Return the names of a post's buffers, without the number of the iteration."""
-    inputs = event.i.inputs if event.i.op == "post" else ()
+    inputs = event.i.inputs[:2] if event.i.op == "post" else ()
     return [x.split("@")[0] if isinstance(x, str) else None for x in inputs]
 
 
@@ -154,6 +154,7 @@ def difference(a: PostEvent, b: PostEvent) -> tuple[str, str, str] | None:
         ("reduce op", lambda e: e.call.reduce_op),
         ("root", lambda e: e.call.root),
         ("pieces", lambda e: e.i.kwargs.get("pieces")),
+        ("counts", lambda e: counts_of(e.i)),
         ("dtype", lambda e: dtype_name(e.dtype) if e.dtype is not None else None),
     ]
     if a.i.comm is not None and b.i.comm is not None:

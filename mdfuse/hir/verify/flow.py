@@ -291,6 +291,8 @@ class Flow:
     def alloc(self, i: Instruction) -> None:
         """Bind a name to a buffer, filled or without contents, unless it has one already."""
         (name,) = i.outputs
+        for counts in i.reads:
+            self.read(counts, i)
         if name not in self.bound:
             self.bind_new(name, i)
         if i.kwargs.get("fill") is not None:
@@ -332,7 +334,7 @@ class Flow:
 
     def post(self, i: Instruction) -> None:
         assert i.comm is not None
-        source, destination = i.inputs
+        source, destination, *_ = i.inputs
         takes, gives = uses(self.program, i, self.rank)
         buffers = [(source, False)] if takes else []
         buffers += [(destination, True)] if gives else []

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from mdfuse.extents.expressions import Term
 from mdfuse.hir.analysis.normal_form import NormalForm, Stretch, stretches
 from mdfuse.hir.forms import check_nesting
-from mdfuse.hir.instructions import TRANSFERS, row_of
+from mdfuse.hir.instructions import TRANSFERS, received, row_of
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.names import is_value_name
 
@@ -230,8 +230,7 @@ class _Uses:
 
 def _written(i: Instruction) -> tuple[str, ...]:
     """Return the names among its operands that a communication writes."""
-    written = i.inputs[1:] if i.op == "post" else i.inputs if i.op == "recv" else ()
-    return tuple([x for x in written if isinstance(x, str)])
+    return received(i)
 
 
 def _uses_of(program: HostProgram) -> _Uses:

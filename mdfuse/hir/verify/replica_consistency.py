@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import CommunicationError
+from mdfuse.hir.instructions import counts_of, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.report import disagreement
 from mdfuse.ir.ops import TABLE
@@ -99,7 +100,7 @@ def _chunk(program: HostProgram, name: str) -> object:
 def _makes(i: Instruction) -> Iterator[str]:
     """Yield the names of buffers and numbers that an instruction binds or writes."""
     if i.op == "post":
-        yield from (x for x in i.inputs[1:] if isinstance(x, str))
+        yield from received(i)
     elif i.op == "recv":
         yield from i.reads
     elif i.op not in _SILENT:
@@ -109,7 +110,7 @@ def _makes(i: Instruction) -> Iterator[str]:
 def _way(program: HostProgram, i: Instruction, numbers: Mapping[str, Way]) -> Way:
     """Return the computation of an instruction, without attributes of the rank's part."""
     if i.op == "post":
-        return i.op, i.comm, i.inputs[0]
+        return i.op, i.comm, i.inputs[0], counts_of(i)
     if i.op == "recv":
         return (i.op,)
     attrs = i.attrs

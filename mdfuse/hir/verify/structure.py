@@ -10,6 +10,7 @@ from mdfuse.hir.indices import index_names, names_in
 from mdfuse.hir.instructions import POSTS, is_local
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.calls import check_calls
+from mdfuse.hir.verify.counts import check_counts
 from mdfuse.hir.verify.report import wrong
 from mdfuse.layouts.kinds import IN_PIECES
 
@@ -28,6 +29,7 @@ def check_structure(program: HostProgram, allocates_once: bool = True) -> None:
     check.block(program.instructions)
     check.check_return()
     check_calls(program)
+    check_counts(program)
 
 
 def check_defined(program: HostProgram) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mdfuse.extents.expressions import resolve
-from mdfuse.hir.instructions import TRANSFERS
+from mdfuse.hir.instructions import TRANSFERS, received
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify import refusals
 from mdfuse.hir.verify.held_terms import HeldTerms, Unclear
@@ -136,7 +136,7 @@ class Ledger(HeldTerms):
         if i.op == "recv":
             self.arrived(i, view)
         else:
-            self.note(i.reads[-1], view, None)
+            self.note(received(i)[0], view, None)
 
     def send(self, i: Instruction, view: View) -> None:
         (name,) = i.reads

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import UNKNOWN, Calc, Index, Term, terms
 from mdfuse.hir.analysis.normal_form import NormalForm, Numbers
-from mdfuse.hir.instructions import BUFFER_OPS, NAMED
+from mdfuse.hir.instructions import BUFFER_OPS, NAMED, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffers import RULES
 from mdfuse.hir.verify.expanded import Expanded
@@ -250,7 +250,7 @@ class Types:
             for name in i.reads:
                 self.slices.pop(root(name), None)
             return
-        written = i.outputs if i.fn or i.op in BUFFER_OPS else i.reads[i.op == "post" :]
+        written = i.outputs if i.fn or i.op in BUFFER_OPS else received(i)
         if i.op not in ("recv", "post") and not (i.fn or i.op in BUFFER_OPS):
             return
         for name in map(root, written):
@@ -344,5 +344,5 @@ def _but_for_numbers(kinds: Iterable[BufferType | type], rank: int) -> tuple[obj
         layout, chunk = k.layout, k.layout.stream
         part = chunk.dim, chunk.chunks, chunk.rotate, chunk.op, numbers[chunk.index]
         parts = layout.mesh, layout.placements, layout.splits, layout.reaches, *part
-        keys.append((k.dtype, k.shape, k.padding, k.flat, *parts, k.local_shape(rank)))
+        keys.append((k.dtype, k.shape, k.padding, k.flat, k.counts, *parts, k.local_shape(rank)))
     return tuple(keys)

@@ -1,0 +1,165 @@
+"""Rows that a module sorts by their expert, before they are sorted: see `routes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.extents.extent import are_same
+from mdfuse.frontend import ops as operations
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.importing.indices import Ramp
+from mdfuse.frontend.importing.joined import JoinedTensors
+
+ops: Any = operations
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeferredSort:
+    """A deferred sort of numbers.
+
+    Attributes:
+        ids: the numbers.
+        sort: does the sort: returns the sorted numbers, and their places before.
+        sent: unsorted rows -> the ragged value of them, grouped by expert.
+    """
+
+    ids: Handle
+    sort: Callable[[], Any]
+    _made: list[Any] = field(default_factory=list)
+    sent: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def places(self) -> Any:
+        """Return the place of each sorted row before the sort."""
+        if not self._made:
+            self._made.append(self.sort()[1])
+        return self._made[0]
+
+    def counts(self, x: Any) -> int:
+        """Return how often known numbers repeat each of 0, 1, … in turn; 0 for other numbers."""
+        n = self.ids.shape[0]
+        if not isinstance(x, Tensor) or x.ndim != 1 or not are_same(x.numel(), n) or not n:
+            return 0
+        each = int((x == x[0]).sum())
+        is_so = torch.equal(x.long(), torch.arange(len(x)) // each)
+        return each if is_so and len(x) % each == 0 else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InOrder:
+    """Rows of a deferred sort.
+
+    Attributes:
+        order: the deferred sort.
+        base: the unsorted rows; an integer n stands for the numbers from 0, each n times.
+        apart: the number of parts of experts in a leading dim of the base, and of experts per part;
+            None: no such dim.
+        is_sent: whether the base is ragged, [parts of tokens, experts, rows, ...].
+        table: of rows that are looked up by expert, [experts, ...]; None for others.
+    """
+
+    order: DeferredSort
+    base: Any
+    apart: tuple[int, int] | None = None
+    is_sent: bool = False
+    table: Handle | None = None
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The shape of the rows."""
+        if isinstance(self.base, int):
+            return (self.order.ids.shape[0],)
+        if self.is_sent:
+            return (self.order.ids.shape[0], *self.base.shape[3:])
+        return tuple(self.base.shape)[self.apart is not None :]
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    def together(self) -> Any:
+        """Return the unsorted rows, summed over the parts, or brought back from their experts."""
+        if self.is_sent:
+            rows = self.base.whole() if isinstance(self.base, JoinedTensors) else self.base
+            return ops.ungroup_rows(rows, self.order.ids)
+        if self.apart is None:
+            return self.base
+        rows = self.base.whole() if isinstance(self.base, JoinedTensors) else self.base
+        parts, each = self.apart
+        if parts == 1:
+            return ops.squeeze(rows, 0)
+        at = ops.unsqueeze(ops.floor_divide(self.order.ids, each), 0)
+        is_there = ops.eq(at, ops.unsqueeze(ops.arange(parts), 1))
+        is_there = ops.reshape(is_there, (*is_there.shape, *(1,) * (rows.ndim - 2)))
+        return ops.sum(ops.where(is_there, rows, 0.0), 0)
+
+    def whole(self) -> Any:
+        """Return the sorted rows."""
+        places, rows = self.order.places, self.together()
+        if isinstance(rows, int):
+            return places if rows == 1 else ops.floor_divide(places, rows)
+        rows = rows.whole() if isinstance(rows, JoinedTensors) else rows
+        return ops.index_select(rows, 0, places)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Back:
+    """The inverse of a deferred sort: the sorted place of each row."""
+
+    order: DeferredSort
+
+    def whole(self) -> Any:
+        """Return the places."""
+        return ops.argsort(self.order.places)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counted:
+    """The number of rows of each expert, or the end of its rows in sorted order."""
+
+    order: DeferredSort
+    experts: int
+    counts: Any
+    are_ends: bool = False
+
+    def whole(self) -> Any:
+        """Return the numbers."""
+        return self.counts
+
+
+KINDS = (InOrder, Back, Counted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphCall:
+    """A call of a graph with such values.
+
+    Attributes:
+        target: the overload.
+        is_pointwise: whether it goes element by element.
+        apply: makes an operation of other values.
+        parts: the number of ranks that split the matrices of a value.
+        tokens: the number of parts in which the ranks that split the matrices, and maybe others,
+            have the tokens; 1: all ranks have all.
+        known: the numbers of a constant or a count; other values unchanged.
+    """
+
+    target: str
+    is_pointwise: bool
+    apply: Callable[[str, Any, Any], Any]
+    parts: Callable[[Handle], int]
+    tokens: Callable[[], int]
+    known: Callable[[Any], Any]
+
+    def each(self, order: DeferredSort, x: Any) -> int:
+        """Return how often places or known numbers repeat each of 0, 1, … in turn; 0 for others."""
+        known = self.known(x)
+        if isinstance(known, Ramp):
+            return int(known.ndim == 1 and are_same(known.extent, order.ids.shape[0]))
+        return x if isinstance(x, int) else order.counts(known)

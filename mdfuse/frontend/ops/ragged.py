@@ -1,0 +1,76 @@
+"""Rows grouped by expert, of which a run counts how many are there: ragged values."""
+
+from __future__ import annotations
+
+import torch
+
+from mdfuse.errors import DefinitionError
+from mdfuse.frontend.handle import Handle
+from mdfuse.frontend.ops.pointwise import clamp
+from mdfuse.frontend.ops.recording import as_dtype, record, shown
+from mdfuse.frontend.ops.reductions import sum
+
+
+def counts(ids: Handle, experts: int, parts: int = 1) -> Handle:
+    """Count the rows of each part of the tokens that go to each expert: [parts, experts].
+
+    Args:
+        ids: [t], or [t,k] for k experts of each token, integers; others than 0 to experts - 1 are
+            no expert.
+        experts: how many there are.
+        parts: into which tokens are cut, as `torch.chunk` cuts them: the extent of the axes that
+            split them, so that a rank counts its own.
+    """
+    is_whole = not (ids.dtype.is_floating_point or ids.dtype == torch.bool)
+    if ids.ndim not in (1, 2) or not is_whole or experts < 1 or parts < 1:
+        raise DefinitionError(
+            f"counts of {shown(ids)} with experts={experts}, parts={parts}",
+            because="ids are integers, [t] or [t,k]; there is an expert, and a part",
+            hint="scores.topk(k, -1) gives ids [t,k]",
+        )
+    return record("counts", ids, experts=experts, parts=parts)
+
+
+def group_rows(x: Handle, ids: Handle, n: Handle, capacity: int | None = None) -> Handle:
+    """Group rows by part and expert, in the order of the tokens: [parts, experts, <=bound : n, d].
+
+    The result is a ragged value: n of its rows are there, behind them are zeros. It may be moved by
+    `set` from rows split by parts to rows split by experts.
+
+    Args:
+        x: [t,d], or [t,k,d] where each choice of a token has a row of its own.
+        ids: [t] or [t,k], the experts of each token.
+        n: `counts` of these ids.
+        capacity: the most rows of a part for an expert; those behind are dropped, and come back as
+            zeros. None: all rows, none is dropped.
+    """
+    fits = x.ndim in (2, 3) and ids.ndim in (1, 2) and x.shape[0] == ids.shape[0]
+    fits = fits and (x.ndim == 2 or (ids.ndim == 2 and x.shape[1] == ids.shape[1]))
+    if not fits or n.ndim != 2 or (capacity is not None and capacity < 0):
+        raise DefinitionError(
+            f"group_rows of {shown(x)}, {shown(ids)} and {shown(n)}, capacity={capacity}",
+            because="x is [t,d] or [t,k,d], ids are [t] or [t,k], n is [parts,experts]",
+            hint="n = counts(ids, experts=e, parts=p)",
+        )
+    return record("group_rows", x, ids, n if capacity is None else clamp(n, None, capacity))
+
+
+def ungroup_rows(y: Handle, ids: Handle, weight: Handle | None = None) -> Handle:
+    """Put rows back to their tokens, weighted, and sum those of each token: [t,d].
+
+    Args:
+        y: a ragged value, [parts, experts, <=bound : n, d], made of rows that `group_rows` grouped.
+        ids: those by which they were grouped.
+        weight: [t] or [t,k], as ids: of each choice; None: one.
+    """
+    if weight is not None and weight.shape != ids.shape:
+        raise DefinitionError(
+            f"ungroup_rows with {shown(ids)} and the weight {shown(weight)}",
+            because="each choice of a token has a weight",
+            hint="scores.topk(k, -1) gives weights and ids",
+        )
+    rows = record("ungroup_rows", y, ids)
+    if weight is not None:
+        each = record("unsqueeze", weight, dims=(1, 2)[weight.ndim - 1 :])
+        rows = rows * as_dtype(each, rows.dtype)
+    return record("squeeze", rows, dims=(1,)) if ids.ndim == 1 else sum(rows, 1)

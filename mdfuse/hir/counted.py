@@ -1,0 +1,114 @@
+"""Rows whose number a run counts: how many each rank holds, sends and receives.
+
+    %c: i64[4,8] (ep=R) = fetch(%n, most=64)
+    %r: f32[<=256:%c,16] of [4,8,64,16] (ep=S1) = alloc(%c)
+    %h = post alltoall(%s) -> %r f32[4,8,64,16] (ep=S0) => (ep=S1) axis=ep dim=0 to_dim=1 counts=%c
+
+A value `f32[parts,experts,bound,…]` has `%c[p,e]` rows at each place of its first two dims, and
+only these are stored: part by part, in a part expert by expert. A rank holds the rows of its box of
+parts and experts; it sends another rank those that are in the boxes of both. So what ranks send and
+receive are sums over boxes of one table that all of them know, and fit together by construction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from mdfuse.communication import Communication
+from mdfuse.hir.instructions import counts_of
+from mdfuse.layouts.boxes import Interval, box_size, intersect
+
+if TYPE_CHECKING:
+    from mdfuse.hir.program import BufferType, Instruction
+
+#: The parts and the experts whose rows are held, or moved.
+Cell = tuple[Interval, Interval]
+_NOTHING: Cell = ((0, 0), (0, 0))
+
+
+def cell_of(kind: BufferType, rank: int) -> Cell:
+    """Return the parts and the experts whose rows a rank holds."""
+    parts, experts, *_ = kind.box(rank)
+    return parts, experts
+
+
+def parts_of(kind: BufferType, rank: int) -> tuple[Cell, ...]:
+    """Return the cell of each part of which a rank holds rows, in the order of the rows."""
+    (start, stop), experts = cell_of(kind, rank)
+    return tuple(((p, p + 1), experts) for p in range(start, stop))
+
+
+@lru_cache(maxsize=1024)
+def moves(comm: Communication, rank: int) -> tuple[tuple[Cell, ...], tuple[Cell, ...]]:
+    """Return the cells that a rank sends to each member of its team, and receives from each."""
+    team = comm.team(rank)
+    before, after = (
+        {r: layout.box(comm.shape, r)[:2] for r in team}
+        for layout in (comm.source, comm.destination)
+    )
+    sent = (intersect(before[rank], after[r]) for r in team)
+    received = (intersect(before[r], after[rank]) for r in team)
+    return tuple(map(_cell, sent)), tuple(map(_cell, received))
+
+
+def _cell(box: Sequence[Interval] | None) -> Cell:
+    if box is None:
+        return _NOTHING
+    parts, experts = box
+    return parts, experts
+
+
+def row_size(comm: Communication) -> int:
+    """Return how many elements a row has."""
+    return math.prod(comm.shape[3:])
+
+
+# -- how many bytes, before anything is counted ----------------------------------------------------
+
+#: (the cells that arrive from others, the communication) -> how many rows they are taken for.
+_Estimate = Callable[[Sequence[Cell], Communication], float]
+
+
+def _worst(cells: Sequence[Cell], comm: Communication) -> float:
+    """Return the rows where all that parts may have are in these cells."""
+    parts = {
+        p for (start, stop), experts in cells if box_size((experts,)) for p in range(start, stop)
+    }
+    return len(parts) * comm.shape[2]
+
+
+def _expected(cells: Sequence[Cell], comm: Communication) -> float:
+    """Return the rows where parts are full, and experts have equally many rows."""
+    return sum(map(box_size, cells)) * comm.shape[2] / max(comm.shape[1], 1)
+
+
+def _received(i: Instruction, rank: int, rows: _Estimate) -> int:
+    comm = i.comm
+    assert comm is not None and comm.dtype is not None
+    team = comm.team(rank)
+    cells = [cell for r, cell in zip(team, moves(comm, rank)[1], strict=True) if r != rank]
+    return math.ceil(rows(cells, comm)) * row_size(comm) * comm.dtype.itemsize
+
+
+def worst_bytes(i: Instruction, rank: int) -> int:
+    """Return the most bytes that may reach a rank by a counted post."""
+    return _received(i, rank, _worst)
+
+
+def expected_bytes(i: Instruction, rank: int) -> int:
+    """Return the bytes that reach a rank where parts are full and experts equally busy."""
+    return _received(i, rank, _expected)
+
+
+def bytes_received(i: Instruction, rank: int) -> int:
+    """Return the bytes that reach a rank by a post in one run; of counted rows those expected."""
+    assert i.comm is not None
+    return expected_bytes(i, rank) if counts_of(i) is not None else i.comm.bytes_received(rank)
+
+
+def is_counted(kinds: Iterable[BufferType | None]) -> bool:
+    """Return whether rows of one of some types are counted."""
+    return any(k is not None and k.counts is not None for k in kinds)

@@ -1,0 +1,190 @@
+"""Emit ragged values that are stored as the rows that a run counts.
+
+    %s: f32[4,8,<=64:%n,16] (ep=S0) = group_rows(%x, %ids, %n)
+    %r: f32[4,8,<=64:%n,16] (ep=S1) = set(%s)
+->
+    %n.all: i64[4,8] (ep=R) = ...                               # once: all ranks know all counts
+    %n.counted = fetch(%n.all, most=64)
+    %s.lined: f32[1,64,16] of [4,64,16] (ep=S0) = line_up_rows(%x, %ids, %n)
+    %s: f32[<=64:%n.counted,16] = pack_rows(%s.lined, %n.counted)
+    %r: f32[<=256:%n.counted,16] = alloc(%n.counted)
+    %c0 = post alltoall(%s) -> %r ... counts=%n.counted
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mdfuse.communication import Communication
+from mdfuse.errors import Source
+from mdfuse.hir.emit.sets import Emitter, emit_steps, local, value_type
+from mdfuse.hir.program import BufferType, Instruction
+from mdfuse.ir.graph import Expr, fresh_name
+from mdfuse.layouts.layout import Layout
+from mdfuse.passes.count_rows import way
+
+
+def emit_fetches(out: Emitter, names: tuple[str, ...]) -> None:
+    """Bring counts to the host, right behind the instruction that computes them."""
+    values = out.fusion.values
+    for root in names:
+        rows = (x.shape[2] for x in values.values() if x.is_counted and x.rows == root)
+        most, n = next(rows, None), values[root]
+        if most is None:
+            continue
+        assert n.layout is not None
+        whole, source = Layout(n.layout.mesh), n.source
+        gather = Expr(op="set", inputs=(root,), outputs=(_all(root),), source=source)
+        emit_steps(out, gather, root, n.layout, whole, n.shape, _all(root))
+        kind = BufferType(dtype=torch.int64, shape=n.shape, layout=whole)
+        out.op("fetch", counted(root), kind, (_all(root),), source, most=most)
+
+
+def counted(root: str) -> str:
+    """Return the name of the numbers of some counts on the host."""
+    return f"{root}.counted"
+
+
+def _all(root: str) -> str:
+    return f"{root}.all"
+
+
+def emit_counted(out: Emitter, expr: Expr) -> bool:
+    """Append what moves rows between tokens, parts and experts; False where this is no such thing.
+
+    Args:
+        out: the program under construction.
+        expr: a set, or an operation between tokens and rows.
+    """
+    values = out.fusion.values
+    rows = next((values[x] for x in (*expr.outputs, *expr.reads) if values[x].is_counted), None)
+    if expr.op == "set" and rows is None and _all(expr.reads[0]) in out.types:
+        _cut_counts(out, expr)
+    elif rows is None or expr.op not in ("set", "group_rows", "ungroup_rows"):
+        return False
+    elif expr.op == "group_rows":
+        x = _name(out, f"{expr.output}.lined")
+        out.types[x] = _plain(out.fusion.values[expr.output].layout, rows.shape, rows.dtype)
+        out.code.append(local(_as(expr, "line_up_rows", expr.inputs, x)))
+        _pack(out, x, expr.output, _kind(out, expr.output), expr.source)
+    elif expr.op == "ungroup_rows":
+        x = _unpack(out, expr.reads[0], expr.source)
+        result = values[expr.output]
+        kind = BufferType(dtype=result.dtype, shape=result.shape, layout=result.layout)
+        out.types[expr.output] = kind
+        out.code.append(local(_as(expr, "put_back_rows", (x, *expr.inputs[1:]), expr.output)))
+    else:
+        _emit_set(out, expr)
+    return True
+
+
+def _emit_set(out: Emitter, expr: Expr) -> None:
+    """Append an all-to-all of the rows, before or behind it changes of plain rows."""
+    (operand,), values = expr.reads, out.fusion.values
+    before, after = values[operand].layout, values[expr.output].layout
+    assert before is not None and after is not None
+    steps = way(before, after, values[operand].shape)
+    assert steps is not None
+    axis, parts = steps
+    if not axis:
+        _reshard(out, expr, operand, after, expr.output)
+    elif after.split_axes(1):
+        current = operand if before == parts else _reshard(out, expr, operand, parts, "")
+        _exchange(out, expr, current, axis, (0, 1), after, expr.output)
+    else:
+        name = expr.output if after == parts else _name(out, f"{expr.output}.parts")
+        _exchange(out, expr, operand, axis, (1, 0), parts, name)
+        if after != parts:
+            _reshard(out, expr, name, after, expr.output)
+
+
+def _exchange(
+    out: Emitter,
+    expr: Expr,
+    current: str,
+    axis: str,
+    dims: tuple[int, int],
+    after: Layout,
+    name: str,
+) -> None:
+    kind = out.types[current]
+    assert kind.layout is not None and kind.counts is not None
+    comm = Communication(
+        kind="AllToAll",
+        source=kind.layout,
+        destination=after,
+        shape=kind.shape,
+        dtype=kind.dtype,
+        axes=(axis,),
+        dim=dims[0],
+        to_dim=dims[1],
+    )
+    into = BufferType(dtype=kind.dtype, shape=kind.shape, layout=after, counts=kind.counts)
+    out.op("alloc", name, into, (kind.counts,), expr.source)
+    handle = out.handle()
+    out.code += [
+        Instruction(
+            op="post",
+            inputs=(current, name, kind.counts),
+            outputs=(handle,),
+            comm=comm,
+            source=expr.source,
+        ),
+        Instruction(op="wait", inputs=(handle,), source=expr.source),
+    ]
+
+
+def _reshard(out: Emitter, expr: Expr, current: str, after: Layout, name: str) -> str:
+    """Bring rows, of whole parts, into another layout as plain rows; return the name."""
+    kind = out.types[current]
+    assert kind.layout is not None
+    name = name or _name(out, f"{expr.output}.parts")
+    if kind.layout == after:
+        return out.op("set", name, kind, (current,), expr.source)
+    plain = _unpack(out, current, expr.source)
+    source, target = (_plain(x, kind.shape, kind.dtype).layout for x in (kind.layout, after))
+    assert source is not None and target is not None
+    shape = out.types[plain].shape
+    there = emit_steps(out, expr, plain, source, target, shape, _name(out, f"{name}.lined"))
+    into = BufferType(dtype=kind.dtype, shape=kind.shape, layout=after, counts=kind.counts)
+    _pack(out, there, name, into, expr.source)
+    return name
+
+
+def _pack(out: Emitter, x: str, name: str, kind: BufferType, source: Source | None) -> None:
+    out.types[name] = kind
+    inputs = (x, kind.counts)
+    out.code.append(Instruction(op="pack_rows", inputs=inputs, outputs=(name,), source=source))
+
+
+def _unpack(out: Emitter, x: str, source: Source | None) -> str:
+    kind = out.types[x]
+    plain = _plain(kind.layout, kind.shape, kind.dtype)
+    return out.op("unpack_rows", f"{x}.lined", plain, (x, kind.counts), source)
+
+
+def _plain(layout: Layout | None, shape: tuple[int, ...], dtype: torch.dtype) -> BufferType:
+    """Return the type of rows that are lined up, part by part: [parts, bound, d]."""
+    assert layout is not None
+    there = layout.with_dims({0: 0, 2: 1, 3: 2})
+    return BufferType(dtype=dtype, shape=(shape[0], *shape[2:]), layout=there)
+
+
+def _kind(out: Emitter, name: str) -> BufferType:
+    return value_type(out.fusion.values[name])
+
+
+def _cut_counts(out: Emitter, expr: Expr) -> None:
+    """Take a rank's part of counts that all ranks know."""
+    (root,), value = expr.reads, out.fusion.values[expr.output]
+    whole = out.types[_all(root)].layout
+    assert value.layout is not None and whole is not None
+    emit_steps(out, expr, _all(root), whole, value.layout, value.shape, expr.output)
+
+
+def _as(expr: Expr, op: str, inputs: tuple[object, ...], output: str) -> Expr:
+    return Expr(op=op, inputs=inputs, outputs=(output,), attrs=expr.attrs, source=expr.source)  # type: ignore[arg-type]
+
+
+def _name(out: Emitter, base: str) -> str:
+    return fresh_name({**out.types, **out.fusion.values}, base)

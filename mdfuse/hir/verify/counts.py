@@ -1,0 +1,332 @@
+"""Check rows whose number a run counts: whose counts they are, and who may ask for them.
+
+    %n.all: i64[4,8] (ep=R) = ...                      all ranks hold the counts of all
+    %c: i64[4,8] (ep=R) = fetch(%n.all, most=64)       one table of numbers
+    %r: f32[<=256:%c,16] of [4,8,64,16] (ep=S1) = alloc(%c)
+    %h = post alltoall(%s) -> %r ... (ep=S0) => (ep=S1) axis=ep dim=0 to_dim=1 counts=%c
+
+A post sends and receives rows of one table, by its layouts before and after: so what a rank sends
+is what another one receives. All ranks hold this table, so that all refuse it or none. Its numbers
+say how many rows there are, and nothing else: no extent, index, loop, branch, peer or result.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mdfuse.errors import ProgramError
+from mdfuse.extents.expressions import terms
+from mdfuse.hir.counted import is_counted
+from mdfuse.hir.instructions import BLOCKS, POSTS, op_of, received
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.verify.layouts import chunk_of, is_alike, plain
+from mdfuse.hir.verify.report import wrong
+from mdfuse.layouts.layout import Layout
+
+if TYPE_CHECKING:
+    from mdfuse.communication import Communication
+    from mdfuse.hir.verify.types import Types
+
+#: op -> which of its operands is the fetched value.
+_TAKES = {"alloc": 0, "pack_rows": 1, "unpack_rows": 1, "post": 2}
+#: Rows of the op table that know counted rows, besides those that work element by element.
+_BY_ROWS = (
+    "set", "linear", "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows", "slice",
+    "cat", "detach", "sum", "slice_grad",
+)  # fmt: skip
+#: Those of them that take counts, too, or make what has no rows.
+_WITH_COUNTS = ("rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows")
+
+#: Instructions that change a layout, or how a value lies, and no element; and such posts.
+_MOVES = ("set", "narrow", "chunk", "pad", "own", "permute")
+_POSTS_THAT_MOVE = ("Allgather", "Broadcast", "Exchange", "SendRecv", "Gather", "Scatter")
+_MAKES_NONE = ("alloc", "launch", *BLOCKS)
+_Uses = dict[str, list[Instruction]]
+
+
+def check_counts(program: HostProgram) -> None:
+    """Raise ProgramError where counted rows, or the numbers of a fetch, are used wrongly."""
+    every = [*program.walk()]
+    fetches = [i for i in every if i.op == "fetch"]
+    if not fetches and not is_counted(program.types.values()):
+        return
+    makers: _Uses = defaultdict(list)
+    readers: _Uses = defaultdict(list)
+    for i in every:
+        for x in i.reads:
+            readers[x].append(i)
+        for x in received(i) if i.op in POSTS else i.outputs if i.op not in _MAKES_NONE else ():
+            makers[x].append(i)
+    _Counts(program, {i.outputs[0]: i for i in fetches}, makers, readers).check(every)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """The fetches of a program, by the names of their results."""
+
+    program: HostProgram
+    fetches: dict[str, Instruction]
+    #: name -> the instructions that compute or receive it; those that read it
+    makers: _Uses
+    readers: _Uses
+
+    def check(self, every: Iterable[Instruction]) -> None:
+        program = self.program
+        for name, kind in program.types.items():
+            problem = self.kind_problem(kind) if kind.counts is not None else None
+            if problem is not None:
+                raise self.wrong(None, f"%{name}: {problem}")
+        ends = (*program.inputs, *program.outputs, *program.aliases, *program.aliases.values())
+        for name in ends:
+            if name in self.fetches or self.is_counted(name):
+                what = f"%{name} is an input, an output or an alias"
+                raise self.wrong(None, what, "pack_rows and unpack_rows make one of the other")
+        for i in every:
+            problem = self.problem(i) or self.origin_problem(i)
+            if problem is not None:
+                raise self.wrong(i, problem)
+
+    def wrong(self, i: Instruction | None, what: str, hint: str | None = None) -> ProgramError:
+        return wrong(
+            self.program,
+            i,
+            what,
+            because="the numbers of a fetch say how many rows of a value there are, and decide "
+            "nothing else",
+            hint=hint
+            or "name one fetched value in the types, the alloc and the post of these rows",
+        )
+
+    def is_counted(self, name: object) -> bool:
+        kind = self.program.types.get(name) if isinstance(name, str) else None
+        return kind is not None and kind.counts is not None
+
+    # -- types -----------------------------------------------------------------------------------
+
+    def kind_problem(self, kind: BufferType) -> str | None:
+        """Return why a type of counted rows means nothing; None where it does."""
+        fetch, layout = self.fetches.get(kind.counts or ""), kind.layout
+        table = self.program.types.get(kind.counts or "")
+        if fetch is None or table is None:
+            return f"no fetch makes %{kind.counts}, by which its rows are counted"
+        if layout is None or len(kind.shape) < 3 or kind.shape[:2] != table.shape:
+            return f"%{kind.counts} counts {list(table.shape)}, and its type is {list(kind.shape)}"
+        if layout.split_axes(2) or kind.padding is not None or kind.flat or chunk_of(layout):
+            return "rows that are counted are not split, padded, flat or in chunks"
+        if layout.mesh != (table.layout.mesh if table.layout is not None else None):
+            return f"%{kind.counts} is on another mesh"
+        most = fetch.kwargs["most"]
+        if most > kind.shape[2]:
+            return f"a part may have {most} rows by its fetch, and {kind.shape[2]} by its type"
+        return None
+
+    # -- instructions ----------------------------------------------------------------------------
+
+    def problem(self, i: Instruction) -> str | None:
+        """Return why an instruction may not use what it uses of counts; None where it may."""
+        for index in i.indices:
+            for term in terms(index):
+                if term.kind == "extent" and (
+                    self.is_counted(term.name) or term.name in self.fetches
+                ):
+                    return f"{term} is known only in a run"
+        given = [(at, x) for at, x in enumerate(i.inputs) if x in self.fetches]
+        if i.op == "fetch" and self.fetches[i.outputs[0]] is not i:
+            return f"%{i.outputs[0]} is fetched twice"
+        if i.op != "fetch" and any(x in self.fetches for x in i.outputs):
+            return f"{i} writes numbers of a fetch"
+        if i.op != "free" and any(at != _TAKES.get(i.op) for at, _ in given):
+            return f"{i.fn or i.op} takes %{given[0][1]}, a fetched value"
+        rows = [x for x in (*i.reads, *i.outputs) if self.is_counted(x)]
+        by = {self.program.types[x].counts for x in rows} | {x for _, x in given}
+        if i.op in ("free", "launch"):
+            return None
+        if len(by) > 1:
+            return f"{i.fn or i.op} of rows by " + " and ".join(
+                f"%{x}" for x in sorted(map(str, by))
+            )
+        if i.op in _TAKES:
+            return self.taking_problem(i, rows, bool(given))
+        return self.row_problem(i, rows) if rows else None
+
+    def taking_problem(self, i: Instruction, rows: list[str], is_given: bool) -> str | None:
+        if bool(rows) == is_given:
+            return self.memory_problem(i) if rows and i.op == "alloc" else None
+        if i.op in ("alloc", "post"):
+            of = "counts of no rows" if is_given else f"%{rows[0]}, and no counts"
+            return f"{i.op} with {of}"
+        return f"{i.op} of what no fetch made"
+
+    def memory_problem(self, i: Instruction) -> str | None:
+        memory = i.kwargs.get("memory", "device")
+        if memory == "device" and i.order is None:
+            return None
+        return f"counted rows in {memory} memory, or in a memory order"
+
+    def row_problem(self, i: Instruction, rows: list[str]) -> str | None:
+        """Return why an op does not work row by row; None where it does."""
+        op = op_of(i)
+        makes = any(map(self.is_counted, i.outputs))
+        is_ordered = makes and i.order is not None
+        if op is None or not (op.is_elementwise or op.name in _BY_ROWS) or is_ordered:
+            return f"{i.fn or i.op} does not work on rows that are counted"
+        if op.name in _WITH_COUNTS:
+            return None
+        if not all(map(self.is_counted, i.outputs)):
+            return f"{op.name} of rows that are counted makes such rows"
+        shape = self.program.types[rows[0]].shape
+        if op.name == "linear":
+            is_first = not any(map(self.is_counted, i.inputs[1:]))
+            return None if is_first else "linear takes rows as its first operand"
+        if not _is_of_columns(i, shape):
+            return f"{op.name} of whole rows"
+        kinds = [self.program.types.get(x) for x in i.reads if not self.is_counted(x)]
+        wide = any(k is not None and len(k.shape) > len(shape) - 3 for k in kinds)
+        return f"{op.name} of rows that are counted, and of others" if wide else None
+
+    # -- one value -------------------------------------------------------------------------------
+
+    def origin_problem(self, i: Instruction) -> str | None:
+        """Return why an instruction counts its rows by several values; None where it does not.
+
+        Counts of one value are reached from it through changes of its layout alone.
+        """
+        rows = [self.program.types[x] for x in (*i.reads, *i.outputs) if self.is_counted(x)]
+        if not rows or rows[0].counts is None:
+            return None
+        table = self.fetches[rows[0].counts].reads[0]
+        want = self.origins(table)
+        for x in self.counting(i, rows[0].shape[:2]):
+            if self.origins(x) != want or len(want) != 1:
+                return f"{i.fn or i.op} counts by %{x}, and its rows are counted by %{table}"
+        return None
+
+    def counting(self, i: Instruction, shape: tuple[int, ...]) -> Iterator[str]:
+        """Yield the plain counts by which an instruction goes, or what lines its rows up does."""
+        makers = self.makers.get(i.reads[0], ()) if i.op == "pack_rows" else ()
+        readers = self.readers.get(i.outputs[0], ()) if i.op == "unpack_rows" else ()
+        for j in (i, *makers, *readers):
+            for x in j.reads if j.fn else ():
+                kind = self.program.types.get(x)
+                if kind is not None and kind.shape == shape and not kind.dtype.is_floating_point:
+                    yield x
+
+    def origins(self, name: str) -> frozenset[tuple[str, bool]]:
+        """Return the values whose elements a name shows, in any layout; True: of the transpose."""
+        seen, todo, ends = set[tuple[str, bool]](), [(name, False)], set[tuple[str, bool]]()
+        while todo:
+            at = x, is_turned = todo.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            makers = self.makers.get(x, ())
+            if not makers or not all(map(_is_move, makers)):
+                ends.add(at)
+            for i in filter(_is_move, makers):
+                turns = i.fn == "permute" and tuple(i.kwargs["dims"]) != (0, 1)
+                todo.append((i.reads[0], is_turned != turns))
+        return frozenset(ends)
+
+
+def _is_move(i: Instruction) -> bool:
+    """Return whether an instruction changes how the elements of a value lie, and no element."""
+    if i.comm is not None:
+        return i.comm.kind in _POSTS_THAT_MOVE and isinstance(i.inputs[0], str)
+    return (i.fn or i.op) in _MOVES
+
+
+def _is_of_columns(i: Instruction, shape: tuple[int, ...]) -> bool:
+    """Return whether a slice, or what is joined, leaves parts, experts and rows as they are."""
+    attrs = i.kwargs
+    if i.fn == "cat":
+        return bool(attrs["dim"] % len(shape) >= 3)
+    if i.fn == "sum":
+        return bool(attrs.get("keepdim")) and {d % len(shape) for d in attrs["dims"]} == {3}
+    if i.fn not in ("slice", "slice_grad"):
+        return True
+    end = "ends" if i.fn == "slice" else "shape"
+    starts, ends, steps = (tuple(attrs[k])[:3] for k in ("starts", end, "steps"))
+    is_whole = all(end >= n for end, n in zip(ends, shape, strict=False))
+    return is_whole and not any(starts) and set(steps) == {1}
+
+
+# -- what instructions make --------------------------------------------------------------------
+
+
+def _fetch(before: BufferType, after: BufferType) -> str | None:
+    layout = _layout(before)
+    if len(before.shape) != 2 or before.dtype.is_floating_point or before.dtype.is_complex:
+        return "what is fetched is integers, of parts and experts"
+    if not plain(layout, 2).is_replicated or chunk_of(layout) is not None:
+        return f"all ranks hold all of what is fetched, not {layout}: gather it before"
+    if (after.shape, after.dtype) != (before.shape, torch.int64):
+        return f"it makes i64{list(before.shape)}"
+    return None if is_alike(layout, _layout(after), 2) else f"it makes {layout}"
+
+
+def _pack(before: BufferType, after: BufferType) -> str | None:
+    want = (*after.shape[:1], *after.shape[2:])
+    if before.shape != want or before.dtype != after.dtype:
+        return f"it takes {list(want)} of the same dtype"
+    return _same_parts(before, after)
+
+
+def _unpack(before: BufferType, after: BufferType) -> str | None:
+    want = (*before.shape[:1], *before.shape[2:])
+    if after.shape != want or before.dtype != after.dtype:
+        return f"it makes {list(want)} of the same dtype"
+    return _same_parts(after, before)
+
+
+def _same_parts(whole: BufferType, rows: BufferType) -> str | None:
+    """Return why parts do not hold the rows of all experts, split alike; None where they do."""
+    layout, n = _layout(whole), len(rows.shape)
+    if whole.padding is not None or whole.flat or chunk_of(layout) is not None:
+        return "parts are neither padded, flat nor in chunks"
+    if layout.split_axes(1):
+        return f"the rows of a part are on one rank, not {layout}"
+    there = plain(layout, n - 1).with_dims({0: 0, **{d - 1: d for d in range(2, n)}})
+    return None if is_alike(there, _layout(rows), n) else f"parts are {layout}, rows {rows.layout}"
+
+
+def _layout(kind: BufferType) -> Layout:
+    assert kind.layout is not None
+    return kind.layout
+
+
+_OF_TYPES: dict[str, Callable[[BufferType, BufferType], str | None]] = {
+    "fetch": _fetch,
+    "pack_rows": _pack,
+    "unpack_rows": _unpack,
+}
+
+
+def check_made(types: Types, i: Instruction) -> None:
+    """Check the result of a fetch, or of packing or unpacking rows."""
+    after, kinds = types.made(i), types.program.types
+    before = kinds.get(i.reads[0]) if i.reads else None
+    if before is None:
+        return  # the flow refuses what nothing computed
+    if before.layout is None or after.layout is None:
+        raise types.mismatch(i, f"{i.op} is for buffers, not for numbers")
+    problem = _OF_TYPES[i.op](before, after)
+    if problem is not None:
+        raise types.mismatch(i, problem)
+
+
+def posted_problem(comm: Communication, side: int, kind: BufferType) -> str | None:
+    """Return why a buffer is not what a counted post reads (0) or writes (1); None where it is."""
+    if comm.kind != "AllToAll" or {comm.dim, comm.to_dim} != {0, 1}:
+        return "counted rows go from parts to experts, or back: an all-to-all of the dims 0 and 1"
+    layout, n = (comm.source, comm.destination)[side], len(comm.shape)
+    if kind.shape != comm.shape or not is_alike(_layout(kind), layout, n):
+        return f"it is to be {list(comm.shape)} {layout}"
+    parts = (comm.source if comm.dim == 0 else comm.destination).local_shape(comm.shape)[0]
+    if parts > 1:
+        return f"a rank has {parts} parts, whose rows for another rank do not lie together"
+    return None

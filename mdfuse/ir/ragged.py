@@ -1,0 +1,461 @@
+"""Rows grouped by part of the tokens and by expert, of which a run counts how many are there.
+
+A ragged value is a tensor [parts, experts, bound, d] beside its counts, [parts, experts]: behind
+the rows that are counted there are zeros. Tokens are cut into parts as `torch.chunk` cuts them, so
+that an axis that splits tokens splits parts. A token has k experts: it is k rows.
+
+Calls take such a tensor, or the rows that are there alone: see `mdfuse.ir.packed_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.extents.extent import are_same, is_symbolic
+from mdfuse.ir import packed_rows
+from mdfuse.ir.dims import DimMap, Shape, Shapes
+from mdfuse.ir.local_attributes import ExprPart
+from mdfuse.layouts.boxes import nth_chunk
+
+Attrs = Mapping[str, Any]
+Part = tuple[int, int, int]
+
+#: The labels: parts (of tokens), experts, what is summed over, columns.
+_P, _E, _K, _D = range(4)
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def count(
+    ids: Tensor,
+    *,
+    experts: int,
+    parts: int,
+    rows: Part | None = None,
+    part: Part | None = None,
+    held: Part | None = None,
+) -> Tensor:
+    """Count how many rows of each part go to each expert.
+
+    Args:
+        ids: [t] or [t,k], the experts of each token; others than 0 to experts - 1 are none.
+        experts: how many there are.
+        parts: into which tokens are cut.
+        rows: (first, behind the last, all) of the tokens here; None: all.
+        part: the same of the parts.
+        held: the same of the experts.
+    """
+    sizes = _here(parts, part), _here(experts, held)
+    keys = _keys(ids, sizes, parts, experts, rows, part, held)
+    ones = torch.ones_like(keys)
+    zeros = ones.new_zeros(sizes[0] * sizes[1] + 1)
+    return zeros.index_add_(0, keys, ones)[:-1].view(sizes)
+
+
+def group(
+    x: Tensor,
+    ids: Tensor,
+    n: Tensor,
+    *,
+    rows: Part | None = None,
+    part: Part | None = None,
+    held: Part | None = None,
+) -> Tensor:
+    """Put the rows of each part and expert one behind the other, in the order of the tokens.
+
+    Args:
+        x: [t,d], or [t,k,d] where each choice of a token has a row.
+        ids: as `count` takes them.
+        n: [parts,experts], how many rows to keep.
+        rows: see `count`; likewise part and held.
+    """
+    ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
+    bound = _bound(ids.shape, n.shape, rows, part)
+    at = _places(ids, n, bound, rows, part, held)
+    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, ids.shape[1], -1)
+    flat = x.new_zeros((n.numel() * bound + 1, x.shape[-1]))
+    return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(*n.shape, bound, x.shape[-1])
+
+
+def ungroup(
+    y: Tensor,
+    ids: Tensor,
+    n: Tensor,
+    *,
+    rows: Part | None = None,
+    part: Part | None = None,
+    held: Part | None = None,
+) -> Tensor:
+    """Return the row of each choice of each token, [t,k,d]; zeros for those that are not there."""
+    ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
+    at = _places(ids, n, y.shape[2], rows, part, held)
+    flat = torch.cat([y.flatten(0, 2), y.new_zeros((1, y.shape[-1]))])
+    return flat[at].view(*ids.shape, y.shape[-1])
+
+
+def line_up(
+    x: Tensor,
+    ids: Tensor,
+    n: Tensor,
+    *,
+    rows: Part | None = None,
+    part: Part | None = None,
+    held: Part | None = None,
+) -> Tensor:
+    """Put the rows of each part one behind the other, by expert: [p,b,d]; see `group`."""
+    ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
+    bound = _bound(ids.shape, n.shape, rows, part)
+    at = _lined_up(ids, n, bound, rows, part, held)
+    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, ids.shape[1], -1)
+    flat = x.new_zeros((n.shape[0] * bound + 1, x.shape[-1]))
+    return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(n.shape[0], bound, x.shape[-1])
+
+
+def put_back(
+    y: Tensor,
+    ids: Tensor,
+    n: Tensor,
+    *,
+    rows: Part | None = None,
+    part: Part | None = None,
+    held: Part | None = None,
+) -> Tensor:
+    """Return the row of each choice of each token, of rows that `line_up` made; see `ungroup`."""
+    ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
+    at = _lined_up(ids, n, y.shape[1], rows, part, held)
+    flat = torch.cat([y.flatten(0, 1), y.new_zeros((1, y.shape[-1]))])
+    return flat[at].view(*ids.shape, y.shape[-1])
+
+
+def multiply(x: Tensor, weight: Tensor, n: Tensor) -> Tensor:
+    """Multiply the rows of each expert, [p,e,b,k], with its matrix, of [e,k,n]."""
+    return packed_rows.multiply(x, weight, n) if x.ndim == 2 else torch.matmul(x, weight)
+
+
+def multiply_grad(x: Tensor, ct: Tensor, n: Tensor) -> Tensor:
+    """Return the gradient of the matrices [e,k,n]: of each expert the product of its rows."""
+    if x.ndim == 2:
+        return packed_rows.multiply_grad(x, ct, n)
+    left, right = (t.transpose(0, 1).flatten(1, 2) for t in (x, ct))
+    return torch.bmm(left.transpose(1, 2), right)
+
+
+def total(x: Tensor, n: Tensor) -> Tensor:
+    """Sum the rows of each part and expert: [p,e,b,d] -> [p,e,d]."""
+    return packed_rows.total(x, n) if x.ndim == 2 else x.sum(2)
+
+
+def spread(rows: Tensor, x: Tensor, n: Tensor) -> Tensor:
+    """Repeat a row per part and expert, [p,e,d], for each row of x that is there.
+
+    The result has the columns of x, or those of the rows where x has one.
+    """
+    if x.ndim == 2:
+        return packed_rows.spread(rows, x, n)
+    return mask(rows.unsqueeze(2).expand(*x.shape[:3], max(x.shape[3], rows.shape[2])), n)
+
+
+def mask(x: Tensor, n: Tensor) -> Tensor:
+    """Set rows to zero that are not there."""
+    if x.ndim == 2:
+        return x
+    is_there = torch.arange(x.shape[2], device=x.device) < n.unsqueeze(2)
+    return torch.where(is_there.unsqueeze(3), x, x.new_zeros(()))
+
+
+def _here(whole: int, part: Part | None) -> int:
+    return whole if part is None else part[1] - part[0]
+
+
+def _keys(
+    ids: Tensor,
+    sizes: tuple[int, int],
+    parts: int,
+    experts: int,
+    rows: Part | None,
+    part: Part | None,
+    held: Part | None,
+) -> Tensor:
+    """Return which of the groups here each row belongs to, [t*k]; the last for those elsewhere."""
+    ids = (ids if ids.ndim == 2 else ids.unsqueeze(1)).long()
+    first, _, tokens = rows or (0, 0, ids.shape[0])
+    size = max(-(-tokens // parts), 1)
+    at = torch.arange(ids.shape[0], device=ids.device).add(first).div(size, rounding_mode="floor")
+    at = at.unsqueeze(1) - (part[0] if part else 0)
+    mine = ids - (held[0] if held else 0)
+    is_here = (mine >= 0) & (mine < sizes[1]) & (at >= 0) & (at < sizes[0])
+    is_here = is_here & (ids >= 0) & (ids < experts)
+    return torch.where(is_here, at * sizes[1] + mine, sizes[0] * sizes[1]).flatten()
+
+
+def _places(
+    ids: Tensor,
+    n: Tensor,
+    bound: int,
+    rows: Part | None,
+    part: Part | None,
+    held: Part | None,
+) -> Tensor:
+    """Return where each row lies among all places, [t*k]; behind the last if it lies nowhere.
+
+    Rows of one part and expert lie in the order of the tokens, so in that of a stable sort.
+    """
+    sizes = n.shape[0], n.shape[1]
+    parts, experts = (part or (0, 0, sizes[0]))[2], (held or (0, 0, sizes[1]))[2]
+    keys = _keys(ids, sizes, parts, experts, rows, part, held)
+    in_order, order = keys.sort(stable=True)
+    groups = torch.arange(n.numel() + 1, device=keys.device)
+    starts = torch.searchsorted(in_order, groups)
+    places = torch.arange(keys.shape[0], device=keys.device) - starts[in_order]
+    places = torch.empty_like(places).index_copy_(0, order, places)
+    limits = torch.cat([n.flatten().clamp(max=bound), n.new_zeros(1)])
+    return torch.where(places < limits[keys], keys * bound + places, n.numel() * bound)
+
+
+def _lined_up(
+    ids: Tensor,
+    n: Tensor,
+    bound: int,
+    rows: Part | None,
+    part: Part | None,
+    held: Part | None,
+) -> Tensor:
+    """Return where each row lies where the rows of a part lie one behind the other, [t*k]."""
+    grouped = _places(ids, n, bound, rows, part, held)
+    starts = torch.arange(n.shape[0], device=n.device).unsqueeze(1) * bound + n.cumsum(1) - n
+    starts = torch.cat([starts.flatten(), starts.new_full((1,), n.shape[0] * bound)])
+    size = max(bound, 1)
+    return starts[grouped.div(size, rounding_mode="floor")] + grouped % size
+
+
+def _bound(ids: Shape, n: Shape, rows: Part | None = None, part: Part | None = None) -> int:
+    """Return the number of rows of a part, all of which may go to one expert."""
+    tokens, parts = (rows or (0, 0, ids[0]))[2], (part or (0, 0, n[0]))[2]
+    return -(-tokens // max(parts, 1)) * (ids[1] if len(ids) == 2 else 1)
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def _given(shapes: Shapes, *ndims: tuple[int, ...]) -> list[Shape]:
+    """Return the shapes of operands, each with one of some numbers of dims."""
+    given = [shape for shape in shapes if shape is not None]
+    if len(given) != len(ndims) or any(len(s) not in n for s, n in zip(given, ndims, strict=True)):
+        raise ValueError(f"operands of the shapes {', '.join(map(str, shapes))}")
+    return given
+
+
+def _alike(*pairs: tuple[int, int]) -> None:
+    if not all(are_same(a, b) for a, b in pairs):
+        raise ValueError("extents that differ: " + ", ".join(f"{a} and {b}" for a, b in pairs))
+
+
+def shape_of_count(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return [parts, experts], or those of one rank."""
+    _given(shapes, (1, 2))
+    sizes = (attrs["parts"], attrs.get("part")), (attrs["experts"], attrs.get("held"))
+    return tuple(_here(whole, part) for whole, part in sizes)
+
+
+def shape_of_group(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return [parts, experts, bound, d]."""
+    x, ids, n = _given(shapes, (2, 3), (1, 2), (2,))
+    _alike((x[0], ids[0]), *([(x[1], ids[1])] if len(x) == 3 else []))
+    bound = _bound(ids, n, attrs.get("rows"), attrs.get("part"))
+    return (*n, bound, x[-1])
+
+
+def shape_of_line_up(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return [parts, bound, d]."""
+    parts, _, bound, d = shape_of_group(shapes, attrs)
+    return (parts, bound, d)
+
+
+def shape_of_put_back(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return [t, k, d]."""
+    y, ids, n = _given(shapes, (3,), (1, 2), (2,))
+    _alike((y[0], n[0]))
+    return (ids[0], ids[1] if len(ids) == 2 else 1, y[2])
+
+
+def shape_of_ungroup(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return [t, k, d]."""
+    y, ids, n = _given(shapes, (4,), (1, 2), (2,))
+    _alike(*zip(y[:2], n, strict=True))
+    return (ids[0], ids[1] if len(ids) == 2 else 1, y[3])
+
+
+def shape_of_multiply(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return [p, e, bound, n]."""
+    x, weight, n = _given(shapes, (2, 4), (3,), (2,))
+    if len(x) == 2:
+        _alike((x[1], weight[1]), (weight[0], n[1]))
+        return (x[0], weight[2])
+    _alike((x[1], weight[0]), (x[3], weight[1]), *zip(x[:2], n, strict=True))
+    return (*x[:3], weight[2])
+
+
+def shape_of_multiply_grad(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return [e, k, n]."""
+    x, ct, n = _given(shapes, (2, 4), (2, 4), (2,))
+    if len(x) == 2:
+        _alike((x[0], ct[0]))
+        return (n[1], x[1], ct[1])
+    _alike(*zip(x[:3], ct[:3], strict=True), *zip(x[:2], n, strict=True))
+    return (x[1], x[3], ct[3])
+
+
+def shape_of_total(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return [p, e, d]."""
+    x, n = _given(shapes, (2, 4), (2,))
+    if len(x) == 4:
+        _alike(*zip(x[:2], n, strict=True))
+    return (*n, x[-1])
+
+
+def shape_of_spread(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of x, with the columns of the first operand where x has one."""
+    rows, x, n = _given(shapes, (3,), (2, 4), (2,))
+    wide = rows[2] if are_same(x[-1], 1) else x[-1]
+    for a, b in zip(rows, (*n, wide), strict=True):
+        if not are_same(a, 1):
+            _alike((a, b))
+    if len(x) == 4:
+        _alike(*zip(x[:2], n, strict=True))
+    return (*x[:-1], wide)
+
+
+def shape_of_mask(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of x."""
+    x, n = _given(shapes, (2, 4), (2,))
+    if len(x) == 4:
+        _alike(*zip(x[:2], n, strict=True))
+    return x
+
+
+# -- labels ----------------------------------------------------------------------------------------
+
+
+def _fitting(tokens: int, parts: int) -> Any:
+    """Return whether tokens and parts are split at the same places, for `DimMap.fits`."""
+
+    def fits(label: int, sizes: tuple[int, ...]) -> bool:
+        if label != _P:
+            return True
+        if is_symbolic((tokens,)):
+            return bool(tokens % parts == 0) and all(parts % n == 0 for n in sizes)
+        size = -(-tokens // parts)
+        spans = [(tokens, 1), (parts, size)]
+        cut, other = ([_ends(n, each, tokens, sizes)] for n, each in spans)
+        return cut == other
+
+    return fits
+
+
+def _ends(extent: int, each: int, tokens: int, sizes: tuple[int, ...]) -> list[int]:
+    """Return behind which token each part of a dim ends, split by axes of some sizes."""
+    spans = [(0, extent)]
+    for size in sizes:
+        spans = [nth_chunk(span, size, i) for span in spans for i in range(size)]
+    return [min(end * each, tokens) for _, end in spans]
+
+
+def _of_ids(shape: Shape) -> tuple[int | None, ...]:
+    return (_P, None)[: len(shape)]
+
+
+def of_count(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `ids[t,k]`: tokens are split as parts are; each rank may count for its experts."""
+    (ids,) = (s for s in shapes if s is not None)
+    fits = _fitting(ids[0], result[0])
+    return DimMap(operands=(_of_ids(ids),), results=((_P, _E),), fits=fits)
+
+
+def of_group(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[t,d], ids[t,k], n[p,e]`: each rank groups its tokens, or for its experts."""
+    x, ids, _ = (s for s in shapes if s is not None)
+    return DimMap(
+        operands=((_P, None, _D) if len(x) == 3 else (_P, _D), _of_ids(ids), (_P, _E)),
+        results=((_P, _E, None, _D),),
+        fits=_fitting(ids[0], result[0]),
+    )
+
+
+def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `y[p,e,b,d], ids[t,k], n[p,e]`: ranks that have some experts add up their rows."""
+    y, ids, _ = (s for s in shapes if s is not None)
+    return DimMap(
+        operands=((_P, _E, None, _D), _of_ids(ids), (_P, _E)),
+        results=((_P, None, _D),),
+        reduces={_E: "sum"},
+        fits=_fitting(ids[0], y[0]),
+    )
+
+
+def of_line_up(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[t,d], ids[t,k], n[p,e]`: each rank lines up the rows of its tokens."""
+    whole = of_group(shapes, result, attrs)
+    operands = (*whole.operands[:2], (_P, None))
+    return DimMap(operands=operands, results=((_P, None, _D),), fits=whole.fits)
+
+
+def of_put_back(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `y[p,b,d], ids[t,k], n[p,e]`."""
+    whole = of_ungroup(shapes, result, attrs)
+    operands = ((_P, None, _D), whole.operands[1], (_P, None))
+    return DimMap(operands=operands, results=whole.results, fits=whole.fits)
+
+
+def of_multiply(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[p,e,b,k], w[e,k,n], n[p,e]`: ranks add up their shares of k."""
+    return DimMap(
+        operands=((_P, _E, None, _K), (_E, _K, _D), (_P, _E)),
+        results=((_P, _E, None, _D),),
+        reduces={_K: "sum"},
+    )
+
+
+def of_multiply_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[p,e,b,k], ct[p,e,b,n], n[p,e]`: ranks add up their parts."""
+    return DimMap(
+        operands=((_P, _E, None, _K), (_P, _E, None, _D), (_P, _E)),
+        results=((_E, _K, _D),),
+        reduces={_P: "sum"},
+    )
+
+
+def of_total(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[p,e,b,d], n[p,e]`: rows are whole."""
+    return DimMap(operands=((_P, _E, None, _D), (_P, _E)), results=((_P, _E, _D),))
+
+
+def of_spread(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `rows[p,e,d], x[p,e,b,d], n[p,e]`: what is repeated is whole."""
+    rows, x, _ = (s for s in shapes if s is not None)
+    wide = (*x[:2], result[3])
+    labels = zip(rows, wide, (_P, _E, _D), strict=True)
+    repeated = tuple(label if are_same(n, m) else None for n, m, label in labels)
+    read = (_P, _E, None, _D if are_same(x[3], result[3]) else None)
+    return DimMap(operands=(repeated, read, (_P, _E)), results=((_P, _E, None, _D),))
+
+
+def of_mask(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[p,e,b,d], n[p,e]`."""
+    return DimMap(operands=((_P, _E, None, _D), (_P, _E)), results=((_P, _E, None, _D),))
+
+
+def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Say which tokens, parts and experts this rank has."""
+    at = 0 if len(part.shapes) == 1 else 1
+    of_counts = (part.shape, part.box) if at == 0 else (part.shapes[2], part.boxes[2])
+    ids, box = part.shapes[at], part.boxes[at]
+    (shape, sizes) = of_counts
+    assert ids is not None and box is not None and shape is not None and sizes is not None
+    spans = {"rows": (box[0], ids[0]), "part": (sizes[0], shape[0]), "held": (sizes[1], shape[1])}
+    is_split = any(span != (0, n) for span, n in spans.values())
+    return {**attrs, **({k: (*span, n) for k, (span, n) in spans.items()} if is_split else {})}

@@ -1,0 +1,94 @@
+"""Rows grouped by expert, of which a run counts how many are there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mdfuse.ir import ragged
+from mdfuse.ir.attributes import attr
+from mdfuse.ir.op_table import row
+from mdfuse.ir.out_forms import ANYHOW, DENSE
+
+_HERE = tuple(attr(name, "part", is_local=True) for name in ("rows", "part", "held"))
+_GROUPS: dict[str, Any] = {"localize": ragged.local_groups, "is_single": False}
+row(
+    "counts",
+    ragged.count,
+    ragged.of_count,
+    ragged.shape_of_count,
+    DENSE,
+    attrs=(attr("experts", "count", True), attr("parts", "count", True), *_HERE),
+    **_GROUPS,
+)
+row(
+    "group_rows",
+    ragged.group,
+    ragged.of_group,
+    ragged.shape_of_group,
+    DENSE,
+    operands=(3, 3),
+    attrs=_HERE,
+    **_GROUPS,
+)
+row(
+    "ungroup_rows",
+    ragged.ungroup,
+    ragged.of_ungroup,
+    ragged.shape_of_ungroup,
+    DENSE,
+    operands=(3, 3),
+    partial="scale",
+    attrs=_HERE,
+    **_GROUPS,
+)
+row(
+    "line_up_rows",
+    ragged.line_up,
+    ragged.of_line_up,
+    ragged.shape_of_line_up,
+    DENSE,
+    operands=(3, 3),
+    attrs=_HERE,
+    **_GROUPS,
+)
+row(
+    "put_back_rows",
+    ragged.put_back,
+    ragged.of_put_back,
+    ragged.shape_of_put_back,
+    DENSE,
+    operands=(3, 3),
+    partial="scale",
+    attrs=_HERE,
+    **_GROUPS,
+)
+_PRODUCT: dict[str, Any] = {"operands": (3, 3), "is_library": True, "is_single": False}
+row(
+    "rows_mm",
+    ragged.multiply,
+    ragged.of_multiply,
+    ragged.shape_of_multiply,
+    DENSE,
+    stays=1,
+    **_PRODUCT,
+)
+row(
+    "rows_mm_grad",
+    ragged.multiply_grad,
+    ragged.of_multiply_grad,
+    ragged.shape_of_multiply_grad,
+    DENSE,
+    **_PRODUCT,
+)
+row("sum_of_rows", ragged.total, ragged.of_total, ragged.shape_of_total, DENSE, operands=(2, 2))
+row("spread_rows", ragged.spread, ragged.of_spread, ragged.shape_of_spread, DENSE, operands=(3, 3))
+row(
+    "mask_rows",
+    ragged.mask,
+    ragged.of_mask,
+    ragged.shape_of_mask,
+    ANYHOW,
+    operands=(2, 2),
+    is_view=True,  # the rows that are there are all rows
+    may_copy=True,
+)

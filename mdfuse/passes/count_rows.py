@@ -1,0 +1,139 @@
+"""Decide which ragged values are stored as the rows that are there, and which as dense tensors.
+
+%s: f32[4,8,<=64:%n,16] (ep=S0) = group_rows(%x, %ids, %n)       64 rows for each part: %n are there
+
+All values of the same counts are stored alike. They are dense where something asks for places that
+no row has, or where rows would move otherwise than between parts and experts along one axis: then
+zeros stand behind the rows, and travel with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from mdfuse.extents.extent import is_symbolic
+from mdfuse.ir.graph import Expr, Fusion, Value
+from mdfuse.ir.ops import TABLE
+from mdfuse.layouts.layout import Layout, Shard
+
+name = "count_rows"
+
+#: Operations on counted rows, besides elementwise ones and sets.
+_ON_ROWS = (
+    "group_rows", "ungroup_rows", "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows",
+    "mask_rows", "slice", "slice_grad", "cat", "sum", "detach",
+)  # fmt: skip
+#: Those that need the rows of a part on one rank.
+_OF_TOKENS = ("group_rows", "ungroup_rows")
+
+
+def run(fusion: Fusion) -> Fusion:
+    """Return the fusion with values of counted rows marked, each with its first counts."""
+    values = dict(fusion.values)
+    for root, names in _by_counts(fusion).items():
+        is_counted = _problem(fusion, root, names) is None
+        for x in names:
+            values[x] = replace(values[x], rows=root, is_counted=is_counted)
+    return replace(fusion, values=values) if values != fusion.values else fusion
+
+
+def explained(fusion: Fusion) -> Iterator[str]:
+    """Yield a line for the rows of each counts of a fusion after all passes."""
+    for root, names in _by_counts(fusion).items():
+        problem = _problem(fusion, root, names)
+        values = [fusion.values[x] for x in names]
+        if not all(x.is_counted for x in values):
+            most = max(x.bytes for x in values)
+            because = problem or "the step is computed in microbatches"
+            yield f"rows that %{root} counts are dense, with zeros behind them: {because}"
+            yield f"  costs up to {most} bytes for a value of all ranks, which travel as they are"
+            continue
+        yield f"rows that %{root} counts are stored, and move, as they are counted in a run"
+        if fusion.producers[root].op == "clamp":
+            most = fusion.producers[root].kwargs["max"]
+            yield f"  rows over the capacity of {most} per part and expert are dropped"
+
+
+def _by_counts(fusion: Fusion) -> dict[str, list[str]]:
+    """Return counts, as they are first computed -> the values whose rows they count."""
+    roots: dict[str, list[str]] = {}
+    for value in fusion.values.values():
+        if value.rows is not None:
+            roots.setdefault(_root(fusion, value.rows), []).append(value.name)
+    return roots
+
+
+def _root(fusion: Fusion, counts: str) -> str:
+    producer = fusion.producers.get(counts)
+    while producer is not None and producer.op == "set":
+        (counts,) = producer.reads
+        producer = fusion.producers.get(counts)
+    return counts
+
+
+def _problem(fusion: Fusion, root: str, names: Sequence[str]) -> str | None:
+    """Return why rows cannot be stored as they are counted; None where they can."""
+    n = fusion.values.get(root)
+    if n is None or n.layout is None or n.stream is not None:
+        return "their counts are computed in chunks"
+    for x in names:
+        problem = _of_value(fusion.values[x], n)
+        if problem is None and x in fusion.outputs:
+            problem = f"%{x} is an output, which is dense"
+        if problem is not None:
+            return problem
+    ragged = {*names}
+    touching = (e for e in fusion.exprs if not ragged.isdisjoint((*e.reads, *e.outputs)))
+    problems = (_of_expr(e, fusion.values, ragged) for e in touching)
+    return next((x for x in problems if x is not None), None)
+
+
+def _of_value(value: Value, n: Value) -> str | None:
+    layout = value.layout
+    assert layout is not None and n.layout is not None
+    if value.stream is not None or layout.stream is not None or is_symbolic(value.shape):
+        return f"%{value.name} is computed in chunks, or has extents that a run chooses"
+    if layout.split_axes(2) or layout.cuts or layout.mesh != n.layout.mesh:
+        return f"%{value.name} is {layout}"
+    return None
+
+
+def _of_expr(e: Expr, values: Mapping[str, Value], ragged: set[str]) -> str | None:
+    line = f" ({e.source})" if e.source else ""
+    if e.op == "set":
+        before, after = (values[x] for x in (e.reads[0], e.output))
+        assert before.layout is not None and after.layout is not None
+        if way(before.layout, after.layout, before.shape) is None:
+            return f"%{e.output} goes from {before.layout} to {after.layout}{line}"
+        return None
+    if e.op in _OF_TOKENS:
+        rows = values[e.output if e.op == "group_rows" else e.reads[0]]
+        assert rows.layout is not None
+        if rows.layout.split_axes(1):
+            return f"each rank has its experts' rows of all tokens, %{rows.name}{line}"
+        return None
+    tensors = [x for x in e.reads if values[x].is_tensor]
+    is_elementwise = TABLE[e.op].is_elementwise and ragged.issuperset(tensors)
+    return None if is_elementwise or e.op in _ON_ROWS else f"{e.op} asks for all places{line}"
+
+
+def way(before: Layout, after: Layout, shape: tuple[int, ...]) -> tuple[str, Layout] | None:
+    """Return how rows move in a set: the axis of an all-to-all, and the layout on its other side.
+
+    In that layout the rows of a part are on one rank, so that any other change is one of plain
+    rows, [parts, bound, d]. The axis is "" where all of the set is; None where it is neither.
+    """
+    of_experts = before.split_axes(1), after.split_axes(1)
+    if not any(of_experts) or before == after:
+        return "", after
+    if all(of_experts):
+        return None
+    split, whole = (after, before) if of_experts[1] else (before, after)
+    (axis, *others) = split.split_axes(1)
+    parts = split.with_placement(axis, Shard(0))
+    is_innermost = not others and parts.split_axes(0)[-1:] == (axis,)
+    is_there = parts.split_axes(0) == whole.split_axes(0)
+    if not is_innermost or not is_there or parts.local_shape(shape)[0] > 1:
+        return None
+    return axis, parts

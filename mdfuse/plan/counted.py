@@ -1,0 +1,203 @@
+"""Prepare rows that a run counts: the fetch of the counts, exact buffers, posts by the counts.
+
+A fetched value is a table of sums on the host: of all parts and experts in front of each place.
+So the rows of a box of parts and experts are four numbers of it, those of many boxes one look-up.
+Buffers of counted rows are as long as their rows: their bound counts for estimates alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.counted import counted
+from mdfuse.errors import CommunicationError, CountsError, ProgramError
+from mdfuse.hir.counted import Cell, cell_of, moves, parts_of, row_size
+from mdfuse.hir.program import Instruction
+from mdfuse.ir.extremes import poison
+from mdfuse.plan.context import Context, PlanStep, base_name, label
+from mdfuse.plan.lines import Line
+from mdfuse.plan.pending import Pending
+
+#: The rows of some cells, by a fetched value.
+_Rows = Callable[[Tensor], list[int]]
+
+
+def rows_of(cells: Sequence[Cell], experts: int) -> _Rows:
+    """Return the function that looks the rows of cells up in a fetched value."""
+    width = experts + 1
+    corners = [[p * width + e for p in ps for e in es] for ps, es in cells]
+    at = torch.tensor(corners, dtype=torch.int64).reshape(-1, 4).T.contiguous()
+
+    def look_up(fetched: Tensor) -> list[int]:
+        low, a, b, high = fetched[at]
+        rows: list[int] = (high - a - b + low).tolist()
+        return rows
+
+    return look_up
+
+
+def fetch(i: Instruction, context: Context) -> list[Line]:
+    """Bring counts to the host; ranks that all know them refuse wrong ones together."""
+    (output,), most = i.outputs, i.kwargs["most"]
+    what, where = f"@{context.program.name}: %{base_name(i.reads[0])}", context.where(i)
+    kind = CountsError if _is_everywhere(output, context) else ProgramError
+
+    def fetched(counts: Tensor) -> Tensor:
+        table = counts.detach().to("cpu", torch.int64)
+        problem = _problem(table, most)
+        if problem is not None:
+            raise kind(f"{what} counts {problem}", where=where, because=_ALL_KNOW, hint=_BOUND)
+        sums = table.new_zeros([n + 1 for n in table.shape])
+        sums[1:, 1:] = table.cumsum(0).cumsum(1)
+        return sums.view(-1)
+
+    return [Line(run=fetched, args=(context.ref(i.reads[0]),), into=context.slot(output))]
+
+
+def _problem(table: Tensor, most: int) -> str | None:
+    """Return what is wrong with counts of parts and experts; None: nothing."""
+    if not table.numel():
+        return None
+    least, rows = int(table.min()), table.sum(1)
+    at = int(rows.argmax())
+    if least < 0:
+        return f"{least} rows"
+    n = int(rows[at])
+    return None if n <= most else f"{n} rows of part {at}, of which there may be {most}"
+
+
+def _is_everywhere(name: str, context: Context) -> bool:
+    """Tell whether all ranks of the program fetch a value, so that they refuse it together."""
+    layout = context.type(name).layout
+    return layout is not None and all(r in layout.mesh for m in context.program.meshes for r in m)
+
+
+_ALL_KNOW = "all ranks know all counts, so that all of them refuse the run before they post rows"
+_BOUND = "let the bound be what a part may have at most, or drop rows before they are counted"
+
+
+def alloc(i: Instruction, context: Context) -> list[Line]:
+    """Make a buffer of as many rows as are counted."""
+    (output,), (counts,) = i.outputs, i.reads
+    kind = context.type(output)
+    _, *inner = context.local(output)
+    rows = rows_of([cell_of(kind, context.rank)], kind.shape[1])
+    how: dict[str, Any] = {"dtype": kind.dtype, "device": context.device}
+
+    def make(fetched: Tensor) -> Tensor:
+        return torch.empty((*rows(fetched), *inner), **how)
+
+    fill = i.kwargs.get("fill", poison(kind.dtype) if context.poison else None)
+    into, args, nbytes = context.slot(output), (context.ref(counts),), _bound(i, context)
+    lines = [Line(run=make, args=args, into=into, makes=nbytes)]
+    if fill is not None:
+        lines.append(Line(run="fill_", args=(context.ref(output), fill)))
+    return lines
+
+
+def _bound(i: Instruction, context: Context) -> int:
+    """Return the bytes of the rows that there may be."""
+    (output,) = i.outputs
+    return math.prod(context.local(output)) * context.type(output).dtype.itemsize
+
+
+def pack(i: Instruction, context: Context) -> list[Line]:
+    """Take the rows that are there, of parts whose rows stand at their beginnings."""
+    (output,), (operand, counts) = i.outputs, i.reads
+    kind, source = context.type(output), context.ref(operand)
+    rows = rows_of(parts_of(kind, context.rank), kind.shape[1])
+
+    def take(x: Tensor, fetched: Tensor) -> Tensor:
+        taken = [part[:n] for part, n in zip(x, rows(fetched), strict=True)]
+        if not taken:
+            return x.reshape(0, *x.shape[2:])
+        packed: Tensor = taken[0].contiguous() if len(taken) == 1 else torch.cat(taken)
+        return packed
+
+    return [
+        Line(
+            run=take, args=(source, context.ref(counts)), into=context.slot(output),
+            shares=(source.slot,), makes=_bound(i, context),
+        )
+    ]  # fmt: skip
+
+
+def unpack(i: Instruction, context: Context) -> list[Line]:
+    """Put rows at the beginnings of their parts; zeros follow them."""
+    (output,), (operand, counts) = i.outputs, i.reads
+    kind = context.type(operand)
+    rows = rows_of(parts_of(kind, context.rank), kind.shape[1])
+    shape = context.local(output)
+
+    def put(x: Tensor, fetched: Tensor, out: Tensor | None = None) -> Tensor:
+        numbers = rows(fetched)
+        if out is None and len(numbers) == 1 and numbers[0] == shape[1]:
+            return x.view(shape)
+        out = x.new_empty(shape) if out is None else out
+        for part, taken in zip(out, x.split(numbers), strict=True):
+            part[: len(taken)] = taken
+            part[len(taken) :] = 0
+        return out
+
+    args = (context.ref(operand), context.ref(counts))
+    if context.has_buffer(output):
+        return [Line(run=put, args=(*args, context.ref(output)))]
+    into, shares = context.slot(output), (args[0].slot,)
+    return [Line(run=put, args=args, into=into, shares=shares, makes=_bound(i, context))]
+
+
+def post(i: Instruction, context: Context) -> PlanStep:
+    """Prepare a post that moves as many rows as are counted."""
+    comm, rank = i.comm, context.rank
+    assert comm is not None
+    context.bind_name(i.outputs[0])
+    sent, received = moves(comm, rank)
+    rows, size, n = rows_of((*sent, *received), comm.shape[1]), row_size(comm), len(sent)
+    call = comm.part(rank).call
+    assert call is not None
+    call = replace(call, send_counts=(0,) * n, recv_counts=(0,) * n, is_counted=True)
+    poster = context.bind(call)
+
+    def post_rows(source: Tensor, destination: Tensor, fetched: Tensor) -> Pending:
+        counts = [size * k for k in rows(fetched)]
+        now = replace(call, send_counts=tuple(counts[:n]), recv_counts=tuple(counts[n:]))
+        for x, side in ((source, now.send_counts), (destination, now.recv_counts)):
+            if x.numel() != sum(side) or not x.is_contiguous():
+                raise _other_rows(i, rank, x, sum(side) // max(size, 1))
+        return Pending((counted(poster, now)((source,), (destination,)),))
+
+    args = tuple(map(context.ref, i.reads))
+    handle, used = context.slot(i.outputs[0]), tuple(x.slot for x in args)
+    return PlanStep(
+        lines=(Line(run=post_rows, args=args, into=handle, shares=used[:2]),),
+        label=label(i),
+        op="post",
+        inputs=used,
+        outputs=(handle,),
+        posters=(poster,),
+        calls=(call,),
+    )
+
+
+def _other_rows(i: Instruction, rank: int, x: Tensor, rows: int) -> CommunicationError:
+    return CommunicationError(
+        f"rank {rank} posts {i.comm} of a buffer {list(x.shape)} with strides {list(x.stride())}, "
+        f"where {rows} rows are counted",
+        where=[i.source.quote()] if i.source else [],
+        because="rows that are moved lie one after the other, and are as many as are counted",
+        hint="make it from the rows that the counts are of",
+    )
+
+
+#: op -> the function that prepares its lines.
+PREPARED: dict[str, Callable[[Instruction, Context], list[Line]]] = {
+    "fetch": fetch,
+    "pack_rows": pack,
+    "unpack_rows": unpack,
+}

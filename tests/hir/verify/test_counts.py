@@ -1,0 +1,232 @@
+"""Broken programs of counted rows: each is caught, or no different.
+
+The numbers of a fetch say how many rows there are, and decide nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from helpers import sampling
+from helpers.mutants import mutants
+from helpers.type_mutants import OP, type_mutants
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import hir
+from mdfuse.hir import HostProgram
+from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.verify.check import verify
+
+#: Two values, with counts of the same type: each may be taken for the other.
+TEXT = """host @two on mesh(ep=2) {
+  input %x: f32[1,5,2] of [2,5,2] (ep=S0)
+  input %z: f32[1,5,2] of [2,5,2] (ep=S0)
+  input %n: i64[1,3] of [2,3] (ep=S0)
+  input %m: i64[1,3] of [2,3] (ep=S0)
+  %n.all: i64[2,3] (ep=R) = alloc
+  %a = post allgather(%n) -> %n.all i64[2,3] (ep=S0) => (ep=R) axis=ep dim=0
+  wait %a
+  %m.all: i64[2,3] (ep=R) = alloc
+  %b = post allgather(%m) -> %m.all i64[2,3] (ep=S0) => (ep=R) axis=ep dim=0
+  wait %b
+  %c: i64[2,3] (ep=R) = fetch(%n.all, most=5)
+  %d: i64[2,3] (ep=R) = fetch(%m.all, most=5)
+  free %n.all, %m.all
+  %xs: f32[<=5:%c,2] of [2,3,5,2] (ep=S0) = pack_rows(%x, %c)
+  %zs: f32[<=5:%d,2] of [2,3,5,2] (ep=S0) = pack_rows(%z, %d)
+  %xr: f32[<=10:%c,2] of [2,3,5,2] (ep=S1) = alloc(%c)
+  %h = post alltoall(%xs) -> %xr f32[2,3,5,2] (ep=S0) => (ep=S1) axis=ep dim=0 to_dim=1 counts=%c
+  %zr: f32[<=10:%d,2] of [2,3,5,2] (ep=S1) = alloc(%d)
+  %i = post alltoall(%zs) -> %zr f32[2,3,5,2] (ep=S0) => (ep=S1) axis=ep dim=0 to_dim=1 counts=%d
+  wait %h
+  free %xs
+  %xq: f32[<=10:%c,2] of [2,3,5,2] (ep=S1) = neg(%xr)
+  free %xr
+  %xb: f32[<=5:%c,2] of [2,3,5,2] (ep=S0) = alloc(%c)
+  %j = post alltoall(%xq) -> %xb f32[2,3,5,2] (ep=S1) => (ep=S0) axis=ep dim=1 to_dim=0 counts=%c
+  wait %i
+  free %zs
+  %zb: f32[<=5:%d,2] of [2,3,5,2] (ep=S0) = alloc(%d)
+  %k = post alltoall(%zr) -> %zb f32[2,3,5,2] (ep=S1) => (ep=S0) axis=ep dim=1 to_dim=0 counts=%d
+  wait %j
+  free %xq
+  %u: f32[1,5,2] of [2,5,2] (ep=S0) = unpack_rows(%xb, %c)
+  wait %k
+  free %zr
+  %v: f32[1,5,2] of [2,5,2] (ep=S0) = unpack_rows(%zb, %d)
+  free %xb, %zb, %c, %d
+  return %u, %v
+}"""
+
+ORDERS = (None, 0, 1, 2, 3)
+POISON = mf.Options(poison=True)
+OFF = mf.Options(poison=True, verify=False)
+
+
+@cache
+def inputs() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    x, z = (torch.randn(2, 5, 2, generator=generator) for _ in "xz")
+    return x, z, torch.tensor([[4, 0, 1], [0, 2, 1]]), torch.tensor([[0, 1, 1], [2, 3, 0]])
+
+
+def rows() -> list[dict[str, Tensor]]:
+    named = dict(zip("xznm", inputs(), strict=True))
+    return [{n: x[r : r + 1].clone() for n, x in named.items()} for r in range(2)]
+
+
+def outputs(program: HostProgram | list[HostProgram], schedule: int | None) -> list[Tensor]:
+    options = POISON if isinstance(program, HostProgram) else OFF
+    done = mf.simulate(program, per_rank=rows(), options=options, schedule=schedule)
+    return [x for row in done.per_rank for x in row]
+
+
+@cache
+def wanted() -> list[Tensor]:
+    x, z, n, m = inputs()
+    u, v = (
+        torch.where((torch.arange(5) < k.sum(1, keepdim=True))[..., None], y, torch.zeros(()))
+        for y, k in ((-x, n), (z, m))
+    )
+    return [u[:1], v[:1], u[1:], v[1:]]
+
+
+def difference(program: HostProgram | list[HostProgram]) -> str | None:
+    """How a run differs from that of the right program, in some order; None: it does not."""
+    for schedule in ORDERS:
+        try:
+            got = outputs(program, schedule)
+        except Exception as error:
+            return f"schedule {schedule}: {type(error).__name__} {error}"
+        if not all(map(torch.equal, got, wanted())):
+            return f"schedule {schedule}: other outputs"
+    return None
+
+
+def test_the_program_is_right() -> None:
+    assert difference(hir.parse(TEXT)) is None
+
+
+# -- by hand -------------------------------------------------------------------------------------
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """The text with one word changed, one line left out, or one line elsewhere."""
+    for pair in ("cd", "dc"):
+        for at in re.finditer(rf"%{pair[0]}\b", TEXT):
+            yield (
+                f"%{pair[1]} at {at.start()}",
+                TEXT[: at.start()] + f"%{pair[1]}" + TEXT[at.end() :],
+            )
+    for word, others in {
+        "most=5": ("most=4", "most=6"),
+        "dim=0 to_dim=1": ("dim=1 to_dim=0",),
+    }.items():
+        for at in re.finditer(word, TEXT):
+            yield from (
+                (f"{x} at {at.start()}", TEXT[: at.start()] + x + TEXT[at.end() :]) for x in others
+            )
+    for by in (" counts=%c", " counts=%d"):
+        yield f"no{by}", TEXT.replace(by, "", 1)
+        yield f"{by} everywhere", re.sub(r" counts=%\w", by, TEXT)
+    lines = TEXT.splitlines()
+    for n in range(5, len(lines) - 2):
+        yield f"without {lines[n]}", "\n".join((*lines[:n], *lines[n + 1 :]))
+        for to in (n + 1, n + 2, n + 5):
+            moved = [*lines[:n], *lines[n + 1 :]]
+            if to < len(lines) - 2:
+                yield f"{lines[n]} at {to}", "\n".join((*moved[:to], lines[n], *moved[to:]))
+
+
+def test_every_text_broken_by_hand_is_caught() -> None:
+    verdicts, missed = Counter[str](), []
+    every = [*texts()]
+    for what, text in random.Random(0).sample(every, sampling.of(len(every), 80)):
+        try:
+            program = hir.parse(text)
+            verify(program)
+        except mf.MdfuseError:
+            verdicts["caught"] += 1
+            continue
+        verdicts["accepted"] += 1
+        problem = difference(program)
+        if problem is not None and "of which there may be" not in problem:
+            missed.append(f"{what}: {problem}")
+    assert missed == []
+    assert verdicts["caught"] > verdicts["accepted"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_broken_rank_is_caught(rank: int) -> None:
+    ranks = [project(hir.parse(TEXT), r) for r in range(2)]
+    broken = [m.program for m in mutants(ranks[rank])]
+    changes = type_mutants(ranks[rank])  # another op computes something else, and is right
+    broken += [p for what, p in changes if not what.startswith(OP) or "fetch" in what]
+    missed = []
+    for program in random.Random(rank).sample(broken, sampling.of(len(broken), 60)):
+        both = [program if r == rank else p for r, p in enumerate(ranks)]
+        try:
+            verify(dict(enumerate(both)))
+        except mf.MdfuseError:
+            continue
+        problem = difference(both)
+        if problem is not None:
+            missed.append(f"{problem}\n{program}")
+    assert missed == []
+
+
+# -- what is said --------------------------------------------------------------------------------
+
+WRONG = [
+    ("counts=%c", "counts=%d", "by %d"),
+    ("fetch(%n.all, most=5)", "fetch(%n.all, most=6)", "a part may have 6 rows by its fetch"),
+    ("fetch(%n.all, most=5)", "fetch(%n.all)", "fetch without most="),
+    ("alloc(%c)", "alloc", "alloc of no operands"),
+    (" counts=%c", "", "post of 2 operands"),
+    ("neg(%xr)", "softmax(%xr, dim=3)", "softmax does not work on rows that are counted"),
+    ("neg(%xr)", "add(%xr, %zr)", "add of rows by %c and %d"),
+    ("neg(%xr)", "add(%xr, extent(%xr,0))", "known only in a run"),
+    ("return %u, %v", "return %u, %xb", "an input, an output or an alias"),
+    (
+        "free %n.all, %m.all",
+        "%e: i64[2,3] (ep=R) = neg(%c)\n  free %n.all, %m.all, %e",
+        "neg takes %c",
+    ),
+    ("(ep=R) = fetch(%n.all, most=5)", "(ep=S0) = fetch(%n, most=5)", "line"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "what"), WRONG, ids=[new or old for old, new, _ in WRONG])
+def test_what_is_said(old: str, new: str, what: str) -> None:
+    assert old in TEXT
+    with pytest.raises(mf.ProgramError) as caught:
+        verify(hir.parse(TEXT.replace(old, new, 1)))
+    assert what in str(caught.value) and caught.value.because
+
+
+def test_what_only_one_rank_holds_is_not_fetched() -> None:
+    text = TEXT.replace(
+        "%c: i64[2,3] (ep=R) = fetch(%n.all, most=5)",
+        "%c: i64[1,3] of [2,3] (ep=S0) = fetch(%n, most=5)",
+    )
+    with pytest.raises(mf.ProgramError, match="all ranks hold all of what is fetched"):
+        verify(hir.parse(text))
+
+
+def test_several_parts_on_a_rank() -> None:
+    """Their rows for another rank do not lie together, so that one message cannot take them."""
+    text = TEXT.replace("[1,5,2] of [2,5,2]", "[2,5,2] of [4,5,2]").replace(
+        "[2,3,5,2]", "[4,3,5,2]"
+    )
+    text = text.replace("i64[1,3] of [2,3]", "i64[2,3] of [4,3]").replace("i64[2,3]", "i64[4,3]")
+    text = text.replace("i64[4,3] of [4,3]", "i64[2,3] of [4,3]")
+    text = text.replace("<=10:", "<=20:").replace("<=5:", "<=10:")
+    with pytest.raises(mf.ProgramError, match="a rank has 2 parts"):
+        verify(hir.parse(text))

@@ -1,0 +1,153 @@
+"""Ragged values stored as the rows that are there: what moves, on which meshes, what is dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import check_everywhere
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, FusionDefinition, Shard
+from mdfuse.layouts.call import Call
+from mdfuse.plan import counted
+
+D, H = 64, 8
+
+
+def layer(mesh: DeviceMesh, t: int, e: int, k: int, experts: dict[str, Any], **layouts: Any) -> Any:
+    """Dispatch, two products, combine; tokens are split by all axes but tp."""
+    split = {a: Shard(0) for a in mesh.axes if a != "tp"}
+    there = {**{a: Shard(0) for a in split}, **{a: Shard(1) for a in experts}}
+    parts = mesh.size // (mesh.axis_size("tp") if "tp" in mesh.axes else 1)
+    with FusionDefinition("layer") as fd:
+        x = fd.define_tensor([t, D], torch.float64, mesh, split, name="x")
+        ids = fd.define_tensor([t, k], torch.int64, mesh, split, name="ids")
+        up = fd.define_tensor([e, D, H], torch.float64, mesh, experts | layouts.get("up", {}))
+        down = fd.define_tensor([e, H, D], torch.float64, mesh, experts | layouts.get("down", {}))
+        n = fd.ops.counts(ids, experts=e, parts=parts)
+        rows = fd.ops.set(fd.ops.group_rows(x, ids, n)).on(mesh, there)
+        y = fd.ops.grouped_mm(F.silu(fd.ops.grouped_mm(rows, up)), down)
+        y = fd.ops.ungroup_rows(fd.ops.set(y).on(mesh, split), ids)
+        for result in (y, *mf.grad((y * y).sum(), [x, up, down])):
+            fd.add_output(result)
+    return fd
+
+
+def given(t: int, e: int, ids: Tensor) -> list[Tensor]:
+    torch.manual_seed(t)
+    shapes = (t, D), (e, D, H), (e, H, D)
+    x, up, down = (torch.randn(*s, dtype=torch.float64) for s in shapes)
+    return [x, ids, up, down]
+
+
+def by_loop(x: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
+    leaves = [v.clone().requires_grad_() for v in (x, up, down)]
+    a, u, d = leaves
+    rows = [sum(F.silu(a[i] @ u[e]) @ d[e] for e in row) for i, row in enumerate(ids.tolist())]
+    y = torch.stack(rows)
+    return [y.detach(), *torch.autograd.grad((y * y).sum(), leaves)]
+
+
+def router(t: int, e: int, k: int) -> Tensor:
+    return torch.rand(t, e, generator=torch.Generator().manual_seed(e)).topk(k, -1).indices
+
+
+MESHES: dict[str, tuple[DeviceMesh, dict[str, Any], dict[str, Any]]] = {
+    "dp x ep": (DeviceMesh.arange(dp=2, ep=2), {"ep": Shard(0)}, {}),
+    "ep x tp": (
+        DeviceMesh.arange(ep=2, tp=2), {"ep": Shard(0)},
+        {"up": {"tp": Shard(2)}, "down": {"tp": Shard(1)}}),
+    "dp x ep x tp": (
+        DeviceMesh.arange(dp=2, ep=2, tp=2), {"ep": Shard(0)},
+        {"up": {"tp": Shard(2)}, "down": {"tp": Shard(1)}}),
+    "tp x ep": (
+        DeviceMesh.arange(tp=2, ep=2), {"ep": Shard(0)},
+        {"up": {"tp": Shard(2)}, "down": {"tp": Shard(1)}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_experts_beside_other_axes(name: str) -> None:
+    mesh, experts, layouts = MESHES[name]
+    fd = layer(mesh, 8, 4, 2, experts, **layouts)
+    program = mf.compile(fd)
+    assert sum(len(i.inputs) == 3 for i in program.host.walk() if i.op == "post") == 4
+    ids = router(8, 4, 2)
+    values = given(8, 4, ids)
+    check_everywhere(program, values, by_loop(*values))
+
+
+SKEWS: dict[str, Callable[[int, int], Tensor]] = {
+    "balanced": lambda t, e: (torch.arange(t * 2).view(t, 2) * 7) % e,
+    "drawn": lambda t, e: router(t, e, 2),
+    "all to one": lambda t, e: torch.tensor([0, 1]).expand(t, 2).contiguous(),
+    "a rank's own": lambda t, e: (torch.arange(t) * e // t // 2 * 2).unsqueeze(1) + torch.arange(2),
+}
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_only_rows_that_must_move_arrive(
+    ep: int, skew: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    t, e = 16 * ep, 2 * ep
+    program = mf.compile(layer(DeviceMesh.arange(ep=ep), t, e, 2, {"ep": Shard(0)}))
+    ids = SKEWS[skew](t, e)
+    arrived: list[tuple[int, ...]] = []
+    exact = counted.counted
+
+    def noting(poster: Any, call: Call) -> Any:
+        at = call.team.index(call.rank)
+        arrived.append(tuple(n for i, n in enumerate(call.recv_counts) if i != at))
+        return exact(poster, call)
+
+    monkeypatch.setattr(counted, "counted", noting)
+    values = given(t, e, ids)
+    mf.simulate(program, values)
+    is_there = torch.arange(t).unsqueeze(1) // (t // ep) == ids // (e // ep)
+    must = 4 * int((~is_there).sum()) * D  # there and back, forward and backward
+    assert sum(map(sum, arrived)) == must
+    posts = [c for c in program.communications if c.kind != "AllToAll"]
+    beside = sum(c.bytes_received(r) for c in posts for r in range(ep))
+    weights = sum(p.numel() for p in values[2:]) * 8 * (ep - 1)
+    assert beside < weights / 16, "counts alone travel beside rows"
+
+
+def dense_output(fd: FusionDefinition, rows: Any, ids: Any) -> Any:
+    fd.add_output(rows * 2)
+
+
+MESH = DeviceMesh.arange(ep=2)
+DENSE = {"an output": (dense_output, "is an output, which is dense")}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_rows_are_named(name: str) -> None:
+    use, because = DENSE[name]
+    with FusionDefinition("dense") as fd:
+        x = fd.define_tensor([4, 3], torch.float32, MESH, {"ep": Shard(0)})
+        ids = fd.define_tensor([4, 2], torch.int64, MESH, {"ep": Shard(0)})
+        n = fd.ops.counts(ids, experts=3, parts=2)
+        use(fd, fd.ops.group_rows(x, ids, n), ids)
+    program = mf.compile(fd)
+    assert because in program.explain()
+    assert not any(i.op == "fetch" for i in program.host.walk())
+    values = [torch.randn(4, 3), torch.tensor([[0, 1], [2, 0], [1, 2], [1, 0]])]
+    check_everywhere(program, values, mf.reference(fd, values))
+
+
+def test_rows_over_the_capacity_are_said_to_be_dropped() -> None:
+    with FusionDefinition("capacity") as fd:
+        x = fd.define_tensor([4, 3], torch.float32, MESH, {"ep": Shard(0)})
+        ids = fd.define_tensor([4, 2], torch.int64, MESH, {"ep": Shard(0)})
+        n = fd.ops.counts(ids, experts=3, parts=2)
+        rows = fd.ops.set(fd.ops.group_rows(x, ids, n, capacity=1)).on(MESH, {"ep": Shard(1)})
+        fd.add_output(fd.ops.ungroup_rows(fd.ops.set(rows).on(MESH, {"ep": Shard(0)}), ids))
+    text = mf.compile(fd).explain()
+    assert "rows over the capacity of 1 per part and expert are dropped" in text
+    assert "as they are counted in a run" in text
