@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from mdfuse.compiled import states
+from mdfuse.compiled.background import Saver
 from mdfuse.compiled.program import Program
 from mdfuse.errors import ProgramError, counted
 from mdfuse.frontend.given import by_name
@@ -65,6 +66,7 @@ class Step:
             )
         self.program = program
         self.state = {name: state[name] for name in names}
+        self._saver = Saver()
         self._others = [name for name in fusion.inputs if name not in written]
         given = [*names, *self._others]
         places = {name: n for n, name in enumerate(given)}
@@ -90,8 +92,10 @@ class Step:
             The outputs that are written into no input: one, or a tuple of several, or None.
 
         Raises:
-            ProgramError: another number of inputs; inputs that do not fit the program.
+            ProgramError: another number of inputs; inputs that do not fit the program; a save in
+                the background failed.
         """
+        self._saver.enter()
         if len(inputs) != len(self._others):
             problem = ProgramError(
                 f"Step of @{self.program.fusion.name} with {counted(len(inputs), 'input')}",
@@ -107,25 +111,51 @@ class Step:
 
     # -- files -----------------------------------------------------------------------------------
 
-    def save(self, folder: str | Path, *, portable: bool = False) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        portable: bool = False,
+        wait: bool = True,
+        keep: int | None = None,
+    ) -> Path:
         """Write this rank's part of the state to a folder; all ranks save together.
 
-        Files that are there already are replaced once all ranks have written theirs.
+        Files that are there already are replaced once all ranks have written theirs. A save waits
+        for one under way first.
 
         Args:
             folder: of the state, which all ranks may share.
             portable: as `torch.distributed.checkpoint` does, for any layout and number of ranks,
                 into a folder that all ranks share. Else for the same program.
+            wait: until the files are on the disk. Else the state is copied into the host's memory,
+                a thread writes the copy, and steps go on; `saved` waits for it, and an error of a
+                rank is raised by the next call of this step on all ranks.
+            keep: so many checkpoints stay, this one among them: the last of those beside it whose
+                names have other numbers. The link `newest` beside them leads to the last one that
+                is whole, at any moment. Needs `portable`.
 
         Returns:
             The file: `rank0003.pt` for rank 3; the folder, where it is portable.
 
         Raises:
             ProgramError: the folder cannot be written, on all ranks where one cannot; portable, and
-                the folder has a checkpoint, or a state is Partial, or of extents that a run
-                chooses.
+                the folder has a checkpoint (with keep=: the newest), or a state is Partial, or of
+                extents that a run chooses; the save under way failed.
         """
-        return states.save(self.program, self.state, folder, portable)
+        given = {"folder": folder, "portable": portable, "wait": wait, "keep": keep}
+        return states.save(self.program, self.state, self._saver, given)
+
+    def saved(self) -> None:
+        """Wait for the end of a save under way; all ranks do so together.
+
+        The end of the process waits for it, too, but only logs an error.
+
+        Raises:
+            ProgramError: a rank could not save, on all ranks.
+            BackendError: a rank has not saved within `Options.timeout_s`.
+        """
+        self._saver.settle()
 
     def load(self, folder: str | Path, *, cast: bool = False) -> None:
         """Read a saved state into the tensors of the state: a run then goes on to the bit.
@@ -142,4 +172,4 @@ class Step:
                 dtypes (but for `cast`), and where it is not portable of other layouts; files of
                 several saves. On all ranks, where one cannot.
         """
-        states.load(self.program, self.state, folder, cast)
+        states.load(self.program, self.state, self._saver, folder, cast)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.compiled.parts import part_of_batch, part_of_state
 from mdfuse.compiled.pipeline import pipeline
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.step import Step
@@ -17,13 +18,10 @@ from mdfuse.config import Options
 from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
-from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing.microbatches import BatchCut, inputs_of
 from mdfuse.frontend.importing.report import named
 from mdfuse.frontend.importing.train import COUNT, StepDefinition
 from mdfuse.ir.graph import Fusion
-from mdfuse.layouts.boxes import boxes_of, within
-from mdfuse.layouts.sharding import shard_tensor
 from mdfuse.runtime.communicator import init
 
 
@@ -316,7 +314,7 @@ class TrainingStep:
                 hint="pass them in this order, all or the first of them",
             )
         pairs = zip(self.inputs, batch, strict=False)
-        return [_part_of_batch(self.fusion, name, x, rank) for name, x in pairs]
+        return [part_of_batch(self.fusion, name, x, rank) for name, x in pairs]
 
     def _named(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         hint = "pass what model.load() returned"
@@ -328,55 +326,6 @@ class TrainingStep:
                 hint=hint,
             )
         return dict(zip(self._weights, weights, strict=True))
-
-
-def _part_of_batch(fusion: Fusion, name: str, x: Any, rank: int) -> Any:
-    """Return a rank's part of an input, of which the whole or the part is given."""
-    if not fusion.values[name].is_tensor:
-        return x
-    layout, value = fusion.layout(name), fusion.values[name]
-    shape = (*x.shape,) if isinstance(x, Tensor) else None
-    is_here = rank in layout.mesh.ranks
-    if shape == value.shape:
-        return shard_tensor(x, layout, rank=rank) if is_here else None
-    part = layout.local_shape(value.shape, rank) if is_here else None
-    if shape == part:
-        return x
-    raise ProgramError(
-        f"shard of @{fusion.name}: {name} is {type(x).__name__} {[*(shape or ())]}",
-        because=f"the whole has {[*value.shape]}, and the part of rank {rank} "
-        + (f"{[*part]}" if part is not None else "is none"),
-        hint=f"cut, or fill up, the batch to {[*value.shape]}",
-    )
-
-
-def part_of_state(fusion: Fusion, name: str, of: str, x: Tensor, rank: int | None) -> Tensor:
-    """Return the part of a parameter that a state of it is a part of.
-
-    Args:
-        fusion: with the layouts of both.
-        name: of the state.
-        of: the parameter.
-        x: it, as a whole or a rank's part.
-        rank: which; None: x is the whole.
-
-    Raises:
-        ProgramError: x is a part, and no rank is said.
-    """
-    layout, held, shape = fusion.layout(name), fusion.layout(of), fusion.values[of].shape
-    if layout == held:
-        return x
-    if rank is None and tuple(x.shape) == tuple(shape):
-        return x
-    if rank is None:
-        raise ProgramError(
-            f"state of @{fusion.name}: {of} of the shape {list(x.shape)}, a part of {list(shape)}",
-            because=f"{name} lies as {layout}, and the parameter as {held}",
-            hint="step.state(weights, rank=comm.rank)",
-        )
-    rows = held.rows(shape, rank)
-    boxes = tuple(boxes_of(layout.rows(shape, rank)))
-    return loading.joined(boxes, lambda box: loading.part_of(x, within(box, rows)))
 
 
 class RunningStep:
@@ -489,9 +438,20 @@ class RunningStep:
             tokens = ints[0] if ints else None
         return self._meter.stats(tokens, count, peak)
 
-    def save(self, folder: str | Path, *, portable: bool = False) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        portable: bool = False,
+        wait: bool = True,
+        keep: int | None = None,
+    ) -> Path:
         """Write this rank's part of the state; see `Step.save`."""
-        return self.step.save(folder, portable=portable)
+        return self.step.save(folder, portable=portable, wait=wait, keep=keep)
+
+    def saved(self) -> None:
+        """Wait for the end of a save under way; see `Step.saved`."""
+        self.step.saved()
 
     def load(self, folder: str | Path, *, cast: bool = False) -> None:
         """Read a saved state; see `Step.load`."""

@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 
-from mdfuse.backends.base import Backend, Interruptible, Poster, Sharing
+from mdfuse.backends.base import Backend, Interruptible, Poster, Resettable, Sharing
 from mdfuse.backends.c10d.groups import default_group
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.work import first_line
@@ -63,12 +63,6 @@ _AT_EXIT = 6
 _CLOSING_S = 3.0
 
 
-class Resettable(Protocol):
-    """A user of a communicator's groups that gives them up in `reset`."""
-
-    def reset(self) -> None: ...
-
-
 class Communicator:
     """This rank's view of all ranks. `init` makes it; do not make one yourself.
 
@@ -77,6 +71,7 @@ class Communicator:
         rank: this rank.
         size: the number of ranks.
         local_rank: this rank's number on its host.
+        timeout_s: the deadline of its waits for other ranks, seconds.
         backend: the first backend's name; see `open` for others.
         device: where this rank's buffers are.
         store: a store shared by all ranks, under a prefix of this communicator's own.
@@ -87,6 +82,7 @@ class Communicator:
         first_run: held around the first run of a program, in which all ranks meet.
         crowd: the threads of this rank that ran programs at once, where ranks differed; or "".
         serials: the numbers of programs, by their first runs on it; all ranks have the same.
+        at_end: called at the begin of `close`, where all is well; by names.
     """
 
     def __init__(
@@ -96,6 +92,7 @@ class Communicator:
         self.rank = world.launch.rank
         self.size = world.launch.size
         self.local_rank = world.launch.local_rank
+        self.timeout_s = world.timeout_s
         self.backend = backend.name
         self.device = world.device
         self.store = world.store
@@ -108,8 +105,7 @@ class Communicator:
         self._backends = {backend.name: backend}
         self._meetings = meetings
         self._is_host = is_host
-        #: called at the begin of `close`, where all is well
-        self.at_end: Callable[[], object] = lambda: None
+        self.at_end: dict[str, Callable[[], object]] = {}
         #: how long the others may need the store that this rank hosts, seconds
         self.grace_s = _GRACE_S
         self._is_closed = False
@@ -302,7 +298,8 @@ class Communicator:
         if self._is_closed or self._is_fork:
             return
         if self.is_sound and not hasattr(sys, "last_value"):
-            self.at_end()
+            for act in [*self.at_end.values()]:
+                act()
         self._is_closed, self.is_ready, self.is_sound = True, False, False
         _forget(self)
         for graph in list(self._graphs):
