@@ -180,12 +180,14 @@ class _Choice(NamedTuple):
     """The decision of all ranks.
 
     Attributes:
-        version: of the state that is recovered; -1: all of it is read, and nobody knows which.
-        recovery: None: all of it is read.
+        version: of the state that is recovered; 0 where it is read, and nobody knows which.
+        before: the values that ranks send each other, as they lie.
+        read: the names of those that are read from a checkpoint.
     """
 
     version: int
-    before: Values | None
+    before: Values
+    read: Sequence[str] = ()
 
 
 def recovered(
@@ -209,7 +211,7 @@ def recovered(
         options: of the program that moves them.
 
     Returns:
-        the parts; the version of the state; the way that it took, None where all of it was read.
+        the parts; its version; the program that moved it, None where all of it was read.
 
     Raises:
         ProgramError: boxes that nobody holds, or of other names, shapes or dtypes; on all ranks.
@@ -218,16 +220,18 @@ def recovered(
     goal = do(partial(_checked, holding, after, names))
     versions = comm.all_ok(_told(holding))
     choice = do(partial(_chosen, holding, goal, versions, comm, or_from))
-    if choice.before is None:
-        read = partial(_read_all, goal, comm, files.as_path(or_from))
-        return do(read), max(choice.version, 0), None
-    recovery = do(partial(planned, choice.before, goal, options))
-    if comm.rank == 0:
-        _log.info("version %d of the state of @%s: %s", choice.version, after.name, recovery)
-    state = recovery.program.run(*_arguments(holding, choice, goal))
-    parts = dict(zip(goal, state, strict=True))
-    do(partial(_fill, recovery.missing, parts, goal, comm.rank, or_from))
-    return parts, choice.version, recovery
+    recovery, parts = None, dict[str, Tensor | None]()
+    if choice.before:
+        recovery = do(partial(planned, choice.before, goal, options))
+        if comm.rank == 0:
+            _log.info("version %d of the state of @%s: %s", choice.version, after.name, recovery)
+        state = recovery.program.run(*_arguments(holding, choice))
+        parts |= zip(choice.before, state, strict=True)
+        do(partial(_fill, recovery.missing, parts, goal, comm.rank, or_from))
+    if choice.read:
+        read = {name: goal[name] for name in choice.read}
+        parts |= do(partial(_read_all, read, comm, or_from))
+    return {name: parts[name] for name in goal}, choice.version, recovery
 
 
 def _checked(holding: Holding | None, after: Fusion, names: Sequence[str]) -> Values:
@@ -293,8 +297,11 @@ def _chosen(
         lacking = missing if version == candidates[0] else lacking
     if or_from is None:
         raise _refusal(lacking, held)
-    version = saved.get(os.path.realpath(files.as_path(or_from)), -1)
-    return _Choice(version, before(version) if version in candidates else None)
+    version = saved.get(os.path.realpath(files.as_path(or_from)), 0)
+    if version in candidates and version in saved.values():
+        return _Choice(version, before(version))
+    of_ranks = {name: x for name, x in before(version).items() if name in fixed}
+    return _Choice(version, of_ranks, [name for name in goal if name not in fixed])
 
 
 def _refusal(lacking: Missing, held: Mapping[int, Collection[int]]) -> ProgramError:
@@ -326,10 +333,10 @@ def _numbers(before: Sequence[Member], now: Sequence[Member]) -> dict[int, int]:
     return numbers
 
 
-def _arguments(holding: Holding | None, choice: _Choice, goal: Values) -> list[Tensor | None]:
+def _arguments(holding: Holding | None, choice: _Choice) -> list[Tensor | None]:
     """Return this rank's parts before, whole or not, in the order of the program's inputs."""
-    if holding is None or choice.before is None:
-        return [None] * len(goal)
+    if holding is None:
+        return [None] * len(choice.before)
     state = holding.states.get(choice.version, holding.parts)
     return [state[name] for name in choice.before]
 
@@ -349,7 +356,9 @@ def _fill(
             x[index_of(within(box, layout.rows(shape, rank)))] = read.to(x.device)
 
 
-def _read_all(goal: Values, comm: Communicator, folder: Path) -> dict[str, Tensor | None]:
+def _read_all(
+    goal: Values, comm: Communicator, folder: str | Path | None
+) -> dict[str, Tensor | None]:
     """Read this rank's part of each value from a checkpoint."""
     checkpoint, parts = _opened(folder, goal), dict[str, Tensor | None]()
     for name, (shape, dtype, layout) in goal.items():

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mdfuse.compiled import states
+from mdfuse.compiled.background import Saver
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.recovery import Holding, Recovery, members_of, recovered, values_of
 from mdfuse.compiled.versions import Versions
@@ -84,6 +85,7 @@ class Step:
         self._members = members()
         self._saved: dict[str, int] = {}
         self.recovery: Recovery | None = None
+        self._saver = Saver()
         self._others = [name for name in fusion.inputs if name not in written]
         given = [*names, *self._others]
         places = {name: n for n, name in enumerate(given)}
@@ -109,8 +111,10 @@ class Step:
             The outputs that are written into no input: one, or a tuple of several, or None.
 
         Raises:
-            ProgramError: another number of inputs; inputs that do not fit the program.
+            ProgramError: another number of inputs; inputs that do not fit the program; a save in
+                the background failed.
         """
+        self._saver.enter()
         if len(inputs) != len(self._others):
             problem = ProgramError(
                 f"Step of @{self.program.fusion.name} with {counted(len(inputs), 'input')}",
@@ -138,6 +142,11 @@ class Step:
         """
         return self._versions.number
 
+    @property
+    def is_double(self) -> bool:
+        """True if the state before each run is kept."""
+        return self._versions.is_double
+
     # -- recovery --------------------------------------------------------------------------------
 
     def holding(self, fixed: Mapping[str, Tensor | None] | None = None) -> Holding:
@@ -156,27 +165,53 @@ class Step:
 
     # -- files -----------------------------------------------------------------------------------
 
-    def save(self, folder: str | Path, *, portable: bool = False) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        portable: bool = False,
+        wait: bool = True,
+        keep: int | None = None,
+    ) -> Path:
         """Write this rank's part of the state to a folder; all ranks save together.
 
-        Files that are there already are replaced once all ranks have written theirs.
+        Files that are there already are replaced once all ranks have written theirs. A save waits
+        for one under way first.
 
         Args:
             folder: of the state, which all ranks may share.
             portable: as `torch.distributed.checkpoint` does, for any layout and number of ranks,
                 into a folder that all ranks share. Else for the same program.
+            wait: until the files are on the disk. Else the state is copied into the host's memory,
+                a thread writes the copy, and steps go on; `saved` waits for it, and an error of a
+                rank is raised by the next call of this step on all ranks.
+            keep: so many checkpoints stay, this one among them: the last of those beside it whose
+                names have other numbers. The link `newest` beside them leads to the last one that
+                is whole, at any moment. Needs `portable`.
 
         Returns:
             The file: `rank0003.pt` for rank 3; the folder, where it is portable.
 
         Raises:
             ProgramError: the folder cannot be written, on all ranks where one cannot; portable, and
-                the folder has a checkpoint, or a state is Partial, or of extents that a run
-                chooses.
+                the folder has a checkpoint (with keep=: the newest), or a state is Partial, or of
+                extents that a run chooses; the save under way failed.
         """
-        path = states.save(self.program, self.state, folder, portable)
+        given = {"folder": folder, "portable": portable, "wait": wait, "keep": keep}
+        path = states.save(self.program, self.state, self._saver, given)
         self._saved[os.path.realpath(path)] = self.version
         return path
+
+    def saved(self) -> None:
+        """Wait for the end of a save under way; all ranks do so together.
+
+        The end of the process waits for it, too, but only logs an error.
+
+        Raises:
+            ProgramError: a rank could not save, on all ranks.
+            BackendError: a rank has not saved within `Options.timeout_s`.
+        """
+        self._saver.settle()
 
     def load(self, folder: str | Path, *, cast: bool = False) -> None:
         """Read a saved state into the tensors of the state: a run then goes on to the bit.
@@ -193,7 +228,7 @@ class Step:
                 dtypes (but for `cast`), and where it is not portable of other layouts; files of
                 several saves. On all ranks, where one cannot.
         """
-        states.load(self.program, self.state, folder, cast)
+        states.load(self.program, self.state, self._saver, folder, cast)
         self._versions.is_whole = True
 
 
@@ -242,8 +277,7 @@ def recover(step: Any, program: Any, or_from: str | Path | None = None) -> Any:
     names = [n for n in program.fusion.inputs if n in {*program.fusion.reuse.values()}]
     holding = None if step is None else step.holding()
     state, version, recovery = moved(program, names, holding, or_from)
-    is_double = step is not None and step._versions.is_double
-    return resumed(program, state, version, recovery, is_double)
+    return resumed(program, state, version, recovery, step is not None and step.is_double)
 
 
 def moved(

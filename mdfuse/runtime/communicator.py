@@ -75,6 +75,7 @@ class Communicator:
         serials: the numbers of programs, by their first runs on it; all ranks have the same.
         membership: the processes of the ranks, here and before a rebuild.
         is_left: survivors went on with another one: see `mdfuse.rebuild`.
+        at_end: called at the begin of `close`, where all is well; by names.
     """
 
     def __init__(
@@ -106,8 +107,7 @@ class Communicator:
         self._backends = {backend.name: backend}
         self._meetings = meetings
         self._is_host = is_host
-        #: called at the begin of `close`, where all is well
-        self.at_end: Callable[[], object] = lambda: None
+        self.at_end: dict[str, Callable[[], object]] = {}
         #: how long the others may need the store that this rank hosts, seconds
         self.grace_s = _GRACE_S
         self._is_closed = False
@@ -336,7 +336,8 @@ class Communicator:
         if self._is_closed or self._is_fork:
             return
         if self.is_sound and not hasattr(sys, "last_value"):
-            self.at_end()
+            for act in [*self.at_end.values()]:
+                act()
         self._is_closed, self.is_ready, self.is_sound = True, False, False
         _forget(self)
         for graph in list(self._graphs):
