@@ -12,7 +12,7 @@ from torch import Tensor
 from mdfuse.compiled.parts import part_of_batch, part_of_state
 from mdfuse.compiled.pipeline import pipeline
 from mdfuse.compiled.program import Program, compile
-from mdfuse.compiled.step import Step
+from mdfuse.compiled.step import Step, moved, resumed
 from mdfuse.compiled.step_stats import StepMeter, StepStats, flops_of
 from mdfuse.config import Options
 from mdfuse.errors import ProgramError, counted, listed
@@ -251,13 +251,18 @@ class TrainingStep:
         return {reuse[name]: x for name, x in pairs if name in reuse}
 
     def start(
-        self, weights: Sequence[Tensor | None], options: Options | None = None
+        self,
+        weights: Sequence[Tensor | None],
+        options: Options | None = None,
+        *,
+        double_buffer: bool = False,
     ) -> RunningStep:
         """Compile the step, and begin to train on this rank.
 
         Args:
             weights: as `model.load(..., comm=comm)` returned them.
             options: of the program.
+            double_buffer: see `mdfuse.Step`.
 
         Returns:
             The step with this rank's state: a call of it makes a step, and returns the loss.
@@ -282,7 +287,27 @@ class TrainingStep:
             state = self._initial(weights, comm.rank, comm.device)
         else:
             state = self.state(weights)
-        return RunningStep(Step(self.compile(options), state), fixed, self._weights, self)
+        step = Step(self.compile(options), state, double_buffer=double_buffer)
+        return RunningStep(step, fixed, self._weights, self)
+
+    def joined(
+        self, or_from: str | Path | None = None, before: RunningStep | None = None
+    ) -> RunningStep:
+        """Go on with a training that other ranks have begun; `mdfuse.recover` calls it.
+
+        Args:
+            or_from: a portable checkpoint, for what no rank holds.
+            before: the step of this rank; None: this process is new.
+        """
+        step = None if before is None else before.step
+        holding = None if before is None else before.step.holding(before.fixed)
+        program = self.compile(None if step is None else step.program.options)
+        names = [n for n in program.fusion.inputs if n in {*self._state_names}]
+        fixed = [n for n in self._weights if n not in names]
+        parts, version, recovery = moved(program, [*names, *fixed], holding, or_from)
+        state = {name: parts[name] for name in names}
+        after = resumed(program, state, version, recovery, step is not None and step.is_double)
+        return RunningStep(after, {name: parts[name] for name in fixed}, self._weights, self)
 
     def shard(self, *batch: Any, rank: int) -> list[Any]:
         """Return a rank's parts of a batch: of wholes views, and parts as they are.
@@ -335,6 +360,7 @@ class RunningStep:
 
     Attributes:
         step: the `mf.Step`.
+        fixed: this rank's parts of parameters and constants that are not trained, by name.
     """
 
     def __init__(
@@ -348,7 +374,7 @@ class RunningStep:
         held = (x.device for x in (*step.state.values(), *fixed.values()) if x is not None)
         self._device = next(held, None)
         self._meter = StepMeter(self._device)
-        self._kept, self._names = fixed, names
+        self.fixed, self._names = fixed, names
         self._fixed = tuple(fixed.values())
 
     @property
@@ -359,7 +385,7 @@ class RunningStep:
     @property
     def weights(self) -> list[Tensor | None]:
         """Parameters and constants as they are now, in the order of `ImportedModel.load`."""
-        known = {**self._kept, **self.step.state}
+        known = {**self.fixed, **self.step.state}
         return [known[name] for name in self._names]
 
     def __call__(self, *inputs: Any) -> Any:
@@ -384,6 +410,21 @@ class RunningStep:
         to = self._device
         return [x.to(to, non_blocking=True) if isinstance(x, Tensor) else x for x in parts]
 
+    def recovered(self, program: TrainingStep, or_from: str | Path | None = None) -> RunningStep:
+        """Return the step of the same training in other layouts, as `mdfuse.recover` does.
+
+        Args:
+            program: made for the ranks that are left.
+            or_from: a portable checkpoint, for what no rank holds; None: there is none.
+
+        Raises:
+            ProgramError: parts of the state that nobody holds, or another state; on all ranks.
+        """
+        if not isinstance(program, TrainingStep):
+            what = f"recovered of @{self.step.program.fusion.name} with a {type(program).__name__}"
+            raise ProgramError(what, hint="recovered(build(mesh).training_step(...))")
+        return program.joined(or_from, self)
+
     @property
     def averages(self) -> list[Tensor | None]:
         """The weights, with the averages of `mf.optim.averaged` for trained parameters.
@@ -392,7 +433,7 @@ class RunningStep:
             ProgramError: the optimizer keeps no averages.
         """
         state = self.step.state
-        known = {**self._kept, **state}
+        known = {**self.fixed, **state}
         if not any(name.endswith(".average") for name in state):
             raise ProgramError(
                 f"averages of @{self.step.program.fusion.name}",

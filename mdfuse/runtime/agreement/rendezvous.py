@@ -101,6 +101,11 @@ class Meetings:
         self._meeting += 1
         return tuple(texts)
 
+    def give_up(self) -> None:
+        """Let ranks that wait in the next meeting go on, with an error: this one will not come."""
+        if self.size > 1:
+            self._store.set(f"{self._meeting}/go", "")
+
     @property
     def meeting(self) -> int:
         """The number of the next meeting."""
@@ -137,6 +142,8 @@ class Meetings:
         if arrived & ((1 << _TEXTS) - 1) < self.size:
             self._wait(store, f"{meeting}/go", deadline)
             arrived = store.add(f"{meeting}/in", 0)  # a get would take two round trips
+            if arrived & ((1 << _TEXTS) - 1) < self.size:
+                raise RuntimeError("a rank gave up the meeting: others are lost")
             return self._find_texts(arrived)
         with_text = self._find_texts(arrived)
         store.set(f"{meeting}/go", "")
