@@ -10,6 +10,7 @@ Meshes and layouts: DeviceMesh, Layout, Shard, Replicate, Partial, Stream.
 Modules of torch: from_torch, from_plan, differentiable, to_dtensor.
 Definitions: FusionDefinition, TensorSpec, fusion, ops, register_op.
 Training: grad, recompute, optim, Step, pipeline, Schedule.
+Survivors: rebuild, recover.
 Programs: compile, Program, Options, init, simulate, shard_tensor, unshard_tensor.
 A closer look: hir (host programs), seeing (costs, traces), debug, MdfuseError.
 """
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from mdfuse.compiled.imported import ImportedModel as ImportedModel
     from mdfuse.compiled.pipeline import pipeline
     from mdfuse.compiled.program import Program, compile
-    from mdfuse.compiled.step import Step
+    from mdfuse.compiled.step import Step, recover
     from mdfuse.compiled.traced import fusion
     from mdfuse.compiled.training import RunningStep as RunningStep
     from mdfuse.compiled.training import TrainingStep as TrainingStep
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from mdfuse.runs.dtensor import to_dtensor
     from mdfuse.runtime.communicator import Communicator as Communicator
     from mdfuse.runtime.communicator import init
+    from mdfuse.runtime.rebuilding import rebuild
     from mdfuse.simulation.reference import reference as reference
     from mdfuse.simulation.simulate import simulate
 
@@ -86,7 +88,9 @@ _LAZY = {
     "grad": "mdfuse.frontend.grad",
     "init": "mdfuse.runtime.communicator",
     "pipeline": "mdfuse.compiled.pipeline",
+    "rebuild": "mdfuse.runtime.rebuilding",
     "recompute": "mdfuse.frontend.grad",
+    "recover": "mdfuse.compiled.step",
     "register_op": "mdfuse.frontend.registering",
     "simulate": "mdfuse.simulation.simulate",
     "to_dtensor": "mdfuse.runs.dtensor",
@@ -144,6 +148,9 @@ __all__ = [
     "Step",
     "pipeline",
     "Schedule",
+    # survivors
+    "rebuild",
+    "recover",
     # programs
     "compile",
     "Program",

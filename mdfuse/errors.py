@@ -8,7 +8,9 @@ import functools
 import linecache
 import os
 import sys
+import threading
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,22 +136,33 @@ def _line_of(file: str, line: int) -> str:
         return ""
 
 
+#: Files of Python between mdfuse and its caller.
+_BETWEEN = (functools.__file__, contextlib.__file__, threading.__file__)
+
+#: The line of the user's that a thread of mdfuse works for.
+working_for: ContextVar[Source | None] = ContextVar("working_for", default=None)
+
+
 def is_own(code: CodeType) -> bool:
     """Return whether code is mdfuse's own, or stands between mdfuse and its caller.
 
-    Code in between is of dataclasses, cached properties, contexts that are functions, or torch.
+    Code in between is of dataclasses, cached properties, contexts that are functions, threads, or
+    torch.
     """
     is_dataclass = code.co_filename == "<string>" and code.co_name == "__init__"
-    is_between = code.co_filename in (functools.__file__, contextlib.__file__)
+    is_between = code.co_filename in _BETWEEN
     return is_dataclass or is_between or code.co_filename.startswith(OWN)
 
 
 def user_source() -> Source | None:
-    """Return the innermost line on the stack that is not mdfuse's own."""
+    """Return the innermost line on the stack that is not mdfuse's own.
+
+    In a thread of mdfuse it is `working_for`.
+    """
     frame = sys._getframe(1)
     while frame is not None and is_own(frame.f_code):
         if frame.f_back is None:
-            return None
+            return working_for.get()
         frame = frame.f_back
     return Source(frame.f_code.co_filename, frame.f_lineno)
 

@@ -419,9 +419,9 @@ class HostIrEvaluator:
 
     def _communicator(self) -> Communicator:
         if self.communicator is None or self.communicator.is_closed:
-            from mdfuse.runtime.communicator import init
+            from mdfuse.runtime.succession import successor
 
-            self.communicator = init(self.options)
+            self.communicator = successor(self.communicator, self.options)
             self.forget()
         if not self.communicator.is_ready and self.communicates:
             self.communicator.settle()

@@ -82,6 +82,15 @@ def put(part: Path, path: Path) -> None:
         raise _unwritable(path, error) from error
 
 
+def sync_folder(folder: Path) -> None:
+    """Return once the names in a folder are on the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 def remove(*paths: Path) -> None:
     """Remove incomplete files after an error, as far as possible."""
     for path in paths:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import os
-from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
@@ -52,6 +51,8 @@ class DeviceMesh:
 
     #: the number of each rank's host, in row-major order; None where hosts are not known
     hosts: tuple[int, ...] | None
+    #: ranks whose processes are gone: nothing is asked of them; see `with_lost`
+    lost: frozenset[int] = frozenset()
 
     def __init__(self, ranks: Any, axes: Sequence[str] | None = None, hosts: Any = None) -> None:
         if is_torch_mesh(ranks):
@@ -139,6 +140,30 @@ class DeviceMesh:
         mesh(dp=2, tp=2 on 0*2 1*2)
         """
         return DeviceMesh.of(self.shape, self._ranks, self.axes, hosts)
+
+    def with_lost(self, ranks: Iterable[int]) -> DeviceMesh:
+        """Return this mesh with some of its ranks marked as lost: mesh(dp=2, tp=2 lost 3)."""
+        mesh = self.with_hosts(self.hosts)
+        mesh.lost = frozenset({*ranks} & {*self})
+        return mesh
+
+    def without(self, lost: Any, axis: str | None = None) -> DeviceMesh:
+        """Return the mesh without the slices along an axis that have lost a rank.
+
+        Ranks of such a slice that live are in no mesh then, and idle.
+
+        Args:
+            lost: the communicator that `mdfuse.rebuild` returned: this mesh is in the ranks before,
+                the result in those of it. Or lost ranks: the result is in the ranks of this mesh.
+            axis: the axis that becomes shorter; by default the only one.
+
+        Raises:
+            MeshError: nothing is left; no such axis; several, and none is named.
+
+        >>> DeviceMesh.arange(dp=3, tp=2).without([3], axis="dp")
+        mesh(dp=2, tp=2: 0 1 4 5)
+        """
+        return _without(self, lost, axis)
 
     def alone(self, rank: int) -> DeviceMesh:
         """Return the mesh of one of these ranks, on its host."""
@@ -279,7 +304,7 @@ class DeviceMesh:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return _one_of_equal((self.axes, self.shape, self._ranks, self.hosts))
+        return _one_of_equal((self.axes, self.shape, self._ranks, self.hosts, self.lost))
 
     def __repr__(self) -> str:
         text = ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
@@ -287,7 +312,13 @@ class DeviceMesh:
             text += f": {' '.join(map(str, self._ranks[:16]))}{' …' * (self.size > 16)}"
         runs = self.host_runs
         shown = " ".join(f"{host}*{n}" for host, n in runs[:16])
-        return f"mesh({text}{' on ' * bool(runs)}{shown}{' …' * (len(runs) > 16)})"
+        text += f"{' on ' * bool(runs)}{shown}{' …' * (len(runs) > 16)}"
+        return f"mesh({text}{self.lost_text})"
+
+    @property
+    def lost_text(self) -> str:
+        """The lost ranks behind a mesh in texts; "" for none."""
+        return " lost " + " ".join(map(str, sorted(self.lost))) if self.lost else ""
 
     @property
     def host_runs(self) -> list[tuple[int, int]]:
@@ -301,42 +332,29 @@ def _one_of_equal(key: tuple[Any, ...]) -> tuple[Any, ...]:
     return key
 
 
-class MeshesByRank:
-    """An index of several meshes by rank, which does not look at each mesh.
+def _without(mesh: DeviceMesh, lost: Any, axis: str | None) -> DeviceMesh:
+    """Return the mesh of survivors; see `DeviceMesh.without`."""
+    import numpy as np  # as above
 
-    >>> a, b = DeviceMesh([0, 1], ["x"]), DeviceMesh([1, 3], ["x"])
-    >>> MeshesByRank([a, b]).of(1) == (a, b), MeshesByRank([a, b]).of(2)
-    (True, ())
-    """
-
-    def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
-        self._order = {id(mesh): n for n, mesh in enumerate(meshes)}
-        self._listed: dict[int, list[DeviceMesh]] = defaultdict(list)
-        begins: dict[int, list[DeviceMesh]] = defaultdict(list)
-        ends: dict[int, list[DeviceMesh]] = defaultdict(list)
-        for mesh in meshes:
-            if mesh.is_consecutive:
-                begins[mesh.first].append(mesh)
-                ends[mesh.first + mesh.size].append(mesh)
-            else:
-                for rank in mesh:
-                    self._listed[rank].append(mesh)
-        self._starts = sorted({*begins, *ends})
-        #: start -> the meshes of consecutive ranks that contain all ranks up to the next start
-        self._from: list[tuple[DeviceMesh, ...]] = []
-        open_meshes: dict[int, DeviceMesh] = {}
-        for start in self._starts:
-            for mesh in ends[start]:
-                del open_meshes[id(mesh)]
-            open_meshes.update((id(mesh), mesh) for mesh in begins[start])
-            self._from.append(tuple(open_meshes.values()))
-
-    def of(self, rank: int) -> tuple[DeviceMesh, ...]:
-        """Return the meshes that have a rank, in the order in which they were given."""
-        at = bisect_right(self._starts, rank) - 1
-        meshes = self._from[at] if at >= 0 else ()
-        meshes = (*meshes, *self._listed.get(rank, ()))
-        return tuple(sorted(meshes, key=lambda mesh: self._order[id(mesh)]))
+    new_rank = getattr(lost, "new_rank", None)
+    if not new_rank and not isinstance(lost, Iterable):
+        raise MeshError(f"{mesh} without {shown(lost)}", hint="a communicator, or a list of ranks")
+    gone = [r for r in mesh if (new_rank(r) is None if new_rank else r in lost)]
+    if axis is None and mesh.ndim > 1:
+        raise MeshError(f"without of {mesh} names no axis", hint=f"axis={mesh.axes[0]!r}")
+    place, array = mesh.axis_index(axis or mesh.axes[0]), mesh.array.reshape(mesh.shape)
+    slices = np.moveaxis(np.isin(array, gone), place, 0).reshape(mesh.shape[place], -1)
+    (stay,) = np.nonzero(~slices.any(axis=1))
+    if not len(stay):
+        raise MeshError(
+            f"{mesh} without ranks {sorted(gone)} is empty",
+            because=f"each of its slices along {mesh.axes[place]!r} has lost a rank",
+            hint="name another axis, or make a mesh of the ranks that are left",
+        )
+    left = array.take(stay, place)
+    hosts = None if mesh.hosts is None else np.reshape(mesh.hosts, mesh.shape).take(stay, place)
+    ranks = [new_rank(r) if new_rank else r for r in left.reshape(-1).tolist()]
+    return DeviceMesh.of(left.shape, ranks, mesh.axes, hosts)
 
 
 def _listed(ranks: Sequence[int]) -> tuple[int, ...]:

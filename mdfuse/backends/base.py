@@ -234,6 +234,12 @@ class Interruptible(Protocol):
         """Make the waits of this rank raise BackendError; return whether that was possible."""
 
 
+class Resettable(Protocol):
+    """A user of a communicator's groups that gives them up in `reset`."""
+
+    def reset(self) -> None: ...
+
+
 @runtime_checkable
 class Tracking(Protocol):
     """A poster to GPUs whose communications only mdfuse's own watchdog sees."""

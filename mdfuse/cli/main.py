@@ -101,6 +101,36 @@ def run(
             running.launch(build, launched, str(file))
 
 
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "allow_interspersed_args": False,
+        "ignore_unknown_options": True,
+    }
+)
+def launch(
+    context: typer.Context,
+    count: Annotated[int, typer.Option("-n", min=1, metavar="N", help="The number of ranks.")],
+    respawn: Annotated[
+        bool,
+        typer.Option("--respawn", help="Start a new process in the place of a rank that is lost."),
+    ] = False,
+) -> None:
+    """Start a program on ranks of this host, and leave those alone that outlive others.
+
+    The launcher keeps the store in which ranks find each other, on loopback, so that ranks can go
+    on (mdfuse.rebuild) whichever of them dies. It says who died, and of which signal:
+      mdfuse launch -n 4 FILE.py --lr 0.1
+      mdfuse launch -n 4 --respawn -- -m package.train
+    """
+    with screen.errors():
+        from mdfuse.cli import launching
+
+        status = launching.launch(count, context.args, respawn)
+    if status:
+        raise typer.Exit(status)
+
+
 @app.command()
 def dump(
     file: File,

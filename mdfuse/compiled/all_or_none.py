@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from mdfuse.errors import BackendError, ProgramError, told
 from mdfuse.frontend.given import refused
@@ -14,6 +14,15 @@ from mdfuse.runtime.agreement.rendezvous import raise_alike
 from mdfuse.runtime.communicator import Communicator
 
 T = TypeVar("T")
+
+
+class Together(Protocol):
+    """All ranks, as a communicator meets them, or a thread beside it."""
+
+    rank: int
+
+    def all_ok(self, error_text: str | None) -> tuple[str | None, ...]:
+        """Tell all ranks None, or this rank's problem; return the texts of all ranks."""
 
 
 def check_communicator(call: str, comm: object) -> None:
@@ -29,7 +38,7 @@ def check_communicator(call: str, comm: object) -> None:
         )
 
 
-def together(comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
+def together(comm: Together | None, what: str, act: Callable[[], T]) -> T:
     """Do something on all ranks; where it fails on one, all raise.
 
     Args:
@@ -60,7 +69,7 @@ def together(comm: Communicator | None, what: str, act: Callable[[], T]) -> T:
 
 
 def save_together(
-    comm: Communicator | None,
+    comm: Together | None,
     what: str,
     folder: Path,
     write: Callable[[], None],
@@ -83,7 +92,7 @@ def save_together(
     do(partial(saving.check_folder, folder))
     try:
         do(write)
-        do(finish if rank == 0 else _nothing)
+        do(first_alone(rank, finish))
     except BackendError:
         raise  # nobody knows how far the others are: they may have all that they need
     except Exception:
@@ -91,5 +100,10 @@ def save_together(
         raise
 
 
+def first_alone(rank: int, act: Callable[[], None]) -> Callable[[], None]:
+    """Return what a rank does where the first one acts and the others wait for it."""
+    return act if rank == 0 else _nothing
+
+
 def _nothing() -> None:
-    """Do nothing: the part of ranks that wait for another one."""
+    """Do nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from mdfuse import files
-from mdfuse.compiled.all_or_none import save_together, together
+from mdfuse.compiled import newest
+from mdfuse.compiled.all_or_none import Together, first_alone, save_together, together
+from mdfuse.compiled.background import Saver, Tensors
 from mdfuse.compiled.program import Program
 from mdfuse.errors import ProgramError
 from mdfuse.frontend.given import flag
@@ -44,30 +46,105 @@ class _Saved(NamedTuple):
     copy: Callable[[], None]
 
 
-def save(program: Program, state: State, place: str | Path, portable: bool) -> Path:
+class Asked(NamedTuple):
+    """The arguments of a save; see `Step.save`."""
+
+    folder: Path
+    portable: bool = False
+    wait: bool = True
+    keep: int | None = None
+
+
+class _Plan(NamedTuple):
+    """A save that all ranks have agreed on.
+
+    Attributes:
+        path: what it returns.
+        tensors: which this rank writes.
+        write: writes them, or copies of them that it waits for, with all ranks.
+    """
+
+    path: Path
+    tensors: Tensors
+    write: Callable[[Together, Callable[[], Tensors]], None]
+
+
+def save(program: Program, state: State, saver: Saver, given: Mapping[str, object]) -> Path:
     """Write a state; see `Step.save`."""
     comm, fusion = init(program.options), program.fusion
     what = f"save the state of @{fusion.name}"
-    folder, portable = together(comm, what, partial(_said, what, place, "portable", portable))
-    if portable:
-        write = partial(saving.write_state, folder, fusion, state, comm.rank)
-        finish = partial(saving.finish_state, folder, fusion, state, comm.size)
-        save_together(comm, what, folder, write, finish)
-        return folder
-    path = path_of(folder, comm.rank)
-    part = path.with_suffix(".part")
-    content = {"id": _agreed_id(comm), "types": types_of(fusion, state), "state": dict(state)}
-    try:
-        together(comm, what, partial(_write, part, content))
-        together(comm, what, partial(files.put, part, path))  # a file that is there is whole
-    except Exception:
-        files.remove(part)
-        raise
-    return path
+    saver.settle()
+    do = partial(together, comm, what)
+    asked = do(partial(_asked, what, **given))
+    planned = _portable if asked.portable else partial(_by_rank, _agreed_id(comm))
+    plan = do(partial(planned, what, asked, fusion, state, comm))
+    if asked.wait:
+        plan.write(comm, lambda: plan.tensors)
+        return plan.path
+    copies = do(partial(saver.copies, plan.tensors))
+    saver.begin(comm, what, lambda ranks: plan.write(ranks, copies))
+    return plan.path
 
 
-def load(program: Program, state: State, place: str | Path, cast: bool) -> None:
+def _asked(call: str, *, folder: object, portable: object, wait: object, keep: object) -> Asked:
+    """Return the arguments of a save, which a user gives."""
+    place, is_portable = files.as_path(folder), flag(call, "portable", portable)
+    return Asked(
+        place, is_portable, flag(call, "wait", wait), newest.check(call, place, keep, is_portable)
+    )
+
+
+def _portable(what: str, asked: Asked, fusion: Fusion, state: State, comm: Communicator) -> _Plan:
+    folder, rank = asked.folder, comm.rank
+    parts = saving.parts_of_state(fusion, state, rank)
+    names, size, keep = [*state], comm.size, asked.keep
+
+    def write(ranks: Together, tensors: Callable[[], Tensors]) -> None:
+        def boxes() -> Iterator[saving.Part]:
+            for (saved, box, _), x in zip(parts, tensors(), strict=True):
+                assert x is not None
+                yield saved, box, x
+
+        do, finish = partial(together, ranks, what), partial(saving.finish_state, folder, fusion)
+        if keep:
+            do(first_alone(rank, partial(newest.make_room, folder, keep)))
+        save_together(
+            ranks,
+            what,
+            folder,
+            lambda: saving.write_parts(folder, boxes(), rank),
+            partial(finish, names, size),
+        )
+        if keep:
+            do(first_alone(rank, partial(newest.point, folder, keep)))
+
+    return _Plan(folder, [x for _, _, x in parts], write)
+
+
+def _by_rank(
+    id_: str, what: str, asked: Asked, fusion: Fusion, state: State, comm: Communicator
+) -> _Plan:
+    path = path_of(asked.folder, comm.rank)
+    part, types = path.with_suffix(".part"), types_of(fusion, state)
+
+    def write(ranks: Together, tensors: Callable[[], Tensors]) -> None:
+        def content() -> None:
+            saved = dict(zip(state, tensors(), strict=True))
+            _write(part, {"id": id_, "types": types, "state": saved})
+
+        try:
+            together(ranks, what, content)
+            together(ranks, what, partial(files.put, part, path))  # a file that is there is whole
+        except Exception:
+            files.remove(part)
+            raise
+
+    return _Plan(path, [*state.values()], write)
+
+
+def load(program: Program, state: State, saver: Saver, place: str | Path, cast: bool) -> None:
     """Read a state; see `Step.load`."""
+    saver.settle()
     comm, fusion = init(program.options), program.fusion
     what = f"load the state of @{fusion.name}"
     do = partial(together, comm, what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -10,9 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from mdfuse.compiled import states
+from mdfuse.compiled.background import Saver
 from mdfuse.compiled.program import Program
+from mdfuse.compiled.recovery import Holding, Recovery, members_of, recovered, values_of
+from mdfuse.compiled.versions import Versions
 from mdfuse.errors import ProgramError, counted
-from mdfuse.frontend.given import by_name
+from mdfuse.frontend.given import by_name, flag, refused
+from mdfuse.runtime.communicator import init
+from mdfuse.runtime.succession import members
 from mdfuse.torch_private import untraced
 
 
@@ -24,10 +30,13 @@ class Step:
     Args:
         program: with outputs that reuse inputs.
         state: this rank's part of each of these inputs, by name; None where it has none.
+        double_buffer: copy the state before each run into a second set of buffers, so that this
+            rank holds a whole version whenever a run breaks off; see `mdfuse.recover`.
 
     Attributes:
         program: as passed.
         state: the tensors by name, as the last run left them.
+        recovery: the way by which `mdfuse.recover` brought the state here; None: it did not.
 
     Raises:
         ProgramError: no output reuses an input; other names than those of the inputs that are.
@@ -44,7 +53,13 @@ class Step:
     {'n': tensor([3., 3.])}
     """
 
-    def __init__(self, program: Program, state: Mapping[str, Tensor | None]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        state: Mapping[str, Tensor | None],
+        *,
+        double_buffer: bool = False,
+    ) -> None:
         if not isinstance(program, Program):
             raise ProgramError(
                 f"Step of {type(program).__name__}", hint="Step(mf.compile(definition), {...})"
@@ -65,6 +80,12 @@ class Step:
             )
         self.program = program
         self.state = {name: state[name] for name in names}
+        flag(f"Step of @{fusion.name}", "double_buffer", double_buffer)
+        self._versions = Versions(self.state, double_buffer)
+        self._members = members()
+        self._saved: dict[str, int] = {}
+        self.recovery: Recovery | None = None
+        self._saver = Saver()
         self._others = [name for name in fusion.inputs if name not in written]
         given = [*names, *self._others]
         places = {name: n for n, name in enumerate(given)}
@@ -90,8 +111,10 @@ class Step:
             The outputs that are written into no input: one, or a tuple of several, or None.
 
         Raises:
-            ProgramError: another number of inputs; inputs that do not fit the program.
+            ProgramError: another number of inputs; inputs that do not fit the program; a save in
+                the background failed.
         """
+        self._saver.enter()
         if len(inputs) != len(self._others):
             problem = ProgramError(
                 f"Step of @{self.program.fusion.name} with {counted(len(inputs), 'input')}",
@@ -102,30 +125,93 @@ class Step:
         given: Sequence[Any] = (*self.state.values(), *inputs)
         if self._ordered is not None:
             given = self._ordered(given)
-        outputs = self.program.run_all(given, extents)
+        self._versions.begin()
+        try:
+            outputs = self.program.run_all(given, extents)
+        except BaseException as error:
+            self._versions.broke_off(self.program, error)
+            raise
+        self._versions.number += 1
         return None if self._results is None else self._results(outputs)
+
+    @property
+    def version(self) -> int:
+        """The number of runs that the state has behind it, also those before a recovery.
+
+        It says which batch comes next: after a recovery all ranks have the same.
+        """
+        return self._versions.number
+
+    @property
+    def is_double(self) -> bool:
+        """True if the state before each run is kept."""
+        return self._versions.is_double
+
+    # -- recovery --------------------------------------------------------------------------------
+
+    def holding(self, fixed: Mapping[str, Tensor | None] | None = None) -> Holding:
+        """Return the versions of the state that this rank holds, with inputs that no run writes."""
+        fixed = fixed or {}
+        states = {n: {**x, **fixed} for n, x in self._versions.states().items()}
+        values = values_of(self.program.fusion, [*self.state, *fixed])
+        return Holding(
+            values=values,
+            fixed=[*fixed],
+            members=self._members or members_of(x.layout.mesh for x in values.values()),
+            states=states,
+            parts={**self.state, **fixed},
+            saved=self._saved,
+        )
 
     # -- files -----------------------------------------------------------------------------------
 
-    def save(self, folder: str | Path, *, portable: bool = False) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        portable: bool = False,
+        wait: bool = True,
+        keep: int | None = None,
+    ) -> Path:
         """Write this rank's part of the state to a folder; all ranks save together.
 
-        Files that are there already are replaced once all ranks have written theirs.
+        Files that are there already are replaced once all ranks have written theirs. A save waits
+        for one under way first.
 
         Args:
             folder: of the state, which all ranks may share.
             portable: as `torch.distributed.checkpoint` does, for any layout and number of ranks,
                 into a folder that all ranks share. Else for the same program.
+            wait: until the files are on the disk. Else the state is copied into the host's memory,
+                a thread writes the copy, and steps go on; `saved` waits for it, and an error of a
+                rank is raised by the next call of this step on all ranks.
+            keep: so many checkpoints stay, this one among them: the last of those beside it whose
+                names have other numbers. The link `newest` beside them leads to the last one that
+                is whole, at any moment. Needs `portable`.
 
         Returns:
             The file: `rank0003.pt` for rank 3; the folder, where it is portable.
 
         Raises:
             ProgramError: the folder cannot be written, on all ranks where one cannot; portable, and
-                the folder has a checkpoint, or a state is Partial, or of extents that a run
-                chooses.
+                the folder has a checkpoint (with keep=: the newest), or a state is Partial, or of
+                extents that a run chooses; the save under way failed.
         """
-        return states.save(self.program, self.state, folder, portable)
+        given = {"folder": folder, "portable": portable, "wait": wait, "keep": keep}
+        path = states.save(self.program, self.state, self._saver, given)
+        self._saved[os.path.realpath(path)] = self.version
+        return path
+
+    def saved(self) -> None:
+        """Wait for the end of a save under way; all ranks do so together.
+
+        The end of the process waits for it, too, but only logs an error.
+
+        Raises:
+            ProgramError: a rank could not save, on all ranks.
+            BackendError: a rank has not saved within `Options.timeout_s`.
+        """
+        self._saver.settle()
 
     def load(self, folder: str | Path, *, cast: bool = False) -> None:
         """Read a saved state into the tensors of the state: a run then goes on to the bit.
@@ -142,4 +228,74 @@ class Step:
                 dtypes (but for `cast`), and where it is not portable of other layouts; files of
                 several saves. On all ranks, where one cannot.
         """
-        states.load(self.program, self.state, folder, cast)
+        states.load(self.program, self.state, self._saver, folder, cast)
+        self._versions.is_whole = True
+
+
+def recover(step: Any, program: Any, or_from: str | Path | None = None) -> Any:
+    """Return a step of another program with the state of a step, from the ranks that are left.
+
+    Each box of the state comes from a rank that holds it whole, in the newest version of which
+    nothing is missing; boxes that no rank holds come from a checkpoint, where it is of this
+    version, else all of them do. All ranks of the communicator call it together; a new process
+    passes None for the step.
+
+    Args:
+        step: a `Step`, or a `RunningStep`; its program may be of ranks that are gone.
+        program: of the same state in other layouts, as the same function builds it for another
+            mesh; for a `RunningStep` the `TrainingStep`.
+        or_from: a folder that `save(portable=True)` wrote; None: there is none.
+
+    Returns:
+        The step, which goes on at `step.version`. Parts that stay where they are are not copied.
+
+    Raises:
+        ProgramError: boxes that nobody holds; other names, shapes or dtypes. On all ranks.
+
+    >>> import torch, mdfuse as mf
+    >>> with mf.FusionDefinition("count") as fd:
+    ...     n = fd.define_tensor([2], name="n", mesh=mf.DeviceMesh.arange(dp=1))
+    ...     fd.add_output(n + 1, reuse=n)
+    >>> step = mf.Step(mf.compile(fd), {"n": torch.zeros(2)})
+    >>> step()
+    >>> again = mf.recover(step, mf.compile(fd))
+    >>> again.state, again.version
+    ({'n': tensor([1., 1.])}, 1)
+    """
+    whole = step if step is not None else program
+    if hasattr(whole, "recovered"):
+        return whole.recovered(program, or_from) if step is not None else program.joined(or_from)
+    if not isinstance(program, Program) or not isinstance(step, Step | None):
+        raise refused(
+            "recover",
+            "program",
+            program,
+            because="a step goes on with a program, a step of an imported model with its own",
+            hint="mf.recover(step, build(mesh), or_from=folder)",
+            kind=ProgramError,
+        )
+    names = [n for n in program.fusion.inputs if n in {*program.fusion.reuse.values()}]
+    holding = None if step is None else step.holding()
+    state, version, recovery = moved(program, names, holding, or_from)
+    return resumed(program, state, version, recovery, step is not None and step.is_double)
+
+
+def moved(
+    program: Program, names: Sequence[str], holding: Holding | None, or_from: str | Path | None
+) -> tuple[dict[str, Tensor | None], int, Recovery | None]:
+    """Return this rank's parts of a state in the layouts of a program; see `recovered`."""
+    options = program.options
+    return recovered(holding, program.fusion, names, init(options), or_from, options)
+
+
+def resumed(
+    program: Program,
+    state: Mapping[str, Tensor | None],
+    version: int,
+    recovery: Recovery | None,
+    is_double: bool,
+) -> Step:
+    """Return a step with a state that has runs behind it."""
+    step = Step(program, state, double_buffer=is_double)
+    step._versions.number, step.recovery = version, recovery
+    return step

@@ -9,21 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.compiled.parts import part_of_batch, part_of_state
 from mdfuse.compiled.pipeline import pipeline
 from mdfuse.compiled.program import Program, compile
-from mdfuse.compiled.step import Step
+from mdfuse.compiled.step import Step, moved, resumed
 from mdfuse.compiled.step_stats import StepMeter, StepStats, flops_of
 from mdfuse.config import Options
 from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
-from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing.microbatches import BatchCut, inputs_of
 from mdfuse.frontend.importing.report import named
 from mdfuse.frontend.importing.train import COUNT, StepDefinition
 from mdfuse.ir.graph import Fusion
-from mdfuse.layouts.boxes import boxes_of, within
-from mdfuse.layouts.sharding import shard_tensor
 from mdfuse.runtime.communicator import init
 
 
@@ -253,13 +251,18 @@ class TrainingStep:
         return {reuse[name]: x for name, x in pairs if name in reuse}
 
     def start(
-        self, weights: Sequence[Tensor | None], options: Options | None = None
+        self,
+        weights: Sequence[Tensor | None],
+        options: Options | None = None,
+        *,
+        double_buffer: bool = False,
     ) -> RunningStep:
         """Compile the step, and begin to train on this rank.
 
         Args:
             weights: as `model.load(..., comm=comm)` returned them.
             options: of the program.
+            double_buffer: see `mdfuse.Step`.
 
         Returns:
             The step with this rank's state: a call of it makes a step, and returns the loss.
@@ -284,7 +287,27 @@ class TrainingStep:
             state = self._initial(weights, comm.rank, comm.device)
         else:
             state = self.state(weights)
-        return RunningStep(Step(self.compile(options), state), fixed, self._weights, self)
+        step = Step(self.compile(options), state, double_buffer=double_buffer)
+        return RunningStep(step, fixed, self._weights, self)
+
+    def joined(
+        self, or_from: str | Path | None = None, before: RunningStep | None = None
+    ) -> RunningStep:
+        """Go on with a training that other ranks have begun; `mdfuse.recover` calls it.
+
+        Args:
+            or_from: a portable checkpoint, for what no rank holds.
+            before: the step of this rank; None: this process is new.
+        """
+        step = None if before is None else before.step
+        holding = None if before is None else before.step.holding(before.fixed)
+        program = self.compile(None if step is None else step.program.options)
+        names = [n for n in program.fusion.inputs if n in {*self._state_names}]
+        fixed = [n for n in self._weights if n not in names]
+        parts, version, recovery = moved(program, [*names, *fixed], holding, or_from)
+        state = {name: parts[name] for name in names}
+        after = resumed(program, state, version, recovery, step is not None and step.is_double)
+        return RunningStep(after, {name: parts[name] for name in fixed}, self._weights, self)
 
     def shard(self, *batch: Any, rank: int) -> list[Any]:
         """Return a rank's parts of a batch: of wholes views, and parts as they are.
@@ -316,7 +339,7 @@ class TrainingStep:
                 hint="pass them in this order, all or the first of them",
             )
         pairs = zip(self.inputs, batch, strict=False)
-        return [_part_of_batch(self.fusion, name, x, rank) for name, x in pairs]
+        return [part_of_batch(self.fusion, name, x, rank) for name, x in pairs]
 
     def _named(self, weights: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         hint = "pass what model.load() returned"
@@ -330,55 +353,6 @@ class TrainingStep:
         return dict(zip(self._weights, weights, strict=True))
 
 
-def _part_of_batch(fusion: Fusion, name: str, x: Any, rank: int) -> Any:
-    """Return a rank's part of an input, of which the whole or the part is given."""
-    if not fusion.values[name].is_tensor:
-        return x
-    layout, value = fusion.layout(name), fusion.values[name]
-    shape = (*x.shape,) if isinstance(x, Tensor) else None
-    is_here = rank in layout.mesh.ranks
-    if shape == value.shape:
-        return shard_tensor(x, layout, rank=rank) if is_here else None
-    part = layout.local_shape(value.shape, rank) if is_here else None
-    if shape == part:
-        return x
-    raise ProgramError(
-        f"shard of @{fusion.name}: {name} is {type(x).__name__} {[*(shape or ())]}",
-        because=f"the whole has {[*value.shape]}, and the part of rank {rank} "
-        + (f"{[*part]}" if part is not None else "is none"),
-        hint=f"cut, or fill up, the batch to {[*value.shape]}",
-    )
-
-
-def part_of_state(fusion: Fusion, name: str, of: str, x: Tensor, rank: int | None) -> Tensor:
-    """Return the part of a parameter that a state of it is a part of.
-
-    Args:
-        fusion: with the layouts of both.
-        name: of the state.
-        of: the parameter.
-        x: it, as a whole or a rank's part.
-        rank: which; None: x is the whole.
-
-    Raises:
-        ProgramError: x is a part, and no rank is said.
-    """
-    layout, held, shape = fusion.layout(name), fusion.layout(of), fusion.values[of].shape
-    if layout == held:
-        return x
-    if rank is None and tuple(x.shape) == tuple(shape):
-        return x
-    if rank is None:
-        raise ProgramError(
-            f"state of @{fusion.name}: {of} of the shape {list(x.shape)}, a part of {list(shape)}",
-            because=f"{name} lies as {layout}, and the parameter as {held}",
-            hint="step.state(weights, rank=comm.rank)",
-        )
-    rows = held.rows(shape, rank)
-    boxes = tuple(boxes_of(layout.rows(shape, rank)))
-    return loading.joined(boxes, lambda box: loading.part_of(x, within(box, rows)))
-
-
 class RunningStep:
     """A step of training with its weights and its state on this rank: a call is a step.
 
@@ -386,6 +360,7 @@ class RunningStep:
 
     Attributes:
         step: the `mf.Step`.
+        fixed: this rank's parts of parameters and constants that are not trained, by name.
     """
 
     def __init__(
@@ -399,7 +374,7 @@ class RunningStep:
         held = (x.device for x in (*step.state.values(), *fixed.values()) if x is not None)
         self._device = next(held, None)
         self._meter = StepMeter(self._device)
-        self._kept, self._names = fixed, names
+        self.fixed, self._names = fixed, names
         self._fixed = tuple(fixed.values())
 
     @property
@@ -410,7 +385,7 @@ class RunningStep:
     @property
     def weights(self) -> list[Tensor | None]:
         """Parameters and constants as they are now, in the order of `ImportedModel.load`."""
-        known = {**self._kept, **self.step.state}
+        known = {**self.fixed, **self.step.state}
         return [known[name] for name in self._names]
 
     def __call__(self, *inputs: Any) -> Any:
@@ -435,6 +410,21 @@ class RunningStep:
         to = self._device
         return [x.to(to, non_blocking=True) if isinstance(x, Tensor) else x for x in parts]
 
+    def recovered(self, program: TrainingStep, or_from: str | Path | None = None) -> RunningStep:
+        """Return the step of the same training in other layouts, as `mdfuse.recover` does.
+
+        Args:
+            program: made for the ranks that are left.
+            or_from: a portable checkpoint, for what no rank holds; None: there is none.
+
+        Raises:
+            ProgramError: parts of the state that nobody holds, or another state; on all ranks.
+        """
+        if not isinstance(program, TrainingStep):
+            what = f"recovered of @{self.step.program.fusion.name} with a {type(program).__name__}"
+            raise ProgramError(what, hint="recovered(build(mesh).training_step(...))")
+        return program.joined(or_from, self)
+
     @property
     def averages(self) -> list[Tensor | None]:
         """The weights, with the averages of `mf.optim.averaged` for trained parameters.
@@ -443,7 +433,7 @@ class RunningStep:
             ProgramError: the optimizer keeps no averages.
         """
         state = self.step.state
-        known = {**self._kept, **state}
+        known = {**self.fixed, **state}
         if not any(name.endswith(".average") for name in state):
             raise ProgramError(
                 f"averages of @{self.step.program.fusion.name}",
@@ -489,9 +479,20 @@ class RunningStep:
             tokens = ints[0] if ints else None
         return self._meter.stats(tokens, count, peak)
 
-    def save(self, folder: str | Path, *, portable: bool = False) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        portable: bool = False,
+        wait: bool = True,
+        keep: int | None = None,
+    ) -> Path:
         """Write this rank's part of the state; see `Step.save`."""
-        return self.step.save(folder, portable=portable)
+        return self.step.save(folder, portable=portable, wait=wait, keep=keep)
+
+    def saved(self) -> None:
+        """Wait for the end of a save under way; see `Step.saved`."""
+        self.step.saved()
 
     def load(self, folder: str | Path, *, cast: bool = False) -> None:
         """Read a saved state; see `Step.load`."""

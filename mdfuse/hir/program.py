@@ -20,7 +20,8 @@ from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.layouts.blocks import segments
 from mdfuse.layouts.boxes import Box, Interval
 from mdfuse.layouts.layout import Layout, Replicate
-from mdfuse.mesh import DeviceMesh, MeshesByRank
+from mdfuse.layouts.meshes_by_rank import MeshesByRank
+from mdfuse.mesh import DeviceMesh
 
 Known = Callable[[Term], int | None]
 
@@ -313,8 +314,9 @@ class HostProgram:
 
     @cached_property
     def last_rank(self) -> int:
-        """The highest rank of any mesh."""
-        return max((m.last_rank for m in self.meshes), default=0)
+        """The highest rank of any mesh that is not lost."""
+        ends = ({*m} - m.lost if m.lost else {m.last_rank} for m in self.meshes)
+        return max((rank for ranks in ends for rank in ranks), default=0)
 
     @cached_property
     def communications(self) -> tuple[Communication, ...]:

@@ -4,7 +4,7 @@ The holders of a source part take turns: its messages are numbered, and holder n
 n, n + holders, and so on. Numbers follow from coordinates, not from a walk over ranks, so that a
 rank's part costs one step per message. If the holders' message counts would differ, messages are
 cut into shares. If hosts are known, holders on the receiver's host come first, and all messages of
-a part are examined.
+a part are examined; so they are where holders are lost, which send and keep nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mdfuse.layouts.boxes import Box, common, has_rows
+from mdfuse.layouts.boxes import Box, Rows, common, has_rows
 from mdfuse.layouts.endpoints import At, Side
 from mdfuse.layouts.hosts import hosts_by_rank, senders
 from mdfuse.layouts.layout import Layout, Partial
@@ -51,7 +51,7 @@ class Exchange:
 
     def received(self, rank: int) -> Iterator[tuple[int, Box, int]]:
         """Yield (holder, box, number of the term) for all elements that a rank needs, in order."""
-        source, at = self.source, self.destination.at(rank)
+        at = self.destination.at(rank)
         need = self.destination.rows(at) if at is not None else ()
         if at is None or not all(map(has_rows, need)):
             return
@@ -65,7 +65,23 @@ class Exchange:
                             if share is not None:
                                 yield sender, share, n
             return
-        terms = {a: at[b] for a, b in self.kept}
+        for holders, box, n in self._needed(at, need):
+            for sender, share in self._senders(holders, rank, at, held, box):
+                yield sender, share, n
+
+    def missing(self, rank: int) -> Iterator[Box]:
+        """Yield the boxes that a rank needs and only lost ranks hold."""
+        at = self.destination.at(rank)
+        need = self.destination.rows(at) if at is not None else ()
+        if at is not None and self.source.mesh.lost and all(map(has_rows, need)):
+            held = self._held(rank, at)
+            for holders, box, _ in self._needed(at, need):
+                if not any(self._senders(holders, rank, at, held, box)):
+                    yield box
+
+    def _needed(self, at: At, need: tuple[Rows, ...]) -> Iterator[tuple[At, Box, int]]:
+        """Yield (coordinates of its holders, box, number of the term) for what a rank needs."""
+        source, terms = self.source, {a: at[b] for a, b in self.kept}
         every = [
             terms | source.numbered(n, self.reduced) for n in range(source.count(self.reduced))
         ]
@@ -73,14 +89,13 @@ class Exchange:
             part = {a: i for coordinates, *_ in parts for a, i in coordinates.items()}
             for box in product(*[rows for *_, rows in parts]):
                 for n, term in enumerate(every):
-                    for sender, share in self._senders({**part, **term}, rank, at, held, box):
-                        yield sender, share, n
+                    yield {**part, **term}, box, n
 
     def sent(self, rank: int) -> Iterator[tuple[int, Box]]:
         """Yield (receiver, box) for all that a rank sends to others."""
         at = self.source.at(rank)
         rows = self.source.rows(at) if at is not None else ()
-        if at is None or not all(map(has_rows, rows)):
+        if at is None or rank in self.source.mesh.lost or not all(map(has_rows, rows)):
             return
         holders = {a: at[a] for a in self.source.fixed}
         if self.turns is not None:
@@ -123,7 +138,9 @@ class Exchange:
 
     def _held(self, rank: int, at: At) -> At | None:
         """Return a rank's coordinates in the source, from its coordinates in the destination."""
-        return at if self.is_one else self.source.at(rank)
+        if self.is_one:
+            return at
+        return None if rank in self.source.mesh.lost else self.source.at(rank)
 
     @cached_property
     def is_one(self) -> bool:
@@ -147,7 +164,8 @@ class Exchange:
             yield receiver, block
         elif self.by_host:
             receivers, by = self._turns(holders)
-            yield int(by[receivers == receiver][0]), block
+            for sender in by[receivers == receiver].tolist():  # none where all holders are lost
+                yield sender, block
         elif not source.free:
             yield source.rank(holders), block
         else:
@@ -161,9 +179,10 @@ class Exchange:
 
     @cached_property
     def by_host(self) -> bool:
-        """True if hosts decide who sends: they are known, and parts have several holders."""
+        """True if hosts decide who sends, or lost ranks do: parts have several holders, or none."""
         is_known = hosts_by_rank(self.source.mesh, self.destination.mesh) is not None
-        return is_known and self.source.count(self.source.free) > 1
+        has_several = is_known and self.source.count(self.source.free) > 1
+        return has_several or bool(self.source.mesh.lost)
 
     def senders(self) -> Any:
         """Return the ranks that have a turn, by hosts; some ranks occur several times."""
@@ -180,9 +199,13 @@ class Exchange:
             have = source.grid[
                 tuple(holders.get(a, slice(None)) for a in source.mesh.axes)
             ].reshape(-1)
+            have = have[~np.isin(have, [*source.mesh.lost])]
             lack = self._messages(holders).receivers()
-            lack = lack[~np.isin(lack, have)]
+            lack = lack[~np.isin(lack, have)] if len(have) else lack[:0]
             hosts = hosts_by_rank(source.mesh, self.destination.mesh)
+            if hosts is None:
+                last = max(source.mesh.last_rank, self.destination.mesh.last_rank)
+                hosts = np.zeros(last + 1, int)
             self._known[key] = lack, senders(have, lack, hosts)
         return self._known[key]
 

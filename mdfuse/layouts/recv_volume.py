@@ -122,6 +122,9 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
         return (*meshes[0].ranks, *(r for r in meshes[1].ranks if r not in meshes[0]))
     if 0 in shape:
         return ()
+    if meshes[0].lost:
+        members = dict.fromkeys((*meshes[0].ranks, *meshes[1].ranks))
+        return tuple(r for r in members if _has_message(exchange, r))
     ranks, goal = (mesh.array for mesh in meshes)
     lack = np.asarray(_lack(*both, shape, source.count(exchange.reduced) - 1) > 0)
     grid = meshes[1].shape if meshes[0] == meshes[1] else (meshes[1].size,)
@@ -138,6 +141,11 @@ def taking_part(exchange: Exchange) -> tuple[int, ...]:
     known[ranks] = True
     every = np.concatenate((ranks, goal[~known[goal]]))
     return tuple(every[takes[every]].tolist())
+
+
+def _has_message(exchange: Exchange, rank: int) -> bool:
+    """Return whether a rank sends to another one, or receives from one."""
+    return any(exchange.sent(rank)) or any(r != rank for r, *_ in exchange.received(rank))
 
 
 def _is_sending(exchange: Exchange) -> Any:

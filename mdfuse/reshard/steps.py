@@ -78,6 +78,8 @@ def _steps(
         _check_into_partial(source, destination)
     if 0 in shape:
         return (Local(kind="empty", source=source, destination=destination),)
+    if source.mesh.lost:  # only an exchange chooses its senders
+        return (Communication(kind="Exchange", source=source, destination=destination),)
     held = _single_terms_reduced(source, destination)
     find = partial(steps, carriers=carriers)
     if held != source:

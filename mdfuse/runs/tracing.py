@@ -47,7 +47,7 @@ def align(options: Options | None, communicator: Communicator, serial: int) -> N
     file = trace_of(options, communicator)
     if file is not None:
         file.clock(*communicator.clock_offset(f"clock/{serial}"))
-        communicator.at_end = partial(_last, file, communicator)
+        communicator.at_end["clocks"] = partial(_last, file, communicator)
 
 
 def _last(file: TraceFile, communicator: Communicator) -> None:

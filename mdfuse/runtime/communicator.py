@@ -12,61 +12,46 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 
-from mdfuse.backends.base import Backend, Interruptible, Poster, Sharing
-from mdfuse.backends.c10d.groups import default_group
+from mdfuse.backends.base import Backend, Interruptible, Poster, Resettable, Sharing
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.backends.work import first_line
-from mdfuse.bootstrap import detect
-from mdfuse.config import BackendChoice, Options, backend_choice, options_from_environment
+from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
-from mdfuse.interpreter.threads import keep_ready, within
+from mdfuse.interpreter.threads import within
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement.abort_protocol import Refusals, not_open
 from mdfuse.runtime.agreement.concurrent_runs import crowd, refusal
 from mdfuse.runtime.agreement.rendezvous import Meetings, raise_alike
-from mdfuse.runtime.backend_rows import BACKENDS, World, auto
+from mdfuse.runtime.backend_rows import BACKENDS, World
 from mdfuse.runtime.deadline import NEVER
 from mdfuse.runtime.fast_lane import Replays, track_of
 from mdfuse.runtime.joining import (
+    CLOSING_S,
+    REPORTS_S,
+    Door,
     check_same,
-    last_meeting,
-    meet,
+    enter,
     not_joined,
-    watch_for,
     why_not_beside,
 )
-from mdfuse.runtime.null_world import NULL, null_arguments, null_device, null_launch
-from mdfuse.runtime.stores import another_connection, open_store
+from mdfuse.runtime.membership import Membership
+from mdfuse.runtime.null_world import NULL, null_arguments
+from mdfuse.runtime.opening import door_of, stand_in
 from mdfuse.runtime.watch.report import ranks_text
 from mdfuse.runtime.watch.reports import tell_torchrun, tell_torchrun_at_exit, untell_torchrun
 from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import Watch
 from mdfuse.seeing.clocks import offset
-from mdfuse.torch_private import HashStore, PrefixStore
+from mdfuse.torch_private import PrefixStore
 
 _log = logging.getLogger("mdfuse.comm")
 
 #: How long the rank that hosts the store waits at its end for ranks that still use it, seconds.
 _GRACE_S = 10.0
-
-#: The same where it ends by an error: the others may be reading the reason.
-_REPORTS_S = 3.0
-
-#: Threads that stand ready for the end: two watch over MPI_Finalize, others over hanging calls.
-_AT_EXIT = 6
-
-#: How long the store may take to answer at the end, seconds.
-_CLOSING_S = 3.0
-
-
-class Resettable(Protocol):
-    """A user of a communicator's groups that gives them up in `reset`."""
-
-    def reset(self) -> None: ...
 
 
 class Communicator:
@@ -77,6 +62,7 @@ class Communicator:
         rank: this rank.
         size: the number of ranks.
         local_rank: this rank's number on its host.
+        timeout_s: the deadline of its waits for other ranks, seconds.
         backend: the first backend's name; see `open` for others.
         device: where this rank's buffers are.
         store: a store shared by all ranks, under a prefix of this communicator's own.
@@ -87,15 +73,28 @@ class Communicator:
         first_run: held around the first run of a program, in which all ranks meet.
         crowd: the threads of this rank that ran programs at once, where ranks differed; or "".
         serials: the numbers of programs, by their first runs on it; all ranks have the same.
+        membership: the processes of the ranks, here and before a rebuild.
+        is_left: survivors went on with another one: see `mdfuse.rebuild`.
+        at_end: called at the begin of `close`, where all is well; by names.
     """
 
     def __init__(
-        self, *, world: World, backend: Backend, meetings: Meetings, is_host: bool
+        self,
+        *,
+        world: World,
+        backend: Backend,
+        meetings: Meetings,
+        is_host: bool,
+        door: Door | None = None,
     ) -> None:
+        self.door = door
+        self.membership = door.membership if door else Membership.first(world.launch.size)
+        self.is_left = False
         self.launch = world.launch
         self.rank = world.launch.rank
         self.size = world.launch.size
         self.local_rank = world.launch.local_rank
+        self.timeout_s = world.timeout_s
         self.backend = backend.name
         self.device = world.device
         self.store = world.store
@@ -108,8 +107,7 @@ class Communicator:
         self._backends = {backend.name: backend}
         self._meetings = meetings
         self._is_host = is_host
-        #: called at the begin of `close`, where all is well
-        self.at_end: Callable[[], object] = lambda: None
+        self.at_end: dict[str, Callable[[], object]] = {}
         #: how long the others may need the store that this rank hosts, seconds
         self.grace_s = _GRACE_S
         self._is_closed = False
@@ -185,6 +183,42 @@ class Communicator:
         """Return whether CUDA graphs can hold the posts of these backends and of the first."""
         rows = [BACKENDS[name] for name in (self.backend, *backends) if name in BACKENDS]
         return self.device.type == "cuda" and all(row.can_capture for row in rows)
+
+    @property
+    def patience_s(self) -> float:
+        """The age of its last word at which a rank is called gone, seconds."""
+        return self._watch.patience_s
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks of the communicator before that are lost; () without a rebuild."""
+        return self.membership.lost
+
+    @property
+    def old_rank(self) -> int | None:
+        """This rank's number before the rebuild; None where it has joined since."""
+        return self.membership.old_rank(self.rank)
+
+    def new_rank(self, old: int) -> int | None:
+        """Return the number of a rank of before the rebuild; None where it is lost."""
+        return self.membership.new_rank(old)
+
+    def give_up(self) -> None:
+        """Give up groups, and leave the store to those that go on; see `mdfuse.rebuild`."""
+        self._is_closed, self.is_left, self.is_ready, self.is_sound = True, True, False, False
+        _forget(self)
+        for graph in list(self._graphs):
+            graph.reset()
+        self._watch.leaves = "went on with those that are left"
+        self._watch.close()
+        for backend in dict.fromkeys(self._backends.values()):
+            within(CLOSING_S, backend.close)
+
+    def abort(self) -> None:
+        """End what is under way on this rank, and the waits of others for it in a meeting."""
+        self.is_ready = self.is_sound = False
+        self._abort()
+        within(CLOSING_S, self._meetings.give_up)
 
     def _abort(self) -> bool:
         """End the waits of this rank with an error; return whether a backend could."""
@@ -302,7 +336,8 @@ class Communicator:
         if self._is_closed or self._is_fork:
             return
         if self.is_sound and not hasattr(sys, "last_value"):
-            self.at_end()
+            for act in [*self.at_end.values()]:
+                act()
         self._is_closed, self.is_ready, self.is_sound = True, False, False
         _forget(self)
         for graph in list(self._graphs):
@@ -312,7 +347,7 @@ class Communicator:
         if failure is not None:
             self._watch.leaves = f"ended with {type(failure).__name__}: {first_line(failure)}"
         self._watch.close()  # while the store is there: its host goes when all have left
-        remaining = self._leave(self.grace_s if failure is None else _REPORTS_S)
+        remaining = self._leave(self.grace_s if failure is None else REPORTS_S)
         if remaining and failure is None:
             _log.warning("rank %d closed before %s did", self.rank, ranks_text(remaining))
         for backend in dict.fromkeys(self._backends.values()):
@@ -338,7 +373,7 @@ class Communicator:
             finally:
                 answers.append(True)
 
-        within(grace_s + self._watch.ending.left(_CLOSING_S), leave)
+        within(grace_s + self._watch.ending.left(CLOSING_S), leave)
         if not answers and self._watch.ending is NEVER:
             _log.warning("rank %d closed, and %s does not answer", self.rank, self._watch.store)
         return remaining
@@ -366,10 +401,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-#: How many communicators this process made: all ranks make the same ones in the same order, so
-#: the number keeps their keys apart in a store that outlives them.
-_generations = itertools.count()
 
 
 def init(
@@ -413,37 +444,13 @@ def init(
         return _live
     is_null = wanted == NULL
     _live = (
-        _stand_in(rank, size, device, options.timeout_s) if is_null else _join(carriers, options)
+        alone(stand_in(rank, size, device, options.timeout_s))
+        if is_null
+        else opened(door_of(carriers, options))
     )
     untell_torchrun()
     atexit.register(_live.close)
     return _live
-
-
-def _stand_in(
-    rank: int | None, size: int | None, device: torch.device | str | None, timeout_s: float
-) -> Communicator:
-    """Make the communicator of backend "null", whose store is a dictionary of this process."""
-    store = HashStore()
-    world = World(
-        launch=null_launch(os.environ, default_group(), rank, size),
-        device=null_device(device),
-        store=store,
-        timeout_s=timeout_s,
-    )
-    meetings = Meetings(world.store, 0, 1, timeout_s)
-    opened = BACKENDS[NULL].open(world)
-    return Communicator(world=world, backend=opened, meetings=meetings, is_host=False)
-
-
-def by_itself(communicator: Communicator) -> Communicator:
-    """Return a communicator in which a rank runs programs without communication by itself.
-
-    It stands for the same rank, size and device, by backend "null": other ranks may run other
-    programs meanwhile, or none. `init` does not return it; its user closes it.
-    """
-    me = communicator
-    return _stand_in(me.rank, me.size, me.device, me._world.timeout_s)
 
 
 def _forget(communicator: Communicator) -> None:
@@ -453,47 +460,37 @@ def _forget(communicator: Communicator) -> None:
         _live = None
 
 
-def _join(carriers: BackendChoice, options: Options) -> Communicator:
-    keep_ready(_AT_EXIT)
-    timeout_s = options.timeout_s
-    launch = detect(os.environ, default_group())
-    for named in carriers.names:
-        if named in BACKENDS:
-            BACKENDS[named].load()
-    name = auto()[0] if carriers.usual == "auto" else carriers.usual
-    watch = watch_for(launch, options, os.environ)
-    if launch.size > 1:
-        watch.start()
-        mpi_library.end_within(partial(last_meeting, launch, options, os.environ))
-    prefix = f"mdfuse/{next(_generations)}"
-    try:
-        base, is_host = open_store(launch, timeout_s, os.environ, watch)
-        if launch.size > 1:
-            with watch.waiting(f"the opening of {watch.store}"):
-                other = another_connection(base, timeout_s)
-            watch.connect(PrefixStore("watch", PrefixStore(prefix, other)))
-    except BackendError:
-        watch.close()
-        raise
-    store = PrefixStore(prefix, base)
-    meetings = Meetings(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
-    try:
-        world = meet(launch, (name, *carriers.others), options, meetings, store, watch)
-    except BackendError:
-        watch.close()
-        grace_s = watch.ending.left(_REPORTS_S if is_host else 0.0)
-        within(grace_s + watch.ending.left(_CLOSING_S), lambda: meetings.leave(grace_s))
-        raise
-    _log.info(
-        "rank %d of %d: %s, %s on %s", launch.rank, launch.size, launch.why, name, world.device
+def live() -> Communicator | None:
+    """Return the communicator of this process, if it has one."""
+    return _live
+
+
+def follow(communicator: Communicator) -> None:
+    """Make a communicator that of this process; the one before is given up."""
+    global _live
+    _live = communicator
+    atexit.register(communicator.close)
+
+
+def alone(world: World) -> Communicator:
+    """Return the communicator of a rank that meets nobody: backend "null"."""
+    meetings = Meetings(world.store, 0, 1, world.timeout_s)
+    backend = BACKENDS[NULL].open(world)
+    return Communicator(world=world, backend=backend, meetings=meetings, is_host=False)
+
+
+def opened(door: Door) -> Communicator:
+    """Meet all ranks, and return their communicator, with all backends that are named."""
+    world, meetings = enter(door)
+    with door.watch.waiting(f"the opening of backend {door.names[0]}"):
+        backend = BACKENDS[door.names[0]].open(world)
+    communicator = Communicator(
+        world=world, backend=backend, meetings=meetings, is_host=door.is_host, door=door
     )
-    with watch.waiting(f"the opening of backend {name}"):
-        opened = BACKENDS[name].open(world)
-    communicator = Communicator(world=world, backend=opened, meetings=meetings, is_host=is_host)
-    if mpi_library.keeps_ranks_together(launch):
+    if mpi_library.keeps_ranks_together(door.launch):
         communicator.grace_s = 0.0
     try:
-        communicator.open(carriers.others)
+        communicator.open(door.names[1:])
     except BackendError:
         communicator.close()
         raise

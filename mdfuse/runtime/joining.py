@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,16 +15,80 @@ from mdfuse.backends.work import first_line
 from mdfuse.bootstrap import Launch
 from mdfuse.config import Options
 from mdfuse.errors import BackendError
+from mdfuse.interpreter.threads import within
 from mdfuse.runtime.agreement.rendezvous import Meetings, raise_alike
 from mdfuse.runtime.backend_rows import BACKENDS, World, why_not
 from mdfuse.runtime.deadline import Deadline
+from mdfuse.runtime.membership import Membership
+from mdfuse.runtime.stores import another_connection
 from mdfuse.runtime.watch.neighbours import Neighbours
 from mdfuse.runtime.watch.reports import folder_of
 from mdfuse.runtime.watch.watch import Watch
-from mdfuse.torch_private import Store, is_capturing
+from mdfuse.torch_private import PrefixStore, Store, is_capturing
 
 if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator
+
+_log = logging.getLogger("mdfuse.comm")
+
+
+#: How long the rank that hosts the store waits where it ends by an error: others read the reason.
+REPORTS_S = 3.0
+
+#: How long the store may take to answer at the end, seconds.
+CLOSING_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """The arguments of joining.
+
+    Attributes:
+        launch: rank, size, and launcher.
+        names: the backends, the first one first.
+        options: of the communicator.
+        base: the store that the launch shares.
+        root: the prefix of the communicator that was made first.
+        is_host: this process keeps the store.
+        watch: the watchdog of this process.
+        membership: the processes of the ranks.
+    """
+
+    launch: Launch
+    names: Sequence[str]
+    options: Options
+    base: Store
+    root: str
+    is_host: bool
+    watch: Watch
+    membership: Membership
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of this communicator's keys."""
+        epoch = self.membership.epoch
+        return f"{self.root}/epoch/{epoch}" if epoch else self.root
+
+
+def enter(door: Door) -> tuple[World, Meetings]:
+    """Meet all ranks in the store; see `meet`."""
+    launch, watch, timeout_s = door.launch, door.watch, door.options.timeout_s
+    if launch.size > 1:
+        with watch.waiting(f"the opening of {watch.store}"):
+            other = another_connection(door.base, timeout_s)
+        watch.connect(PrefixStore("watch", PrefixStore(door.prefix, other)))
+    store = PrefixStore(door.prefix, door.base)
+    meetings = Meetings(PrefixStore("agreement", store), launch.rank, launch.size, timeout_s)
+    try:
+        world = meet(launch, door.names, door.options, meetings, store, watch)
+    except BackendError:
+        watch.close()
+        grace_s = watch.ending.left(REPORTS_S if door.is_host else 0.0)
+        within(grace_s + watch.ending.left(CLOSING_S), lambda: meetings.leave(grace_s))
+        raise
+    why, name = launch.why, door.names[0]
+    _log.info("rank %d of %d: %s, %s on %s", launch.rank, launch.size, why, name, world.device)
+    return world, meetings
 
 
 def watch_for(launch: Launch, options: Options, environment: Mapping[str, str]) -> Watch:

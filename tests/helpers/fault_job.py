@@ -12,7 +12,7 @@ import torch
 import mdfuse as mf
 from mdfuse.backends.mpi import library as mpi_library
 from mdfuse.plan import inductor
-from mdfuse.runtime import communicator
+from mdfuse.runtime import opening
 
 fault, moment, guilty = sys.argv[1:4]
 if fault == "fork":  # a fault of nobody: all end well, however long the child takes to go
@@ -71,7 +71,7 @@ DEEDS = {
 if is_here("join"):
     do_it()
 if is_here("opened"):
-    open_store, communicator.open_store = communicator.open_store, opened
+    open_store, opening.open_store = opening.open_store, opened
 if is_here("MPI_Init"):
     stand_in = types.SimpleNamespace(MPI_Init_thread=lambda *_: do_it())
     mpi_library._linked = lambda mpi: stand_in

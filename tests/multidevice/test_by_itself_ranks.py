@@ -8,7 +8,7 @@ import torch
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial
 from mdfuse.evaluator import HostIrEvaluator
-from mdfuse.runtime.communicator import by_itself
+from mdfuse.runtime.alone import by_itself
 
 pytestmark = pytest.mark.world(2)
 

@@ -26,7 +26,8 @@ from mdfuse.errors import BackendError, ProgramError
 from mdfuse.files import private_folder
 from mdfuse.interpreter.garbage import quick_collections
 from mdfuse.plan.progress import progress
-from mdfuse.runtime.communicator import Communicator, by_itself, init
+from mdfuse.runtime.alone import by_itself
+from mdfuse.runtime.communicator import Communicator, init
 from mdfuse.seeing.amounts import QUERIES
 from mdfuse.seeing.cost_tables import CostTable, file_name, folder, machine_of
 from mdfuse.seeing.costs import Costs

@@ -58,8 +58,8 @@ def check_folder(folder: Path) -> None:
         )
 
 
-#: The boxes that a rank writes, which no lower rank has.
-Parts = Iterable[tuple[Saved, Box, Tensor]]
+#: A box that a rank writes, which no lower rank has.
+Part = tuple[Saved, Box, Tensor]
 
 
 def write(folder: Path, model: Model, weights: Sequence[Tensor | None], rank: int | None) -> None:
@@ -77,10 +77,8 @@ def write(folder: Path, model: Model, weights: Sequence[Tensor | None], rank: in
     write_parts(folder, _parts(model, weights, rank), rank or 0)
 
 
-def write_state(
-    folder: Path, fusion: Fusion, state: Mapping[str, Tensor | None], rank: int
-) -> None:
-    """Write the boxes of one rank of inputs of a fusion; as `write`."""
+def parts_of_state(fusion: Fusion, state: Mapping[str, Tensor | None], rank: int) -> list[Part]:
+    """Return the boxes of inputs of a fusion that one rank writes, as `write_parts` takes them."""
     parts = []
     for saved in of_state(fusion, state):
         layout, x = fusion.layout(saved.names[0]), state[saved.names[0]]
@@ -88,7 +86,7 @@ def write_state(
             for box, place in boxes_of(layout.rows(saved.shape, rank)):
                 if saved.boxes.get(box) == rank:
                     parts.append((saved, box, x[index_of(place)]))
-    write_parts(folder, parts, rank)
+    return parts
 
 
 def of_state(fusion: Fusion, names: Iterable[str]) -> list[Saved]:
@@ -115,7 +113,7 @@ def of_state(fusion: Fusion, names: Iterable[str]) -> list[Saved]:
     return saved
 
 
-def write_parts(folder: Path, parts: Parts, rank: int) -> None:
+def write_parts(folder: Path, parts: Iterable[Part], rank: int) -> None:
     """Write boxes of tensors into the files of a rank; as `write`."""
     rows: list[_Row] = []
     with files.new_file(_data(folder, rank)) as file:
@@ -142,9 +140,7 @@ def _alone(x: Tensor) -> Tensor:
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
-def _parts(
-    model: Model, weights: Sequence[Tensor | None], rank: int | None
-) -> Iterator[tuple[Saved, Box, Tensor]]:
+def _parts(model: Model, weights: Sequence[Tensor | None], rank: int | None) -> Iterator[Part]:
     """Yield the boxes that this rank writes, which no lower rank has."""
     names = model.weight_names()
     hint = "pass what model.load() returned, or `running.weights` of a step of training"

@@ -219,7 +219,7 @@ def _settings(settings: Mapping[str, object]) -> list[str]:
 def mesh_text(mesh: DeviceMesh) -> str:
     """Return a mesh with all its ranks: `mesh(x=4)`, `mesh(x=2: 4..5)`, `mesh(x=3: 1 0 2)`.
 
-    With known hosts, runs of ranks on one host follow: `mesh(x=4 on 0*2 1*2)`.
+    With known hosts, runs of ranks on one host follow: `mesh(x=4 on 0*2 1*2)`; last, lost ranks.
     """
     text = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
     first, ranks = mesh.first, mesh.ranks
@@ -228,7 +228,7 @@ def mesh_text(mesh: DeviceMesh) -> str:
     elif first:
         text += f": {first}..{ranks[-1]}"
     runs = " ".join(f"{host}*{n}" for host, n in mesh.host_runs)
-    return f"mesh({text} on {runs})" if runs else f"mesh({text})"
+    return f"mesh({text} on {runs}{mesh.lost_text})" if runs else f"mesh({text}{mesh.lost_text})"
 
 
 def _extents(shape: Sequence[int]) -> str:

@@ -94,7 +94,7 @@ def name_of(token: Token) -> str:
 
 
 def mesh_of(tree: Node) -> DeviceMesh:
-    """Read a mesh of the first line: axes with sizes, then the ranks, then their hosts."""
+    """Read a mesh of the first line: axes with sizes, then ranks, hosts, lost ranks."""
     sizes = [tokens(t) for t in trees(tree, "axis_size")]
     axes, shape = tuple(str(a) for a, _ in sizes), tuple(int_of(n) for _, n in sizes)
     size = math.prod(shape)
@@ -111,7 +111,9 @@ def mesh_of(tree: Node) -> DeviceMesh:
         )
     runs = [[int_of(n) for n in tokens(t)[::2]] for t in trees(tree, "hosts")]
     hosts = [host for host, n in runs for _ in range(min(n, size + 1))]
-    return DeviceMesh.of(shape, listed or range(first, last + 1), axes, hosts or None)
+    lost = [int_of(n) for t in trees(tree, "lost") for n in tokens(t)]
+    mesh = DeviceMesh.of(shape, listed or range(first, last + 1), axes, hosts or None)
+    return mesh.with_lost(lost) if lost else mesh
 
 
 def rank_of(tree: Node) -> int:

@@ -126,7 +126,7 @@ class _Key(NormalForm):
     def mesh(self, mesh: DeviceMesh) -> Hashable:
         key = self.meshes.get(id(mesh))
         if key is None:
-            if not mesh.is_consecutive or mesh.hosts is not None:
+            if not mesh.is_consecutive or mesh.hosts is not None or mesh.lost:
                 raise _UnlikeRank
             key = self.meshes[id(mesh)] = mesh.axes, mesh.shape, mesh.first - self.rank
         return key

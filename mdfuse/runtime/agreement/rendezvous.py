@@ -42,6 +42,14 @@ def raise_alike(
             raise error
 
 
+#: Waits for a key of a store, until a deadline.
+Wait = Callable[["Store", str, Deadline], None]
+
+
+def _wait(store: Store, key: str, deadline: Deadline) -> None:
+    store.wait([key], deadline.left_for_store())
+
+
 class Meetings:
     """The meetings of all ranks, which are numbered.
 
@@ -53,13 +61,17 @@ class Meetings:
         rank: this rank.
         size: the number of ranks.
         timeout_s: how long to wait for the others, seconds.
+        wait: waits for a key until a deadline, or raises RuntimeError.
 
     Attributes:
         size: the number of ranks that meet; 1 under backend "null", for any size of the world.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout_s: float, wait: Wait = _wait
+    ) -> None:
         self._store = store
+        self._wait = wait
         self._rank = rank
         self.size = size
         self._timeout_s = timeout_s
@@ -88,6 +100,11 @@ class Meetings:
             raise self._absence(self._meeting, error) from error
         self._meeting += 1
         return tuple(texts)
+
+    def give_up(self) -> None:
+        """Let ranks that wait in the next meeting go on, with an error: this one will not come."""
+        if self.size > 1:
+            self._store.set(f"{self._meeting}/go", "")
 
     @property
     def meeting(self) -> int:
@@ -123,8 +140,10 @@ class Meetings:
             store.set(f"{meeting}/text/{self._rank}", text)
         arrived = store.add(f"{meeting}/in", 1 if text is None else 1 + (1 << _TEXTS))
         if arrived & ((1 << _TEXTS) - 1) < self.size:
-            store.wait([f"{meeting}/go"], deadline.left_for_store())
+            self._wait(store, f"{meeting}/go", deadline)
             arrived = store.add(f"{meeting}/in", 0)  # a get would take two round trips
+            if arrived & ((1 << _TEXTS) - 1) < self.size:
+                raise RuntimeError("a rank gave up the meeting: others are lost")
             return self._find_texts(arrived)
         with_text = self._find_texts(arrived)
         store.set(f"{meeting}/go", "")

@@ -30,6 +30,11 @@ class Answers:
     is_complete: bool = False
 
 
+def patience_of(beat_s: float) -> float:
+    """Return the age of a rank's last word at which it is called gone, seconds."""
+    return 3 * beat_s + 1.0
+
+
 @dataclass(eq=False)
 class Bulletin:
     """The ranks' positions in the store.
@@ -101,7 +106,7 @@ class Bulletin:
 
     @property
     def _patience_s(self) -> float:
-        return 3 * self.beat_s + 1.0
+        return patience_of(self.beat_s)
 
     def give_up(self) -> None:
         """Give up the store where a thread has waited too long for its answer already."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from mdfuse.hir.program import Instruction
 from mdfuse.interpreter.stacks import seen
 from mdfuse.layouts.call import Call
 
@@ -31,6 +32,8 @@ class WatchedStep(Protocol):
     def outputs(self) -> tuple[int, ...]: ...
     @property
     def waits(self) -> tuple[int, int | None] | None: ...
+    @property
+    def instruction(self) -> int: ...
 
 
 class WatchedPlan(Protocol):
@@ -40,6 +43,8 @@ class WatchedPlan(Protocol):
     def tally(self) -> RunCount | None: ...
     @property
     def steps(self) -> Sequence[WatchedStep]: ...
+    @property
+    def code(self) -> Sequence[Instruction]: ...
     @property
     def lines_of_run(self) -> Sequence[int]:
         """The number of the call at each line of its function."""
@@ -138,15 +143,25 @@ def running() -> ActiveStep | None:
 
 def raised(error: BaseException | None) -> ActiveStep | None:
     """Return the step that raised an error or one of its causes; None if no plan did."""
-    while error is not None:
-        trace = error.__traceback__
+    for one in causes(error):
+        trace = one.__traceback__
         while trace is not None:
             place = _place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
             if place is not None:
                 return place
             trace = trace.tb_next
-        error = error.__cause__ or error.__context__
     return None
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, then those that it came of: its cause, and what was handled meanwhile."""
+    left, known = [error], set[int]()
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in known:
+            known.add(id(one))
+            yield one
+            left += [one.__context__, one.__cause__]
 
 
 def _at(frame: FrameType) -> ActiveStep | None:

@@ -31,7 +31,7 @@ from mdfuse.interpreter.threads import within
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.watch import running
 from mdfuse.runtime.watch.neighbours import Neighbours
-from mdfuse.runtime.watch.position_store import Answers, Bulletin
+from mdfuse.runtime.watch.position_store import Answers, Bulletin, patience_of
 from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
 from mdfuse.runtime.watch.report import NEVER_TOLD, Alarm, Table, blame, explained, report
 from mdfuse.runtime.watch.reports import Page, tell_torchrun
@@ -118,7 +118,7 @@ class Watch:
         self._is_capturing = is_capturing
         self._clock = clock
         self._write = write or _write_error
-        self._end = end or _end_process
+        self._end = end or end_process
         self._sources: list[tuple[tuple[int, ...], Callable[[], str | None]]] = []
         self._seen = -1
         self._oldest: Post | None = None
@@ -146,6 +146,11 @@ class Watch:
     def store(self) -> str:
         """The store, and the rank that keeps it, in words."""
         return "the store" if self._host is None else f"the store that rank {self._host} keeps"
+
+    @property
+    def patience_s(self) -> float:
+        """The age of its last word at which a rank is called gone, seconds."""
+        return patience_of(self._beat)
 
     def prepare(
         self, subject: PostInfo, track: Track
@@ -445,7 +450,7 @@ def _write_error(text: str) -> None:
     sys.stderr.flush()
 
 
-def _end_process(status: int) -> None:
+def end_process(status: int) -> None:
     """End the process at once: an orderly exit would wait for the device, which hangs."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -20,7 +20,7 @@ from mdfuse.cli.main import app
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.rank.unrolled import written_out
-from mdfuse.runtime.communicator import by_itself
+from mdfuse.runtime.alone import by_itself
 from mdfuse.seeing import LinkKey, WorkKey
 from mdfuse.seeing.amounts import is_work
 from mdfuse.seeing.cost_tables import machine_of, parsed

@@ -1,0 +1,48 @@
+"""The processes behind the ranks of a communicator, also after some of them are lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: A process: the rank that its launcher gave it, and the epoch in which it joined, 0 for the first.
+Member = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The processes of a communicator, and those of the communicator before it.
+
+    Attributes:
+        members: by rank.
+        before: by rank before; () where there was no communicator before.
+        epoch: counts the agreements of ranks, also those that came to nothing.
+
+    >>> now = Membership(((0, 0), (2, 0), (3, 0)), before=((0, 0), (1, 0), (2, 0), (3, 0)))
+    >>> now.lost, now.new_rank(3), now.new_rank(1), now.old_rank(1)
+    ((1,), 2, None, 2)
+    """
+
+    members: tuple[Member, ...]
+    before: tuple[Member, ...] = ()
+    epoch: int = 0
+
+    @classmethod
+    def first(cls, size: int) -> Membership:
+        """Return the membership of ranks as they were started."""
+        return cls(tuple((rank, 0) for rank in range(size)))
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks before whose processes are in it no more."""
+        return tuple(n for n, member in enumerate(self.before) if member not in self.members)
+
+    def new_rank(self, old: int) -> int | None:
+        """Return the rank now of a rank before; None where it is lost, or was none."""
+        before = self.before or self.members
+        member = before[old] if 0 <= old < len(before) else None
+        return self.members.index(member) if member in self.members else None
+
+    def old_rank(self, rank: int) -> int | None:
+        """Return the rank before of a rank now; None where it is new."""
+        before, member = self.before or self.members, self.members[rank]
+        return before.index(member) if member in before else None
