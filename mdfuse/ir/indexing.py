@@ -202,6 +202,7 @@ def of_select(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
         operands=(indices, table),
         results=((*table[:v], *indices, *table[v + 1 :]),),
         reduces={v: "sum"},
+        plain=frozenset({v}),
     )
 
 
@@ -214,6 +215,7 @@ def of_select_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
         operands=(indices, (*labels[:v], *indices, *labels[v + 1 :])),
         results=(labels,),
         reduces=dict.fromkeys(indices, "sum"),
+        plain=frozenset({v}),
     )
 
 
@@ -222,7 +224,10 @@ def of_gather(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     n, v = len(result), attrs["along"]
     taken = tuple(range(n))
     return DimMap(
-        operands=(taken, (*taken[:v], n, *taken[v + 1 :])), results=(taken,), reduces={n: "sum"}
+        operands=(taken, (*taken[:v], n, *taken[v + 1 :])),
+        results=(taken,),
+        reduces={n: "sum"},
+        plain=frozenset({n}),
     )
 
 
@@ -231,14 +236,19 @@ def of_scatter(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     n, v = len(result), attrs["along"]
     labels = tuple(range(n))
     given = (*labels[:v], n, *labels[v + 1 :])
-    return DimMap(operands=(given, given), results=(labels,), reduces={n: attrs["reduce"]})
+    return DimMap(
+        operands=(given, given),
+        results=(labels,),
+        reduces={n: attrs["reduce"]},
+        plain=frozenset({v}),
+    )
 
 
 def of_copy(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `indices[n], source[…,n,…], x[…,v,…]`; with v split, ranks write what they have."""
     labels, v = tuple(range(len(result))), attrs["along"]
     source = (*labels[:v], None, *labels[v + 1 :])
-    return DimMap(operands=((None,), source, labels), results=(labels,))
+    return DimMap(operands=((None,), source, labels), results=(labels,), plain=frozenset({v}))
 
 
 # -- shapes --------------------------------------------------------------------------------------

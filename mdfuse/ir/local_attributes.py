@@ -9,7 +9,7 @@ from typing import Any
 
 from mdfuse.ir import dims
 from mdfuse.layouts.blocks import Cut, as_blocks
-from mdfuse.layouts.boxes import Box, Interval, box_shape
+from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
 
 #: Each block of a dim, and what a rank has of it.
 Pieces = tuple[tuple[Interval, Interval], ...]
@@ -27,6 +27,7 @@ class ExprPart:
         blocks: dim of the first operand that is in blocks -> each block, and what the rank has of
             it; its boxes count such dims from 0.
         cuts: dim of the result that is in blocks -> these.
+        runs: dim of the result that is in blocks -> the rows that the rank has of it.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -35,6 +36,7 @@ class ExprPart:
     box: Box
     blocks: Mapping[int, Pieces] = field(default_factory=dict)
     cuts: Mapping[int, Cut] = field(default_factory=dict)
+    runs: Mapping[int, Rows] = field(default_factory=dict)
 
 
 #: (attributes, one rank's part) -> the attributes on the other side.
@@ -151,6 +153,17 @@ def whole_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 def local_draw(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Add the shape of the whole and the rank's box: numbers follow from global indices."""
     return {**attrs, "shape": part.shape, "box": part.box}
+
+
+def local_runs(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Add the shape of the whole and the rank's rows of each dim: the ends of one run, or more.
+
+    >>> part = ExprPart(shapes=(), boxes=(), shape=(8,), box=((0, 4),), runs={0: ((0, 2), (6, 8))})
+    >>> local_runs({}, part)
+    {'shape': (8,), 'box': ((0, 2, 6, 8),)}
+    """
+    box = [sum(part.runs[d], ()) if d in part.runs else x for d, x in enumerate(part.box)]
+    return {**attrs, "shape": part.shape, "box": tuple(box)}
 
 
 def local_taken(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
