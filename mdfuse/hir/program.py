@@ -74,6 +74,11 @@ class BufferType:
             if blocked[d] != "zigzag"
         }
 
+    @property
+    def moved(self) -> dict[int, int]:
+        """The dims with a reach -> by how many rows it lies behind what it is read for."""
+        return {d: reach.first for d, reach in self.layout.reaches} if self.layout else {}
+
     def runs(self, rank: int) -> dict[int, Rows]:
         """Return for each dim in blocks the rows that a rank holds of it."""
         if self.layout is None or not self.layout.blocked:

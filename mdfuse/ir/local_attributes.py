@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mdfuse.ir import dims
+from mdfuse.ir.shifts import has_most
 from mdfuse.layouts.blocks import Cut, as_blocks
 from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
 
@@ -28,6 +29,8 @@ class ExprPart:
             it; its boxes count such dims from 0.
         cuts: dim of the result that is in blocks -> these.
         runs: dim of the result that is in blocks -> the rows that the rank has of it.
+        moved: dim of the first operand of which the rank has just the rows that it needs -> by how
+            many rows these lie behind those of the result.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -37,6 +40,7 @@ class ExprPart:
     blocks: Mapping[int, Pieces] = field(default_factory=dict)
     cuts: Mapping[int, Cut] = field(default_factory=dict)
     runs: Mapping[int, Rows] = field(default_factory=dict)
+    moved: Mapping[int, int] = field(default_factory=dict)
 
 
 #: (attributes, one rank's part) -> the attributes on the other side.
@@ -62,7 +66,11 @@ def local_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     assert box is not None
     ends = [min(e, stop - start) for e, (start, stop) in zip(attrs["ends"], box, strict=True)]
     starts = [*attrs["starts"]]
+    for d in part.moved:
+        starts[d], ends[d] = 0, box[d][1] - box[d][0]
     for d, blocks in part.blocks.items():
+        if d in part.moved:
+            continue
         taken = starts[d], attrs["ends"][d]
         starts[d] = sum(stop - start for (_, end), (start, stop) in blocks if end <= taken[0])
         ends[d] = sum(stop - start for (_, end), (start, stop) in blocks if end <= taken[1])
@@ -76,7 +84,11 @@ def whole_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     held = zip(attrs["ends"], box_shape(box), shape, strict=True)
     ends = [n if end == local else end for end, local, n in held]
     starts = [*attrs["starts"]]
+    for d, by in part.moved.items():
+        starts[d], ends[d] = by, by + part.shape[d]
     for d, blocks in part.blocks.items():
+        if d in part.moved:
+            continue
         runs = _runs(blocks, (attrs["starts"][d], attrs["ends"][d]), part.shape[d])
         cut = part.cuts.get(d)
         # a rank may have as much of others, or nothing of any: then the result says which they are
@@ -176,6 +188,11 @@ def local_taken(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
         if n == part.shape[d]:  # taken entirely: the cotangent is split as the result is
             taken.append((0, held[d][1] - held[d][0]))
             at.append(0)
+            continue
+        if step == 1 and has_most(n, part.shape[d]):  # it has just the rows that it needs
+            rows = part.runs.get(d, (part.box[d],))
+            taken.append((0, held[d][1] - held[d][0]))
+            at.append(sum(min(max(start - a, 0), b - a) for a, b in rows))
             continue
         first, stop = (min(max(-(-(x - start) // step), 0), n) for x in (begin, end))
         taken.append((first, max(first, stop)))

@@ -375,7 +375,10 @@ def result_layout(
             None if x is None or of is None else plain(x, len(of))
             for x, of in zip(layouts, shapes, strict=True)
         ]
-        labels, taken = labels_in_blocks(fn, attrs, shapes, shape, operands, labels)
+        in_blocks, taken = labels_in_blocks(fn, attrs, shapes, shape, operands, labels)
+        if fn == "cat" and not {*taken} & {*declared.blocked}:
+            taken = {}  # parts that fall together either way
+        labels = in_blocks if taken else labels
     if taken or labels.fits is not always or labels.reaches:
         known = shapes if TABLE[fn].rule is reshape or labels.reaches else ()
         given = (tuple(layouts), declared, numbers, tuple(absent), known, shape, taken)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mdfuse.ir import calls, creation, dims, random, shapes
+from mdfuse.ir import calls, creation, dims, random, shapes, shifts
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import Attr, attr
 from mdfuse.ir.op_table import row
@@ -52,7 +52,7 @@ row(
 row(
     "slice_grad",
     calls.window_grad,
-    dims.window_grad,
+    shifts.put_into_zeros,
     shapes.window_grad,
     DENSE,
     localize=of_part.local_taken,
