@@ -49,7 +49,7 @@ from mdfuse.passes import (
 )
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge, merge_composite, segment
-from mdfuse.passes.sharded import keep_splits, split_scans, sum_rows
+from mdfuse.passes.sharded import keep_splits, share_heads, split_scans, sum_rows
 
 Pass = Callable[[Fusion], Fusion]
 
@@ -59,6 +59,8 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (streams.name, streams.run),
     # Every value needs a layout; no later pass infers one.
     (propagate_layouts.name, propagate_layouts.run),
+    # Needs to know who has which heads; the gradients that it leaves out are no Partials.
+    (share_heads.name, share_heads.run),
     # Needs to know which dims a view would gather; its results yield Partials.
     (sum_rows.name, sum_rows.run),
     # Needs to know the split dims that an op needs whole; its results yield Partials.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.ir import attention_kernels, shapes
+from mdfuse.ir.visible import Run, Tile, tiles
 
 #: How many keys a block has.
 BLOCK = 128
@@ -29,25 +30,32 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window: int | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    rows: Sequence[Run] | None = None,
+    keys: Sequence[Run] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention and, for each row, log(sum(exp(scores))), in f32 or f64.
 
-    A row that the mask hides entirely is 0, and its logarithm -inf.
+    A row that sees nothing is 0, and its logarithm -inf.
+
+    Args:
+        q, k, v, mask: see `mdfuse.frontend.ops.neural.attention`.
+        is_causal, scale, enable_gqa, window, q_offset, k_offset: likewise.
+        rows: the positions of the query's rows in the whole of it; None: all are here.
+        keys: likewise.
     """
-    _check((q, k, v), mask, is_causal, enable_gqa)
+    _check((q, k, v), mask, is_causal, enable_gqa, window)
     scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
     if q.device.type == "meta":
-        rows = q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
-        return q.new_empty((*q.shape[:-1], v.shape[-1])), rows
-    kernels = _kernels(q, k, v, mask, is_causal)
-    if kernels is None:
-        return _attend_blocks(_Scores(q, k, mask, is_causal, scale), v)
-    heads, bias = _as_heads(q, k, v), _as_bias(mask, q, k)
-    out, sums = kernels[0](*heads, bias, is_causal, scale)
-    if bias is not None:  # what kernels give for rows that see nothing is not the same in all
-        hidden = (bias == -math.inf).all(-1)
-        out, sums = out.masked_fill(hidden.unsqueeze(-1), 0), sums.masked_fill(hidden, -math.inf)
-    return out.reshape(*q.shape[:-1], v.shape[-1]), sums.reshape(q.shape[:-1])
+        sums = q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
+        return q.new_empty((*q.shape[:-1], v.shape[-1])), sums
+    seen = _tiles(q, k, is_causal, window, (rows, q_offset), (keys, k_offset))
+    parts = [(t, _attend_tile(t, q, k, v, mask, scale)) for t in seen]
+    if len(parts) == 1 and parts[0][0].rows == (0, q.shape[-2]):
+        return parts[0][1]
+    return _joined(parts, q, v)
 
 
 def attend_grad(
@@ -62,16 +70,21 @@ def attend_grad(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window: int | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    rows: Sequence[Run] | None = None,
+    keys: Sequence[Run] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the cotangent of attention's first result means for q, k and v.
 
     Args:
         q, k, v, mask: as `attend` took them.
-        out, sums: what it gave.
+        out, sums: what it gave, of all keys: also where others of them are on other ranks.
         ct: the cotangent of `out`.
-        is_causal, scale, enable_gqa: as `attend` took them.
+        is_causal, scale, enable_gqa, window, q_offset, k_offset, rows, keys: as `attend` took them.
     """
-    _check((q, k, v), mask, is_causal, enable_gqa)
+    _check((q, k, v), mask, is_causal, enable_gqa, window)
     shapes.attention_grad([*map(_shape, (q, k, v, out, sums, ct))], {"enable_gqa": enable_gqa})
     if not out.dtype == ct.dtype == q.dtype or sums.dtype != _wide(q.dtype):
         raise TypeError(
@@ -80,16 +93,134 @@ def attend_grad(
     scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
     if q.device.type == "meta":
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    if mask is not None:  # the powers of a row that is hidden entirely are 0 whatever their sum is
-        sums = sums.masked_fill(sums == -math.inf, 0)
+    # the powers of a row that is hidden entirely are 0 whatever their sum is
+    sums = sums.masked_fill(sums == -math.inf, 0)
+    seen = _tiles(q, k, is_causal, window, (rows, q_offset), (keys, k_offset))
+    saved = q, k, v, out, sums, ct
+    if len(seen) == 1 and seen[0].shape == (q.shape[-2], k.shape[-2]):
+        return _grad_of_tile(seen[0], saved, mask, scale)
+    grads = [torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device) for x in (q, k, v)]
+    for t in seen:
+        parts = _grad_of_tile(t, saved, mask, scale)
+        for total, part, at in zip(grads, parts, (t.rows, t.keys, t.keys), strict=True):
+            _cut(total, at).add_(part)
+    dq, dk, dv = (total.to(q.dtype) for total in grads)
+    return dq, dk, dv
+
+
+# -- tiles -----------------------------------------------------------------------------------------
+
+#: The positions of what is here, if not all of it is, and what is added to them.
+_Placed = tuple[Sequence[Run] | None, int]
+
+
+def _tiles(
+    q: Tensor, k: Tensor, is_causal: bool, window: int | None, rows: _Placed, keys: _Placed
+) -> list[Tile]:
+    """Return what rows see of the keys that are here; one tile where they see all."""
+    n, m = q.shape[-2], k.shape[-2]
+    if not is_causal:
+        return [Tile((0, n), (0, m))]
+    return tiles(_positions(n, *rows), _positions(m, *keys), is_causal, window)
+
+
+def _positions(n: int, runs: Sequence[Run] | None, shift: int) -> list[Run]:
+    return [(a + shift, b + shift) for a, b in (((0, n),) if runs is None else runs)]
+
+
+def _cut(x: Tensor, run: Run, dim: int = -2) -> Tensor:
+    """Return the rows of a run; all of them as they are."""
+    start, stop = run
+    return x if (start, stop) == (0, x.shape[dim]) else x.narrow(dim, start, stop - start)
+
+
+def _band(tile: Tile, device: torch.device) -> Tensor:
+    """Return which keys the rows of a tile with a window see."""
+    assert tile.shift is not None and tile.window is not None
+    n, m = tile.shape
+    last = torch.arange(n, device=device).unsqueeze(-1) + tile.shift
+    at = torch.arange(m, device=device)
+    return (at <= last) & (at > last - tile.window)
+
+
+def _attend_tile(
+    tile: Tile, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute the attention of the rows of a tile to its keys."""
+    q, k, v = _cut(q, tile.rows), _cut(k, tile.keys), _cut(v, tile.keys)
+    mask, is_causal = _masked(tile, mask, q)
     kernels = _kernels(q, k, v, mask, is_causal)
+    if kernels is None and is_causal and tile.shape[0] != tile.shape[1]:
+        apart = tile._replace(rows=(0, tile.shape[0]), keys=(0, tile.shape[1])).halves()
+        return _joined([(t, _attend_tile(t, q, k, v, None, scale)) for t in apart], q, v)
+    if kernels is None:
+        return _attend_blocks(_Scores(q, k, mask, is_causal, scale), v)
+    heads, bias = _as_heads(q, k, v), _as_bias(mask, q, k)
+    out, sums = kernels[0](*heads, bias, is_causal, scale)
+    if bias is not None:  # what kernels give for rows that see nothing is not the same in all
+        hidden = (bias == -math.inf).all(-1)
+        out, sums = out.masked_fill(hidden.unsqueeze(-1), 0), sums.masked_fill(hidden, -math.inf)
+    return out.reshape(*q.shape[:-1], v.shape[-1]), sums.reshape(q.shape[:-1])
+
+
+def _masked(tile: Tile, mask: Tensor | None, q: Tensor) -> tuple[Tensor | None, bool]:
+    """Return the mask of a tile, and whether it is a triangle, which needs none."""
+    if tile.window is not None:
+        return _band(tile, q.device), False
+    return mask, tile.shift is not None
+
+
+def _grad_of_tile(
+    tile: Tile, saved: Sequence[Tensor], mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the rows of a tile mean for themselves and for its keys."""
+    q, k, v, out, sums, ct = saved
+    q, out, ct = (_cut(x, tile.rows) for x in (q, out, ct))
+    sums, k, v = _cut(sums, tile.rows, -1), _cut(k, tile.keys), _cut(v, tile.keys)
+    mask, is_causal = _masked(tile, mask, q)
+    kernels = _kernels(q, k, v, mask, is_causal)
+    if kernels is None and is_causal and tile.shape[0] != tile.shape[1]:
+        apart = tile._replace(rows=(0, tile.shape[0]), keys=(0, tile.shape[1])).halves()
+        full, square = (_grad_of_tile(t, (q, k, v, out, sums, ct), None, scale) for t in apart)
+        dk, dv = (torch.cat(x, -2) for x in zip(full[1:], square[1:], strict=True))
+        return (full[0].to(sums.dtype) + square[0]).to(q.dtype), dk, dv
     if kernels is None:
         return _grad_of_blocks(_Scores(q, k, mask, is_causal, scale), v, out, sums, ct)
-    cotangent, sums, *saved = _as_heads(ct, sums.unsqueeze(-1), q, k, v, out)
+    cotangent, sums, *given = _as_heads(ct, sums.unsqueeze(-1), q, k, v, out)
     bias = _as_bias(mask, q, k)
-    grads = kernels[1](cotangent, (*saved, sums.squeeze(-1)), bias, is_causal, scale)
+    grads = kernels[1](cotangent, (*given, sums.squeeze(-1)), bias, is_causal, scale)
     dq, dk, dv = (x.reshape(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
+
+
+def _joined(
+    parts: Sequence[tuple[Tile, tuple[Tensor, Tensor]]], q: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Join what rows make of their tiles, in f32 or f64: see `join`."""
+    wide = _wide(q.dtype)
+    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=wide, device=q.device)
+    sums = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
+    for tile, (part, of_part) in parts:
+        into, of_into = _cut(out, tile.rows), _cut(sums, tile.rows, -1)
+        for x, new in zip((into, of_into), join(into, of_into, part, of_part), strict=True):
+            x.copy_(new)
+    return out.to(q.dtype), sums
+
+
+def join(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Join what rows make of two sets of keys, with the logarithms of their sums.
+
+    A part whose logarithm is -inf weighs 0, also where both are.
+
+    >>> one, none = torch.ones(1, 1), torch.full((1,), -math.inf)
+    >>> [x.tolist() for x in join(one, torch.zeros(1), 3 * one, none)]
+    [[[1.0]], [0.0]]
+    """
+    sums = torch.logaddexp(of_a, of_b)
+    shift = sums.masked_fill(sums == -math.inf, 0)
+    weights = ((x - shift).exp().unsqueeze(-1) for x in (of_a, of_b))
+    parts = [x.to(sums.dtype) * w for x, w in zip((a, b), weights, strict=True)]
+    return parts[0] + parts[1], sums
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -101,10 +232,14 @@ def _shape(x: Tensor | None) -> tuple[int, ...] | None:
 
 
 def _check(
-    operands: Sequence[Tensor], mask: Tensor | None, is_causal: bool, enable_gqa: bool
+    operands: Sequence[Tensor],
+    mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    window: int | None,
 ) -> None:
     """Raise ValueError or TypeError where attention of these means nothing."""
-    attrs = {"is_causal": is_causal, "enable_gqa": enable_gqa}
+    attrs = {"is_causal": is_causal, "enable_gqa": enable_gqa, "window": window}
     shapes.attended([*map(_shape, (*operands, mask))], attrs)
     dtypes = {x.dtype for x in operands}
     if len(dtypes) > 1 or not operands[0].dtype.is_floating_point:

@@ -24,22 +24,25 @@ Kernels = tuple[Callable[..., Tensors], Callable[..., Tensors]]
 def kernels(
     query: Tensor, key: Tensor, value: Tensor, has_bias: bool, is_causal: bool
 ) -> Kernels | None:
-    """torch's kernels for such operands, which keep no scores; None where it has none."""
+    """torch's kernels for such operands, which keep no scores; None where it has none.
+
+    Under a causal mask the last row sees the last key.
+    """
     dtype, features = query.dtype, query.shape[-1]
+    is_square = not is_causal or query.shape[-2] == key.shape[-2]
     if query.device.type == "cpu":
-        return _on_cpu, _grad_on_cpu
+        return (_on_cpu, _grad_on_cpu) if is_square else None
     if query.device.type != "cuda":
         return None
     is_narrow = dtype in (torch.float16, torch.bfloat16)
-    # flash takes a causal query that is shorter than the keys for the last rows of a longer one
-    is_square = not is_causal or query.shape[-2] == key.shape[-2]
     is_new = torch.cuda.get_device_capability(query.device) >= (8, 0)
-    may_flash = is_narrow and is_new and is_square and not has_bias
+    may_flash = is_narrow and is_new and not has_bias
     if may_flash and features % 8 == 0 and features <= 256:
-        if not _may_cudnn(query, key, value, is_causal):
+        # flash alone takes a query that is shorter than the keys for the last rows of a longer one
+        if not (is_square and _may_cudnn(query, key, value, is_causal)):
             return _flash, _flash_grad
         return _cudnn, _cudnn_grad if features <= _CUDNN_GRAD_FEATURES else _flash_grad
-    if dtype != torch.float64 and features % (8 if is_narrow else 4) == 0:
+    if is_square and dtype != torch.float64 and features % (8 if is_narrow else 4) == 0:
         return _efficient, _efficient_grad
     return None
 

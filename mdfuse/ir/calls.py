@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as _F
 
 from mdfuse import torch_private
+from mdfuse.ir import attention
 
 
 def cast(x: Tensor, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -213,7 +214,16 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **positions: Any,
 ) -> Tensor:
-    """Compute scaled dot-product attention; the mask may be None."""
-    attend = _F.scaled_dot_product_attention
-    return attend(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    """Compute scaled dot-product attention; the mask may be None.
+
+    Torch's own knows no positions: of parts, with offsets or windows, see `attention.attend`.
+    """
+    how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if not any(x for x in positions.values()):
+        return _F.scaled_dot_product_attention(q, k, v, mask, **how)
+    if not enable_gqa:
+        lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
+        q, k, v = (x.expand(*lead, *x.shape[-2:]) for x in (q, k, v))
+    return attention.attend(q, k, v, mask, **how, **positions)[0]

@@ -273,9 +273,8 @@ def layer_norm(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMa
 
 
 def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """Label `q[…,l,e], k[…,s,e], v[…,s,f]`: all but e, s, and l if causal, may be split."""
-    batch = len(result) - 2
-    rows = None if attrs.get("is_causal") else batch
+    """Label `q[…,l,e], k[…,s,e], v[…,s,f]`: all but e and s may be split."""
+    batch = rows = len(result) - 2
     q, k, v, mask = (*shapes, None)[:4]
     assert q is not None and k is not None and v is not None
     heads, is_grouped = batch - 1, bool(attrs.get("enable_gqa"))
@@ -293,7 +292,7 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
             (*lead[0], rows, None),
             (*lead[1], None, None),
             (*lead[2], None, batch + 1),
-            tuple(None if x == batch + 1 or (x == batch and rows is None) else x for x in masked),
+            tuple(None if x == batch + 1 else x for x in masked),
         )[: len(shapes)],
         results=((*range(batch), rows, batch + 1),),
         fits=fits if is_grouped else always,
@@ -314,11 +313,12 @@ def attention_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> D
     of = attended((*shapes[:3], *shapes[6:]), (*result[:-1], 0), attrs)
     (q, k, v, *mask), (out, sums) = of.operands, of.results
     rows = sums[-1]
+    assert rows is not None
     return replace(
         of,
         operands=(q, k, v, out, sums, out, *mask)[: len(shapes)],
         results=(q, k, v),
-        reduces={rows: "sum"} if rows is not None else {},
+        reduces={rows: "sum"},
     )
 
 

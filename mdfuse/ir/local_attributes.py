@@ -127,6 +127,19 @@ def local_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     return {**attrs, "part": (*box[0], shape[0])}
 
 
+def local_positions(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Say which rows of the query, and which keys, a causal attention has, unless it has all."""
+    if not attrs.get("is_causal"):
+        return attrs
+    for name, shape, box in zip(("rows", "keys"), part.shapes[:2], part.boxes[:2], strict=True):
+        assert shape is not None and box is not None
+        blocks = part.blocks.get(len(shape) - 2) if name == "rows" else None
+        runs = tuple(piece for _, piece in blocks) if blocks is not None else (box[-2],)
+        if runs != ((0, shape[-2]),):
+            attrs = {**attrs, name: runs}
+    return attrs
+
+
 def local_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say what a window takes of this rank's part, and where that lies in the whole slice."""
     shape, box = part.shapes[0], part.boxes[0]

@@ -126,6 +126,7 @@ _WHEREVER = (
     of_part.local_squeeze,
     of_part.global_count,
     of_part.with_identity,
+    of_part.local_positions,
 )
 
 #: The rules that let the first operand alone stay Partial, by sum.

@@ -240,6 +240,8 @@ def attention(shapes: Shapes, attrs: Attrs) -> Shape:
     _equal(q[-1], k[-1])
     _equal(k[-2], v[-2])
     lead = _broadcast(q[:-2], k[:-2], v[:-2])
+    if attrs.get("window") is not None and not attrs.get("is_causal"):
+        raise ValueError("a window is of a causal attention: the last keys that a row sees")
     for m in mask:
         if len(m) < 2 or attrs.get("is_causal"):
             raise ValueError("a mask has rows and columns, and takes the place of is_causal")

@@ -91,7 +91,6 @@ class Style:
         posts: the posts per layer along each axis, by hand without buckets.
         sequence: the axes that split positions between layers.
         gather: the axes along which parameters are gathered before they are read.
-        is_open: whether some of its rows take more than 1.05 of the bytes by hand.
     """
 
     axes: tuple[str, ...]
@@ -100,7 +99,6 @@ class Style:
     posts: Mapping[str, int]
     sequence: tuple[str, ...] = ()
     gather: tuple[str, ...] = ()
-    is_open: bool = False
 
 
 def share(n: int) -> float:
@@ -159,7 +157,7 @@ STYLES: dict[str, Style] = {
                        {"dp": _EACH, "fsdp": 3 * _EACH, "tp": 4}, gather=("fsdp",)),
     "dp x tp + sequence": Style(("dp", "tp"), ("dp",), _both(_data("dp"), _sequence),
                                 {"dp": _EACH, "tp": 10}, sequence=("tp",)),
-    "cp": Style(("cp",), (), _context, {"cp": _EACH + 4}, sequence=("cp",), is_open=True),
+    "cp": Style(("cp",), (), _context, {"cp": _EACH + 4}, sequence=("cp",)),
 }  # fmt: skip
 
 
@@ -250,5 +248,4 @@ def table() -> Iterator[str]:
         for each in zip(*(rows(model, style, mesh) for model in MODELS.values()), strict=True):
             cells = [f"{x.received / 2**20:,.0f} ({x.by_hand / 2**20:,.0f})" for x in each]
             (posts,) = {f"{x.posts} ({x.posts_by_hand})" for x in each}
-            mark = ", open" if style.is_open else ""
-            yield f"| {name}{mark} | {each[0].axis} | {' | '.join(cells)} | {posts} |"
+            yield f"| {name} | {each[0].axis} | {' | '.join(cells)} | {posts} |"

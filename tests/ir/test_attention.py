@@ -30,7 +30,10 @@ def plain(
         k, v = (x.repeat_interleave(times, -3) for x in (k, v))
     scores = q @ k.mT * how.get("scale", 1 / math.sqrt(q.shape[-1] or 1))
     if how.get("is_causal"):
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        firsts = (how.get("q_offset", 0), how.get("k_offset", 0))
+        rows, keys = (torch.arange(n) + a for n, a in zip(scores.shape[-2:], firsts, strict=True))
+        behind = rows.unsqueeze(-1) - keys
+        mask = (behind >= 0) & (behind < how.get("window", behind.numel() + 99))
     if mask is not None:
         hidden = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else None
         scores = scores + mask if hidden is None else hidden
@@ -72,6 +75,20 @@ CASES: dict[str, tuple[Shape, Shape, Shape, dict[str, Any]]] = {
         (2, 4, 129, 128), (2, 2, 129, 128), (2, 2, 129, 128),
         {"enable_gqa": True, "is_causal": True}),
     "wide, more keys": ((1, 2, 64, 64), (1, 2, 192, 64), (1, 2, 192, 64), {"scale": 0.2}),
+    "later rows": ((2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 8), {
+        "enable_gqa": True, "is_causal": True, "q_offset": 4}),
+    "the last row": ((1, 2, 1, 8), (1, 2, 9, 8), (1, 2, 9, 8), {"is_causal": True, "q_offset": 8}),
+    "rows behind all keys": (
+        (1, 2, 4, 8), (1, 2, 9, 8), (1, 2, 9, 8), {"is_causal": True, "q_offset": 7}),
+    "rows before keys": (
+        (1, 2, 6, 8), (1, 2, 9, 8), (1, 2, 9, 3), {"is_causal": True, "k_offset": 3}),
+    "nothing visible": (
+        (1, 2, 3, 8), (1, 2, 9, 8), (1, 2, 9, 8), {"is_causal": True, "k_offset": 3}),
+    "window": ((2, 4, 40, 8), (2, 2, 40, 8), (2, 2, 40, 8), {
+        "enable_gqa": True, "is_causal": True, "window": 7}),
+    "window of one": ((1, 2, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), {"is_causal": True, "window": 1}),
+    "windows of later rows": ((1, 2, 300, 8), (1, 2, 170, 8), (1, 2, 170, 5), {
+        "is_causal": True, "window": 50, "q_offset": 10}),
     "one row": ((1, 2, 1, 5), (1, 2, 1, 5), (1, 2, 1, 5), {}),
 }  # fmt: skip
 KERNELS = ["torch's", "none"]
@@ -170,6 +187,7 @@ WRONG: dict[str, tuple[tuple[Shape, ...], dict[str, Any], type[Exception]]] = {
     "broadcast": (((2, 7, 8), (1, 9, 8), (1, 9, 8)), {}, ValueError),
     "heads": (((3, 7, 8), (2, 9, 8), (2, 9, 8)), {"enable_gqa": True}, ValueError),
     "mask": (((2, 7, 8), (2, 9, 8), (2, 9, 8), (7, 8)), {}, ValueError),
+    "window without causal": (((2, 7, 8), (2, 9, 8), (2, 9, 8)), {"window": 3}, ValueError),
     "mask and causal": (((2, 7, 8), (2, 9, 8), (2, 9, 8), (7, 9)), {"is_causal": True}, ValueError),
 }
 
@@ -258,6 +276,8 @@ def test_drawn_layouts(seed: int) -> None:
     shared, is_causal, has_mask = (draw.random() < 0.5 for _ in range(3))
     n, rows, keys, f = (draw.choice([0, 1, 2, 5]) for _ in range(4))
     how = {"enable_gqa": shared, "is_causal": is_causal, "scale": draw.choice([0.5, 1.0])}
+    if is_causal and draw.random() < 0.5:
+        how |= {"window": draw.choice([1, 2, 4]), "q_offset": draw.choice([0, 2, 6])}
     heads = draw.choice([1, 2, 4]) if shared else 4
     of_key = (n, heads, keys)
     shapes: tuple[Shape, ...] = ((n, 4, rows, 3), (*of_key, 3), (*of_key, f), (n, 4, rows, f))
@@ -272,6 +292,47 @@ def test_drawn_layouts(seed: int) -> None:
     program = mf.compile(gradients(how, [layout(len(x)) for x in shapes], shapes))
     tensors = drawn(*shapes)
     check_everywhere(program, tensors, expected(tensors, how))
+
+
+#: shapes: batch, heads, heads of keys, rows, features; the axes of a mesh; what is said.
+SPLIT: dict[str, tuple[tuple[int, ...], dict[str, int], dict[str, Any]]] = {
+    "even": ((1, 4, 4, 16, 8), {"cp": 4}, {}),
+    "uneven": ((2, 4, 2, 13, 8), {"cp": 4}, {}),
+    "fewer rows than ranks": ((1, 2, 1, 3, 8), {"cp": 4}, {}),
+    "one row": ((1, 2, 2, 1, 4), {"cp": 3}, {}),
+    "no row": ((1, 2, 2, 0, 4), {"cp": 2}, {}),
+    "one head of keys": ((1, 6, 1, 10, 8), {"cp": 2}, {}),
+    "window": ((1, 4, 2, 23, 8), {"cp": 4}, {"window": 5}),
+    "heads, too": ((1, 4, 2, 11, 8), {"cp": 2, "tp": 2}, {}),
+    "batches, too": ((4, 2, 2, 9, 8), {"dp": 2, "cp": 2}, {"window": 3}),
+    "rows over two axes": ((1, 2, 2, 11, 8), {"cp": 2, "dp": 2}, {}),
+}
+PLACED = {"cp": Shard(2), "tp": Shard(1), "dp": Shard(0)}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_causal_rows_stay_where_they_are(name: str) -> None:
+    """Keys and values are gathered, and their gradients are scattered: nothing else travels."""
+    (n, heads, shared, rows, f), axes, how = SPLIT[name]
+    mesh = DeviceMesh.arange(**axes)
+    where = {a: PLACED[a] for a in axes} if name != "rows over two axes" else {
+        "cp": Shard(2), "dp": Shard(2)}  # fmt: skip
+    shapes = (n, heads, rows, f), (n, shared, rows, f), (n, shared, rows, f), (n, heads, rows, f)
+    with mf.FusionDefinition("attention") as fd:
+        q, k, v, ct = (fd.define_tensor(s, torch.float64, mesh, where) for s in shapes)
+        made = fd.ops.attention(q, k, v, is_causal=True, enable_gqa=True, **how)
+        for x in (*made, *mf.grad((made.output * ct).sum(), [q, k, v])):
+            fd.add_output(x)
+    program = mf.compile(fd)
+    tensors = drawn(*shapes)
+    how = {"is_causal": True, "enable_gqa": True, **how}
+    check_everywhere(program, tensors, expected(tensors, how))
+    kinds = {"Allgather", "ReduceScatter", "Exchange", "ReduceExchange"}
+    assert {c.kind for c in program.communications} <= kinds
+    calls = [i for i in program.for_rank(0).walk() if i.fn in ("attention", "attention_grad")]
+    assert all(i.kwargs["rows"][0][0] == 0 for i in calls if rows > 1)
+    made = [program.for_rank(0).local_shape(i.outputs[0])[2] for i in calls]
+    assert made and all(m <= -(-rows // axes["cp"]) for m in made)
 
 
 def test_extents_that_a_run_chooses() -> None:

@@ -28,8 +28,6 @@ SIZES = [
 
 #: No plan may take more than this multiple of the bytes by hand.
 MOST = 1.05
-#: The same for rows that stay open: that of sequences so long that parameters do not count.
-OPEN = 2.5
 
 
 def _mesh(style: str, sizes: dict[str, int]) -> DeviceMesh:
@@ -46,7 +44,7 @@ def test_a_layer_takes_no_more_bytes_than_by_hand(
     mesh = _mesh(style, sizes)
     assert mesh.size <= 1024
     for row in rows(replace(MODELS[model], length=length), STYLES[style], mesh):
-        assert row.received <= (OPEN if STYLES[style].is_open else MOST) * row.by_hand, row
+        assert row.received <= MOST * row.by_hand, row
         assert row.posts <= row.posts_by_hand, row
 
 
@@ -149,7 +147,7 @@ def test_heads_are_gathered_before_they_are_repeated(rows_of_batch: int) -> None
         fd.add_output(fd.ops.scaled_dot_product_attention(q, many, many))
     program = mf.compile(fd)
     (gather,) = program.communications
-    assert (gather.kind, gather.axes, gather.shape) == ("Allgather", ("cp",), (2, 3, 1, 9, 5))
+    assert (gather.kind, gather.axes, gather.shape) == ("Allgather", ("cp",), (2, 3, 9, 5))
     queries, keys = (torch.randn(2, n, 9, 5, dtype=torch.float64) for n in (12, 3))
     (got,) = mf.simulate(program, [queries, keys], options=mf.Options(poison=True)).outputs
     repeated = keys.repeat_interleave(4, 1)

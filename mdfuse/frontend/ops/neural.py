@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -199,22 +199,30 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window: int | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
 ) -> Attended:
     """Attention with the logarithm of each row's sum of powers, of which parts can be joined.
 
-    No scores are kept. Batches and heads may be split; without is_causal also the query's rows.
+    No scores are kept. Batches, heads and the query's rows may be split.
 
     Args:
         query: […,l,e].
         key: […,s,e]; its leading dims are those of the query.
         value: […,s,f].
         attn_mask: bools (True counts), or floats that are added to the scores.
-        is_causal: row i sees the keys 0 to i.
+        is_causal: row i sees the keys 0 to i, counted from the offsets.
         scale: of the scores; 1/sqrt(e) by default.
         enable_gqa: each head of key and value serves as many heads of query as there are to one.
+        window: how many of the keys that a causal row sees count, the last ones; None: all.
+        q_offset, k_offset: the positions of the first row and of the first key.
     """
     operands = (query, key, value, *(() if attn_mask is None else (attn_mask,)))
-    how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    how |= {} if window is None else {"window": window}
+    how |= {"q_offset": q_offset} if q_offset else {}
+    how |= {"k_offset": k_offset} if k_offset else {}
     return Attended(*record_several("attention", *operands, **how))
 
 

@@ -110,10 +110,14 @@ def _weights(e: Applied, at: int) -> Handle:
         is_bool = mask.dtype == torch.bool
         scores = where(mask, scores, -math.inf) if is_bool else scores + mask
     if e.attrs.get("is_causal"):
-        rows, columns = creations.arange(q.shape[-2]), creations.arange(k.shape[-2])
-        scores = where(ge(views.unsqueeze(rows, 1), columns), scores, -math.inf)
+        ends = ((x.shape[-2], e.attrs.get(n, 0)) for x, n in ((q, "q_offset"), (k, "k_offset")))
+        rows, columns = (creations.arange(first, first + n) for n, first in ends)
+        behind = views.unsqueeze(rows, 1) - columns
+        scores = where(ge(behind, 0), scores, -math.inf)
+        if (window := e.attrs.get("window")) is not None:
+            scores = where(ge(behind, window), -math.inf, scores)
     weights: Handle = record("softmax", scores, dim=-1)
-    if mask is None:
+    if mask is None and not {"window", "q_offset", "k_offset"} & {*e.attrs}:
         return weights
-    # weights of a fully masked row are 0, where softmax gives NaN
+    # weights of a row that sees nothing are 0, where softmax gives NaN
     return where(eq(reductions.amax(scores, -1, True), -math.inf), 0.0, weights)

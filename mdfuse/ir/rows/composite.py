@@ -90,7 +90,16 @@ row(
     attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
     **_COMPOSITE,
 )
-_ATTEND = attr("is_causal", "bool"), attr("scale", "number"), attr("enable_gqa", "bool")
+_ATTEND = (
+    attr("is_causal", "bool"),
+    attr("scale", "number"),
+    attr("enable_gqa", "bool"),
+    attr("window", "count"),
+    attr("q_offset", "index"),
+    attr("k_offset", "index"),
+    attr("rows", "box", is_local=True),
+    attr("keys", "box", is_local=True),
+)
 row(
     "rms_norm",
     calls.root_mean_square_normalize,
@@ -108,6 +117,7 @@ row(
     shapes.attention,
     ANYHOW,
     host="attention",
+    localize=of_part.local_positions,
     is_library=True,
     is_plain=True,
     operands=(3, 4),
@@ -125,7 +135,7 @@ for _name, _call, _rule, _shape, _counts in (
     ),
 ):
     _more: dict[str, Any] = {"results": _counts[0], "operands": _counts[1:], "is_library": True}
-    _more["is_plain"] = True
+    _more |= {"is_plain": True, "localize": of_part.local_positions}
     row(_name, _call, _rule, _shape, ANYHOW, attrs=_ATTEND, **_more, **_COMPOSITE)
 row(
     "cat",

@@ -1,0 +1,161 @@
+"""Let attention and its gradient read the heads that several heads of the query share.
+
+    %a = unsqueeze(%k, dims=[2])                          # %k: [1,8,64,32]
+    %b = expand(%a, shape=[1,8,4,64,32])
+    %c = reshape(%b, shape=[1,32,64,32])                  # likewise %d, of %v
+    %y, %l = attention(%q, %c, %d)
+    %dq, %dc, %dd = attention_grad(%q, %c, %d, %y, %l, %dy)
+    %e = reshape(%dc, shape=[1,8,4,64,32])
+    %f = sum(%e, dims=[2], keepdim=True)
+->
+    %y, %l = attention(%q, %k, %v, enable_gqa=True)
+    %dq, %dk, %dv = attention_grad(%q, %k, %v, %y, %l, %dy, enable_gqa=True)
+    %f = unsqueeze(%dk, dims=[2])
+
+A definition repeats each head, so that a split of the query's heads finds its part of them whatever
+the numbers are. Where each rank has whole groups of heads, neither copies nor their gradients are
+made, or travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.passes.propagate_layouts import anew
+
+name = "share_heads"
+
+_ATTENTIONS = ("scaled_dot_product_attention", "attention", "attention_grad")
+
+#: The position of the first gradient of keys or values among the results.
+_FIRST = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """Key and value before their heads were repeated, and what becomes of their gradients.
+
+    Attributes:
+        heads: their names.
+        sums: gradient of a repeated one -> its reshape and its sum over the heads that share.
+    """
+
+    heads: tuple[str, ...]
+    sums: Mapping[str, tuple[Expr, Expr]]
+
+
+def run(fusion: Fusion) -> Fusion:
+    """Return the fusion with attention that repeats no heads."""
+    repeated = {e.outputs[0]: r for e in fusion.exprs if (r := _repeated(fusion, e)) is not None}
+    if not repeated:
+        return fusion
+    values, exprs, changed = dict(fusion.values), list[Expr](), set[str]()
+    gone: dict[str, Expr | None] = {}
+    for expr in fusion.exprs:
+        if (heads := repeated.get(expr.outputs[0])) is not None:
+            expr = _shared(values, expr, heads, gone)
+            changed.update(expr.outputs)
+        elif expr.outputs[0] in gone:
+            new = gone[expr.outputs[0]]
+            if new is None:
+                continue
+            expr = new
+        exprs.append(expr)
+    known = {x for e in exprs for x in e.outputs} | {*fusion.inputs}
+    values = {n: v for n, v in values.items() if n in known}
+    free = {n: replace(values[n], layout=None) for n in changed if not values[n].is_law}
+    return anew(replace(fusion, values={**values, **free}, exprs=tuple(exprs)), [*changed])
+
+
+def _shared(
+    values: dict[str, Value], expr: Expr, known: _Repeated, gone: dict[str, Expr | None]
+) -> Expr:
+    """Return attention that reads shared heads; note what replaces the sums of its gradients."""
+    outputs = list(expr.outputs)
+    for at, (old, (opened, total)) in enumerate(known.sums.items(), _FIRST):
+        shape = values[known.heads[at - 1]].shape
+        new = fresh_name(values, f"{old}.shared")
+        values[new] = replace(
+            values[old], name=new, shape=shape, order=(*range(len(shape)),), like=None,
+            is_law=False, layout=None, copies=(),
+        )  # fmt: skip
+        outputs[at] = new
+        gone[opened.output] = None
+        gone[total.output] = replace(
+            total, op="unsqueeze", inputs=(new,), attrs=(("dims", (len(shape) - 2,)),)
+        )
+    query, _, _, *others = expr.inputs
+    attrs = {**expr.kwargs, "enable_gqa": True}
+    return replace(
+        expr, inputs=(query, *known.heads, *others), outputs=(*outputs,), attrs=(*attrs.items(),)
+    )
+
+
+# -- which -----------------------------------------------------------------------------------------
+
+
+def _repeated(fusion: Fusion, expr: Expr) -> _Repeated | None:
+    """Return the heads that an attention repeats, if each rank has whole groups of them."""
+    if expr.op not in _ATTENTIONS or expr.kwargs.get("enable_gqa"):
+        return None
+    heads = tuple(h for x in expr.inputs[1:3] if (h := _before(fusion, x)) is not None)
+    if len(heads) != 2 or len({_count(fusion, h) for h in heads}) != 1:
+        return None
+    parts = {_parts(fusion, str(x)) for x in (*expr.inputs[:3], *heads)}
+    if any(_count(fusion, heads[0]) % n for n in parts):
+        return None
+    is_gradient = expr.op == "attention_grad"
+    sums = dict(_sums(fusion, expr)) if is_gradient else {}
+    return _Repeated(heads, sums) if len(sums) == (2 if is_gradient else 0) else None
+
+
+def _count(fusion: Fusion, x: str) -> int:
+    return fusion.values[x].shape[-3]
+
+
+def _parts(fusion: Fusion, x: str) -> int:
+    """Return the number of parts in which the heads of a value are."""
+    layout = fusion.layout(x)
+    dim = len(fusion.values[x].shape) - 3
+    return math.prod(layout.mesh.axis_size(a) for a in layout.split_axes(dim))
+
+
+def _before(fusion: Fusion, x: object) -> str | None:
+    """Return the value whose heads a value repeats; None where it repeats none."""
+    names = [str(x)]
+    for op in ("reshape", "expand", "unsqueeze"):
+        expr = fusion.producers.get(names[-1])
+        if expr is None or expr.op != op or fusion.values[names[-1]].stream is not None:
+            return None
+        names.append(expr.reads[0])
+    last, repeated, opened, first = (fusion.values[n].shape for n in names)
+    if len(first) < 3 or not all(type(n) is int for n in first):
+        return None
+    lead, (shared, *behind) = first[:-3], first[-3:]
+    times = last[-3] // max(shared, 1)
+    is_so = (last, repeated, opened) == (
+        (*lead, shared * times, *behind),
+        (*lead, shared, times, *behind),
+        (*lead, shared, 1, *behind),
+    )
+    return names[-1] if is_so and times > 1 else None
+
+
+def _sums(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, tuple[Expr, Expr]]]:
+    """Yield each gradient of repeated heads, its reshape, and its sum over those that share."""
+    for x in expr.outputs[_FIRST:]:
+        readers = fusion.consumers[x]
+        if len(readers) != 1 or x in fusion.outputs or readers[0].op != "reshape":
+            continue
+        opened = readers[0]
+        totals = fusion.consumers[opened.output]
+        dim = len(fusion.values[x].shape) - 2
+        over = {"dims": (dim,), "keepdim": True}
+        is_summed = (
+            len(totals) == 1 and totals[0].op == "sum" and opened.output not in fusion.outputs
+        )
+        if is_summed and {k: v for k, v in totals[0].attrs if v is not None} == over:
+            yield x, (opened, totals[0])
