@@ -132,7 +132,8 @@ def test_a_reshard_moves_what_is_lacking(reshard: Reshard) -> None:
     # A rank outside the source has no value of its own, even where its part is empty.
     has_value = {*reshard.destination.mesh.ranks} <= {*reshard.source.mesh.ranks}
     if not any(lacking) and (has_value or not math.prod(reshard.shape)):
-        assert not program.communications, f"nobody lacks anything\n{program}"
+        posts = [c for c in program.communications if c.source.blocked == c.destination.blocked]
+        assert not posts, f"nobody lacks anything\n{program}"
     itemsize = reshard.dtype.itemsize
     for rank in ranks:
         received = program.bytes_received(rank)

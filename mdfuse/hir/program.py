@@ -18,7 +18,7 @@ from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.orders import Order, orders_of
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.layouts.blocks import segments
-from mdfuse.layouts.boxes import Box, Interval
+from mdfuse.layouts.boxes import Box, Interval, Rows
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.meshes_by_rank import MeshesByRank
 from mdfuse.mesh import DeviceMesh
@@ -72,13 +72,24 @@ class BufferType:
 
     def blocks(self, rank: int) -> dict[int, tuple[tuple[Interval, Interval], ...]]:
         """Return for each dim in blocks what a rank holds of each block: (block, its piece)."""
+        blocked = self.layout.blocked if self.layout is not None else {}
+        return {
+            d: tuple(zip(segments(blocked[d], self.shape[d]), rows, strict=True))
+            for d, rows in self.runs(rank).items()
+            if blocked[d] != "zigzag"
+        }
+
+    @property
+    def moved(self) -> dict[int, int]:
+        """The dims with a reach -> by how many rows it lies behind what it is read for."""
+        return {d: reach.first for d, reach in self.layout.reaches} if self.layout else {}
+
+    def runs(self, rank: int) -> dict[int, Rows]:
+        """Return for each dim in blocks the rows that a rank holds of it."""
         if self.layout is None or not self.layout.blocked:
             return {}
         rows = self.layout.rows(self.shape, rank)
-        return {
-            d: tuple(zip(segments(blocks, self.shape[d]), rows[d], strict=True))
-            for d, blocks in self.layout.blocked.items()
-        }
+        return {d: rows[d] for d in self.layout.blocked}
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
         """Return the shape on one rank, padding included; without a rank the largest shape.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -171,8 +172,13 @@ def _are_steps(x: Any, n: int | None) -> bool:
 
 def _is_box(x: Any, n: int | None) -> bool:
     return isinstance(x, tuple) and all(
-        _are_ints(pair) and len(pair) == 2 and 0 <= pair[0] <= pair[1] for pair in x
+        _are_ints(ends) and len(ends) % 2 == 0 < len(ends) and ends[0] >= 0 and _is_rising(ends)
+        for ends in x
     )
+
+
+def _is_rising(ends: tuple[int, ...]) -> bool:
+    return all(a <= b for a, b in pairwise(ends))
 
 
 def _is_part(x: Any, n: int | None) -> bool:
@@ -202,7 +208,7 @@ _KINDS: dict[str, tuple[str, Check]] = {
     "shape": ("a list of extents", _is_shape),
     "places": ("a list of places, one per dim", _are_places),
     "steps": ("a list of steps of at least 1, one per dim", _are_steps),
-    "box": ("a list of ranges, one per dim", _is_box),
+    "box": ("a list of ranges, one or several in order per dim", _is_box),
     "part": ("the first row, the row behind the last, and how many rows there are", _is_part),
 }
 

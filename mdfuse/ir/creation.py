@@ -8,9 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.layouts.boxes import Box, box_shape
+from mdfuse.layouts.boxes import runs_of, runs_shape
 
 Device = torch.device | str | None
+#: The rows of each dim that a part has: the ends of one run, or of several.
+Runs = Sequence[Sequence[int]]
+
+
+def numbers_of(ends: Sequence[int], device: Device = None) -> Tensor:
+    """Return the numbers of rows in some runs, by the ends of these."""
+    runs = [torch.arange(a, b, dtype=torch.int64, device=device) for a, b in runs_of(ends)]
+    return torch.cat(runs) if len(runs) > 1 else runs[0]
 
 
 def full(
@@ -18,7 +26,7 @@ def full(
     *,
     shape: Sequence[int],
     dtype: torch.dtype,
-    box: Box | None = None,
+    box: Runs | None = None,
     device: Device = None,
 ) -> Tensor:
     """Make a tensor that is one number everywhere, or a part of it.
@@ -30,7 +38,7 @@ def full(
         box: the part to make; the whole by default.
         device: where to make it.
     """
-    part = tuple(shape) if box is None else box_shape(box)
+    part = tuple(shape) if box is None else runs_shape(box)
     return torch.full(part, value, dtype=dtype, device=device)
 
 
@@ -40,12 +48,11 @@ def arange(
     *,
     shape: Sequence[int],
     dtype: torch.dtype,
-    box: Box | None = None,
+    box: Runs | None = None,
     device: Device = None,
 ) -> Tensor:
     """Make start + i * step for 0 <= i < shape[0]: in integers, or rounded once from f64."""
-    first, stop = (0, shape[0]) if box is None else box[0]
-    index = torch.arange(first, stop, dtype=torch.int64, device=device)
+    index = numbers_of((0, shape[0]) if box is None else box[0], device)
     if isinstance(start, float) or isinstance(step, float):
         index = index.to(torch.float64)
     return (index * step + start).to(dtype)
@@ -56,14 +63,16 @@ def constant(
     values: Sequence[float | int | bool],
     shape: Sequence[int],
     dtype: torch.dtype,
-    box: Box | None = None,
+    box: Runs | None = None,
     device: Device = None,
 ) -> Tensor:
     """Make a tensor of listed numbers, in row-major order."""
     whole = torch.tensor(tuple(values), dtype=dtype, device=device).reshape(tuple(shape))
     if box is None:
         return whole
-    return whole[tuple(slice(start, stop) for start, stop in box)].contiguous()
+    for d, ends in enumerate(box):
+        whole = whole.index_select(d, numbers_of(ends, device))
+    return whole
 
 
 def full_like(x: Tensor, value: Any, *, dtype: torch.dtype) -> Tensor:

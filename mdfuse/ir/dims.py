@@ -39,6 +39,8 @@ class DimMap:
             operands and result have the same boundaries.
         reaches: (operand, dim) -> which rows of it a part of the label's other dims needs, where
             these are not the part itself.
+        plain: the labels of dims whose parts must be one run of rows each, since the op asks where
+            a part lies; None: its row says so for all dims.
     """
 
     operands: tuple[Labels, ...]
@@ -46,6 +48,7 @@ class DimMap:
     reduces: Mapping[int, str] = field(default_factory=dict)
     fits: Callable[[int, tuple[int, ...]], bool] = always
     reaches: Mapping[tuple[int, int], Reach] = field(default_factory=dict)
+    plain: frozenset[int] | None = None
 
     @property
     def reaching(self) -> set[int | None]:
@@ -188,6 +191,7 @@ def window_of_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> 
         operands=(tuple(range(len(result))),),
         results=(taken.result,),
         reduces=dict.fromkeys(cut, attrs["reduce"]),
+        plain=frozenset(cut),
     )
 
 
@@ -231,7 +235,12 @@ def embedding(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
     """Label `indices[…], table[v,d]`; with v split, ranks look up their rows: Partial(sum)."""
     d, v = len(result) - 1, len(result)
     indices = tuple(range(len(result) - 1))
-    return DimMap(operands=(indices, (v, d)), results=((*indices, d),), reduces={v: "sum"})
+    return DimMap(
+        operands=(indices, (v, d)),
+        results=((*indices, d),),
+        reduces={v: "sum"},
+        plain=frozenset({v}),
+    )
 
 
 def embedding_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
@@ -239,13 +248,20 @@ def embedding_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> D
     n = len(shapes[0] or ())
     rows, d, v = tuple(range(n)), n, n + 1
     operands = (rows, (*rows, d))
-    return DimMap(operands=operands, results=((v, d),), reduces=dict.fromkeys(rows, "sum"))
+    return DimMap(
+        operands=operands,
+        results=((v, d),),
+        reduces=dict.fromkeys(rows, "sum"),
+        plain=frozenset({v}),
+    )
 
 
 def window_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label a slice put into zeros: what it cut must be whole in it, and may be split in these."""
     taken = tuple(d if n == result[d] else None for d, n in enumerate(shapes[0] or ()))
-    return DimMap(operands=(taken,), results=(tuple(range(len(result))),))
+    labels = tuple(range(len(result)))
+    plain = frozenset(labels).difference(d for d in taken if d is not None)
+    return DimMap(operands=(taken,), results=(labels,), plain=plain)
 
 
 def layer_norm(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:

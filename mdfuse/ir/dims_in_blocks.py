@@ -74,14 +74,16 @@ def along_blocks(
     """
     cut_of: Taken = {}
     for d, cut in cuts.items():
-        if labels.result[d] is None and attrs["steps"][d] == 1 and not cut.plain:
+        is_cut = labels.result[d] is None or (0, d) in labels.reaches
+        if is_cut and attrs["steps"][d] == 1 and not cut.plain:
             taken = part_of_blocks(cut.blocks, shape[d], (attrs["starts"][d], attrs["ends"][d]))
             if taken != 0:
                 cut_of[d] = Cut(taken) if taken else None
     if not cut_of:
         return labels, cut_of
     dims = tuple(d if d in cut_of else label for d, label in enumerate(labels.result))
-    return replace(labels, operands=(dims,), results=(dims,)), cut_of
+    reaches = {at: reach for at, reach in labels.reaches.items() if at[1] not in cut_of}
+    return replace(labels, operands=(dims,), results=(dims,), reaches=reaches), cut_of
 
 
 def joined_blocks(
@@ -91,8 +93,9 @@ def joined_blocks(
     known = [x for x in layouts if x is not None]
     extents = [shape[dim] for shape in shapes if shape is not None]
     places = {(x.mesh, x.split_axes(dim), x.cuts.get(dim), x.stream) for x in known}
+    has_reaches = any(x.reaches for x in known)
     is_known = len(known) == len(shapes) and all(type(n) is int for n in extents)
-    if not is_known or len(places) != 1:
+    if not is_known or len(places) != 1 or has_reaches:
         return labels, {}
     ((_, axes, cut, stream),) = places
     blocks = as_blocks(extents) if any(extents) else None
@@ -104,7 +107,8 @@ def joined_blocks(
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
         return label == dim or labels.fits(label, sizes)
 
-    joined = replace(labels, operands=(dims,) * len(shapes), results=(dims,), fits=fits)
+    same = (dims,) * len(shapes)
+    joined = replace(labels, operands=same, results=(dims,), fits=fits, reaches={})
     return joined, {dim: Cut(blocks)}
 
 

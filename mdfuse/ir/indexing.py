@@ -162,6 +162,7 @@ def of_select(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
         operands=(indices, table),
         results=((*table[:v], *indices, *table[v + 1 :]),),
         reduces={v: "sum"},
+        plain=frozenset({v}),
     )
 
 
@@ -174,6 +175,7 @@ def of_select_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
         operands=(indices, (*labels[:v], *indices, *labels[v + 1 :])),
         results=(labels,),
         reduces=dict.fromkeys(indices, "sum"),
+        plain=frozenset({v}),
     )
 
 
@@ -182,7 +184,10 @@ def of_gather(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     n, v = len(result), attrs["along"]
     taken = tuple(range(n))
     return DimMap(
-        operands=(taken, (*taken[:v], n, *taken[v + 1 :])), results=(taken,), reduces={n: "sum"}
+        operands=(taken, (*taken[:v], n, *taken[v + 1 :])),
+        results=(taken,),
+        reduces={n: "sum"},
+        plain=frozenset({n}),
     )
 
 
@@ -191,7 +196,12 @@ def of_scatter(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     n, v = len(result), attrs["along"]
     labels = tuple(range(n))
     given = (*labels[:v], n, *labels[v + 1 :])
-    return DimMap(operands=(given, given), results=(labels,), reduces={n: attrs["reduce"]})
+    return DimMap(
+        operands=(given, given),
+        results=(labels,),
+        reduces={n: attrs["reduce"]},
+        plain=frozenset({v}),
+    )
 
 
 # -- shapes --------------------------------------------------------------------------------------

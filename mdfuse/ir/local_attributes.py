@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mdfuse.ir import dims
+from mdfuse.ir.shifts import has_most
 from mdfuse.layouts.blocks import Cut, as_blocks
-from mdfuse.layouts.boxes import Box, Interval, box_shape
+from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
 
 #: Each block of a dim, and what a rank has of it.
 Pieces = tuple[tuple[Interval, Interval], ...]
@@ -27,6 +28,9 @@ class ExprPart:
         blocks: dim of the first operand that is in blocks -> each block, and what the rank has of
             it; its boxes count such dims from 0.
         cuts: dim of the result that is in blocks -> these.
+        runs: dim of the result that is in blocks -> the rows that the rank has of it.
+        moved: dim of the first operand of which the rank has just the rows that it needs -> by how
+            many rows these lie behind those of the result.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -35,6 +39,8 @@ class ExprPart:
     box: Box
     blocks: Mapping[int, Pieces] = field(default_factory=dict)
     cuts: Mapping[int, Cut] = field(default_factory=dict)
+    runs: Mapping[int, Rows] = field(default_factory=dict)
+    moved: Mapping[int, int] = field(default_factory=dict)
 
 
 #: (attributes, one rank's part) -> the attributes on the other side.
@@ -60,7 +66,11 @@ def local_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     assert box is not None
     ends = [min(e, stop - start) for e, (start, stop) in zip(attrs["ends"], box, strict=True)]
     starts = [*attrs["starts"]]
+    for d in part.moved:
+        starts[d], ends[d] = 0, box[d][1] - box[d][0]
     for d, blocks in part.blocks.items():
+        if d in part.moved:
+            continue
         taken = starts[d], attrs["ends"][d]
         starts[d] = sum(stop - start for (_, end), (start, stop) in blocks if end <= taken[0])
         ends[d] = sum(stop - start for (_, end), (start, stop) in blocks if end <= taken[1])
@@ -74,7 +84,11 @@ def whole_ends(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     held = zip(attrs["ends"], box_shape(box), shape, strict=True)
     ends = [n if end == local else end for end, local, n in held]
     starts = [*attrs["starts"]]
+    for d, by in part.moved.items():
+        starts[d], ends[d] = by, by + part.shape[d]
     for d, blocks in part.blocks.items():
+        if d in part.moved:
+            continue
         runs = _runs(blocks, (attrs["starts"][d], attrs["ends"][d]), part.shape[d])
         cut = part.cuts.get(d)
         # a rank may have as much of others, or nothing of any: then the result says which they are
@@ -166,6 +180,17 @@ def local_draw(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     return {**attrs, "shape": part.shape, "box": part.box}
 
 
+def local_runs(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Add the shape of the whole and the rank's rows of each dim: the ends of one run, or more.
+
+    >>> part = ExprPart(shapes=(), boxes=(), shape=(8,), box=((0, 4),), runs={0: ((0, 2), (6, 8))})
+    >>> local_runs({}, part)
+    {'shape': (8,), 'box': ((0, 2, 6, 8),)}
+    """
+    box = [sum(part.runs[d], ()) if d in part.runs else x for d, x in enumerate(part.box)]
+    return {**attrs, "shape": part.shape, "box": tuple(box)}
+
+
 def local_taken(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say what a rank's part of the result has of the cotangent of a slice, and where."""
     shape, held = part.shapes[0], part.boxes[0]
@@ -176,6 +201,11 @@ def local_taken(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
         if n == part.shape[d]:  # taken entirely: the cotangent is split as the result is
             taken.append((0, held[d][1] - held[d][0]))
             at.append(0)
+            continue
+        if step == 1 and has_most(n, part.shape[d]):  # it has just the rows that it needs
+            rows = part.runs.get(d, (part.box[d],))
+            taken.append((0, held[d][1] - held[d][0]))
+            at.append(sum(min(max(start - a, 0), b - a) for a, b in rows))
             continue
         first, stop = (min(max(-(-(x - start) // step), 0), n) for x in (begin, end))
         taken.append((first, max(first, stop)))

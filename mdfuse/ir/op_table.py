@@ -97,10 +97,11 @@ class Op:
         has_places = any(a.is_place for a in self.attrs if not a.is_local)
         return not (self.is_view or self.few or self.meta or has_places)
 
-    @property
-    def takes_blocks(self) -> bool:
-        """True if dims may be in blocks: the op does not ask where along a dim a part lies."""
-        return self.localize in _WHEREVER
+    def takes_blocks(self, labels: dims.DimMap, label: int) -> bool:
+        """Return whether dims with a label may be in blocks: nothing asks where a part lies."""
+        if labels.plain is not None:
+            return label not in labels.plain
+        return self.localize in _WHEREVER and labels.fits is dims.always
 
     def updates(self, operands: Sequence[object], names: Collection[object]) -> bool:
         """True if the result may be written over operands with some names: they are read once.
@@ -121,6 +122,7 @@ class Op:
 #: What makes attributes local by the extents of a part, or by the blocks that it has pieces of.
 _WHEREVER = (
     None,
+    of_part.local_runs,
     of_part.local_shape,
     of_part.local_ends,
     of_part.local_squeeze,

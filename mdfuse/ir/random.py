@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mdfuse.layouts.boxes import Box
+from mdfuse.ir.creation import Runs, numbers_of
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -25,7 +25,7 @@ def uniform(
     stream: int,
     low: float = 0.0,
     high: float = 1.0,
-    box: Box | None = None,
+    box: Runs | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Uniform numbers in [low, high): element i of a tensor of `shape` is a hash of its index.
@@ -61,7 +61,7 @@ def dropout(
     p: float,
     stream: int,
     shape: Sequence[int] | None = None,
-    box: Box | None = None,
+    box: Runs | None = None,
 ) -> Tensor:
     """Zero each element with probability p and scale the rest by 1 / (1 - p)."""
     if p >= 1.0:
@@ -72,14 +72,13 @@ def dropout(
 
 
 def _global_index(
-    shape: Sequence[int], box: Box | None, device: torch.device | str | None
+    shape: Sequence[int], box: Runs | None, device: torch.device | str | None
 ) -> Tensor:
     """Return the row-major index in the whole tensor of each element of a box of it."""
     box = tuple((0, n) for n in shape) if box is None else box
     index = torch.zeros((), dtype=torch.int64, device=device)
-    for (start, stop), extent in zip(box, shape, strict=True):
-        along = torch.arange(start, stop, dtype=torch.int64, device=device)
-        index = (index * extent).unsqueeze(-1) + along
+    for ends, extent in zip(box, shape, strict=True):
+        index = (index * extent).unsqueeze(-1) + numbers_of(ends, device)
     return index
 
 

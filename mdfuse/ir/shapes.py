@@ -11,7 +11,7 @@ from typing import Any
 
 from mdfuse.extents.extent import are_same, example, larger, pinned, repeated, smaller
 from mdfuse.ir.dims import reduced_dims, with_heads
-from mdfuse.layouts.boxes import box_shape
+from mdfuse.layouts.boxes import runs_shape
 
 Shape = tuple[int, ...]
 #: Extents of the operands; None for what is absent, and None or () for a number.
@@ -290,7 +290,7 @@ def cat(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def created(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape in the attributes, or that of the rank's box."""
-    return box_shape(attrs["box"]) if attrs.get("box") is not None else tuple(attrs["shape"])
+    return runs_shape(attrs["box"]) if attrs.get("box") is not None else tuple(attrs["shape"])
 
 
 def numbered(shapes: Shapes, attrs: Attrs) -> Shape:

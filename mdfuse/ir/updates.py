@@ -278,7 +278,7 @@ def of_copy(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `indices[n], source[…,n,…], x[…,v,…]`; with v split, ranks write what they have."""
     labels, v = tuple(range(len(result))), attrs["along"]
     source = (*labels[:v], None, *labels[v + 1 :])
-    return DimMap(operands=((None,), source, labels), results=(labels,))
+    return DimMap(operands=((None,), source, labels), results=(labels,), plain=frozenset({v}))
 
 
 def of_scatter(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:

@@ -2,6 +2,8 @@
 
 A dim without blocks is one block. So what a rank holds of a dim is a list of intervals, one for
 each block, and all that is about parts of tensors goes through this list.
+
+In zigzag order a dim has 2 n chunks for n ranks, of which rank r has two, r and 2 n - 1 - r.
 """
 
 from __future__ import annotations
@@ -9,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mdfuse.errors import LayoutError, shown
 from mdfuse.layouts.boxes import Interval, ManyRows, Rows, clipped, nth_chunk
 from mdfuse.layouts.stream import Stream
 
-#: How many equal blocks, or the sizes of blocks of which some differ.
-Blocks = int | tuple[int, ...]
-
+#: How many equal blocks, or the sizes of blocks of which some differ, or chunks in zigzag order.
+Blocks = int | tuple[int, ...] | Literal["zigzag"]
 
 #: How many blocks a dim may have.
 MOST_BLOCKS = 1 << 16
@@ -46,6 +47,9 @@ class Cut(NamedTuple):
             axes: that split it, outermost first.
             size: axis -> how many ranks.
         """
+        if self.blocks == "zigzag":
+            self._check_zigzag(dim, axes)
+            return
         outer = list[str]()
         whole = self.blocks if isinstance(self.blocks, int) else 1  # blocks that a part has
         for axis in axes:
@@ -60,9 +64,20 @@ class Cut(NamedTuple):
                 outer += [axis] if whole % size(axis) else []
                 whole = 1 if whole % size(axis) else whole // size(axis)
 
+    def _check_zigzag(self, dim: int, axes: Sequence[str]) -> None:
+        """Check that axes which split chunks in zigzag order follow each other."""
+        at = [i for i, a in enumerate(axes) if a not in self.plain]
+        between = next((a for a in axes[at[0] : at[-1]] if a in self.plain), None)
+        if between is not None:
+            raise LayoutError(
+                f"{axes[at[-1]]} splits dim {dim} in zigzag order, {between} before it plainly",
+                because="a plain split cuts the two chunks of a rank as one run of rows",
+                hint=f"split it in zigzag order by {between}, too, or change order={{{dim}: …}}",
+            )
+
     def check_chunks(self, dim: int, axes: Sequence[str], stream: Stream) -> None:
         """Check that a stream takes one block after the other, of which each axis has a piece."""
-        if self.plain or stream.chunks != self.blocks or isinstance(self.blocks, tuple):
+        if self.plain or stream.chunks != self.blocks or not isinstance(self.blocks, int):
             because = "a chunk is one run of a rank's rows: a piece of one of equal blocks"
         elif stream.rotate is not None:
             because = "in a ring each rank starts at its own chunk, and here all have a piece"
@@ -144,12 +159,12 @@ def _is_size(n: object) -> bool:
 
 
 def blocks_text(blocks: Blocks) -> str:
-    """Return blocks as programs show them: `3`, `[4096,1024,1024]`."""
+    """Return blocks as programs show them: `3`, `[4096,1024,1024]`, `zigzag`."""
     return str(blocks).replace(" ", "").replace("(", "[").replace(")", "]")
 
 
 @lru_cache(maxsize=1024)
-def _known_segments(blocks: Blocks, extent: int) -> Rows:
+def _known_segments(blocks: int | tuple[int, ...], extent: int) -> Rows:
     n = blocks if isinstance(blocks, int) else len(blocks)
     sizes = (extent // n,) * n if isinstance(blocks, int) else blocks
     if sum(sizes) != extent:
@@ -172,7 +187,7 @@ def segments(blocks: Blocks | None, extent: int) -> Rows:
     >>> segments(3, 6), segments((4, 2), 6), segments(None, 6)
     (((0, 2), (2, 4), (4, 6)), ((0, 4), (4, 6)), ((0, 6),))
     """
-    if blocks is None:
+    if blocks is None or isinstance(blocks, str):
         return ((0, extent),)
     if type(extent) is not int:
         raise LayoutError(
@@ -183,7 +198,9 @@ def segments(blocks: Blocks | None, extent: int) -> Rows:
     return _known_segments(blocks, extent)
 
 
-def split(rows: ManyRows, parts: int, i: Any, is_plain: bool) -> ManyRows:
+def split(
+    rows: ManyRows, parts: int, i: Any, is_plain: bool, blocks: Blocks | None = None
+) -> ManyRows:
     """Return the i-th of some parts of the rows of a dim: a piece of every run, or of all as one.
 
     Numbers may be arrays.
@@ -191,10 +208,28 @@ def split(rows: ManyRows, parts: int, i: Any, is_plain: bool) -> ManyRows:
     >>> rows = (0, 2), (4, 8)
     >>> split(rows, 2, 1, is_plain=False), split(rows, 2, 1, is_plain=True)
     (((1, 2), (6, 8)), ((2, 2), (5, 8)))
+    >>> split(((0, 8),), 2, 0, is_plain=False, blocks="zigzag")
+    ((0, 2), (6, 8))
     """
+    if not is_plain and blocks == "zigzag":
+        return _zigzag(rows, parts, i)
     if not is_plain or len(rows) == 1:
         return tuple([nth_chunk(interval, parts, i) for interval in rows])
     return run(rows, nth_chunk((0, sum(stop - start for start, stop in rows)), parts, i))
+
+
+def _zigzag(rows: ManyRows, parts: int, i: Any) -> ManyRows:
+    """Return the i-th chunk from the front, and the i-th from the back.
+
+    An outer axis leaves two runs of rows: the first is counted from the front, the other from the
+    back.
+    """
+    if len(rows) == 1:
+        first = last = rows[0]
+        parts *= 2
+    else:
+        first, last = rows
+    return nth_chunk(first, parts, i), nth_chunk(last, parts, parts - 1 - i)
 
 
 def run(rows: ManyRows, interval: tuple[Any, Any]) -> ManyRows:

@@ -80,6 +80,22 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
+def runs_of(ends: Sequence[int]) -> Rows:
+    """Return runs of rows of a dim, by the ends of all.
+
+    >>> runs_of((0, 2, 6, 8))
+    ((0, 2), (6, 8))
+    """
+    return tuple(zip(ends[::2], ends[1::2], strict=True))
+
+
+def runs_shape(box: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the extents of a box whose dims may have several runs of rows."""
+    if all(len(ends) == 2 for ends in box):
+        return tuple(stop - start for start, stop in box)
+    return tuple([sum(stop - start for start, stop in runs_of(ends)) for ends in box])
+
+
 def box_size(box: Box) -> int:
     """Return the number of elements of a box."""
     return math.prod(stop - start for start, stop in box)

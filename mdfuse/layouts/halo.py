@@ -41,6 +41,11 @@ class Reach:
                 hint="reach(dim, extent from 0 on, up and down from 1 on, first, last)",
             )
 
+    @property
+    def is_move(self) -> bool:
+        """True if one row belongs to each row of the other dim."""
+        return self.up == self.down == self.last - self.first == 1
+
     def wanted(self, part: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return the rows that belong to a part of the other dim, also those that are not there."""
         start, stop = part

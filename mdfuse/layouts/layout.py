@@ -111,9 +111,9 @@ class Layout:
 
     def _order(self, order: Mapping[int, Sequence[str]]) -> tuple[tuple[int, tuple[str, ...]], ...]:
         splits: dict[int, tuple[str, ...]] = {}
-        for axis, placement in zip(self.mesh.axes, self.placements, strict=True):
-            if isinstance(placement, Shard):
-                splits[placement.dim] = (*splits.get(placement.dim, ()), axis)
+        for axis, p in self.by_axis().items():
+            if isinstance(p, Shard):
+                splits[p.dim] = (*splits.get(p.dim, ()), axis)
         for dim, axes in order.items():
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
             named = tuple(a for a in axes if a != "stream")
@@ -125,8 +125,7 @@ class Layout:
                 )
             if named and "stream" in axes[:-1]:
                 cut = Shard(dim, chunks_as_blocks(dim, axes, self.stream))
-                pairs = zip(self.mesh.axes, self.placements, strict=True)
-                self.placements = tuple(cut if a in named else p for a, p in pairs)
+                self.placements = tuple(cut if a in named else p for a, p in self.by_axis().items())
             if named:
                 splits[dim] = named
         return tuple(sorted(splits.items()))
@@ -134,7 +133,7 @@ class Layout:
     def _check_blocks(self) -> None:
         """Check that the axes which split a dim agree on its blocks, and that no loop cuts them."""
         for dim, axes in self.splits:
-            blocks = {p.blocks for a in axes if isinstance(p := self.placement(a), Shard)} - {None}
+            blocks = {p.pieces for a in axes if isinstance(p := self.placement(a), Shard)} - {None}
             if len(blocks) > 1:
                 raise LayoutError(
                     f"{' and '.join(axes)} split dim {dim} in different blocks",
@@ -167,15 +166,14 @@ class Layout:
     @cached_property
     def blocked(self) -> Mapping[int, Blocks]:
         """Dims that are split in blocks -> their blocks."""
-        splits = (p for p in self.placements if isinstance(p, Shard))
-        return {p.dim: p.blocks for p in splits if p.blocks is not None}
+        return {p.dim: p.pieces for p in self.placements if isinstance(p, Shard) and p.pieces}
 
     @cached_property
     def cuts(self) -> Mapping[int, Cut]:
         """Dims that are split in blocks -> these, and the axes that split the dim plainly."""
-        splits = (a for a, p in self.by_axis().items() if isinstance(p, Shard) and not p.blocks)
-        plain = frozenset(splits)
-        return {d: Cut(n, plain.intersection(self.split_axes(d))) for d, n in self.blocked.items()}
+        plain = {a for a, p in self.by_axis().items() if isinstance(p, Shard) and not p.pieces}
+        axes = dict(self.splits)
+        return {d: Cut(n, frozenset(plain.intersection(axes[d]))) for d, n in self.blocked.items()}
 
     def is_plain(self, dim: int, axis: str) -> bool:
         """Return whether an axis splits what a rank has of a dim as one, and not every block."""
@@ -290,7 +288,9 @@ class Layout:
         return coordinate
 
     def local_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
-        """Return the shape of a rank's part; without a rank, of the largest, the first rank's."""
+        """Return the shape of a rank's part; without a rank, of the largest."""
+        if rank is None and self.blocked:
+            return tuple([self.parts(d, n).first for d, n in enumerate(shape)])
         at = self._coordinate(rank) if rank is not None else (0,) * self.mesh.ndim
         return box_shape(self.box_at(shape, at))
 
@@ -325,16 +325,16 @@ class Layout:
 
         It is in the blocks that other axes split, where these do so alike; plain where they do not.
         """
-        is_blocked = self.blocked or (isinstance(placement, Shard) and placement.blocks is not None)
-        if is_blocked or self.stream is not None or self.reaches:
+        cut = placement.pieces if isinstance(placement, Shard) else None
+        if self.blocked or cut is not None or self.stream is not None or self.reaches:
             return self._with_placement(axis, placement)  # extents may be symbols, which no key is
         return _with_placement(self, axis, placement)
 
     def _with_placement(self, axis: str, placement: Placement) -> Layout:
         if isinstance(placement, Shard):
             others = (p for a, p in self.by_axis().items() if a != axis and isinstance(p, Shard))
-            blocks = {p.blocks for p in others if p.dim == placement.dim} or {placement.blocks}
-            placement = replace(placement, blocks=blocks.pop() if len(blocks) == 1 else None)
+            blocks = {p.pieces for p in others if p.dim == placement.dim} or {placement.pieces}
+            placement = placement.in_pieces(blocks.pop() if len(blocks) == 1 else None)
         placements = {**self.by_axis(), axis: placement}
         order = {d: tuple(a for a in axes if a != axis) for d, axes in self.splits}
         if isinstance(placement, Shard):

@@ -57,13 +57,27 @@ class Parts:
 
     @cached_property
     def first(self) -> Any:
-        """The number of rows of the first part, which is the largest one."""
+        """The number of rows of the largest part: the first one but in zigzag order."""
+        if self.blocks == "zigzag" and self.chunk is None:
+            return self._most
         if self.blocks is not None or self.reach is not None or self.chunk is not None:
             return length(self.at((0,) * len(self.sizes)))
         rows = self.extent
         for n in self.sizes:
             rows = -(-rows // n)
         return rows
+
+    @property
+    def _most(self) -> Any:
+        """The number of rows of the largest part in zigzag order; that of a middle one.
+
+        Where a run chooses the extent, which part is largest is not to be decided: the last chunk
+        of all is the shortest, and the innermost ones are not.
+        """
+        if type(self.extent) is int:
+            return max(length(rows) for _, rows in self.every())
+        at = [0 if p else n - 1 for n, p in zip(self.sizes, self.plain, strict=True)]
+        return length(self.at(at))
 
     @property
     def whole(self) -> Parts:
@@ -84,7 +98,7 @@ class Parts:
         else:
             intervals = segments(self.blocks, self.extent)
         for n, i, is_plain in zip(self.sizes, coordinates, self.plain, strict=True):
-            intervals = split(intervals, n, i, is_plain)
+            intervals = split(intervals, n, i, is_plain, self.blocks)
         if self.reach is not None:
             intervals = tuple([self.reach.rows(part, self.extent) for part in intervals])
         return intervals if self.chunk is None else self.chunk.part(self.chunk.dim, intervals)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mdfuse.errors import LayoutError, counted, shown
 from mdfuse.layouts.blocks import Blocks, as_blocks, blocks_text
@@ -28,16 +28,22 @@ class Shard:
         blocks: into how many equal blocks the dim falls, or the sizes of all of them: then each
             block is split, and a rank's part is its piece of every block, in order. As the rows of
             a fused projection need it: `Shard(0, blocks=3)` of queries, keys and values.
+        zigzag: cut the dim into 2 n chunks for n ranks, as `torch.chunk` does; rank r has chunks r
+            and 2 n - 1 - r, one behind the other. Then causal attention over positions that are
+            split so is as much work on each rank.
 
     Raises:
-        LayoutError: no dim, or no blocks.
+        LayoutError: no dim, or no blocks, or blocks in zigzag order.
 
     >>> [str(Shard(0)), str(Shard(0, blocks=3)), str(Shard(0, blocks=(4096, 1024, 1024)))]
     ['S0', 'S0/3', 'S0/[4096,1024,1024]']
+    >>> str(Shard(1, zigzag=True))
+    'S1/zigzag'
     """
 
     dim: int
-    blocks: Blocks | None = None
+    blocks: int | tuple[int, ...] | None = None
+    zigzag: bool = False
 
     def __post_init__(self) -> None:
         if not is_dim(self.dim):
@@ -46,14 +52,36 @@ class Shard:
                 because="a dim is an integer of 64 bits",
                 hint="for example Shard(0)",
             )
+        if not isinstance(self.zigzag, bool):
+            raise LayoutError(
+                f"zigzag={shown(self.zigzag)}", because="zigzag is True or False", hint="Shard(1)"
+            )
         if self.blocks is not None:
             object.__setattr__(self, "blocks", as_blocks(self.blocks))
+        if self.zigzag and self.blocks is not None:
+            raise LayoutError(
+                f"Shard({self.dim}, blocks={self.blocks}, zigzag=True)",
+                because="zigzag order is of one run of rows, of which a rank has two chunks",
+                hint="one of both, or give the blocks a dim of their own with reshape",
+            )
+
+    @property
+    def pieces(self) -> Blocks | None:
+        """The blocks, or `zigzag`; None for one run of rows."""
+        return "zigzag" if self.zigzag else self.blocks
+
+    def in_pieces(self, pieces: Blocks | None) -> Shard:
+        """Return a split of the dim in other blocks, or in zigzag order."""
+        if isinstance(pieces, str):
+            return replace(self, blocks=None, zigzag=True)
+        return replace(self, blocks=pieces, zigzag=False)
 
     def __repr__(self) -> str:
-        return f"Shard(dim={self.dim}{f', blocks={self.blocks}' if self.blocks else ''})"
+        blocks = f", blocks={self.blocks}" if self.blocks else ""
+        return f"Shard(dim={self.dim}{blocks}{', zigzag=True' if self.zigzag else ''})"
 
     def __str__(self) -> str:
-        return f"S{self.dim}" + (f"/{blocks_text(self.blocks)}" if self.blocks is not None else "")
+        return f"S{self.dim}" + (f"/{blocks_text(self.pieces)}" if self.pieces is not None else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,11 +58,12 @@ def _pushed(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -
     """Return the layout of a result that all readers read in the goal layout.
 
     Windows that overlap are cut, or received, where they are read: of the parts that are made.
+    Rows that move are cut out of the whole, which no rank then lacks.
     """
     if not goal.reaches:
         return goal
     assert out.layout is not None
-    if expr.op == "set":
+    if expr.op == "set" or any(reach.is_move for _, reach in goal.reaches):
         return out.layout
     goal = goal.without_reaches
     strategy = choose_here(expr, {**values, out.name: replace(out, layout=goal)})

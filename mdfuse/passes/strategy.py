@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
-from mdfuse.ir.dims import DimMap, Labels, always
+from mdfuse.ir.dims import DimMap, Labels
 from mdfuse.ir.dims_in_blocks import IN_BLOCKS, labels_in_blocks
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
@@ -136,7 +136,7 @@ def _chosen(
     blocked, law = _by_labels(expr, values, laws, operands, in_blocks, taken), laws[0]
     if blocked is None or law is None or law.partial_axes:
         return blocked
-    return min((plain, blocked), key=lambda way: _moved(way, expr, values, law))
+    return min((blocked, plain), key=lambda way: _moved(way, expr, values, law))
 
 
 def _moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:
@@ -318,14 +318,16 @@ def _cuts(
 
     These are `taken` labels of operands alone where parts must have the same boundaries.
     """
-    is_free = TABLE[expr.op].takes_blocks and labels.fits is always
-    sides = [(o.layout, o.labels) for o in operands]
-    sides += [(r.law, r.labels) for r in results if is_free]
+    takes_blocks = TABLE[expr.op].takes_blocks
+    sides = [(o.layout, o.labels, taken) for o in operands]
+    sides += [(r.law, r.labels, ()) for r in results]
     cuts: dict[int, Cut] = {}
-    for layout, dims in sides:
+    for layout, dims, may in sides:
         for dim, cut in layout.cuts.items() if layout is not None else ():
             label = dims[dim]
-            if label is not None and label in splits and (is_free or label in taken):
+            if label is None or label not in splits:
+                continue
+            if label in may or takes_blocks(labels, label):
                 is_as_there = layout is not None and layout.split_axes(dim) == splits[label]
                 cuts.setdefault(label, cut if is_as_there else Cut(cut.blocks))
     return cuts
@@ -368,7 +370,7 @@ def _laid(
     placements: dict[str, Placement] = dict(partials)
     for dim, axes, cut in splits:
         for axis in axes:
-            placements[axis] = Shard(dim, cut.along(axis) if cut is not None else None)
+            placements[axis] = Shard(dim).in_pieces(cut.along(axis) if cut is not None else None)
     return Layout(mesh, placements, {dim: axes for dim, axes, _ in splits})
 
 

@@ -135,7 +135,7 @@ class MoveCosts:
         for d, axes in enumerate(node.splits):
             cut = self.source.cuts.get(d)  # the same in all nodes
             for a in axes:
-                placements[a] = Shard(d, cut.along(names[a]) if cut else None)
+                placements[a] = Shard(d).in_pieces(cut.along(names[a]) if cut else None)
             if axes:
                 splits.append((d, tuple([names[a] for a in axes])))
         mesh, stream = self.source.mesh, self.source.stream

@@ -136,8 +136,9 @@ def _refined(
         placements.update(dict.fromkeys(pieces[axis], placement))
     order = {d: [a for axis in split for a in pieces[axis]] for d, split in layout.splits}
     for dim, split in layout.splits:
-        parts = math.prod(map(layout.mesh.axis_size, split))
-        blocks = segments(layout.blocked.get(dim), shape[dim])
+        pieces_of = layout.blocked.get(dim)
+        parts = math.prod(map(layout.mesh.axis_size, split)) * (1 + (pieces_of == "zigzag"))
+        blocks = segments(pieces_of, shape[dim])
         is_uneven = any((stop - start) % parts for start, stop in blocks)
         is_uneven = is_uneven or (dim in layout.cuts and bool(layout.cuts[dim].plain))
         if any(len(pieces[a]) > 1 for a in split) and is_uneven:

@@ -19,6 +19,7 @@ from mdfuse.errors import LayoutError
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.kinds import KINDS
 from mdfuse.layouts.layout import Layout, Partial, Replicate
+from mdfuse.layouts.narrowing import is_view_of
 from mdfuse.layouts.recv_volume import UNIT, has_few_rows, is_lacking
 from mdfuse.reshard.across import across
 from mdfuse.reshard.blocks import moved, through_blocks
@@ -314,7 +315,10 @@ def _without_idle_posts(step: Step, shape: tuple[int, ...]) -> Step:
     """Replace a step by a local slice if no rank lacks elements, as with short dims."""
     if isinstance(step, Local) or step.reduce_op is not None:
         return step
-    if is_lacking(step.source, step.destination, shape):
+    before, after = step.source, step.destination
+    if is_lacking(before, after, shape):
+        return step
+    if after.blocked and not all(is_view_of(before, after, shape, r) for r in after.mesh):
         return step
     return Local(kind="slice", source=step.source, destination=step.destination)
 

@@ -223,6 +223,11 @@ def why_not(layout: Layout, shape: Sequence[int] | None = None) -> tuple[str, st
         shape: global extents, where these are known.
     """
     wrong = [d for d, _ in layout.splits if _factors(layout, d, shape) is None]
+    if any(layout.blocked.get(d) == "zigzag" for d in wrong):
+        return (
+            "torch has no placement in zigzag order, of two chunks on each rank",
+            "a plain Shard of the DTensor: a layout of the program brings it into zigzag order",
+        )
     if any(d in layout.blocked for d in wrong):
         return (
             "a DTensor's dim is split in the order of the mesh, in equal blocks (_StridedShard), "

@@ -79,6 +79,10 @@ def layouts(draw: st.DrawFn, mesh: DeviceMesh, ndim: int, op: str | None = None)
         axes = [a for a, p in placements.items() if p == Shard(dim)]
         if len(axes) > 1:
             order[dim] = tuple(draw(st.permutations(axes)))
+        if axes and draw(st.integers(0, 3)) == 0:  # zigzag from one axis on to another
+            first, last = sorted((draw(st.integers(0, len(axes))), draw(st.integers(0, len(axes)))))
+            zigzag = order.get(dim, axes)[first:last]
+            placements |= dict.fromkeys(zigzag, Shard(dim, zigzag=True))
     return Layout(mesh, placements, order)
 
 

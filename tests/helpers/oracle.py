@@ -7,7 +7,7 @@ its placements, its order), and `torch.chunk` does the cutting.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,6 +61,11 @@ def local_part(x: Tensor, layout: Layout, rank: int) -> Tensor:
 def _cut(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
     place, by_axis = coordinate(layout.mesh, rank), layout.by_axis()
     axes = [axis for d, axis in splits(layout) if d == dim]
+    if any(by_axis[a] == Shard(dim, zigzag=True) for a in axes):
+        rows = _zigzag(
+            x.shape[dim], [(by_axis[a], layout.mesh.axis_size(a), place[a]) for a in axes]
+        )
+        return x.index_select(dim, rows.to(x.device))
     sizes = blocks(x, [by_axis[a] for a in axes], dim)
     if sizes is None:
         for axis in axes:
@@ -73,6 +78,19 @@ def _cut(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
             every = [rows[block[rows] == i] for i in range(len(sizes))]
         rows = torch.cat([_chunk(some, n, place[axis], 0) for some in every])
     return x.index_select(dim, rows.to(x.device))
+
+
+def _zigzag(extent: int, axes: Sequence[tuple[Any, int, int]]) -> Tensor:
+    """The rows of a rank: (placement, size, place) of each axis, the outermost first."""
+    halves: tuple[Tensor, ...] = (torch.arange(extent),)
+    for placement, n, i in axes:
+        if not placement.zigzag:
+            halves = (_chunk(torch.cat(halves), n, i, 0),)
+        elif len(halves) == 1:
+            halves = (_chunk(halves[0], 2 * n, i, 0), _chunk(halves[0], 2 * n, 2 * n - 1 - i, 0))
+        else:
+            halves = (_chunk(halves[0], n, i, 0), _chunk(halves[1], n, n - 1 - i, 0))
+    return torch.cat(halves)
 
 
 def blocks(x: Tensor, placements: Sequence[Shard], dim: int) -> list[int] | None:

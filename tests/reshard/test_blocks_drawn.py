@@ -36,14 +36,18 @@ def drawn(draw: random.Random, mesh: DeviceMesh, shape: tuple[int, ...], op: Pla
     for d, n in enumerate(shape):
         if n and draw.random() < 0.3:
             blocks[d] = draw.choice([k for k in range(1, n + 1) if n % k == 0])
-    dims: list[Placement] = [Shard(d, blocks[d]) for d in range(len(shape))]
+    is_zigzag = draw.random() < 0.3
+    dims: list[Placement] = [
+        Shard(d, zigzag=True) if is_zigzag else Shard(d, blocks[d]) for d in range(len(shape))
+    ]
     placements = {a: draw.choice([*dims, *dims, Replicate(), op]) for a in mesh.axes}
     order = {d: draw.sample(axes, len(axes)) for d, axes in Layout(mesh, placements).splits}
     for d, axes in order.items():  # some of the inner ones go through all blocks as one
         plain = axes[draw.randint(1, len(axes)) :]
         placements |= dict.fromkeys(plain, Shard(d))
         parts = math.prod(map(mesh.axis_size, plain))
-        if isinstance(blocks[d], int) and blocks[d] % parts == 0 and draw.random() < 0.5:
+        may = isinstance(blocks[d], int) and blocks[d] % parts == 0
+        if (may or is_zigzag) and draw.random() < 0.5:
             order[d] = [*plain, *axes[: len(axes) - len(plain)]]  # they take whole blocks
     return Layout(mesh, placements, order)
 

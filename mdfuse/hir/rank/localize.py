@@ -98,4 +98,6 @@ def _part(program: HostProgram, i: Instruction, rank: int) -> ExprPart:
         box=output.box(rank),
         blocks=tensors[0].blocks(rank) if tensors and tensors[0] is not None else {},
         cuts=output.layout.cuts if output.layout is not None else {},
+        moved=tensors[0].moved if tensors and tensors[0] is not None else {},
+        runs=output.runs(rank),
     )

@@ -134,14 +134,14 @@ def team_text(tree: Node) -> str:
 
 
 def placement_of(text: str) -> Placement:
-    """Read a placement: R, S0, S0/3, S0/[4,2,2], P(sum) or varies."""
+    """Read a placement: R, S0, S0/3, S0/[4,2,2], S0/zigzag, P(sum) or varies."""
     if text in ("R", "varies"):
         return Replicate() if text == "R" else Varies()
     if text.startswith("P"):
         return Partial(text[2:-1])
     dim, _, blocks = text[1:].partition("/")
-    if not blocks:
-        return Shard(int_of(dim))
+    if not blocks or blocks == "zigzag":
+        return Shard(int_of(dim), zigzag=bool(blocks))
     sizes = tuple(int_of(n) for n in blocks.strip("[]").split(","))
     return Shard(int_of(dim), sizes if blocks.startswith("[") else sizes[0])
 

@@ -23,8 +23,8 @@ from mdfuse.hir.verify.posts import buffer_problem, transition_problem
 from mdfuse.hir.verify.products import adds_to, own_problem, product_problem
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.graph import dtype_name
-from mdfuse.layouts.boxes import Rows
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, Varies
+from mdfuse.layouts.narrowing import is_view_of
 
 if TYPE_CHECKING:
     from mdfuse.hir.verify.types import Types
@@ -132,19 +132,10 @@ def _part_problem(before: BufferType, after: BufferType, rank: int | None) -> st
         if layout is p and chunk is not None and not isinstance(chunk.index, int):
             return None  # checked once the index is a number
     for r in q.mesh.ranks if rank is None else (rank,):
-        inner, outer = q.rows(after.shape, r), p.rows(before.shape, r)
-        has_rows = all(any(x < y for x, y in rows) for rows in inner)
-        if has_rows and not all(map(_is_one_run, inner, outer)):
-            return f"rank {r} has {rows_text(outer)}, not {rows_text(inner)}"
+        if not is_view_of(p, q, before.shape, r):
+            parts = (rows_text(x.rows(before.shape, r)) for x in (p, q))
+            return f"rank {r} has {', not '.join(parts)}"
     return None
-
-
-def _is_one_run(rows: Rows, of: Rows) -> bool:
-    """Return whether rows of a dim are one run of those that a rank has, in which a view shows."""
-    if rows == of:
-        return True
-    (x, y), *others = [piece for piece in rows if piece[0] < piece[1]]
-    return not others and any(a <= x and y <= b for a, b in of) and len(of) == len(rows) == 1
 
 
 def _is_nested(p: Layout, q: Layout, dim: int) -> bool:

@@ -170,8 +170,8 @@ class _Row:
         cut = layout.cuts.get(dim)
         if self.cuts.setdefault(label, cut) != cut:
             raise Contradiction(f"dim {dim} of operand {at} of {self.fn} is in other blocks")
-        is_free = TABLE[self.fn].takes_blocks and self.labels.fits is always
-        if cut is not None and not is_free and label not in self.taken:
+        is_free = label in self.taken or TABLE[self.fn].takes_blocks(self.labels, label)
+        if cut is not None and not is_free:
             raise Contradiction(f"{self.fn} needs dim {dim} of operand {at} in one block")
 
     def apart(self, at: int, dim: int) -> Contradiction:
@@ -292,7 +292,7 @@ class _Row:
             axes = declared.split_axes(dim)
             if axes and taken.isdisjoint(axes):
                 self.splits[label] = axes
-                if TABLE[self.fn].takes_blocks:
+                if TABLE[self.fn].takes_blocks(self.labels, label):
                     self.cuts[label] = declared.cuts.get(dim)
             if chunk is not None and chunk.dim == dim and not self.chunks:
                 self.chunks[label] = chunk
@@ -323,7 +323,8 @@ class _Row:
                 order[dim] = self.splits[label]
                 cut = self.taken.get(label, self.cuts.get(label))
                 for axis in self.splits[label]:
-                    placements[axis] = Shard(dim, cut.along(axis) if cut is not None else None)
+                    pieces = cut.along(axis) if cut is not None else None
+                    placements[axis] = Shard(dim).in_pieces(pieces)
             if label in self.chunks:
                 stream = self.scaled(label, dim)
         for label in self.chunks.keys() - {*self.labels.result}:
@@ -374,12 +375,15 @@ def result_layout(
             None if x is None or of is None else plain(x, len(of))
             for x, of in zip(layouts, shapes, strict=True)
         ]
-        labels, taken = labels_in_blocks(fn, attrs, shapes, shape, operands, labels)
+        in_blocks, taken = labels_in_blocks(fn, attrs, shapes, shape, operands, labels)
+        if fn == "cat" and not {*taken} & {*declared.blocked}:
+            taken = {}  # parts that fall together either way
+        labels = in_blocks if taken else labels
     if taken or labels.fits is not always or labels.reaches:
         known = shapes if TABLE[fn].rule is reshape or labels.reaches else ()
         given = (tuple(layouts), declared, numbers, tuple(absent), known, shape, taken)
         return _result(fn, labels, *given)
-    key = labels.operands, labels.result, tuple(labels.reduces.items())
+    key = labels.operands, labels.result, tuple(labels.reduces.items()), labels.plain
     layout = _known_result(fn, key, tuple(layouts), declared, numbers, tuple(absent))
     if isinstance(layout, str):
         raise Contradiction(layout)
@@ -389,14 +393,14 @@ def result_layout(
 @lru_cache(maxsize=4096)
 def _known_result(
     fn: str,
-    key: tuple[tuple[Labels, ...], Labels, tuple[tuple[int, str], ...]],
+    key: tuple[tuple[Labels, ...], Labels, tuple[tuple[int, str], ...], frozenset[int] | None],
     layouts: tuple[Layout | None, ...],
     declared: Layout,
     numbers: frozenset[str],
     absent: tuple[bool, ...],
 ) -> Layout | str:
     """Return the layout, or the contradiction; it depends on labels alone, not on extents."""
-    labels = DimMap(operands=key[0], results=(key[1],), reduces=dict(key[2]))
+    labels = DimMap(operands=key[0], results=(key[1],), reduces=dict(key[2]), plain=key[3])
     try:
         return _result(fn, labels, layouts, declared, numbers, absent)
     except Contradiction as problem:

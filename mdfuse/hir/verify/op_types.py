@@ -145,6 +145,8 @@ def _part(operands: tuple[Kind, ...], result: BufferType, rank: int) -> ExprPart
         box=result.box(rank),
         blocks=tensors[0].blocks(rank) if tensors and tensors[0] is not None else {},
         cuts=result.layout.cuts if result.layout is not None else {},
+        moved=tensors[0].moved if tensors and tensors[0] is not None else {},
+        runs=result.runs(rank),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mdfuse.ir import attention, calls, dims, out_forms, shapes
+from mdfuse.ir import attention, calls, dims, out_forms, shapes, shifts
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import attr, word
 from mdfuse.ir.op_table import row
@@ -140,7 +140,7 @@ for _name, _call, _rule, _shape, _counts in (
 row(
     "cat",
     calls.cat,
-    dims.concatenation,
+    shifts.joined,
     shapes.cat,
     exact(calls.cat),
     operands=(1, None),

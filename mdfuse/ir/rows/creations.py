@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mdfuse.ir import calls, creation, dims, random, shapes
+from mdfuse.ir import calls, creation, dims, random, shapes, shifts
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import Attr, attr
 from mdfuse.ir.op_table import row
@@ -24,8 +24,8 @@ def _creation(
     shape: shapes.ShapeRule = shapes.created,
     **fields: Any,
 ) -> None:
-    """Add the row of an op that makes a tensor of numbers; each rank makes its own box of it."""
-    fields |= {"localize": of_part.local_draw, "operands": (operands, operands), "is_plain": True}
+    """Add the row of an op that makes a tensor of numbers; each rank makes its own rows of it."""
+    fields |= {"localize": of_part.local_runs, "operands": (operands, operands), "is_plain": True}
     row(name, call, dims.creation, shape, ANYHOW, attrs=(_EXTENTS, *attrs, _BOX), **fields)
 
 
@@ -52,7 +52,7 @@ row(
 row(
     "slice_grad",
     calls.window_grad,
-    dims.window_grad,
+    shifts.put_into_zeros,
     shapes.window_grad,
     DENSE,
     localize=of_part.local_taken,
@@ -81,7 +81,7 @@ row(
     dims.pointwise,
     shapes.first,
     ANYHOW,
-    localize=of_part.local_draw,
+    localize=of_part.local_runs,
     operands=(2, 2),
     attrs=(attr("p", "probability", True), _STREAM, attr("shape", "shape", is_local=True), _BOX),
     **_COMPOSITE,

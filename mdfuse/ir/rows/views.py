@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mdfuse.ir import calls, dims, shapes
+from mdfuse.ir import calls, dims, shapes, shifts
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import attr
 from mdfuse.ir.op_table import row
@@ -70,7 +70,7 @@ _view(
 _view(
     "slice",
     calls.window,
-    dims.window,
+    shifts.sliced,
     shapes.window,
     localize=of_part.local_ends,
     globalize=of_part.whole_ends,
