@@ -9,10 +9,12 @@ from helpers.host_programs import POISON
 
 import mdfuse as mf
 from mdfuse import hir
-from mdfuse.hir.counted import bytes_received, expected_bytes, worst_bytes
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import received
 from mdfuse.hir.verify.check import verify
+from mdfuse.seeing.cost_keys import LinkKey
+from mdfuse.seeing.costs import Costs, Link
+from mdfuse.seeing.timeline import timeline
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -72,14 +74,64 @@ def test_memory_is_that_of_the_rows() -> None:
 def test_bytes_that_arrive() -> None:
     """Expected: an equal share of full parts; at worst: all rows of all others, or all of mine."""
     case = Counted(axes=(4,), experts=8, most=16, width=4)
-    there, back = (i for i in case.program().walk() if i.op == "post" and len(i.inputs) == 3)
-    row = 4 * 4
-    assert worst_bytes(there, 1) == 3 * 16 * row
-    assert worst_bytes(back, 1) == 16 * row
-    assert expected_bytes(there, 1) == expected_bytes(back, 1) == 3 * 16 // 4 * row
-    assert bytes_received(there, 1) == expected_bytes(there, 1)
-    sizes = [size for _, size in received(case.program(), 1)]
-    assert sizes == [3 * 8 * 8, 3 * 16 // 4 * row, 3 * 16 // 4 * row]
+    program, row, counts = case.program(), 4 * 4, 3 * 8 * 8
+    sizes = [size for _, size in received(program, 1)]
+    assert sizes == [counts, 3 * 16 // 4 * row, 3 * 16 // 4 * row]
+    at_worst = [size for _, size in received(program, 1, at_worst=True)]
+    assert at_worst == [counts, 3 * 16 * row, 16 * row]
+    one = mf.simulate(program, [*case.inputs(skewed(case)["one"])])
+    back = counts + 16 * row
+    assert one.bytes_received == (back, back, back, counts + 3 * 16 * row)
+    few = mf.simulate(program, [*case.inputs(skewed(case)["few"])])  # of part 3, at rank 2
+    assert few.bytes_received == (counts, counts, counts + row, counts + row)
+
+
+def test_time_that_passes() -> None:
+    """Transfers and work take as long as their rows; at worst one expert has all of them."""
+    case = Counted(axes=(4,), experts=4, most=1024, width=64)
+    costs = Costs(bandwidth=1e9, links={LinkKey(): Link(0.0, 1e9)})
+    expected, worst = (timeline(case.program(), costs, x).seconds for x in (False, True))
+    part = 1024 * 64 * 4 / 1e9
+    # one transfer there and back, of three quarters of a part, and a pass over as much as a part
+    assert expected > 2 * 3 / 4 * part and worst > (3 + 1) * part
+    assert worst > 2 * expected
+
+
+IN_A_LOOP = """
+host @in_a_loop on mesh(ep=2) {
+  input %x: f32[2,1,3,2] of [2,2,3,2] (ep=S1)
+  input %n: i64[2,2,2] (ep=R)
+  %y: f32[2,1,3,2] of [2,2,3,2] (ep=S1) = alloc
+  for %i in 0..2 {
+    %x.i: f32[1,3,2] of [2,3,2] (ep=S0) = select(%x, dim=0, index=%i)
+    %n.i: i64[2,2] (ep=R) = select(%n, dim=0, index=%i)
+    %c: i64[2,2] (ep=R) = fetch(%n.i, most=3)
+    %s: f32[<=3:%c,2] of [2,2,3,2] (ep=S0) = pack_rows(%x.i, %c)
+    %r: f32[<=6:%c,2] of [2,2,3,2] (ep=S1) = alloc(%c)
+    %h = post alltoall(%s) -> %r f32[2,2,3,2] (ep=S0) => (ep=S1) axis=ep dim=0 to_dim=1 counts=%c
+    wait %h
+    %q: f32[<=6:%c,2] of [2,2,3,2] (ep=S1) = neg(%r)
+    %b: f32[<=3:%c,2] of [2,2,3,2] (ep=S0) = alloc(%c)
+    %k = post alltoall(%q) -> %b f32[2,2,3,2] (ep=S1) => (ep=S0) axis=ep dim=1 to_dim=0 counts=%c
+    wait %k
+    %y.i: f32[1,3,2] of [2,3,2] (ep=S0) = select(%y, dim=0, index=%i)
+    %u: f32[1,3,2] of [2,3,2] (ep=S0) = unpack_rows(%b, %c)
+    %y.i = set(%u)
+    free %x.i, %n.i, %s, %r, %q, %b, %u, %y.i, %c
+  }
+  return %y
+}"""
+
+
+def test_each_iteration_counts_its_own_rows() -> None:
+    program = hir.parse(IN_A_LOOP)
+    n = torch.tensor([[[1, 2], [0, 0]], [[0, 3], [1, 1]]])
+    x = torch.randn(2, 2, 3, 2, generator=torch.Generator().manual_seed(1))
+    there = torch.arange(3) < n.sum(2, keepdim=True)
+    wanted = torch.where(there[..., None], -x, torch.zeros(()))
+    for schedule in (None, 1, 2):
+        got = mf.simulate(program, [x, n], options=mf.Options(poison=True), schedule=schedule)
+        assert torch.equal(got.outputs[0], wanted)
 
 
 def test_what_may_be_captured() -> None:
