@@ -37,7 +37,7 @@ _TAKES = {"alloc": 0, "pack_rows": 1, "unpack_rows": 1, "post": 2}
 #: Rows of the op table that know counted rows, besides those that work element by element.
 _BY_ROWS = (
     "set", "linear", "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows", "slice",
-    "cat", "detach",
+    "cat", "detach", "sum", "slice_grad",
 )  # fmt: skip
 #: Those of them that take counts, too, or make what has no rows.
 _WITH_COUNTS = ("rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows")
@@ -171,7 +171,9 @@ class _Counts:
     def row_problem(self, i: Instruction, rows: list[str]) -> str | None:
         """Return why an op does not work row by row; None where it does."""
         op = op_of(i)
-        if op is None or not (op.is_elementwise or op.name in _BY_ROWS) or i.order is not None:
+        makes = any(map(self.is_counted, i.outputs))
+        is_ordered = makes and i.order is not None
+        if op is None or not (op.is_elementwise or op.name in _BY_ROWS) or is_ordered:
             return f"{i.fn or i.op} does not work on rows that are counted"
         if op.name in _WITH_COUNTS:
             return None
@@ -243,9 +245,12 @@ def _is_of_columns(i: Instruction, shape: tuple[int, ...]) -> bool:
     attrs = i.kwargs
     if i.fn == "cat":
         return bool(attrs["dim"] % len(shape) >= 3)
-    if i.fn != "slice":
+    if i.fn == "sum":
+        return bool(attrs.get("keepdim")) and {d % len(shape) for d in attrs["dims"]} == {3}
+    if i.fn not in ("slice", "slice_grad"):
         return True
-    starts, ends, steps = (tuple(attrs[k])[:3] for k in ("starts", "ends", "steps"))
+    end = "ends" if i.fn == "slice" else "shape"
+    starts, ends, steps = (tuple(attrs[k])[:3] for k in ("starts", end, "steps"))
     is_whole = all(end >= n for end, n in zip(ends, shape, strict=False))
     return is_whole and not any(starts) and set(steps) == {1}
 

@@ -80,6 +80,8 @@ def _narrow(c: ViewBinding) -> Shape:
 def _window(c: ViewBinding) -> Shape:
     starts, ends = c.i.kwargs["starts"], c.i.kwargs["ends"]
     extents = c.source.local_shape(c.rank)
+    if len(extents) != len(starts):  # columns of rows that a run counts
+        return c.view.region, OPAQUE
     stops = [max(s, min(e, n)) for s, e, n in zip(starts, ends, extents, strict=True)]
     if min(starts, default=0) < 0 or any(step != 1 for step in c.i.kwargs["steps"]):
         return c.view.region, OPAQUE
