@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.counted_programs import CASES, Counted, skewed
+from helpers.fake_graphs import FakeRecorder
 from helpers.host_programs import POISON
 
 import mdfuse as mf
@@ -12,9 +13,12 @@ from mdfuse import hir
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import received
 from mdfuse.hir.verify.check import verify
+from mdfuse.plan.build import build
+from mdfuse.plan.graphs import GraphPlan
 from mdfuse.seeing.cost_keys import LinkKey
 from mdfuse.seeing.costs import Costs, Link
 from mdfuse.seeing.timeline import timeline
+from mdfuse.simulation.network import SimNetwork
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -141,3 +145,40 @@ def test_what_may_be_captured() -> None:
     assert {*eager} == {"fetch", "pack_rows", "alloc", "post", "mul", "wait", "unpack_rows"} - {
         "wait"
     }
+
+
+AROUND = """
+host @around on mesh(ep=1) {
+  input %x: f32[1,6,4] (ep=R)
+  input %n: i64[1,3] (ep=R)
+  %g: f32[1,6,4] (ep=R) = mul(%x, 2.0)
+  %k: i64[1,3] (ep=R) = mul(%n, 1)
+  %c: i64[1,3] (ep=R) = fetch(%k, most=6)
+  %s: f32[<=6:%c,4] of [1,3,6,4] (ep=R) = pack_rows(%g, %c)
+  %q: f32[<=6:%c,4] of [1,3,6,4] (ep=R) = neg(%s)
+  %u: f32[1,6,4] (ep=R) = unpack_rows(%q, %c)
+  %y: f32[1,6,4] (ep=R) = add(%u, 1.0)
+  return %y
+}"""
+
+
+def test_what_lies_around_a_fetch_is_captured() -> None:
+    """Each run counts other rows; graphs on both sides of the fetch are replayed in all of them."""
+    program = project(hir.parse(AROUND), 0)
+    verify(program)
+    draw = torch.Generator().manual_seed(2)
+    runs = [
+        (torch.randn(1, 6, 4, generator=draw), torch.tensor([n]))
+        for n in ([1, 2, 0], [0, 6, 0], [0, 0, 0], [2, 2, 2])
+    ]
+    plan, recorder = (
+        build(program, SimNetwork().bind, torch.device("cpu"), True, runs[0]),
+        FakeRecorder(),
+    )
+    graphs = GraphPlan(plan, lambda: plan, recorder, {})
+    assert [r.eager is None for r in graphs.regions] == [True, False, True]
+    for x, n in runs:
+        (y,) = graphs.run([x, n])
+        there = (torch.arange(6) < n.sum())[:, None]
+        assert torch.equal(y, torch.where(there, 1 - 2 * x, torch.ones(())))
+    assert [r.count for r in recorder.made] == [4, 4]
