@@ -99,8 +99,10 @@ _BOUND = "let the bound be what a part may have at most, or drop rows before the
 
 
 def alloc(i: Instruction, context: Context) -> list[Line]:
-    """Make a buffer of as many rows as are counted."""
+    """Make a buffer of as many rows as are counted, where there is none."""
     (output,), (counts,) = i.outputs, i.reads
+    if context.has_buffer(output):
+        return []
     kind = context.type(output)
     _, *inner = context.local(output)
     rows = rows_of([cell_of(kind, context.rank)], kind.shape[1])
@@ -136,12 +138,14 @@ def pack(i: Instruction, context: Context) -> list[Line]:
         packed: Tensor = taken[0].contiguous() if len(taken) == 1 else torch.cat(taken)
         return packed
 
-    return [
-        Line(
-            run=take, args=(source, context.ref(counts)), into=context.slot(output),
-            shares=(source.slot,), makes=_bound(i, context),
-        )
-    ]  # fmt: skip
+    def copy(out: Tensor, x: Tensor, fetched: Fetched) -> None:
+        out.copy_(take(x, fetched))
+
+    args, target = (source, context.ref(counts)), context.ref(output)
+    if context.has_buffer(output):
+        return [Line(run=copy, args=(target, *args))]
+    shares, nbytes = (source.slot,), _bound(i, context)
+    return [Line(run=take, args=args, into=target.slot, shares=shares, makes=nbytes)]
 
 
 def unpack(i: Instruction, context: Context) -> list[Line]:
@@ -156,7 +160,7 @@ def unpack(i: Instruction, context: Context) -> list[Line]:
         if out is None and len(numbers) == 1 and numbers[0] == shape[1]:
             return x.view(shape)
         out = x.new_empty(shape) if out is None else out
-        for part, taken in zip(out, x.split(numbers), strict=True):
+        for part, taken in zip(out, x.split(numbers) if numbers else (), strict=True):
             part[: len(taken)] = taken
             part[len(taken) :] = 0
         return out

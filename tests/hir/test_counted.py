@@ -34,17 +34,17 @@ def test_rows_come_back_whatever_is_counted(case: Counted) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_text_reads_back(case: Counted) -> None:
     program = case.program()
-    for printed in (program, *(project(program, r) for r in range(case.parts))):
+    for printed in (program, *(project(program, r) for r in range(case.ranks))):
         assert hir.parse(str(printed)) == printed
         assert str(hir.parse(str(printed))) == str(printed)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_projections_run(case: Counted) -> None:
-    local = [hir.parse(str(project(case.program(), rank))) for rank in range(case.parts)]
+    local = [hir.parse(str(project(case.program(), rank))) for rank in range(case.ranks)]
     verify(dict(enumerate(local)))
     x, n = case.inputs(skewed(case)["drawn"])
-    rows = [{"x": x[r : r + 1], "n": n[r : r + 1]} for r in range(case.parts)]
+    rows = [{"x": x[r : r + 1], "n": n[r : r + 1]} for r in range(case.ranks)]
     got = mf.simulate(local, per_rank=rows, options=POISON).per_rank
     assert torch.equal(torch.cat([y for (y,) in got]), case.expected(x, n))
 
