@@ -21,6 +21,8 @@ from mdfuse.errors import CommunicationError, CountsError, ProgramError
 from mdfuse.hir.counted import Cell, cell_of, moves, parts_of, row_size
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.extremes import poison
+from mdfuse.ir.ops import itself
+from mdfuse.plan.allocation import allocate, empty
 from mdfuse.plan.context import Context, PlanStep, base_name, label
 from mdfuse.plan.lines import Line
 from mdfuse.plan.pending import Pending
@@ -61,19 +63,30 @@ def sums_of(table: Sequence[Sequence[int]], experts: int) -> Fetched:
 
 def fetch(i: Instruction, context: Context) -> list[Line]:
     """Bring counts to the host; ranks that all know them refuse wrong ones together."""
-    (output,), most = i.outputs, i.kwargs["most"]
-    what, where = f"@{context.program.name}: %{base_name(i.reads[0])}", context.where(i)
-    kind = CountsError if _is_everywhere(output, context) else ProgramError
-    experts = context.type(output).shape[1]
+    (output,), (counts,) = i.outputs, i.reads
+    read, experts = _reader(counts, i.kwargs["most"], i, context), context.type(output).shape[1]
 
-    def fetched(counts: Tensor) -> Fetched:
-        table: list[list[int]] = counts.tolist()
+    def fetched(table: Tensor) -> Fetched:
+        return sums_of(read(table), experts)
+
+    return [Line(run=fetched, args=(context.ref(counts),), into=context.slot(output))]
+
+
+def _reader(
+    counts: str, most: int, i: Instruction, context: Context
+) -> Callable[[Tensor], list[list[int]]]:
+    """Return the function that reads counts on the host, and refuses too many rows of a part."""
+    what, where = f"@{context.program.name}: %{base_name(counts)}", context.where(i)
+    kind = CountsError if _is_everywhere(counts, context) else ProgramError
+
+    def read(counted: Tensor) -> list[list[int]]:
+        table: list[list[int]] = counted.tolist()
         problem = _problem(table, most)
         if problem is not None:
             raise kind(f"{what} counts {problem}", where=where, because=_ALL_KNOW, hint=_BOUND)
-        return sums_of(table, experts)
+        return table
 
-    return [Line(run=fetched, args=(context.ref(i.reads[0]),), into=context.slot(output))]
+    return read
 
 
 def _problem(table: list[list[int]], most: int) -> str | None:
@@ -98,9 +111,41 @@ _ALL_KNOW = "all ranks know all counts, so that all of them refuse the run befor
 _BOUND = "let the bound be what a part may have at most, or drop rows before they are counted"
 
 
+def _is_exact(i: Instruction, context: Context) -> bool:
+    """Tell whether buffers are as long as their rows: the host knows how many there are.
+
+    Where it does not, they are as long as there may be rows, and zeros stand behind those there.
+
+    Raises:
+        ProgramError: the counts lie in the memory of a GPU, from which no backend here reads them.
+    """
+    counts = i.reads[-1]
+    if counts in context.fetched:
+        return True
+    if context.device.type == "cpu":
+        return False
+    raise ProgramError(
+        f"@{context.program.name}: {i.op} by %{base_name(counts)}, which is in device memory",
+        where=context.where(i),
+        because="on GPUs the host must know how many rows go where before it posts them",
+        hint="name a fetched value: %c = fetch(%n, most=...)",
+    )
+
+
+def _numbers(i: Instruction, context: Context, most: int) -> Callable[[Any], Fetched]:
+    """Return the function that makes a fetched value of what an instruction counts by."""
+    counts = i.reads[-1]
+    if counts in context.fetched:
+        return itself
+    read, experts = _reader(counts, most, i, context), context.type(counts).shape[1]
+    return lambda table: sums_of(read(table), experts)
+
+
 def alloc(i: Instruction, context: Context) -> list[Line]:
     """Make a buffer of as many rows as are counted, where there is none."""
     (output,), (counts,) = i.outputs, i.reads
+    if not _is_exact(i, context):
+        return allocate(i, context)
     if context.has_buffer(output):
         return []
     kind = context.type(output)
@@ -130,20 +175,24 @@ def pack(i: Instruction, context: Context) -> list[Line]:
     (output,), (operand, counts) = i.outputs, i.reads
     kind, source = context.type(output), context.ref(operand)
     rows = rows_of(parts_of(kind, context.rank), kind.shape[1])
+    numbers, is_exact = _numbers(i, context, kind.shape[2]), _is_exact(i, context)
 
-    def take(x: Tensor, fetched: Fetched) -> Tensor:
-        taken = [part[:n] for part, n in zip(x, rows(fetched), strict=True)]
+    def take(x: Tensor, counted: Any) -> Tensor:
+        taken = [part[:n] for part, n in zip(x, rows(numbers(counted)), strict=True)]
         if not taken:
             return x.reshape(0, *x.shape[2:])
         packed: Tensor = taken[0].contiguous() if len(taken) == 1 else torch.cat(taken)
         return packed
 
-    def copy(out: Tensor, x: Tensor, fetched: Fetched) -> None:
-        out.copy_(take(x, fetched))
+    def copy(out: Tensor, x: Tensor, counted: Any) -> None:
+        taken = take(x, counted)
+        out[: len(taken)] = taken
+        out[len(taken) :] = 0
 
     args, target = (source, context.ref(counts)), context.ref(output)
-    if context.has_buffer(output):
-        return [Line(run=copy, args=(target, *args))]
+    if not is_exact or context.has_buffer(output):
+        lines = [] if is_exact else empty(output, None, context)
+        return [*lines, Line(run=copy, args=(target, *args))]
     shares, nbytes = (source.slot,), _bound(i, context)
     return [Line(run=take, args=args, into=target.slot, shares=shares, makes=nbytes)]
 
@@ -151,23 +200,25 @@ def pack(i: Instruction, context: Context) -> list[Line]:
 def unpack(i: Instruction, context: Context) -> list[Line]:
     """Put rows at the beginnings of their parts; zeros follow them."""
     (output,), (operand, counts) = i.outputs, i.reads
-    kind = context.type(operand)
+    kind, shape = context.type(operand), context.local(output)
     rows = rows_of(parts_of(kind, context.rank), kind.shape[1])
-    shape = context.local(output)
+    numbers, is_exact = _numbers(i, context, kind.shape[2]), _is_exact(i, context)
 
-    def put(x: Tensor, fetched: Fetched, out: Tensor | None = None) -> Tensor:
-        numbers = rows(fetched)
-        if out is None and len(numbers) == 1 and numbers[0] == shape[1]:
+    def put(x: Tensor, counted: Any, out: Tensor | None = None) -> Tensor:
+        lengths = rows(numbers(counted))
+        if out is None and len(lengths) == 1 and lengths[0] == shape[1]:
             return x.view(shape)
         out = x.new_empty(shape) if out is None else out
-        for part, taken in zip(out, x.split(numbers) if numbers else (), strict=True):
+        x = x[: sum(lengths)]
+        for part, taken in zip(out, x.split(lengths) if lengths else (), strict=True):
             part[: len(taken)] = taken
             part[len(taken) :] = 0
         return out
 
     args = (context.ref(operand), context.ref(counts))
-    if context.has_buffer(output):
-        return [Line(run=put, args=(*args, context.ref(output)))]
+    if not is_exact or context.has_buffer(output):
+        lines = [] if is_exact else empty(output, None, context)
+        return [*lines, Line(run=put, args=(*args, context.ref(output)))]
     into, shares = context.slot(output), (args[0].slot,)
     return [Line(run=put, args=args, into=into, shares=shares, makes=_bound(i, context))]
 
@@ -179,13 +230,19 @@ def post(i: Instruction, context: Context) -> PlanStep:
     context.bind_name(i.outputs[0])
     sent, received = moves(comm, rank)
     rows, size, n = rows_of((*sent, *received), comm.shape[1]), row_size(comm), len(sent)
+    numbers, is_exact = _numbers(i, context, comm.shape[2]), _is_exact(i, context)
     call = comm.part(rank).call
     assert call is not None
     call = replace(call, send_counts=(0,) * n, recv_counts=(0,) * n, is_counted=True)
     poster = context.bind(call)
 
-    def post_rows(source: Tensor, destination: Tensor, fetched: Fetched) -> Pending:
-        counts = [size * k for k in rows(fetched)]
+    def post_rows(source: Tensor, destination: Tensor, given: Any) -> Pending:
+        there = rows(numbers(given))
+        if not is_exact:
+            left = destination[sum(there[n:]) :]
+            left.zero_()
+            source, destination = source[: sum(there[:n])], destination[: sum(there[n:])]
+        counts = [size * k for k in there]
         now = replace(call, send_counts=tuple(counts[:n]), recv_counts=tuple(counts[n:]))
         for x, side in ((source, now.send_counts), (destination, now.recv_counts)):
             if x.numel() != sum(side) or not x.is_contiguous():

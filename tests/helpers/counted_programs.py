@@ -50,6 +50,7 @@ class Counted:
         width: elements of a row.
         dtype: as programs print it.
         parts: how many; by default one for each rank.
+        is_fetched: the host waits for the counts; else each rank reads them in its memory.
     """
 
     axes: tuple[int, ...] = (2,)
@@ -58,6 +59,7 @@ class Counted:
     width: int = 4
     dtype: str = "f32"
     parts: int = 0
+    is_fetched: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", self.parts or math.prod(self.axes))
@@ -83,7 +85,11 @@ class Counted:
         )  # fmt: skip
 
     def program(self) -> hir.HostProgram:
-        return hir.parse(self.text())
+        text = self.text()
+        if not self.is_fetched:
+            lines = [x for x in text.splitlines() if "fetch" not in x and x != "  free %n.all"]
+            text = "\n".join(lines).replace("%c", "%n.all")
+        return hir.parse(text)
 
     def inputs(self, counts: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -118,5 +124,7 @@ CASES = (
     Counted(axes=(4,), experts=2, most=1),
     Counted(axes=(4,), experts=5, most=3, parts=3),
     Counted(axes=(2, 2), experts=3, most=5, width=1),
+    Counted(axes=(2, 2), experts=3, most=5, width=2, is_fetched=False),
+    Counted(axes=(3,), experts=4, most=4, dtype="bf16", is_fetched=False),
     Counted(axes=(2, 1, 2), experts=8, most=9, dtype="bf16"),
 )
