@@ -477,6 +477,10 @@ def lowered(
     should_merge: ShouldMerge | None = None,
 ) -> Program:
     """Return the program of a definition, lowered anew; see `compile`."""
+    if (sizes := options_from_environment(options)).sizes:
+        from mdfuse.compiled.sizes import sized
+
+        return sized(named, sizes, should_merge)
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.lowerings
