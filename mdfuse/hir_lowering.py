@@ -48,7 +48,7 @@ from mdfuse.passes import (
     streams,
     widen_sums,
 )
-from mdfuse.passes.in_place import write_through
+from mdfuse.passes.in_place import drop_rows, write_through
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge, merge_composite, segment
 from mdfuse.passes.sharded import keep_splits, share_heads, split_scans, sum_rows
@@ -107,8 +107,10 @@ class Batch:
     count: int
 
 
-def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pass], ...]:
-    """Return the passes over the fusion, including those for options and a batch."""
+def passes(
+    options: Options, batch: Batch | None = None, masks: Mapping[str, str] | None = None
+) -> tuple[tuple[str, Pass], ...]:
+    """Return the passes over the fusion, including those for options, a batch and masks of rows."""
     steps: list[tuple[str, Pass]] = []
     for name, run in PASSES:
         steps.append((name, run))
@@ -116,6 +118,9 @@ def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pas
             # Before layouts, which rows as several dims would decide otherwise.
             flat = partial(flat_rows.run, most=options.logits_bytes)
             steps.append((flat_rows.name, flat))
+        if name == write_through.name and masks:
+            # Needs the indices of all writes; before layouts, which its new values need.
+            steps.append((drop_rows.name, partial(drop_rows.run, masks=masks)))
         if name == insert_reshards.name and options.reduce_dtype is not None:
             # Needs all sets that reduce.
             wide = partial(widen_sums.run, dtype=options.reduce_dtype)
@@ -184,10 +189,11 @@ def prepare(
     observe: Observer | None = None,
     options: Options | None = None,
     batch: Batch | None = None,
+    masks: Mapping[str, str] | None = None,
 ) -> Fusion:
     """Run the passes over the fusion; `observe` is called after each."""
     checked: Fusion | None = None
-    for name, run in passes(options_from_environment(options), batch):
+    for name, run in passes(options_from_environment(options), batch, masks):
         fusion = run(fusion)
         if checked is None or not has_same_code(checked, fusion):
             check_fusion(fusion)
@@ -245,6 +251,7 @@ def lower(
     observe: Observer | None = None,
     options: Options | None = None,
     batch: Batch | None = None,
+    masks: Mapping[str, str] | None = None,
 ) -> tuple[Fusion, tuple[Section, ...], HostProgram]:
     """Lower a fusion.
 
@@ -254,12 +261,13 @@ def lower(
         observe: called after each pass.
         options: how loops over chunks are spread over streams, and in which dtype sums are reduced.
         batch: the inputs in microbatches; None: all at once.
+        masks: symbolic extent -> the input that says which of its rows are there; see `drop_rows`.
 
     Returns:
         The fusion after all passes, with ids for new values; its sections, each of which
         becomes a segment; and the global host program.
     """
-    prepared = with_ids(prepare(fusion, observe, options, batch))
+    prepared = with_ids(prepare(fusion, observe, options, batch, masks))
     return prepared, *lower_prepared(prepared, should_merge, options)
 
 

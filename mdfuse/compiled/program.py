@@ -487,8 +487,13 @@ def lowered(
     should_merge: ShouldMerge | None = None,
 ) -> Program:
     """Return the program of a definition, lowered anew; see `compile`."""
-    if options_from_environment(options).compile != "never":
+    chosen = options_from_environment(options)
+    if chosen.compile != "never":
         start_workers()
+    if chosen.sizes:
+        from mdfuse.compiled.sizes import sized
+
+        return sized(named, chosen, should_merge)
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.lowerings

@@ -145,6 +145,15 @@ def _window_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     return [source, torch.ones(attrs.pop("shape"))], attrs
 
 
+def _paged_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    b, k, e, f, rows, page, pages = (drawn.randrange(1, 4) for _ in range(7))
+    heads = k * drawn.randrange(1, 3) + (drawn.random() < 0.1)
+    table = torch.zeros(b, drawn.randrange(1, 4), dtype=torch.int64)
+    lengths = torch.ones(b + (drawn.random() < 0.1), dtype=torch.int64)
+    caches = (torch.ones(pages, page, k, n) for n in (e, f))
+    return [torch.ones(b, heads, rows, e), *caches, table, lengths], {}
+
+
 def _convolution_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     """One that fits, or mostly does."""
     n, groups, is_transposed = drawn.randrange(1, 4), drawn.choice((1, 1, 2)), drawn.random() < 0.4
@@ -311,6 +320,7 @@ _DRAWN = {
     "index_sum": _sum_call,
     "scatter_reduce": _scatter_call,
     "index_copy": _copy_call,
+    "paged_attention": _paged_call,
     "scatter": _elements_call,
     "index_put": _put_call,
     "slice_scatter": _window_call,

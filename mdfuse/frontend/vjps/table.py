@@ -74,6 +74,7 @@ NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys(("uniform", "full", "full_like", "arange", "constant"), "it reads no tensor"),
     "detach": "it is there for that",
     "counts": "it counts",
+    "paged_attention": "it reads caches of what is served; attention has a gradient",
     **dict.fromkeys(
         ("window", "widen", "round_terms", "line_up_rows", "put_back_rows"), "lowering makes it"
     ),
