@@ -10,6 +10,7 @@ Meshes and layouts: DeviceMesh, Layout, Shard, Replicate, Partial, Stream.
 Modules of torch: from_torch, from_plan, differentiable, to_dtensor.
 Definitions: FusionDefinition, TensorSpec, fusion, ops, register_op.
 Training: grad, recompute, optim, Step, pipeline, Schedule.
+Serving: generate.
 Programs: compile, Program, Options, init, simulate, shard_tensor, unshard_tensor.
 A closer look: hir (host programs), seeing (costs, traces), debug, MdfuseError.
 """
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from mdfuse.runs.dtensor import to_dtensor
     from mdfuse.runtime.communicator import Communicator as Communicator
     from mdfuse.runtime.communicator import init
+    from mdfuse.serving.engine import generate
     from mdfuse.simulation.reference import reference as reference
     from mdfuse.simulation.simulate import simulate
 
@@ -82,6 +84,7 @@ _LAZY = {
     "from_plan": "mdfuse.frontend.importing.plans",
     "from_torch": "mdfuse.compiled.from_torch",
     "fusion": "mdfuse.compiled.traced",
+    "generate": "mdfuse.serving.engine",
     "grad": "mdfuse.frontend.grad",
     "init": "mdfuse.runtime.communicator",
     "pipeline": "mdfuse.compiled.pipeline",
@@ -143,6 +146,8 @@ __all__ = [
     "Step",
     "pipeline",
     "Schedule",
+    # serving
+    "generate",
     # programs
     "compile",
     "Program",
