@@ -42,6 +42,9 @@ from mdfuse.cli.program_file import parse_mesh
 #: The most bytes of a request's body.
 BODY = 1 << 20
 
+#: How often an engine steps that has nothing to do, seconds: other ranks then hear from rank 0.
+IDLE_S = 300.0
+
 #: Fields of a request -> what they are where nobody says.
 FIELDS: dict[str, Any] = {
     "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": None, "seed": None, "stop": None,
@@ -91,8 +94,7 @@ class Worker:
         try:
             while not self._is_over:
                 self._do_all(is_patient=not self._listeners)
-                if self._listeners:
-                    self.engine.step()
+                self.engine.step()
                 self._tell()
         except BaseException as error:
             self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -104,7 +106,7 @@ class Worker:
         """Do what was asked by now; where nothing is to be computed, wait for something."""
         while True:
             try:
-                self._asked.get(block=is_patient, timeout=1.0)()
+                self._asked.get(block=is_patient, timeout=IDLE_S)()
             except queue.Empty:
                 return
             is_patient = False

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torch import nn
 
 from mdfuse.config import Options
-from mdfuse.errors import ProgramError, told
+from mdfuse.errors import MdfuseError, ProgramError, counted, told
 from mdfuse.frontend.given import refused
 from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.runtime.communicator import Communicator, init
@@ -121,6 +121,18 @@ class GenerationEngine:
         self._check("result")
         return self._turns.result(id)
 
+    def report(self) -> str:
+        """Return the sizes of the engine, what its caches take, and where parameters live."""
+        s, size = self.shape, self.programs.cache_bytes
+        pages = f"{s.pages - 1:,} pages of {s.page_size}, and one for slots without a request"
+        lines = [
+            f"{counted(s.slots, 'slot')}, a context of {counted(s.context, 'token')}, "
+            + (f"chunks of {s.chunk}" if s.chunk else "without chunks"),
+            f"caches of {s.cache_rows:,} positions in all: {size:,} bytes on a rank; "
+            + (pages if s.pages else "each slot has a whole context"),
+        ]
+        return "\n".join([*lines, self.programs.models[False].report()])
+
     # -- steps -------------------------------------------------------------------------------------
 
     def step(self) -> int:
@@ -167,7 +179,14 @@ class GenerationEngine:
 
     def _run(self, message: Message) -> list[int]:
         assert message.integers is not None
-        return self.programs.run(message.integers, message.has_chunk, message.numbers)
+        try:
+            return self.programs.run(message.integers, message.has_chunk, message.numbers)
+        except MdfuseError:
+            raise
+        except Exception as error:  # others would wait in the run until its deadline
+            if self._front is not None:
+                self.programs.refuse(message.has_chunk, error)
+            raise
 
     def _say(self, message: Message) -> None:
         if self._front is not None:

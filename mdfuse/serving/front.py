@@ -16,8 +16,8 @@ from mdfuse.torch_private import PrefixStore
 #: Rank 0 waits for the others after so many messages, and forgets them.
 _TOGETHER = 64
 
-#: How long a wait for a message takes at most before the store is asked whether it is there, s.
-_SLICE_S = 1.0
+#: How long a wait for a message takes at most before it begins anew, seconds; torch logs each end.
+_SLICE_S = 600.0
 
 _engines = count()
 

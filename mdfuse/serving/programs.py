@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from mdfuse.compiled.imported import ImportedModel
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.step import Step
 from mdfuse.config import Options
+from mdfuse.errors import ProgramError, told
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.serving import sampling
@@ -41,6 +43,7 @@ class Programs:
 
     Attributes:
         shape, without_chunk: of steps.
+        steps: whether there is a chunk -> computes a step of these integers, in place.
         models: whether there is a chunk -> the import.
     """
 
@@ -73,7 +76,7 @@ class Programs:
         self.programs = {c: model.compile(options) for c, model in self.models.items()}
         state = self._state(source)
         run = SimulatedSteps if comm is None else LaunchedSteps
-        self._steps = {c: run(p, *state[c]) for c, p in self.programs.items()}
+        self.steps = {c: run(p, *state[c]) for c, p in self.programs.items()}
 
     def _state(self, source: Any) -> dict[bool, tuple[Any, Any]]:
         """Return the caches of each program, and all its other inputs but the integers."""
@@ -100,10 +103,24 @@ class Programs:
             step: what `StepShape.fields` lists.
             numbers: by which tokens are chosen, [slots, 4]; None: the most probable ones.
         """
-        tokens, logits = self._steps[has_chunk](torch.from_numpy(step))
+        tokens, logits = self.steps[has_chunk](torch.from_numpy(step))
         if numbers is not None:
             (tokens,) = self._sampler(logits, torch.from_numpy(numbers))
         return [int(x) for x in tokens.tolist()]
+
+    @property
+    def cache_bytes(self) -> int:
+        """The size of a rank's part of the caches."""
+        model = self.models[False]
+        values = [model.fusion.values[name] for name in model.fusion.reuse.values()]
+        parts = [(x, model.layout(x.name).local_shape(x.shape, 0)) for x in values]
+        return sum(math.prod(shape) * x.dtype.itemsize for x, shape in parts)
+
+    def refuse(self, has_chunk: bool, error: Exception) -> NoReturn:
+        """Raise an error of this rank on all ranks: they are in a step, or come to it."""
+        problem = ProgramError("a rank cannot compute a step", because=told(error))
+        self.programs[has_chunk].refuse(problem)
+        raise problem from error
 
     @cached_property
     def sampler(self) -> Program:

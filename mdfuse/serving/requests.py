@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from mdfuse.errors import ProgramError, counted
 
-#: Of a request: it waits for a slot or for pages, it is computed; then how it ended.
+#: A request waits for a slot or for pages, then it is computed; the others say how it ended.
 State = Literal["waiting", "running", "stop", "length", "cancelled"]
 
 
