@@ -114,6 +114,9 @@ class Options:
             iteration on the next stream; "copy_compute": transfers on one stream, the rest on
             another; "auto": copy_compute where the loop communicates.
         plans: how many plans an evaluator keeps; each owns the buffers of its intermediates.
+        sizes: symbolic extent, as extents= names it -> sizes, {"ids.0": (1, 2, 4, 8)}: a run takes
+            the plan of the next larger one, which is there before the first run. Rows that fill up
+            write into no state. None: each extent has a plan of its own.
 
     Checks:
         verify: check a host program before its first run. If False, a rank checks only that its own
@@ -162,6 +165,7 @@ class Options:
     streams: int = 4
     stream_policy: Literal["auto", "round_robin", "copy_compute"] = "auto"
     plans: int = 32
+    sizes: Any = None
     # checks
     verify: bool = True
     poison: bool = False
@@ -176,6 +180,9 @@ class Options:
     ranges: Literal["none", "torch", "nvtx"] = "none"
 
     def __post_init__(self) -> None:
+        if isinstance(self.sizes, Mapping):  # options are keys
+            sizes = ((k, tuple(n) if isinstance(n, list) else n) for k, n in self.sizes.items())
+            object.__setattr__(self, "sizes", tuple(sizes))
         for name, (is_right, rule) in _RULES.items():
             value = getattr(self, name)
             if not is_right(value):
@@ -239,6 +246,20 @@ def _is_wide(value: Any) -> bool:
     return is_dtype and str(value) in ("torch.float32", "torch.float64")
 
 
+def _are_sizes(value: Any) -> bool:
+    """True for extents with sizes that rise, from 1 on."""
+    if value is None:
+        return True
+    return isinstance(value, tuple) and all(
+        isinstance(name, str)
+        and isinstance(sizes, tuple)
+        and bool(sizes)
+        and all(type(n) is int and n > 0 for n in sizes)
+        and [*sizes] == sorted({*sizes})
+        for name, sizes in value
+    )
+
+
 _FLAG = (lambda value: isinstance(value, bool)), "it is True or False"
 _PLACE = (lambda value: value is None or isinstance(value, str)), "it is a path, as text, or None"
 
@@ -273,6 +294,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "it is here, h100, unit, or the path of a JSON file",
     ),
     "plans": (_is_count(1 << 31), "an evaluator keeps at least one plan: a run needs it"),
+    "sizes": (_are_sizes, 'each name of an extent has sizes that rise: {"x.0": (1, 2, 4)}'),
     "reports": _PLACE,
     "trace": _PLACE,
     "ranges": _is_one_of("none", "torch", "nvtx"),
@@ -288,6 +310,12 @@ def _count(text: str) -> int:
 
 def _size(text: str) -> int | str:
     return LAYER if text.strip() == LAYER else _count(text)
+
+
+def _sizes(text: str) -> dict[str, tuple[int, ...]]:
+    """Parse sizes: `ids.0=1,2,4; x.0=8`."""
+    entries = (entry.partition("=") for entry in text.split(";"))
+    return {name.strip(): tuple(map(_count, n.split(","))) for name, _, n in entries}
 
 
 def _seconds(text: str) -> float:
@@ -335,6 +363,7 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     ),
     "MDFUSE_COSTS": ("costs", str, "table of costs for it: here, h100, unit, or a JSON file"),
     "MDFUSE_PLANS": ("plans", _count, "how many plans an evaluator keeps"),
+    "MDFUSE_SIZES": ("sizes", _sizes, "sizes of extents whose plans serve smaller ones: x.0=1,2,4"),
     "MDFUSE_FAST_LANE": ("fast_lane", str, "posts through nccl4py: auto, never or always"),
     "MDFUSE_VERIFY": ("verify", _flag, "0: a rank checks its own program only; 1 is the default"),
     "MDFUSE_TIMEOUT_S": ("timeout_s", _seconds, "deadline of a communication, seconds"),

@@ -47,6 +47,7 @@ from mdfuse.passes import (
     streams,
     widen_sums,
 )
+from mdfuse.passes.in_place import drop_rows, write_through
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge, merge_composite, segment
 from mdfuse.passes.sharded import keep_splits, split_scans, sum_rows
@@ -57,6 +58,8 @@ Pass = Callable[[Fusion], Fusion]
 PASSES: tuple[tuple[str, Pass], ...] = (
     # Layouts are compared from here on, and a stream is no part of where data is.
     (streams.name, streams.run),
+    # Before layouts are inferred, which its new values need; needs to know streamed values.
+    (write_through.name, write_through.run),
     # Every value needs a layout; no later pass infers one.
     (propagate_layouts.name, propagate_layouts.run),
     # Needs to know which dims a view would gather; its results yield Partials.
@@ -101,8 +104,10 @@ class Batch:
     count: int
 
 
-def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pass], ...]:
-    """Return the passes over the fusion, including those for options and a batch."""
+def passes(
+    options: Options, batch: Batch | None = None, masks: Mapping[str, str] | None = None
+) -> tuple[tuple[str, Pass], ...]:
+    """Return the passes over the fusion, including those for options, a batch and masks of rows."""
     steps: list[tuple[str, Pass]] = []
     for name, run in PASSES:
         steps.append((name, run))
@@ -110,6 +115,9 @@ def passes(options: Options, batch: Batch | None = None) -> tuple[tuple[str, Pas
             # Before layouts, which rows as several dims would decide otherwise.
             flat = partial(flat_rows.run, most=options.logits_bytes)
             steps.append((flat_rows.name, flat))
+        if name == write_through.name and masks:
+            # Needs the indices of all writes; before layouts, which its new values need.
+            steps.append((drop_rows.name, partial(drop_rows.run, masks=masks)))
         if name == insert_reshards.name and options.reduce_dtype is not None:
             # Needs all sets that reduce.
             wide = partial(widen_sums.run, dtype=options.reduce_dtype)
@@ -175,10 +183,11 @@ def prepare(
     observe: Observer | None = None,
     options: Options | None = None,
     batch: Batch | None = None,
+    masks: Mapping[str, str] | None = None,
 ) -> Fusion:
     """Run the passes over the fusion; `observe` is called after each."""
     checked: Fusion | None = None
-    for name, run in passes(options_from_environment(options), batch):
+    for name, run in passes(options_from_environment(options), batch, masks):
         fusion = run(fusion)
         if checked is None or not has_same_code(checked, fusion):
             check_fusion(fusion)
@@ -236,6 +245,7 @@ def lower(
     observe: Observer | None = None,
     options: Options | None = None,
     batch: Batch | None = None,
+    masks: Mapping[str, str] | None = None,
 ) -> tuple[Fusion, tuple[Section, ...], HostProgram]:
     """Lower a fusion.
 
@@ -245,12 +255,13 @@ def lower(
         observe: called after each pass.
         options: how loops over chunks are spread over streams, and in which dtype sums are reduced.
         batch: the inputs in microbatches; None: all at once.
+        masks: symbolic extent -> the input that says which of its rows are there; see `drop_rows`.
 
     Returns:
         The fusion after all passes, with ids for new values; its sections, each of which
         becomes a segment; and the global host program.
     """
-    prepared = with_ids(prepare(fusion, observe, options, batch))
+    prepared = with_ids(prepare(fusion, observe, options, batch, masks))
     return prepared, *lower_prepared(prepared, should_merge, options)
 
 

@@ -27,7 +27,9 @@ CIRCLES = {
     frozenset({"hir.program", "hir.text.printer"}),
     frozenset({"layouts.layout", "layouts.picture", "layouts.picture_svg", "layouts.picture_text"}),
     frozenset({"pipelines.picture", "pipelines.timing"}),
-    frozenset({"compiled.program", "compiled.segments", "compiled.specialisations"}),
+    frozenset(
+        {"compiled.program", "compiled.segments", "compiled.sizes", "compiled.specialisations"}
+    ),
 }
 
 #: Modules beside the packages, `__init__` and `__main__` left out.

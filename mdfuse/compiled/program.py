@@ -33,6 +33,7 @@ from mdfuse.frontend.cache import NamedDefinition, program_of
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.given import check_definition
 from mdfuse.hir.capture import eager
+from mdfuse.hir.copies import copies
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import received
@@ -188,7 +189,7 @@ class Program:
         lines += [f"  {line}" for line in microbatch_lines(self.host, self.schedule)]
         lines += [f"  overlap: {line}" for line in self._overlap_told()]
         lines += [f"  {line}" for line in _streams(self.host)]
-        lines += [f"  {line}" for line in together(self.host)]
+        lines += [f"  {line}" for line in (*copies(self.host), *together(self.host))]
         lines += [f"  {line}" for line in between_carriers(self.host, self.options)]
         lines += [f"  {line}" for line in staging(self.host, self.options)]
         lines += [f"  {line}" for line in elsewhere(self._evaluators.recent)]
@@ -476,6 +477,10 @@ def lowered(
     should_merge: ShouldMerge | None = None,
 ) -> Program:
     """Return the program of a definition, lowered anew; see `compile`."""
+    if (sizes := options_from_environment(options)).sizes:
+        from mdfuse.compiled.sizes import sized
+
+        return sized(named, sizes, should_merge)
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.lowerings

@@ -153,18 +153,22 @@ def lowerings_of(
     assumed: Assumptions,
     should_merge: ShouldMerge | None,
     options: Options | None,
+    masks: Mapping[str, str] | None = None,
 ) -> Lowerings:
     """Lower a fusion with symbolic extents once; further lowerings are made on demand."""
-    lower = partial(_lowered, should_merge=should_merge, options=options)
+    lower = partial(_lowered, should_merge=should_merge, options=options, masks=masks)
     lowerings = Lowerings(fusion, examples, assumed, lower, options)
     lowerings.first()
     return lowerings
 
 
 def _lowered(
-    fusion: Fusion, should_merge: ShouldMerge | None, options: Options | None
+    fusion: Fusion,
+    should_merge: ShouldMerge | None,
+    options: Options | None,
+    masks: Mapping[str, str] | None,
 ) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
-    fusion, parts, host = hir_lowering.lower(fusion, should_merge, options=options)
+    fusion, parts, host = hir_lowering.lower(fusion, should_merge, options=options, masks=masks)
     return fusion, segments_of(fusion, parts, host, options), host
 
 

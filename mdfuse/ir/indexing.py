@@ -150,46 +150,6 @@ def scatter(
     return result.scatter_reduce_(along, at, src, _NAMES[reduce]) if result_shape[along] else result
 
 
-def copy(
-    indices: Tensor,
-    source: Tensor,
-    x: Tensor,
-    *,
-    along: int,
-    part: tuple[int, int, int] | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Put the places of source in place of those of x that indices name; of equals the last counts.
-
-    Into x itself it writes these places and reads no others.
-
-    Args:
-        indices: a vector of places along the dim.
-        source: has a place for each of them.
-        x: what the others are taken from.
-        along: dim, counted from 0.
-        part: (start, stop, places in all) where x is that part of the whole.
-        out: the buffer of the result; that of x, where it may be overwritten.
-    """
-    _check(source.shape, (*x.shape[:along], *indices.shape, *x.shape[along + 1 :]))
-    result = x.clone() if out is None else out
-    if out is not None and out is not x:
-        out.copy_(x)
-    if not (source.numel() and result.numel()):
-        return result
-    at, chosen = indices, torch.arange(indices.shape[0], device=indices.device)
-    is_here, _ = _here(indices, part)
-    if is_here is not None and part is not None:  # others write what the first that is here writes
-        chosen = torch.where(is_here, chosen, is_here.int().argmax())
-        at = torch.where(is_here.any(), indices[chosen] - part[0], 0)
-    if indices.shape[0] > 1:  # torch may write equals in any order
-        last = at.new_zeros(result.shape[along]).scatter_reduce_(0, at, chosen, "amax")
-        source = source.index_select(along, last[at])
-    if is_here is not None:
-        source = torch.where(is_here.any(), source, result.index_select(along, at))
-    return result.index_copy_(along, at, source)
-
-
 # -- labels --------------------------------------------------------------------------------------
 
 
@@ -234,13 +194,6 @@ def of_scatter(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     return DimMap(operands=(given, given), results=(labels,), reduces={n: attrs["reduce"]})
 
 
-def of_copy(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `indices[n], source[…,n,…], x[…,v,…]`; with v split, ranks write what they have."""
-    labels, v = tuple(range(len(result))), attrs["along"]
-    source = (*labels[:v], None, *labels[v + 1 :])
-    return DimMap(operands=((None,), source, labels), results=(labels,))
-
-
 # -- shapes --------------------------------------------------------------------------------------
 
 
@@ -280,19 +233,6 @@ def shape_of_made(shapes: Shapes, attrs: Attrs) -> Shape:
         if a != b:
             raise ValueError(f"{a} is not {b}")
     return tuple(result_shape)
-
-
-def shape_of_copy(shapes: Shapes, attrs: Attrs) -> Shape:
-    """Return x's shape, which is the source's but along the dim."""
-    indices, source, x = shapes
-    assert indices is not None and source is not None and x is not None
-    _check_dim(x, attrs)
-    dim = attrs["along"]
-    wanted = (*x[:dim], *indices, *x[dim + 1 :])
-    for a, b in zip((*indices, *source), (*indices[:1], *wanted), strict=True):
-        if a != b:
-            raise ValueError(f"{a} is not {b}")
-    return x
 
 
 def _check_dim(shape: Shape, attrs: Attrs) -> None:

@@ -41,10 +41,12 @@ class Op:
         is_plain: the results are said to lie in the order of their dims, whatever order the kernels
             of a device give.
         is_single: runs as a single host op; others are merged into segments by default.
-        indexed: the position of the operand (a table) whose rows the first operand indexes;
-            "result": it indexes those of the result, which is made in the shape of the attributes.
-        keeps: the position of an operand whose elements the result has but for those that the op
-            writes: in the operand's own buffer it writes these alone. Read nowhere else.
+        indexed: the position of the operand (a table) whose rows the first operand indexes, or the
+            first ones where dims are named; "result": it indexes those of the result, which is made
+            in the shape of the attributes.
+        keeps: the position, -1 for the last, of an operand whose elements the result has but for
+            those that the op writes: in the operand's own buffer it writes these alone. Read
+            nowhere else.
         stays: the position of a matrix operand that keeps its split of the result's dims; the
             other operand moves (weights stay where they are).
         attrs: all attributes that it may have.
@@ -108,7 +110,7 @@ class Op:
         if self.is_elementwise:
             return True
         read_at = [at for at, x in enumerate(operands) if x in names]
-        return read_at == [self.keeps]
+        return self.keeps is not None and read_at == [self.keeps % len(operands)]
 
     @property
     def is_elementwise(self) -> bool:

@@ -17,12 +17,13 @@ from mdfuse.ir.rows import (
     reductions,
     scans,
     spatial,
+    updates,
     views,
 )
 from mdfuse.ir.rows.views import itself as itself
 
 #: The modules that fill `TABLE` when they are imported.
 FAMILIES = (
-    views, pointwise, reductions, composite, scans, indexing, spatial, linear_algebra, complex,
-    groups, creations,
+    views, pointwise, reductions, composite, scans, indexing, updates, spatial, linear_algebra,
+    complex, groups, creations,
 )  # fmt: skip

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from mdfuse.errors import IndexRangeError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.ops import TABLE
+from mdfuse.ir.updates import NOWHERE
 from mdfuse.plan.context import Context, base_name, described
 from mdfuse.plan.lines import Line, SlotRef, drop
 
@@ -41,28 +43,41 @@ class IndexChecks:
         row = TABLE[i.fn]
         if row.indexed is None:
             return [*lines]
-        indices = i.inputs[0]
         table = i.outputs[0] if row.indexed == "result" else i.inputs[row.indexed]
-        assert isinstance(indices, str)
         assert isinstance(table, str)
-        given, checked_indices = context.ref(indices), SlotRef(context.new_slot())
-        part, along = i.kwargs.get("part"), i.kwargs.get("along", 0)
-        whole = i.kwargs["shape"] if row.indexed == "result" else context.type(table).shape
-        rows = whole[along] if part is None else part[2]
-        look = partial(self._look, rows, partial(_out_of_range, i, table, rows, context))
-        first = Line(run=look, args=(given,), into=checked_indices.slot)
-        checked_lines = [
-            replace(line, args=tuple(checked_indices if x == given else x for x in line.args))
-            for line in lines
-        ]
-        return [first, *checked_lines, drop(checked_indices.slot)]
+        dims = i.kwargs.get("dims", (i.kwargs.get("along", 0),))
+        before, behind = list[Line](), list[Line]()
+        for indices, dim in zip(i.inputs, dims, strict=False):
+            assert isinstance(indices, str)
+            given, checked_indices = context.ref(indices), SlotRef(context.new_slot())
+            look = self._looking(i, table, dim, context)
+            before.append(Line(run=look, args=(given,), into=checked_indices.slot))
+            lines = [
+                replace(line, args=tuple(checked_indices if x == given else x for x in line.args))
+                for line in lines
+            ]
+            behind.append(drop(checked_indices.slot))
+        return [*before, *lines, *behind]
 
-    def _look(self, rows: int, error: Callable[[int], IndexRangeError], indices: Tensor) -> Tensor:
+    def _looking(
+        self, i: Instruction, table: str, dim: int, context: Context
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the check of the indices of an instruction along a dim of a table."""
+        part, kind = i.kwargs.get("part"), context.type(table)
+        whole = i.kwargs["shape"] if TABLE[i.fn].indexed == "result" else kind.shape
+        rows = whole[dim] if part is None else part[2]
+        least = -rows if "dims" in i.kwargs else 0
+        return partial(self._look, least, rows, partial(_out_of_range, i, table, rows, context))
+
+    def _look(
+        self, least: int, rows: int, error: Callable[[int], IndexRangeError], indices: Tensor
+    ) -> Tensor:
         """Return indices of rows that exist, and note the first index out of range."""
-        wrong = indices[(indices < 0) | (indices >= rows)]
+        is_dropped = indices == NOWHERE
+        wrong = indices[((indices < least) | (indices >= rows)) & ~is_dropped]
         if wrong.numel() and self.error is None:
             self.error = error(int(wrong[0]))
-        return indices.clamp(0, max(rows - 1, 0))
+        return torch.where(is_dropped, indices, indices.clamp(least, max(rows - 1, 0)))
 
     def take(self) -> IndexRangeError | None:
         """Return the error of the run, and forget it."""

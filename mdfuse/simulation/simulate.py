@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mdfuse.compiled.program import Program
+from mdfuse.compiled.sizes import SizedProgram
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.hir.program import HostProgram
@@ -153,15 +154,16 @@ def simulate(
         IndexRangeError: with `check_indices`, an index is out of range.
         CommunicationError: posts of different ranks do not fit, or ranks wait for each other.
     """
+    if isinstance(program, SizedProgram):
+        return _filled_up(program, inputs, extents, options, schedule)
     if isinstance(program, Program):
         program = _with_extents(program, inputs, extents)
     elif extents is not None:
         check_extents(_host(program).name, (), extents)
     host = _host(program)
     prepared = _prepared(program)
-    locals_ = prepared.locals_
     _verify(prepared, options)
-    arguments, out = _arguments(host, inputs, per_rank, len(locals_))
+    arguments, out = _arguments(host, inputs, per_rank, len(prepared.locals_))
     arguments = [_resolved(host, given, at) for at, given in enumerate(arguments)]
     for given, buffers in zip(arguments, out, strict=True):
         check_no_gradients(host.name, host.inputs, given)
@@ -185,6 +187,21 @@ def simulate(
         return Simulated(results, [], peaks)
     outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
     return Simulated(results, outputs, peaks)
+
+
+def _filled_up(
+    program: SizedProgram,
+    inputs: Sequence[Any] | None,
+    extents: Mapping[str, int] | None,
+    options: Options | None,
+    schedule: int | None,
+) -> Simulated:
+    """Simulate a program with sizes: inputs are filled up, and the global outputs cut."""
+    user = replace(program.definition, inputs=program.fusion.inputs)
+    known = global_extents(user, inputs or (), extents)
+    given, sizes = program.filled_up(inputs or (), known)
+    run = simulate(program.whole, given, sizes, options=options, schedule=schedule)
+    return replace(run, outputs=[*program.cut_all(run.outputs, known)])
 
 
 def _resolved(host: HostProgram, given: Sequence[Any], at: int) -> list[Any]:

@@ -107,6 +107,7 @@ def drawers() -> dict[str, Callable[[random.Random], Any]]:
         "logits_bytes": of(SIZES),
         "costs": of(tables),
         "plans": of((1, 2, 1 << 31)),
+        "sizes": of((None, {})),
         "reports": of((str(folder()),)),
         "trace": of((str(folder() / "trace"),)),
     }

@@ -114,6 +114,46 @@ def _scatter_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     return given, {"shape": made, "along": dim, "reduce": reduce}
 
 
+def _copy_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    shape = (*drawn_shape(drawn, 2), drawn.randrange(1, 4))
+    dim, n = drawn.randrange(len(shape) + (drawn.random() < 0.1)), drawn.randrange(1, 4)
+    rows = tuple(n if d == dim else m for d, m in enumerate(shape))
+    rows = rows if drawn.random() < 0.9 else drawn_shape(drawn)
+    at = torch.zeros(n, dtype=torch.int64)
+    return [at, torch.ones(rows), torch.ones(shape)], {"along": dim}
+
+
+def _elements_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    (_, rows, x), attrs = _copy_call(drawn)
+    few = [drawn.randint(1, n) if drawn.random() < 0.3 else n for n in rows.shape]
+    at = torch.zeros(few, dtype=torch.int64)
+    return [at, torch.ones(few) if drawn.random() < 0.9 else rows, x], attrs
+
+
+def _put_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    shape, n = (*drawn_shape(drawn, 2), drawn.randrange(1, 4)), drawn.randrange(1, 4)
+    dims = tuple(drawn.sample(range(len(shape)), drawn.randint(1, len(shape))))
+    source = (n, *(m for d, m in enumerate(shape) if d not in dims))
+    source = source if drawn.random() < 0.9 else drawn_shape(drawn)
+    at = [torch.zeros(n, dtype=torch.int64) for _ in dims]
+    how = {"dims": dims, "accumulate": drawn.random() < 0.3}
+    return [*at, torch.ones(source), torch.ones(shape)], how
+
+
+def _window_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    (source,), attrs = _slice_call(drawn)
+    return [source, torch.ones(attrs.pop("shape"))], attrs
+
+
+def _paged_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    b, k, e, f, rows, page, pages = (drawn.randrange(1, 4) for _ in range(7))
+    heads = k * drawn.randrange(1, 3) + (drawn.random() < 0.1)
+    table = torch.zeros(b, drawn.randrange(1, 4), dtype=torch.int64)
+    lengths = torch.ones(b + (drawn.random() < 0.1), dtype=torch.int64)
+    caches = (torch.ones(pages, page, k, n) for n in (e, f))
+    return [torch.ones(b, heads, rows, e), *caches, table, lengths], {}
+
+
 def _convolution_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     """One that fits, or mostly does."""
     n, groups, is_transposed = drawn.randrange(1, 4), drawn.choice((1, 1, 2)), drawn.random() < 0.4
@@ -251,6 +291,11 @@ _DRAWN = {
     "view_as_real": _complex_call,
     "index_sum": _sum_call,
     "scatter_reduce": _scatter_call,
+    "index_copy": _copy_call,
+    "paged_attention": _paged_call,
+    "scatter": _elements_call,
+    "index_put": _put_call,
+    "slice_scatter": _window_call,
     "convolution": _convolution_call,
     "convolution_weight": _convolution_weight_call,
     "max_pool_grad": _pool_grad_call,

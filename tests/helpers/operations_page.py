@@ -73,7 +73,7 @@ def page(text: str) -> str:
         "Shapes and the order of dims": (ops.views, ops.moves),
         "Parts": (ops.parts, ops.joining),
         "Triangles, diagonals, classes": (ops.masks,),
-        "By tensors of indices": (ops.lookups,),
+        "By tensors of indices": (ops.lookups, ops.updates),
         "Products": (ops.products, ops.einsums, ops.matrices, ops.distances),
         "Neural networks": (ops.neural, ops.norms, ops.cells),
         "Losses": (ops.losses,),

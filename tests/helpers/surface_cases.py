@@ -293,6 +293,20 @@ CASES |= {
 
 CASES |= surface_more.CASES
 
+#: The pages of five requests, of one row each, and how many rows the requests have.
+PAGES, LENGTHS = [[0, 2], [1, 3], [4, 4], [2, 0], [3, 1]], [2, 1, 2, 0, 2]
+
+
+def paged_rows(x: torch.Tensor) -> torch.Tensor:
+    """Each row of x [5,4] as the last one of a request, beside the rows in the request's pages."""
+    rows = [
+        x[torch.tensor(pages[:n], dtype=torch.int64)]
+        for pages, n in zip(PAGES, LENGTHS, strict=True)
+    ]
+    made = [(q * 0.5 @ k.mT).softmax(-1) @ k for q, k in zip(x[:, None], rows, strict=True)]
+    return torch.stack(made).unsqueeze(1)
+
+
 #: Operations without an equal in torch: how the same is spelled there.
 OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "set": ("x", lambda ops, x: ops.set(x), lambda x: x),
@@ -302,6 +316,11 @@ OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "broadcast_in_dim": (
         "v", lambda ops, v: ops.broadcast_in_dim(v, (5, 4), (1,)), lambda v: v.expand(5, 4)),
     "stride_order": ("x", lambda ops, x: ops.stride_order(x, (0, 1)), lambda x: x),
+    "paged_attention": (
+        "x", lambda ops, x: ops.paged_attention(
+            *(ops.reshape(x, (5, 1, 1, 4)) for _ in range(3)), ops.tensor(PAGES),
+            ops.tensor(LENGTHS)), paged_rows,
+    ),
     "attention": (
         "q y", lambda ops, q, y: ops.attention(q, q, q, is_causal=True, scale=0.5),
         lambda q, y: (

@@ -117,6 +117,33 @@ def copies(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
                 yield (at, draw(dtype, *rows), draw(dtype, *shape)), {"along": along}
 
 
+def elements(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+    for shape in SHAPES:
+        for along, extent in enumerate(shape):
+            few = [3 if d == along else max(n - 1, 1) for d, n in enumerate(shape)]
+            at = torch.randint(extent, few)
+            yield (at, draw(dtype, *few), draw(dtype, *shape)), {"along": along}
+
+
+def puts(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+    for shape in SHAPES:
+        for dims in ((0,), (len(shape) - 1,), (0, len(shape) - 1)[: len(shape)]):
+            if len({*dims}) == len(dims):
+                for n in (0, 1, 3):
+                    at = [torch.randint(-shape[d], shape[d], (n,)) for d in dims]
+                    source = draw(dtype, n, *(m for d, m in enumerate(shape) if d not in dims))
+                    for accumulate in (False, True):
+                        how = {"dims": dims, "accumulate": accumulate}
+                        yield (*at, source, draw(dtype, *shape)), how
+
+
+def windows(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
+    for shape in SHAPES:
+        few, starts = [-(-n // 2) for n in shape], tuple(1 - n % 2 for n in shape)
+        how = {"starts": starts, "steps": (2,) * len(shape)}
+        yield (draw(dtype, *few), draw(dtype, *shape)), how
+
+
 def with_attrs(*choices: Attrs) -> Any:
     def cases(dtype: torch.dtype) -> Iterator[tuple[Operands, Attrs]]:
         for operands, _ in unary(dtype):
@@ -177,6 +204,9 @@ CASES: dict[str, Any] = {
     "logit": with_attrs({}, {"eps": 0.25}),
     "cat": joins,
     "index_copy": copies,
+    "scatter": elements,
+    "index_put": puts,
+    "slice_scatter": windows,
     "matmul": matmuls,
     "linear": linears,
     "binary": binary,

@@ -94,23 +94,8 @@ def put(x: Any, where: Sequence[Any], values: Any, accumulate: bool = False) -> 
     """Write or add values at tensor indices; None takes a dim whole."""
     where = _without_masks(where)
     x, values = (as_value(y) if isinstance(y, Tensor) else y for y in (x, values))
-    at = [d for d, i in enumerate(where) if i is not None]
-    given = [as_value(where[d]) if isinstance(where[d], Tensor) else where[d] for d in at]
-    if at == [*range(len(at))]:
-        return ops.index_put(x, given, values, accumulate=accumulate)
-    others = [d for d in range(x.ndim) if d not in at]
-    indexed = torch.broadcast_shapes(*(tuple(i.shape) for i in given))
-    is_one_block = at == [*range(at[0], at[-1] + 1)]
-    first = at[0] if is_one_block else 0  # torch puts indexed dims that are apart in front
-    extents = [x.shape[d] for d in others]
-    values = ops.expand(values, (*extents[:first], *indexed, *extents[first:]))
-    front = [*range(first, first + len(indexed))]
-    order = [*front, *(d for d in range(values.ndim) if d not in front)]
-    turned = [*at, *others]
-    written = ops.index_put(
-        ops.permute(x, turned), given, ops.permute(values, order), accumulate=accumulate
-    )
-    return ops.permute(written, [turned.index(d) for d in range(x.ndim)])
+    given = [as_value(i) if isinstance(i, Tensor) else i for i in where]
+    return ops.index_put(x, given, values, accumulate=accumulate)
 
 
 def _without_masks(where: Sequence[Any]) -> list[Any]:

@@ -5,7 +5,6 @@ Export makes these of `x[1:3] = y` and of operations in place.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
@@ -37,30 +36,19 @@ def slice_scatter(
     """A value with a slice of a dim written."""
     at = dim % x.ndim
     first, last, _ = slice(start, end).indices(x.shape[at])
-    if step != 1:
-        new = _spread(x, source, at, len(range(first, last, step)))
-        return ops.slice_scatter(x, new, at, first, last, step)
-    return _between(x, _spread(x, source, at, last - first), at, first, max(first, last))
+    last = max(first, last)
+    new = _spread(x, source, at, len(range(first, last, step)))
+    return ops.slice_scatter(x, new, at, first, last, step)
 
 
 def select_scatter(x: Handle, source: Handle, dim: int, index: int) -> Any:
     """A value with one place of a dim written."""
-    at = dim % x.ndim
-    first = index % x.shape[at]
-    return _between(x, ops.unsqueeze(source, at), at, first, first + 1)
+    shape = (*x.shape[: dim % x.ndim], *x.shape[dim % x.ndim + 1 :])
+    new = source if source.shape == shape else ops.expand(source, shape)
+    return ops.select_scatter(x, new, dim, index)
 
 
 def _spread(x: Handle, source: Handle, dim: int, length: int) -> Any:
     """Expand the source to the written part of x."""
     wanted = (*x.shape[:dim], length, *x.shape[dim + 1 :])
     return source if source.shape == wanted else ops.expand(source, wanted)
-
-
-def _between(x: Handle, source: Handle, dim: int, first: int, last: int) -> Any:
-    source = source if source.dtype == x.dtype else ops.cast(source, x.dtype)
-    parts = [source] if math.prod(source.shape) else []
-    if first > 0:
-        parts.insert(0, ops.narrow(x, dim, 0, first))
-    if last < x.shape[dim]:
-        parts.append(ops.narrow(x, dim, last, x.shape[dim] - last))
-    return parts[0] if len(parts) == 1 else ops.cat(parts, dim)

@@ -38,6 +38,7 @@ from mdfuse.frontend.ops import (
     resampling,
     scans,
     special,
+    updates,
     views,
 )
 from mdfuse.frontend.ops.recording import Operation
@@ -49,8 +50,8 @@ from mdfuse.frontend.ops.views import stride_order as stride_order
 #: The families of operations: each public function is an operation of its name.
 FAMILIES = (
     views, parts, joining, moves, masks, pointwise, special, reductions, extremes, ordering, scans,
-    lookups, products, einsums, matrices, distances, neural, norms, cells, losses, convolutions,
-    resampling, draws, creations,
+    lookups, updates, products, einsums, matrices, distances, neural, norms, cells, losses,
+    convolutions, resampling, draws, creations,
 )  # fmt: skip
 
 #: other name -> operation.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable, Sequence
 
@@ -10,9 +11,9 @@ import torch
 from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops import views
+from mdfuse.frontend.ops import indexing, views
 from mdfuse.frontend.ops.pointwise import ROWS, cast, where
-from mdfuse.frontend.ops.recording import record, shown
+from mdfuse.frontend.ops.recording import own_place, record, shown
 
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -67,10 +68,17 @@ def at_indices(x: Handle, first: int, indices: Sequence[Handle]) -> Handle:
     count = len(indices)
     if (count == 1 and indices[0].dtype == torch.bool) or x.ndim < first + count:
         raise no_mask(x)
+    checked = [check_index("x[…]", i, x, first + n, True) for n, i in enumerate(indices)]
+    return at_places(x, first, checked)
+
+
+def at_places(x: Handle, first: int, indices: Sequence[Handle]) -> Handle:
+    """`at_indices` of checked indices in 64 bits."""
+    count = len(indices)
     extents = x.shape[first : first + count]
     flat = None
-    for dim, (n, index) in enumerate(zip(extents, indices, strict=True), first):
-        positions = from_the_end(check_index("x[…]", index, x, dim, from_end=True), n)
+    for n, index in zip(extents, indices, strict=True):
+        positions = from_the_end(index, n)
         flat = positions if flat is None else flat * n + positions
     assert flat is not None
     if count > 1:
@@ -89,3 +97,51 @@ def no_mask(x: Handle) -> DefinitionError:
         because="how many elements a mask chooses is known only when the program runs",
         hint="where(mask, x, other) keeps the shape; x[index] takes integers",
     )
+
+
+def first_places(x: Handle, shape: Sequence[int], but: int) -> Handle:
+    """Return the first places of each dim except one."""
+    window = tuple(
+        builtins.slice(None) if d == but or n == x.shape[d] else builtins.slice(0, n)
+        for d, n in enumerate(shape)
+    )
+    is_all = builtins.all(w == builtins.slice(None) for w in window)
+    return x if is_all else indexing.index(x, window)
+
+
+def written_places(
+    name: str, x: Handle, dim: int, index: Handle, src: Handle
+) -> tuple[int, Handle, Handle]:
+    """Return the dim counted from the first, the index in 64 bits, and src cut to its shape."""
+    at = own_place(x, dim)
+    index = check_index(name, index, x, at)
+    fits = index.ndim == x.ndim == src.ndim and builtins.all(
+        n <= k and (d == at or n <= m)
+        for d, (n, m, k) in enumerate(zip(index.shape, x.shape, src.shape, strict=True))
+    )
+    if not fits:
+        raise DefinitionError(
+            f"{name} of {shown(x)} along dim {dim} with {shown(index)} and {shown(src)}",
+            because="an index has the dims of x and src, along no dim more places than src, and "
+            "along the others than x",
+            hint="expand the index to the shape of src",
+        )
+    return at, index, first_places(src, index.shape, -1)
+
+
+def vector_of_places(
+    name: str, x: Handle, dim: int, index: Handle, source: Handle
+) -> tuple[int, Handle, Handle]:
+    """Return the dim counted from the first, a vector of indices in 64 bits, and the source."""
+    at = own_place(x, dim)
+    index = check_index(name, index, x, at)
+    count = index.shape[0] if index.ndim else 1
+    wanted = (*x.shape[:at], count, *x.shape[at + 1 :])
+    if index.ndim > 1 or source.shape != wanted or source.dtype != x.dtype:
+        raise DefinitionError(
+            f"{name} of {shown(x)} along dim {dim} with {shown(index)} and {shown(source)}",
+            because="the index is a vector; the source has x's dtype and shape, with a place for "
+            "each index along the dim",
+            hint=f"a source of {list(wanted)}",
+        )
+    return at, index if index.ndim else views.reshape(index, (1,)), source

@@ -1,4 +1,4 @@
-"""Elements by tensors of indices: looked up, written, added up.
+"""Elements by tensors of indices: looked up, added up.
 
 The indexed dim may be split: the table is not moved, and the ranks' partial results are added.
 Indices count from 0 (in `x[i]` also from the end) and must be in range; they are only checked if
@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from mdfuse.errors import DefinitionError
-from mdfuse.extents.extent import are_same, is_symbolic, larger, repeated
+from mdfuse.extents.extent import larger, repeated
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops import creations, indexing, moves, views
-from mdfuse.frontend.ops.lookup_parts import added_up, at_indices, check_index, from_the_end
+from mdfuse.frontend.ops import creations, moves, views
+from mdfuse.frontend.ops.lookup_parts import (
+    added_up,
+    at_indices,
+    check_index,
+    first_places,
+    from_the_end,
+    vector_of_places,
+    written_places,
+)
 from mdfuse.frontend.ops.pointwise import ROWS, cast, where
 from mdfuse.frontend.ops.recording import (
     Operand,
@@ -80,17 +88,7 @@ def _alike(name: str, x: Handle, dim: int, index: Handle) -> tuple[Handle, Handl
             because="an index has the dims of x, and along the others no more places",
             hint="take_along_dim repeats an index",
         )
-    return _first(x, index.shape, at), index
-
-
-def _first(x: Handle, shape: Sequence[int], but: int) -> Handle:
-    """Return the first places of each dim except one."""
-    window = tuple(
-        builtins.slice(None) if d == but or n == x.shape[d] else builtins.slice(0, n)
-        for d, n in enumerate(shape)
-    )
-    is_all = builtins.all(w == builtins.slice(None) for w in window)
-    return x if is_all else indexing.index(x, window)
+    return first_places(x, index.shape, at), index
 
 
 def take_along_dim(x: Handle, indices: Handle, dim: int | None = None) -> Handle:
@@ -161,7 +159,7 @@ def scatter_reduce(
         return views.reshape(
             scatter_reduce(one, 0, places, new, reduce, include_self=include_self), ()
         )
-    at, index, src = _written("scatter", x, dim, index, src)
+    at, index, src = written_places("scatter", x, dim, index, src)
     op = _REDUCES[reduce]
     joined = _scattered(x, at, index, src, op)
     if reduce == "sum" and include_self:
@@ -169,7 +167,7 @@ def scatter_reduce(
     hits = _scattered(x, at, index, creations.ones_like(index), "sum")
     is_hit = ROWS["gt"](hits, 0)
     if include_self and op in ("max", "min") and is_inexact(x):
-        best = record("gather", index, _first(joined, index.shape, at), along=at)
+        best = record("gather", index, first_places(joined, index.shape, at), along=at)
         equals = _scattered(x, at, index, cast(ROWS["eq"](src, best), torch.int64), "sum")
         joined = _among_equals(op, x, joined, equals)
     elif include_self:
@@ -200,26 +198,6 @@ _WITH_SELF: dict[str, Callable[[Handle, Handle], Handle]] = {
 }
 
 
-def _written(
-    name: str, x: Handle, dim: int, index: Handle, src: Handle
-) -> tuple[int, Handle, Handle]:
-    """Return the dim counted from the first, the index in 64 bits, and src cut to its shape."""
-    at = own_place(x, dim)
-    index = check_index(name, index, x, at)
-    fits = index.ndim == x.ndim == src.ndim and builtins.all(
-        n <= k and (d == at or n <= m)
-        for d, (n, m, k) in enumerate(zip(index.shape, x.shape, src.shape, strict=True))
-    )
-    if not fits:
-        raise DefinitionError(
-            f"{name} of {shown(x)} along dim {dim} with {shown(index)} and {shown(src)}",
-            because="an index has the dims of x and src, along no dim more places than src, and "
-            "along the others than x",
-            hint="expand the index to the shape of src",
-        )
-    return at, index, _first(src, index.shape, -1)
-
-
 def _scattered(x: Handle, dim: int, index: Handle, src: Handle, op: str) -> Handle:
     """Return the reduced elements of src at each place of x; 0 outside of the index's extents."""
     shape = tuple(x.shape[d] if d == dim else n for d, n in enumerate(index.shape))
@@ -228,49 +206,6 @@ def _scattered(x: Handle, dim: int, index: Handle, src: Handle, op: str) -> Hand
     for d, n in enumerate(shape):
         beside[2 * (x.ndim - 1 - d) + 1] = x.shape[d] - n
     return moves.pad(scattered, beside) if shape != x.shape else scattered
-
-
-def scatter(
-    x: Handle, dim: int, index: Handle, src: Operand, *, reduce: str | None = None
-) -> Handle:
-    """x with elements of src for its own, each at its place, but along the dim at its index.
-
-    Args:
-        x: a tensor.
-        dim: which may be split, in x and in src.
-        index: of as many dims as x; of those that are equal the last one counts.
-        src: of x's dtype, or a number.
-        reduce: "add" or "multiply": as `scatter_reduce`.
-    """
-    if not isinstance(src, Handle):
-        src = creations.full_like(index, src, dtype=x.dtype)
-    if reduce is not None:
-        known = {"add": "sum", "multiply": "prod"}
-        return scatter_reduce(x, dim, index, src, known.get(reduce, reduce))
-    if src.dtype != x.dtype:
-        raise DefinitionError(
-            f"scatter of {shown(src)} into {shown(x)}",
-            because="both have one dtype",
-            hint=f"src.to({x.dtype})",
-        )
-    if not x.ndim:
-        return views.reshape(src, ())
-    at, index, src = _written("scatter", x, dim, index, src)
-    # the last place that writes to each, or -1
-    n = index.shape[at]
-    places = views.reshape(creations.arange(n), (n, *(1,) * (x.ndim - 1 - at)))
-    places = views.expand(places, index.shape) + 1
-    last = _scattered(x, at, index, places, "max")
-    is_hit = ROWS["gt"](last, 0)
-    if not n:
-        return record("set", x)
-    chosen = _first(ROWS["maximum"](last, 1) - 1, index.shape, at)
-    written = added_up(src, lambda table: record("gather", chosen, table, along=at))
-    return where(is_hit, moves.pad(written, _beside(written, x)), x)
-
-
-def _beside(x: Handle, whole: Handle) -> list[int]:
-    return [n for d in reversed(range(x.ndim)) for n in (0, whole.shape[d] - x.shape[d])]
 
 
 def index_add(x: Handle, dim: int, index: Handle, source: Handle, *, alpha: Operand = 1) -> Handle:
@@ -283,50 +218,9 @@ def index_add(x: Handle, dim: int, index: Handle, source: Handle, *, alpha: Oper
         source: of x's dtype and shape, but along the dim.
         alpha: a factor.
     """
-    at, index, source = _sources("index_add", x, dim, index, source)
+    at, index, source = vector_of_places("index_add", x, dim, index, source)
     sums = record("index_sum", index, source, shape=x.shape, along=at)
     return x + (sums if alpha == 1 else sums * alpha)
-
-
-def _sources(
-    name: str, x: Handle, dim: int, index: Handle, source: Handle
-) -> tuple[int, Handle, Handle]:
-    at = own_place(x, dim)
-    index = check_index(name, index, x, at)
-    count = index.shape[0] if index.ndim else 1
-    wanted = (*x.shape[:at], count, *x.shape[at + 1 :])
-    if index.ndim > 1 or source.shape != wanted or source.dtype != x.dtype:
-        raise DefinitionError(
-            f"{name} of {shown(x)} along dim {dim} with {shown(index)} and {shown(source)}",
-            because="the index is a vector; the source has x's dtype and shape, with a place for "
-            "each index along the dim",
-            hint=f"a source of {list(wanted)}",
-        )
-    return at, index if index.ndim else views.reshape(index, (1,)), source
-
-
-def index_copy(x: Handle, dim: int, index: Handle, source: Handle) -> Handle:
-    """x with the places of source in place of its own, each at its index along the dim.
-
-    Among equal indices the last one counts. Where the result reuses x, only these places are
-    written.
-    """
-    at, index, source = _sources("index_copy", x, dim, index, source)
-    return record("index_copy", index, source, x, along=at)
-
-
-def _replaced(x: Handle, at: int, index: Handle, source: Handle) -> Handle:
-    """Replace each place of the dim by the last source place that names it."""
-    (count,) = index.shape
-    if not count:
-        return record("set", x)
-    places = creations.arange(1, count + 1)
-    n = x.shape[at]
-    last = record("scatter_reduce", index, places, shape=(n,), along=0, reduce="max")
-    chosen = ROWS["maximum"](last, 1) - 1
-    written = added_up(source, lambda table: record("index_select", chosen, table, along=at))
-    is_hit = views.reshape(ROWS["gt"](last, 0), (n, *(1,) * (x.ndim - 1 - at)))
-    return where(is_hit, written, x)
 
 
 def index_fill(x: Handle, dim: int, index: Handle, value: Operand) -> Handle:
@@ -340,58 +234,6 @@ def index_fill(x: Handle, dim: int, index: Handle, value: Operand) -> Handle:
     is_hit = views.reshape(ROWS["gt"](hits, 0), (n, *(1,) * (x.ndim - 1 - at)))
     filled = where(is_hit, value, x)
     return filled if filled.dtype == x.dtype else cast(filled, x.dtype)
-
-
-def index_put(
-    x: Handle, indices: Sequence[Handle], values: Handle, *, accumulate: bool = False
-) -> Handle:
-    """x with values in place of x[indices], or added to them.
-
-    Args:
-        x: a tensor.
-        indices: of the first dims, one tensor of integers for each; repeated to one shape. Or one
-            mask of the first dims: all elements where it holds get the same values.
-        values: of x's dtype, repeated to the shape of x[indices].
-        accumulate: add; else of equal indices the last one counts.
-    """
-    count = len(indices)
-    if not 0 < count <= x.ndim or values.dtype != x.dtype:
-        raise DefinitionError(
-            f"index_put of {shown(x)} with {count} indices and {shown(values)}",
-            because="there is an index for each of the first dims; values have x's dtype",
-            hint=f"values.to({x.dtype})",
-        )
-    if count == 1 and indices[0].dtype == torch.bool:
-        return _put_where(x, indices[0], values, accumulate)
-    flat = None
-    for dim, (n, index) in enumerate(zip(x.shape, indices, strict=False)):
-        positions = from_the_end(check_index("index_put", index, x, dim, from_end=True), n)
-        flat = positions if flat is None else flat * n + positions
-    assert flat is not None
-    behind = x.shape[count:]
-    merged = views.reshape(x, (math.prod(x.shape[:count]), *behind))
-    source = views.expand(values, (*flat.shape, *behind))
-    source = views.reshape(source, (math.prod(flat.shape), *behind))
-    flat = views.reshape(flat, (math.prod(flat.shape),))
-    written = (
-        index_add(merged, 0, flat, source) if accumulate else _replaced(merged, 0, flat, source)
-    )
-    return views.reshape(written, x.shape)
-
-
-def _put_where(x: Handle, mask: Handle, values: Handle, accumulate: bool) -> Handle:
-    """Write the same values wherever a mask holds."""
-    behind = x.ndim - mask.ndim
-    is_one = values.ndim <= behind or (values.ndim == behind + 1 and are_same(values.shape[0], 1))
-    is_of_x = behind >= 0 and all(map(are_same, mask.shape, x.shape))
-    if not is_of_x or not is_one:
-        raise DefinitionError(
-            f"index_put of {shown(x)} where {shown(mask)} holds, with {shown(values)}",
-            because="how many elements a mask takes is no shape, so all of them get the same",
-            hint="where(mask, values, x), or positions as integers",
-        )
-    added = x + values if accumulate else values
-    return where(views.reshape(mask, (*mask.shape, *(1,) * behind)), added, x)
 
 
 def masked_scatter(x: Handle, mask: Handle, source: Handle) -> Handle:
@@ -408,58 +250,3 @@ def masked_scatter(x: Handle, mask: Handle, source: Handle) -> Handle:
     place = ROWS["minimum"](ROWS["maximum"](place, 0), larger(source.shape[0] - 1, 0))
     elements = record("index_select", place, source, along=0)
     return where(mask, views.reshape(elements, x.shape), x)
-
-
-# -- slices --------------------------------------------------------------------------------------
-
-
-def slice_scatter(
-    x: Handle,
-    src: Handle,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> Handle:
-    """x with src in place of x[start:end:step] along a dim.
-
-    src is replicated along the dim; x may be split.
-    """
-    at = own_place(x, dim)
-    n = x.shape[at]
-    part = builtins.slice(start, end, step) if step > 0 else builtins.slice(0)
-    first, last, step = indexing.window_of(x, part, at)
-    count = larger(-(-(last - first) // step), 0)
-    wanted = (*x.shape[:at], count, *x.shape[at + 1 :])
-    if src.shape != wanted:
-        raise DefinitionError(
-            f"slice_scatter of {shown(src)} into {shown(x)}[{start}:{end}:{step}] along dim {dim}",
-            because=f"that slice is {list(wanted)}",
-            hint="a source of that shape",
-        )
-    if not is_symbolic((count,)) and not count:
-        return record("set", x)
-    starts = tuple(first if d == at else 0 for d in range(x.ndim))
-    steps = tuple(step if d == at else 1 for d in range(x.ndim))
-    src = src if src.dtype == x.dtype else cast(src, x.dtype)
-    wide = record("slice_grad", src, shape=x.shape, starts=starts, steps=steps)
-    places = views.reshape(creations.arange(n), (n, *(1,) * (x.ndim - 1 - at)))
-    is_there = ROWS["logical_and"](ROWS["ge"](places, first), ROWS["lt"](places, last))
-    if step > 1:
-        on_step = ROWS["eq"](ROWS["remainder"](places - first, step), 0)
-        is_there = ROWS["logical_and"](is_there, on_step)
-    return where(is_there, wide, x)
-
-
-def select_scatter(x: Handle, src: Handle, dim: int, index: int) -> Handle:
-    """x with src in place of one place of a dim."""
-    at = own_place(x, dim)
-    n = x.shape[at]
-    if not -n <= index < n or src.ndim != x.ndim - 1:
-        raise DefinitionError(
-            f"select_scatter of {shown(src)} into {shown(x)} at {index} of dim {dim}",
-            because=f"its places go from {-n} to {n - 1}; the source has the other dims",
-            hint="slice_scatter writes several places",
-        )
-    index = index + n if index < 0 else index
-    return slice_scatter(x, views.unsqueeze(src, at), at, index, index + 1)

@@ -184,6 +184,49 @@ def scaled_dot_product_attention(
     )
 
 
+def paged_attention(
+    query: Handle,
+    key: Handle,
+    value: Handle,
+    table: Handle,
+    lengths: Handle,
+    *,
+    scale: float | None = None,
+) -> Handle:
+    """Attention of each request's last rows to its keys and values, which lie in pages.
+
+    Requests and heads may be split; heads of keys by a divisor of their number.
+
+    Args:
+        query: [requests, heads, rows, e]: row i of a request of n rows is its row n - rows + i,
+            which sees the rows up to itself; one before the first is 0.
+        key: [pages, page, heads of keys, e], a cache; each head serves as many heads of query as
+            there are to one.
+        value: [pages, page, heads of keys, f].
+        table: [requests, pages of a request]: integers of 64 bits that name pages of the caches.
+        lengths: [requests]: how many rows each has, as integers of 64 bits.
+        scale: of the scores; 1/sqrt(e) by default.
+
+    >>> import torch, mdfuse as mf
+    >>> with mf.FusionDefinition("decode") as fd:
+    ...     q = fd.define_tensor([2, 4, 1, 8])
+    ...     k, v = (fd.define_tensor([5, 16, 2, 8]) for _ in range(2))
+    ...     table, lengths = (fd.define_tensor(s, torch.int64) for s in ([2, 3], [2]))
+    ...     y = fd.ops.paged_attention(q, k, v, table, lengths)
+    ...     fd.add_output(y)
+    >>> y.shape
+    (2, 4, 1, 8)
+    """
+    for x, name in ((table, "table"), (lengths, "lengths")):
+        if x.dtype != torch.int64:
+            raise DefinitionError(
+                f"paged_attention with {name} {shown(x)}",
+                because="pages and lengths are integers of 64 bits",
+                hint=f"{name}.long()",
+            )
+    return record("paged_attention", query, key, value, table, lengths, scale=scale)
+
+
 class Attended(NamedTuple):
     """The results of `attention`: its value, and log(sum(exp(scores))) of each row."""
 

@@ -10,6 +10,7 @@ from mdfuse.frontend.vjps import (
     reductions,
     shapes,
     spatial,
+    updates,
 )
 from mdfuse.frontend.vjps.complex import COMPLEX as COMPLEX
 from mdfuse.frontend.vjps.table import NO_GRADIENT as NO_GRADIENT
@@ -18,5 +19,6 @@ from mdfuse.frontend.vjps.table import STEPS as STEPS
 
 #: The modules that fill `RULES` when they are imported.
 FAMILIES = (
-    shapes, pointwise, reductions, composite, attention, indexing, spatial, matrices, complex,
+    shapes, pointwise, reductions, composite, attention, indexing, updates, spatial, matrices,
+    complex,
 )  # fmt: skip

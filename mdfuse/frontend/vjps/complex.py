@@ -13,7 +13,8 @@ COMPLEX = frozenset(
     ("set", "stride_order", "permute", "reshape", "unsqueeze", "squeeze", "expand", "slice",
      "slice_grad", "cat", "flip", "index_select", "add", "sub", "neg", "mul", "div", "lerp",
      "addcmul", "addcdiv", "sum", "mean", "abs", "where", "conj", "real", "imag", "angle", "sgn",
-     "complex", "polar", "view_as_complex", "view_as_real"),
+     "complex", "polar", "view_as_complex", "view_as_real", "index_copy", "index_put", "scatter",
+     "slice_scatter"),
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops import creations, reductions, views
+from mdfuse.frontend.ops import reductions, views
 from mdfuse.frontend.ops.recording import back, in_f32, record
 from mdfuse.frontend.vjps.table import (
     ORDERS,
@@ -82,27 +82,6 @@ def _through_product(e: Applied, ct: Handle) -> Handle:
 
     others = product_of_others(e[1], product=product, total=lambda x: _at(e, _summed(e, x)))
     return _at(e, ct) * others
-
-
-@rule("index_copy")
-def _index_copy(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """x gets the cotangent of untouched places, the source that of the last write per index."""
-    index, dim, (count,) = e[0], e.attrs["along"], e.shape(0)
-    zeros = creations.zeros_like(e[1]) if e.wants(2) else None
-    of_x = None if zeros is None else record("index_copy", index, zeros, ct, along=dim)
-    if not e.wants(1) or not count:
-        return None, None, of_x
-    of_source = record("index_select", index, ct, along=dim)
-    if count > 1:
-        places = creations.arange(count)
-        last = record(
-            "scatter_reduce", index, places, shape=(e.shape(2)[dim],), along=0, reduce="max"
-        )
-        is_last = eq(record("index_select", index, last, along=0), places)
-        of_source = where(
-            views.reshape(is_last, (count, *(1,) * (ct.ndim - 1 - dim))), of_source, 0.0
-        )
-    return None, of_source, of_x
 
 
 # -- along a dim ---------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys(("floor_divide", "heaviside", "nextafter"), "it is a step"),
     **dict.fromkeys(("uniform", "full", "full_like", "arange", "constant"), "it reads no tensor"),
     "detach": "it is there for that",
+    "paged_attention": "it reads caches of what is served; attention has a gradient",
     **dict.fromkeys(("window", "widen", "round_terms"), "lowering makes it"),
 }
 

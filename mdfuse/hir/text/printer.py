@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from mdfuse.communication import Communication
 from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, mesh_of_block
 from mdfuse.ir.graph import Operand, attr_text, attrs_text, dtype_name, operand_text
+from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
@@ -72,7 +74,9 @@ class _Printer:
 
     def rows(self, instruction: Instruction, indent: str) -> list[tuple[str, str]]:
         """Return (text, comment) for each line of an instruction and its body."""
-        note = _on_a_line(str(instruction.source)) if instruction.source else ""
+        touched = written_bytes(self.program, instruction)
+        notes = [str(instruction.source or ""), f"writes {touched} bytes" if touched else ""]
+        note = _on_a_line("; ".join(filter(None, notes)))
         text = indent + self.instruction(instruction)
         if not instruction.body and instruction.op not in ("launch", *BLOCKS):
             return [(text, note)]
@@ -178,6 +182,25 @@ def program_text(program: HostProgram) -> str:
     width = min(max((len(text) for text, _ in rows), default=0), _WIDEST)
     lines = [f"  {text:<{width}}  # {note}" if note else f"  {text}" for text, note in rows]
     return "\n".join((printer.header(), *lines, "}"))
+
+
+def written_bytes(program: HostProgram, i: Instruction) -> int | None:
+    """Return the bytes that a write of a few elements touches at most; None for other instructions.
+
+    Where it does not write into the buffer of the value itself, it touches all of the result.
+    """
+    row = TABLE.get(i.fn)
+    if row is None or row.keeps is None or program.types.get(i.outputs[0]) is None:
+        return None
+    is_in_place = i.outputs[0] == i.inputs[row.keeps]
+    name = i.inputs[row.keeps - 1] if is_in_place else i.outputs[0]
+    return nbytes_held(program, program.types[str(name)])
+
+
+def nbytes_held(program: HostProgram, kind: BufferType) -> int:
+    """Return the bytes of a value: of the rank's part in a projection, else of all."""
+    shape = kind.shape if program.rank is None else kind.local_shape(program.rank)
+    return math.prod(shape) * kind.dtype.itemsize
 
 
 def _on_a_line(text: str) -> str:

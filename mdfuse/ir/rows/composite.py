@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mdfuse.ir import attention, calls, dims, out_forms, shapes
+from mdfuse.ir import attention, calls, dims, out_forms, paged, shapes
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import attr, word
 from mdfuse.ir.op_table import row
@@ -127,6 +127,18 @@ for _name, _call, _rule, _shape, _counts in (
     _more: dict[str, Any] = {"results": _counts[0], "operands": _counts[1:], "is_library": True}
     _more["is_plain"] = True
     row(_name, _call, _rule, _shape, ANYHOW, attrs=_ATTEND, **_more, **_COMPOSITE)
+row(
+    "paged_attention",
+    paged.attend,
+    paged.labels,
+    paged.shape,
+    ANYHOW,
+    is_library=True,
+    is_plain=True,
+    operands=(5, 5),
+    attrs=(attr("scale", "number"),),
+    **_COMPOSITE,
+)
 row(
     "cat",
     calls.cat,

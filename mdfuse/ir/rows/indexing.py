@@ -8,7 +8,7 @@ from mdfuse.ir import indexing
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import attr, word
 from mdfuse.ir.op_table import row
-from mdfuse.ir.out_forms import DENSE, exact
+from mdfuse.ir.out_forms import DENSE
 
 _DIM, _PART = attr("along", "place", True), attr("part", "part", is_local=True)
 _MADE = (attr("shape", "shape", True), attr("box", "box", is_local=True))
@@ -46,16 +46,4 @@ row(
     DENSE,
     attrs=(_DIM, word("reduce", "sum", "prod", "max", "min", required=True), *_MADE),
     **_MAKING,
-)
-row(
-    "index_copy",
-    indexing.copy,
-    indexing.of_copy,
-    indexing.shape_of_copy,
-    exact(indexing.copy),
-    operands=(3, 3),
-    indexed=2,
-    keeps=2,
-    attrs=(_DIM, _PART),
-    localize=indexing.local_part,
 )

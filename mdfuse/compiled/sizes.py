@@ -1,0 +1,320 @@
+"""Programs whose runs take the plan of the next larger of some sizes, instead of one of their own.
+
+A run fills its inputs up to the size; the rows that fill up write into no state, and results are
+cut. So as many plans and graphs as sizes serve runs of any number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.compiled.program import Program
+from mdfuse.compiled.specialisations import lowerings_of
+from mdfuse.config import Options, options_from_environment
+from mdfuse.errors import MdfuseError, ProgramError
+from mdfuse.extents.extent import Extent, with_numbers
+from mdfuse.frontend.cache import NamedDefinition
+from mdfuse.ir.graph import Fusion, Value, fresh_name
+from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard
+from mdfuse.passes.in_place.drop_rows import depends
+from mdfuse.passes.segmentation import ShouldMerge
+from mdfuse.runs.arguments import has_dtensors
+from mdfuse.runtime.communicator import init
+from mdfuse.torch_private import untraced
+
+Extents = Mapping[str, int]
+
+#: How many combinations of sizes are planned ahead, at most.
+_AHEAD = 64
+
+
+def with_masks(fusion: Fusion, options: Options) -> tuple[Fusion, dict[str, str]]:
+    """Return a definition with an input for each symbol of sizes: which of its rows are there.
+
+    Raises:
+        ProgramError: a name is no symbol of the definition.
+    """
+    masks: dict[str, str] = {}
+    values = dict(fusion.values)
+    for symbol in dict(options.sizes or ()):
+        places = (
+            (values[name], d)
+            for name in fusion.inputs
+            for d, n in enumerate(values[name].shape)
+            if isinstance(n, Extent) and str(n) == symbol
+        )
+        first = next(places, None)
+        if first is None:
+            raise ProgramError(
+                f"sizes of {symbol!r}, which is no extent that a run of @{fusion.name} chooses",
+                because="sizes have the names that extents= takes: of an input and its dim",
+                hint='fd.define_tensor([-1, 64], name="x") and sizes={"x.0": (1, 2, 4)}',
+            )
+        value, dim = first
+        mask = fresh_name(values, f"rows_of_{symbol.replace('.', '_')}")
+        layout = None if value.layout is None else _rows_of(value.layout, dim)
+        values[mask] = Value(
+            name=mask, shape=(value.shape[dim],), dtype=torch.bool, order=(0,), layout=layout,
+            is_law=value.is_law,
+        )  # fmt: skip
+        masks[symbol] = mask
+    return replace(fusion, values=values, inputs=(*fusion.inputs, *masks.values())), masks
+
+
+def _rows_of(layout: Layout, dim: int) -> Layout:
+    """Return the layout of one dim of a value."""
+    placements: dict[str, Placement] = {
+        axis: Shard(0) if p == Shard(dim) else Replicate()
+        for axis, p in zip(layout.mesh.axes, layout.placements, strict=True)
+    }
+    return Layout(layout.mesh, placements)
+
+
+@dataclass(frozen=True)
+class SizedProgram(Program):
+    """A program with `Options.sizes`; see `Program`.
+
+    `fusion`, `host` and printed text are those of the program that serves all sizes; `run` takes
+    and returns tensors of the number of rows that there are.
+    """
+
+    masks: Mapping[str, str] | None = None
+
+    @cached_property
+    def whole(self) -> Program:
+        """The program of filled up inputs, and of the masks of rows behind them."""
+        options = options_from_environment(self.options)
+        plans = max(options.plans, 2 * len(self._combinations))
+        fusion = replace(self.fusion, inputs=(*self.fusion.inputs, *(self.masks or {}).values()))
+        options = replace(options, plans=plans)
+        return Program(fusion, self.segments, self.host, options, self.symbolic)
+
+    @property
+    def definition(self) -> Fusion:
+        """The fusion as defined, with the masks behind its inputs."""
+        assert self.symbolic is not None
+        return self.symbolic.fusion
+
+    @cached_property
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        return dict(options_from_environment(self.options).sizes or ())
+
+    @cached_property
+    def _combinations(self) -> list[dict[str, int]]:
+        """All choices of a size for each symbol, the largest first."""
+        orders = [sorted(sizes, reverse=True) for sizes in self._sizes.values()]
+        return [dict(zip(self._sizes, chosen, strict=True)) for chosen in product(*orders)]
+
+    @cached_property
+    def is_silent(self) -> bool:
+        """True if a run without rows changes no state: it is written by rows alone."""
+        return all(map(self._is_written_by_rows, self.fusion.reuse))
+
+    def _is_written_by_rows(self, output: str) -> bool:
+        name, state = output, self.fusion.reuse[output]
+        while name != state:
+            expr = self.fusion.producers.get(name)
+            if expr is None or not expr.kwargs.get("drops"):
+                return False
+            name = expr.reads[-1]
+        return True
+
+    def explain(self) -> str:
+        """Return the choices of the compiler as text, with their reasons."""
+        sizes = ", ".join(f"{name} of {', '.join(map(str, n))}" for name, n in self._sizes.items())
+        when = "before the first run"
+        if not self.is_silent:
+            when = "in the first run of each, since one without rows would change state"
+        return f"{super().explain()}\n  sizes: {sizes}, planned {when}"
+
+    @untraced
+    def run(
+        self,
+        *inputs: Any,
+        out: Sequence[Tensor | None] | None = None,
+        extents: Mapping[str, int] | None = None,
+        options: Options | None = None,
+    ) -> list[Any]:
+        """Run with the plan of the next larger sizes; see `Program.run`.
+
+        Raises:
+            ProgramError: as there; more rows than the largest size; `out=`, `options=` or DTensors.
+        """
+        rank, problem = init(self.options).rank, None
+        try:
+            if out is not None or options is not None or has_dtensors(inputs):
+                raise ProgramError(
+                    f"@{self.host.name}: a run of sizes with out=, options= or DTensors",
+                    because="inputs are filled up, and results cut, as plain tensors",
+                    hint="program.run(*inputs)",
+                )
+            known = self.whole._local_extents.of(rank, inputs, extents)
+            sizes = self.sizes_for(known)
+        except MdfuseError as error:
+            problem = error
+        if problem is not None:
+            self.whole.refuse(problem)
+        if not self._rooms:
+            self._plan_ahead(inputs, known, rank)
+        given = self._filled(inputs, known, sizes, rank)
+        results = self.whole.run(*given, extents=sizes)
+        return [
+            self._cut(n, x, known, rank) for n, x in zip(self.fusion.outputs, results, strict=True)
+        ]
+
+    def run_all(self, inputs: Sequence[Any], extents: Mapping[str, int] | None = None) -> list[Any]:
+        """Run as `run`, with all inputs in one sequence."""
+        return self.run(*inputs, extents=extents)
+
+    def sizes_for(self, extents: Extents) -> dict[str, int]:
+        """Return extents with the next larger sizes, in which each rank has room for its rows.
+
+        Raises:
+            ProgramError: there are more rows than the largest size.
+        """
+        chosen = dict(extents)
+        for symbol, sizes in self._sizes.items():
+            fits = (s for s in sizes if s >= extents[symbol] and self._has_room(symbol, extents, s))
+            size = next(fits, None)
+            if size is None:
+                raise ProgramError(
+                    f"@{self.host.name}: {symbol} is {extents[symbol]}, and the largest of its "
+                    f"sizes {sizes[-1]}",
+                    because="a run takes the plan of a size in which all of its rows are",
+                    hint=f'Options(sizes={{"{symbol}": ...}}) with a larger one, or fewer rows',
+                )
+            chosen[symbol] = size
+        return chosen
+
+    def _has_room(self, symbol: str, extents: Extents, size: int) -> bool:
+        """Return whether no rank has more of the rows than of the size."""
+        layout = self._layout((self.masks or {})[symbol])
+        if layout is None or not layout.split_axes(0):
+            return True
+        parts = ((layout.local_shape((n,), r)[0] for n in (extents[symbol], size))
+                 for r in layout.mesh.ranks)  # fmt: skip
+        return all(rows <= room for rows, room in parts)
+
+    def _layout(self, name: str) -> Layout | None:
+        return self.host.types[name].layout
+
+    @cached_property
+    def _rooms(self) -> dict[Any, dict[str, Tensor]]:
+        """Sizes -> the tensors that are filled up: graphs find them at one address."""
+        return {}
+
+    def _local(self, name: str, extents: Extents, rank: int) -> tuple[int, ...] | None:
+        """Return the shape that a rank has of a value; None where it is not in its mesh."""
+        value, layout = self.definition.values[name], self._layout(name)
+        shape: tuple[int, ...] = with_numbers(value.shape, extents)
+        if layout is None:
+            return shape
+        return layout.local_shape(shape, rank) if rank in layout.mesh else None
+
+    def _is_sized(self, name: str) -> bool:
+        shape = self.definition.values[name].shape
+        return any(depends(n, symbol) for n in shape for symbol in self._sizes)
+
+    def _filled(
+        self, inputs: Sequence[Any], extents: Extents, sizes: Extents, rank: int
+    ) -> list[Any]:
+        """Return the inputs filled up, and the masks of rows."""
+        room = self._rooms.setdefault(tuple(sizes.items()), {})
+        given: list[Any] = []
+        for name, x in zip(self.fusion.inputs, inputs, strict=False):
+            if isinstance(x, Tensor) and self._is_sized(name):
+                given.append(_in(self._room(room, name, sizes, rank, x.device), x))
+            else:
+                given.append(x)
+        for mask in (self.masks or {}).values():
+            shape = self._local(mask, extents, rank)
+            if shape is None:
+                given.append(None)
+                continue
+            rows = self._room(room, mask, sizes, rank, init(self.options).device)
+            rows.zero_()
+            rows[: shape[0]] = True
+            given.append(rows)
+        return given
+
+    def _room(
+        self, room: dict[str, Tensor], name: str, sizes: Extents, rank: int, device: torch.device
+    ) -> Tensor:
+        if name not in room:
+            shape = self._local(name, sizes, rank)
+            dtype = self.definition.values[name].dtype
+            room[name] = torch.zeros(shape or (), dtype=dtype, device=device)
+        return room[name]
+
+    def _cut(self, name: str, x: Any, extents: Extents, rank: int) -> Any:
+        """Return the rows of a result that there are."""
+        if not isinstance(x, Tensor) or not self._is_sized(name):
+            return x
+        shape = self._local(name, extents, rank)
+        return x if shape is None else x[tuple(slice(0, n) for n in shape)]
+
+    def _plan_ahead(self, inputs: Sequence[Any], extents: Extents, rank: int) -> None:
+        """Plan all sizes by runs without rows: twice where a second run captures graphs."""
+        if not self.is_silent or len(self._combinations) > _AHEAD:
+            return
+        times = 2 if init(self.options).device.type == "cuda" else 1
+        nothing = {**extents, **dict.fromkeys(self._sizes, 0)}
+        empty = [
+            x[tuple(slice(0, n) for n in self._local(name, nothing, rank) or ())]
+            if isinstance(x, Tensor) and self._is_sized(name) else x
+            for name, x in zip(self.fusion.inputs, inputs, strict=False)
+        ]  # fmt: skip
+        for chosen in self._combinations:
+            sizes = {**extents, **chosen}
+            for _ in range(times):
+                self.whole.run(*self._filled(empty, nothing, sizes, rank), extents=sizes)
+
+    def filled_up(
+        self, inputs: Sequence[Any], extents: Extents
+    ) -> tuple[list[Any], dict[str, int]]:
+        """Return global inputs filled up, with masks, and the sizes: for simulations."""
+        sizes, given = self.sizes_for(extents), []
+        for name, x in zip(self.fusion.inputs, inputs, strict=True):
+            if isinstance(x, Tensor) and self._is_sized(name):
+                shape = with_numbers(self.definition.values[name].shape, sizes)
+                x = _in(torch.zeros(shape, dtype=x.dtype), x)
+            given.append(x)
+        for symbol in self.masks or {}:
+            given.append(torch.arange(sizes[symbol]) < extents[symbol])
+        return given, sizes
+
+    def cut_all(self, results: Sequence[Any], extents: Extents) -> Iterator[Any]:
+        """Yield the rows of global results that there are."""
+        for name, x in zip(self.fusion.outputs, results, strict=True):
+            shape = with_numbers(self.definition.values[name].shape, extents)
+            is_cut = isinstance(x, Tensor) and self._is_sized(name)
+            yield x[tuple(slice(0, n) for n in shape)] if is_cut else x
+
+
+def sized(
+    named: NamedDefinition, options: Options, should_merge: ShouldMerge | None
+) -> SizedProgram:
+    """Return the program of a definition with `Options.sizes`, lowered anew.
+
+    Raises:
+        MdfuseError: rows of a size depend on each other, with the line of the op that reads them.
+    """
+    fusion, masks = with_masks(named.fusion, options)
+    symbolic = lowerings_of(fusion, named.examples, named.assumed, should_merge, options, masks)
+    (first,) = symbolic.lowerings
+    inputs = tuple(name for name in first.fusion.inputs if name not in masks.values())
+    shown = replace(first.fusion, inputs=inputs)
+    return SizedProgram(shown, first.segments, first.host, options, symbolic, masks=masks)
+
+
+def _in(room: Tensor, x: Tensor) -> Tensor:
+    """Copy a tensor into the first rows of a larger one."""
+    room[tuple(slice(0, n) for n in x.shape)].copy_(x)
+    return room

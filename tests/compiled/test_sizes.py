@@ -1,0 +1,111 @@
+"""Programs with sizes: runs of fewer rows take the next larger plan, with their own values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard
+
+SIZES = mf.Options(sizes={"ids.0": (2, 4, 8)})
+
+
+def step(
+    mesh: DeviceMesh, rows: Mapping[str, Any] = {}, cache: Mapping[str, Any] = {}, more: Any = None
+) -> mf.FusionDefinition:
+    """Rows of a table that are written into two states, added up in one of them."""
+    with mf.FusionDefinition("step") as fd:
+        ids = fd.define_tensor([-1], torch.int64, mesh, rows, name="ids")
+        pos = fd.define_tensor([ids.shape[0]], torch.int64, mesh, rows, name="pos")
+        w = fd.define_tensor([16, 8], mesh=mesh, name="w")
+        c = fd.define_tensor([10, 8], mesh=mesh, layout=cache, name="c")
+        a = fd.define_tensor([4, 5, 8], mesh=mesh, name="a")
+        h = F.embedding(ids, w)
+        fd.add_output(c.index_copy(0, pos, h), reuse=c)
+        added = a.view(20, 8).index_put((pos,), h, accumulate=True)
+        fd.add_output(added.view(4, 5, 8), reuse=a)
+        y = F.rms_norm(h, (8,)) @ w.t()
+        fd.add_output(y if more is None else more(y, ids))
+    return fd
+
+
+def by_torch(ids: Tensor, pos: Tensor, w: Tensor, c: Tensor, a: Tensor) -> list[Tensor]:
+    h, c, a = F.embedding(ids, w), c.clone(), a.clone()
+    c[pos] = h
+    a.view(20, 8).index_put_((pos,), h, accumulate=True)
+    return [c, a, F.rms_norm(h, (8,)) @ w.t()]
+
+
+def given(n: int) -> list[Tensor]:
+    ids, pos = torch.randint(16, (n,)), torch.randperm(10)[:n]
+    return [ids, pos, torch.randn(16, 8), torch.randn(10, 8), torch.randn(4, 5, 8)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "rows", "cache"),
+    [({"tp": 1}, {}, {}), ({"tp": 2}, {"tp": Shard(0)}, {}), ({"tp": 3}, {}, {"tp": Shard(0)})],
+)
+def test_rows_that_fill_up_write_nothing_and_results_are_cut(
+    axes: Any, rows: Any, cache: Any
+) -> None:
+    program = mf.compile(step(DeviceMesh.arange(**axes), rows, cache), SIZES)
+    for n in (0, 1, 3, 8):
+        inputs = given(n)
+        made = mf.simulate(program, [x.clone() for x in inputs]).outputs
+        torch.testing.assert_close(made, by_torch(*inputs))
+    with pytest.raises(mf.ProgramError, match=r"ids.0 is 9, and the largest of its sizes 8"):
+        mf.simulate(program, [torch.zeros(9, dtype=torch.int64), torch.arange(9), *inputs[2:]])
+
+
+def test_runs_of_any_rows_have_as_many_plans_as_sizes() -> None:
+    """They are made before the first run, which leaves the state as it is."""
+    with closing(mf.init(backend="null", rank=0, size=1)):
+        program = mf.compile(step(DeviceMesh.arange(tp=1)), SIZES)
+        *_, w, c, a = given(0)
+        for n in (3, 8, 0, 5, 1, 2, 7):
+            ids, pos, *_ = given(n)
+            wanted = by_torch(ids, pos, w, c, a)
+            torch.testing.assert_close(program.run(ids, pos, w, c, a), wanted)
+            torch.testing.assert_close([c, a], wanted[:2])
+        assert program.whole.plans.info()[:4] == (7, 3, 0, 3)
+        assert "sizes: ids.0 of 2, 4, 8, planned before the first run" in program.explain()
+        with pytest.raises(mf.ProgramError, match="largest of its sizes"):
+            program.run(torch.zeros(9, dtype=torch.int64), torch.arange(9), w, c, a)
+        one = mf.Step(program, {"c": c, "a": a})(torch.tensor([3]), torch.tensor([1]), w)
+        torch.testing.assert_close(one, F.rms_norm(w[3:4], (8,)) @ w.t())
+
+
+MIXED: dict[str, Any] = {
+    "sum": lambda y, ids: y + y.sum(),
+    "softmax": lambda y, ids: y.softmax(0),
+    "flip": lambda y, ids: y.flip(0),
+    "slice": lambda y, ids: y[1:],
+    "mul": lambda y, ids: y * ids.shape[0],
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rows_that_depend_on_each_other_are_refused_with_the_line(name: str) -> None:
+    fd = step(DeviceMesh.arange(tp=2), more=MIXED[name])
+    with pytest.raises(mf.MdfuseError, match=r"(?s)ids\.0.*test_sizes.py:|test_sizes.py:.*ids\.0"):
+        mf.compile(fd, SIZES)
+
+
+def test_what_is_no_size_is_refused() -> None:
+    for wrong in ({"ids.0": ()}, {"ids.0": (4, 2)}, {"ids.0": (0, 1)}, 5):
+        with pytest.raises(mf.ProgramError, match="sizes="):
+            mf.Options(sizes=wrong)
+    with pytest.raises(mf.ProgramError, match=r"sizes of 'x\.0'"):
+        mf.compile(step(DeviceMesh.arange(tp=1)), mf.Options(sizes={"x.0": (1,)}))
+    with mf.FusionDefinition("own") as fd:
+        x = fd.define_tensor([-1, 4], mesh=DeviceMesh.arange(tp=1), name="x")
+        fd.add_output(x + 1, reuse=x)
+    with pytest.raises(mf.MdfuseError, match="a state has one size"):
+        mf.compile(fd, mf.Options(sizes={"x.0": (1,)}))
