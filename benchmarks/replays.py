@@ -15,11 +15,12 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from _layers_figures import Plan, bench
 from _layers_models import Case, cases
 from _layers_peers import options, ours
@@ -45,14 +46,12 @@ class Replayed:
         inputs: how many tensors a run takes.
         call: one run.
         alone: the replay of its graph, and nothing else.
-        begin: to be called before some hundred runs.
     """
 
     name: str
     inputs: int
     call: Callable[[], object]
     alone: Callable[[], object]
-    begin: Callable[[], object] = lambda: None
 
 
 def _replayed(name: str, program: mf.Program, call: Callable[[], object]) -> Replayed:
@@ -89,29 +88,11 @@ def _generating(plan: Plan) -> Replayed:
     """A token more by a small Llama with random weights."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
     example: Any = importlib.import_module("generate")
-    weights, mesh = example.Weights(None), plan.ranks.mesh
-    program = mf.compile(example.define(mesh, weights.model), plan.options)
-    given = example.given(weights, program.fusion, plan.ranks.comm.rank)
-    mine = {name: x.to(plan.ranks.device) for name, x in given.items()}
-    state = {name: mine.pop(name) for name in example.initial_state(weights.model)}
-    step = mf.Step(program, state)
-    others = [mine[name] for name in program.fusion.inputs if name in mine]
-
-    def call() -> None:
-        step(*others)
-
-    def first() -> None:
-        state["at"].zero_()
-        call()
-
-    replayed = _replayed("generate.py: a token", program, first)
-    # there is room for 512 tokens
-    return replace(replayed, call=call, begin=state["at"].zero_)
-
-
-def _begin(ranks: Ranks, one: Replayed) -> None:
-    one.begin()
-    ranks.settle()
+    engine, _ = example.opened_with(plan.ranks.mesh, None, plan.options)
+    of_engine = engine.programs
+    step = torch.zeros(of_engine.without_chunk.size, dtype=torch.int64)
+    call = partial(of_engine.steps[False], step)
+    return _replayed("generate.py: a token", of_engine.programs[False], call)
 
 
 def rows(plan: Plan, case: Case, layers: int, batch: int) -> Iterator[Row]:
@@ -127,7 +108,7 @@ def rows(plan: Plan, case: Case, layers: int, batch: int) -> Iterator[Row]:
             {"ours": Contender(call=one.call), "alone": Contender(call=one.alone)},
             rounds=plan.rounds,
             batch=batch,
-            settle=partial(_begin, plan.ranks, one),
+            settle=plan.ranks.settle,
             stopwatch=host_time if plan.is_gpu else processor_time,
         )
         yield Row(

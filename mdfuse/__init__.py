@@ -11,6 +11,7 @@ Modules of torch: from_torch, from_plan, differentiable, to_dtensor.
 Definitions: FusionDefinition, TensorSpec, fusion, ops, register_op.
 Training: grad, recompute, optim, Step, pipeline, Schedule.
 Survivors: rebuild, recover.
+Serving: generate.
 Programs: compile, Program, Options, init, simulate, shard_tensor, unshard_tensor.
 A closer look: hir (host programs), seeing (costs, traces), debug, MdfuseError.
 """
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from mdfuse.runtime.communicator import Communicator as Communicator
     from mdfuse.runtime.communicator import init
     from mdfuse.runtime.rebuilding import rebuild
+    from mdfuse.serving.engine import generate
     from mdfuse.simulation.reference import reference as reference
     from mdfuse.simulation.simulate import simulate
 
@@ -85,6 +87,7 @@ _LAZY = {
     "from_plan": "mdfuse.frontend.importing.plans",
     "from_torch": "mdfuse.compiled.from_torch",
     "fusion": "mdfuse.compiled.traced",
+    "generate": "mdfuse.serving.engine",
     "grad": "mdfuse.frontend.grad",
     "init": "mdfuse.runtime.communicator",
     "pipeline": "mdfuse.compiled.pipeline",
@@ -151,6 +154,8 @@ __all__ = [
     # survivors
     "rebuild",
     "recover",
+    # serving
+    "generate",
     # programs
     "compile",
     "Program",

@@ -407,7 +407,7 @@ class ImportedModel:
         device: Any,
         rename: Callable[[str], str] | None,
     ) -> list[Tensor | None]:
-        captured, folded = self.model.captured, self.model.folded
+        captured = self.model.captured
         rank = None if rank is None else given.rank_of(call, rank)
         device = None if device is None else given.device_of(call, device)
         called = loading.names_of(call, rename)
@@ -428,16 +428,36 @@ class ImportedModel:
                 for boxes in self.model.boxes(node, rank):
                     parts.append(None if boxes is None else loading.joined(boxes, read))
                 advance()
+        return [*parts, *self._constants(rank, device)]
+
+    def constants(
+        self, rank: int | None = None, device: torch.device | str | None = None
+    ) -> dict[str, Tensor | None]:
+        """Return the inputs that `load` passes behind parameters, by name; its arguments are those.
+
+        >>> import torch, mdfuse as mf
+        >>> model = mf.from_torch(torch.nn.Linear(4, 6), (torch.zeros(1, 4),),
+        ...     mesh=mf.DeviceMesh.arange(tp=2))
+        >>> model.constants(rank=0)
+        {}
+        """
+        tensors = self._constants(rank, device)
+        first = len(self.fusion.inputs) - len(self.model.captured.inputs) - len(tensors)
+        return dict(zip([*self.fusion.inputs][first:], tensors, strict=False))
+
+    def _constants(self, rank: int | None, device: Any) -> list[Tensor | None]:
+        parts: list[Tensor | None] = []
         for node in self.model.constants:
-            cut = partial(loading.part_of, folded[node])
+            cut = partial(loading.part_of, self.model.folded[node])
             for boxes in self.model.boxes(node, rank):
                 parts.append(None if boxes is None else loading.joined(boxes, cut).to(device))
         return parts
 
     def _starts(self, called: Callable[[str], str]) -> dict[str, Tensor]:
-        """The initial values of adapters, by name: a checkpoint may lack them."""
+        """The initial values of adapters and of given buffers, which a checkpoint may lack."""
         of = (self.model.captured.parameters[n] for n in self.model.parameters)
-        return {called(p.name): p.adapter.start for p in of if p.adapter is not None}
+        starts = {p.name: p.adapter.start for p in of if p.adapter is not None}
+        return {called(n): x for n, x in (starts | dict(self.model.folded.buffers)).items()}
 
     @cached_property
     def _own(self) -> dict[str, Tensor]:

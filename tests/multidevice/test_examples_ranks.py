@@ -80,19 +80,19 @@ def test_training_in_microbatches(axes: dict[str, int], comm: mf.Communicator) -
     assert losses == pytest.approx(train.train(train.OneDevice(), 4), abs=1e-4)
 
 
-@pytest.mark.parametrize("axes", [{"tp": 2, "sp": 2}, {"tp": 2, "dp": 2}], ids=str)
-def test_generating_runs_one_plan(axes: dict[str, int], comm: mf.Communicator) -> None:
-    """The same bytes on all ranks, as simulated; trained parameters are gathered for them."""
+def test_generating_runs_one_plan(comm: mf.Communicator) -> None:
+    """Trained parameters are gathered for it."""
     generate, train = example("generate"), example("train_llama")
-    mesh = DeviceMesh.arange(**axes)
-    step = generate.Launched(mesh, generate.Weights(None))
-    found = generate.generate(step, b"You may", 60)
-    before = step.program.plans.info()
-    found += generate.generate(step, found[-1:], 60)
-    after = step.program.plans.info()
-    assert (after.misses, after.size) == (before.misses, before.size)
-    alone = generate.Simulated(mesh, generate.Weights(None))
-    assert found[:8] == generate.generate(alone, b"You may", 8)
+    engine, text = generate.opened_with(DeviceMesh.arange(tp=2, cp=2), None)
+    if comm.rank:
+        engine.follow()
+    else:
+        program = engine.programs.programs[False]
+        generate.generate(engine, text.tokens("You may"), 8)
+        before = program.plans.info()
+        generate.generate(engine, text.tokens("You may"), 30)
+        assert program.plans.info().misses == before.misses
+        engine.close()
     trained = train.Launched(DeviceMesh.arange(fsdp=4)).parameters()
     for name, w in train.initial().items():
         assert torch.equal(trained[name].cpu(), w)

@@ -72,7 +72,7 @@ class Folded:
     ) -> None:
         self.captured = captured
         self._live = live
-        self._buffers = buffers
+        self.buffers = buffers
         self._known: dict[Node, Any] = {}
         self._by_form: dict[str, Any] = {}
         self._distinct = Distinct()
@@ -130,8 +130,8 @@ class Folded:
     def _held(self, node: Node) -> Tensor:
         """Return a buffer, or a tensor that the graph holds."""
         name, tensor = self.captured.origins[node], self.captured.constants[node]
-        if name in self._buffers:
-            tensor = self._buffers[name]
+        if name in self.buffers:
+            tensor = self.buffers[name]
         elif tensor.is_meta and not tensor.numel():
             return _blank(tensor)
         elif tensor.is_meta:

@@ -1,0 +1,462 @@
+"""Answer HTTP requests by a causal model of transformers, in the form of OpenAI's interface.
+
+python examples/serve.py Llama-3.2-1B                                        # http://127.0.0.1:8000
+torchrun --nproc-per-node 2 examples/serve.py Llama-3.2-1B --mesh tp=2 --max-batch 32 --pages 4096
+curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "You may", "max_tokens": 20}'
+
+A folder has the model, as `save_pretrained` writes it, and its tokenizer, if there is one.
+
+    POST /v1/completions       prompt: a text, or a list of tokens; stream: true for events
+    POST /v1/chat/completions  messages; where the tokenizer has a template
+    GET  /v1/models, /health
+
+Rank 0 answers; it computes in its main thread, and speaks HTTP in another one. All others follow.
+It listens on this machine alone, unless --host says otherwise; nobody is asked who they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import queue
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+import mdfuse as mf
+from mdfuse.cli import screen
+from mdfuse.cli.program_file import parse_mesh
+
+#: The most bytes of a request's body.
+BODY = 1 << 20
+
+#: How often an engine steps that has nothing to do, seconds: other ranks then hear from rank 0.
+IDLE_S = 300.0
+
+#: Fields of a request -> what they are where nobody says.
+FIELDS: dict[str, Any] = {
+    "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": None, "seed": None, "stop": None,
+    "stop_token_ids": None, "stream": False,
+}  # fmt: skip
+
+#: Fields of OpenAI's interface that change nothing where they have one of these values.
+IDLE: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1), "best_of": (None, 1), "echo": (None, False), "logprobs": (None, False),
+    "suffix": (None, ""), "presence_penalty": (None, 0), "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}), "stream_options": (None,),
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """A request that is answered by a status of 4xx or 5xx, and the reason."""
+
+    def __init__(self, reason: str, status: int = 400) -> None:
+        super().__init__(reason)
+        self.status = status
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The answer, in OpenAI's form."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": None}}
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
+class Worker:
+    """Does what other threads ask of an engine, one after the other, and steps between.
+
+    Attributes:
+        failure: why it ended; None while it goes on.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.failure = engine, None
+        self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._listeners: dict[int, Callable[[Any], None]] = {}
+        self._is_over = False
+
+    def run(self) -> None:
+        """Go on until `stop`, or until the engine fails: then all who wait hear why."""
+        try:
+            while not self._is_over:
+                self._do_all(is_patient=not self._listeners)
+                self.engine.step()
+                self._tell()
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            for hear in self._listeners.values():
+                hear(Refused(f"the engine has ended: {self.failure}", 503))
+            raise
+
+    def _do_all(self, is_patient: bool) -> None:
+        """Do what was asked by now; where nothing is to be computed, wait for something."""
+        while True:
+            try:
+                self._asked.get(block=is_patient, timeout=IDLE_S)()
+            except queue.Empty:
+                return
+            is_patient = False
+
+    def _tell(self) -> None:
+        for id_, hear in [*self._listeners.items()]:
+            result = self.engine.result(id_)
+            hear(result)
+            if result.is_over:
+                del self._listeners[id_]
+
+    def submit(self, hear: Callable[[Any], None], **said: Any) -> Callable[[], None]:
+        """Add a request; return the function that cancels it.
+
+        Args:
+            hear: gets what the request has come to after each step, or the error.
+            said: as `submit` of an engine takes it.
+        """
+        ids: list[int] = []
+
+        def do() -> None:
+            try:
+                ids.append(self.engine.submit(**said))
+            except mf.MdfuseError as error:
+                hear(Refused(str(error)))
+            else:
+                self._listeners[ids[0]] = hear
+
+        def undo() -> None:
+            if ids and self._listeners.pop(ids[0], None):
+                self.engine.cancel(ids[0])
+
+        self._asked.put(do)
+        return lambda: self._asked.put(undo)
+
+    def stop(self) -> None:
+        """End `run`."""
+        self._asked.put(lambda: setattr(self, "_is_over", True))
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+class Text:
+    """Text as tokens of a tokenizer of transformers; without one there are tokens alone."""
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self._tokenizer = tokenizer
+
+    def tokens(self, prompt: Any) -> list[int]:
+        """The tokens of a prompt: a text, or tokens already."""
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise Refused("prompt is a text, and this model has no tokenizer: pass tokens")
+            return [*self._tokenizer(prompt)["input_ids"]]
+        if isinstance(prompt, list) and all(type(x) is int for x in prompt):
+            return prompt
+        raise Refused("prompt is a text or a list of tokens; each prompt is a request of its own")
+
+    def of_messages(self, messages: Any) -> list[int]:
+        """The tokens of a chat, by the tokenizer's template."""
+        if self._tokenizer is None or not self._tokenizer.chat_template:
+            raise Refused("this model has no template for chats: use /v1/completions", 404)
+        try:
+            given = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # the template is the model's, and raises whatever it likes
+            raise Refused(f"messages do not fit the template: {error}") from error
+        return [*self._tokenizer(given, add_special_tokens=False)["input_ids"]]
+
+    def text(self, tokens: tuple[int, ...]) -> str:
+        """The text of tokens."""
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode([*tokens], skip_special_tokens=True))
+
+
+def cut(text: str, stops: list[str], is_over: bool) -> tuple[str, bool]:
+    """Return as much of a text as can be shown, and whether a stop has come.
+
+    Neither a stop is shown, nor the begin of one that may follow, nor half a character.
+
+    >>> cut("one two", [" two"], False), cut("one t", [" two"], False), cut("one t", [" two"], True)
+    (('one', True), ('one', False), ('one t', False))
+    """
+    places = [at for at in map(text.find, stops) if at >= 0]
+    if places:
+        return text[: min(places)], True
+    if is_over:
+        return text, False
+    text = text.rstrip("\ufffd")
+    begun = (n for s in stops for n in range(len(s) - 1, 0, -1) if text.endswith(s[:n]))
+    return text[: len(text) - max(begun, default=0)], False
+
+
+# -- HTTP ------------------------------------------------------------------------------------------
+
+
+class Front:
+    """Answers requests by what a worker computes.
+
+    Attributes:
+        app: the ASGI application.
+    """
+
+    def __init__(self, worker: Worker, text: Text, name: str, body: int = BODY) -> None:
+        self._worker, self._text, self._name, self._body = worker, text, name, body
+        self._since = int(time.time())
+        routes = [
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/health", self._health),
+        ]
+        self.app = Starlette(routes=routes, exception_handlers={Refused: _refusal})
+
+    async def _health(self, _: Request) -> Response:
+        failure = self._worker.failure
+        if failure is not None:
+            raise Refused(failure, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def _models(self, _: Request) -> Response:
+        model = {"id": self._name, "object": "model", "created": self._since, "owned_by": "mdfuse"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _completions(self, request: Request) -> Response:
+        said = await self._read(request, "prompt")
+        return await self._answer(request, said, self._text.tokens(said["prompt"]), is_chat=False)
+
+    async def _chat(self, request: Request) -> Response:
+        said = await self._read(request, "messages")
+        return await self._answer(
+            request, said, self._text.of_messages(said["messages"]), is_chat=True
+        )
+
+    async def _read(self, request: Request, wanted: str) -> dict[str, Any]:
+        """Return the fields of a request's body, all that may be there."""
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._body:
+                raise Refused(f"the body has more than {self._body:,} bytes", 413)
+        try:
+            said = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"the body is no JSON: {error}") from error
+        if not isinstance(said, dict) or wanted not in said:
+            raise Refused(f"the body is no object with the field {wanted!r}")
+        known = {"model", "user", wanted, *FIELDS}
+        for field, value in said.items():
+            if field in IDLE and value not in IDLE[field]:
+                raise Refused(f"{field} = {json.dumps(value)} is not served")
+            if field not in known and field not in IDLE:
+                raise Refused(f"unknown field {field!r}; known are {', '.join(sorted(known))}")
+        if said.get("model") not in (None, self._name):
+            raise Refused(f"model {said['model']!r} is not served here; {self._name!r} is", 404)
+        return FIELDS | {x: value for x, value in said.items() if value is not None}
+
+    async def _answer(
+        self, request: Request, said: dict[str, Any], ids: list[int], is_chat: bool
+    ) -> Response:
+        if type(said["stream"]) is not bool:
+            raise Refused("stream is true or false")
+        answer = Answer(self._worker, self._text, said, ids)
+        head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": ("chat.completion" if is_chat else "text_completion")
+            + (".chunk" if is_chat and said["stream"] else ""),
+            "created": int(time.time()),
+            "model": self._name,
+        }
+        pieces = answer.pieces(request)
+        first = await anext(pieces)  # an error of this request comes before the status
+        if said["stream"]:
+            lines = _events(head, first, pieces, is_chat)
+            return StreamingResponse(lines, media_type="text/event-stream")
+        every = [first, *[x async for x in pieces]]
+        usage = {"prompt_tokens": len(ids), "completion_tokens": len(answer.tokens)}
+        usage["total_tokens"] = sum(usage.values())
+        choice = _choice("".join(x for x, _ in every), every[-1][1], is_chat, "message")
+        choice["token_ids"] = [*answer.tokens]
+        return JSONResponse({**head, "choices": [choice], "usage": usage})
+
+
+class Answer:
+    """The text behind a prompt, piece by piece, while its client waits for it.
+
+    Attributes:
+        tokens: those so far.
+    """
+
+    def __init__(self, worker: Worker, text: Text, said: dict[str, Any], ids: list[int]) -> None:
+        self._text, self.tokens = text, tuple[int, ...]()
+        stops = said["stop"] or []
+        self._stops = [stops] if isinstance(stops, str) else stops
+        if not isinstance(self._stops, list) or not all(isinstance(x, str) for x in self._stops):
+            raise Refused("stop is a text, or a list of texts; of tokens it is stop_token_ids")
+        self._results: asyncio.Queue[Any] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def hear(result: Any) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._results.put_nowait, result)
+
+        names = "max_tokens", "temperature", "top_k", "top_p", "seed"
+        given = {name: said[name] for name in names} | {"stop": said["stop_token_ids"]}
+        self._cancel = worker.submit(hear, ids=ids, **given)
+
+    async def pieces(self, request: Request) -> AsyncIterator[tuple[str, str | None]]:
+        """Yield what is new of the text, and at the end why it ends; cancel it if nobody waits.
+
+        Raises:
+            Refused: it cannot be computed.
+        """
+        shown, gone = "", asyncio.ensure_future(_disconnected(request))
+        try:
+            while True:
+                result = await self._next(gone)
+                self.tokens = result.tokens
+                text, is_stopped = cut(self._text.text(self.tokens), self._stops, result.is_over)
+                is_over = is_stopped or result.is_over
+                if text != shown or is_over:
+                    reason = "stop" if is_stopped else result.state if is_over else None
+                    yield text[len(shown) :], reason
+                    shown = text
+                if is_over:
+                    return
+        finally:
+            gone.cancel()
+            self._cancel()
+
+    async def _next(self, gone: asyncio.Future[None]) -> Any:
+        """Return the newest result."""
+        getting = asyncio.ensure_future(self._results.get())
+        await asyncio.wait({getting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not getting.done():
+            getting.cancel()
+            raise Refused("the client went away", 499)
+        result = getting.result()
+        while not self._results.empty():
+            result = self._results.get_nowait()
+        if isinstance(result, Refused):
+            raise result
+        return result
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _choice(text: str, reason: str | None, is_chat: bool, field: str) -> dict[str, Any]:
+    said = {field: {"role": "assistant", "content": text}} if is_chat else {"text": text}
+    return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+
+
+async def _events(
+    head: dict[str, Any], first: tuple[str, str | None], pieces: Any, is_chat: bool
+) -> AsyncIterator[str]:
+    """The lines of server-sent events; an error that comes later is an event, too."""
+    try:
+        yield _event({**head, "choices": [_choice(*first, is_chat, "delta")]})
+        async for piece in pieces:
+            yield _event({**head, "choices": [_choice(*piece, is_chat, "delta")]})
+    except Refused as error:
+        yield _event(error.body)
+    finally:
+        await pieces.aclose()
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+async def _refusal(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return JSONResponse(error.body, error.status)
+
+
+class Listening:
+    """A server of an application in a thread of its own.
+
+    Attributes:
+        port: that it listens on.
+    """
+
+    def __init__(self, app: Any, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        self.port = self._socket.getsockname()[1]
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
+        self._server = uvicorn.Server(config)
+        run = self._server.run
+        self._thread = threading.Thread(target=run, args=([self._socket],), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer those that wait, for a short time, and end."""
+        self._server.should_exit = True
+        self._thread.join(10)
+        self._socket.close()
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer in a folder; None where there is none."""
+    from transformers import AutoTokenizer
+
+    if not any((folder / x).exists() for x in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def main() -> None:
+    """Answer until somebody ends this process."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="a folder with a model of transformers")
+    parser.add_argument("--mesh", default=None, help="axes, sizes; by default all ranks along tp")
+    parser.add_argument("--host", default="127.0.0.1", help="to listen on: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="%(default)s; 0: any that is free")
+    parser.add_argument("--name", default=None, help="of the model; by default the folder's")
+    for name in ("max-batch", "chunk", "context", "pages", "page-size"):
+        parser.add_argument(f"--{name}", type=int, help="as mf.generate takes it")
+    said = vars(parser.parse_args())
+    folder, host, port, name = (said.pop(x) for x in ("model", "host", "port", "name"))
+    mesh = said.pop("mesh")
+    sizes = {x: n for x, n in said.items() if n is not None}
+    with screen.errors():
+        comm = mf.init()
+        engine = mf.generate(folder, mesh and parse_mesh(mesh), **sizes)
+        if comm.rank:
+            engine.follow()
+            return
+        worker = Worker(engine)
+        front = Front(worker, Text(tokenizer_of(folder)), name or folder.resolve().name)
+        listening = Listening(front.app, host, port)
+        signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+        screen.output().print(f"serving {folder} at http://{host}:{listening.port}", markup=False)
+        try:
+            worker.run()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            listening.close()
+            engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""A causal model of transformers with caches: what `mf.from_torch` imports for an engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from mdfuse.errors import DefinitionError
+from mdfuse.serving.attention import NAME, Noting, Places, attending, register
+from mdfuse.serving.shape import StepShape
+
+#: The submodule that holds the caches; their names are "caches.k0", "caches.v0", ….
+CACHES = "caches"
+
+
+class Caches(nn.Module):
+    """Keys and values of all layers, [rows, heads, features] each; what `past_key_values` is.
+
+    An import writes each buffer in place. Attention reads the buffers, not what `update` returns.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, x in tensors.items():
+            self.register_buffer(name, x)
+        self.rows: Tensor | None = None
+        self.last: tuple[Tensor, ...] = ()
+        self.updates = 0
+
+    def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write the keys and values, [1, heads, tokens, features], of a layer."""
+        assert self.rows is not None
+        for name, x in ((f"k{layer}", k), (f"v{layer}", v)):
+            cache = getattr(self, name)
+            cache.index_copy_(0, self.rows, x[0].transpose(0, 1).to(cache.dtype))
+        self.updates, self.last = self.updates + 1, (k, v)
+        return k, v
+
+
+class Served(nn.Module):
+    """The forward of a model that serves: mixed into the class of the model."""
+
+    shape_served: StepShape
+
+    def forward(self, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one step's tokens into the caches; return tokens [slots], logits [slots, words].
+
+        Args:
+            step: the integers of a step, in the order of `StepShape.fields`.
+        """
+        s = self.shape_served
+        caches: Any = getattr(self, CACHES)
+        parts = s.parts(step)
+        caches.rows, caches.updates = parts["rows"], 0
+        places = Places(s, caches, parts["positions"], parts["table"], parts["slot"])
+        with attending(places):
+            results: Any = super().forward(
+                input_ids=parts["ids"][None],
+                position_ids=parts["positions"][None],
+                past_key_values=caches,
+                use_cache=True,
+                logits_to_keep=torch.arange(s.slots, device=step.device),
+            )
+        _check_all_attended(self, caches.updates, places.calls)
+        logits = results.logits[0].float()
+        return logits.argmax(-1), logits
+
+
+def served(module: nn.Module, shape: StepShape, caches: Mapping[str, Tensor]) -> nn.Module:
+    """Return a model that shares the parameters of a module, and has caches and another forward."""
+    kind = type(module)
+    other = copy.copy(module)
+    other.__class__ = type(kind.__name__, (Served, kind), {"__module__": kind.__module__})
+    other._modules = {**module._modules, CACHES: Caches(caches)}
+    other._buffers = {**module._buffers}
+    other.shape_served = shape  # type: ignore[assignment]
+    return other
+
+
+def cache_types(module: nn.Module) -> dict[str, tuple[int, int, torch.dtype]]:
+    """Return heads, features and dtype of each cache: a forward on the meta device tells them.
+
+    Raises:
+        DefinitionError: layers keep other state than keys and values.
+    """
+    noted = Noting()
+    try:
+        with (
+            FakeTensorMode(),
+            torch.no_grad(),
+            own_attention(module, "batched_mm"),
+            attending(noted),
+        ):
+            tensors = {
+                name: torch.empty(x.shape, dtype=x.dtype)
+                for name, x in (*module.named_parameters(), *module.named_buffers())
+            }
+            token = torch.zeros(1, 1, dtype=torch.int64)
+            given: dict[str, Any] = {"input_ids": token, "position_ids": token}
+            given |= {"past_key_values": noted, "use_cache": True}
+            torch.func.functional_call(module, tensors, (), given)
+    except AttributeError as error:
+        raise DefinitionError(
+            f"a cache for {type(module).__name__}",
+            because=f"its layers ask more of a cache than keys and values: {error}",
+            hint="generate() serves models whose state is keys and values",
+        ) from error
+    if not noted.types:
+        raise DefinitionError(
+            f"a cache for {type(module).__name__}",
+            because="its forward wrote no keys and values into past_key_values",
+            hint="generate() serves causal models of transformers",
+        )
+    return noted.types
+
+
+@contextmanager
+def own_attention(module: Any, experts: str | None = None) -> Iterator[None]:
+    """Let a model of transformers call `attend` meanwhile, and compute experts by this function."""
+    register()
+    said = {"_attn_implementation_internal": NAME}
+    said |= {} if experts is None else {"_experts_implementation_internal": experts}
+    configs = {
+        id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None
+    }.values()
+    before = [(c, key, getattr(c, key, None)) for c in configs for key in said]
+    try:
+        for c, key, _ in before:
+            setattr(c, key, said[key])
+        yield
+    finally:
+        for c, key, value in before:
+            setattr(c, key, value)
+
+
+def _check_all_attended(module: nn.Module, updates: int, calls: int) -> None:
+    if updates != calls:
+        raise DefinitionError(
+            f"{type(module).__name__} wrote {updates} caches and attended to {calls}",
+            because="its layers do not take their attention from transformers' table of functions",
+            hint="generate() serves models that do (`_supports_attention_backend`)",
+        )

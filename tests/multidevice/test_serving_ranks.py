@@ -1,0 +1,103 @@
+"""Engines on real ranks: rank 0 takes requests, and tokens are those of one rank."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from typing import Any
+
+import pytest
+from helpers.causal import drain, greedy, model_of, prompts
+from helpers.serving import listening, running
+
+import mdfuse as mf
+from mdfuse import DeviceMesh
+
+
+def served(comm: mf.Communicator, mesh: DeviceMesh, **sizes: int) -> None:
+    """Requests of drawn lengths that come one after the other, some cancelled, some drawn."""
+    model = model_of("llama")
+    engine = mf.generate(model, mesh, max_batch=3, context=32, **sizes)
+    if comm.rank:
+        with pytest.raises(mf.ProgramError, match="rank 0 takes requests"):
+            engine.submit([1])
+        engine.follow()
+        return
+    draw, asked = random.Random(5), dict[int, tuple[list[int], int]]()
+    for n, ids in enumerate(prompts([draw.randint(1, 20) for _ in range(9)])):
+        count = draw.randint(1, 9)
+        asked[engine.submit(ids, count)] = ids, count
+        if n % 3 == 2:
+            engine.cancel(engine.submit(ids, count))
+            engine.step()
+    drawn = [engine.submit([7, 9], 5, temperature=1.2, top_p=0.9, seed=4) for _ in range(2)]
+    drain(engine)
+    for id_, (ids, count) in asked.items():
+        assert engine.result(id_).tokens == greedy(model, ids, count)
+    assert engine.result(drawn[0]).tokens == engine.result(drawn[1]).tokens
+    engine.close()
+
+
+@pytest.mark.world(2)
+def test_two_ranks(comm: mf.Communicator) -> None:
+    served(comm, DeviceMesh.arange(tp=2), chunk=4, pages=9, page_size=5)
+
+
+@pytest.mark.world(2)
+def test_a_failure_of_rank_0_is_one_of_all(comm: mf.Communicator) -> None:
+    engine = mf.generate(model_of("llama", num_hidden_layers=1), max_batch=1, chunk=0, context=8)
+    if comm.rank:
+        with pytest.raises(mf.ProgramError, match=r"rank 0 failed\n.*no memory"):
+            engine.follow()
+        return
+
+    def integers(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    engine._turns.integers = integers  # type: ignore[method-assign, assignment]
+    engine.submit([1])
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.step()
+    with pytest.raises(mf.ProgramError, match="no memory"):
+        engine.submit([1])
+
+
+@pytest.mark.world(2)
+def test_a_server_of_two_ranks(comm: mf.Communicator) -> None:
+    """Clients come beside each other, one goes away: answers are those of one rank."""
+    model = model_of("llama", num_hidden_layers=1)
+    engine = mf.generate(model, max_batch=2, chunk=0, context=32, pages=8, page_size=8)
+    if comm.rank:
+        engine.follow()
+        return
+    with listening(engine) as server:
+        got: dict[int, Any] = {}
+
+        def ask(n: int) -> None:
+            got[n] = server.complete(prompt=[n + 1, 5], max_tokens=n + 2, temperature=0)
+
+        def clients() -> None:
+            gone = socket.create_connection(("127.0.0.1", server.port))
+            body = b'{"prompt": [3], "max_tokens": 30}'
+            gone.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: ")
+            gone.sendall(str(len(body)).encode() + b"\r\n\r\n" + body)
+            gone.close()
+            threads = [threading.Thread(target=ask, args=(n,)) for n in range(5)]
+            for x in threads:
+                x.start()
+            for x in threads:
+                x.join()
+            server.worker.stop()
+
+        with running(clients):
+            server.worker.run()
+    for n in range(5):
+        assert got[n]["choices"][0]["token_ids"] == [*greedy(model, [n + 1, 5], n + 2)]
+    engine.close()
+
+
+@pytest.mark.world(4)
+def test_four_ranks(comm: mf.Communicator) -> None:
+    """Heads are fewer than ranks along tp and cp together; positions are split, too."""
+    served(comm, DeviceMesh.arange(tp=2, cp=2), chunk=0)

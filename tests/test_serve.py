@@ -1,0 +1,181 @@
+"""The server of `examples/serve.py`, through sockets: answers, streams, clients that go away."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+from helpers.causal import greedy, model_of
+from helpers.serving import Server, eventually, listening, running
+
+import mdfuse as mf
+
+
+@cache
+def model() -> Any:
+    return model_of("llama", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    engine = mf.generate(model(), max_batch=2, chunk=0, context=64)
+    with listening(engine) as there, running(there.worker.run):
+        yield there
+        there.worker.stop()
+
+
+def text(tokens: tuple[int, ...]) -> str:
+    return " ".join(f"w{x}" for x in tokens)
+
+
+PROMPT = [5, 9, 2]
+SAID: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+def test_a_text_and_its_tokens_are_one_prompt(server: Server) -> None:
+    wanted = greedy(model(), PROMPT, 6)
+    for prompt in (PROMPT, text((*PROMPT,))):
+        answer = server.complete(**{**SAID, "prompt": prompt, "model": "small", "user": "me"})
+        (choice,) = answer["choices"]
+        assert choice["text"] == text(wanted) and choice["token_ids"] == [*wanted]
+        assert choice["finish_reason"] == "length"
+        assert answer["usage"] == {
+            "prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9,
+        }  # fmt: skip
+
+
+def test_a_stream_brings_the_same_text(server: Server) -> None:
+    *events, last = server.events(**SAID)
+    pieces = [json.loads(x)["choices"][0] for x in events]
+    assert last == "[DONE]" and len(pieces) > 1
+    assert "".join(x["text"] for x in pieces) == text(greedy(model(), PROMPT, 6))
+    assert [x["finish_reason"] for x in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+def test_stops_are_texts_or_tokens(server: Server) -> None:
+    wanted = greedy(model(), PROMPT, 6)
+    place = next(n for n in range(1, 6) if wanted[n] not in wanted[:n])
+    for stop in (f" w{wanted[place]}", [f" w{wanted[place]}", "nothing"]):
+        (choice,) = server.complete(**SAID, stop=stop)["choices"]
+        assert choice["text"] == text(wanted[:place]) and choice["finish_reason"] == "stop"
+    (choice,) = server.complete(**SAID, stop_token_ids=[wanted[place]])["choices"]
+    assert choice["token_ids"] == [*wanted[: place + 1]] and choice["finish_reason"] == "stop"
+
+
+def test_a_seed_brings_the_same_text(server: Server) -> None:
+    said = {**SAID, "temperature": 1.5, "top_p": 0.9, "top_k": 50}
+    texts = [server.complete(**said, seed=n)["choices"][0]["text"] for n in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_chat_goes_through_the_template(server: Server) -> None:
+    said = {"messages": [{"role": "user", "content": "w5 w9"}], "max_tokens": 3, "temperature": 0}
+    status, answer = server.ask("POST", "/v1/chat/completions", said)
+    assert status == 200 and answer["object"] == "chat.completion"
+    wanted = text(greedy(model(), [5, 9, 1], 3))
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": wanted}
+    *events, _ = server.events("/v1/chat/completions", **said)
+    deltas = [json.loads(x)["choices"][0]["delta"]["content"] for x in events]
+    assert "".join(deltas) == wanted
+
+
+def test_models_and_health(server: Server) -> None:
+    assert server.ask("GET", "/health") == (200, {"status": "ok"})
+    assert server.ask("GET", "/v1/models")[1]["data"][0]["id"] == "small"
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "why"),
+    [
+        ("{", 400, "the body is no JSON"),
+        (b"\xff\xfe", 400, "the body is no JSON"),
+        ("[1]", 400, "no object with the field 'prompt'"),
+        ("{}", 400, "no object with the field 'prompt'"),
+        ("[" * 1900, 400, "the body is no JSON"),
+        (json.dumps({"prompt": "w1 " * 1000}), 413, "more than 2,000 bytes"),
+        ({**SAID, "max_token": 3}, 400, "unknown field 'max_token'"),
+        ({**SAID, "n": 2}, 400, "n = 2 is not served"),
+        ({**SAID, "logprobs": 3}, 400, "logprobs = 3 is not served"),
+        ({**SAID, "model": "large"}, 404, "'small' is"),
+        ({**SAID, "prompt": []}, 400, "an empty prompt"),
+        ({**SAID, "prompt": ""}, 400, "an empty prompt"),
+        ({**SAID, "prompt": ["w1", "w2"]}, 400, "each prompt is a request of its own"),
+        ({**SAID, "prompt": [97]}, 400, "the vocabulary has 97 tokens"),
+        ({**SAID, "prompt": [True]}, 400, "a list of tokens"),
+        ({**SAID, "max_tokens": 62}, 400, "the context of this engine has 64 tokens"),
+        ({**SAID, "temperature": "hot"}, 400, "it is a number"),
+        ({**SAID, "stop": 3}, 400, "stop is a text"),
+        ({**SAID, "stream": 1}, 400, "stream is true or false"),
+        ({**SAID, "stream": True, "top_p": 2}, 400, "a share of all probability"),
+    ],
+)
+def test_what_is_wrong_is_said_and_the_server_goes_on(
+    server: Server, body: Any, status: int, why: str
+) -> None:
+    got, content = server.ask("POST", "/v1/completions", body)
+    assert got == status and why in content["error"]["message"]
+    assert server.ask("GET", "/health")[0] == 200
+
+
+def test_other_paths_and_methods(server: Server) -> None:
+    connection = server.connect()
+    for method, path, status in (("GET", "/", 404), ("GET", "/v1/completions", 405)):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        assert answer.read() and answer.status == status
+
+
+# -- clients that go away --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_slot(server: Server, stream: bool) -> None:
+    """Three clients of long texts for two slots go; the next one is answered."""
+    body = json.dumps({**SAID, "max_tokens": 60, "stream": stream})
+    for _ in range(3):
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        if stream:
+            assert connection.recv(10)
+        connection.close()
+    turns = server.worker.engine._turns
+    (choice,) = server.complete(**SAID)["choices"]
+    assert choice["text"] == text(greedy(model(), PROMPT, 6))
+    assert eventually(lambda: not turns._all and not server.worker._listeners)
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+class Broken:
+    """An engine that fails in its first step."""
+
+    def submit(self, **_: Any) -> int:
+        return 0
+
+    def step(self) -> int:
+        raise RuntimeError("no memory")
+
+
+def test_a_failure_of_the_engine_reaches_all_clients() -> None:
+    with listening(Broken()) as there:
+
+        def run() -> None:
+            with pytest.raises(RuntimeError):
+                there.worker.run()
+
+        with running(run):
+            status, content = there.ask("POST", "/v1/completions", SAID)
+        assert status == 503 and "no memory" in content["error"]["message"]
+        assert there.ask("GET", "/health")[0] == 503
