@@ -34,6 +34,7 @@ def advice(fusion: Fusion, options: Options | None = None) -> Iterator[str]:
         if size > _SHARE * total:
             yield from _lines(fusion, expr, size, total)
     yield from chunk_losses.explained(fusion, chosen.logits_bytes)
+    yield from fusion.notes
 
 
 def _bytes(fusion: Fusion, expr: Expr, carriers: Carriers) -> int:

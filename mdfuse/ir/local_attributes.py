@@ -27,6 +27,7 @@ class ExprPart:
         blocks: dim of the first operand that is in blocks -> each block, and what the rank has of
             it; its boxes count such dims from 0.
         cuts: dim of the result that is in blocks -> these.
+        pieces: `blocks` of each operand.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -35,6 +36,7 @@ class ExprPart:
     box: Box
     blocks: Mapping[int, Pieces] = field(default_factory=dict)
     cuts: Mapping[int, Cut] = field(default_factory=dict)
+    pieces: tuple[Mapping[int, Pieces], ...] = ()
 
 
 #: (attributes, one rank's part) -> the attributes on the other side.
@@ -117,13 +119,25 @@ def local_positions(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say which rows of the query, and which keys, a causal attention has, unless it has all."""
     if not attrs.get("is_causal"):
         return attrs
-    for name, shape, box in zip(("rows", "keys"), part.shapes[:2], part.boxes[:2], strict=True):
+    for at, name in enumerate(("rows", "keys")):
+        shape, box = part.shapes[at], part.boxes[at]
         assert shape is not None and box is not None
-        blocks = part.blocks.get(len(shape) - 2) if name == "rows" else None
+        blocks = part.pieces[at].get(len(shape) - 2) if part.pieces else None
         runs = tuple(piece for _, piece in blocks) if blocks is not None else (box[-2],)
         if runs != ((0, shape[-2]),):
             attrs = {**attrs, name: runs}
     return attrs
+
+
+def local_parts(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Say which rows and keys an attention has, and how many of the parts of its keys."""
+    ((first, stop), *_) = part.box
+    return {**local_positions(attrs, part), "parts": stop - first}
+
+
+def whole_parts(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Count the parts of all keys."""
+    return {**attrs, "parts": part.shape[0]}
 
 
 def local_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:

@@ -73,7 +73,7 @@ NO_GRADIENT: dict[str, str] = {
     **dict.fromkeys(("floor_divide", "heaviside", "nextafter"), "it is a step"),
     **dict.fromkeys(("uniform", "full", "full_like", "arange", "constant"), "it reads no tensor"),
     "detach": "it is there for that",
-    **dict.fromkeys(("window", "widen", "round_terms"), "lowering makes it"),
+    **dict.fromkeys(("window", "widen", "round_terms", "attention_parts"), "lowering makes it"),
 }
 
 

@@ -98,4 +98,5 @@ def _part(program: HostProgram, i: Instruction, rank: int) -> ExprPart:
         box=output.box(rank),
         blocks=tensors[0].blocks(rank) if tensors and tensors[0] is not None else {},
         cuts=output.layout.cuts if output.layout is not None else {},
+        pieces=tuple(k.blocks(rank) if k is not None else {} for k in tensors),
     )

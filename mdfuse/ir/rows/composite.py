@@ -138,6 +138,21 @@ for _name, _call, _rule, _shape, _counts in (
     _more |= {"is_plain": True, "localize": of_part.local_positions}
     row(_name, _call, _rule, _shape, ANYHOW, attrs=_ATTEND, **_more, **_COMPOSITE)
 row(
+    "attention_parts",
+    attention.attend_parts,
+    dims.attention_parts,
+    shapes.attention_parts,
+    ANYHOW,
+    localize=of_part.local_parts,
+    globalize=of_part.whole_parts,
+    results=2,
+    operands=(3, 4),
+    is_library=True,
+    is_plain=True,
+    attrs=(*_ATTEND, attr("parts", "extent", True)),
+    **_COMPOSITE,
+)
+row(
     "cat",
     calls.cat,
     dims.concatenation,
