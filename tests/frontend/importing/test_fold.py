@@ -115,6 +115,8 @@ def test_kinds_of_masks(rows: int) -> None:
     for x, right in (
         (causal, "causal"), (added, "causal"), (causal | True, "none"), (torch.ones(4, 4), None),
         (added.nan_to_num(neginf=-9.0), None), (causal.T, None), (causal[:, :3], None),
+        (causal.triu(-1), 2), (added.masked_fill(~causal.triu(0), -torch.inf), 1),
+        (causal.triu(-1) & (torch.arange(4) != 2), None),
     ):  # fmt: skip
         several = x.expand(rows, 2, *x.shape)
         assert kind_of_mask(several, 4, 4) == right
