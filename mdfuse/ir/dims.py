@@ -272,16 +272,29 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
         return label != heads or shared % math.prod(sizes) == 0
 
     masked = _align(mask, (*result[:-1], k[-2])) if mask is not None else ()
+    reach = _reach_of_window(q, k, attrs)
+    keys = rows if reach is not None else None
     return DimMap(
         operands=(
             (*lead[0], rows, None),
-            (*lead[1], None, None),
-            (*lead[2], None, batch + 1),
+            (*lead[1], keys, None),
+            (*lead[2], keys, batch + 1),
             tuple(None if x == batch + 1 else x for x in masked),
         )[: len(shapes)],
         results=((*range(batch), rows, batch + 1),),
         fits=fits if is_shared else always,
+        reaches={(at, len(x) - 2): reach for at, x in ((1, k), (2, v))} if reach else {},
     )
+
+
+def _reach_of_window(q: Shape, k: Shape, attrs: Mapping[str, Any]) -> Reach | None:
+    """Return which keys the rows of a causal attention with a window see; None: all may be seen."""
+    window, first = attrs.get("window"), attrs.get("q_offset", 0)
+    numbers = (window, first, attrs.get("k_offset", 0), q[-2], k[-2])
+    if not all(type(n) is int for n in numbers):
+        return None
+    shift = first - attrs.get("k_offset", 0)
+    return Reach(of=q[-2], up=1, down=1, first=shift - window + 1, last=shift + 1)
 
 
 def attended(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
@@ -303,7 +316,9 @@ def attention_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> 
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
         return math.prod(sizes) == attrs["parts"] if label == part else of.fits(label, sizes)
 
-    return replace(of, operands=(q, *keys), results=((part, *out), (part, *sums)), fits=fits)
+    return replace(
+        of, operands=(q, *keys), results=((part, *out), (part, *sums)), fits=fits, reaches={}
+    )
 
 
 def attention_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
@@ -319,6 +334,7 @@ def attention_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> D
         operands=(q, k, v, out, sums, out, *mask)[: len(shapes)],
         results=(q, k, v),
         reduces={rows: "sum", _KEYS: "sum"},
+        reaches={},
     )
 
 

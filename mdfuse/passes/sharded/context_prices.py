@@ -47,7 +47,7 @@ def prices(split: SplitAttention) -> list[Price]:
     if any(is_symbolic(values[x].shape) for x in split.operands):
         return []
     q, k, v = split.operands
-    forms = {"gather": (_moved(split, (k, v), split.whole), _share_of_rows(split))}
+    forms = {"gather": (_moved(split, (k, v), split.read), _share_of_rows(split))}
     if not split.because:
         times = _times(split) if split.is_shared else 1
         moved = _moved(split, (q, q), split.over_heads)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.layouts.layout import Layout, Replicate, Shard
+from mdfuse.passes.strategy import dim_map
 
 #: The ops of attention, but its gradient.
 ATTENTIONS = ("scaled_dot_product_attention", "attention")
@@ -72,9 +73,16 @@ class SplitAttention:
             layout = layout.with_placement(axis, Shard(self.dim(HEADS)))
         return layout
 
-    def whole(self, x: str) -> Layout:
-        """Return the layout of a value that is gathered along the axes."""
-        layout = self.fusion.layout(x)
+    def read(self, x: str) -> Layout:
+        """Return the layout in which keys or values are read by rows: whole, or as windows reach.
+
+        A gradient reads them whole.
+        """
+        layout, dim = self.fusion.layout(x), self.dim(ROWS)
+        reaches = dim_map(self.expr, self.fusion.values).reaches
+        reach = next((r for (at, d), r in reaches.items() if d == dim and at), None)
+        if reach is not None and not self.is_trained and dim not in layout.blocked:
+            return layout.reaching({dim: reach}, self.shape(x))
         for axis in self.axes:
             layout = layout.with_placement(axis, Replicate())
         return layout

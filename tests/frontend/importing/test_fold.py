@@ -23,9 +23,10 @@ MASKS: dict[str, Callable[[], Tensor]] = {
     "causal": lambda: torch.ones(T, T, dtype=torch.bool).tril(),
     "causal, added": lambda: torch.full((T, T), -torch.inf).triu(1),
     "window": lambda: torch.ones(T, T, dtype=torch.bool).tril().triu(-3),
+    "holes": lambda: torch.ones(T, T, dtype=torch.bool).tril() & (torch.arange(T) % 3 != 1),
     "finite": lambda: torch.full((T, T), torch.finfo(torch.float32).min).triu(1),
 }
-CONSTANTS = {"causal": 0, "causal, added": 0, "window": 1, "finite": 1}
+CONSTANTS = {"causal": 0, "causal, added": 0, "window": 0, "holes": 1, "finite": 1}
 
 
 class Layer(nn.Module):

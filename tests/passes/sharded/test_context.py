@@ -112,3 +112,20 @@ def test_heads_that_are_fewer_than_ranks_are_refused() -> None:
         mf.compile(fd, Options(context="heads"))
     assert "2 heads for 4 ranks" in str(caught.value)
     assert "test_context.py" in str(caught.value)
+
+
+@pytest.mark.parametrize(("rows", "window", "received"), [(64, 5, 4), (23, 100, 6), (8, 1, 0)])
+def test_rows_read_the_keys_that_their_windows_reach(rows: int, window: int, received: int) -> None:
+    """The second of four ranks gets the rows before its own that these see, and no others."""
+    mesh, shape = DeviceMesh.arange(cp=4), (1, 2, 2, rows, 4)
+    with mf.FusionDefinition("windows") as fd:
+        q, k, v = (fd.define_tensor([1, 2, rows, 4], torch.float64, mesh, {"cp": Shard(2)})
+                   for _ in "qkv")  # fmt: skip
+        for x in mf.ops.attention(q, k, v, is_causal=True, window=window):
+            fd.add_output(x)
+    program = mf.compile(fd, Options(context="gather"))
+    given, wanted = expected(shape, True, window)
+    check_everywhere(program, given, wanted[:2])
+    assert program.bytes_received(1) == 2 * 2 * received * 4 * 8
+    few = mf.compile(fd).explain()
+    assert "gather" in few.partition("positions split along cp: ")[2].split(";")[0] or window > 5
