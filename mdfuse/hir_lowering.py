@@ -51,7 +51,7 @@ from mdfuse.passes import (
 from mdfuse.passes.in_place import drop_rows, write_through
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge, merge_composite, segment
-from mdfuse.passes.sharded import keep_splits, share_heads, split_scans, sum_rows
+from mdfuse.passes.sharded import context, keep_splits, share_heads, split_scans, sum_rows
 
 Pass = Callable[[Fusion], Fusion]
 
@@ -114,6 +114,9 @@ def passes(
     steps: list[tuple[str, Pass]] = []
     for name, run in PASSES:
         steps.append((name, run))
+        if name == share_heads.name:
+            # Needs all layouts, and heads as they are stored; the passes behind it see its sets.
+            steps.append((context.name, partial(context.run, form=options.context)))
         if name == streams.name and batch is None and options.logits_bytes:
             # Before layouts, which rows as several dims would decide otherwise.
             flat = partial(flat_rows.run, most=options.logits_bytes)

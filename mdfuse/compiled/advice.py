@@ -35,6 +35,7 @@ def advice(fusion: Fusion, options: Options | None = None) -> Iterator[str]:
             yield from _lines(fusion, expr, size, total)
     yield from chunk_losses.explained(fusion, chosen.logits_bytes)
     yield from count_rows.explained(fusion)
+    yield from fusion.notes
 
 
 def _bytes(fusion: Fusion, expr: Expr, carriers: Carriers) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mdfuse.ir import attention_kernels, shapes
 from mdfuse.ir.visible import Run, Tile, tiles
+from mdfuse.layouts.boxes import nth_chunk
 
 #: How many keys a block has.
 BLOCK = 128
@@ -56,6 +57,37 @@ def attend(
     if len(parts) == 1 and parts[0][0].rows == (0, q.shape[-2]):
         return parts[0][1]
     return _joined(parts, q, v)
+
+
+def attend_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    parts: int,
+    keys: Sequence[Run] | None = None,
+    **how: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute `attend` for each part of the keys, as `torch.chunk` makes them; see `join`.
+
+    Args:
+        q, k, v, mask, keys, how: as `attend` takes them; `keys` are of the one part that is here.
+        parts: how many there are; those without keys are 0, and their logarithms -inf.
+
+    Returns:
+        both results with a first dim, that of parts.
+    """
+    each, n = list[tuple[Tensor, Tensor]](), k.shape[-2]
+    for i in range(parts):
+        at = nth_chunk((0, n), parts, i)
+        hides = mask if mask is None or mask.shape[-1] != n else _cut(mask, at, -1)
+        positions = [at] if keys is None and how.get("is_causal") else keys
+        each.append(attend(q, _cut(k, at), _cut(v, at), hides, keys=positions, **how))
+    if not each:  # a rank without a part
+        out, sums = attend(q, k, v, mask, keys=keys, **how)
+        return out.new_empty((0, *out.shape)), sums.new_empty((0, *sums.shape))
+    return torch.stack([out for out, _ in each]), torch.stack([sums for _, sums in each])
 
 
 def attend_grad(

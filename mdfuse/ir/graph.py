@@ -201,6 +201,8 @@ class Fusion:
     outputs: tuple[str, ...]
     #: outputs that are written into an input: output name -> input name.
     reuse: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    #: what passes chose, and why: a line each
+    notes: tuple[str, ...] = ()
     #: value name -> its id in the definition; what passes added gets the following ones.
     ids: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 

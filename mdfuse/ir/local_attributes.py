@@ -31,6 +31,7 @@ class ExprPart:
         runs: dim of the result that is in blocks -> the rows that the rank has of it.
         moved: dim of the first operand of which the rank has just the rows that it needs -> by how
             many rows these lie behind those of the result.
+        pieces: `blocks` of each operand.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -41,6 +42,7 @@ class ExprPart:
     cuts: Mapping[int, Cut] = field(default_factory=dict)
     runs: Mapping[int, Rows] = field(default_factory=dict)
     moved: Mapping[int, int] = field(default_factory=dict)
+    pieces: tuple[Mapping[int, Pieces], ...] = ()
 
 
 #: (attributes, one rank's part) -> the attributes on the other side.
@@ -131,13 +133,25 @@ def local_positions(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say which rows of the query, and which keys, a causal attention has, unless it has all."""
     if not attrs.get("is_causal"):
         return attrs
-    for name, shape, box in zip(("rows", "keys"), part.shapes[:2], part.boxes[:2], strict=True):
+    for at, name in enumerate(("rows", "keys")):
+        shape, box = part.shapes[at], part.boxes[at]
         assert shape is not None and box is not None
-        blocks = part.blocks.get(len(shape) - 2) if name == "rows" else None
+        blocks = part.pieces[at].get(len(shape) - 2) if part.pieces else None
         runs = tuple(piece for _, piece in blocks) if blocks is not None else (box[-2],)
         if runs != ((0, shape[-2]),):
             attrs = {**attrs, name: runs}
     return attrs
+
+
+def local_parts(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Say which rows and keys an attention has, and how many of the parts of its keys."""
+    ((first, stop), *_) = part.box
+    return {**local_positions(attrs, part), "parts": stop - first}
+
+
+def whole_parts(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Count the parts of all keys."""
+    return {**attrs, "parts": part.shape[0]}
 
 
 def local_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:

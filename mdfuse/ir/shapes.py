@@ -267,6 +267,12 @@ def attended(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
     return attended, attended[:-1]
 
 
+def attention_parts(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
+    """Return the shapes of `attended` for each of some parts of the keys."""
+    out, sums = attended(shapes, attrs)
+    return (attrs["parts"], *out), (attrs["parts"], *sums)
+
+
 def attention_grad(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape, Shape]:
     """Return the shapes of query, key and value, checked with those of what attention gave."""
     q, k, v, out, sums, ct, *mask = _present(shapes)

@@ -17,7 +17,12 @@ _NOTHING = frozenset(
 )
 
 #: The number of products of the size of the first one in an attention, and in its gradient.
-_ATTENTIONS = {"scaled_dot_product_attention": 2, "attention": 2, "attention_grad": 5}
+_ATTENTIONS = {
+    "scaled_dot_product_attention": 2,
+    "attention": 2,
+    "attention_parts": 2,
+    "attention_grad": 5,
+}
 
 #: Queries of a head that a block of a GPU's attention computes: it goes through all keys.
 QUERIES = 128

@@ -41,14 +41,14 @@ def test_a_sum_that_is_wanted_whole() -> None:
 
 def test_a_dim_that_an_op_needs_whole() -> None:
     def build(fd: mf.FusionDefinition) -> Any:
-        rows = {"tp": Shard(2)}
-        q, k, v = (fd.define_tensor([2, 4, 8, 5], mesh=MESH, layout=rows) for _ in range(3))
+        features = {"tp": Shard(3)}
+        q, k, v = (fd.define_tensor([2, 4, 5, 8], mesh=MESH, layout=features) for _ in range(3))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     lines = explained(build)
-    assert len(lines) == 9 and lines[0].startswith("moves 960 bytes to a rank, 33 %")
+    assert len(lines) == 6 and lines[0].startswith("moves 960 bytes to a rank, 50 %")
     assert lines[1].startswith("because scaled_dot_product_attention (test_advice.py:")
-    assert lines[1].endswith(" needs dim 2 whole")
+    assert lines[1].endswith(" needs dim 3 whole")
     assert lines[2] == 'instead split dim 0 where it is made: .on(mesh, {"tp": Shard(0)})'
 
 

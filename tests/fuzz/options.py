@@ -90,6 +90,7 @@ def drawers() -> dict[str, Callable[[random.Random], Any]]:
             "compile": ("always", "always", "never"),
             "fast_lane": ("never", "always"),
             "overlap": ("auto", "measure", "measure", "never"),
+            "context": ("gather", "heads"),
             "ranges": ("torch", "nvtx"),
         }.items()
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,13 +69,29 @@ def drawn_call(drawn: random.Random, row: Op) -> tuple[list[Any], dict[str, Any]
 
 def _gradient_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     """What attention takes and gives, and a cotangent, which does not always fit."""
-    (q, k, v, *mask), attrs = drawn_call(drawn, TABLE["attention"])
+    (q, k, v, *mask), attrs = _attention_call(drawn)
     try:
         out, sums = TABLE["attention"].call(q, k, v, *mask, **attrs)
     except (RuntimeError, TypeError, ValueError):
         out, sums = q, q
     ct = out if drawn.random() < 0.9 else torch.ones(drawn_shape(drawn))
     return [q, k, v, out, sums, ct, *mask], attrs
+
+
+def _attention_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    """Positions are those of all rows and keys, and windows mostly those of causal rows."""
+    few = replace(TABLE["attention"], name="", attrs=TABLE["attention"].attrs[:3])
+    operands, attrs = drawn_call(drawn, few)
+    if drawn.random() < 0.2:
+        operands[1:3] = operands[:1] * 2
+    if attrs.get("is_causal") or drawn.random() < 0.05:
+        attrs |= {"window": drawn.randrange(1, 4), "q_offset": drawn.randrange(3)}
+    return operands, attrs
+
+
+def _parts_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    operands, attrs = _attention_call(drawn)
+    return operands, {**attrs, "parts": drawn.randrange(1, 4)}
 
 
 def _lookup_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
@@ -330,7 +347,9 @@ _DRAWN = {
     "max_pool": _pool_call,
     "mean_pool": _mean_pool_call,
     "contract": _contract_call,
+    **dict.fromkeys(("attention", "scaled_dot_product_attention"), _attention_call),
     "attention_grad": _gradient_call,
+    "attention_parts": _parts_call,
     "embedding_grad": _lookup_call,
     "slice_grad": _slice_call,
 }

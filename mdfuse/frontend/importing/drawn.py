@@ -61,7 +61,9 @@ def attention(
     **how: Any,
 ) -> Any:
     kind = kind_of_mask(attn_mask, query.shape[-2], key.shape[-2])
-    if kind is not None:
+    if isinstance(kind, int) and not dropout_p:
+        return _windowed(query, key, value, kind, **how)
+    if kind in ("causal", "none"):
         attn_mask, is_causal = None, kind == "causal"
     if dropout_p:
         return _attention_with_dropout(
@@ -70,6 +72,23 @@ def attention(
     return ops.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, **how
     )
+
+
+def _windowed(
+    query: Handle,
+    key: Handle,
+    value: Handle,
+    window: int,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Causal attention whose rows see few of the keys before them: none of the others is read."""
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (ops.repeat_interleave(x, times, -3) for x in (key, value))
+    lead = query.shape[:-2]
+    key, value = (ops.expand(x, (*lead, *x.shape[-2:])) for x in (key, value))
+    return ops.attention(query, key, value, is_causal=True, scale=scale, window=window).output
 
 
 def _attention_with_dropout(
@@ -108,8 +127,11 @@ def draws(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 @asked_once
-def kind_of_mask(mask: Any, rows: Any, columns: Any) -> str | None:
-    """Return the kind of a known mask: "none" hides nothing, "causal" hides later positions."""
+def kind_of_mask(mask: Any, rows: Any, columns: Any) -> str | int | None:
+    """Return the kind of a known mask: "none" hides nothing, "causal" hides later positions.
+
+    A number: it also hides all but so many of the last ones.
+    """
     if not isinstance(mask, Tensor):
         return None
     is_square = mask.ndim >= 2 and tuple(mask.shape[-2:]) == (rows, columns) and rows == columns
@@ -120,11 +142,15 @@ def kind_of_mask(mask: Any, rows: Any, columns: Any) -> str | None:
     if not is_square or (mask.dtype != torch.bool and not (shown | (mask == -torch.inf)).all()):
         return None
     causal = torch.ones(rows, columns, dtype=torch.bool).tril()
-    return "causal" if (shown == causal).all() else None
+    if (shown == causal).all():
+        return "causal"
+    window = int(shown[..., -1, :].sum(-1).max())
+    return window if window and (shown == causal.triu(1 - window)).all() else None
 
 
 def wanted_of_attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **__: Any
+    query: Any, key: Any, value: Any, attn_mask: Any = None, *others: Any, **__: Any
 ) -> list[Any]:
-    is_known = kind_of_mask(attn_mask, query.shape[-2], key.shape[-2]) is not None
+    kind = kind_of_mask(attn_mask, query.shape[-2], key.shape[-2])
+    is_known = kind is not None and not (isinstance(kind, int) and any(others[:1]))
     return [query, key, value, *([] if is_known else [attn_mask])]

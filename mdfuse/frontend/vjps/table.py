@@ -76,7 +76,8 @@ NO_GRADIENT: dict[str, str] = {
     "counts": "it counts",
     "paged_attention": "it reads caches of what is served; attention has a gradient",
     **dict.fromkeys(
-        ("window", "widen", "round_terms", "line_up_rows", "put_back_rows"), "lowering makes it"
+        ("window", "widen", "round_terms", "line_up_rows", "put_back_rows", "attention_parts"),
+        "lowering makes it",
     ),
 }
 

@@ -147,6 +147,7 @@ def _part(operands: tuple[Kind, ...], result: BufferType, rank: int) -> ExprPart
         cuts=result.layout.cuts if result.layout is not None else {},
         moved=tensors[0].moved if tensors and tensors[0] is not None else {},
         runs=result.runs(rank),
+        pieces=tuple(k.blocks(rank) if k is not None else {} for k in tensors),
     )
 
 
@@ -230,7 +231,7 @@ def _problem_on(
 def _left_out(fn: str, attrs: Attrs, part: ExprPart) -> dict[str, Any]:
     """Return the attributes of a rank for which a program states none: those of the whole."""
     boxes = tuple(_whole(s) if s is not None else None for s in part.shapes)
-    whole = replace(part, boxes=boxes, box=_whole(part.shape), blocks={})
+    whole = replace(part, boxes=boxes, box=_whole(part.shape), blocks={}, pieces=())
     return local_attrs(TABLE[fn], dict(attrs), whole)
 
 

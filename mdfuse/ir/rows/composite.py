@@ -150,6 +150,21 @@ row(
     **_COMPOSITE,
 )
 row(
+    "attention_parts",
+    attention.attend_parts,
+    dims.attention_parts,
+    shapes.attention_parts,
+    ANYHOW,
+    localize=of_part.local_parts,
+    globalize=of_part.whole_parts,
+    results=2,
+    operands=(3, 4),
+    is_library=True,
+    is_plain=True,
+    attrs=(*_ATTEND, attr("parts", "extent", True)),
+    **_COMPOSITE,
+)
+row(
     "cat",
     calls.cat,
     shifts.joined,

@@ -23,9 +23,10 @@ MASKS: dict[str, Callable[[], Tensor]] = {
     "causal": lambda: torch.ones(T, T, dtype=torch.bool).tril(),
     "causal, added": lambda: torch.full((T, T), -torch.inf).triu(1),
     "window": lambda: torch.ones(T, T, dtype=torch.bool).tril().triu(-3),
+    "holes": lambda: torch.ones(T, T, dtype=torch.bool).tril() & (torch.arange(T) % 3 != 1),
     "finite": lambda: torch.full((T, T), torch.finfo(torch.float32).min).triu(1),
 }
-CONSTANTS = {"causal": 0, "causal, added": 0, "window": 1, "finite": 1}
+CONSTANTS = {"causal": 0, "causal, added": 0, "window": 0, "holes": 1, "finite": 1}
 
 
 class Layer(nn.Module):
@@ -115,6 +116,8 @@ def test_kinds_of_masks(rows: int) -> None:
     for x, right in (
         (causal, "causal"), (added, "causal"), (causal | True, "none"), (torch.ones(4, 4), None),
         (added.nan_to_num(neginf=-9.0), None), (causal.T, None), (causal[:, :3], None),
+        (causal.triu(-1), 2), (added.masked_fill(~causal.triu(0), -torch.inf), 1),
+        (causal.triu(-1) & (torch.arange(4) != 2), None),
     ):  # fmt: skip
         several = x.expand(rows, 2, *x.shape)
         assert kind_of_mask(several, 4, 4) == right

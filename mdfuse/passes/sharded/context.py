@@ -1,0 +1,168 @@
+"""Choose how attention whose positions are split is computed (`Options.context`).
+
+    %y: f32[1,8,64,4] (cp=S2) = scaled_dot_product_attention(%q, %k, %v, is_causal=True)
+->                                                              # "gather": as it stands, whose
+                                                                # keys and values are gathered
+    %a: f32[1,8,64,4] (cp=S1)! = set(%q)                        # "heads": likewise %k, %v
+    %b: f32[1,8,64,4] (cp=S1) = scaled_dot_product_attention(%a, …)
+    %y: f32[1,8,64,4] (cp=S2)! = set(%b)
+
+The form is chosen by the bytes that arrive at a rank and by the pairs of rows and keys that the
+rank with most of them computes. A gradient takes the form of its attention, and reads its copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mdfuse.errors import LayoutError
+from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.layouts.layout import Layout
+from mdfuse.passes.propagate_layouts import anew
+from mdfuse.passes.rewriting import Maker, Rule, rewritten
+from mdfuse.passes.sharded import context_prices, join_parts
+from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention, splits
+
+name = "context"
+
+
+def run(fusion: Fusion, form: str = "auto") -> Fusion:
+    """Return the fusion with attention in the forms that take the least time.
+
+    Args:
+        fusion: with layouts.
+        form: of all of them; "auto": that which takes the least.
+    """
+    chosen = {s.expr.outputs[0]: (s, *_form(s, form)) for s in splits(fusion)}
+    notes = [note for _, _, note in chosen.values()]
+    over_heads = {x: _Heads(s) for x, (s, how, _) in chosen.items() if how == "heads"}
+    if over_heads:
+        fusion = _rewritten(fusion, over_heads)
+    if form != "gather":
+        fusion = join_parts.run(fusion)
+    return replace(fusion, notes=(*fusion.notes, *notes)) if notes else fusion
+
+
+def _form(split: SplitAttention, form: str) -> tuple[str, str]:
+    """Return the form of an attention, and a line that says why."""
+    if form == "heads" and split.because:
+        raise LayoutError(
+            f'context="heads" for %{split.expr.outputs[0]}, whose positions are split along '
+            f"{' and '.join(split.axes)}",
+            where=split.fusion.where(split.expr.outputs[0]),
+            because=f"each rank computes whole heads, and {split.because}",
+            hint='context="gather", or fewer ranks along the axis',
+        )
+    prices = context_prices.prices(split)
+    best = min(prices, key=lambda p: p.total) if prices else None
+    chosen = form if form != "auto" else best.form if best is not None else "gather"
+    return chosen, context_prices.line(split, chosen, prices, form != "auto")
+
+
+# -- whole positions of some heads -----------------------------------------------------------------
+
+
+@dataclass
+class _Heads:
+    """The copies of an attention's operands by heads, and its results; lives inside `run`."""
+
+    split: SplitAttention
+    copies: dict[str, str] = field(default_factory=dict)
+    results: tuple[str, ...] = ()
+
+    def copy(self, maker: Maker, by: Expr, x: str, like: str) -> str:
+        """Return a copy of a value with all positions of the heads that a rank computes."""
+        if x not in self.copies:
+            source = x
+            if self.split.is_shared and like in self.split.operands[1:]:
+                source = self._repeated(maker, by, x)
+            copy = maker.op(by, "set", source)
+            at = self.split.over_heads(like)
+            maker.values[copy] = replace(maker.values[copy], layout=at, is_law=True)
+            self.copies[x] = copy
+        return self.copies[x]
+
+    def _times(self, maker: Maker, x: str) -> tuple[tuple[int, ...], int]:
+        heads = self.split.shape(self.split.operands[0])[HEADS]
+        shape = self.split.shape(self.split.operands[1])
+        return (*shape[:-2], heads // shape[HEADS]), heads
+
+    def _repeated(self, maker: Maker, by: Expr, x: str) -> str:
+        """Repeat heads for those that share them: ranks have parts of these."""
+        shape, (groups, heads) = maker.values[x].shape, self._times(maker, x)
+        opened = maker.op(by, "unsqueeze", x, dims=(len(shape) - 2,))
+        many = maker.op(by, "expand", opened, shape=(*groups, *shape[-2:]))
+        return maker.op(by, "reshape", many, shape=(*shape[:-3], heads, *shape[-2:]))
+
+    def back(self, maker: Maker, by: Expr, x: str, old: str, layout: Layout, joins: bool) -> None:
+        """Append the value that an expression had, split by positions, made of one by heads."""
+        if not joins or not self.split.is_shared:
+            _placed(maker, by, x, old, layout)
+            return
+        whole = f"{old}.positions"
+        maker.values[whole] = replace(maker.values[x], name=whole)
+        _placed(maker, by, x, whole, layout)
+        shape, (groups, _) = maker.values[whole].shape, self._times(maker, x)
+        opened = maker.op(by, "reshape", whole, shape=(*groups, *shape[-2:]))
+        expr = replace(by, op="sum", inputs=(opened,), outputs=(old,))
+        maker.exprs.append(replace(expr, attrs=(("dims", (len(groups) - 1,)),)))
+        maker.values[old] = replace(maker.values[old], layout=None, is_law=False, like=None)
+
+
+def _placed(maker: Maker, by: Expr, x: str, to: str, layout: Layout) -> None:
+    maker.exprs.append(replace(by, op="set", inputs=(x,), outputs=(to,), attrs=()))
+    old = maker.values[to]
+    law = old.layout if old.is_law and old.layout is not None else layout
+    maker.values[to] = replace(old, layout=law, is_law=True)
+
+
+def _rewritten(fusion: Fusion, heads: Mapping[str, _Heads]) -> Fusion:
+    rules: dict[str, Rule] = {x: lambda m, e: _forward(m, e, heads[e.outputs[0]]) for x in heads}
+    for e in fusion.exprs:
+        if e.op == "attention_grad" and e.inputs[3] in heads:
+            rules[e.outputs[0]] = lambda m, e: _backward(m, e, heads[str(e.inputs[3])])
+    changed = [x for e in fusion.exprs if e.outputs[0] in rules for x in e.outputs]
+    fusion = rewritten(fusion, rules)
+    new = [n for n, v in fusion.values.items() if v.layout is None and v.is_tensor]
+    return anew(fusion, [*changed, *new])
+
+
+def _by_heads(maker: Maker, by: Expr, inputs: tuple[Any, ...], is_shared: bool) -> tuple[str, ...]:
+    """Append the attention of some heads, or its gradient, under names of its own."""
+    attrs = {**by.kwargs, "enable_gqa": False} if is_shared else by.kwargs
+    outputs = []
+    for x in by.outputs:
+        value = replace(maker.values[x], name=f"{x}.heads", layout=None, is_law=False)
+        maker.values[value.name] = replace(value, like=None, copies=())
+        outputs.append(value.name)
+    expr = replace(by, inputs=inputs, outputs=(*outputs,), attrs=(*attrs.items(),))
+    maker.exprs.append(expr)
+    return (*outputs,)
+
+
+def _forward(maker: Maker, by: Expr, heads: _Heads) -> None:
+    q, k, v = heads.split.operands
+    moved = tuple(heads.copy(maker, by, x, x) for x in (q, k, v))
+    heads.results = _by_heads(maker, by, (*moved, *by.inputs[3:]), heads.split.is_shared)
+    for x, old in zip(heads.results, by.outputs, strict=True):
+        layout = heads.split.rows
+        if old != by.outputs[0]:  # the sums, without the dim of features
+            layout = layout.with_dims({d: d for d in range(len(maker.values[old].shape))})
+        heads.back(maker, by, x, old, layout, joins=False)
+
+
+def _backward(maker: Maker, by: Expr, heads: _Heads) -> None:
+    given, (*_, cotangent) = by.inputs[:3], by.inputs[:6]
+    query, *_ = operands = heads.split.operands
+    moved = [heads.copy(maker, by, str(x), y) for x, y in zip(given, operands, strict=True)]
+    moved += [*heads.results, heads.copy(maker, by, str(cotangent), query)]
+    layouts = [heads.split.fusion.layout(x) for x in operands]
+    results = _by_heads(maker, by, (*moved, *by.inputs[6:]), heads.split.is_shared)
+    for x in results[1:] if heads.split.is_shared else ():
+        value, many = maker.values[x], maker.values[results[0]].shape[HEADS]
+        shape = (*value.shape[:HEADS], many, *value.shape[ROWS:])
+        maker.values[x] = replace(value, shape=shape)
+    for n, (x, old, layout) in enumerate(zip(results, by.outputs, layouts, strict=True)):
+        heads.back(maker, by, x, old, layout, joins=n > 0)

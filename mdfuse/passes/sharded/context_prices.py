@@ -1,0 +1,146 @@
+"""The prices of the forms of attention whose positions are split (`mdfuse.passes.sharded.context`).
+
+A price is in bytes: those that arrive at a rank where layouts change, and for the rank with most
+pairs of a row and a key the bytes that could arrive while it computes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from mdfuse.extents.extent import is_symbolic
+from mdfuse.ir.visible import Run, tiles
+from mdfuse.layouts.layout import Layout
+from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention
+from mdfuse.reshard import elements_received
+
+#: The floating-point operations of an attention that a GPU computes while a byte arrives over fast
+#: links: some 500 TFLOP/s beside 350 GB/s.
+PER_BYTE = 1500
+
+#: The share of the rank with most pairs from which on a line names what balances them.
+_UNEVEN = 1.1
+
+
+class Price(NamedTuple):
+    """The price of a form.
+
+    Attributes:
+        form: "gather" or "heads".
+        received: bytes that arrive at a rank, forward and backward.
+        share: the pairs of the rank with most of them, of a fair share.
+        total: bytes, those that could arrive during the work included.
+    """
+
+    form: str
+    received: float
+    share: float
+    total: float
+
+
+def prices(split: SplitAttention) -> list[Price]:
+    """Return the price of each form that there is; none where a run chooses the extents."""
+    values = split.fusion.values
+    if any(is_symbolic(values[x].shape) for x in split.operands):
+        return []
+    q, k, v = split.operands
+    forms = {"gather": (_moved(split, (k, v), split.read), _share_of_rows(split))}
+    if not split.because:
+        times = _times(split) if split.is_shared else 1
+        moved = _moved(split, (q, q), split.over_heads)
+        moved += times * _moved(split, (k, v), split.over_heads)
+        forms["heads"] = moved, _share_of_heads(split)
+    ranks = math.prod(split.rows.mesh.axis_size(a) for a in split.axes)
+    passes = 2 if split.is_trained else 1
+    work = _operations(split) / ranks * (3.5 if split.is_trained else 1)
+    return [
+        Price(form, passes * moved, share, passes * moved + work * share / PER_BYTE)
+        for form, (moved, share) in forms.items()
+    ]
+
+
+def line(split: SplitAttention, form: str, known: Sequence[Price], is_asked: bool) -> str:
+    """Return the line of a report about the form of an attention."""
+    source = split.expr.source
+    where = f" ({source})" if source else ""
+    axes = " and ".join(split.axes)
+    text = f"attention %{split.expr.outputs[0]}{where}, positions split along {axes}: {form}"
+    text += ", as context= asks" if is_asked else ""
+    each = (f"{p.form} {p.received:,.0f} bytes and {p.share:.2f} of a fair share" for p in known)
+    text += f"; to the busiest rank: {', '.join(each)}" if known else ""
+    share = next((p.share for p in known if p.form == form), 1.0)
+    if form == "gather" and share > _UNEVEN:
+        dim = split.dim(ROWS)
+        text += f"; Shard({dim}, zigzag=True) would balance the rows"
+    return text
+
+
+def _times(split: SplitAttention) -> int:
+    """Return the number of query heads per head of keys."""
+    q, k, _ = (split.shape(x)[HEADS] for x in split.operands)
+    return q // k
+
+
+def _moved(split: SplitAttention, names: Sequence[str], to: Callable[[str], Layout]) -> float:
+    """Return the bytes that arrive where values get other layouts."""
+    values = split.fusion.values
+    return sum(
+        elements_received(split.fusion.layout(x), to(x), values[x].shape) * values[x].dtype.itemsize
+        for x in names
+    )
+
+
+def _operations(split: SplitAttention) -> float:
+    """Return the floating-point operations of all ranks of the axes together."""
+    q, _, v = (split.shape(x) for x in split.operands)
+    rows = split.rows
+    others = math.prod(
+        rows.mesh.axis_size(a)
+        for d in range(len(q) - 2)
+        for a in rows.split_axes(d)
+        if a not in split.axes
+    )
+    return 2 * (q[-1] + v[-1]) * math.prod(q[:-2]) / others * max(1, sum(_pairs(split)))
+
+
+def _share_of_rows(split: SplitAttention) -> float:
+    pairs = _pairs(split)
+    return max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0
+
+
+def _share_of_heads(split: SplitAttention) -> float:
+    """Return how much more than a fair share the rank with most heads has."""
+    n = split.parts
+    heads = split.shape(split.operands[0])[HEADS]
+    return -(-heads // n) * n / heads if heads else 1.0
+
+
+def _pairs(split: SplitAttention) -> tuple[int, ...]:
+    """Return the pairs of rows and keys that each rank along the axes computes, for one head."""
+    q, k, _ = (split.shape(x) for x in split.operands)
+    attrs = split.expr.kwargs
+    runs = tuple(split.rows.rows_at(q, c)[ROWS] for c in _coordinates(split))
+    shift = attrs.get("q_offset", 0) - attrs.get("k_offset", 0)
+    shift = shift if isinstance(shift, int) else 0
+    shifted = tuple(tuple((a + shift, b + shift) for a, b in each) for each in runs)
+    return _counted(shifted, k[-2], bool(attrs.get("is_causal")), attrs.get("window"))
+
+
+def _coordinates(split: SplitAttention) -> list[tuple[int, ...]]:
+    """Return the coordinates of ranks that differ along the axes alone."""
+    mesh, every = split.rows.mesh, list[tuple[int, ...]]([()])
+    for axis in mesh.axes:
+        places = range(mesh.axis_size(axis)) if axis in split.axes else range(1)
+        every = [(*c, i) for c in every for i in places]
+    return every
+
+
+@lru_cache(maxsize=256)
+def _counted(
+    runs: tuple[tuple[Run, ...], ...], keys: int, is_causal: bool, window: int | None
+) -> tuple[int, ...]:
+    each = (tiles(rows, ((0, keys),), is_causal, window) for rows in runs)
+    return tuple(sum(t.pairs for t in seen) for seen in each)

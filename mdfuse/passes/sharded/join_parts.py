@@ -1,0 +1,108 @@
+"""Compute attention where its keys are split, and join what ranks make of their parts.
+
+    %y: f32[1,8,1,64] (cp=R) = scaled_dot_product_attention(%q, %k, %v)   # %k, %v are (cp=S2), cp=4
+->
+    %o: f32[4,1,8,1,64] (cp=S0), %l: f32[4,1,8,1] (cp=S0) = attention_parts(%q, %k, %v, parts=4)
+    %m: f32[1,1,8,1] (cp=P(max)) = max(%l, dims=[0], keepdim=True)
+    %w: f32[4,1,8,1] (cp=S0) = exp(sub(%l, %m))           # 0 where nothing is visible
+    %s: f32[1,8,1,65] (cp=P(sum)) = sum(cat(mul(%o, %w), %w), dims=[0])
+    %y: f32[1,8,1,64] (cp=R) = div(slice(%s), slice(%s))
+
+So a step of decoding reads a long cache where it lies. It is done where that takes fewer bytes than
+to bring keys and values together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from mdfuse.ir.graph import Expr, Fusion, fresh_name
+from mdfuse.layouts.layout import Partial, Replicate
+from mdfuse.passes.rewriting import Maker, Rule, laid_out
+from mdfuse.passes.sharded.keep_splits import with_placements
+from mdfuse.passes.sharded.split_attention import ATTENTIONS, ROWS
+from mdfuse.reshard import elements_received
+
+
+def run(fusion: Fusion) -> Fusion:
+    """Return the fusion with such attention in parts."""
+    rules: dict[str, Rule] = {}
+    for expr, axes in _split(fusion):
+        parts = math.prod(fusion.layout(expr.reads[0]).mesh.axis_size(a) for a in axes)
+        rules[expr.outputs[0]] = partial(_parts, parts=parts)
+    return laid_out(fusion, rules)
+
+
+# -- which -----------------------------------------------------------------------------------------
+
+
+def _split(fusion: Fusion) -> Iterator[tuple[Expr, tuple[str, ...]]]:
+    """Yield attention whose keys are split along axes that do not split its query."""
+    for expr in fusion.exprs:
+        if expr.op not in ATTENTIONS or any(fusion.values[x].stream for x in expr.reads):
+            continue
+        query, *others = ((fusion.layout(x), len(fusion.values[x].shape)) for x in expr.reads[:3])
+        rows = {layout.split_axes(ndim + ROWS) for layout, ndim in others}
+        (axes, *apart) = rows
+        axes = tuple(a for a in axes if query[0].mesh.axis_size(a) > 1)
+        is_free = all(isinstance(query[0].placement(a), Replicate) for a in axes)
+        is_plain = all(ndim + ROWS not in layout.blocked for layout, ndim in others)
+        is_here = all(layout.mesh == query[0].mesh for layout, _ in others)
+        if axes and is_here and not apart and is_free and is_plain and _is_less(fusion, expr, axes):
+            yield expr, axes
+
+
+def _is_less(fusion: Fusion, expr: Expr, axes: tuple[str, ...]) -> bool:
+    """Return whether results in f32 are fewer bytes to reduce than keys and values to gather."""
+    values, of_query = fusion.values, fusion.layout(expr.reads[0])
+    gathered = 0.0
+    for x in expr.reads[1:3]:
+        layout = fusion.layout(x)
+        whole = with_placements(layout, axes, Replicate())
+        gathered += elements_received(layout, whole, values[x].shape) * values[x].dtype.itemsize
+    terms = with_placements(of_query, axes, Partial())
+    shape = values[expr.outputs[0]].shape
+    reduced = elements_received(terms, with_placements(terms, axes, Replicate()), shape)
+    return reduced * max(values[expr.outputs[0]].dtype.itemsize, 4) * _MORE < gathered
+
+
+#: The sums and maxima, beside the results: one number for each row, which has many features.
+_MORE = 1.25
+
+
+# -- by what ---------------------------------------------------------------------------------------
+
+
+def _parts(maker: Maker, by: Expr, parts: int) -> None:
+    """Append attention to each part of the keys, and the join of its results."""
+    out = fresh_name(maker.values, f"{by.outputs[0]}.parts")
+    dtype = maker.values[by.outputs[0]].dtype
+    how = {**by.kwargs, "parts": parts}
+    sums = maker.several(by, "attention_parts", *by.inputs, first=out, **how)
+    ndim = len(maker.values[out].shape)
+    top = maker.op(by, "max", sums, dims=(0,), keepdim=True)
+    shift = maker.op(by, "where", maker.op(by, "eq", top, -math.inf), 0.0, top)
+    weights = maker.op(by, "exp", maker.op(by, "sub", sums, shift))
+    columns = maker.op(by, "unsqueeze", weights, dims=(ndim - 1,))
+    weighed = maker.op(by, "mul", maker.wide(by, out), columns)
+    both = maker.op(by, "cat", weighed, columns, dim=ndim - 1)
+    total = maker.op(by, "sum", both, dims=(0,))
+    n = maker.values[total].shape[-1] - 1
+    over, under = _columns(maker, by, total, 0, n), _columns(maker, by, total, n, n + 1)
+    safe = maker.op(by, "where", maker.op(by, "eq", under, 0.0), 1.0, under)
+    joined = maker.op(by, "div", over, safe)
+    is_same = maker.values[joined].dtype == dtype
+    last = replace(by, op="set" if is_same else "cast", inputs=(joined,), outputs=by.outputs[:1])
+    maker.exprs.append(replace(last, attrs=() if is_same else (("dtype", dtype),)))
+    if len(by.outputs) == 2:
+        rows = maker.op(by, "squeeze", maker.op(by, "log", under), dims=(ndim - 2,))
+        maker.op(by, "add", rows, maker.op(by, "squeeze", shift, dims=(0,)), last=True)
+
+
+def _columns(maker: Maker, by: Expr, x: str, start: int, end: int) -> str:
+    shape = maker.values[x].shape
+    starts, ends = ((*(0 for _ in shape[1:]), start), (*shape[:-1], end))
+    return maker.op(by, "slice", x, starts=starts, ends=ends, steps=(1,) * len(shape))

@@ -1,0 +1,114 @@
+"""Attention whose positions are split: which axes split them, and where its operands may lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.layouts.layout import Layout, Replicate, Shard
+from mdfuse.passes.strategy import dim_map
+
+#: The ops of attention, but its gradient.
+ATTENTIONS = ("scaled_dot_product_attention", "attention")
+
+#: The heads and the positions of query, key and value, from the last dim.
+HEADS, ROWS = -3, -2
+
+
+@dataclass(frozen=True)
+class SplitAttention:
+    """An attention whose positions are split.
+
+    Attributes:
+        fusion: with layouts.
+        expr: the attention.
+        axes: those that split the rows of its query.
+        is_trained: whether its gradient is computed.
+    """
+
+    fusion: Fusion
+    expr: Expr
+    axes: tuple[str, ...]
+    is_trained: bool
+
+    @property
+    def operands(self) -> tuple[str, str, str]:
+        q, k, v = map(str, self.expr.inputs[:3])
+        return q, k, v
+
+    def shape(self, x: str) -> tuple[int, ...]:
+        return self.fusion.values[x].shape
+
+    @property
+    def rows(self) -> Layout:
+        """The layout of the result: that of the query."""
+        return self.fusion.layout(self.operands[0])
+
+    @property
+    def is_shared(self) -> bool:
+        """True if heads of the query share those of keys, of which ranks would have parts."""
+        q, k, _ = self.operands
+        heads, shared = self.shape(q)[HEADS], self.shape(k)[HEADS]
+        return heads != shared and shared % self.parts != 0
+
+    @property
+    def parts(self) -> int:
+        """The number of parts in which the heads are, split along these axes, too."""
+        parts = 1
+        for axis in self.over_heads(self.operands[0]).split_axes(self.dim(HEADS)):
+            parts *= self.rows.mesh.axis_size(axis)
+        return parts
+
+    def dim(self, back: int) -> int:
+        return len(self.shape(self.operands[0])) + back
+
+    def over_heads(self, x: str) -> Layout:
+        """Return the layout of query, key, value or result where the axes split the heads."""
+        layout = self.fusion.layout(x)
+        outer = [a for a in self.rows.split_axes(self.dim(HEADS)) if a not in self.axes]
+        for axis in self.axes:
+            layout = layout.with_placement(axis, Replicate())
+        for axis in (*outer, *self.axes):
+            layout = layout.with_placement(axis, Shard(self.dim(HEADS)))
+        return layout
+
+    def read(self, x: str) -> Layout:
+        """Return the layout in which keys or values are read by rows: whole, or as windows reach.
+
+        A gradient reads them whole.
+        """
+        layout, dim = self.fusion.layout(x), self.dim(ROWS)
+        reaches = dim_map(self.expr, self.fusion.values).reaches
+        reach = next((r for (at, d), r in reaches.items() if d == dim and at), None)
+        if reach is not None and not self.is_trained and dim not in layout.blocked:
+            return layout.reaching({dim: reach}, self.shape(x))
+        for axis in self.axes:
+            layout = layout.with_placement(axis, Replicate())
+        return layout
+
+    @property
+    def because(self) -> str:
+        """The reason why the heads cannot be split along these axes; "" where they can."""
+        q, k, _ = self.operands
+        if len(self.shape(q)) < 3 or len(self.shape(q)) != len(self.shape(k)):
+            return "there are no heads"
+        if self.shape(q)[HEADS] < self.parts:
+            return f"it has {self.shape(q)[HEADS]} heads for {self.parts} ranks"
+        return ""
+
+
+def splits(fusion: Fusion) -> Iterator[SplitAttention]:
+    """Yield the attentions whose positions are split."""
+    trained = {e.inputs[3] for e in fusion.exprs if e.op == "attention_grad"}
+    for e in fusion.exprs:
+        if e.op not in ATTENTIONS or any(fusion.values[x].stream is not None for x in e.reads):
+            continue
+        layouts = [fusion.layout(x) for x in e.reads]
+        query = layouts[0]
+        rows = query.split_axes(len(fusion.values[e.reads[0]].shape) + ROWS)
+        axes = tuple(a for a in rows if query.mesh.axis_size(a) > 1)
+        is_plain = all(x.mesh == query.mesh and not x.partial_axes for x in layouts)
+        out = fusion.values[e.outputs[0]].layout
+        if axes and is_plain and out is not None and out.mesh == query.mesh:
+            yield SplitAttention(fusion, e, axes, e.outputs[0] in trained)
