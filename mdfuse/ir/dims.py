@@ -296,6 +296,7 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
         )[: len(shapes)],
         results=((*range(batch), rows, batch + 1),),
         fits=fits if is_grouped else always,
+        plain=frozenset({heads}) if is_grouped else None,
     )
 
 

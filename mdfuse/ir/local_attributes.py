@@ -133,8 +133,8 @@ def local_positions(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
         return attrs
     for name, shape, box in zip(("rows", "keys"), part.shapes[:2], part.boxes[:2], strict=True):
         assert shape is not None and box is not None
-        blocks = part.blocks.get(len(shape) - 2) if name == "rows" else None
-        runs = tuple(piece for _, piece in blocks) if blocks is not None else (box[-2],)
+        runs = part.runs.get(len(shape) - 2) if name == "rows" else None  # those of the result
+        runs = (box[-2],) if runs is None else runs
         if runs != ((0, shape[-2]),):
             attrs = {**attrs, name: runs}
     return attrs
