@@ -290,6 +290,7 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
     masked = _align(mask, (*result[:-1], k[-2])) if mask is not None else ()
     reach = _reach_of_window(q, k, attrs)
     keys = rows if reach is not None else None
+    plain = [heads] * is_shared + [rows] * (reach is not None)
     return DimMap(
         operands=(
             (*lead[0], rows, None),
@@ -299,6 +300,7 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
         )[: len(shapes)],
         results=((*range(batch), rows, batch + 1),),
         fits=fits if is_shared else always,
+        plain=frozenset(plain) if plain else None,
         reaches={(at, len(x) - 2): reach for at, x in ((1, k), (2, v))} if reach else {},
     )
 

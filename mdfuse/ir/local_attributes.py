@@ -31,7 +31,7 @@ class ExprPart:
         runs: dim of the result that is in blocks -> the rows that the rank has of it.
         moved: dim of the first operand of which the rank has just the rows that it needs -> by how
             many rows these lie behind those of the result.
-        pieces: `blocks` of each operand.
+        pieces: dim of an operand that is in blocks -> the rows that the rank has of it, for each.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -42,7 +42,7 @@ class ExprPart:
     cuts: Mapping[int, Cut] = field(default_factory=dict)
     runs: Mapping[int, Rows] = field(default_factory=dict)
     moved: Mapping[int, int] = field(default_factory=dict)
-    pieces: tuple[Mapping[int, Pieces], ...] = ()
+    pieces: tuple[Mapping[int, Rows], ...] = ()
 
 
 #: (attributes, one rank's part) -> the attributes on the other side.
@@ -136,8 +136,8 @@ def local_positions(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     for at, name in enumerate(("rows", "keys")):
         shape, box = part.shapes[at], part.boxes[at]
         assert shape is not None and box is not None
-        blocks = part.pieces[at].get(len(shape) - 2) if part.pieces else None
-        runs = tuple(piece for _, piece in blocks) if blocks is not None else (box[-2],)
+        runs = part.pieces[at].get(len(shape) - 2) if part.pieces else None
+        runs = (box[-2],) if runs is None else runs
         if runs != ((0, shape[-2]),):
             attrs = {**attrs, name: runs}
     return attrs

@@ -100,5 +100,5 @@ def _part(program: HostProgram, i: Instruction, rank: int) -> ExprPart:
         cuts=output.layout.cuts if output.layout is not None else {},
         moved=tensors[0].moved if tensors and tensors[0] is not None else {},
         runs=output.runs(rank),
-        pieces=tuple(k.blocks(rank) if k is not None else {} for k in tensors),
+        pieces=tuple(k.runs(rank) if k is not None else {} for k in tensors),
     )

@@ -147,7 +147,7 @@ def _part(operands: tuple[Kind, ...], result: BufferType, rank: int) -> ExprPart
         cuts=result.layout.cuts if result.layout is not None else {},
         moved=tensors[0].moved if tensors and tensors[0] is not None else {},
         runs=result.runs(rank),
-        pieces=tuple(k.blocks(rank) if k is not None else {} for k in tensors),
+        pieces=tuple(k.runs(rank) if k is not None else {} for k in tensors),
     )
 
 
