@@ -20,6 +20,7 @@ from mdfuse.frontend.importing import routes
 from mdfuse.frontend.importing.batches import on_batches
 from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.constants import Distinct, as_value, is_made
+from mdfuse.frontend.importing.deferred import KINDS, GraphCall
 from mdfuse.frontend.importing.dispatch import parts_of_tokens
 from mdfuse.frontend.importing.drawn import RecordingContext, draws
 from mdfuse.frontend.importing.fold import Folded
@@ -321,7 +322,7 @@ def _not_made(model: Model, place: int, node: Node) -> DefinitionError:
 
 def whole(x: Any) -> Any:
     """Return a value as one handle: joined parts are concatenated, deferred sorts are done."""
-    while isinstance(x, (JoinedTensors, *routes.KINDS)):
+    while isinstance(x, (JoinedTensors, *KINDS)):
         x = x.whole()
     return x
 
@@ -424,7 +425,7 @@ class _Recording:
         target = str(node.target)
         if not self._is_routed:
             return self._apply(target, args, kwargs)
-        call = routes.GraphCall(
+        call = GraphCall(
             target=target,
             is_pointwise=routes.is_pointwise(node),
             apply=self._apply,
