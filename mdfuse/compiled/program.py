@@ -146,11 +146,19 @@ class Program:
         """The communications in order, each a family projected per rank."""
         return self.host.communications
 
-    def bytes_received(self, rank: int, extents: Mapping[str, int] | None = None) -> int:
-        """Return the bytes that a rank receives in one run: ring model, padding included."""
-        return sum(size for _, size in received(self.host_for(extents), rank))
+    def bytes_received(
+        self, rank: int, extents: Mapping[str, int] | None = None, at_worst: bool = False
+    ) -> int:
+        """Return the bytes that a rank receives in one run: ring model, padding included.
 
-    def timeline(self, costs: Costs, extents: Mapping[str, int] | None = None) -> Timeline:
+        Rows that a run counts are as many as are expected, where each part has all rows that it may
+        have and all experts equally many; `at_worst` as many as may be.
+        """
+        return sum(size for _, size in received(self.host_for(extents), rank, at_worst))
+
+    def timeline(
+        self, costs: Costs, extents: Mapping[str, int] | None = None, at_worst: bool = False
+    ) -> Timeline:
         """Return the predicted times of each rank's work, by a table of costs; nothing runs.
 
         Ranks that run alike are there once, so that programs for thousands of ranks take seconds.
@@ -158,6 +166,7 @@ class Program:
         Args:
             costs: the time of each instruction, for example `mdfuse.seeing.H100`.
             extents: every symbolic extent by name.
+            at_worst: as in `bytes_received`.
 
         Raises:
             MdfuseError: extents are missing; the ranks wait for each other.
@@ -172,7 +181,7 @@ class Program:
                 because="times are predicted by a table of costs, an object",
                 hint="mdfuse.seeing.H100, or cost_table(mdfuse.init()).costs of mdfuse.seeing",
             )
-        return timeline(self.with_extents(extents or {}).host, costs)
+        return timeline(self.with_extents(extents or {}).host, costs, at_worst)
 
     def explain(self) -> str:
         """Return the choices of the compiler as text, with their reasons."""

@@ -54,7 +54,7 @@ class HostValues:
 
     def _is_counted(self, name: str) -> bool:
         kind = self.program.types.get(self._root(name))
-        return kind is not None and kind.counts is not None
+        return kind is not None and kind.counts in self.known
 
     def _is_number(self, name: str) -> bool:
         kind = self.program.types.get(self._root(name))

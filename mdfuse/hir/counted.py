@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from mdfuse.hir.instructions import counts_of
 from mdfuse.layouts.boxes import Interval, box_size, intersect
 
 if TYPE_CHECKING:
-    from mdfuse.hir.program import BufferType, Instruction
+    from mdfuse.hir.program import BufferType, HostProgram, Instruction
 
 #: The parts and the experts whose rows are held, or moved.
 Cell = tuple[Interval, Interval]
@@ -93,20 +94,34 @@ def _received(i: Instruction, rank: int, rows: _Estimate) -> int:
     return math.ceil(rows(cells, comm)) * row_size(comm) * comm.dtype.itemsize
 
 
-def worst_bytes(i: Instruction, rank: int) -> int:
-    """Return the most bytes that may reach a rank by a counted post."""
-    return _received(i, rank, _worst)
+def bytes_received(i: Instruction, rank: int, at_worst: bool = False) -> int:
+    """Return the bytes that reach a rank by a post in one run.
 
-
-def expected_bytes(i: Instruction, rank: int) -> int:
-    """Return the bytes that reach a rank where parts are full and experts equally busy."""
-    return _received(i, rank, _expected)
-
-
-def bytes_received(i: Instruction, rank: int) -> int:
-    """Return the bytes that reach a rank by a post in one run; of counted rows those expected."""
+    Rows that a run counts are as many as are expected, where parts are full and experts equally
+    busy; or as many as there may be, `at_worst`.
+    """
     assert i.comm is not None
-    return expected_bytes(i, rank) if counts_of(i) is not None else i.comm.bytes_received(rank)
+    if counts_of(i) is None:
+        return i.comm.bytes_received(rank)
+    return _received(i, rank, _worst if at_worst else _expected)
+
+
+def with_expected_rows(program: HostProgram) -> HostProgram:
+    """Return a rank's program whose types have as many rows as are expected, for estimates."""
+    rank, types = program.rank, program.types
+    if rank is None or not is_counted(types.values()):
+        return program
+    expected = {n: _with_rows(k, rank) if k.counts is not None else k for n, k in types.items()}
+    return replace(program, types=expected)
+
+
+def _with_rows(kind: BufferType, rank: int) -> BufferType:
+    if kind.layout is None or rank not in kind.layout.mesh:
+        return kind
+    parts, experts, most, *inner = kind.shape
+    _, held = cell_of(kind, rank)
+    rows = -(-most * box_size((held,)) // max(experts, 1))
+    return replace(kind, shape=(parts, experts, rows, *inner))
 
 
 def is_counted(kinds: Iterable[BufferType | None]) -> bool:

@@ -13,12 +13,15 @@ from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.rank.unrolled import written_out
 
 
-def received(program: HostProgram, rank: int) -> Iterator[tuple[Instruction, int]]:
+def received(
+    program: HostProgram, rank: int, at_worst: bool = False
+) -> Iterator[tuple[Instruction, int]]:
     """Yield each post and receive that a rank runs, iterations one by one, and its bytes.
 
     Args:
         program: global, or the rank's projection.
         rank: the rank at which the bytes arrive.
+        at_worst: count as many rows as there may be, not those expected.
 
     Yields:
         (instruction, bytes that arrive from other ranks by the ring model, padding included).
@@ -28,7 +31,7 @@ def received(program: HostProgram, rank: int) -> Iterator[tuple[Instruction, int
     for i in program.walk():
         if i.comm is not None:
             if i.op == "post" and program.runs_on(i, rank):
-                yield i, bytes_received(i, rank)
+                yield i, bytes_received(i, rank, at_worst)
         elif i.op == "recv":
             kind = program.types[i.reads[0]]
             is_own = i.kwargs["from"] == rank

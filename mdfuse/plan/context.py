@@ -112,6 +112,7 @@ class Context:
         parts: name -> the chunks whose parts are added up in its buffer, while some are missing.
         storage: name -> the name whose memory it shares; names with memory of their own are absent.
         updated: names that may share memory with a buffer that is written again after it was bound.
+        fetched: which names are numbers that the host waits for in a run.
         host_values: which names stand for numbers of a run, or for host memory.
         shapes: type -> the shape of this rank's part; many values have the same type.
         checks: looks at the indices of tables; None: nobody does.
@@ -143,6 +144,7 @@ class Context:
     storage: dict[str, str] = field(default_factory=dict)
     updated: frozenset[str] = frozenset()
     host_values: HostValues = field(init=False)
+    fetched: frozenset[str] = field(init=False)
     shapes: dict[BufferType, tuple[int, ...]] = field(default_factory=dict)
     checks: IndexChecks | None = None
     fuse: Fuse | None = None
@@ -151,6 +153,8 @@ class Context:
 
     def __post_init__(self) -> None:
         self.host_values = HostValues(self.program)
+        every = self.program.instructions
+        self.fetched = frozenset(x for i in every if i.op == "fetch" for x in i.outputs)
 
     def slot(self, name: str) -> int:
         if name not in self.slots:
@@ -170,9 +174,9 @@ class Context:
         return self.program.types[name]
 
     def is_counted(self, name: str) -> bool:
-        """Tell whether a name stands for as many rows as a run counts."""
+        """Tell whether a name stands for as many rows as the host counts in a run."""
         kind = self.program.types.get(name)
-        return kind is not None and kind.counts is not None
+        return kind is not None and kind.counts in self.fetched
 
     def box(self, name: str) -> Box:
         return self.type(name).box(self.rank)

@@ -1,7 +1,7 @@
 """Prepare rows that a run counts: the fetch of the counts, exact buffers, posts by the counts.
 
 A fetched value is a table of sums on the host: of all parts and experts in front of each place.
-So the rows of a box of parts and experts are four numbers of it, those of many boxes one look-up.
+So the rows of a box of parts and experts follow from four numbers of it.
 Buffers of counted rows are as long as their rows: their bound counts for estimates alone.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,56 +21,84 @@ from mdfuse.errors import CommunicationError, CountsError, ProgramError
 from mdfuse.hir.counted import Cell, cell_of, moves, parts_of, row_size
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.extremes import poison
+from mdfuse.ir.ops import itself
+from mdfuse.plan.allocation import allocate, empty
 from mdfuse.plan.context import Context, PlanStep, base_name, label
 from mdfuse.plan.lines import Line
 from mdfuse.plan.pending import Pending
 
+#: A fetched value: the sums of all parts and experts in front of each place, row by row.
+Fetched = list[int]
 #: The rows of some cells, by a fetched value.
-_Rows = Callable[[Tensor], list[int]]
+_Rows = Callable[[Fetched], list[int]]
 
 
 def rows_of(cells: Sequence[Cell], experts: int) -> _Rows:
-    """Return the function that looks the rows of cells up in a fetched value."""
-    width = experts + 1
-    corners = [[p * width + e for p in ps for e in es] for ps, es in cells]
-    at = torch.tensor(corners, dtype=torch.int64).reshape(-1, 4).T.contiguous()
+    """Return the function that looks the rows of cells up in a fetched value.
 
-    def look_up(fetched: Tensor) -> list[int]:
-        low, a, b, high = fetched[at]
-        rows: list[int] = (high - a - b + low).tolist()
-        return rows
+    Numbers of Python take 3 us for four ranks, calls of torch on small tensors 50 (2 busy cores).
+    """
+    n = experts + 1
+    at = [(p * n + e, p * n + f, q * n + e, q * n + f) for (p, q), (e, f) in cells]
+
+    def look_up(sums: Fetched) -> list[int]:
+        return [sums[d] - sums[b] - sums[c] + sums[a] for a, b, c, d in at]
 
     return look_up
 
 
+def sums_of(table: Sequence[Sequence[int]], experts: int) -> Fetched:
+    """Return the fetched value of counts.
+
+    >>> sums_of([[1, 2], [3, 4]], 2)
+    [0, 0, 0, 0, 1, 3, 0, 4, 10]
+    """
+    above = [0] * (experts + 1)
+    sums = [*above]
+    for row in table:
+        above = [x + y for x, y in zip(above, accumulate(row, initial=0), strict=True)]
+        sums += above
+    return sums
+
+
 def fetch(i: Instruction, context: Context) -> list[Line]:
     """Bring counts to the host; ranks that all know them refuse wrong ones together."""
-    (output,), most = i.outputs, i.kwargs["most"]
-    what, where = f"@{context.program.name}: %{base_name(i.reads[0])}", context.where(i)
-    kind = CountsError if _is_everywhere(output, context) else ProgramError
+    (output,), (counts,) = i.outputs, i.reads
+    read, experts = _reader(counts, i.kwargs["most"], i, context), context.type(output).shape[1]
 
-    def fetched(counts: Tensor) -> Tensor:
-        table = counts.detach().to("cpu", torch.int64)
+    def fetched(table: Tensor) -> Fetched:
+        return sums_of(read(table), experts)
+
+    return [Line(run=fetched, args=(context.ref(counts),), into=context.slot(output))]
+
+
+def _reader(
+    counts: str, most: int, i: Instruction, context: Context
+) -> Callable[[Tensor], list[list[int]]]:
+    """Return the function that reads counts on the host, and refuses too many rows of a part."""
+    what, where = f"@{context.program.name}: %{base_name(counts)}", context.where(i)
+    kind = CountsError if _is_everywhere(counts, context) else ProgramError
+
+    def read(counted: Tensor) -> list[list[int]]:
+        table: list[list[int]] = counted.tolist()
         problem = _problem(table, most)
         if problem is not None:
             raise kind(f"{what} counts {problem}", where=where, because=_ALL_KNOW, hint=_BOUND)
-        sums = table.new_zeros([n + 1 for n in table.shape])
-        sums[1:, 1:] = table.cumsum(0).cumsum(1)
-        return sums.view(-1)
+        return table
 
-    return [Line(run=fetched, args=(context.ref(i.reads[0]),), into=context.slot(output))]
+    return read
 
 
-def _problem(table: Tensor, most: int) -> str | None:
+def _problem(table: list[list[int]], most: int) -> str | None:
     """Return what is wrong with counts of parts and experts; None: nothing."""
-    if not table.numel():
-        return None
-    least, rows = int(table.min()), table.sum(1)
-    at = int(rows.argmax())
+    least = min((x for row in table for x in row), default=0)
     if least < 0:
         return f"{least} rows"
-    n = int(rows[at])
-    return None if n <= most else f"{n} rows of part {at}, of which there may be {most}"
+    rows = [*map(sum, table)]
+    n = max(rows, default=0)
+    if n <= most:
+        return None
+    return f"{n} rows of part {rows.index(n)}, of which there may be {most}"
 
 
 def _is_everywhere(name: str, context: Context) -> bool:
@@ -82,15 +111,49 @@ _ALL_KNOW = "all ranks know all counts, so that all of them refuse the run befor
 _BOUND = "let the bound be what a part may have at most, or drop rows before they are counted"
 
 
+def _is_exact(i: Instruction, context: Context) -> bool:
+    """Tell whether buffers are as long as their rows: the host knows how many there are.
+
+    Where it does not, they are as long as there may be rows, and zeros stand behind those there.
+
+    Raises:
+        ProgramError: the counts lie in the memory of a GPU, from which no backend here reads them.
+    """
+    counts = i.reads[-1]
+    if counts in context.fetched:
+        return True
+    if context.device.type == "cpu":
+        return False
+    raise ProgramError(
+        f"@{context.program.name}: {i.op} by %{base_name(counts)}, which is in device memory",
+        where=context.where(i),
+        because="on GPUs the host must know how many rows go where before it posts them",
+        hint="name a fetched value: %c = fetch(%n, most=...)",
+    )
+
+
+def _numbers(i: Instruction, context: Context, most: int) -> Callable[[Any], Fetched]:
+    """Return the function that makes a fetched value of what an instruction counts by."""
+    counts = i.reads[-1]
+    if counts in context.fetched:
+        return itself
+    read, experts = _reader(counts, most, i, context), context.type(counts).shape[1]
+    return lambda table: sums_of(read(table), experts)
+
+
 def alloc(i: Instruction, context: Context) -> list[Line]:
-    """Make a buffer of as many rows as are counted."""
+    """Make a buffer of as many rows as are counted, where there is none."""
     (output,), (counts,) = i.outputs, i.reads
+    if not _is_exact(i, context):
+        return allocate(i, context)
+    if context.has_buffer(output):
+        return []
     kind = context.type(output)
     _, *inner = context.local(output)
     rows = rows_of([cell_of(kind, context.rank)], kind.shape[1])
     how: dict[str, Any] = {"dtype": kind.dtype, "device": context.device}
 
-    def make(fetched: Tensor) -> Tensor:
+    def make(fetched: Fetched) -> Tensor:
         return torch.empty((*rows(fetched), *inner), **how)
 
     fill = i.kwargs.get("fill", poison(kind.dtype) if context.poison else None)
@@ -112,42 +175,50 @@ def pack(i: Instruction, context: Context) -> list[Line]:
     (output,), (operand, counts) = i.outputs, i.reads
     kind, source = context.type(output), context.ref(operand)
     rows = rows_of(parts_of(kind, context.rank), kind.shape[1])
+    numbers, is_exact = _numbers(i, context, kind.shape[2]), _is_exact(i, context)
 
-    def take(x: Tensor, fetched: Tensor) -> Tensor:
-        taken = [part[:n] for part, n in zip(x, rows(fetched), strict=True)]
+    def take(x: Tensor, counted: Any) -> Tensor:
+        taken = [part[:n] for part, n in zip(x, rows(numbers(counted)), strict=True)]
         if not taken:
             return x.reshape(0, *x.shape[2:])
         packed: Tensor = taken[0].contiguous() if len(taken) == 1 else torch.cat(taken)
         return packed
 
-    return [
-        Line(
-            run=take, args=(source, context.ref(counts)), into=context.slot(output),
-            shares=(source.slot,), makes=_bound(i, context),
-        )
-    ]  # fmt: skip
+    def copy(out: Tensor, x: Tensor, counted: Any) -> None:
+        taken = take(x, counted)
+        out[: len(taken)] = taken
+        out[len(taken) :] = 0
+
+    args, target = (source, context.ref(counts)), context.ref(output)
+    if not is_exact or context.has_buffer(output):
+        lines = [] if is_exact else empty(output, None, context)
+        return [*lines, Line(run=copy, args=(target, *args))]
+    shares, nbytes = (source.slot,), _bound(i, context)
+    return [Line(run=take, args=args, into=target.slot, shares=shares, makes=nbytes)]
 
 
 def unpack(i: Instruction, context: Context) -> list[Line]:
     """Put rows at the beginnings of their parts; zeros follow them."""
     (output,), (operand, counts) = i.outputs, i.reads
-    kind = context.type(operand)
+    kind, shape = context.type(operand), context.local(output)
     rows = rows_of(parts_of(kind, context.rank), kind.shape[1])
-    shape = context.local(output)
+    numbers, is_exact = _numbers(i, context, kind.shape[2]), _is_exact(i, context)
 
-    def put(x: Tensor, fetched: Tensor, out: Tensor | None = None) -> Tensor:
-        numbers = rows(fetched)
-        if out is None and len(numbers) == 1 and numbers[0] == shape[1]:
+    def put(x: Tensor, counted: Any, out: Tensor | None = None) -> Tensor:
+        lengths = rows(numbers(counted))
+        if out is None and len(lengths) == 1 and lengths[0] == shape[1]:
             return x.view(shape)
         out = x.new_empty(shape) if out is None else out
-        for part, taken in zip(out, x.split(numbers), strict=True):
+        x = x[: sum(lengths)]
+        for part, taken in zip(out, x.split(lengths) if lengths else (), strict=True):
             part[: len(taken)] = taken
             part[len(taken) :] = 0
         return out
 
     args = (context.ref(operand), context.ref(counts))
-    if context.has_buffer(output):
-        return [Line(run=put, args=(*args, context.ref(output)))]
+    if not is_exact or context.has_buffer(output):
+        lines = [] if is_exact else empty(output, None, context)
+        return [*lines, Line(run=put, args=(*args, context.ref(output)))]
     into, shares = context.slot(output), (args[0].slot,)
     return [Line(run=put, args=args, into=into, shares=shares, makes=_bound(i, context))]
 
@@ -159,13 +230,19 @@ def post(i: Instruction, context: Context) -> PlanStep:
     context.bind_name(i.outputs[0])
     sent, received = moves(comm, rank)
     rows, size, n = rows_of((*sent, *received), comm.shape[1]), row_size(comm), len(sent)
+    numbers, is_exact = _numbers(i, context, comm.shape[2]), _is_exact(i, context)
     call = comm.part(rank).call
     assert call is not None
     call = replace(call, send_counts=(0,) * n, recv_counts=(0,) * n, is_counted=True)
     poster = context.bind(call)
 
-    def post_rows(source: Tensor, destination: Tensor, fetched: Tensor) -> Pending:
-        counts = [size * k for k in rows(fetched)]
+    def post_rows(source: Tensor, destination: Tensor, given: Any) -> Pending:
+        there = rows(numbers(given))
+        if not is_exact:
+            left = destination[sum(there[n:]) :]
+            left.zero_()
+            source, destination = source[: sum(there[:n])], destination[: sum(there[n:])]
+        counts = [size * k for k in there]
         now = replace(call, send_counts=tuple(counts[:n]), recv_counts=tuple(counts[n:]))
         for x, side in ((source, now.send_counts), (destination, now.recv_counts)):
             if x.numel() != sum(side) or not x.is_contiguous():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from mdfuse.hir.counted import bytes_received
 from mdfuse.hir.program import Instruction
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan
@@ -140,7 +141,7 @@ def _posted(step: PlanStep, i: Instruction | None, rank: int, lane: str, source:
         part="post",
         instruction=step.instruction,
         source=source,
-        nbytes=comm.bytes_received(rank) if comm is not None else 0,
+        nbytes=bytes_received(i, rank) if i is not None and comm is not None else 0,
         detail=f"{comm.source} -> {comm.destination}" if comm is not None else "",
         handles=step.outputs,
         team=step.calls[0].team,

@@ -24,6 +24,7 @@ from typing import Any
 from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError, counted
 from mdfuse.hir.analysis.clobbers import uncopied
+from mdfuse.hir.counted import bytes_received, with_expected_rows
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run, project
@@ -95,27 +96,33 @@ def _alike(rank: int, ranks: tuple[int, ...]) -> str:
     return f"rank {rank}" + (f" and {others} like it" if others else "")
 
 
-def timeline(program: HostProgram, costs: Costs) -> Timeline:
+def timeline(program: HostProgram, costs: Costs, at_worst: bool = False) -> Timeline:
     """Return the predicted times of each rank's work, by a table of costs.
 
     Args:
         program: for all ranks, with numbers for extents.
         costs: the time of each instruction.
+        at_worst: where a run counts rows, as many are there as may be; else as many as are
+            expected, where parts are full and experts equally busy.
 
     Raises:
         CommunicationError: the ranks wait for each other.
         ProgramError: a rank's program cannot be written out.
     """
-    return on_ranks(program, costs, rank_classes(program))
+    return on_ranks(program, costs, rank_classes(program), at_worst)
 
 
-def on_ranks(program: HostProgram, costs: Costs, classes: Classes) -> Timeline:
+def on_ranks(
+    program: HostProgram, costs: Costs, classes: Classes, at_worst: bool = False
+) -> Timeline:
     """Return a timeline of the first rank of each class."""
     programs = [as_run(project(program, r)) for r in classes.firsts]
-    clock = _Clock(costs=costs, classes=classes)
+    if not at_worst:
+        programs = [*map(with_expected_rows, programs)]
+    clock = _Clock(costs=costs, classes=classes, at_worst=at_worst)
     clock.run([_Rank(p, clock) for p in programs])
     if delays := slowed(clock.events, clock.slows):
-        clock = _Clock(costs=costs, classes=classes, delays=delays)
+        clock = _Clock(costs=costs, classes=classes, delays=delays, at_worst=at_worst)
         clock.run([_Rank(p, clock) for p in programs])
     events = sorted(clock.events, key=lambda e: (e.start_ns, e.rank, e.stop_ns))
     members = {m[0]: m for m in classes.members}
@@ -174,6 +181,8 @@ class _Clock:
     delays: Mapping[tuple[int, int], float] = field(default_factory=dict)
     #: (rank, flow) -> the share of its speed that work loses while this is transferred
     slows: dict[tuple[int, int], float] = field(default_factory=dict)
+    #: as many rows are there as may be, where a run counts them
+    at_worst: bool = False
 
     def run(self, ranks: Iterable[_Rank]) -> None:
         waiting = [*ranks]
@@ -419,7 +428,7 @@ class _Rank:
         team = comm.team(self.rank)
         if len(team) < 2:
             return []
-        size = comm.bytes_received(self.rank)
+        size = bytes_received(i, self.rank, self.clock.at_worst)
         name = f"{comm.kind}[{comm.reduce_op}]" if comm.reduce_op else comm.kind
         where = ",".join(comm.axes) if comm.is_along_axes else "meshes"
         link = self.clock.costs.link(comm.kind, where, len(team), comm.backend)

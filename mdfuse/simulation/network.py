@@ -67,6 +67,8 @@ class SimNetwork:
     counts: dict[object, int] = field(default_factory=lambda: defaultdict(int))
     #: (sender, receiver, how many-th) -> the piece under way, and the place that waits for it
     sent: dict[tuple[int, int, int], _Piece] = field(default_factory=dict)
+    #: rank -> bytes of counted rows that reached it from others
+    arrived: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     awaited: dict[tuple[int, int, int], _Piece] = field(default_factory=dict)
 
     def bind(self, call: Call) -> SimPoster:
@@ -100,6 +102,10 @@ class SimNetwork:
             return
         del self.meetings[team, numbers[0]]
         _check(team, meeting)
+        for rank, p in meeting.items():
+            if p.call.is_counted:
+                mine = p.call.recv_counts[team.index(rank)]
+                self.arrived[rank] += (sum(p.call.recv_counts) - mine) * p.dsts[0].itemsize
         self._begin(lambda: _move(team, meeting))
 
     def _begin(self, transfer: Callable[[], None]) -> None:

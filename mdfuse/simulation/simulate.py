@@ -12,8 +12,10 @@ from torch import Tensor
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import ProgramError, counted, listed
+from mdfuse.hir.instructions import counts_of
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir.traffic import received
 from mdfuse.hir.verify.bindings import check_bindings
 from mdfuse.ir.tensors import resolved, why_not
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
@@ -46,11 +48,23 @@ class Simulated:
             empty where each rank has a program of its own.
         peak_bytes: for each rank, the most bytes of buffers that it held at once, inputs included;
             empty for a shuffled schedule.
+        arrived: for each rank, the bytes that reached it of rows which the run counted.
+        programs: what each rank ran.
     """
 
     per_rank: tuple[list[Any], ...]
     outputs: list[Any]
     peak_bytes: tuple[int, ...] = ()
+    arrived: tuple[int, ...] = field(default=(), repr=False)
+    programs: tuple[HostProgram, ...] = field(default=(), repr=False)
+
+    @property
+    def bytes_received(self) -> tuple[int, ...]:
+        """For each rank, the bytes that reached it from others: ring model, padding included."""
+        return tuple(
+            n + sum(size for i, size in received(p, rank) if counts_of(i) is None)
+            for rank, (n, p) in enumerate(zip(self.arrived, self.programs, strict=True))
+        )
 
 
 @dataclass
@@ -180,11 +194,12 @@ def simulate(
             results, peaks = run_shuffled(plans, slots, network, checks, schedule), ()
         if checks.error is not None:
             raise checks.error
+    arrived = tuple(network.arrived.pop(rank, 0) for rank in range(len(locals_)))
     prepared.give_back(key, ready)
-    if host.rank is not None:
-        return Simulated(results, [], peaks)
-    outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
-    return Simulated(results, outputs, peaks)
+    outputs: list[Any] = []
+    if host.rank is None:
+        outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
+    return Simulated(results, outputs, peaks, arrived, locals_)
 
 
 def _resolved(host: HostProgram, given: Sequence[Any], at: int) -> list[Any]:

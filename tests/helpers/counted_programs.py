@@ -15,7 +15,7 @@ host @counted on mesh({mesh}) {{
   input %x: {t}[1,{T},{d}] of [{P},{T},{d}] ({split})
   input %n: i64[1,{E}] of [{P},{E}] ({split})
   %n.all: i64[{P},{E}] ({whole}) = alloc
-  %a = post allgather(%n) -> %n.all i64[{P},{E}] ({split}) => ({whole}) {axes} dim=0
+  %a = post {gather}(%n) -> %n.all i64[{P},{E}] ({split}) => ({whole}){axes}
   wait %a
   %c: i64[{P},{E}] ({whole}) = fetch(%n.all, most={T})
   free %n.all
@@ -49,6 +49,8 @@ class Counted:
         most: rows of a part.
         width: elements of a row.
         dtype: as programs print it.
+        parts: how many; by default one for each rank.
+        is_fetched: the host waits for the counts; else each rank reads them in its memory.
     """
 
     axes: tuple[int, ...] = (2,)
@@ -56,27 +58,38 @@ class Counted:
     most: int = 6
     width: int = 4
     dtype: str = "f32"
+    parts: int = 0
+    is_fetched: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", self.parts or math.prod(self.axes))
 
     @property
-    def parts(self) -> int:
+    def ranks(self) -> int:
         return math.prod(self.axes)
 
     def text(self) -> str:
         named = ("pp", "dp", "ep")[-len(self.axes) :]
-        ep = self.axes[-1]
+        ep = self.parts // math.prod(self.axes[:-1])
+        is_even = self.parts == self.ranks  # an exchange needs no padding
+        axes = f" axes=[{','.join(named)}] dim=0" if len(named) > 1 else " axis=ep dim=0"
         split = ", ".join(f"{a}=S0" for a in named)
         return _TEXT.format(
             mesh=", ".join(f"{a}={n}" for a, n in zip(named, self.axes, strict=True)),
             split=split,
             there=split.replace("ep=S0", "ep=S1"),
             whole=", ".join(f"{a}=R" for a in named),
-            axes=f"axes=[{','.join(named)}]" if len(named) > 1 else "axis=ep",
+            gather="allgather" if is_even else "exchange", axes=axes if is_even else "",
             P=self.parts, E=self.experts, T=self.most, d=self.width, R=ep * self.most,
             t=self.dtype, go="dim=0 to_dim=1", back="dim=1 to_dim=0",
         )  # fmt: skip
 
     def program(self) -> hir.HostProgram:
-        return hir.parse(self.text())
+        text = self.text()
+        if not self.is_fetched:
+            lines = [x for x in text.splitlines() if "fetch" not in x and x != "  free %n.all"]
+            text = "\n".join(lines).replace("%c", "%n.all")
+        return hir.parse(text)
 
     def inputs(self, counts: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -109,6 +122,9 @@ CASES = (
     Counted(axes=(1,), experts=3),
     Counted(axes=(3,), experts=5, most=7, width=3, dtype="bf16"),
     Counted(axes=(4,), experts=2, most=1),
+    Counted(axes=(4,), experts=5, most=3, parts=3),
     Counted(axes=(2, 2), experts=3, most=5, width=1),
+    Counted(axes=(2, 2), experts=3, most=5, width=2, is_fetched=False),
+    Counted(axes=(3,), experts=4, most=4, dtype="bf16", is_fetched=False),
     Counted(axes=(2, 1, 2), experts=8, most=9, dtype="bf16"),
 )

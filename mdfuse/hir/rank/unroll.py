@@ -382,7 +382,10 @@ class Unrolled:
         for new, kind in zip(outputs, site.kinds, strict=True):
             if kind is not None:
                 is_whole = kind.layout is None or kind.layout.stream is None
-                types[new] = kind if is_whole else self.at(new, kind, i)
+                kind = kind if is_whole else self.at(new, kind, i)
+                if kind.counts is not None:
+                    kind = replace(kind, counts=self.name(kind.counts))
+                types[new] = kind
         body = tuple([self.renamed(j) for j in i.body]) if i.body else ()
         comm = self.posted(i.comm) if i.comm is not None else None
         attrs = resolved(i.attrs, self.known) if site.has_indices else i.attrs

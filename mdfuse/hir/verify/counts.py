@@ -110,17 +110,19 @@ class _Counts:
 
     def kind_problem(self, kind: BufferType) -> str | None:
         """Return why a type of counted rows means nothing; None where it does."""
-        fetch, layout = self.fetches.get(kind.counts or ""), kind.layout
-        table = self.program.types.get(kind.counts or "")
-        if fetch is None or table is None:
-            return f"no fetch makes %{kind.counts}, by which its rows are counted"
+        counts, layout = kind.counts or "", kind.layout
+        fetch, table = self.fetches.get(counts), self.program.types.get(counts)
+        if table is None or (fetch is None and _fetch(table, table) is not None):
+            return f"no fetch makes %{counts}, by which its rows are counted"
+        if fetch is None and len(self.makers.get(counts, ())) > 1:
+            return f"%{counts} is written twice, so that its rows are counted by two values"
         if layout is None or len(kind.shape) < 3 or kind.shape[:2] != table.shape:
             return f"%{kind.counts} counts {list(table.shape)}, and its type is {list(kind.shape)}"
         if layout.split_axes(2) or kind.padding is not None or kind.flat or chunk_of(layout):
             return "rows that are counted are not split, padded, flat or in chunks"
         if layout.mesh != (table.layout.mesh if table.layout is not None else None):
             return f"%{kind.counts} is on another mesh"
-        most = fetch.kwargs["most"]
+        most = fetch.kwargs["most"] if fetch is not None else 0
         if most > kind.shape[2]:
             return f"a part may have {most} rows by its fetch, and {kind.shape[2]} by its type"
         return None
@@ -135,15 +137,17 @@ class _Counts:
                     self.is_counted(term.name) or term.name in self.fetches
                 ):
                     return f"{term} is known only in a run"
-        given = [(at, x) for at, x in enumerate(i.inputs) if x in self.fetches]
+        at = _TAKES.get(i.op)
+        given = {x for x in i.inputs[at:][:1] if isinstance(x, str)} if at is not None else set()
+        others = [x for n, x in enumerate(i.inputs) if x in self.fetches and n != at]
         if i.op == "fetch" and self.fetches[i.outputs[0]] is not i:
             return f"%{i.outputs[0]} is fetched twice"
         if i.op != "fetch" and any(x in self.fetches for x in i.outputs):
             return f"{i} writes numbers of a fetch"
-        if i.op != "free" and any(at != _TAKES.get(i.op) for at, _ in given):
-            return f"{i.fn or i.op} takes %{given[0][1]}, a fetched value"
+        if i.op != "free" and others:
+            return f"{i.fn or i.op} takes %{others[0]}, a fetched value"
         rows = [x for x in (*i.reads, *i.outputs) if self.is_counted(x)]
-        by = {self.program.types[x].counts for x in rows} | {x for _, x in given}
+        by = {self.program.types[x].counts for x in rows} | given
         if i.op in ("free", "launch"):
             return None
         if len(by) > 1:
@@ -199,7 +203,8 @@ class _Counts:
         rows = [self.program.types[x] for x in (*i.reads, *i.outputs) if self.is_counted(x)]
         if not rows or rows[0].counts is None:
             return None
-        table = self.fetches[rows[0].counts].reads[0]
+        fetch = self.fetches.get(rows[0].counts)
+        table = fetch.reads[0] if fetch is not None else rows[0].counts
         want = self.origins(table)
         for x in self.counting(i, rows[0].shape[:2]):
             if self.origins(x) != want or len(want) != 1:

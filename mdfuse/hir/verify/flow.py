@@ -67,6 +67,8 @@ class Flow:
     waited: dict[str, Instruction] = field(default_factory=dict)
     #: values of get_stream -> the stream
     streams: dict[str, int] = field(default_factory=dict)
+    #: names of numbers that the host waited for
+    fetched: set[str] = field(default_factory=set)
     clocks: Clocks = field(default_factory=Clocks)
     #: the terms of sums in buffers; None where ranks send none, or another walk follows them
     terms: Ledger | None = None
@@ -80,6 +82,7 @@ class Flow:
         program = self.program
         self.is_streamed = any(i.op == "set_stream" for i in program.instructions)
         self.kept = {*program.inputs, *program.outputs}
+        self.fetched = {x for i in program.instructions if i.op == "fetch" for x in i.outputs}
         for name in program.inputs:
             layout = program.types[name].layout
             if layout is None:
@@ -338,6 +341,7 @@ class Flow:
         takes, gives = uses(self.program, i, self.rank)
         buffers = [(source, False)] if takes else []
         buffers += [(destination, True)] if gives else []
+        buffers += [(x, False) for x in i.inputs[2:] if x not in self.fetched]
         self.begin(i, buffers, i.kwargs.get("pieces") if i.attrs else None)
 
     def send(self, i: Instruction) -> None:
