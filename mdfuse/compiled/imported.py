@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -236,8 +237,9 @@ class ImportedModel:
                 depends, an op without a gradient; a batch that is not so many equal parts.
             LayoutError: a pattern that matches nothing, or does not fit.
         """
+        model = self.model if microbatches == 1 else replace(self.model, sends_rows=False)
         step = define_step(
-            self.model,
+            model,
             loss,
             extra,
             Optimizer.of(optimizer),

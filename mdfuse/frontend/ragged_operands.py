@@ -210,10 +210,10 @@ class _Fitting:
             else:
                 inputs.append(x)
         values = [self.recorder.values[x] if isinstance(x, str) else x for x in inputs]
-        if self.op in _ACTIVATIONS:
+        is_mine = isinstance(self.site, Derived)  # of a gradient: what is behind is set to zero
+        if self.op in _ACTIVATIONS and not is_mine:
             there = self._new(self.op, *inputs, **self.attrs)
             return "mask_rows", (there, self.ragged[0].rows), {}
-        is_mine = isinstance(self.site, Derived)  # of a gradient: what is behind is set to zero
         if not is_mine and not is_zero_of_zeros(self.op, values, self.attrs):
             raise self._refused(
                 "behind its rows a ragged value is zero, and this makes something else of zeros"

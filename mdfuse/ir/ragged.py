@@ -10,6 +10,7 @@ Calls take such a tensor, or the rows that are there alone: see `mdfuse.ir.packe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ def count(
     parts: int,
     rows: Part | None = None,
     part: Part | None = None,
-    held: Part | None = None,
 ) -> Tensor:
     """Count how many rows of each part go to each expert.
 
@@ -48,10 +48,9 @@ def count(
         parts: into which tokens are cut.
         rows: (first, behind the last, all) of the tokens here; None: all.
         part: the same of the parts.
-        held: the same of the experts.
     """
-    sizes = _here(parts, part), _here(experts, held)
-    keys = _keys(ids, sizes, parts, experts, rows, part, held)
+    sizes = _here(parts, part), experts
+    keys = _keys(ids, sizes, parts, rows, part)
     ones = torch.ones_like(keys)
     zeros = ones.new_zeros(sizes[0] * sizes[1] + 1)
     return zeros.index_add_(0, keys, ones)[:-1].view(sizes)
@@ -64,7 +63,6 @@ def group(
     *,
     rows: Part | None = None,
     part: Part | None = None,
-    held: Part | None = None,
 ) -> Tensor:
     """Put the rows of each part and expert one behind the other, in the order of the tokens.
 
@@ -72,11 +70,11 @@ def group(
         x: [t,d], or [t,k,d] where each choice of a token has a row.
         ids: as `count` takes them.
         n: [parts,experts], how many rows to keep.
-        rows: see `count`; likewise part and held.
+        rows: see `count`; likewise part.
     """
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
     bound = _bound(ids.shape, n.shape, rows, part)
-    at = _places(ids, n, bound, rows, part, held)
+    at = _places(ids, n, bound, rows, part)
     each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, ids.shape[1], -1)
     flat = x.new_zeros((n.numel() * bound + 1, x.shape[-1]))
     return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(*n.shape, bound, x.shape[-1])
@@ -89,11 +87,10 @@ def ungroup(
     *,
     rows: Part | None = None,
     part: Part | None = None,
-    held: Part | None = None,
 ) -> Tensor:
     """Return the row of each choice of each token, [t,k,d]; zeros for those that are not there."""
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
-    at = _places(ids, n, y.shape[2], rows, part, held)
+    at = _places(ids, n, y.shape[2], rows, part)
     flat = torch.cat([y.flatten(0, 2), y.new_zeros((1, y.shape[-1]))])
     return flat[at].view(*ids.shape, y.shape[-1])
 
@@ -105,12 +102,11 @@ def line_up(
     *,
     rows: Part | None = None,
     part: Part | None = None,
-    held: Part | None = None,
 ) -> Tensor:
     """Put the rows of each part one behind the other, by expert: [p,b,d]; see `group`."""
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
     bound = _bound(ids.shape, n.shape, rows, part)
-    at = _lined_up(ids, n, bound, rows, part, held)
+    at = _lined_up(ids, n, bound, rows, part)
     each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, ids.shape[1], -1)
     flat = x.new_zeros((n.shape[0] * bound + 1, x.shape[-1]))
     return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(n.shape[0], bound, x.shape[-1])
@@ -123,11 +119,10 @@ def put_back(
     *,
     rows: Part | None = None,
     part: Part | None = None,
-    held: Part | None = None,
 ) -> Tensor:
     """Return the row of each choice of each token, of rows that `line_up` made; see `ungroup`."""
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
-    at = _lined_up(ids, n, y.shape[1], rows, part, held)
+    at = _lined_up(ids, n, y.shape[1], rows, part)
     flat = torch.cat([y.flatten(0, 1), y.new_zeros((1, y.shape[-1]))])
     return flat[at].view(*ids.shape, y.shape[-1])
 
@@ -176,10 +171,8 @@ def _keys(
     ids: Tensor,
     sizes: tuple[int, int],
     parts: int,
-    experts: int,
     rows: Part | None,
     part: Part | None,
-    held: Part | None,
 ) -> Tensor:
     """Return which of the groups here each row belongs to, [t*k]; the last for those elsewhere."""
     ids = (ids if ids.ndim == 2 else ids.unsqueeze(1)).long()
@@ -187,10 +180,8 @@ def _keys(
     size = max(-(-tokens // parts), 1)
     at = torch.arange(ids.shape[0], device=ids.device).add(first).div(size, rounding_mode="floor")
     at = at.unsqueeze(1) - (part[0] if part else 0)
-    mine = ids - (held[0] if held else 0)
-    is_here = (mine >= 0) & (mine < sizes[1]) & (at >= 0) & (at < sizes[0])
-    is_here = is_here & (ids >= 0) & (ids < experts)
-    return torch.where(is_here, at * sizes[1] + mine, sizes[0] * sizes[1]).flatten()
+    is_here = (ids >= 0) & (ids < sizes[1]) & (at >= 0) & (at < sizes[0])
+    return torch.where(is_here, at * sizes[1] + ids, sizes[0] * sizes[1]).flatten()
 
 
 def _places(
@@ -199,15 +190,13 @@ def _places(
     bound: int,
     rows: Part | None,
     part: Part | None,
-    held: Part | None,
 ) -> Tensor:
     """Return where each row lies among all places, [t*k]; behind the last if it lies nowhere.
 
     Rows of one part and expert lie in the order of the tokens, so in that of a stable sort.
     """
     sizes = n.shape[0], n.shape[1]
-    parts, experts = (part or (0, 0, sizes[0]))[2], (held or (0, 0, sizes[1]))[2]
-    keys = _keys(ids, sizes, parts, experts, rows, part, held)
+    keys = _keys(ids, sizes, (part or (0, 0, sizes[0]))[2], rows, part)
     in_order, order = keys.sort(stable=True)
     groups = torch.arange(n.numel() + 1, device=keys.device)
     starts = torch.searchsorted(in_order, groups)
@@ -223,10 +212,9 @@ def _lined_up(
     bound: int,
     rows: Part | None,
     part: Part | None,
-    held: Part | None,
 ) -> Tensor:
     """Return where each row lies where the rows of a part lie one behind the other, [t*k]."""
-    grouped = _places(ids, n, bound, rows, part, held)
+    grouped = _places(ids, n, bound, rows, part)
     starts = torch.arange(n.shape[0], device=n.device).unsqueeze(1) * bound + n.cumsum(1) - n
     starts = torch.cat([starts.flatten(), starts.new_full((1,), n.shape[0] * bound)])
     size = max(bound, 1)
@@ -258,7 +246,7 @@ def _alike(*pairs: tuple[int, int]) -> None:
 def shape_of_count(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [parts, experts], or those of one rank."""
     _given(shapes, (1, 2))
-    sizes = (attrs["parts"], attrs.get("part")), (attrs["experts"], attrs.get("held"))
+    sizes = (attrs["parts"], attrs.get("part")), (attrs["experts"], None)
     return tuple(_here(whole, part) for whole, part in sizes)
 
 
@@ -370,29 +358,28 @@ def _of_ids(shape: Shape) -> tuple[int | None, ...]:
 
 
 def of_count(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `ids[t,k]`: tokens are split as parts are; each rank may count for its experts."""
+    """Label `ids[t,k]`: tokens are split as parts are."""
     (ids,) = (s for s in shapes if s is not None)
     fits = _fitting(ids[0], result[0])
-    return DimMap(operands=(_of_ids(ids),), results=((_P, _E),), fits=fits)
+    return DimMap(operands=(_of_ids(ids),), results=((_P, None),), fits=fits)
 
 
 def of_group(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `x[t,d], ids[t,k], n[p,e]`: each rank groups its tokens, or for its experts."""
+    """Label `x[t,d], ids[t,k], n[p,e]`: each rank groups the rows of its tokens."""
     x, ids, _ = (s for s in shapes if s is not None)
     return DimMap(
-        operands=((_P, None, _D) if len(x) == 3 else (_P, _D), _of_ids(ids), (_P, _E)),
-        results=((_P, _E, None, _D),),
+        operands=((_P, None, _D) if len(x) == 3 else (_P, _D), _of_ids(ids), (_P, None)),
+        results=((_P, None, None, _D),),
         fits=_fitting(ids[0], result[0]),
     )
 
 
 def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `y[p,e,b,d], ids[t,k], n[p,e]`: ranks that have some experts add up their rows."""
+    """Label `y[p,e,b,d], ids[t,k], n[p,e]`."""
     y, ids, _ = (s for s in shapes if s is not None)
     return DimMap(
-        operands=((_P, _E, None, _D), _of_ids(ids), (_P, _E)),
+        operands=((_P, None, None, _D), _of_ids(ids), (_P, None)),
         results=((_P, None, _D),),
-        reduces={_E: "sum"},
         fits=_fitting(ids[0], y[0]),
     )
 
@@ -400,15 +387,13 @@ def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 def of_line_up(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[t,d], ids[t,k], n[p,e]`: each rank lines up the rows of its tokens."""
     whole = of_group(shapes, result, attrs)
-    operands = (*whole.operands[:2], (_P, None))
-    return DimMap(operands=operands, results=((_P, None, _D),), fits=whole.fits)
+    return replace(whole, results=((_P, None, _D),))
 
 
 def of_put_back(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `y[p,b,d], ids[t,k], n[p,e]`."""
     whole = of_ungroup(shapes, result, attrs)
-    operands = ((_P, None, _D), whole.operands[1], (_P, None))
-    return DimMap(operands=operands, results=whole.results, fits=whole.fits)
+    return replace(whole, operands=((_P, None, _D), *whole.operands[1:]))
 
 
 def of_multiply(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
@@ -450,12 +435,12 @@ def of_mask(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 
 def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Say which tokens, parts and experts this rank has."""
+    """Say which tokens and parts this rank has."""
     at = 0 if len(part.shapes) == 1 else 1
     of_counts = (part.shape, part.box) if at == 0 else (part.shapes[2], part.boxes[2])
     ids, box = part.shapes[at], part.boxes[at]
     (shape, sizes) = of_counts
     assert ids is not None and box is not None and shape is not None and sizes is not None
-    spans = {"rows": (box[0], ids[0]), "part": (sizes[0], shape[0]), "held": (sizes[1], shape[1])}
-    is_split = any(span != (0, n) for span, n in spans.values())
-    return {**attrs, **({k: (*span, n) for k, (span, n) in spans.items()} if is_split else {})}
+    if box[0] == (0, ids[0]) and sizes[0] == (0, shape[0]):
+        return attrs
+    return {**attrs, "rows": (*box[0], ids[0]), "part": (*sizes[0], shape[0])}

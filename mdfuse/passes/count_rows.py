@@ -94,7 +94,8 @@ def _of_value(value: Value, n: Value) -> str | None:
     assert layout is not None and n.layout is not None
     if value.stream is not None or layout.stream is not None or is_symbolic(value.shape):
         return f"%{value.name} is computed in chunks, or has extents that a run chooses"
-    if layout.split_axes(2) or layout.cuts or layout.mesh != n.layout.mesh:
+    is_cut = any(d <= 2 for d in layout.cuts)
+    if layout.split_axes(2) or is_cut or layout.mesh != n.layout.mesh:
         return f"%{value.name} is {layout}"
     return None
 

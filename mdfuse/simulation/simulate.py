@@ -196,12 +196,12 @@ def simulate(
             results, peaks = run_shuffled(plans, slots, network, checks, schedule), ()
         if checks.error is not None:
             raise checks.error
-    arrived = tuple(network.arrived.pop(rank, 0) for rank in range(len(locals_)))
+    arrived = tuple(network.arrived.pop(rank, 0) for rank in range(len(prepared.locals_)))
     prepared.give_back(key, ready)
     outputs: list[Any] = []
     if host.rank is None:
         outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
-    return Simulated(results, outputs, peaks, arrived, locals_)
+    return Simulated(results, outputs, peaks, arrived, prepared.locals_)
 
 
 def _filled_up(

@@ -20,6 +20,7 @@ from mdfuse.frontend.importing import routes
 from mdfuse.frontend.importing.batches import on_batches
 from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.constants import Distinct, as_value, is_made
+from mdfuse.frontend.importing.deferred import KINDS, GraphCall
 from mdfuse.frontend.importing.dispatch import parts_of_tokens
 from mdfuse.frontend.importing.drawn import RecordingContext, draws
 from mdfuse.frontend.importing.fold import Folded
@@ -66,6 +67,8 @@ class Model:
         gather: axes along which parameters are gathered before they are read.
         stages: on which meshes nodes are computed, where these are several.
         again: nodes that the backward computes again.
+        sends_rows: whether rows of tokens may go to the ranks of their experts; a batch that comes
+            in microbatches has no counts of all its rows.
     """
 
     captured: ExportedModule
@@ -81,6 +84,7 @@ class Model:
     gather: tuple[str, ...] = ()
     stages: ModelStages | None = None
     again: RecomputedNodes = field(default_factory=RecomputedNodes)
+    sends_rows: bool = True
 
     @property
     def parameters(self) -> list[Node]:
@@ -204,7 +208,8 @@ class Model:
         given = {n: self.layout(n) for n in self.captured.inputs}
         tables = [self.layout(n) for n in self.parameters if n.meta["val"].ndim == 3]
         experts = {a for x in tables for a in x.split_axes(0) if a not in self.gather}
-        return parts_of_tokens(self.mesh, given, experts) if self.stages is None else 1
+        is_sent = self.sends_rows and self.stages is None
+        return parts_of_tokens(self.mesh, given, experts) if is_sent else 1
 
     def _brought(self, layout: Layout, x: Handle) -> Handle:
         axes = [a for a in self.gather if a in layout.mesh.axes]
@@ -321,7 +326,7 @@ def _not_made(model: Model, place: int, node: Node) -> DefinitionError:
 
 def whole(x: Any) -> Any:
     """Return a value as one handle: joined parts are concatenated, deferred sorts are done."""
-    while isinstance(x, (JoinedTensors, *routes.KINDS)):
+    while isinstance(x, (JoinedTensors, *KINDS)):
         x = x.whole()
     return x
 
@@ -424,7 +429,7 @@ class _Recording:
         target = str(node.target)
         if not self._is_routed:
             return self._apply(target, args, kwargs)
-        call = routes.GraphCall(
+        call = GraphCall(
             target=target,
             is_pointwise=routes.is_pointwise(node),
             apply=self._apply,

@@ -61,25 +61,24 @@ def parts_of_tokens(
 def applied(
     call: GraphCall, args: Any, kwargs: Mapping[str, Any], ordered: Sequence[InOrder]
 ) -> Any:
-    """Apply a call to rows where their experts are; None if it is none on such rows.
+    """Apply a call to rows where their experts are.
 
-    With rows that are where the tokens are, it is applied there: rows come back before.
+    Where it is none on such rows, or has rows of tokens beside them, rows come back before.
     """
     order = ordered[0].order
-    if not all(x.is_sent or x.table is not None for x in ordered):
-        args, kwargs = _mapped_leaves((args, dict(kwargs)), _come_back)
-        return InOrder(order, call.apply(call.target, *_bases((args, kwargs))))
-    if not (call.is_pointwise or call.target in _ON_SENT):
-        return None
-    args, kwargs = _mapped_leaves((args, dict(kwargs)), _spread_table)
-    try:
-        rows = call.apply(call.target, *_bases((args, kwargs)))
-    except DefinitionError:  # no operation on rows of experts: the tokens' ranks compute it
-        return None
-    return InOrder(order, rows, is_sent=True)
+    are_there = all(x.is_sent or x.table is not None for x in ordered)
+    if are_there and (call.is_pointwise or call.target in _ON_SENT):
+        moved = _mapped_leaves((args, dict(kwargs)), _spread_table)
+        try:
+            return InOrder(order, call.apply(call.target, *_bases(moved)), is_sent=True)
+        except DefinitionError:  # no operation on rows of experts: the tokens' ranks compute it
+            pass
+    moved = _mapped_leaves((args, dict(kwargs)), come_back)
+    return InOrder(order, call.apply(call.target, *_bases(moved)))
 
 
-def _come_back(x: Any) -> Any:
+def come_back(x: Any) -> Any:
+    """Return rows where their tokens are."""
     return InOrder(x.order, x.together()) if isinstance(x, InOrder) and x.is_sent else x
 
 

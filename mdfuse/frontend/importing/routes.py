@@ -257,7 +257,7 @@ def _along(call: GraphCall, x: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) < place and "dim" in kwargs:
         return None
     if x.is_sent and call.target not in dispatch.COLUMNS:
-        return None
+        x = dispatch.come_back(x)
     ndim = x.ndim + (call.target == "aten.unsqueeze.default")
     said = given[place - 1]
     dims = [d % ndim - ndim for d in (said if isinstance(said, tuple | list) else [said])]
@@ -282,8 +282,9 @@ def _cat(call: GraphCall, tensors: Sequence[Any], dim: int = 0) -> Any:
 def _reshape(call: GraphCall, x: Any, shape: Sequence[Any]) -> Any:
     """Reshape the dims after the rows."""
     is_kept = isinstance(x, InOrder) and not isinstance(x.base, int) and len(shape) > 0
-    if not is_kept or x.is_sent or not are_same(shape[0], x.shape[0]):
+    if not is_kept or not are_same(shape[0], x.shape[0]):
         return None
+    x = dispatch.come_back(x)
     front = [x.apart[0]] if x.apart else []
     return _made(call, x.order, x.apart, (x, [*front, *shape]), {})
 

@@ -9,7 +9,7 @@ from mdfuse.ir.attributes import attr
 from mdfuse.ir.op_table import row
 from mdfuse.ir.out_forms import ANYHOW, DENSE
 
-_HERE = tuple(attr(name, "part", is_local=True) for name in ("rows", "part", "held"))
+_HERE = tuple(attr(name, "part", is_local=True) for name in ("rows", "part"))
 _GROUPS: dict[str, Any] = {"localize": ragged.local_groups, "is_single": False}
 row(
     "counts",

@@ -103,7 +103,7 @@ PLACES: dict[str, tuple[DeviceMesh, dict[str, Any], dict[tuple[str, str], int]]]
     ),
     "one axis": (
         DeviceMesh.arange(ep=4), {**SPLIT, "input:x": {"ep": Shard(0)}},
-        {("Allgather", "ep"): 3, ("ReduceScatter", "ep"): 1},
+        {("Allgather", "ep"): 1, ("AllToAll", "ep"): 2},  # of counts, and of rows
     ),
 }  # fmt: skip
 

@@ -1,0 +1,64 @@
+"""Rows that go to their experts on real ranks: values and gradients, for several routers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard
+
+TOKENS, EXPERTS, D, H = 16, 4, 8, 6
+SPLIT = {"ep": Shard(0)}
+
+
+def defined(ep: int, dtype: torch.dtype) -> mf.FusionDefinition:
+    mesh = DeviceMesh.arange(ep=ep)
+    with mf.FusionDefinition("ragged") as fd:
+        x = fd.define_tensor([TOKENS, D], dtype, mesh, SPLIT, name="x")
+        ids = fd.define_tensor([TOKENS, 2], torch.int64, mesh, SPLIT, name="ids")
+        up = fd.define_tensor([EXPERTS, D, H], dtype, mesh, SPLIT, name="up")
+        down = fd.define_tensor([EXPERTS, H, D], dtype, mesh, SPLIT, name="down")
+        n = fd.ops.counts(ids, experts=EXPERTS, parts=ep)
+        rows = fd.ops.set(fd.ops.group_rows(x, ids, n)).on(mesh, {"ep": Shard(1)})
+        y = fd.ops.grouped_mm(F.silu(fd.ops.grouped_mm(rows, up)), down)
+        y = fd.ops.ungroup_rows(fd.ops.set(y).on(mesh, SPLIT), ids)
+        for result in (y, *mf.grad((y * y).sum(), [x, up, down])):
+            fd.add_output(result)
+    return fd
+
+
+def routers() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "drawn": torch.rand(TOKENS, EXPERTS, generator=generator).topk(2, -1).indices,
+        "one": torch.full((TOKENS, 2), EXPERTS - 1),
+        "none": torch.full((TOKENS, 2), -1),
+    }
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_go_and_come_back(comm: mf.Communicator, dtype: torch.dtype) -> None:
+    """One plan takes the counts of every run."""
+    fd = defined(4, dtype)
+    program = mf.compile(fd)
+    torch.manual_seed(0)
+    shapes = {"x": (TOKENS, D), "up": (EXPERTS, D, H), "down": (EXPERTS, H, D)}
+    given = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    for ids in routers().values():
+        given["ids"] = ids
+        whole = [given[name] for name in program.fusion.inputs]
+        wanted = mf.reference(fd, whole)
+        values = program.fusion.values
+        parts = [
+            mf.shard_tensor(given[name], values[name].layout, rank=comm.rank).to(comm.device)
+            for name in program.fusion.inputs
+        ]
+        results = program.run(*parts)
+        near = {"rtol": 5e-2, "atol": 2e-1} if dtype == torch.bfloat16 else {}
+        for name, result, want in zip(program.fusion.outputs, results, wanted, strict=True):
+            part = mf.shard_tensor(want, values[name].layout, rank=comm.rank)
+            torch.testing.assert_close(result.cpu(), part, **near)
