@@ -10,7 +10,7 @@ Meshes and layouts: DeviceMesh, Layout, Shard, Replicate, Partial, Stream.
 Modules of torch: from_torch, from_plan, differentiable, to_dtensor.
 Definitions: FusionDefinition, TensorSpec, fusion, ops, register_op.
 Training: grad, recompute, optim, Step, pipeline, Schedule.
-Survivors: rebuild, recover.
+Survivors: rebuild, recover, Run.
 Programs: compile, Program, Options, init, simulate, shard_tensor, unshard_tensor.
 A closer look: hir (host programs), seeing (costs, traces), debug, MdfuseError.
 """
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mdfuse.compiled.imported import ImportedModel as ImportedModel
     from mdfuse.compiled.pipeline import pipeline
     from mdfuse.compiled.program import Program, compile
+    from mdfuse.compiled.run import Run
     from mdfuse.compiled.step import Step, recover
     from mdfuse.compiled.traced import fusion
     from mdfuse.compiled.training import RunningStep as RunningStep
@@ -74,6 +75,7 @@ _LAZY = {
     "FusionDefinition": "mdfuse.frontend.definition",
     "ImportedModel": "mdfuse.compiled.imported",
     "Program": "mdfuse.compiled.program",
+    "Run": "mdfuse.compiled.run",
     "RunningStep": "mdfuse.compiled.training",
     "Schedule": "mdfuse.pipelines.schedules",
     "Step": "mdfuse.compiled.step",
@@ -150,6 +152,7 @@ __all__ = [
     # survivors
     "rebuild",
     "recover",
+    "Run",
     # programs
     "compile",
     "Program",
