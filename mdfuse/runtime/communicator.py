@@ -262,6 +262,7 @@ class Communicator:
         It quotes a rank that refused or left the run, or else has the positions of all ranks.
         """
         self.is_ready = self.is_sound = False
+        self.abort()
         refused = self._refusals.broke_off(tally, error)
         if refused is not None:
             return refused

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from mdfuse.errors import BackendError
 from mdfuse.interpreter.threads import within
-from mdfuse.runtime.deadline import Deadline
+from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.membership import Member, Membership
 
 if TYPE_CHECKING:
@@ -94,10 +94,11 @@ class Electorate:
         asked(store.set, f"{epoch}/here/{_name(self.me)}", "")
         asked(store.add, f"{epoch}/came", 1)
         everybody = sorted((*self.before, *self.newcomers))
-        settled = Deadline.after(self.settle_s)
-        late = Deadline.after(self.settle_s + _GRACE_S)
+        settled, late, before = Deadline.after(self.settle_s), NEVER, 0
         while not asked(store.check, [key]):
             count = asked(store.add, f"{epoch}/came", 0)
+            if count > before:  # who has just come may be the lowest, and waits as long
+                before, late = count, Deadline.after(self.settle_s + _GRACE_S)
             if count >= len(everybody) or not settled.left():
                 present = [m for m in everybody if self._is_here(epoch, m)]
                 if present and present[0] == self.me:
@@ -127,7 +128,7 @@ class Electorate:
 
     def _settled(self, epoch: int) -> str:
         """Return the outcome of an epoch once there is one; after `settle_s` it is a failure."""
-        deadline = Deadline.after(self.settle_s)
+        deadline = Deadline.after(max(self.settle_s, _GRACE_S))
         while (outcome := self._outcome(epoch)) is None:
             if not deadline.left():
                 return _AGREED if self._decide(epoch, _FAILED) else _FAILED

@@ -47,6 +47,7 @@ class Bulletin:
         rank: this rank.
         beat_s: seconds between two positions of a rank.
         is_lost: the connection broke: another request would only make torch log it again.
+        is_broken: a rank said that a communication broke.
         heard: the message of the first rank that raised an alarm.
     """
 
@@ -54,6 +55,7 @@ class Bulletin:
     rank: int
     beat_s: float
     is_lost: bool = False
+    is_broken: bool = False
     heard: str = ""
     _beat: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -71,8 +73,13 @@ class Bulletin:
 
     def hear(self) -> None:
         """Read the alarm that a rank raised, if there is one."""
-        if not self.heard:
+        self.is_broken = self.is_broken or self._get("broken") is not None
+        if self.is_broken and not self.heard:
             self.heard = self._get("alarm") or ""
+
+    def break_off(self) -> None:
+        """Tell the others that a communication broke, so that they wait for this rank no more."""
+        self._set("broken", "")
 
     def alarm(self, text: str) -> None:
         """Leave an alarm for ranks that fail once this rank is gone."""

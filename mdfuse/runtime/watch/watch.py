@@ -129,6 +129,7 @@ class Watch:
         self._waits: list[tuple[str, float]] = []
         self._stood: tuple[object, float] = (None, clock())
         self._refused: str | None = None
+        self._is_aborted = False
         self._reports = 0
         self._broke: OwnPosition | None = None
         #: the way this rank left the others, in words
@@ -250,6 +251,8 @@ class Watch:
         now = self._standing()
         self._bulletin.tell(self.position(self._reports > 0, now))
         self._bulletin.hear()
+        if self._bulletin.is_broken and now.is_waiting and not self._is_aborted:
+            self._is_aborted = self.abort()  # others gave up: nobody will come
         if now.is_waiting and now.occasion is not None and self._refused is None:
             refusal = self._bulletin.refusal(now.occasion)
             if refusal is not None and not self.abort():
@@ -367,6 +370,7 @@ class Watch:
         self._reports += 1
         if bulletin is not None:
             bulletin.give_up()
+            within(self.ending.left(self._beat), bulletin.break_off)
             within(self.ending.left(self._beat), lambda: bulletin.tell(position))
             answers = bulletin.gather(ranks, self.ending)
         table = self._table(position, ranks, answers)

@@ -1,0 +1,338 @@
+"""Jobs whose ranks die while they train: each rank a fork, the store kept by their parent.
+
+Reads a line of JSON for each job (`Job`), and prints one: for each rank its exit status and its
+losses, for each survivor the seconds that a rebuild took. The last line ends with the input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+from torch import Tensor
+from torch.distributed import TCPStore
+
+import mdfuse as mf
+
+STEPS, ROWS, SEED = 8, 24, 7
+#: kind -> the axes of its mesh, with the share of ranks of each but the first
+KINDS: dict[str, dict[str, int]] = {
+    "dp": {},
+    "tp": {"tp": 2},
+    "hsdp": {"fs": 2},
+    "fsdp": {},
+}
+SPLIT = {
+    "dp": ({}, {}),
+    "tp": ({"tp": mf.Shard(1)}, {"tp": mf.Shard(0)}),
+    "hsdp": ({"fs": mf.Shard(0)}, {"fs": mf.Shard(1)}),
+    "fsdp": ({"dp": mf.Shard(0)}, {"dp": mf.Shard(0)}),
+}
+
+
+@dataclass
+class Fault:
+    """What befalls a rank.
+
+    Attributes:
+        rank: as it was started.
+        version: of the state, at which it happens.
+        moment: "between" two steps, "in" one, "rebuild", "save".
+        deed: "kill", "stop" until the others are done, or "slow": it comes late to the rebuild.
+        delay_s: until it happens, from the begin of the moment on.
+    """
+
+    rank: int
+    version: int
+    moment: str = "between"
+    deed: str = "kill"
+    delay_s: float = 0.0
+
+
+@dataclass
+class Job:
+    """A training with faults."""
+
+    ranks: int
+    faults: list[Fault] = field(default_factory=list)
+    kind: str = "dp"
+    backend: str = "gloo"
+    double_buffer: bool = False
+    save_at: int = -1
+    settle_s: float | None = None
+    timeout_s: float = 5.0
+    is_kept: bool = True
+    environment: dict[str, str] = field(default_factory=dict)
+    join: bool = False
+
+    def line(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def mesh_of(kind: str, ranks: int) -> mf.DeviceMesh:
+    others = KINDS[kind]
+    return mf.DeviceMesh.arange(dp=ranks // (2 if others else 1), **others)
+
+
+def build(mesh: mf.DeviceMesh, kind: str) -> mf.Program:
+    """Two layers, and SGD with momentum, on a batch that all axes of data split."""
+    rows = {"dp": mf.Shard(0)} | ({"fs": mf.Shard(0)} if "fs" in mesh.axes else {})
+    one, two = SPLIT[kind] if set(KINDS[kind]) <= {*mesh.axes} else ({}, {})
+    with mf.FusionDefinition("train") as fd:
+        x = fd.define_tensor([ROWS, 6], name="x", mesh=mesh, layout=rows)
+        t = fd.define_tensor([ROWS, 3], name="t", mesh=mesh, layout=rows)
+        state = []
+        for name, shape, layout in (("a", [6, 10], one), ("b", [10, 3], two)):
+            w = fd.define_tensor(shape, name=name, mesh=mesh, layout=layout)
+            m = fd.define_tensor(shape, name=f"{name}_m", mesh=mesh, layout=layout)
+            state.append((w, m))
+        (a, _), (b, _) = state
+        loss = fd.ops.mse_loss(fd.ops.tanh(x @ a) @ b, t)
+        fd.add_output(loss)
+        for (w, m), dw in zip(state, mf.grad(loss, [a, b]), strict=True):
+            new = m * 0.9 + dw
+            fd.add_output(w - new * 0.1, reuse=w)
+            fd.add_output(new, reuse=m)
+    return mf.compile(fd)
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def parts(program: mf.Program, rank: int, values: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    layouts = {name: program.fusion.layout(name) for name in values}
+    return {
+        n: mf.shard_tensor(x, layouts[n], rank=rank).clone() if rank in layouts[n].mesh else None
+        for n, x in values.items()
+    }
+
+
+def start() -> dict[str, Tensor]:
+    a, b = numbers(6, 10, seed=SEED), numbers(10, 3, seed=SEED + 1)
+    return {"a": a, "a_m": torch.zeros_like(a), "b": b, "b_m": torch.zeros_like(b)}
+
+
+def batch(version: int) -> dict[str, Tensor]:
+    return {
+        "x": numbers(ROWS, 6, seed=100 + version),
+        "t": numbers(ROWS, 3, seed=200 + version),
+    }
+
+
+def undisturbed() -> list[float]:
+    """The losses of plain torch, in f64, on one device."""
+    state = {n: x.double().requires_grad_(len(n) == 1) for n, x in start().items()}
+    losses = []
+    for version in range(STEPS):
+        x, t = (y.double() for y in batch(version).values())
+        a, b = state["a"], state["b"]
+        loss = torch.nn.functional.mse_loss(torch.tanh(x @ a) @ b, t)
+        losses.append(loss.item())
+        for name, dw in zip("ab", torch.autograd.grad(loss, [a, b]), strict=True):
+            state[f"{name}_m"] = state[f"{name}_m"] * 0.9 + dw
+            new = state[name].detach() - state[f"{name}_m"] * 0.1
+            state[name] = new.requires_grad_()
+    return losses
+
+
+class Rank:
+    """One rank of a job."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        self.job, self.number = job, number
+        self.faults = [f for f in job.faults if f.rank == number]
+        self.losses: dict[int, float] = {}
+        self.rebuilds: list[dict[str, Any]] = []
+
+    def meet(self, moment: str, version: int) -> None:
+        """Let happen what befalls this rank at a moment."""
+        for fault in [f for f in self.faults if (f.moment, f.version) == (moment, version)]:
+            self.faults.remove(fault)
+            number = signal.SIGKILL if fault.deed == "kill" else signal.SIGSTOP
+            act = [time.sleep, (fault.delay_s,)]
+            if fault.deed != "slow":
+                act = [os.kill, (os.getpid(), number)]
+            if fault.delay_s and fault.deed != "slow":
+                threading.Timer(fault.delay_s, act[0], act[1]).start()
+            else:
+                act[0](*act[1])
+
+    def run(self, is_new: bool = False) -> None:
+        kind, job = self.job.kind, self.job
+        if is_new:
+            comm = mf.rebuild(join=True, settle_s=job.settle_s)
+            mesh = mesh_of(kind, job.ranks)
+            step = mf.recover(None, build(mesh, kind))
+        else:
+            comm, mesh = mf.init(), mesh_of(kind, job.ranks)
+            program = build(mesh, kind)
+            state = parts(program, comm.rank, start())
+            step = mf.Step(program, state, double_buffer=job.double_buffer)
+        while step.version < STEPS:
+            version = step.version
+            try:
+                if job.join and comm.size < job.ranks and version >= STEPS - 2:
+                    comm, step = self.extended(comm, step)
+                if version == job.save_at:
+                    self.meet("save", version)
+                    step.save(f"saved{comm.membership.epoch}", portable=True)
+                self.meet("between", version)
+                given = parts(step.program, comm.rank, batch(version))
+                self.meet("in", version)
+                loss = step(*given.values())
+                self.losses[version] = float(loss) if loss is not None else 0.0
+            except mf.BackendError as error:
+                comm, mesh, step = self.after(error, mesh, step, version)
+        self.is_idle = comm.rank not in mesh
+
+    def after(self, error: Exception, mesh: Any, step: Any, version: int) -> Any:
+        begun = time.monotonic()
+        print(f"version {version}: {error}", flush=True)
+        for moment in ("rebuild", "late"):
+            self.meet(moment, version)
+        for _ in range(3):
+            try:
+                comm = mf.rebuild(error, settle_s=self.job.settle_s)
+                done = time.monotonic()
+                mesh = mesh.without(comm, axis="dp")
+                program = build(mesh, self.job.kind)
+                step = mf.recover(step, program, or_from="saved0")
+            except mf.BackendError as again:
+                error = again
+                continue
+            self.rebuilds.append(
+                {"seconds": done - begun, "lost": comm.lost, "version": step.version}
+            )
+            return comm, mesh, step
+        raise error
+
+    def extended(self, comm: Any, step: Any) -> Any:
+        """Wait until the new processes are there, and go on with them."""
+        Path("wanted").touch()
+        while comm.size < self.job.ranks:
+            time.sleep(0.05)
+            comm = mf.rebuild(join=True, settle_s=self.job.settle_s)
+        return comm, mf.recover(step, build(mesh_of(self.job.kind, comm.size), self.job.kind))
+
+
+def environment(job: Job, rank: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.ranks),
+        "LOCAL_WORLD_SIZE": str(job.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(job.is_kept),
+        "MDFUSE_TIMEOUT_S": str(job.timeout_s),
+        "MDFUSE_BACKEND": job.backend,
+        **job.environment,
+    }
+
+
+def fork(job: Job, number: int, port: int, is_new: bool = False) -> int:
+    """Return the process of a rank; its account is in the file `rankN.json`."""
+    process = os.fork()
+    if process:
+        return process
+    os.environ.update(environment(job, number, port))
+    out = os.open(f"out.{number}{'.new' * is_new}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    rank, status = Rank(job, number), 1
+    try:
+        rank.run(is_new)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    said = {"losses": rank.losses, "rebuilds": rank.rebuilds, "idle": status or rank.is_idle}
+    Path(f"rank{number}{'.new' * is_new}.json").write_text(json.dumps(said))
+    if status == 0:
+        mf.init().close()
+    os._exit(status)  # threads and stores of the parent are not there to be joined
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def keep_store() -> tuple[int, int]:
+    """Keep a store in a process of its own, whose threads no fork of a rank has; return its port."""
+    read, write = os.pipe()
+    keeper = os.fork()
+    if not keeper:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, str(store.port).encode())
+        signal.pause()
+    port = int(os.read(read, 16))
+    os.close(read)
+    os.close(write)
+    return keeper, port
+
+
+def run(job: Job, folder: Path) -> dict[str, Any]:
+    """Run a job in a folder, and return the accounts of its ranks."""
+    folder.mkdir(parents=True)
+    os.chdir(folder)
+    keeper, port = keep_store() if job.is_kept else (0, free_port())
+    left = {fork(job, number, port): number for number in range(job.ranks)}
+    stopped = {f.rank for f in job.faults if f.deed == "stop"}
+    statuses: dict[str, int | None] = {}
+    deadline = time.monotonic() + 90
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        if Path("wanted").exists():
+            Path("wanted").unlink()
+            for fault in job.faults:
+                left[fork(job, fault.rank, port, is_new=True)] = -1 - fault.rank
+        if set(left.values()) <= stopped:
+            for process in left:
+                os.kill(process, signal.SIGCONT)
+        for process in [*left]:
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                number = left.pop(process)
+                name = str(number) if number >= 0 else f"{-1 - number}.new"
+                statuses[name] = os.waitstatus_to_exitcode(status)
+    for process, number in left.items():
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        statuses[str(number)] = None
+    if keeper:
+        os.kill(keeper, signal.SIGKILL)
+        os.waitpid(keeper, 0)
+    said = {
+        p.stem.removeprefix("rank"): json.loads(p.read_text()) for p in folder.glob("rank*.json")
+    }
+    outputs = {p.name.removeprefix("out."): p.read_text() for p in folder.glob("out.*")}
+    return {"statuses": statuses, "said": said, "outputs": outputs}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for kind in KINDS:  # what is imported and compiled here, the ranks need not
+        build(mesh_of(kind, 4), kind)
+    for number, line in enumerate(sys.stdin):
+        job = Job(**json.loads(line))
+        job.faults = [Fault(**fault) for fault in job.faults]  # type: ignore[arg-type]
+        print(json.dumps(run(job, folder / str(number))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
