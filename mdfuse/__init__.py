@@ -10,8 +10,12 @@ Meshes and layouts: DeviceMesh, Layout, Shard, Replicate, Partial, Stream.
 Modules of torch: from_torch, from_plan, differentiable, to_dtensor.
 Definitions: FusionDefinition, TensorSpec, fusion, ops, register_op.
 Training: grad, recompute, optim, Step, pipeline, Schedule.
+<<<<<<< HEAD
 Survivors: rebuild, recover.
 Serving: generate.
+=======
+Survivors: rebuild, recover, Run.
+>>>>>>> wt-H
 Programs: compile, Program, Options, init, simulate, shard_tensor, unshard_tensor.
 A closer look: hir (host programs), seeing (costs, traces), debug, MdfuseError.
 """
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from mdfuse.compiled.imported import ImportedModel as ImportedModel
     from mdfuse.compiled.pipeline import pipeline
     from mdfuse.compiled.program import Program, compile
+    from mdfuse.compiled.run import Run
     from mdfuse.compiled.step import Step, recover
     from mdfuse.compiled.traced import fusion
     from mdfuse.compiled.training import RunningStep as RunningStep
@@ -77,6 +82,7 @@ _LAZY = {
     "FusionDefinition": "mdfuse.frontend.definition",
     "ImportedModel": "mdfuse.compiled.imported",
     "Program": "mdfuse.compiled.program",
+    "Run": "mdfuse.compiled.run",
     "RunningStep": "mdfuse.compiled.training",
     "Schedule": "mdfuse.pipelines.schedules",
     "Step": "mdfuse.compiled.step",
@@ -154,6 +160,7 @@ __all__ = [
     # survivors
     "rebuild",
     "recover",
+    "Run",
     # serving
     "generate",
     # programs

@@ -10,6 +10,10 @@ from mdfuse.errors import BackendError
 #: The most ranks of a launch: a larger number is a mistake, and lists of ranks would not fit.
 MOST_RANKS = 1 << 20
 
+#: The variable by which `mdfuse launch` tells a process in a lost rank's place how many were there
+#: before it.
+RESPAWNED = "MDFUSE_RESPAWNED"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:

@@ -18,8 +18,9 @@ from typing import NoReturn
 
 import typer
 
+from mdfuse.bootstrap import RESPAWNED
 from mdfuse.errors import ProgramError, counted
-from mdfuse.torch_private import PrefixStore, Store, TCPStore
+from mdfuse.torch_private import Store, TCPStore
 
 #: How long ranks have to end once they are asked to, seconds.
 GRACE_S = 10.0
@@ -27,14 +28,8 @@ GRACE_S = 10.0
 #: The most processes that are started in the place of one rank.
 MOST = 3
 
-#: The variable of a process in a lost rank's place: the number of those before it.
-RESPAWNED = "MDFUSE_RESPAWNED"
-
 #: Statuses of processes that others may go on without, and their meaning.
 _LOST = {70: "its watchdog ended it", 71: "the others went on without it"}
-
-#: The prefix of torch's rendezvous for ranks whose agent keeps the store, of its first attempt.
-_PREFIX = "/worker/attempt_0"
 
 #: Where those that go on after a loss leave word.
 _REBUILT = "mdfuse/rebuilt"
@@ -140,7 +135,7 @@ def _store() -> TCPStore:
 
 def _went_on(store: Store) -> bool:
     """Return whether ranks went on without others."""
-    return bool(PrefixStore(_PREFIX, store).check([_REBUILT]))
+    return bool(store.check([_REBUILT]))
 
 
 @contextmanager
@@ -170,6 +165,8 @@ class _Run:
         self._live: dict[int, _Process] = {}
         #: rank -> how its last process ended, as `Popen.returncode`, in the order of their ends
         self._ends: dict[int, int] = {}
+        #: rank -> the place of that process
+        self._places: dict[int, int] = {}
         self._bound = _bound()
 
     def start(self) -> None:
@@ -192,8 +189,13 @@ class _Run:
 
     def until_all_ended(self) -> None:
         while self._live:
-            for process in self._ended(None):
+            is_late = 0 in self._ends.values() and all(x.place for x in self._live.values())
+            ended = self._ended(GRACE_S if is_late else None)
+            for process in ended:
                 self._tell(process)
+            if not ended:
+                _say("the others have ended: processes that did not join end")
+                self.end(signal.SIGTERM)
 
     def _ended(self, seconds: float | None) -> list[_Process]:
         """Wait for processes that end, and reap them with those that they left behind."""
@@ -209,7 +211,7 @@ class _Run:
     def _tell(self, process: _Process) -> None:
         """Say how a process ended, and start another one in its place."""
         rank, code = process.rank, process.popen.returncode
-        self._ends[rank] = code
+        self._ends[rank], self._places[rank] = code, process.place
         if code:
             _say(
                 f"rank {rank} (process {process.popen.pid}) {_how(code)} after "
@@ -247,12 +249,13 @@ class _Run:
     def status(self, went_on: bool) -> int:
         """Return the exit status: that of the first rank that failed, and was not replaced.
 
-        Lost ranks do not count where the others went on without them, and one came to its end.
+        Lost ranks, and new processes in their places, do not count where the others went on, and
+        one came to its end.
         """
-        codes = [*self._ends.values()]
-        if went_on and 0 in codes:
-            codes = [code for code in codes if not _is_lost(code)]
-        failed = next((code for code in codes if code), 0)
+        ends = [*self._ends.items()]
+        if went_on and 0 in self._ends.values():
+            ends = [(rank, x) for rank, x in ends if not (_is_lost(x) or self._places[rank])]
+        failed = next((code for _, code in ends if code), 0)
         return failed if failed >= 0 else 128 - failed
 
 

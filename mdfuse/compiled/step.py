@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mdfuse.compiled import states
 from mdfuse.compiled.background import Saver
+from mdfuse.compiled.parts import part_of_batch
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.recovery import Holding, Recovery, members_of, recovered, values_of
 from mdfuse.compiled.versions import Versions
@@ -147,6 +148,28 @@ class Step:
         """True if the state before each run is kept."""
         return self._versions.is_double
 
+    def shard(self, *batch: Any) -> list[Any]:
+        """Return this rank's parts of a batch, on the device of its state.
+
+        Args:
+            batch: all inputs but the state, or the first of them, in definition order: whole
+                tensors, or this rank's parts; numbers stay.
+
+        Returns:
+            As many; None where this rank has nothing of one.
+
+        Raises:
+            ProgramError: too many of them; a shape that is neither.
+        """
+        fusion, rank = self.program.fusion, init(self.program.options).rank
+        if len(batch) > len(self._others):
+            what = f"shard of {counted(len(batch), 'input')} for @{fusion.name}"
+            raise ProgramError(what, because=f"a run takes {', '.join(self._others) or 'none'}")
+        pairs = zip(self._others, batch, strict=False)
+        parts = [part_of_batch(fusion, name, x, rank) for name, x in pairs]
+        device = next((x.device for x in self.state.values() if x is not None), None)
+        return [x.to(device) if isinstance(x, Tensor) else x for x in parts]
+
     # -- recovery --------------------------------------------------------------------------------
 
     def holding(self, fixed: Mapping[str, Tensor | None] | None = None) -> Holding:
@@ -162,6 +185,10 @@ class Step:
             parts={**self.state, **fixed},
             saved=self._saved,
         )
+
+    def note_saved(self, folder: str | Path, version: int) -> None:
+        """Note which version of the state a checkpoint has, for `mdfuse.recover`."""
+        self._saved[os.path.realpath(folder)] = version
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -264,7 +291,7 @@ def recover(step: Any, program: Any, or_from: str | Path | None = None) -> Any:
     """
     whole = step if step is not None else program
     if hasattr(whole, "recovered"):
-        return whole.recovered(program, or_from) if step is not None else program.joined(or_from)
+        return whole.recovered(program, or_from) if step is not None else program._joined(or_from)
     if not isinstance(program, Program) or not isinstance(step, Step | None):
         raise refused(
             "recover",

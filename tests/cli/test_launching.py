@@ -102,6 +102,17 @@ def test_not_more_than_some(program: Path) -> None:
     assert result.output.count("in its place") == launching.MOST
 
 
+def test_new_processes_that_come_too_late_end(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "GRACE_S", 0.3)
+    monkeypatch.setattr(launching, "_went_on", lambda _: True)
+    lines = "if rank == 1 and not again: die()\nnote(0)\nuntil('1.1')\nwhile again: time.sleep(1)"
+    result = launched(program, lines, "--respawn")
+    assert result.exit_code == 0
+    assert result.output.splitlines()[-1].endswith("processes that did not join end")
+
+
 @pytest.mark.parametrize("given", [[], ["--", "-m"], ["--odd"], ["nobody-has-this"]])
 def test_what_is_no_program(given: list[str]) -> None:
     result = CliRunner().invoke(app, ["launch", "-n", "2", *given])

@@ -1,0 +1,229 @@
+"""Trainings that resume and outlive ranks: losses are those of a run without a fault."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import sampling
+from helpers.drawn import drawn
+from helpers.forked import Forked
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, ProgramError, Replicate, Shard
+from mdfuse.errors import MdfuseError
+
+F = torch.nn.functional
+ROWS, STEPS, RATE = 7, 12, 0.1
+#: Layouts of the weight: each rank has it, or a part.
+WHOLE, PARTS = {"dp": Replicate()}, {"dp": Shard(0)}
+
+
+def batch(n: int) -> tuple[Tensor, Tensor] | None:
+    return (drawn(ROWS, 5, seed=n), drawn(ROWS, 3, seed=100 + n)) if n <= STEPS else None
+
+
+def build(
+    mesh: DeviceMesh, layout: dict[str, Any] = WHOLE
+) -> tuple[mf.Program, Callable[[mf.Communicator], dict[str, Tensor | None]]]:
+    split = {"dp": Shard(0)}
+    with mf.FusionDefinition("train") as fd:
+        x = fd.define_tensor([ROWS, 5], mesh=mesh, layout=split)
+        t = fd.define_tensor([ROWS, 3], mesh=mesh, layout=split)
+        w = fd.define_tensor([5, 3], mesh=mesh, layout=layout, name="w")
+        whole = fd.ops.set(w).on(mesh, {})
+        loss = fd.ops.mse_loss(x @ whole, t)
+        (dw,) = mf.grad(loss, [w])
+        fd.add_output(fd.ops.set(loss).on(mesh, {}))
+        fd.add_output(mf.optim.sgd(w, dw, lr=RATE)[0], reuse=w)
+
+    def begin(comm: mf.Communicator) -> dict[str, Tensor | None]:
+        if comm.rank not in mesh:
+            return {"w": None}
+        return {"w": mf.shard_tensor(drawn(5, 3), mesh, layout, rank=comm.rank).clone()}
+
+    return mf.compile(fd), begin
+
+
+def reference(steps: int = STEPS) -> list[float]:
+    """The losses of torch on one device, in f64."""
+    w, losses = drawn(5, 3).double().requires_grad_(), []
+    for n in range(1, steps + 1):
+        x, t = drawn(ROWS, 5, seed=n), drawn(ROWS, 3, seed=100 + n)
+        loss = F.mse_loss(x.double() @ w, t.double())
+        (dw,) = torch.autograd.grad(loss, [w])
+        w = (w - RATE * dw).detach().requires_grad_()
+        losses.append(loss.item())
+    return losses
+
+
+def one() -> DeviceMesh:
+    return DeviceMesh.arange(dp=1)
+
+
+def losses_of(run: mf.Run) -> dict[int, float]:
+    return {n: float(loss) for n, loss in run}
+
+
+def check(losses: dict[int, float], first: int = 1) -> None:
+    wanted = dict(enumerate(reference(), 1))
+    assert [*losses] == [*range(first, STEPS + 1)]
+    for n, loss in losses.items():
+        assert loss == pytest.approx(wanted[n], abs=1e-6), n
+
+
+# -- one process ---------------------------------------------------------------------------------
+
+
+def test_a_run_resumes_from_the_newest(tmp_path: Path) -> None:
+    """On with the step behind it; at the end there is a checkpoint, and only so many are kept."""
+    run = mf.Run(build, one(), batch, save_every=3, folder=tmp_path, keep=2)
+    first = {n: float(loss) for n, loss in zip(range(1, 9), (x for _, x in run), strict=False)}
+    run.running.saved()
+    assert {x.name for x in tmp_path.iterdir()} == {"newest", "step-3", "step-6"}
+    second = mf.Run(build, one(), batch, save_every=3, folder=tmp_path, keep=2)
+    after = losses_of(second)
+    check(after, 7)
+    check({**first, **after})
+    assert {x.name for x in tmp_path.iterdir()} == {"newest", "step-9", "step-12"}
+    assert losses_of(mf.Run(build, one(), batch, folder=tmp_path)) == {}
+
+
+def test_without_a_folder_and_to_an_end_that_the_data_says() -> None:
+    check(losses_of(mf.Run(build, one(), batch)))
+    assert losses_of(mf.Run(build, one(), lambda n: None)) == {}
+
+
+def test_an_error_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Nobody may write into the folder: training is possible all the same."""
+    (tmp_path / "file").write_text("")
+    run = mf.Run(build, one(), batch, save_every=5, folder=tmp_path / "file")
+    for _ in range(3):
+        with pytest.raises(ProgramError, match="cannot be"):
+            losses_of(run)
+    assert losses_of(run) == {} and run.step == STEPS
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"build": 3}, "build"),
+        ({"data": [1]}, "data"),
+        ({"save_every": 0}, "save_every=0"),
+        ({"keep": True}, "keep=True"),
+        ({"folder": 7}, "the path 7"),
+        ({"double_buffer": 1}, "double_buffer"),
+    ],
+)
+def test_wrong_requests(given: dict[str, Any], said: str) -> None:
+    arguments = {"build": build, "mesh": one(), "data": batch, **given}
+    with pytest.raises(MdfuseError, match=said):
+        mf.Run(**arguments)
+
+
+def test_what_build_returns_is_checked() -> None:
+    run = mf.Run(lambda mesh: build(mesh)[0], one(), batch)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ProgramError, match="build of a Run returned"):
+        next(run)
+
+
+# -- forks that die ------------------------------------------------------------------------------
+
+RANKS = 3
+
+
+def warm() -> None:
+    """Compile once, so that forks need not import what that takes."""
+    torch.set_num_threads(1)
+    for count in (RANKS, RANKS - 1):
+        mesh = DeviceMesh.arange(dp=count)
+        for layout in (WHOLE, PARTS):
+            program, _ = build(mesh, layout)
+        mf.simulate(program, [drawn(ROWS, 5), drawn(ROWS, 3), drawn(5, 3)])
+
+
+def train(
+    folder: Path | None,
+    layout: dict[str, Any],
+    die: dict[int, tuple[int, float]],
+    waits: bool = False,
+) -> None:
+    """What a rank does: it dies some seconds after it has begun a step.
+
+    Args:
+        folder: of checkpoints; None: survivors have it all.
+        layout: of the weight.
+        die: rank -> step, and seconds.
+        waits: those that are left take longer, for somebody to join.
+    """
+
+    def data(n: int) -> Any:
+        if not mine and (when := die.get(me)) is not None and when[0] == n:
+            threading.Timer(when[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        is_alone = waits and run.running is not None and run.comm.size < RANKS
+        time.sleep(0.5 if is_alone else 0.02)  # a step takes its time
+        return batch(n)
+
+    me, mine = int(os.environ["RANK"]), int(os.environ.get("MDFUSE_RESPAWNED", "0"))
+    run = mf.Run(
+        lambda mesh: build(mesh, layout), DeviceMesh.arange(dp=RANKS), data,
+        save_every=3, folder=folder, double_buffer=folder is None,
+    )  # fmt: skip
+    for n, loss in run:
+        print(n, run.comm.size, float(loss))
+
+
+def said_losses(text: str) -> tuple[dict[int, float], dict[int, int]]:
+    """The last loss of each step, and how many ranks made it."""
+    rows = [line.split() for line in text.splitlines() if line[:1].isdigit()]
+    return {int(n): float(x) for n, _, x in rows}, {int(n): int(size) for n, size, _ in rows}
+
+
+MOMENTS = sampling.of(20, 2)
+
+
+@pytest.mark.parametrize("kind", ["from each other", "from files"])
+@pytest.mark.parametrize("draw", range(MOMENTS))
+def test_losses_are_those_without_a_death(draw: int, kind: str, tmp_path: Path) -> None:
+    """Whenever a rank dies: the others take over its rows, and the batch stays what it was."""
+    draws = random.Random(f"{draw} {kind} {sampling.window(1000, 1000).start}")
+    when = {draws.randrange(RANKS): (draws.randrange(1, STEPS), draws.random() * 0.05)}
+    files, layout = (tmp_path / "saved", PARTS) if kind == "from files" else (None, WHOLE)
+    warm()
+    forked = Forked(RANKS, lambda *_: train(files, layout, when), tmp_path, MDFUSE_TIMEOUT_S="10")
+    statuses = forked.wait(60)
+    dead = {*when}
+    assert {r for r, x in statuses.items() if x} == dead, (when, forked.said(min({0, 1} - dead)))
+    for rank in {*range(RANKS)} - dead:
+        losses, sizes = said_losses(forked.said(rank))
+        wanted = dict(enumerate(reference(), 1))
+        assert [*losses] == [*range(1, STEPS + 1)] or {*losses} == {*wanted}
+        assert all(x == pytest.approx(wanted[n], abs=1e-6) for n, x in losses.items()), when
+        assert sizes[STEPS] == RANKS - 1
+
+
+def test_a_new_process_joins(tmp_path: Path) -> None:
+    """Before the next step of the others, with the state that they have."""
+    warm()
+
+    def act(rank: int, place: int) -> None:
+        train(None, WHOLE, {1: (3, 0.0)}, waits=True)
+
+    forked = Forked(RANKS, act, tmp_path, MDFUSE_TIMEOUT_S="30")
+    assert forked.wait(30, 1) == {1: -signal.SIGKILL}
+    forked.begin_again(1)
+    assert forked.wait(60) == dict.fromkeys(range(RANKS), 0), forked.said(1, 1)
+    joined, _ = said_losses(forked.said(1, 1))
+    losses, sizes = said_losses(forked.said(0))
+    check(losses)
+    assert joined and joined.items() <= losses.items()
+    assert sizes[STEPS] == RANKS and min(joined) >= 3
