@@ -475,6 +475,6 @@ def test_the_page_shows_cases_that_there_are() -> None:
         *COMPILING,
         *((c, "mpirun") for c in ENDED_BY_ITSELF),
     ]
-    elsewhere = {"test_refusal", "test_reports", "test_full_disk"}
+    elsewhere = {"test_refusal", "test_reports", "test_full_disk", "test_rebuilding"}
     assert {*SHOWN} - elsewhere <= {f"{case}, {launch}" for case, launch in ours}
     assert elsewhere <= {*SHOWN}

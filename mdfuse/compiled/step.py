@@ -291,7 +291,7 @@ def recover(step: Any, program: Any, or_from: str | Path | None = None) -> Any:
     """
     whole = step if step is not None else program
     if hasattr(whole, "recovered"):
-        return whole.recovered(program, or_from) if step is not None else program.joined(or_from)
+        return whole.recovered(program, or_from) if step is not None else program._joined(or_from)
     if not isinstance(program, Program) or not isinstance(step, Step | None):
         raise refused(
             "recover",

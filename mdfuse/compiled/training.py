@@ -290,10 +290,10 @@ class TrainingStep:
         step = Step(self.compile(options), state, double_buffer=double_buffer)
         return RunningStep(step, fixed, self._weights, self)
 
-    def joined(
+    def _joined(
         self, or_from: str | Path | None = None, before: RunningStep | None = None
     ) -> RunningStep:
-        """Go on with a training that other ranks have begun; `mdfuse.recover` calls it.
+        """Return a step that goes on as other ranks do; `mdfuse.recover` calls it.
 
         Args:
             or_from: a portable checkpoint, for what no rank holds.
@@ -410,7 +410,7 @@ class RunningStep:
         to = self._device
         return [x.to(to, non_blocking=True) if isinstance(x, Tensor) else x for x in parts]
 
-    def recovered(self, program: TrainingStep, or_from: str | Path | None = None) -> RunningStep:
+    def recovered(self, program: Any, or_from: str | Path | None = None) -> RunningStep:
         """Return the step of the same training in other layouts, as `mdfuse.recover` does.
 
         Args:
@@ -423,7 +423,7 @@ class RunningStep:
         if not isinstance(program, TrainingStep):
             what = f"recovered of @{self.step.program.fusion.name} with a {type(program).__name__}"
             raise ProgramError(what, hint="recovered(build(mesh).training_step(...))")
-        return program.joined(or_from, self)
+        return program._joined(or_from, self)
 
     @property
     def averages(self) -> list[Tensor | None]:

@@ -1,7 +1,7 @@
 """Jobs whose ranks die while they train: each rank a fork, the store kept by their parent.
 
-Reads a line of JSON for each job (`Job`), and prints one: for each rank its exit status and its
-losses, for each survivor the seconds that a rebuild took. The last line ends with the input.
+Reads a line of JSON for each job (`Job`), and prints one: for each rank its exit status, its losses
+by version, what it printed, and for each of its rebuilds the time, who was lost, and the version.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ class Rank:
                 given = parts(step.program, comm.rank, batch(version))
                 self.meet("in", version)
                 loss = step(*given.values())
-                self.losses[version] = float(loss) if loss is not None else 0.0
+                if loss is not None:  # else this rank is in no mesh, and idle
+                    self.losses[version] = float(loss)
             except mf.BackendError as error:
                 comm, mesh, step = self.after(error, mesh, step, version)
         self.is_idle = comm.rank not in mesh
@@ -273,7 +274,7 @@ def free_port() -> int:
 
 
 def keep_store() -> tuple[int, int]:
-    """Keep a store in a process of its own, whose threads no fork of a rank has; return its port."""
+    """Keep a store in a process that forks nothing; return the process and the port."""
     read, write = os.pipe()
     keeper = os.fork()
     if not keeper:

@@ -14,6 +14,8 @@ problem raises it, every other rank raises one that names that rank (`raise_alik
 | when its first plan is made | its problem | `programs.agree` |
 | after each run with `check_indices` | the index that is out of range | `programs.agree` |
 
+After a death the ranks that are left agree on who goes on (`epochs.py`), and join anew.
+
 Other runs do not meet. A rank that refuses one leaves a message, which a rank whose communication
 breaks reads; and no rank runs on before it is known which ranks had begun the run (`refusals.py`).
 A run of another thread breaks the order in which ranks meet (`crowds.py`).
