@@ -150,11 +150,11 @@ def train(a: argparse.Namespace) -> tuple[list[float], Any]:
     if is_simulated:
         step, begin = build(mesh)
     for n, (loss, norm, *_) in simulated(step, begin(None), batch) if is_simulated else run:
-        if n % a.every == 0 or n == a.steps:
+        if (n % a.every == 0 or n == a.steps) and loss is not None:  # None: no rank of the mesh
             losses.append(float(loss))
             stats = f"; {before.stats()}" if before and before is run.running else ""
             line = f"step {n}: loss {losses[-1]:.4f}, norm {float(norm):.3g}, lr {rate(n, a):.2e}"
-            if is_simulated or run.comm.rank == 0:  # who that is changes where a rank dies
+            if is_simulated or run.comm.rank == run.mesh.first:  # another one where that one dies
                 print(line + stats, flush=True)
             before = run.running
     return losses, run.running
