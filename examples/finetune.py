@@ -5,6 +5,7 @@ python examples/finetune.py FOLDER LICENSE --simulate --mesh fsdp=2,tp=2        
 torchrun --nproc-per-node 4 examples/finetune.py FOLDER TEXT --mesh fsdp=4 --recompute
 torchrun --nproc-per-node 4 examples/finetune.py FOLDER TEXT --mesh fsdp=2,tp=2 --save state
 torchrun --nproc-per-node 2 examples/finetune.py FOLDER TEXT --mesh fsdp=2 --save state --resume
+mdfuse launch -n 4 --respawn examples/finetune.py FOLDER TEXT --mesh fsdp=4 --save state
 
 The module is what `AutoModelForCausalLM` makes of the folder, unchanged; without safetensors its
 parameters are random. The text is read by the folder's tokenizer, or as bytes where it has none.
@@ -15,14 +16,16 @@ The axes of the mesh:
     tp      layers are split by the model's own plan, and activations between them by positions
 
 A state (`step-N` in `--save`) is read on any mesh, and its parameters by `model.load`. The rate and
-the batch of a step follow from its number.
+the batch of a step follow from its number. Under `mdfuse launch` ranks outlive others.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import mdfuse as mf
-from mdfuse.bootstrap import detect
+from mdfuse.bootstrap import RESPAWNED, detect
 from mdfuse.cli import screen
 from mdfuse.cli.program_file import parse_mesh
 
@@ -103,60 +106,58 @@ def training(module: nn.Module, model: Any, a: argparse.Namespace) -> mf.Trainin
     )  # fmt: skip
 
 
-class Simulated:
-    """All ranks in this process, as a `RunningStep` is one of them."""
-
-    def __init__(self, step: mf.TrainingStep, weights: list[Any]) -> None:
-        self.step, self.program = step, step.compile()
-        self.weights, self.state = weights, step.state(weights)
-
-    def __call__(self, *inputs: Any) -> Any:
-        given = self.step.arguments(self.weights, self.state, *inputs)
-        outputs = mf.simulate(self.program, given).outputs
-        self.state = self.step.updated(outputs)
-        return outputs
+def simulated(step: mf.TrainingStep, weights: list[Any], data: Any) -> Iterator[tuple[int, Any]]:
+    """Yield each step of all ranks in this process, as `mf.Run` does on one of them."""
+    program, state = step.compile(), step.state(weights)
+    for n in itertools.takewhile(data, itertools.count(1)):
+        outputs = mf.simulate(program, step.arguments(weights, state, *data(n))).outputs
+        state = step.updated(outputs)
+        yield n, outputs
 
 
-def state_in(folder: Path | None, is_resumed: bool) -> int:
-    """Return the step of the last whole state in a folder, 0 for none."""
-    states = folder.glob("step-*/.metadata") if folder else []
-    last = max((int(p.parent.name[5:]) for p in states), default=0)
-    if bool(last) != is_resumed:
-        screen.fail(f"{folder} has {last or 'no'} steps: --resume goes on, and needs a state")
-    return last
+def check_states(folder: Path | None, is_resumed: bool) -> None:
+    """Refuse a folder with states that are not asked for, or without those that are."""
+    count = len([*folder.glob("step-*/.metadata")]) if folder else 0
+    if bool(count) != is_resumed and RESPAWNED not in os.environ:
+        screen.fail(f"{folder} has {count or 'no'} states: --resume goes on, and needs one")
 
 
 def train(a: argparse.Namespace) -> tuple[list[float], Any]:
     """Train; return the losses that were printed, and what made the steps."""
-    mesh, console, losses = parse_mesh(a.mesh), screen.output(), list[float]()
+    mesh, console, losses, names = parse_mesh(a.mesh), screen.output(), list[float](), list[str]()
     is_simulated = a.simulate or (detect(os.environ).size == 1 < mesh.size)
     if a.save and is_simulated:
-        screen.fail("--save: simulated ranks keep nothing; start them by torchrun")
-    first = state_in(a.save, a.resume)
+        screen.fail("--save: simulated ranks keep nothing; start them by a launcher")
+    check_states(a.save, a.resume)
     source = a.folder if any(a.folder.glob("*.safetensors")) else None
     module = module_of(a.folder, a.dtype, is_read=source is not None)
     tokens = tokens_of(a.folder, a.text, a.length, module.config.vocab_size)
-    model = imported(module, mesh, a)
-    step = training(module, model, a)
-    console.print(*([model.report()] if a.report else []), step.report(), sep="\n", soft_wrap=True)
-    comm = None if is_simulated else mf.init()
-    weights = model.load(source, comm=comm)  # a rank reads its parts
-    running: Any = Simulated(step, weights) if is_simulated else step.start(weights)
-    if first:
-        running.load(a.save / f"step-{first}")
-    for n in range(first + 1, a.steps + 1):
-        ids, lr = batch_of(tokens, n, a.batch, a.length), rate(n, a)
-        numbers = {"lr": torch.tensor(lr), "seed": n}  # of the optimizer, and of dropout
-        batch = ids, ids, *(numbers[x] for x in step.inputs[2:])
-        loss, norm, *_ = running(*(batch if is_simulated else running.shard(*batch)))
-        if n % a.every == 0 or n == a.steps:
+
+    def build(mesh: mf.DeviceMesh) -> Any:
+        model = imported(module, mesh, a)
+        step = training(module, model, a)
+        console.print(*([model.report()] * a.report), step.report(), sep="\n", soft_wrap=True)
+        names[:] = step.inputs[2:]
+        return step, lambda comm: model.load(source, comm=comm)  # a rank reads its parts
+
+    def batch(n: int) -> Any:
+        ids = batch_of(tokens, n, a.batch, a.length)
+        numbers = {"lr": torch.tensor(rate(n, a)), "seed": n}  # of the optimizer, and of dropout
+        return None if n > a.steps else (ids, ids, *(numbers[x] for x in names))
+
+    run = mf.Run(build, mesh, batch, save_every=a.save_every, folder=a.save, keep=a.keep)
+    before: Any = None
+    if is_simulated:
+        step, begin = build(mesh)
+    for n, (loss, norm, *_) in simulated(step, begin(None), batch) if is_simulated else run:
+        if (n % a.every == 0 or n == a.steps) and loss is not None:  # None: no rank of the mesh
             losses.append(float(loss))
-            stats = f"; {running.stats()}" if comm and n > first + 1 else ""
-            line = f"step {n}: loss {losses[-1]:.4f}, norm {float(norm):.3g}, lr {lr:.2e}"
-            console.print(line + stats, soft_wrap=True)
-        if a.save and (n % a.save_every == 0 or n == a.steps):
-            running.save(a.save / f"step-{n}", portable=True)
-    return losses, running
+            stats = f"; {before.stats()}" if before and before is run.running else ""
+            line = f"step {n}: loss {losses[-1]:.4f}, norm {float(norm):.3g}, lr {rate(n, a):.2e}"
+            if is_simulated or run.comm.rank == run.mesh.first:  # another one where that one dies
+                print(line + stats, flush=True)
+            before = run.running
+    return losses, run.running
 
 
 def main(given: list[str] | None = None) -> Any:
@@ -175,9 +176,7 @@ def main(given: list[str] | None = None) -> Any:
     add("--recompute", nargs="?", const="model.layers.*", help="submodules; layers: %(const)s")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank alone")
     add("--targets", default="*_proj", help="the layers with adapters: %(default)s")
-    add(
-        "--dtype", choices=("float32", "bfloat16"), help="with masters in f32; the config's if none"
-    )
+    add("--dtype", choices=("float32", "bfloat16"), help="beside masters in f32; or the config's")
     add("--lr", type=float, default=1e-4, help="the highest learning rate: %(default)s")
     add("--warmup", type=int, default=5, help="steps to reach it: %(default)s")
     add("--decay", type=float, default=0.1, help="of matrices: %(default)s")
@@ -186,6 +185,7 @@ def main(given: list[str] | None = None) -> Any:
     add("--every", type=int, default=1, help="steps between lines: %(default)s")
     add("--save", type=Path, help="a folder for the states")
     add("--save-every", type=int, default=100, help="steps between states: %(default)s")
+    add("--keep", type=int, default=3, help="states that stay: %(default)s")
     add("--resume", action="store_true", help="begin with the last state in --save")
     a = parser.parse_args(given)
     with screen.errors():

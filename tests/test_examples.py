@@ -443,7 +443,7 @@ def test_finetuning_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     given = finetuned.arguments(folder, 4, *given)
     losses, running = example("finetune").main(given)
     weights = [*running.weights]
-    assert sorted(p.name for p in saved.iterdir()) == ["step-2", "step-4"]
+    assert sorted(p.name for p in saved.iterdir()) == ["newest", "step-2", "step-4"]
     with pytest.raises(SystemExit):
         example("finetune").main(given)
     shutil.rmtree(saved / "step-4")
@@ -457,7 +457,7 @@ def test_finetuning_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     ("given", "says"),
     [
         (["--save", "x", "--simulate"], "simulated ranks keep nothing"),
-        (["--save", "x", "--resume"], "x has no steps: --resume goes on"),
+        (["--save", "x", "--resume"], "x has no states: --resume goes on"),
         (["--length", "99999"], "--length is 99999, the vocabulary 260"),
     ],
     ids=str,

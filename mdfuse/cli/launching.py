@@ -87,7 +87,7 @@ def launch(count: int, arguments: Sequence[str], is_respawning: bool) -> int:
     """
     command = command_of(arguments)
     store = _store()
-    run = _Run(count, command, variables(count, store.port, os.environ), is_respawning)
+    run = _Ranks(count, command, variables(count, store.port, os.environ), is_respawning)
     with _signals():
         try:
             run.start()
@@ -153,7 +153,7 @@ def _signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Run:
+class _Ranks:
     """The processes of a launch."""
 
     def __init__(

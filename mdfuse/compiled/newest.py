@@ -84,9 +84,15 @@ def point(folder: Path, keep: int) -> None:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest checkpoint in a folder; None where there is none."""
+    """Return the newest checkpoint in a folder; None where there is none.
+
+    Where somebody has removed the one that the link leads to, it is the last of the others.
+    """
     name = _target(folder)
-    return folder / name if name and _is_whole(folder / name) else None
+    if name is None or _is_whole(folder / name):
+        return None if name is None else folder / name
+    others = [x for x in folder.iterdir() if x.name != NAME and _is_whole(x)]
+    return max(others, key=_written, default=None)
 
 
 def _target(folder: Path) -> str | None:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import pickle
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -128,7 +129,8 @@ def planned(before: Values, after: Values, options: Options | None = None) -> Re
     with FusionDefinition("recover") as fd:
         for name, value in before.items():
             x = fd.define_tensor(value.shape, value.dtype, layout=value.layout, name=name)
-            moved = called_at(user_source(), f"new_{name}", fd.ops.set)(x)  # so on all ranks
+            new = re.sub(r"\W", "_", f"new_{name}")  # on all ranks alike, whatever line calls
+            moved = called_at(user_source(), new, fd.ops.set)(x)
             fd.add_output(moved.on(after[name].layout))
     plain = replace(options_from_environment(options), overlap="never", graph="never")
     return Recovery(program=compile(fd, plain), missing=missing_of(before, after))

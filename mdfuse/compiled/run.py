@@ -198,10 +198,7 @@ class Run(Iterator[tuple[int, Any]]):
     def _recover(self, what: Any, last: Path | None) -> None:
         if last is not None and self.running is not None:
             _inner(self.running).note_saved(last, _number(last) - self._first)
-        if isinstance(what, TrainingStep):
-            self.running = what.joined(last, self.running)
-        else:
-            self.running = recover(self.running, what, or_from=last)
+        self.running = recover(self.running, what, or_from=last)
         self._enter(self._first + _inner(self.running).version, last)
 
     def _begin(self, what: Any, begin: Callable[[Communicator], Any], last: Path | None) -> None:

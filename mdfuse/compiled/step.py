@@ -289,9 +289,10 @@ def recover(step: Any, program: Any, or_from: str | Path | None = None) -> Any:
     >>> again.state, again.version
     ({'n': tensor([1., 1.])}, 1)
     """
-    whole = step if step is not None else program
-    if hasattr(whole, "recovered"):
-        return whole.recovered(program, or_from) if step is not None else program._joined(or_from)
+    if step is None and hasattr(program, "joined"):
+        return program.joined(or_from)
+    if hasattr(step, "recovered"):
+        return step.recovered(program, or_from)
     if not isinstance(program, Program) or not isinstance(step, Step | None):
         raise refused(
             "recover",

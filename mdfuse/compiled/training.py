@@ -290,7 +290,7 @@ class TrainingStep:
         step = Step(self.compile(options), state, double_buffer=double_buffer)
         return RunningStep(step, fixed, self._weights, self)
 
-    def _joined(
+    def joined(
         self, or_from: str | Path | None = None, before: RunningStep | None = None
     ) -> RunningStep:
         """Return a step that goes on as other ranks do; `mdfuse.recover` calls it.
@@ -298,6 +298,9 @@ class TrainingStep:
         Args:
             or_from: a portable checkpoint, for what no rank holds.
             before: the step of this rank; None: this process is new.
+
+        Raises:
+            ProgramError: parts of the state that nobody holds, or another state; on all ranks.
         """
         step = None if before is None else before.step
         holding = None if before is None else before.step.holding(before.fixed)
@@ -411,11 +414,7 @@ class RunningStep:
         return [x.to(to, non_blocking=True) if isinstance(x, Tensor) else x for x in parts]
 
     def recovered(self, program: Any, or_from: str | Path | None = None) -> RunningStep:
-        """Return the step of the same training in other layouts, as `mdfuse.recover` does.
-
-        Args:
-            program: made for the ranks that are left.
-            or_from: a portable checkpoint, for what no rank holds; None: there is none.
+        """Return the step of the same training, made for other ranks, as `mdfuse.recover` does.
 
         Raises:
             ProgramError: parts of the state that nobody holds, or another state; on all ranks.
@@ -423,7 +422,7 @@ class RunningStep:
         if not isinstance(program, TrainingStep):
             what = f"recovered of @{self.step.program.fusion.name} with a {type(program).__name__}"
             raise ProgramError(what, hint="recovered(build(mesh).training_step(...))")
-        return program._joined(or_from, self)
+        return program.joined(or_from, self)
 
     @property
     def averages(self) -> list[Tensor | None]:

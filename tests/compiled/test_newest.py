@@ -50,6 +50,8 @@ def test_there_is_none(tmp_path: Path) -> None:
     assert newest.newest(tmp_path / "gone") is None
     (tmp_path / "newest").symlink_to("step-1")
     assert newest.newest(tmp_path) is None
+    (whole(tmp_path / "step-3", 5), whole(tmp_path / "step-2", 7))
+    assert newest.newest(tmp_path) == tmp_path / "step-2"
 
 
 @pytest.mark.parametrize(

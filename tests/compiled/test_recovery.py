@@ -188,3 +188,42 @@ def _named(name: str) -> mf.Program:
         v = fd.define_tensor([4], name=name, mesh=DeviceMesh.arange(dp=1))
         fd.add_output(v + 1, reuse=v)
     return mf.compile(fd)
+
+
+# -- imported models -----------------------------------------------------------------------------
+
+
+def training(layout: dict[str, Shard]) -> tuple[mf.TrainingStep, list[Tensor | None]]:
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+    for x in module[0].parameters():
+        x.requires_grad_(False)
+    mesh = DeviceMesh.arange(dp=1)
+    model = mf.from_torch(
+        module, (torch.ones(8, 4),), mesh=mesh, layouts={"input:0": {"dp": Shard(0)}, "*": layout}
+    )
+    step = model.training_step(
+        lambda y: (y * y).mean(), optimizer=mf.optim.adamw, microbatches=2 if layout else 1
+    )
+    return step, model.load()
+
+
+@pytest.mark.parametrize("is_new_form", [False, True])
+def test_a_step_of_an_imported_model_goes_on(is_new_form: bool) -> None:
+    """Trained parameters, moments, the count of steps, and parameters that are not trained."""
+    step, weights = training({})
+    x, lr = drawn(8, 4), torch.tensor(0.1)
+    whole, first = step.start(weights), step.start(weights, double_buffer=True)
+    losses = [float(whole(x, lr)) for _ in range(4)]
+    begun = [float(first(x, lr)) for _ in range(2)]
+    other, _ = training({"dp": Shard(0)} if is_new_form else {})
+    for after in (first.recovered(other), mf.recover(first, other)):
+        assert after.step.version == 2 and after.step.is_double
+        assert {*after.fixed} == {"0.weight", "0.bias"}
+        state = {n: None if y is None else y.clone() for n, y in after.state.items()}
+        assert begun + [float(after(x, lr)) for _ in range(2)] == pytest.approx(losses, abs=1e-6)
+        for n, y in after.state.items():
+            if y is not None:
+                y.copy_(state[n])  # where nothing moves, both share it
+    with pytest.raises(mf.ProgramError, match=r"recovered of @Sequential\.step with a Program"):
+        first.recovered(other.compile())

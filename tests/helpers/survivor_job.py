@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, int]] = {
     "tp": {"tp": 2},
     "hsdp": {"fs": 2},
     "fsdp": {},
+    "imported": {},
 }
 SPLIT = {
     "dp": ({}, {}),
@@ -84,8 +85,41 @@ def mesh_of(kind: str, ranks: int) -> mf.DeviceMesh:
     return mf.DeviceMesh.arange(dp=ranks // (2 if others else 1), **others)
 
 
-def build(mesh: mf.DeviceMesh, kind: str) -> mf.Program:
+def momentum(w: Any, dw: Any, v: Any) -> Any:
+    new = v * 0.9 + dw
+    return w - new * 0.1, new
+
+
+@dataclass
+class Imported:
+    """A step of training of an imported model."""
+
+    step: mf.TrainingStep
+    model: mf.ImportedModel
+
+
+def imported(mesh: mf.DeviceMesh) -> Imported:
+    """The same model as a module, in microbatches of the rows that each rank has."""
+    module = torch.nn.Sequential(
+        torch.nn.Linear(6, 10, bias=False), torch.nn.Tanh(), torch.nn.Linear(10, 3, bias=False)
+    )
+    for x, name in zip(module.parameters(), "ab", strict=True):
+        x.data.copy_(start()[name].T)
+    rows = {"dp": mf.Shard(0)}
+    model = mf.from_torch(module, (torch.ones(ROWS, 6),), mesh=mesh, layouts={"input:0": rows})
+    step = model.training_step(
+        lambda y, t: mf.ops.mse_loss(y, t),
+        optimizer=momentum,
+        extra={"t": mf.TensorSpec((ROWS, 3), layout=rows)},
+        microbatches=2,
+    )
+    return Imported(step, model)
+
+
+def build(mesh: mf.DeviceMesh, kind: str) -> Any:
     """Two layers, and SGD with momentum, on a batch that all axes of data split."""
+    if kind == "imported":
+        return imported(mesh)
     rows = {"dp": mf.Shard(0)} | ({"fs": mf.Shard(0)} if "fs" in mesh.axes else {})
     one, two = SPLIT[kind] if set(KINDS[kind]) <= {*mesh.axes} else ({}, {})
     with mf.FusionDefinition("train") as fd:
@@ -128,6 +162,27 @@ def batch(version: int) -> dict[str, Tensor]:
         "x": numbers(ROWS, 6, seed=100 + version),
         "t": numbers(ROWS, 3, seed=200 + version),
     }
+
+
+def begin(built: Any, rank: int, is_double: bool) -> Any:
+    if isinstance(built, Imported):
+        return built.step.start(built.model.load(), double_buffer=is_double)
+    return mf.Step(built, parts(built, rank, start()), double_buffer=is_double)
+
+
+def program_of(mesh: mf.DeviceMesh, kind: str) -> Any:
+    built = build(mesh, kind)
+    return built.step if isinstance(built, Imported) else built
+
+
+def version_of(step: Any) -> int:
+    return int(getattr(step, "step", step).version)
+
+
+def batch_of(step: Any, rank: int, version: int) -> list[Any]:
+    if hasattr(step, "shard"):
+        return list(step.shard(*batch(version).values()))
+    return [*parts(step.program, rank, batch(version)).values()]
 
 
 def undisturbed() -> list[float]:
@@ -173,14 +228,12 @@ class Rank:
         if is_new:
             comm = mf.rebuild(join=True, settle_s=job.settle_s)
             mesh = mesh_of(kind, job.ranks)
-            step = mf.recover(None, build(mesh, kind))
+            step = mf.recover(None, program_of(mesh, kind))
         else:
             comm, mesh = mf.init(), mesh_of(kind, job.ranks)
-            program = build(mesh, kind)
-            state = parts(program, comm.rank, start())
-            step = mf.Step(program, state, double_buffer=job.double_buffer)
-        while step.version < STEPS:
-            version = step.version
+            step = begin(build(mesh, kind), comm.rank, job.double_buffer)
+        while version_of(step) < STEPS:
+            version = version_of(step)
             try:
                 if job.join and comm.size < job.ranks and version >= STEPS - 2:
                     comm, step = self.extended(comm, step)
@@ -188,9 +241,9 @@ class Rank:
                     self.meet("save", version)
                     step.save(f"saved{comm.membership.epoch}", portable=True)
                 self.meet("between", version)
-                given = parts(step.program, comm.rank, batch(version))
+                given = batch_of(step, comm.rank, version)
                 self.meet("in", version)
-                loss = step(*given.values())
+                loss = step(*given)
                 if loss is not None:  # else this rank is in no mesh, and idle
                     self.losses[version] = float(loss)
             except mf.BackendError as error:
@@ -207,13 +260,12 @@ class Rank:
                 comm = mf.rebuild(error, settle_s=self.job.settle_s)
                 done = time.monotonic()
                 mesh = mesh.without(comm, axis="dp")
-                program = build(mesh, self.job.kind)
-                step = mf.recover(step, program, or_from="saved0")
+                step = mf.recover(step, program_of(mesh, self.job.kind), or_from="saved0")
             except mf.BackendError as again:
                 error = again
                 continue
             self.rebuilds.append(
-                {"seconds": done - begun, "lost": comm.lost, "version": step.version}
+                {"seconds": done - begun, "lost": comm.lost, "version": version_of(step)}
             )
             return comm, mesh, step
         raise error
@@ -224,7 +276,7 @@ class Rank:
         while comm.size < self.job.ranks:
             time.sleep(0.05)
             comm = mf.rebuild(join=True, settle_s=self.job.settle_s)
-        return comm, mf.recover(step, build(mesh_of(self.job.kind, comm.size), self.job.kind))
+        return comm, mf.recover(step, program_of(mesh_of(self.job.kind, comm.size), self.job.kind))
 
 
 def environment(job: Job, rank: int, port: int) -> dict[str, str]:

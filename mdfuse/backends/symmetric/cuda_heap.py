@@ -29,7 +29,7 @@ _WASTE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class HeapRun:
     """Memory of this process.
 
     Attributes:
@@ -61,8 +61,8 @@ class CudaHeap:
 
     memory: CudaMemory
     device: torch.device
-    _runs: list[Run] = field(default_factory=list)
-    _idle: list[Run] = field(default_factory=list)
+    _runs: list[HeapRun] = field(default_factory=list)
+    _idle: list[HeapRun] = field(default_factory=list)
     _lanes: list[Lanes] = field(default_factory=list)
     _opened: dict[str, int] = field(default_factory=dict)  # handle -> address
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -72,7 +72,7 @@ class CudaHeap:
         """The number of the GPU."""
         return self.device.index
 
-    def take(self, size: int) -> Run:
+    def take(self, size: int) -> HeapRun:
         """Return unused memory of at least so many bytes.
 
         Raises:
@@ -86,7 +86,7 @@ class CudaHeap:
                 self._idle.remove(idle)
                 return idle
             address = self._allocated(size)
-            run = Run(address=address, size=size, handle=self.memory.handle(address))
+            run = HeapRun(address=address, size=size, handle=self.memory.handle(address))
             self._runs.append(run)
             return run
 
@@ -97,7 +97,7 @@ class CudaHeap:
             torch.cuda.empty_cache()
             return self.memory.allocate(size)
 
-    def give(self, run: Run) -> None:
+    def give(self, run: HeapRun) -> None:
         """Give back memory that has no readers.
 
         It takes no lock, since garbage collection may call it in a thread that holds the lock.

@@ -23,7 +23,7 @@ from torch import Tensor
 from mdfuse.backends.base import Around, Work, check_usable
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
-from mdfuse.backends.symmetric.cuda_heap import CudaHeap, Lanes, Run, heap_of
+from mdfuse.backends.symmetric.cuda_heap import CudaHeap, HeapRun, Lanes, heap_of
 from mdfuse.backends.symmetric.cuda_memory import too_few_queues
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites
 from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
@@ -206,7 +206,7 @@ class CudaProvider:
         self._heap, self._device = heap_of(place.device), CudaDevice(place.device)
         self._turns = LaneOrder(self._device)
         #: handle -> the run offered to a team that is not made yet
-        self._outboxes: dict[str, Run] = {}
+        self._outboxes: dict[str, HeapRun] = {}
 
     def arena(self, size: int) -> Tensor:
         return self._heap.arena(size)
@@ -291,7 +291,7 @@ class CudaOutboxes:
     words: Sequence[int]
     referenced: object
     own_words: Any
-    outbox: Run
+    outbox: HeapRun
 
     def poster(self, call: Call, size: int, sited: Sited | None) -> PostFunction:
         notes = _silent, _silent

@@ -154,7 +154,7 @@ def fingerprint(program: HostProgram, options: Options) -> str:
     if program.rank is None:
         lines += [f"input %{n}: {program.types[n].shape}" for n in program.inputs]
         # without the users' lines: a program that moved by a line is the same
-        lines += re.sub("  # .*", "", str(program)).splitlines()
+        lines += re.sub(" *  # .*", "", str(program)).splitlines()
     return "\n".join(map(printable, lines))
 
 
