@@ -31,8 +31,9 @@ class Step:
     Args:
         program: with outputs that reuse inputs.
         state: this rank's part of each of these inputs, by name; None where it has none.
-        double_buffer: copy the state before each run into a second set of buffers, so that this
-            rank holds a whole version whenever a run breaks off; see `mdfuse.recover`.
+        double_buffer: copy the state before each run into buffers beside it, so that this rank
+            holds whole versions whenever a run breaks off; see `mdfuse.recover`. Ranks may be a run
+            apart, so there are two such sets: three times the memory of the state.
 
     Attributes:
         program: as passed.

@@ -35,27 +35,29 @@ class Versions:
 
     def __init__(self, state: State, is_double: bool) -> None:
         self._state, self.number, self.is_whole = state, 0, True
-        self._before: State | None = None
-        if is_double:
+        #: copies before the last two runs, the older one first: ranks may be a run apart
+        self._copies: list[tuple[int | None, State]] = []
+        for _ in range(2 * is_double):
             pairs = state.items()
-            self._before = {n: None if x is None else torch.empty_like(x) for n, x in pairs}
-        self._number_before: int | None = None
+            copy = {n: None if x is None else torch.empty_like(x) for n, x in pairs}
+            self._copies.append((None, copy))
 
     @property
     def is_double(self) -> bool:
         """True if the state before each run is kept."""
-        return self._before is not None
+        return bool(self._copies)
 
     def begin(self) -> None:
         """Keep the state as it is before a run."""
-        if self._before is None or not self.is_whole:
+        if not self._copies or not self.is_whole:
             return
-        self._number_before = None
+        _, copy = self._copies[0]
+        self._copies[0] = None, copy
         with torch.no_grad():
-            for name, x in self._before.items():
+            for name, x in copy.items():
                 if x is not None:
                     x.copy_(self._state[name])  # type: ignore[arg-type]  # both are None, or none
-        self._number_before = self.number
+        self._copies = [*self._copies[1:], (self.number, copy)]
 
     def broke_off(self, program: Program, error: BaseException) -> None:
         """Note that a run raised an error."""
@@ -64,9 +66,7 @@ class Versions:
 
     def states(self) -> dict[int, State]:
         """Return the versions that this rank holds whole, each with its tensors."""
-        states: dict[int, State] = {}
-        if self._before is not None and self._number_before is not None:
-            states[self._number_before] = self._before
+        states: dict[int, State] = {n: x for n, x in self._copies if n is not None}
         if self.is_whole:
             states[self.number] = self._state
         return states
