@@ -317,12 +317,6 @@ def _size(text: str) -> int | str:
     return LAYER if text.strip() == LAYER else _count(text)
 
 
-def _sizes(text: str) -> dict[str, tuple[int, ...]]:
-    """Parse sizes: `ids.0=1,2,4; x.0=8`."""
-    entries = (entry.partition("=") for entry in text.split(";"))
-    return {name.strip(): tuple(map(_count, n.split(","))) for name, _, n in entries}
-
-
 def _seconds(text: str) -> float:
     if not text.isascii() or "_" in text:
         raise ValueError("no number")
@@ -373,7 +367,6 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     ),
     "MDFUSE_COSTS": ("costs", str, "table of costs for it: here, h100, unit, or a JSON file"),
     "MDFUSE_PLANS": ("plans", _count, "how many plans an evaluator keeps"),
-    "MDFUSE_SIZES": ("sizes", _sizes, "sizes of extents whose plans serve smaller ones: x.0=1,2,4"),
     "MDFUSE_FAST_LANE": ("fast_lane", str, "posts through nccl4py: auto, never or always"),
     "MDFUSE_VERIFY": ("verify", _flag, "0: a rank checks its own program only; 1 is the default"),
     "MDFUSE_TIMEOUT_S": ("timeout_s", _seconds, "deadline of a communication, seconds"),
