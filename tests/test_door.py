@@ -22,6 +22,7 @@ GROUPS = {
     "modules of torch": "from_torch from_plan differentiable to_dtensor",
     "definitions": "FusionDefinition TensorSpec fusion ops register_op",
     "training": "grad recompute optim Step pipeline Schedule",
+    "serving": "generate",
     "programs": "compile Program Options init simulate shard_tensor unshard_tensor",
     "a closer look": "hir seeing debug MdfuseError",
 }
