@@ -23,6 +23,7 @@ GROUPS = {
     "definitions": "FusionDefinition TensorSpec fusion ops register_op",
     "training": "grad recompute optim Step pipeline Schedule",
     "survivors": "rebuild recover Run",
+    "serving": "generate",
     "programs": "compile Program Options init simulate shard_tensor unshard_tensor",
     "a closer look": "hir seeing debug MdfuseError",
 }

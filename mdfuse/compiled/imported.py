@@ -435,7 +435,17 @@ class ImportedModel:
     def constants(
         self, rank: int | None = None, device: torch.device | str | None = None
     ) -> dict[str, Tensor | None]:
-        """Return the inputs that `load` passes behind parameters, by name; its arguments are those.
+        """Return the inputs that `load` returns behind the parameters, by name.
+
+        Args:
+            rank: takes this rank's boxes; without one, the wholes.
+            device: where to put them; the CPU by default.
+
+        Returns:
+            name of an input of the definition -> a tensor; None where the rank has none.
+
+        Raises:
+            ProgramError: the rank is no number of one.
 
         >>> import torch, mdfuse as mf
         >>> model = mf.from_torch(torch.nn.Linear(4, 6), (torch.zeros(1, 4),),
@@ -443,9 +453,10 @@ class ImportedModel:
         >>> model.constants(rank=0)
         {}
         """
-        tensors = self._constants(rank, device)
-        first = len(self.fusion.inputs) - len(self.model.captured.inputs) - len(tensors)
-        return dict(zip([*self.fusion.inputs][first:], tensors, strict=False))
+        rank = None if rank is None else given.rank_of("constants", rank)
+        before = sum(len([*self.model.boxes(n, rank)]) for n in self.model.parameters)
+        names = [*self.fusion.inputs][before:]
+        return dict(zip(names, self._constants(rank, device), strict=False))
 
     def _constants(self, rank: int | None, device: Any) -> list[Tensor | None]:
         parts: list[Tensor | None] = []

@@ -46,7 +46,7 @@ def _by_plan(module: nn.Module, mesh: DeviceMesh) -> tuple[dict[str, Any], dict[
         said = others.pop("layouts")
     if "ep" in mesh.axes:
         for name, x in module.named_parameters():
-            if ".experts." in name and x.ndim > 1:
+            if ".experts." in name and x.ndim > 2:  # split biases would be gathered
                 said[name] = {**said.get(name, {}), "ep": Shard(0)}
     return said, others
 
