@@ -279,8 +279,12 @@ def _of_counts(i: Instruction, types: Mapping[str, BufferType]) -> Problem | Non
         return None
     wanted = [f"%{x}" for x in by if x is not None]
     what = f"{i.op} of {_count(len(i.inputs))}" + "".join(f" by %{x}" for x in given)
-    because = f"its rows are counted by {', '.join(wanted)}" if wanted else "it counts no rows"
-    hint = f"name {', '.join(wanted)} in it" if wanted else f"write {i.op} without counts"
+    because = (
+        f"its rows are counted by {', '.join(wanted)}" if wanted else "no rows of it are counted"
+    )
+    hint = (
+        f"name {', '.join(wanted)} in it" if wanted else f"write {i.op} with no operands of counts"
+    )
     return Problem(what, because, hint)
 
 

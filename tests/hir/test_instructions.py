@@ -210,11 +210,12 @@ def test_a_number_as_output() -> None:
 def test_every_instruction_is_known_where_it_is_used() -> None:
     """A row that the verifier or a plan has forgotten would be a wrong program, not an error."""
     from mdfuse.hir.verify.buffers import _OF_ONE, RULES
+    from mdfuse.hir.verify.counts import _OF_TYPES
     from mdfuse.hir.verify.flow import _STEPS
     from mdfuse.plan.buffer_ops import _PREPARED
 
     by_rows = {op for op in BUFFER_OPS if INSTRUCTIONS[op].write is not None}
-    assert set(_PREPARED) == set(BUFFER_OPS) - by_rows == {*_OF_ONE, "addmm"}
+    assert set(_PREPARED) == set(BUFFER_OPS) - by_rows == {*_OF_ONE, *_OF_TYPES, "addmm"}
     followed = {"accumulate"}  # of buffer ops: what it read before counts
     written_out = {*BLOCKS, "call", "next"}
     assert set(_STEPS) == (set(INSTRUCTIONS) - set(BUFFER_OPS) - written_out) | followed

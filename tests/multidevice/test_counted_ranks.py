@@ -12,6 +12,8 @@ FOUR = (
     Counted(axes=(4,), experts=5, most=7, width=3, dtype="bf16"),
     Counted(axes=(2, 2), experts=3, most=5, width=1),
     Counted(axes=(4,), experts=2, most=1),
+    Counted(axes=(4,), experts=5, most=3, parts=3),
+    Counted(axes=(2, 2), experts=3, most=5, width=2, is_fetched=False),
 )
 TWO = (Counted(), Counted(axes=(2,), experts=3, most=4, width=2, dtype="bf16"))
 

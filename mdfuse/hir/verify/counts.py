@@ -179,6 +179,8 @@ class _Counts:
         is_ordered = makes and i.order is not None
         if op is None or not (op.is_elementwise or op.name in _BY_ROWS) or is_ordered:
             return f"{i.fn or i.op} does not work on rows that are counted"
+        if op.name == "sum_of_rows" and self.program.types[rows[0]].counts not in self.fetches:
+            return "sum_of_rows would add what stands behind rows that the host does not count"
         if op.name in _WITH_COUNTS:
             return None
         if not all(map(self.is_counted, i.outputs)):
