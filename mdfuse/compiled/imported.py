@@ -237,9 +237,8 @@ class ImportedModel:
                 depends, an op without a gradient; a batch that is not so many equal parts.
             LayoutError: a pattern that matches nothing, or does not fit.
         """
-        model = self.model if microbatches == 1 else replace(self.model, sends_rows=False)
         step = define_step(
-            model,
+            replace(self.model, sends_rows=microbatches == 1),
             loss,
             extra,
             Optimizer.of(optimizer),
