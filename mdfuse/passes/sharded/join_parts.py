@@ -66,7 +66,7 @@ def _is_less(fusion: Fusion, expr: Expr, axes: tuple[str, ...]) -> bool:
         return False
     moved = sum(_bytes(values[x], fusion.layout(x), to) for x, to in strategy.wanted.items())
     ends = zip(outs, strategy.results, laws, strict=True)
-    moved += sum(_bytes(v, made, law) for v, made, law in ends if law is not None)
+    moved += sum(_bytes(v, before, law) for v, before, law in ends if law is not None)
     terms = with_placements(fusion.layout(expr.reads[0]), axes, Partial())
     whole = laws[0] or with_placements(terms, axes, Replicate())
     if whole.mesh != terms.mesh or whole.partial_axes:
