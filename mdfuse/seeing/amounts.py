@@ -10,6 +10,7 @@ from typing import Protocol
 from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of, row_of
 from mdfuse.hir.orders import Dims
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.ir.visible import tiles
 
 #: Instructions that take no time by themselves; links give the times of communications.
 _NOTHING = frozenset(
@@ -78,7 +79,7 @@ def operations(program: LocalShapes, i: Instruction) -> int:
     shapes = _shapes(program, i)
     if i.fn in _ATTENTIONS:
         q, k = shapes[:2]
-        return 2 * _ATTENTIONS[i.fn] * math.prod(q) * k[-2]
+        return 2 * _ATTENTIONS[i.fn] * math.prod(q) * _seen(i, q[-2], k[-2])[0]
     if i.fn == "convolution":
         places = shapes[0] if i.kwargs.get("transposed") else program.local_shape(i.outputs[0])
         return 2 * math.prod(places) * math.prod(shapes[1][1:])
@@ -123,8 +124,28 @@ def attention(program: HostProgram, i: Instruction) -> Attention | None:
         return None
     (*batch, queries, features), (*_, keys, _) = _shapes(program, i)[:2]
     passes = _ATTENTIONS[i.fn] / _ATTENTIONS["attention"]
-    is_causal = bool(i.kwargs.get("is_causal"))
-    return Attention(passes, math.prod(batch), queries, keys, features, is_causal)
+    seen, is_causal = _seen(i, queries, keys)
+    return Attention(passes, math.prod(batch), queries, seen, features, is_causal)
+
+
+def _seen(i: Instruction, queries: int, keys: int) -> tuple[int, bool]:
+    """Return the keys per query, and whether a causal mask hides half of them.
+
+    Where positions are those of parts, those that a query sees count, on average.
+    """
+    how = i.kwargs
+    if not how.get("is_causal"):
+        return keys, False
+    firsts = how.get("q_offset", 0), how.get("k_offset", 0)
+    is_part = any(firsts) or any(how.get(x) for x in ("rows", "keys", "window"))
+    if not is_part or not all(type(first) is int for first in firsts):
+        return keys, True
+    rows, columns = (
+        [(a + first, b + first) for a, b in how.get(name) or ((0, n),)]
+        for name, n, first in zip(("rows", "keys"), (queries, keys), firsts, strict=True)
+    )
+    pairs = sum(t.pairs for t in tiles(rows, columns, is_causal=True, window=how.get("window")))
+    return math.ceil(pairs / max(queries, 1)), False
 
 
 def product(program: LocalShapes, i: Instruction) -> tuple[int, int, int, int] | None:

@@ -8,7 +8,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import project
-from mdfuse.seeing.amounts import is_work, nbytes, operations, product
+from mdfuse.seeing.amounts import attention, is_work, nbytes, operations, product
 
 MESH = DeviceMesh.arange(tp=2)
 
@@ -63,3 +63,20 @@ def test_a_table_of_words_is_read_where_it_is_asked() -> None:
     program, i = first(fd)
     assert nbytes(program, i) < 1000 * 8 * 4, "not the whole of it"
     assert nbytes(program, i) == 2 * 5 * 8 * 4 + 5 * 8
+
+
+def test_an_attention_takes_the_keys_that_rows_see() -> None:
+    """The later half of eight rows sees 5 to 8 keys; with windows of two, two each."""
+    for window, pairs in ((None, 5 + 6 + 7 + 8), (2, 2 * 4)):
+        with mf.FusionDefinition("later_rows") as fd:
+            q, k, v = (
+                fd.define_tensor([2, 3, 8, 4], mesh=MESH, layout={"tp": Shard(2)}) for _ in "qkv"
+            )
+            fd.add_output(fd.ops.attention(q, k, v, is_causal=True, window=window).output)
+        options = mf.Options(compile="never", context="gather")
+        program = project(mf.compile(fd, options).host, 1)
+        (i,) = (i for i in program.instructions if i.fn == "attention")
+        keys = -(-pairs // 4)
+        assert operations(program, i) == 2 * 2 * (2 * 3 * 4 * 4) * keys
+        found = attention(program, i)
+        assert found is not None and (found.keys, found.is_causal) == (keys, False)

@@ -55,7 +55,7 @@ def _form(split: SplitAttention, form: str) -> tuple[str, str]:
             because=f"each rank computes whole heads, and {split.because}",
             hint='context="gather", or fewer ranks along the axis',
         )
-    prices = context_prices.prices(split)
+    prices = context_prices.prices(split) if split.is_usual else []
     best = min(prices, key=lambda p: p.total) if prices else None
     chosen = form if form != "auto" else best.form if best is not None else "gather"
     return chosen, context_prices.line(split, chosen, prices, form != "auto")

@@ -86,11 +86,11 @@ def _times(split: SplitAttention) -> int:
 
 def _moved(split: SplitAttention, names: Sequence[str], to: Callable[[str], Layout]) -> float:
     """Return the bytes that arrive where values get other layouts."""
-    values = split.fusion.values
-    return sum(
-        elements_received(split.fusion.layout(x), to(x), values[x].shape) * values[x].dtype.itemsize
-        for x in names
-    )
+    total = 0.0
+    for value in (split.fusion.values[x] for x in names):
+        shape, (old, new) = value.travels(split.fusion.layout(value.name), to(value.name))
+        total += elements_received(old, new, shape) * value.dtype.itemsize
+    return total
 
 
 def _operations(split: SplitAttention) -> float:

@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from mdfuse.ir.graph import Expr, Fusion, fresh_name
-from mdfuse.layouts.layout import Partial, Replicate
+from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.layouts.layout import Layout, Partial, Replicate
 from mdfuse.passes.rewriting import Maker, Rule, laid_out
 from mdfuse.passes.sharded.keep_splits import with_placements
 from mdfuse.passes.sharded.split_attention import ATTENTIONS, ROWS
+from mdfuse.passes.strategy import choose
 from mdfuse.reshard import elements_received
 
 
@@ -56,17 +57,27 @@ def _split(fusion: Fusion) -> Iterator[tuple[Expr, tuple[str, ...]]]:
 
 
 def _is_less(fusion: Fusion, expr: Expr, axes: tuple[str, ...]) -> bool:
-    """Return whether results in f32 are fewer bytes to reduce than keys and values to gather."""
-    values, of_query = fusion.values, fusion.layout(expr.reads[0])
-    gathered = 0.0
-    for x in expr.reads[1:3]:
-        layout = fusion.layout(x)
-        whole = with_placements(layout, axes, Replicate())
-        gathered += elements_received(layout, whole, values[x].shape) * values[x].dtype.itemsize
-    terms = with_placements(of_query, axes, Partial())
-    shape = values[expr.outputs[0]].shape
-    reduced = elements_received(terms, with_placements(terms, axes, Replicate()), shape)
-    return reduced * max(values[expr.outputs[0]].dtype.itemsize, 4) * _MORE < gathered
+    """Return whether results in f32 are fewer bytes to reduce than to move operands and results."""
+    values = fusion.values
+    outs = [values[x] for x in expr.outputs]
+    laws = [v.layout if v.is_law else None for v in outs]
+    strategy = choose(expr, values, *laws)
+    if strategy is None:
+        return False
+    moved = sum(_bytes(values[x], fusion.layout(x), to) for x, to in strategy.wanted.items())
+    ends = zip(outs, strategy.results, laws, strict=True)
+    moved += sum(_bytes(v, before, law) for v, before, law in ends if law is not None)
+    terms = with_placements(fusion.layout(expr.reads[0]), axes, Partial())
+    whole = laws[0] or with_placements(terms, axes, Replicate())
+    if whole.mesh != terms.mesh or whole.partial_axes:
+        return False
+    size = max(1, 4 / outs[0].dtype.itemsize)
+    return _bytes(outs[0], terms, whole) * size * _MORE < moved
+
+
+def _bytes(value: Value, before: Layout, after: Layout) -> float:
+    shape, (old, new) = value.travels(before, after)
+    return elements_received(old, new, shape) * value.dtype.itemsize
 
 
 #: The sums and maxima, beside the results: one number for each row, which has many features.

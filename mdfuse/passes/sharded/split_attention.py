@@ -60,6 +60,15 @@ class SplitAttention:
             parts *= self.rows.mesh.axis_size(axis)
         return parts
 
+    @property
+    def is_usual(self) -> bool:
+        """True if query, key, value and result are split alike, and no mask is: prices hold."""
+        names = (*self.operands, self.expr.outputs[0])
+        rows = {self.fusion.layout(x).split_axes(self.dim(ROWS)) for x in names}
+        masks = [self.fusion.layout(x) for x in self.expr.reads[3:]]
+        is_whole = all(isinstance(m.placement(a), Replicate) for m in masks for a in self.axes)
+        return len(rows) == 1 and is_whole and len({len(self.shape(x)) for x in names}) == 1
+
     def dim(self, back: int) -> int:
         return len(self.shape(self.operands[0])) + back
 
