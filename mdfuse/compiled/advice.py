@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from mdfuse.compiled.causal_shares import uneven_shares
 from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
@@ -18,7 +19,7 @@ _ANOTHER_ORDER = "the axes split a dim in another order", "one order= for both"
 
 
 def advice(fusion: Fusion, options: Options | None = None) -> Iterator[str]:
-    """Yield lines about reshards that move more than a tenth of a fusion's bytes, and large logits.
+    """Yield lines about reshards of over a tenth of all bytes, large logits and uneven shares.
 
     Args:
         fusion: after all passes.
@@ -36,6 +37,7 @@ def advice(fusion: Fusion, options: Options | None = None) -> Iterator[str]:
     yield from chunk_losses.explained(fusion, chosen.logits_bytes)
     yield from count_rows.explained(fusion)
     yield from fusion.notes
+    yield from uneven_shares(fusion)
 
 
 def _bytes(fusion: Fusion, expr: Expr, carriers: Carriers) -> int:

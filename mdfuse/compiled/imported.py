@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.compiled.all_or_none import check_communicator, save_together, together
+from mdfuse.compiled.causal_shares import uneven_shares
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options
@@ -109,7 +110,8 @@ class ImportedModel:
           weight        tp=S0       1: weight
           (no pattern)  replicated  2: bias, input:input
         """
-        warnings = warnings_of(self.model, self.fusion, self.compile().fusion)
+        lowered = self.compile().fusion
+        warnings = [*warnings_of(self.model, self.fusion, lowered), *uneven_shares(lowered)]
         return report(self.model, self._patterns, self._skipped, self._unexpected, warnings)
 
     def layout(self, name: str) -> Layout:

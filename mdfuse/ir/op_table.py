@@ -11,6 +11,7 @@ from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import Attr
 from mdfuse.ir.local_attributes import ExprPart, Localize
 from mdfuse.ir.out_forms import ANYHOW, Writes
+from mdfuse.layouts.blocks import Blocks
 
 #: The host instructions of elementwise ops: their result may be written into the buffer of an
 #: operand that has the result's shape and memory order.
@@ -97,8 +98,13 @@ class Op:
         has_places = any(a.is_place for a in self.attrs if not a.is_local)
         return not (self.is_view or self.few or self.meta or has_places)
 
-    def takes_blocks(self, labels: dims.DimMap, label: int) -> bool:
-        """Return whether dims with a label may be in blocks: nothing asks where a part lies."""
+    def takes_blocks(self, labels: dims.DimMap, label: int, blocks: Blocks) -> bool:
+        """Return whether dims with a label may be in blocks: nothing asks where a part lies.
+
+        Rows that move are those of other blocks; in zigzag order they are of the same dim.
+        """
+        if label in labels.reaching and blocks != "zigzag":
+            return False
         if labels.plain is not None:
             return label not in labels.plain
         return self.localize in _WHEREVER and labels.fits is dims.always

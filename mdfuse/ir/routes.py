@@ -107,6 +107,7 @@ def labels(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
         operands=(_of_rows(x, _K), (_P, None, _K, _N), (_T,)),
         results=(_of_rows(result, _N),),
         reduces=reduces,
+        plain=frozenset({_P, _K, _N}),
     )
 
 
@@ -116,6 +117,7 @@ def labels_of_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
         operands=(_of_rows(shapes[0], _K), _of_rows(shapes[1], _N), (_T,)),
         results=((_P, None, _K, _N),),
         reduces={_T: "sum"},
+        plain=frozenset({_P, _K, _N}),
     )
 
 

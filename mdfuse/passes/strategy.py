@@ -132,11 +132,12 @@ def _chosen(
     if not taken:
         return plain
     dims = dict(zip(expr.reads, in_blocks.operands, strict=True))
-    operands = [replace(o, labels=dims[o.value.name]) for o in operands]
+    at_most = {d: reach for (_, d), reach in in_blocks.reaches.items()}  # a slice has one operand
+    operands = [replace(o, labels=dims[o.value.name], reaches=at_most) for o in operands]
     blocked, law = _by_labels(expr, values, laws, operands, in_blocks, taken), laws[0]
     if blocked is None or law is None or law.partial_axes:
         return blocked
-    return min((blocked, plain), key=lambda way: _moved(way, expr, values, law))
+    return min((plain, blocked), key=lambda x: (_moved(x, expr, values, law), x.result != law))
 
 
 def _moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:
@@ -327,7 +328,7 @@ def _cuts(
             label = dims[dim]
             if label is None or label not in splits:
                 continue
-            if label in may or takes_blocks(labels, label):
+            if label in may or takes_blocks(labels, label, cut.blocks):
                 is_as_there = layout is not None and layout.split_axes(dim) == splits[label]
                 cuts.setdefault(label, cut if is_as_there else Cut(cut.blocks))
     return cuts

@@ -170,8 +170,9 @@ class _Row:
         cut = layout.cuts.get(dim)
         if self.cuts.setdefault(label, cut) != cut:
             raise Contradiction(f"dim {dim} of operand {at} of {self.fn} is in other blocks")
-        is_free = label in self.taken or TABLE[self.fn].takes_blocks(self.labels, label)
-        if cut is not None and not is_free:
+        if cut is None or label in self.taken:
+            return
+        if not TABLE[self.fn].takes_blocks(self.labels, label, cut.blocks):
             raise Contradiction(f"{self.fn} needs dim {dim} of operand {at} in one block")
 
     def apart(self, at: int, dim: int) -> Contradiction:
@@ -292,8 +293,9 @@ class _Row:
             axes = declared.split_axes(dim)
             if axes and taken.isdisjoint(axes):
                 self.splits[label] = axes
-                if TABLE[self.fn].takes_blocks(self.labels, label):
-                    self.cuts[label] = declared.cuts.get(dim)
+                cut = declared.cuts.get(dim)
+                if cut is None or TABLE[self.fn].takes_blocks(self.labels, label, cut.blocks):
+                    self.cuts[label] = cut
             if chunk is not None and chunk.dim == dim and not self.chunks:
                 self.chunks[label] = chunk
 

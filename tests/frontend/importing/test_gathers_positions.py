@@ -1,0 +1,83 @@
+"""Language models of transformers whose tokens are split along positions: values, steps, bytes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Shard
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "vocab_size": 48, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0,
+    "bos_token_id": 2,
+}  # fmt: skip
+WINDOW = {"sliding_window": 5, "head_dim": 4, "layer_types": ["sliding_attention"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {}, "Qwen3": {"head_dim": 4}, "Mistral": {"sliding_window": 5}, "Olmo2": {},
+    "Gemma3": WINDOW,
+    "GptOss": {**WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
+}  # fmt: skip
+LENGTH = 24
+
+
+def module_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    module = getattr(transformers, f"{name}ForCausalLM")(config(**SMALL, **MODELS[name]))
+    assert isinstance(module, nn.Module)
+    return module.train() if name == "GptOss" else module.double().train()
+
+
+def imported(module: nn.Module, length: int, zigzag: bool) -> tuple[mf.ImportedModel, torch.Tensor]:
+    ids = torch.randint(3, 48, (1, length), generator=torch.Generator().manual_seed(length))
+    split = {"cp": Shard(1, zigzag=zigzag)}
+    arguments = {"input_ids": ids, "labels": ids, "use_cache": False}
+    layouts = {"input:*": split, "output:logits": split}
+    mesh = DeviceMesh.arange(cp=2)
+    return mf.from_torch(module, (), arguments, mesh=mesh, layouts=layouts), ids
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_and_values_are_all_that_is_sent(name: str, zigzag: bool) -> None:
+    """With one row of labels for each chunk, and numbers of the loss; the report names these."""
+    module = module_of(name)
+    model, ids = imported(module, LENGTH, zigzag)
+    program = model.compile()
+    loss, logits = mf.simulate(program, [*model.load(), ids, ids]).outputs
+    with torch.no_grad():
+        wanted = module(input_ids=ids, labels=ids, use_cache=False)
+    torch.testing.assert_close(loss, wanted.loss, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, wanted.logits, atol=1e-4, rtol=1e-4)
+    keys_and_values = 2 * LENGTH // 2 * 2 * 4 * logits.dtype.itemsize
+    received = max(map(program.bytes_received, range(2)))
+    assert received <= keys_and_values + 64, [str(c) for c in program.communications]
+    assert "is brought together" in model.report()
+
+
+@pytest.mark.parametrize(("length", "zigzag"), [(LENGTH, True), (9, True), (3, False)])
+def test_a_step_is_torchs(length: int, zigzag: bool) -> None:
+    """Gradients of all parameters: also for uneven chunks, and for fewer tokens than chunks."""
+    module = module_of("Llama")
+    model, ids = imported(module, length, zigzag)
+    step = model.training_step(lambda loss, logits: loss, optimizer=partial(mf.optim.sgd, lr=1.0))
+    weights = model.load()
+    ran = mf.simulate(step.compile(), step.arguments(weights, step.state(weights), ids, ids))
+    updated = step.updated(ran.outputs)
+    module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for name, w in module.named_parameters():
+        torch.testing.assert_close(updated[name], w.detach() - w.grad)
+
+
+def test_the_report_says_where_zigzag_order_would_help() -> None:
+    lines = {z: imported(module_of("Llama"), 32, z)[0].report() for z in (False, True)}
+    assert "Shard(dim, zigzag=True)" in lines[False]
+    assert "zigzag=True" not in lines[True]
