@@ -20,12 +20,7 @@ from mdfuse.compiled.microbatch_lines import microbatch_lines
 from mdfuse.compiled.overlap import OverlapDecisions
 from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
-from mdfuse.config import (
-    Options,
-    environment,
-    not_options,
-    options_from_environment,
-)
+from mdfuse.config import Options, environment, not_options, options_from_environment
 from mdfuse.errors import MdfuseError, ProgramError, counted, listed, shown
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
@@ -497,8 +492,7 @@ def lowered(
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.lowerings
-        why = "it has symbolic extents"
-        left = overlap.left(first.host, why, options_from_environment(options))
+        left = overlap.left(first.host, "it has symbolic extents", chosen)
         return Program(first.fusion, first.segments, first.host, options, symbolic, overlap=left)
     (fusion, parts, host), decisions = overlap.lower(named.fusion, should_merge, options)
     segments = segments_of(fusion, parts, host, options)
