@@ -104,7 +104,8 @@ def copy(
     if not (source.numel() and result.numel()):
         return result
     is_here, at = _along(indices, x.shape[along], part, drops)
-    chosen = torch.arange(len(indices), device=indices.device)
+    is_plain = is_here is None and len(indices) == 1  # as a cache is written
+    chosen = at if is_plain else torch.arange(len(indices), device=indices.device)
     if is_here is not None:
         chosen = torch.where(is_here, chosen, is_here.int().argmax())
         at = torch.where(is_here.any(), at[chosen], 0)
