@@ -10,12 +10,8 @@ Meshes and layouts: DeviceMesh, Layout, Shard, Replicate, Partial, Stream.
 Modules of torch: from_torch, from_plan, differentiable, to_dtensor.
 Definitions: FusionDefinition, TensorSpec, fusion, ops, register_op.
 Training: grad, recompute, optim, Step, pipeline, Schedule.
-<<<<<<< HEAD
-Survivors: rebuild, recover.
-Serving: generate.
-=======
 Survivors: rebuild, recover, Run.
->>>>>>> wt-H
+Serving: generate.
 Programs: compile, Program, Options, init, simulate, shard_tensor, unshard_tensor.
 A closer look: hir (host programs), seeing (costs, traces), debug, MdfuseError.
 """

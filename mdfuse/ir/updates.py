@@ -331,6 +331,9 @@ def shape_of_scatter(shapes: Shapes, attrs: Attrs) -> Shape:
     _equal(indices, source)
     if len(indices) != len(x):
         raise ValueError(f"{indices} has other dims than {x}")
+    for d, (n, most) in enumerate(zip(indices, x, strict=True)):
+        if d != attrs["along"] and type(n) is type(most) is int and n > most:
+            raise ValueError(f"{indices} has more than {x} along dim {d}")
     return x
 
 

@@ -17,7 +17,8 @@ def is_view_of(outer: Layout, inner: Layout, shape: tuple[int, ...], rank: int) 
     >>> from mdfuse import DeviceMesh, Shard
     >>> mesh = DeviceMesh.arange(a=2)
     >>> whole, zigzag = Layout(mesh), Layout(mesh, {"a": Shard(0, zigzag=True)})
-    >>> is_view_of(whole, Layout(mesh, {"a": Shard(0)}), (8,), 1), is_shown(whole, zigzag, (8,), 1)
+    >>> halves = Layout(mesh, {"a": Shard(0)})
+    >>> is_view_of(whole, halves, (8,), 1), is_view_of(whole, zigzag, (8,), 1)
     (True, False)
     """
     rows = inner.rows(shape, rank)

@@ -198,9 +198,8 @@ def simulate(
             raise checks.error
     arrived = tuple(network.arrived.pop(rank, 0) for rank in range(len(prepared.locals_)))
     prepared.give_back(key, ready)
-    outputs: list[Any] = []
-    if host.rank is None:
-        outputs = [_global(host, name, i, results) for i, name in enumerate(host.outputs)]
+    named = [] if host.rank is not None else enumerate(host.outputs)
+    outputs = [_global(host, name, i, results) for i, name in named]
     return Simulated(results, outputs, peaks, arrived, prepared.locals_)
 
 

@@ -225,7 +225,7 @@ def _axes(communication: Any) -> tuple[str, ...]:
 
 def rows(model: Model, style: Style, mesh: DeviceMesh) -> list[Row]:
     """Return a row of the table for each axis."""
-    program = mf.compile(layer(model, style, mesh), mf.Options(overlap="never"))
+    program = mf.compile(layer(model, style, mesh), mf.Options(overlap="never", context="gather"))
     by_hand = style.received(model, {a: mesh.axis_size(a) for a in mesh.axes})
     received, posts = dict.fromkeys(by_hand, 0), dict.fromkeys(by_hand, 0)
     for instruction, size in arriving(program.host, 0):

@@ -32,7 +32,7 @@ def compiled(ranks: int, length: int, heads: int, zigzag: bool, tp: int = 1) -> 
         fd.add_output(out)
         for g in mf.grad((out * out).sum(), [q, k, v]):
             fd.add_output(g)
-    return mf.compile(fd)
+    return mf.compile(fd, mf.Options(context="gather"))
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ POST = re.compile(
 def test_a_program_says_the_bytes_that_its_text_has(style: str) -> None:
     sizes = {"dp": 2, "fsdp": 4, "tp": 2, "cp": 4}
     mesh = _mesh(style, sizes)
-    program = mf.compile(layer(MODELS["Llama-3 8B"], STYLES[style], mesh))
+    options = mf.Options(context="gather")
+    program = mf.compile(layer(MODELS["Llama-3 8B"], STYLES[style], mesh), options)
     assert str(program).count("post ") == len(POST.findall(str(program)))
     for rank in (0, mesh.size - 1):
         assert program.bytes_received(rank) == _printed(program, sizes)
