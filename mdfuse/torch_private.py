@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import (
 )
 from torch._C._dynamo import eval_frame, guards
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
+from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx import Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazily

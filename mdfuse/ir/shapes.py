@@ -287,6 +287,8 @@ def attention_grad(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape, Shape]:
 def cat(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of tensors joined along `dim`, in all other dims equal."""
     result, *others = _present(shapes)
+    if not -len(result) <= attrs["dim"] < len(result):
+        raise IndexError(f"dim={attrs['dim']} of {len(result)} dims")
     at = attrs["dim"] % len(result)
     for shape in others:
         pairs = enumerate(zip(result, shape, strict=True))

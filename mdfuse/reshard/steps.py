@@ -318,7 +318,8 @@ def _without_idle_posts(step: Step, shape: tuple[int, ...]) -> Step:
     before, after = step.source, step.destination
     if is_lacking(before, after, shape):
         return step
-    if after.blocked and not all(is_view_of(before, after, shape, r) for r in after.mesh):
+    has_blocks = before.blocked or after.blocked
+    if has_blocks and not all(is_view_of(before, after, shape, r) for r in after.mesh):
         return step
     return Local(kind="slice", source=step.source, destination=step.destination)
 

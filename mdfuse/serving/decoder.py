@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
 from mdfuse.errors import DefinitionError
 from mdfuse.serving.attention import NAME, Noting, Places, attending, register
 from mdfuse.serving.shape import StepShape
+from mdfuse.torch_private import FakeTensorMode
 
 #: The submodule that holds the caches; their names are "caches.k0", "caches.v0", ….
 CACHES = "caches"

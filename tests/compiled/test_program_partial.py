@@ -27,7 +27,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "reduce_dtype": (torch.float32, torch.float64), "bucket_bytes": (0, 1, 1 << 20),
     "prefetch_bytes": (0, 64, 1 << 20), "logits_bytes": (0, 64),
     "overlap": ("never", "auto", "measure"),
-    "costs": ("unit", "h100", PAYS), "plans": (1,), "ranges": ("torch",),
+    "costs": ("unit", "h100", PAYS), "plans": (1,), "ranges": ("torch",), "sizes": (),
+    "context": ("auto", "gather"),
 }  # fmt: skip
 
 #: Each value alone, and many of them together, which meet in one program.

@@ -21,7 +21,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, indexing, views
 from mdfuse.frontend.ops.lookup_parts import check_index, vector_of_places, written_places
 from mdfuse.frontend.ops.lookups import scatter_reduce
-from mdfuse.frontend.ops.pointwise import cast, where
+from mdfuse.frontend.ops.pointwise import ROWS, cast, where
 from mdfuse.frontend.ops.recording import Operand, own_place, record, shown
 
 # -- by tensors of indices -----------------------------------------------------------------------
@@ -48,7 +48,7 @@ def index_put(x: Handle, indices: Any, values: Handle, *, accumulate: bool = Fal
         values: of x's dtype, repeated to the shape of x[indices].
         accumulate: add; else of equal indices the last one counts.
     """
-    listed = [*indices]
+    listed = [*indices] if isinstance(indices, (list, tuple)) else [indices]
     dims = [d for d, i in enumerate(listed) if i is not None]
     given = [listed[d] for d in dims]
     if not dims or len(listed) > x.ndim or values.dtype != x.dtype:
@@ -205,7 +205,10 @@ def slice_scatter(
         return record("set", src)
     starts = tuple(first if d == at else 0 for d in range(x.ndim))
     steps = tuple(step if d == at else 1 for d in range(x.ndim))
-    return record("slice_scatter", src, x, starts=starts, steps=steps)
+    if not is_symbolic((*x.shape, first, last)):
+        return record("slice_scatter", src, x, starts=starts, steps=steps)
+    places = creations.arange(count) * step + first
+    return record("index_copy", places, src, x, along=at)
 
 
 def select_scatter(x: Handle, src: Handle, dim: int, index: int) -> Handle:

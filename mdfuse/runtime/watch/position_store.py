@@ -74,7 +74,7 @@ class Bulletin:
     def hear(self) -> None:
         """Read the alarm that a rank raised, if there is one."""
         self.is_broken = self.is_broken or self._get("broken") is not None
-        if self.is_broken and not self.heard:
+        if not self.heard:
             self.heard = self._get("alarm") or ""
 
     def break_off(self) -> None:

@@ -41,7 +41,7 @@ CLAIMS: dict[str, Claim] = {
     "among": Claim(
         [((8,), 0, 5), ((3,), None, 5)], torch.isin, []),
     "padded beside": Claim([(T, 0)], lambda x: F.pad(x, (1, 2)), []),
-    "padded along": Claim([(T, 0)], lambda x: F.pad(x, (0, 0, 1, 2)), [("Allgather", T)]),
+    "padded along": Claim([(T, 0)], lambda x: F.pad(x, (0, 0, 1, 2)), [("Exchange", T)]),
     "turned beside": Claim([(T, 0)], lambda x: x.flip(1).roll(2, 1), []),
     "turned along": Claim([(T, 0)], lambda x: x.flip(0), [("Allgather", T)]),
     "sums beside": Claim([(T, 0)], lambda x: x.cumsum(1), []),
