@@ -125,6 +125,7 @@ def cat(tensors: Sequence[Handle], dim: int = 0) -> Handle:
     tensors = tuple(tensors)
     if not tensors:
         raise DefinitionError("cat of no tensors", hint="pass at least one")
+    own_place(tensors[0], dim)  # packed rows have fewer dims than they stand for
     return record("cat", *tensors, dim=dim)
 
 

@@ -21,7 +21,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, indexing, views
 from mdfuse.frontend.ops.lookup_parts import check_index, vector_of_places, written_places
 from mdfuse.frontend.ops.lookups import scatter_reduce
-from mdfuse.frontend.ops.pointwise import ROWS, cast, where
+from mdfuse.frontend.ops.pointwise import cast, where
 from mdfuse.frontend.ops.recording import Operand, own_place, record, shown
 
 # -- by tensors of indices -----------------------------------------------------------------------
