@@ -163,7 +163,8 @@ class ImportedModel:
         """Record the module in the open definition, on values of it: as a stage, for example.
 
         Parameters and constants become inputs of that definition, on the module's mesh, and
-        buffers that the module writes outputs of it.
+        buffers that the module writes outputs of it. Rows do not go to the ranks of their experts,
+        as they do in `compile`: a pipeline has no counts of all its rows.
 
         Args:
             args, kwargs: as the module was imported with them, with a value for each tensor.
@@ -191,7 +192,7 @@ class ImportedModel:
         >>> (y,) = mf.simulate(program, [x, *one.load(), *two.load()]).outputs
         >>> torch.testing.assert_close(y, modules[1](modules[0](x)).detach())
         """
-        return called(self.model, args, kwargs, name)
+        return called(replace(self.model, sends_rows=False), args, kwargs, name)
 
     def training_step(
         self,

@@ -88,6 +88,10 @@ def masked(recorder: Recorder, op: str, inputs: Sequence[Any], attrs: Mapping[st
     return is_ragged and is_elementwise(op) and not is_zero_of_zeros(op, values, attrs)
 
 
+class RaggedRefusal(DefinitionError):
+    """An operation that ragged values do not take."""
+
+
 class _Fitting:
     """One call with a ragged value."""
 
@@ -147,12 +151,12 @@ class _Fitting:
     def _made(self, name: Operand) -> Any:
         return next((e for e in reversed(self.recorder.exprs) if name in e.outputs), None)
 
-    def _refused(self, because: str) -> DefinitionError:
+    def _refused(self, because: str) -> RaggedRefusal:
         shown = (
             f"%{x.name}: {x.type_text()}" if x is not None else str(given)
             for x, given in zip(self.values, self.inputs, strict=True)
         )
-        return DefinitionError(
+        return RaggedRefusal(
             f"{self.op}({', '.join(shown)})", where=self.site.where, because=because, hint=_HINT
         )
 

@@ -9,6 +9,7 @@ Calls take such a tensor, or the rows that are there alone: see `mdfuse.ir.packe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -75,9 +76,7 @@ def group(
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
     bound = _bound(ids.shape, n.shape, rows, part)
     at = _places(ids, n, bound, rows, part)
-    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, ids.shape[1], -1)
-    flat = x.new_zeros((n.numel() * bound + 1, x.shape[-1]))
-    return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(*n.shape, bound, x.shape[-1])
+    return _put(x, at, ids.shape[1], (*n.shape, bound))
 
 
 def ungroup(
@@ -90,9 +89,7 @@ def ungroup(
 ) -> Tensor:
     """Return the row of each choice of each token, [t,k,d]; zeros for those that are not there."""
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
-    at = _places(ids, n, y.shape[2], rows, part)
-    flat = torch.cat([y.flatten(0, 2), y.new_zeros((1, y.shape[-1]))])
-    return flat[at].view(*ids.shape, y.shape[-1])
+    return _taken(y, _places(ids, n, y.shape[2], rows, part), ids.shape)
 
 
 def line_up(
@@ -107,9 +104,7 @@ def line_up(
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
     bound = _bound(ids.shape, n.shape, rows, part)
     at = _lined_up(ids, n, bound, rows, part)
-    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, ids.shape[1], -1)
-    flat = x.new_zeros((n.shape[0] * bound + 1, x.shape[-1]))
-    return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(n.shape[0], bound, x.shape[-1])
+    return _put(x, at, ids.shape[1], (n.shape[0], bound))
 
 
 def put_back(
@@ -122,9 +117,20 @@ def put_back(
 ) -> Tensor:
     """Return the row of each choice of each token, of rows that `line_up` made; see `ungroup`."""
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
-    at = _lined_up(ids, n, y.shape[1], rows, part)
-    flat = torch.cat([y.flatten(0, 1), y.new_zeros((1, y.shape[-1]))])
-    return flat[at].view(*ids.shape, y.shape[-1])
+    return _taken(y, _lined_up(ids, n, y.shape[1], rows, part), ids.shape)
+
+
+def _put(x: Tensor, at: Tensor, choices: int, places: Shape) -> Tensor:
+    """Put the row of each choice of each token at its place; one behind the last is dropped."""
+    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, choices, -1)
+    flat = x.new_zeros((math.prod(places) + 1, x.shape[-1]))
+    return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(*places, x.shape[-1])
+
+
+def _taken(y: Tensor, at: Tensor, choices: Shape) -> Tensor:
+    """Take the row of each choice of each token from its place; zeros from behind the last."""
+    flat = torch.cat([y.flatten(0, -2), y.new_zeros((1, y.shape[-1]))])
+    return flat[at].view(*choices, y.shape[-1])
 
 
 def multiply(x: Tensor, weight: Tensor, n: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from mdfuse.errors import DefinitionError
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.importing.deferred import GraphCall, InOrder
 from mdfuse.frontend.importing.joined import JoinedTensors
+from mdfuse.frontend.ragged_operands import RaggedRefusal
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
@@ -71,7 +71,7 @@ def applied(
         moved = _mapped_leaves((args, dict(kwargs)), _spread_table)
         try:
             return InOrder(order, call.apply(call.target, *_bases(moved)), is_sent=True)
-        except DefinitionError:  # no operation on rows of experts: the tokens' ranks compute it
+        except RaggedRefusal:  # no operation on rows of experts: the tokens' ranks compute it
             pass
     moved = _mapped_leaves((args, dict(kwargs)), come_back)
     return InOrder(order, call.apply(call.target, *_bases(moved)))

@@ -452,17 +452,6 @@ def state_of(folder: Path, fusion: Fusion, names: Sequence[str], cast: bool) -> 
     return checkpoint
 
 
-def read_state(
-    folder: Path,
-    fusion: Fusion,
-    state: Mapping[str, Tensor | None],
-    rank: int,
-    cast: bool = False,
-) -> None:
-    """Read a rank's boxes of inputs of a fusion into tensors that it has; see `state_of`."""
-    copy_state(state_of(folder, fusion, [*state], cast), fusion, state, rank)
-
-
 def copy_state(
     checkpoint: Distributed, fusion: Fusion, state: Mapping[str, Tensor | None], rank: int
 ) -> None:

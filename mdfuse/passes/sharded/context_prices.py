@@ -21,9 +21,6 @@ from mdfuse.reshard import elements_received
 #: links: some 500 TFLOP/s beside 350 GB/s.
 PER_BYTE = 1500
 
-#: The share of the rank with most pairs from which on a line names what balances them.
-_UNEVEN = 1.1
-
 
 class Price(NamedTuple):
     """The price of a form.
@@ -70,12 +67,7 @@ def line(split: SplitAttention, form: str, known: Sequence[Price], is_asked: boo
     text = f"attention %{split.expr.outputs[0]}{where}, positions split along {axes}: {form}"
     text += ", as context= asks" if is_asked else ""
     each = (f"{p.form} {p.received:,.0f} bytes and {p.share:.2f} of a fair share" for p in known)
-    text += f"; to the busiest rank: {', '.join(each)}" if known else ""
-    share = next((p.share for p in known if p.form == form), 1.0)
-    if form == "gather" and share > _UNEVEN:
-        dim = split.dim(ROWS)
-        text += f"; Shard({dim}, zigzag=True) would balance the rows"
-    return text
+    return text + (f"; to the busiest rank: {', '.join(each)}" if known else "")
 
 
 def _times(split: SplitAttention) -> int:

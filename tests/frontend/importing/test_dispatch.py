@@ -89,3 +89,17 @@ def test_rows_are_summed_where_they_cannot_be_sent(tokens: dict[str, Any]) -> No
     """Where ranks have all tokens, and where the batch comes in microbatches."""
     program = check_step(*imported("Mixtral", EP, tokens), microbatches=2 if tokens else 1)
     assert not any(i.op == "fetch" for i in program.host.walk())
+
+
+def test_a_recorded_module_takes_microbatches() -> None:
+    """Rows stay sorted where the module is recorded, since its definition may become a pipeline."""
+    module, model = imported("Mixtral", EP, SPLIT)
+    with mf.FusionDefinition("recorded") as fd:
+        ids = fd.define_tensor([4, 6], torch.int64, mesh=EP, layout=SPLIT, name="ids")
+        result, _ = model.record(input_ids=ids, use_cache=False)
+        fd.add_output(result["logits"] if isinstance(result, dict) else result)
+    program = mf.pipeline(fd, microbatches=2, batch={"ids": 0})
+    (logits,) = mf.simulate(program, [IDS, *model.load()]).outputs
+    with torch.no_grad():
+        wanted = module(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-5)
