@@ -107,15 +107,14 @@ def test_an_error_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     """Nobody may write into the folder: training is possible all the same."""
     (tmp_path / "file").write_text("")
     run = mf.Run(build, one(), batch, save_every=5, folder=tmp_path / "file")
-    errors = 0
-    while True:
+    errors: list[str] = []
+    for _ in range(STEPS):
         try:
             losses_of(run)
-            break
         except ProgramError as error:  # a save meets the error of the one before, and is left out
-            assert "cannot be" in str(error)
-            errors += 1
-    assert 1 <= errors <= STEPS // 5 + 1 and run.step == STEPS
+            errors.append(str(error))
+    assert all("cannot be" in text for text in errors)
+    assert 1 <= len(errors) <= STEPS // 5 + 1 and run.step == STEPS
 
 
 @pytest.mark.parametrize(
@@ -199,13 +198,16 @@ MOMENTS = sampling.of(20, 2)
 @pytest.mark.parametrize("kind", ["from each other", "from files"])
 @pytest.mark.parametrize("draw", range(MOMENTS))
 def test_losses_are_those_without_a_death(draw: int, kind: str, tmp_path: Path) -> None:
-    """Whenever a rank dies: the others take over its rows, and the batch stays what it was."""
+    """Whenever a rank dies: the others take over its rows, and the batch stays what it was.
+
+    Behind the first step: while teams are made, a death ends all ranks.
+    """
     draws = random.Random(f"{draw} {kind} {sampling.window(1000, 1000).start}")
-    when = {draws.randrange(RANKS): (draws.randrange(1, STEPS), draws.random() * 0.05)}
+    when = {draws.randrange(RANKS): (draws.randrange(2, STEPS), draws.random() * 0.05)}
     files, layout = (tmp_path / "saved", PARTS) if kind == "from files" else (None, WHOLE)
     warm()
     forked = Forked(RANKS, lambda *_: train(files, layout, when), tmp_path, MDFUSE_TIMEOUT_S="10")
-    statuses = forked.wait(60)
+    statuses = forked.wait(120)
     dead = {*when}
     assert {r for r, x in statuses.items() if x} == dead, (when, forked.said(min({0, 1} - dead)))
     for rank in {*range(RANKS)} - dead:
@@ -224,9 +226,9 @@ def test_a_new_process_joins(tmp_path: Path) -> None:
         train(None, WHOLE, {1: (3, 0.0)}, waits=True)
 
     forked = Forked(RANKS, act, tmp_path, MDFUSE_TIMEOUT_S="30")
-    assert forked.wait(30, 1) == {1: -signal.SIGKILL}
+    assert forked.wait(60, 1) == {1: -signal.SIGKILL}
     forked.begin_again(1)
-    assert forked.wait(60) == dict.fromkeys(range(RANKS), 0), forked.said(1, 1)
+    assert forked.wait(120) == dict.fromkeys(range(RANKS), 0), forked.said(1, 1)
     joined, _ = said_losses(forked.said(1, 1))
     losses, sizes = said_losses(forked.said(0))
     check(losses)
