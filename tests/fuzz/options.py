@@ -160,6 +160,8 @@ RULES: tuple[Rule, ...] = (
     Rule("cannot be compiled", _is("compile", "always")),
     # It comes with CUDA.
     Rule('ranges="nvtx"', _is("ranges", "nvtx")),
+    # There may be no heads, or fewer than ranks: docs of `Options`.
+    Rule('context="heads" for', _is("context", "heads")),
 )
 
 
