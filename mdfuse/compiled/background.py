@@ -90,8 +90,8 @@ class SaveUnderWay:
         except Exception as error:
             self._fail(error)
         working_for.reset(before)
-        self._comm.at_end.pop(f"save {id(self)}", None)
-        self.is_over = self._error is None
+        if self._error is None:  # an error stays until it is raised, or logged at the end
+            self._finish()
         del self._act
 
     def _fail(self, error: Exception) -> None:
@@ -126,8 +126,12 @@ class SaveUnderWay:
         self._job.join()
         self._raise()
 
-    def _raise(self) -> None:
+    def _finish(self) -> None:
         self.is_over = True
+        self._comm.at_end.pop(f"save {id(self)}", None)
+
+    def _raise(self) -> None:
+        self._finish()
         if self._error is not None:
             raise self._error
 

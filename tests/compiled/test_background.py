@@ -106,11 +106,15 @@ def test_an_error_is_that_of_the_next_call(call: str, tmp_path: Path) -> None:
     step.save(tmp_path / "new", portable=True)
 
 
-def test_an_error_at_the_end_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody calls the step any more; `Communicator.close` waits."""
+@pytest.mark.parametrize("nap", [0.0, 0.3], ids=["before", "after"])
+def test_an_error_at_the_end_is_logged(
+    nap: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody calls the step any more; `Communicator.close` waits, or comes after the error."""
     step = counter()
     with failing("open"):
         step.save(tmp_path / "new", portable=True, wait=False)
+        time.sleep(nap)
         for act in [*mf.init().at_end.values()]:
             act()
     assert "could not save the state of @count" in caplog.text
