@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Shard
+from mdfuse import DeviceMesh, LoweringError, Shard
 
 POSITIONS, WIDTH = 3, 4
 DTYPE = torch.float64
@@ -118,6 +118,11 @@ def of_torch(layer: str, loss: str, x: Tensor, t: Tensor, *weights: Tensor) -> l
     return [y.detach() for y in (found, *torch.autograd.grad(found, leaves), h)]
 
 
+#: The positions of the batch's one row are split over ranks and become the rows of the loss: a rank
+#: has no whole row of the batch.
+SPLIT_ROW = ("placed", "stages of two", 1, 2)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize(("rows", "count"), [(1, 1), (1, 2), (2, 1), (3, 2)])
@@ -129,6 +134,10 @@ def test_few_rows(layer: str, place: str, rows: int, count: int) -> None:
         given = [torch.randn(s, generator=generator, dtype=DTYPE) for s in shapes]
         options = mf.Options(poison=True, bucket_bytes=1 << 20 if place == "tp" else 0)
         batch = {"x": 0, "t": 0}
+        if (layer, place, rows, count) == SPLIT_ROW:
+            with pytest.raises(LoweringError, match=r"2 microbatches do not fall together in"):
+                mf.pipeline(fd, microbatches=count, batch=batch, options=options)
+            continue
         program = mf.pipeline(fd, microbatches=count, batch=batch, options=options)
         outputs = mf.simulate(program, given, options=options).outputs
         for got, want in zip(outputs, of_torch(layer, loss, *given), strict=True):
