@@ -143,10 +143,18 @@ def all_processes(folder: Path, count: int) -> list[int]:
     """The ranks and their children, once all are there."""
     files = [folder / f"{rank}.0" for rank in range(count)]
     until = time.monotonic() + 30
-    while not all(file.exists() for file in files):
+    while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < until
         time.sleep(0.02)
     return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def wait_for_ends(pids: list[int]) -> None:
+    """Wait until none is alive: the kernel ends a process a moment after the signal was sent."""
+    until = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -167,7 +175,7 @@ def test_a_signal_ends_all(
     asking.join()
     assert result.exit_code == 128 + number
     assert f"{signal.Signals(number).name}: all ranks end" in result.output
-    assert not any(is_alive(pid) for pid in all_processes(program.parent, 2))
+    wait_for_ends(all_processes(program.parent, 2))
 
 
 def test_ranks_die_with_a_launcher_that_is_killed(program: Path) -> None:
@@ -178,7 +186,4 @@ def test_ranks_die_with_a_launcher_that_is_killed(program: Path) -> None:
         ranks = all_processes(program.parent, 2)
         assert all(is_alive(pid) for pid in ranks)
         launcher.kill()
-    until = time.monotonic() + 10
-    while any(is_alive(pid) for pid in ranks):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_for_ends(ranks)

@@ -57,7 +57,9 @@ SPECIAL = {
     ),
     "twice": Job(4, [Fault(0, 2), Fault(3, 5)], double_buffer=True),
     "in a save": Job(4, [Fault(1, 4, "save", delay_s=0.002)], save_at=4),
-    "joined": Job(4, [Fault(2, 3)], kind="imported", join=True, double_buffer=True),
+    # a new process waits while the others rebuild and compile: on a busy machine, more than 5 s
+    "joined": Job(4, [Fault(2, 3)], kind="imported", join=True, double_buffer=True,
+                  timeout_s=60.0),
     "symmetric": Job(4, [Fault(2, 3, "in", delay_s=0.001)], kind="hsdp", backend="symmetric",
                      double_buffer=True),
     "an imported model": Job(4, [Fault(1, 3)], kind="imported"),
