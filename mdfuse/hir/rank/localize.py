@@ -8,6 +8,7 @@ from typing import Any
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import UNKNOWN, resolve
 from mdfuse.hir.instructions import POSTS, op_of
+from mdfuse.hir.parts import expr_part
 from mdfuse.hir.program import HostProgram, Instruction, Known, resolved
 from mdfuse.ir.local_attributes import ExprPart
 
@@ -88,17 +89,5 @@ def transfer_team(program: HostProgram, i: Instruction, rank: int) -> tuple[int,
 
 def _part(program: HostProgram, i: Instruction, rank: int) -> ExprPart:
     """Return what a rank holds of the operands and the result of an op of the table."""
-    kinds = [program.types.get(x) if isinstance(x, str) else None for x in i.inputs]
-    tensors = [k if k is not None and k.layout is not None else None for k in kinds]
-    output = program.types[i.outputs[0]]
-    return ExprPart(
-        shapes=tuple(k.shape if k is not None else None for k in tensors),
-        boxes=tuple(k.box(rank) if k is not None else None for k in tensors),
-        shape=output.shape,
-        box=output.box(rank),
-        blocks=tensors[0].blocks(rank) if tensors and tensors[0] is not None else {},
-        cuts=output.layout.cuts if output.layout is not None else {},
-        moved=tensors[0].moved if tensors and tensors[0] is not None else {},
-        runs=output.runs(rank),
-        pieces=tuple(k.runs(rank) if k is not None else {} for k in tensors),
-    )
+    operands = [program.types.get(x) if isinstance(x, str) else None for x in i.inputs]
+    return expr_part(operands, program.types[i.outputs[0]], rank)

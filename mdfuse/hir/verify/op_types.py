@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.errors import DefinitionError
+from mdfuse.hir.parts import expr_part
 from mdfuse.hir.program import BufferType
 from mdfuse.hir.verify.layouts import Contradiction, is_shown, may_be_said, result_layout
 from mdfuse.ir.dims import pointwise
@@ -128,27 +129,10 @@ def global_attrs(
     row = TABLE[fn]
     if row.globalize is not None and (rank is not None or not attrs):
         assert result.layout is not None  # the shape of an expand may be left out
-        part = _part(operands, result, result.layout.mesh.first if rank is None else rank)
+        part = expr_part(operands, result, result.layout.mesh.first if rank is None else rank)
         attrs = tuple(row.globalize(dict(attrs), part).items())
     local = {a.name for a in row.attrs if a.is_local} if rank is not None else ()
     return tuple((k, v) for k, v in attrs if k not in local)
-
-
-def _part(operands: tuple[Kind, ...], result: BufferType, rank: int) -> ExprPart:
-    tensors = [k if isinstance(k, BufferType) and k.layout is not None else None for k in operands]
-    shapes = tuple(k.shape if k is not None else None for k in tensors)
-    boxes = tuple(k.box(rank) if k is not None else None for k in tensors)
-    return ExprPart(
-        shapes=shapes,
-        boxes=boxes,
-        shape=result.shape,
-        box=result.box(rank),
-        blocks=tensors[0].blocks(rank) if tensors and tensors[0] is not None else {},
-        cuts=result.layout.cuts if result.layout is not None else {},
-        moved=tensors[0].moved if tensors and tensors[0] is not None else {},
-        runs=result.runs(rank),
-        pieces=tuple(k.runs(rank) if k is not None else {} for k in tensors),
-    )
 
 
 def _layout_problem(
@@ -212,7 +196,7 @@ def _problem_on(
         results: the declared types.
         rank: whose parts are looked at.
     """
-    part = _part(operands, results[0], rank)
+    part = expr_part(operands, results[0], rank)
     try:
         local = local_attrs(TABLE[fn], dict(attrs), part)
         mine = local if given is None else {**_left_out(fn, attrs, part), **dict(given)}
