@@ -12,8 +12,9 @@ from _ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-#: How the ranks share a step: parameters split, heads and units split, batches split, one rank.
-Style = Literal["fsdp", "tp", "ddp", "alone"]
+#: How the ranks share a step: parameters split, heads and units split, parameters of groups that
+#: split heads and units, batches split, one rank.
+Style = Literal["fsdp", "tp", "fsdp_tp", "ddp", "alone"]
 
 #: Training batches, which follow each other in turns.
 _BATCHES = 2
@@ -46,6 +47,10 @@ class Size:
         return self.hidden // self.heads
 
 
+SIZES = {
+    "llama-1b": Size(),
+    "llama3-8b": Size(hidden=4096, units=14_336, layers=32, rows=1, tokens=8192),
+}
 SMALL = Size(hidden=64, heads=4, kv_heads=2, units=128, words=256, layers=2, rows=2, tokens=32)
 
 
@@ -177,6 +182,7 @@ class Case:
         compiler: the backend of torch.compile.
         numbers: of each parameter, f32, on the CPU.
         batches: ids and labels of this rank, on its device.
+        heads_split: how many ranks split heads and units.
         whole_rows: sequences of all ranks.
     """
 
@@ -186,26 +192,43 @@ class Case:
     recompute: bool
     compiler: str
     numbers: dict[str, Tensor]
+    heads_split: int = 1
     batches: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     whole_rows: int = 0
 
     def __post_init__(self) -> None:
         comm, size = self.ranks.comm, self.size
-        split = comm.size if self.style in ("fsdp", "ddp") else 1
-        self.whole_rows = size.rows * split
+        self.whole_rows = size.rows * (comm.size if self.splits_batches else 1)
+        split = comm.size // self.heads_split
         drawn = torch.Generator().manual_seed(1)
         for _ in range(_BATCHES):
             pair = [
                 torch.randint(size.words, (self.whole_rows, size.tokens), generator=drawn)
                 for _ in range(2)
             ]
-            ids, labels = (x.chunk(split)[comm.rank % split].to(comm.device) for x in pair)
+            ids, labels = (
+                x.chunk(split)[comm.rank // self.heads_split].to(comm.device) for x in pair
+            )
             self.batches.append((ids, labels))
+
+    @property
+    def splits_batches(self) -> bool:
+        """Return whether a batch has sequences for each rank."""
+        return self.style not in ("tp", "alone")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Return the axes of the mesh, with their sizes."""
+        count, tp = self.ranks.comm.size, self.heads_split
+        if self.style == "fsdp_tp":
+            return {"fsdp": count // tp, "tp": tp}
+        return {"one" if self.style == "alone" else self.style: count}
 
     @property
     def name(self) -> str:
         again = ", recompute" if self.recompute else ""
-        return f"{self.style}={self.ranks.comm.size}{again}"
+        axes = {"alone": 1} if self.style == "alone" else self.axes
+        return " x ".join(f"{axis}={n}" for axis, n in axes.items()) + again
 
     @property
     def sizes(self) -> str:

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -75,19 +75,16 @@ _HEADS = {
 def ours(case: Case, options: mf.Options) -> Running:
     """Import the module, define the step, compile it."""
     size, comm, stages = case.size, case.ranks.comm, dict[str, float]()
-    axis = case.style if case.style != "alone" else "one"
-    mesh, split = DeviceMesh.arange(**{axis: comm.size}), {axis: Shard(0)}
-    shared = case.style in ("fsdp", "ddp")
-    how: dict[str, Any] = {"gather": "fsdp"} if case.style == "fsdp" else {}
+    mesh = DeviceMesh.arange(**case.axes)
+    split = {next(iter(case.axes)): Shard(0)} if case.splits_batches else {}
+    how: dict[str, Any] = {"gather": "fsdp"} if "fsdp" in case.axes else {}
     how |= {"recompute": "layers.*"} if case.recompute else {}
     with _timed(stages, "import"):
         module = empty(size).to(torch.bfloat16)
-        layouts = {
-            "fsdp": {"*": split, "input:*": split},
-            "ddp": {"input:*": split},
-            "tp": mf.from_plan(module, _HEADS, sequence=1)["layouts"],
-            "alone": {},
-        }[case.style]
+        layouts = {"input:*": split, "*": split if "fsdp" in case.axes else {}}
+        if "tp" in case.axes:
+            heads = mf.from_plan(module, _HEADS, sequence=1)["layouts"]
+            layouts = _both(layouts, heads)
         rows = case.whole_rows, size.tokens
         ids = mf.TensorSpec(rows, torch.int64)
         known = {name: x.to(torch.bfloat16) for name, x in angles(size).items()}
@@ -95,7 +92,7 @@ def ours(case: Case, options: mf.Options) -> Running:
     with _timed(stages, "step"):
         step = model.training_step(
             lambda y, labels: mf.ops.cross_entropy(y.flatten(0, 1).float(), labels.flatten()),
-            extra={"labels": mf.TensorSpec(rows, torch.int64, mesh, split if shared else None)},
+            extra={"labels": mf.TensorSpec(rows, torch.int64, mesh, split or None)},
             optimizer=partial(mf.optim.adamw, weight_decay=DECAY, lr=LR),
             clip=CLIP,
             master=case.style != "tp",
@@ -105,6 +102,15 @@ def ours(case: Case, options: mf.Options) -> Running:
     with _timed(stages, "compile"):
         run = step.start(weights, options)
     return _running(case, run, stages=stages, program=run.step.program)
+
+
+def _both(shared: dict[str, Any], heads: dict[str, Any]) -> dict[str, Any]:
+    """Return layouts along both axes: those of heads, beside those of all names of their kind."""
+    both = dict(shared)
+    for name, layout in heads.items():
+        kind = "input:*" if name.startswith("activation:") else "*"
+        both[name] = {**shared[kind], **layout}
+    return both
 
 
 @contextmanager
@@ -130,6 +136,11 @@ def _fsdp2(case: Case, is_compiled: bool) -> Running:
     loss = _loss(case, is_compiled)
     take = _stepping(net, lambda ids, labels: loss(net(ids), labels), _adamw(case, net))
     return _running(case, take, averages=True)
+
+
+def _split(case: Case) -> Case:
+    """Return the case of ranks that split parameters only: the same sequences of all ranks."""
+    return replace(case, style="fsdp", heads_split=1, batches=[])
 
 
 def _ddp(case: Case, is_compiled: bool) -> Running:
@@ -340,6 +351,9 @@ def _clipped(net: Llama) -> None:
 PEERS: dict[Style, dict[str, Callable[[Case, bool], Running]]] = {
     "fsdp": {"FSDP2": _fsdp2},
     "tp": {"sequence parallelism by hand": _by_hand},
+    "fsdp_tp": {
+        "FSDP2 along all ranks": lambda case, is_compiled: _fsdp2(_split(case), is_compiled)
+    },
     "ddp": {"DDP": _ddp},
     "alone": {"autocast": _alone, "bf16, f32 masters": _masters},
 }

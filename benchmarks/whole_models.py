@@ -1,7 +1,8 @@
-"""Training steps of a whole model: an imported Llama of 1.2 billion parameters beside torch.
+"""Training steps of a whole model: an imported Llama of 1.2 or 8 billion parameters beside torch.
 
 ./launch/torchrun 2 benchmarks/whole_models.py --rows fsdp         # beside FSDP2, layers compiled
 ./launch/torchrun 2 benchmarks/whole_models.py --rows tp,ddp       # Megatron's by hand; DDP
+./launch/torchrun 8 benchmarks/whole_models.py --model llama3-8b --rows fsdp,fsdp_tp --tp 4
 python benchmarks/whole_models.py                                  # one GPU: torch.compile
 ./launch/torchrun 2 benchmarks/whole_models.py --device cpu --small --compiler aot_eager
 
@@ -43,7 +44,7 @@ from _measure import (
     show,
 )
 from _ranks import Ranks, start_or_alone
-from _whole_nets import SMALL, Case, Size, Style, drawn_numbers
+from _whole_nets import SIZES, SMALL, Case, Size, Style, drawn_numbers
 from _whole_steps import PEERS, Running, ours
 
 import mdfuse as mf
@@ -77,6 +78,7 @@ class Limits:
 _LIMITS: dict[Style, Limits] = {
     "fsdp": Limits(cold=1.5, warm=1.0),
     "tp": Limits(),
+    "fsdp_tp": Limits(),
     "ddp": Limits(),
     "alone": Limits(time=0.97, working=None, peak=1.0),
 }
@@ -330,7 +332,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", help="some of fsdp,tp,ddp; on one rank there is alone")
+    parser.add_argument("--rows", help="some of fsdp,tp,fsdp_tp,ddp; on one rank there is alone")
+    parser.add_argument("--model", choices=[*SIZES], default="llama-1b")
+    parser.add_argument("--tp", type=int, help="ranks that split heads in fsdp_tp; by default half")
     parser.add_argument(
         "--recompute", choices=("no", "yes", "both"), default="both", help="layers computed again"
     )
@@ -364,14 +368,19 @@ def _folder(given: Path | None) -> Path:
 def _size(arguments: argparse.Namespace, is_alone: bool) -> Size:
     """The sequences of one rank alone are half of those of one among others, as memory has it."""
     given = {"layers": arguments.layers, "tokens": arguments.tokens, "rows": arguments.sequences}
-    usual = asdict(SMALL if arguments.small else Size(rows=1 if is_alone else 2))
+    usual = asdict(SMALL if arguments.small else SIZES[arguments.model])
+    usual |= {"rows": 1} if is_alone else {}
     return Size(**usual | {name: x for name, x in given.items() if x})
 
 
 def _chosen(arguments: argparse.Namespace, ranks: Ranks) -> list[Style]:
     """The rows that these ranks can run."""
-    possible = ["alone"] if ranks.comm.size == 1 else ["fsdp", "tp", "ddp"]
-    chosen = possible if arguments.rows is None else arguments.rows.split(",")
+    possible = ["alone"] if ranks.comm.size == 1 else ["fsdp", "tp", "fsdp_tp", "ddp"]
+    chosen = (
+        [x for x in possible if x != "fsdp_tp"]
+        if arguments.rows is None
+        else arguments.rows.split(",")
+    )
     if wrong := [name for name in chosen if name not in get_args(Style)]:
         screen.fail(f"rows {', '.join(wrong)}: there are {', '.join(get_args(Style))}")
     if wrong := [name for name in chosen if name not in possible]:
@@ -380,12 +389,20 @@ def _chosen(arguments: argparse.Namespace, ranks: Ranks) -> list[Style]:
     return chosen
 
 
+def _heads_split(arguments: argparse.Namespace, style: Style, ranks: int) -> int:
+    tp: int = arguments.tp or max(ranks // 2, 1)
+    if style == "fsdp_tp" and ranks % tp:
+        screen.fail(f"--tp {tp}: it divides the number of ranks, {ranks}")
+    return {"fsdp_tp": tp, "tp": ranks}.get(style, 1)
+
+
 def _options(arguments: argparse.Namespace) -> dict[Style, mf.Options]:
     plain: dict[str, Any] = {"overlap": arguments.overlap, "bucket_bytes": arguments.bucket}
     spread: dict[str, Any] = {"reduce_dtype": torch.float32}
     return {
         "fsdp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
         "tp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
+        "fsdp_tp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
         "ddp": mf.Options(**{**plain, "bucket_bytes": _of_ddp(arguments.bucket)}, **spread),
         "alone": mf.Options(**plain),
     }
@@ -438,6 +455,7 @@ def main() -> None:
             case = Case(
                 ranks=ranks, style=style, size=size, recompute=recompute,
                 compiler=arguments.compiler, numbers=numbers,
+                heads_split=_heads_split(arguments, style, ranks.comm.size),
             )  # fmt: skip
             figures = measured(plan, case)
             of_case = [*rows(plan, case, figures)]

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import sampling
 from helpers.bare import bare_environment
 from torch import Tensor
 
@@ -294,6 +295,40 @@ def test_whole_models_train_as_their_peers(
 def test_one_rank_trains_no_split_model(ended_at_once: Ended) -> None:
     done = ended_at_once(WHOLE, "--device", "cpu", "--small", "--rows", "alone,fsdp,tp")
     assert done.returncode == 1 and "rows fsdp, tp: on 1 rank there are alone" in done.stderr
+
+
+TWO_RANKS = (
+    *("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+    *("--nproc-per-node", "2"),
+)
+
+
+#: Script -> its arguments, and the names of its rows with their alternatives.
+SPLIT = {
+    "experts.py": (
+        ("--what", "step", "--skew", "2"),
+        {("step", "hand"), ("step", "hand-compiled")},
+        {f"step: {name}" for name in ("mdfuse", "hand", "hand-compiled")},
+    ),
+    "context.py": (
+        ("--tokens", "64", "--alone", "32"),
+        {("mdfuse, auto", "ulysses"), ("mdfuse, auto", "1/2 of one device")},
+        {"mdfuse, auto", "ulysses"},
+    ),
+}
+
+
+@pytest.mark.parametrize("script", [[*SPLIT][n] for n in sampling.window(len(SPLIT), len(SPLIT))])
+def test_split_layers_give_the_values_of_whole_ones(tmp_path: Path, script: str) -> None:
+    """The scripts themselves compare all contenders with f64."""
+    arguments, names, errors = SPLIT[script]
+    small = ("--device", "cpu", "--small", "--compiler", "eager", "--rounds", "2")
+    path = str(ROOT / "benchmarks" / script)
+    done = run(tmp_path, *TWO_RANKS, path, *small, *arguments, "--output", "a.json")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "a.json").read_text())
+    assert {(row["name"], row["alternative"]) for row in stored["rows"]} == names
+    assert stored["world"]["errors"].keys() == errors
 
 
 OVERLAP = str(ROOT / "benchmarks" / "overlap.py")
