@@ -26,8 +26,8 @@ from mdfuse.layouts.boxes import nth_chunk
 Attrs = Mapping[str, Any]
 Part = tuple[int, int, int]
 
-#: The labels: parts (of tokens), experts, what is summed over, columns.
-_P, _E, _K, _D = range(4)
+#: The labels: parts (of tokens), experts, what is summed over, columns; rows, taken in chunks.
+_P, _E, _K, _D, _R = range(5)
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -64,6 +64,7 @@ def group(
     *,
     rows: Part | None = None,
     part: Part | None = None,
+    bound: int | None = None,
 ) -> Tensor:
     """Put the rows of each part and expert one behind the other, in the order of the tokens.
 
@@ -72,9 +73,10 @@ def group(
         ids: as `count` takes them.
         n: [parts,experts], how many rows to keep.
         rows: see `count`; likewise part.
+        bound: how many rows a part may have here, where these are a chunk of them.
     """
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
-    bound = _bound(ids.shape, n.shape, rows, part)
+    bound = _bound(ids.shape, n.shape, rows, part) if bound is None else bound
     at = _places(ids, n, bound, rows, part)
     return _put(x, at, ids.shape[1], (*n.shape, bound))
 
@@ -99,10 +101,11 @@ def line_up(
     *,
     rows: Part | None = None,
     part: Part | None = None,
+    bound: int | None = None,
 ) -> Tensor:
     """Put the rows of each part one behind the other, by expert: [p,b,d]; see `group`."""
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
-    bound = _bound(ids.shape, n.shape, rows, part)
+    bound = _bound(ids.shape, n.shape, rows, part) if bound is None else bound
     at = _lined_up(ids, n, bound, rows, part)
     return _put(x, at, ids.shape[1], (n.shape[0], bound))
 
@@ -260,7 +263,9 @@ def shape_of_group(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [parts, experts, bound, d]."""
     x, ids, n = _given(shapes, (2, 3), (1, 2), (2,))
     _alike((x[0], ids[0]), *([(x[1], ids[1])] if len(x) == 3 else []))
-    bound = _bound(ids, n, attrs.get("rows"), attrs.get("part"))
+    bound = attrs.get("bound")
+    if bound is None:
+        bound = _bound(ids, n, attrs.get("rows"), attrs.get("part"))
     return (*n, bound, x[-1])
 
 
@@ -359,70 +364,120 @@ def _ends(extent: int, each: int, tokens: int, sizes: tuple[int, ...]) -> list[i
     return [min(end * each, tokens) for _, end in spans]
 
 
-def _of_ids(shape: Shape) -> tuple[int | None, ...]:
-    return (_P, None)[: len(shape)]
+def _of_ids(shape: Shape, label: int = _P) -> tuple[int | None, ...]:
+    return (label, None)[: len(shape)]
+
+
+def _in_chunks(tokens: int, parts: int, **labels: Any) -> DimMap:
+    """Label chunks of tokens, which are chunks of the rows of each part: each rank has one part."""
+
+    def fits(label: int, sizes: tuple[int, ...]) -> bool:
+        *axes, _ = sizes
+        is_each = math.prod(axes) == parts
+        return label != _R or (is_each and bool(tokens % max(math.prod(sizes), 1) == 0))
+
+    return DimMap(fits=fits, **labels)
 
 
 def of_count(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `ids[t,k]`: tokens are split as parts are."""
     (ids,) = (s for s in shapes if s is not None)
-    fits = _fitting(ids[0], result[0])
-    return DimMap(operands=(_of_ids(ids),), results=((_P, None),), fits=fits)
+    results = ((_P, None),)
+    return DimMap(
+        operands=(_of_ids(ids),),
+        results=results,
+        fits=_fitting(ids[0], result[0]),
+        in_chunks=_in_chunks(
+            ids[0],
+            result[0],
+            operands=(_of_ids(ids, _R),),
+            results=((None, None),),
+            reduces={_R: "sum"},
+        ),
+    )
 
 
 def of_group(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[t,d], ids[t,k], n[p,e]`: each rank groups the rows of its tokens."""
-    x, ids, _ = (s for s in shapes if s is not None)
+    x, ids, n = (s for s in shapes if s is not None)
+    chunks = _in_chunks(
+        ids[0],
+        n[0],
+        operands=((_R, None, None)[: len(x)], _of_ids(ids, _R), (None, None)),
+        results=((None, None, _R, None),),
+        terms=(2,),
+    )
     return DimMap(
         operands=((_P, None, _D) if len(x) == 3 else (_P, _D), _of_ids(ids), (_P, None)),
         results=((_P, None, None, _D),),
         fits=_fitting(ids[0], result[0]),
+        in_chunks=chunks,
+        terms=chunks.terms,
     )
 
 
 def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `y[p,e,b,d], ids[t,k], n[p,e]`."""
-    y, ids, _ = (s for s in shapes if s is not None)
+    y, ids, n = (s for s in shapes if s is not None)
+    chunks = _in_chunks(
+        ids[0],
+        n[0],
+        operands=((None, None, _R, None), _of_ids(ids, _R), (None, None)),
+        results=((_R, None, None),),
+        terms=(2,),
+    )
     return DimMap(
         operands=((_P, None, None, _D), _of_ids(ids), (_P, None)),
         results=((_P, None, _D),),
         fits=_fitting(ids[0], y[0]),
+        in_chunks=chunks,
+        terms=chunks.terms,
     )
 
 
 def of_line_up(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[t,d], ids[t,k], n[p,e]`: each rank lines up the rows of its tokens."""
     whole = of_group(shapes, result, attrs)
-    return replace(whole, results=((_P, None, _D),))
+    chunks = replace(whole.of_chunks, results=((None, _R, None),))
+    return replace(whole, results=((_P, None, _D),), in_chunks=chunks)
 
 
 def of_put_back(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `y[p,b,d], ids[t,k], n[p,e]`."""
     whole = of_ungroup(shapes, result, attrs)
-    return replace(whole, operands=((_P, None, _D), *whole.operands[1:]))
+    chunks = whole.of_chunks
+    chunks = replace(chunks, operands=((None, _R, None), *chunks.operands[1:]))
+    return replace(whole, operands=((_P, None, _D), *whole.operands[1:]), in_chunks=chunks)
 
 
 def of_multiply(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[p,e,b,k], w[e,k,n], n[p,e]`: ranks add up their shares of k."""
     return DimMap(
-        operands=((_P, _E, None, _K), (_E, _K, _D), (_P, _E)),
-        results=((_P, _E, None, _D),),
+        operands=((_P, _E, _R, _K), (_E, _K, _D), (_P, _E)),
+        results=((_P, _E, _R, _D),),
         reduces={_K: "sum"},
+        terms=(2,),
     )
 
 
 def of_multiply_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[p,e,b,k], ct[p,e,b,n], n[p,e]`: ranks add up their parts."""
     return DimMap(
-        operands=((_P, _E, None, _K), (_P, _E, None, _D), (_P, _E)),
+        operands=((_P, _E, _R, _K), (_P, _E, _R, _D), (_P, _E)),
         results=((_E, _K, _D),),
-        reduces={_P: "sum"},
+        reduces={_P: "sum", _R: "sum"},
+        terms=(2,),
     )
 
 
 def of_total(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[p,e,b,d], n[p,e]`: rows are whole."""
-    return DimMap(operands=((_P, _E, None, _D), (_P, _E)), results=((_P, _E, _D),))
+    return DimMap(
+        operands=((_P, _E, _R, _D), (_P, _E)),
+        results=((_P, _E, _D),),
+        reduces={_R: "sum"},
+        terms=(1,),
+    )
 
 
 def of_spread(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
@@ -431,13 +486,15 @@ def of_spread(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     wide = (*x[:2], result[3])
     labels = zip(rows, wide, (_P, _E, _D), strict=True)
     repeated = tuple(label if are_same(n, m) else None for n, m, label in labels)
-    read = (_P, _E, None, _D if are_same(x[3], result[3]) else None)
-    return DimMap(operands=(repeated, read, (_P, _E)), results=((_P, _E, None, _D),))
+    read = (_P, _E, _R, _D if are_same(x[3], result[3]) else None)
+    return DimMap(operands=(repeated, read, (_P, _E)), results=((_P, _E, _R, _D),), terms=(2,))
 
 
 def of_mask(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[p,e,b,d], n[p,e]`."""
-    return DimMap(operands=((_P, _E, None, _D), (_P, _E)), results=((_P, _E, None, _D),))
+    return DimMap(
+        operands=((_P, _E, _R, _D), (_P, _E)), results=((_P, _E, _R, _D),), terms=(1,)
+    )
 
 
 def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
@@ -450,3 +507,9 @@ def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     if box[0] == (0, ids[0]) and sizes[0] == (0, shape[0]):
         return attrs
     return {**attrs, "rows": (*box[0], ids[0]), "part": (*sizes[0], shape[0])}
+
+
+def local_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Say, besides, how many rows a part may have in a chunk of them."""
+    attrs, (begin, stop) = local_groups(attrs, part), part.box[-2]
+    return attrs if stop - begin == part.shape[-2] else {**attrs, "bound": stop - begin}

@@ -52,7 +52,11 @@ class Loop:
         kind = value_type(self.fusion.values[value])
         assert kind.layout is not None
         at_index = replace(stream, rotate=None, index=self.index)
-        return replace(kind, layout=kind.layout.with_stream(at_index))
+        kind = replace(kind, layout=kind.layout.with_stream(at_index))
+        if kind.counts is None:
+            return kind
+        rows = self.fusion.values[value].rows
+        return replace(kind, counts=f"{self.chunks[str(rows), -1]}.counted")
 
     def read(self, value: str, stream: Stream | None) -> str:
         """Return the name that an iteration reads: a chunk of the value, or the whole value."""

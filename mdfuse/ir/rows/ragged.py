@@ -11,6 +11,10 @@ from mdfuse.ir.out_forms import ANYHOW, DENSE
 
 _HERE = tuple(attr(name, "part", is_local=True) for name in ("rows", "part"))
 _GROUPS: dict[str, Any] = {"localize": ragged.local_groups, "is_single": False}
+_BOUND = attr("bound", "count", is_local=True)
+_ROWS: dict[str, Any] = {
+    "localize": ragged.local_rows, "is_single": False, "attrs": (*_HERE, _BOUND),
+}  # fmt: skip
 row(
     "counts",
     ragged.count,
@@ -27,8 +31,7 @@ row(
     ragged.shape_of_group,
     DENSE,
     operands=(3, 3),
-    attrs=_HERE,
-    **_GROUPS,
+    **_ROWS,
 )
 row(
     "ungroup_rows",
@@ -48,8 +51,7 @@ row(
     ragged.shape_of_line_up,
     DENSE,
     operands=(3, 3),
-    attrs=_HERE,
-    **_GROUPS,
+    **_ROWS,
 )
 row(
     "put_back_rows",
