@@ -67,8 +67,6 @@ class Model:
         gather: axes along which parameters are gathered before they are read.
         stages: on which meshes nodes are computed, where these are several.
         again: nodes that the backward computes again.
-        sends_rows: whether rows of tokens may go to the ranks of their experts; a batch that comes
-            in microbatches has no counts of all its rows.
     """
 
     captured: ExportedModule
@@ -84,7 +82,6 @@ class Model:
     gather: tuple[str, ...] = ()
     stages: ModelStages | None = None
     again: RecomputedNodes = field(default_factory=RecomputedNodes)
-    sends_rows: bool = True
 
     @property
     def parameters(self) -> list[Node]:
@@ -208,8 +205,10 @@ class Model:
         given = {n: self.layout(n) for n in self.captured.inputs}
         tables = [self.layout(n) for n in self.parameters if n.meta["val"].ndim == 3]
         experts = {a for x in tables for a in x.split_axes(0) if a not in self.gather}
-        is_sent = self.sends_rows and self.stages is None
-        return parts_of_tokens(self.mesh, given, experts) if is_sent else 1
+        meshes = {(x.mesh.axes, x.mesh.shape) for x in (*tables, *given.values())}
+        if len(meshes) > 1:  # stages that split tokens in other ways
+            return 1
+        return parts_of_tokens(self.last_mesh, given, experts)
 
     def _brought(self, layout: Layout, x: Handle) -> Handle:
         axes = [a for a in self.gather if a in layout.mesh.axes]

@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from mdfuse.extents.expressions import Index, terms
+from mdfuse.hir.verify.rank_terms import axes_of, depends_on_rank
 from mdfuse.ir.dims import DimMap, Labels, always, reshape, unit_rows
 from mdfuse.ir.dims_in_blocks import IN_BLOCKS, Taken, labels_in_blocks
 from mdfuse.ir.op_table import OF_FIRST
@@ -82,23 +82,6 @@ def is_one_chunk(a: Layout, b: Layout) -> bool:
         return True
     open_ends = [i for i in (p.index, q.index) if not isinstance(i, int)]
     return bool(open_ends) and not any(depends_on_rank(i) for i in open_ends)
-
-
-def depends_on_rank(index: object) -> bool:
-    """Return whether an index expression may be another number on other ranks."""
-    return any(t.kind in ("rank", "coord") for t in terms(index))
-
-
-def axes_of(index: Index, mesh: DeviceMesh) -> frozenset[str]:
-    """Return the axes of a mesh along which an index expression may be another number."""
-    every = frozenset(a for a in mesh.axes if mesh.axis_size(a) > 1)
-    axes: set[str] = set()
-    for term in terms(index):
-        if term.kind == "coord" and term.name in mesh.axes:
-            axes.add(term.name)
-        elif term.kind in ("rank", "coord"):
-            axes |= every
-    return every & axes
 
 
 @dataclass(slots=True)

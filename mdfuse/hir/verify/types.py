@@ -12,8 +12,9 @@ from mdfuse.hir.instructions import BUFFER_OPS, NAMED, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffers import RULES
 from mdfuse.hir.verify.expanded import Expanded
-from mdfuse.hir.verify.layouts import axes_of, chunk_of, is_one_chunk
+from mdfuse.hir.verify.layouts import chunk_of, is_one_chunk
 from mdfuse.hir.verify.op_types import lacks, row_problem
+from mdfuse.hir.verify.rank_terms import axes_of
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.ir.ops import TABLE
