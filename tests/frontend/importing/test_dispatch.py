@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
+from mdfuse.hir.instructions import counts_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -37,6 +38,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         transformers.DeepseekV3Config(
             **SIZES, **LATENT, v_head_dim=8, moe_intermediate_size=8, n_routed_experts=4,
             n_group=2, topk_group=1, first_k_dense_replace=0, n_shared_experts=1,
+        )
+    ),
+    "Llama 4": lambda: transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(
+            **SIZES, head_dim=8, intermediate_size_mlp=8, num_local_experts=4,
+            interleave_moe_layer_step=1, attn_temperature_tuning=False,
         )
     ),
 }  # fmt: skip
@@ -84,22 +91,62 @@ def test_tokens_are_split_by_another_axis_too() -> None:
     assert "as they are counted in a run" in program.explain()
 
 
-@pytest.mark.parametrize("tokens", [{}, SPLIT])
-def test_rows_are_summed_where_they_cannot_be_sent(tokens: dict[str, Any]) -> None:
-    """Where ranks have all tokens, and where the batch comes in microbatches."""
-    program = check_step(*imported("Mixtral", EP, tokens), microbatches=2 if tokens else 1)
+def test_rows_are_summed_where_ranks_have_all_tokens() -> None:
+    program = check_step(*imported("Mixtral", EP, {}))
     assert not any(i.op == "fetch" for i in program.host.walk())
 
 
+def way_of(program: mf.Program) -> tuple[int, int]:
+    """Return how often rows go to other ranks, and counts to the host."""
+    every = [*program.host.walk()]
+    return sum(counts_of(i) is not None for i in every), sum(i.op == "fetch" for i in every)
+
+
+#: name -> mesh, how it splits the tokens, options of the step.
+MICROBATCHES: dict[str, tuple[str, DeviceMesh, dict[str, Any], dict[str, Any]]] = {
+    "ep": ("Mixtral", EP, SPLIT, {"microbatches": 2}),
+    "dp x ep": (
+        "GPT-OSS", DeviceMesh.arange(dp=2, ep=2), {"dp": Shard(0), "ep": Shard(0)},
+        {"microbatches": 1}),
+    "ep x cp": (
+        "Qwen3-MoE", DeviceMesh.arange(ep=2, cp=2), {"ep": Shard(0), "cp": Shard(1)},
+        {"microbatches": 1}),
+    "ep x cp in microbatches": (
+        "Qwen3-MoE", DeviceMesh.arange(ep=2, cp=2), {"ep": Shard(0), "cp": Shard(1)},
+        {"microbatches": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MICROBATCHES)
+def test_rows_of_microbatches_beside_other_axes(name: str) -> None:
+    family, mesh, tokens, how = MICROBATCHES[name]
+    program = check_step(*imported(family, mesh, tokens), **how)
+    assert way_of(program) == (4, 1), program.explain()
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zb1p", "gpipe"])
+def test_rows_in_stages(schedule: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages on two ranks each, which split the experts and the tokens of their layers."""
+    monkeypatch.setitem(SIZES, "num_hidden_layers", 2)
+    torch.manual_seed(0)
+    module = MODELS["Mixtral"]().eval()
+    layouts = {"*.experts.*": SPLIT, "input:*": SPLIT}
+    kwargs = {"input_ids": IDS, "use_cache": False}
+    stages = [DeviceMesh(ranks, axes=["ep"]) for ranks in ([0, 1], [2, 3])]
+    model = mf.from_torch(module, (), kwargs, stages=stages, layouts=layouts)
+    how = {} if schedule is None else {"microbatches": 2, "schedule": schedule}
+    assert way_of(check_step(module, model, **how)) == (8, 2)
+
+
 def test_a_recorded_module_takes_microbatches() -> None:
-    """Rows stay sorted where the module is recorded, since its definition may become a pipeline."""
     module, model = imported("Mixtral", EP, SPLIT)
     with mf.FusionDefinition("recorded") as fd:
         ids = fd.define_tensor([4, 6], torch.int64, mesh=EP, layout=SPLIT, name="ids")
         result, _ = model.record(input_ids=ids, use_cache=False)
         fd.add_output(result["logits"] if isinstance(result, dict) else result)
-    program = mf.pipeline(fd, microbatches=2, batch={"ids": 0})
-    (logits,) = mf.simulate(program, [IDS, *model.load()]).outputs
     with torch.no_grad():
         wanted = module(input_ids=IDS, use_cache=False).logits
-    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-5)
+    for program in (mf.compile(fd), mf.pipeline(fd, microbatches=2, batch={"ids": 0})):
+        assert way_of(program) == (2, 1)
+        (logits,) = mf.simulate(program, [IDS, *model.load()]).outputs
+        torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-5)
