@@ -129,8 +129,9 @@ class _Counts:
         if layout.mesh != (table.layout.mesh if table.layout is not None else None):
             return f"%{kind.counts} is on another mesh"
         most = fetch.kwargs["most"] if fetch is not None else 0
-        if most > kind.shape[2]:
-            return f"a part may have {most} rows by its fetch, and {kind.shape[2]} by its type"
+        bound = layout.local_shape(kind.shape)[2]
+        if most > bound:
+            return f"a part may have {most} rows by its fetch, and {bound} by its type"
         return None
 
     # -- instructions ----------------------------------------------------------------------------

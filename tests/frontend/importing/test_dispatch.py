@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -77,12 +78,41 @@ def check_step(module: nn.Module, model: Any, **how: Any) -> mf.Program:
     return program
 
 
+def way_of(program: mf.Program) -> tuple[int, int]:
+    """Return how often rows go to other ranks, and counts to the host."""
+    every = [*program.host.walk()]
+    return sum(counts_of(i) is not None for i in every), sum(i.op == "fetch" for i in every)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_go_to_their_experts(name: str) -> None:
     module, model = imported(name, EP, SPLIT)
     program = check_step(module, model)
     assert [c.kind for c in program.communications].count("AllToAll") == 4
     assert "as they are counted in a run" in program.explain()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_beside_a_loop_over_experts(name: str) -> None:
+    """Logits and a step of AdamW beside the same module in f64 that loops over its experts."""
+    module, model = imported(name, EP, SPLIT)
+    exact = copy.deepcopy(module).double()
+    exact.set_experts_implementation("eager")
+    how: dict[str, Any] = {"lr": 0.1, "eps": 0.01, "weight_decay": 0.1}
+    step = model.training_step(
+        lambda y: ((y * y).mean(), y), optimizer=partial(mf.optim.adamw, **how)
+    )
+    program, weights = step.compile(), model.load()
+    given = step.arguments(weights, step.state(weights), IDS)
+    results = mf.simulate(program, given).outputs
+    logits = exact(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(results[1].double(), logits.detach(), rtol=1e-4, atol=1e-5)
+    (logits * logits).mean().backward()
+    torch.optim.AdamW(exact.parameters(), **how).step()
+    new = step.updated(results)
+    for key, w in exact.named_parameters():
+        torch.testing.assert_close(new[key].double(), w.detach(), rtol=1e-3, atol=1e-4)
+    assert way_of(program) == (4, 1)
 
 
 def test_tokens_are_split_by_another_axis_too() -> None:
@@ -94,12 +124,6 @@ def test_tokens_are_split_by_another_axis_too() -> None:
 def test_rows_are_summed_where_ranks_have_all_tokens() -> None:
     program = check_step(*imported("Mixtral", EP, {}))
     assert not any(i.op == "fetch" for i in program.host.walk())
-
-
-def way_of(program: mf.Program) -> tuple[int, int]:
-    """Return how often rows go to other ranks, and counts to the host."""
-    every = [*program.host.walk()]
-    return sum(counts_of(i) is not None for i in every), sum(i.op == "fetch" for i in every)
 
 
 #: name -> mesh, how it splits the tokens, options of the step.
