@@ -98,8 +98,10 @@ def test_counts_broken_by_hand_are_seen(name: str) -> None:
     verify(parse(text))
     if name == "other counts of the rows":
         at = next(x for x in text.splitlines() if "%n.ep_S1.i:" in x)
-        other = at.split("#")[0].replace("%n.ep_S1.i", "%n.ep_S1.i.other").replace(
-            "narrow(%n.i.all)", "add(%n.ep_S1.i, 1)"
+        other = (
+            at.split("#")[0]
+            .replace("%n.ep_S1.i", "%n.ep_S1.i.other")
+            .replace("narrow(%n.i.all)", "add(%n.ep_S1.i, 1)")
         )
         text = text.replace(at, f"{at}\n{other}")
     assert written in text

@@ -16,7 +16,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.grad import recompute
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing import routes
+from mdfuse.frontend.importing import chosen, routes
 from mdfuse.frontend.importing.batches import on_batches
 from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.constants import Distinct, as_value, is_made
@@ -355,7 +355,8 @@ class _Recording:
         self._constants: dict[int, Any] = {
             x.id: model.folded[n] for n in model.constants if isinstance(x := given[n], Handle)
         }
-        self._is_routed = any(str(n.target) in GROUPED for n in model.live)
+        targets = {str(n.target) for n in model.live}
+        self._is_routed = chosen.is_in(targets) or not targets.isdisjoint(GROUPED)
 
     def read(self, node: Node) -> Any:
         """Return the value of a node; parameters are gathered at their first read in each block."""
@@ -436,9 +437,9 @@ class _Recording:
             tokens=self.model.parts_of_tokens,
             known=lambda x: self._constants.get(x.id, x) if isinstance(x, Handle) else x,
         )
-        routed = routes.on_rows(call, args, kwargs)
-        if routed is not None:
-            return routed
+        for rules in (chosen.on_chosen, routes.on_rows):
+            if (routed := rules(call, args, kwargs)) is not None:
+                return routed
         return self._apply(target, *map_aggregate((args, kwargs), routes.sorted_again))
 
     def _index(self, node: Any, x: Any) -> Any:
