@@ -41,10 +41,13 @@ def routers() -> dict[str, Tensor]:
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_rows_go_and_come_back(comm: mf.Communicator, dtype: torch.dtype) -> None:
-    """One plan takes the counts of every run."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_go_and_come_back(comm: mf.Communicator, dtype: torch.dtype, count: int) -> None:
+    """One plan takes the counts of every run, and of every microbatch."""
     fd = defined(4, dtype)
-    program = mf.compile(fd)
+    batch = {"x": 0, "ids": 0}
+    program = mf.compile(fd) if count == 1 else mf.pipeline(fd, microbatches=count, batch=batch)
+    assert sum(i.op == "fetch" for i in program.host.walk()) == 1
     torch.manual_seed(0)
     shapes = {"x": (TOKENS, D), "up": (EXPERTS, D, H), "down": (EXPERTS, H, D)}
     given = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}

@@ -183,12 +183,12 @@ class Shifted(nn.Module):
 def test_what_rows_do_not_take_is_named() -> None:
     """They come back before, the result is right, and report and explain say so with the line."""
     torch.manual_seed(0)
-    module, x = Shifted(), torch.randn(12, 16)
+    module, x = Shifted().bfloat16(), torch.randn(12, 16).bfloat16()
     layouts = dict.fromkeys(("up", "down", "input:x"), SPLIT)
     model = mf.from_torch(module, (x,), mesh=EP, layouts=layouts)
     program = model.compile()
     (y,) = mf.simulate(program, [*model.load(), x]).outputs
-    torch.testing.assert_close(y, module(x).detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(y, module(x).detach(), rtol=2e-2, atol=2e-2)
     said = "rows come back from their experts for aten.exp.default: behind its rows"
     for text in (model.report(), program.explain()):
         assert said in text
