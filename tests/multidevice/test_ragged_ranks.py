@@ -61,7 +61,9 @@ def test_rows_go_and_come_back(comm: mf.Communicator, dtype: torch.dtype, count:
             for name in program.fusion.inputs
         ]
         results = program.run(*parts)
-        near = {"rtol": 5e-2, "atol": 2e-1} if dtype == torch.bfloat16 else {}
         for name, result, want in zip(program.fusion.outputs, results, wanted, strict=True):
+            # sums of products of 16 bits: errors are those of the largest terms
+            size = float(want.abs().max()) if want.numel() else 0.0
+            near = {"rtol": 5e-2, "atol": 0.2 + size / 256} if dtype == torch.bfloat16 else {}
             part = mf.shard_tensor(want, values[name].layout, rank=comm.rank)
             torch.testing.assert_close(result.cpu(), part, **near)

@@ -1,7 +1,7 @@
 """Multiply rows by the experts that a module chooses, where it multiplies them by all.
 
 A module scatters the scores of k experts per token among those of all, of which the others become
-zeros, and multiplies all tokens by all experts (Llama 4). Of zeros an expert makes zeros. So where
+zeros, and multiplies all tokens by all experts (Llama 4). An expert makes zeros of zeros. So where
 the same ranks split tokens and experts, the rows of chosen experts go there, and back
 (`mdfuse.frontend.importing.dispatch`). Operations without a rule here compute all rows.
 """
