@@ -70,6 +70,28 @@ def test_a_capacity_of_the_whole_batch_is_refused() -> None:
         mf.pipeline(fd, microbatches=2, batch=BATCH)
 
 
+@pytest.mark.parametrize("scale", [False, True])
+def test_counts_of_the_whole_batch_beside(scale: bool) -> None:
+    """A sum over counts is one of the batch; rows that need it before they go are refused."""
+    with FusionDefinition("balance") as fd:
+        x = fd.define_tensor([8, 3], torch.float64, EP, {"ep": Shard(0)}, name="x")
+        ids = fd.define_tensor([8, 2], torch.int64, EP, {"ep": Shard(0)}, name="ids")
+        n = fd.ops.counts(ids, experts=4, parts=2)
+        total = (n.to(torch.float64) * n.to(torch.float64)).sum()
+        rows = fd.ops.group_rows(x * total if scale else x, ids, n)
+        rows = fd.ops.set(fd.ops.set(rows).on(EP, {"ep": Shard(1)}) * 2).on(EP, {"ep": Shard(0)})
+        fd.add_output(fd.ops.ungroup_rows(rows, ids))
+        fd.add_output(total)
+    if scale:
+        with pytest.raises(LoweringError, match="counts of the whole batch before"):
+            mf.pipeline(fd, microbatches=2, batch=BATCH)
+        return
+    values = [torch.randn(8, 3, dtype=torch.float64), router(8, 4, 2)]
+    counted = torch.stack([part.flatten().bincount(minlength=4) for part in values[1].chunk(2)])
+    wanted = [4 * values[0], (counted.double() ** 2).sum()]
+    check_everywhere(mf.pipeline(fd, microbatches=2, batch=BATCH), values, wanted)
+
+
 #: name -> what is written, what by hand instead, what the verifier says.
 BROKEN: dict[str, tuple[str, str, str]] = {
     "counts of another chunk": (

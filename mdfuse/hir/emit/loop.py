@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from mdfuse.errors import LoweringError
 from mdfuse.extents.expressions import Index, Term, calc
 from mdfuse.hir.emit.sets import Emitter, local, value_type
 from mdfuse.hir.program import BufferType, Instruction
@@ -63,6 +64,13 @@ class Loop:
         if stream is None:
             return value
         key = value, stream.dim
+        if key not in self.chunks and stream.op is not None:
+            raise LoweringError(
+                f"%{value} counts rows of microbatches in another loop than the one of its rows",
+                where=self.fusion.where(value),
+                because="something needs the counts of the whole batch before rows are grouped",
+                hint="count the ids of such a sum apart, or take the batch at once",
+            )
         if key not in self.chunks:
             kind = self.chunk_type(value, stream)
             self.chunks[key] = self.out.op("chunk", f"{value}.{self.name}", kind, (value,))
