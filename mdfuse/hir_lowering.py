@@ -134,13 +134,13 @@ def passes(
             dims = batch.dims if batch is not None else None
             together = partial(bucket_sums.run, most=most, batch=dims)
             steps.append((bucket_sums.name, together))
-        if name == drop_unread.name and batch is None:
-            # Needs all sets, which rows must be able to take, and no unread values.
-            steps.append((count_rows.name, count_rows.run))
         if name == drop_unread.name and batch is not None:
             # Needs all sets; the next pass sees the streamed values.
             cut = partial(microbatches.run, batch=batch.dims, count=batch.count)
             steps.append((microbatches.name, cut))
+        if name == drop_unread.name:
+            # Needs all sets, which rows must be able to take, their streams, and no unread values.
+            steps.append((count_rows.name, count_rows.run))
         if name == spread_streams.name and batch is None and options.logits_bytes:
             # Needs all sets; its streams stay where they are.
             few = partial(chunk_losses.run, most=options.logits_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -112,6 +111,7 @@ class ImportedModel:
         """
         lowered = self.compile().fusion
         warnings = [*warnings_of(self.model, self.fusion, lowered), *uneven_shares(lowered)]
+        warnings += self.fusion.notes
         return report(self.model, self._patterns, self._skipped, self._unexpected, warnings)
 
     def layout(self, name: str) -> Layout:
@@ -192,7 +192,7 @@ class ImportedModel:
         >>> (y,) = mf.simulate(program, [x, *one.load(), *two.load()]).outputs
         >>> torch.testing.assert_close(y, modules[1](modules[0](x)).detach())
         """
-        return called(replace(self.model, sends_rows=False), args, kwargs, name)
+        return called(self.model, args, kwargs, name)
 
     def training_step(
         self,
@@ -241,7 +241,7 @@ class ImportedModel:
             LayoutError: a pattern that matches nothing, or does not fit.
         """
         step = define_step(
-            replace(self.model, sends_rows=microbatches == 1),
+            self.model,
             loss,
             extra,
             Optimizer.of(optimizer),

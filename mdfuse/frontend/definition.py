@@ -143,14 +143,14 @@ class FusionDefinition:
             )
         leaf = self._leaf or Leaf(self._at)
         wording = self._wording()
-        existing = leaf.find(wording)
-        if existing is not None:
+        if (existing := leaf.find(wording)) is not None:
             return existing
         recorder = self._recorded()
         assumed = self.assumed.copy()
         for guard in recorder.assumed.guards:
             assumed.assume(guard.poly, guard.op, self.examples)
-        return leaf.add(NamedDefinition(wording, recorder.fusion(), self.examples, assumed))
+        fusion = recorder.fusion().noting(self.shared.get("notes", ()))
+        return leaf.add(NamedDefinition(wording, fusion, self.examples, assumed))
 
     def _wording(self) -> Wording:
         guards = tuple(map(str, self.assumed.guards)) if self.examples else ()

@@ -78,12 +78,17 @@ def _worst(cells: Sequence[Cell], comm: Communication) -> float:
     parts = {
         p for (start, stop), experts in cells if box_size((experts,)) for p in range(start, stop)
     }
-    return len(parts) * comm.shape[2]
+    return len(parts) * _bound(comm)
 
 
 def _expected(cells: Sequence[Cell], comm: Communication) -> float:
     """Return the rows where parts are full, and experts have equally many rows."""
-    return sum(map(box_size, cells)) * comm.shape[2] / max(comm.shape[1], 1)
+    return sum(map(box_size, cells)) * _bound(comm) / max(comm.shape[1], 1)
+
+
+def _bound(comm: Communication) -> int:
+    """Return how many rows a part may have, or the chunk of it that is moved."""
+    return comm.source.local_shape(comm.shape)[2]
 
 
 def _received(i: Instruction, rank: int, rows: _Estimate) -> int:

@@ -41,6 +41,9 @@ class DimMap:
             these are not the part itself.
         plain: the labels of dims whose parts must be one run of rows each, since the op asks where
             a part lies; None: its row says so for all dims.
+        in_chunks: the labels of dims that a loop takes in chunks, where they are not those of dims
+            that axes split.
+        terms: the operands of which a chunk of the result takes what the same chunk adds to a sum.
     """
 
     operands: tuple[Labels, ...]
@@ -49,6 +52,13 @@ class DimMap:
     fits: Callable[[int, tuple[int, ...]], bool] = always
     reaches: Mapping[tuple[int, int], Reach] = field(default_factory=dict)
     plain: frozenset[int] | None = None
+    in_chunks: DimMap | None = None
+    terms: tuple[int, ...] = ()
+
+    @property
+    def of_chunks(self) -> DimMap:
+        """The labels of dims that a loop takes in chunks."""
+        return self if self.in_chunks is None else self.in_chunks
 
     @property
     def reaching(self) -> set[int | None]:

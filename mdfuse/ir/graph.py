@@ -226,6 +226,10 @@ class Fusion:
         assert layout is not None, f"{name} has no layout yet"
         return layout
 
+    def noting(self, notes: Iterable[str]) -> Fusion:
+        """Return this fusion with further notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Fusion:
         """Return this fusion with the layouts of some values set."""
         values = dict(self.values)

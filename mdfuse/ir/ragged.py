@@ -11,23 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mdfuse.extents.extent import are_same, is_symbolic
+from mdfuse.extents.extent import are_same
 from mdfuse.ir import packed_rows
-from mdfuse.ir.dims import DimMap, Shape, Shapes
+from mdfuse.ir.dims import Shape, Shapes
 from mdfuse.ir.local_attributes import ExprPart
-from mdfuse.layouts.boxes import nth_chunk
 
 Attrs = Mapping[str, Any]
 Part = tuple[int, int, int]
-
-#: The labels: parts (of tokens), experts, what is summed over, columns.
-_P, _E, _K, _D = range(4)
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -64,6 +59,7 @@ def group(
     *,
     rows: Part | None = None,
     part: Part | None = None,
+    bound: int | None = None,
 ) -> Tensor:
     """Put the rows of each part and expert one behind the other, in the order of the tokens.
 
@@ -72,9 +68,10 @@ def group(
         ids: as `count` takes them.
         n: [parts,experts], how many rows to keep.
         rows: see `count`; likewise part.
+        bound: how many rows a part may have here, where these are a chunk of them.
     """
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
-    bound = _bound(ids.shape, n.shape, rows, part)
+    bound = _bound(ids.shape, n.shape, rows, part) if bound is None else bound
     at = _places(ids, n, bound, rows, part)
     return _put(x, at, ids.shape[1], (*n.shape, bound))
 
@@ -99,10 +96,11 @@ def line_up(
     *,
     rows: Part | None = None,
     part: Part | None = None,
+    bound: int | None = None,
 ) -> Tensor:
     """Put the rows of each part one behind the other, by expert: [p,b,d]; see `group`."""
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
-    bound = _bound(ids.shape, n.shape, rows, part)
+    bound = _bound(ids.shape, n.shape, rows, part) if bound is None else bound
     at = _lined_up(ids, n, bound, rows, part)
     return _put(x, at, ids.shape[1], (n.shape[0], bound))
 
@@ -260,7 +258,9 @@ def shape_of_group(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [parts, experts, bound, d]."""
     x, ids, n = _given(shapes, (2, 3), (1, 2), (2,))
     _alike((x[0], ids[0]), *([(x[1], ids[1])] if len(x) == 3 else []))
-    bound = _bound(ids, n, attrs.get("rows"), attrs.get("part"))
+    bound = attrs.get("bound")
+    if bound is None:
+        bound = _bound(ids, n, attrs.get("rows"), attrs.get("part"))
     return (*n, bound, x[-1])
 
 
@@ -332,112 +332,7 @@ def shape_of_mask(shapes: Shapes, attrs: Attrs) -> Shape:
     return x
 
 
-# -- labels ----------------------------------------------------------------------------------------
-
-
-def _fitting(tokens: int, parts: int) -> Any:
-    """Return whether tokens and parts are split at the same places, for `DimMap.fits`."""
-
-    def fits(label: int, sizes: tuple[int, ...]) -> bool:
-        if label != _P:
-            return True
-        if is_symbolic((tokens,)):
-            return bool(tokens % parts == 0) and all(parts % n == 0 for n in sizes)
-        size = -(-tokens // parts)
-        spans = [(tokens, 1), (parts, size)]
-        cut, other = ([_ends(n, each, tokens, sizes)] for n, each in spans)
-        return cut == other
-
-    return fits
-
-
-def _ends(extent: int, each: int, tokens: int, sizes: tuple[int, ...]) -> list[int]:
-    """Return behind which token each part of a dim ends, split by axes of some sizes."""
-    spans = [(0, extent)]
-    for size in sizes:
-        spans = [nth_chunk(span, size, i) for span in spans for i in range(size)]
-    return [min(end * each, tokens) for _, end in spans]
-
-
-def _of_ids(shape: Shape) -> tuple[int | None, ...]:
-    return (_P, None)[: len(shape)]
-
-
-def of_count(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `ids[t,k]`: tokens are split as parts are."""
-    (ids,) = (s for s in shapes if s is not None)
-    fits = _fitting(ids[0], result[0])
-    return DimMap(operands=(_of_ids(ids),), results=((_P, None),), fits=fits)
-
-
-def of_group(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `x[t,d], ids[t,k], n[p,e]`: each rank groups the rows of its tokens."""
-    x, ids, _ = (s for s in shapes if s is not None)
-    return DimMap(
-        operands=((_P, None, _D) if len(x) == 3 else (_P, _D), _of_ids(ids), (_P, None)),
-        results=((_P, None, None, _D),),
-        fits=_fitting(ids[0], result[0]),
-    )
-
-
-def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `y[p,e,b,d], ids[t,k], n[p,e]`."""
-    y, ids, _ = (s for s in shapes if s is not None)
-    return DimMap(
-        operands=((_P, None, None, _D), _of_ids(ids), (_P, None)),
-        results=((_P, None, _D),),
-        fits=_fitting(ids[0], y[0]),
-    )
-
-
-def of_line_up(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `x[t,d], ids[t,k], n[p,e]`: each rank lines up the rows of its tokens."""
-    whole = of_group(shapes, result, attrs)
-    return replace(whole, results=((_P, None, _D),))
-
-
-def of_put_back(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `y[p,b,d], ids[t,k], n[p,e]`."""
-    whole = of_ungroup(shapes, result, attrs)
-    return replace(whole, operands=((_P, None, _D), *whole.operands[1:]))
-
-
-def of_multiply(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `x[p,e,b,k], w[e,k,n], n[p,e]`: ranks add up their shares of k."""
-    return DimMap(
-        operands=((_P, _E, None, _K), (_E, _K, _D), (_P, _E)),
-        results=((_P, _E, None, _D),),
-        reduces={_K: "sum"},
-    )
-
-
-def of_multiply_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `x[p,e,b,k], ct[p,e,b,n], n[p,e]`: ranks add up their parts."""
-    return DimMap(
-        operands=((_P, _E, None, _K), (_P, _E, None, _D), (_P, _E)),
-        results=((_E, _K, _D),),
-        reduces={_P: "sum"},
-    )
-
-
-def of_total(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `x[p,e,b,d], n[p,e]`: rows are whole."""
-    return DimMap(operands=((_P, _E, None, _D), (_P, _E)), results=((_P, _E, _D),))
-
-
-def of_spread(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `rows[p,e,d], x[p,e,b,d], n[p,e]`: what is repeated is whole."""
-    rows, x, _ = (s for s in shapes if s is not None)
-    wide = (*x[:2], result[3])
-    labels = zip(rows, wide, (_P, _E, _D), strict=True)
-    repeated = tuple(label if are_same(n, m) else None for n, m, label in labels)
-    read = (_P, _E, None, _D if are_same(x[3], result[3]) else None)
-    return DimMap(operands=(repeated, read, (_P, _E)), results=((_P, _E, None, _D),))
-
-
-def of_mask(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `x[p,e,b,d], n[p,e]`."""
-    return DimMap(operands=((_P, _E, None, _D), (_P, _E)), results=((_P, _E, None, _D),))
+# -- one rank -------------------------------------------------------------------------------------
 
 
 def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
@@ -450,3 +345,9 @@ def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     if box[0] == (0, ids[0]) and sizes[0] == (0, shape[0]):
         return attrs
     return {**attrs, "rows": (*box[0], ids[0]), "part": (*sizes[0], shape[0])}
+
+
+def local_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Say, besides, how many rows a part may have in a chunk of them."""
+    attrs, (begin, stop) = local_groups(attrs, part), part.box[-2]
+    return attrs if stop - begin == part.shape[-2] else {**attrs, "bound": stop - begin}

@@ -45,8 +45,7 @@ def explained(fusion: Fusion) -> Iterator[str]:
         values = [fusion.values[x] for x in names]
         if not all(x.is_counted for x in values):
             most = max(x.bytes for x in values)
-            because = problem or "the step is computed in microbatches"
-            yield f"rows that %{root} counts are dense, with zeros behind them: {because}"
+            yield f"rows that %{root} counts are dense, with zeros behind them: {problem}"
             yield f"  costs up to {most} bytes for a value of all ranks, which travel as they are"
             continue
         yield f"rows that %{root} counts are stored, and move, as they are counted in a run"
@@ -75,7 +74,9 @@ def _root(fusion: Fusion, counts: str) -> str:
 def _problem(fusion: Fusion, root: str, names: Sequence[str]) -> str | None:
     """Return why rows cannot be stored as they are counted; None where they can."""
     n = fusion.values.get(root)
-    if n is None or n.layout is None or n.stream is not None:
+    if n is None or n.layout is None:
+        return "their counts have no layout"
+    if n.stream is not None and n.stream.op != "sum":
         return "their counts are computed in chunks"
     for x in names:
         problem = _of_value(fusion.values[x], n)
@@ -92,7 +93,10 @@ def _problem(fusion: Fusion, root: str, names: Sequence[str]) -> str | None:
 def _of_value(value: Value, n: Value) -> str | None:
     layout = value.layout
     assert layout is not None and n.layout is not None
-    if value.stream is not None or layout.stream is not None or is_symbolic(value.shape):
+    stream = value.stream
+    is_of_rows = stream is None or (stream.dim == 2 and stream.rotate is None)
+    is_alike = (stream is None) == (n.stream is None)
+    if not (is_of_rows and is_alike) or layout.stream is not None or is_symbolic(value.shape):
         return f"%{value.name} is computed in chunks, or has extents that a run chooses"
     is_cut = any(d <= 2 for d in layout.cuts)
     if layout.split_axes(2) or is_cut or layout.mesh != n.layout.mesh:

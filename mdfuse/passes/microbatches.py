@@ -26,7 +26,7 @@ from mdfuse.passes import decompose, drop_unread, one_row
 from mdfuse.passes.rewriting import rewritten
 from mdfuse.passes.sharded import sum_rows
 from mdfuse.passes.strategy import dim_map
-from mdfuse.passes.streams import falls_together, one_dim, streamed_label, unit_stream
+from mdfuse.passes.streams import chunk_map, falls_together, one_dim, streamed_label, unit_stream
 
 name = "microbatches"
 
@@ -58,9 +58,13 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         rows = _rows(fusion, batch)
         values = {name: _in_lengths(value, rows) for name, value in values.items()}
         _check_lengths(fusion, values, apart, count)
+    terms = _terms(fusion)
     for expr in fusion.exprs:
         for value in streamed(fusion, expr, values):
             values[value.name] = value
+        if expr.op == "set" and expr.output in terms:
+            values[expr.output] = replace(values[expr.output], stream=values[expr.reads[0]].stream)
+        _check_terms(fusion, expr, values)
     for late in _behind(fusion, values):
         values[late] = replace(values[late], stream=None)
     return once(replace(fusion, values=values))
@@ -131,7 +135,7 @@ def _same_dims(
     so: the outermost dims of each group of a reshape are one then.
     """
     if expr.op != "reshape" or not is_one:
-        return one_dim(expr, dim_map(expr, values))
+        return one_dim(expr, chunk_map(expr, values))
     (x,), y = expr.reads, expr.output
     groups = reshape_groups(values[x].shape, values[y].shape)
     return [[(x, old[0]), (y, new[0])] for old, new in groups]
@@ -149,7 +153,30 @@ def _has_rows(fusion: Fusion, value: Value, values: dict[str, Value]) -> bool:
     if unit_stream(expr, ChainMap({value.name: value}, values)) is not None:
         return True
     at = expr.outputs.index(value.name)
-    return dim_map(expr, fusion.values).results[at][value.stream.dim] is not None
+    return chunk_map(expr, fusion.values).results[at][value.stream.dim] is not None
+
+
+def _terms(fusion: Fusion) -> set[str]:
+    """Return the values of which a chunk is read where the same chunk is computed: counts."""
+    terms = set[str]()
+    for expr in reversed(fusion.exprs):
+        if fusion.values[expr.outputs[0]].is_tensor:
+            terms.update(str(expr.inputs[at]) for at in dim_map(expr, fusion.values).terms)
+        if expr.op == "set" and expr.output in terms:
+            terms.update(expr.reads)
+    return terms
+
+
+def _check_terms(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> None:
+    """Raise LoweringError where chunks of rows are counted by what is no sum over chunks."""
+    result = values[expr.outputs[0]]
+    if result.stream is None or not result.is_tensor:
+        return
+    for at in dim_map(expr, values).terms:
+        n = values[str(expr.inputs[at])]
+        if n.stream is None or n.stream.op != "sum":
+            because = f"%{n.name} says how many rows of the whole batch there are, not of each part"
+            raise _refused(fusion, result, because, hint=f"leave capacity= out, or {_AT_ONCE}")
 
 
 def _adds_up(
@@ -200,7 +227,7 @@ def _check_lengths(
     for expr in apart:
         (*_, result) = names = (*expr.reads, *expr.outputs)
         stream = values[result].stream
-        if dim_map(expr, values).reaches:
+        if chunk_map(expr, values).reaches:
             because = f"{expr.op} reaches over rows of the batch: a microbatch lacks some"
             raise _refused(fusion, values[expr.outputs[0]], because)
         if expr.op != "reshape" or stream is None or isinstance(stream.chunks, int):
@@ -253,7 +280,7 @@ def streamed(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Iterato
         return
     if unit_stream(expr, values) is not None:
         return
-    labels = dim_map(expr, values)
+    labels = chunk_map(expr, values)
     batch = streamed_label(expr, labels, values)
     if batch is None:
         if any(_is_read(x, values) for x in expr.inputs):

@@ -83,7 +83,7 @@ def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | N
     assert stream is not None
     if (units := unit_stream(expr, values)) is not None:
         return (units,)
-    labels, given = dim_map(expr, values), chunked_label(expr, values)
+    labels, given = chunk_map(expr, values), chunked_label(expr, values)
     if expr.op == "reshape" and given is None:
         dim = _kept_dim(expr, values, stream.dim)
         if dim is not None:
@@ -96,9 +96,24 @@ def operand_streams(expr: Expr, values: Mapping[str, Value]) -> tuple[Stream | N
         scaled = chunk.scaled(before[dims.index(label)], after[chunk.dim])
         return (replace(scaled, dim=dims.index(label)) if scaled is not None else None,)
     return tuple(
-        replace(chunk, dim=dims.index(label)) if label is not None and label in dims else None
-        for dims in labels.operands
+        _term(x, values)
+        if at in labels.terms
+        else replace(chunk, dim=dims.index(label))
+        if label is not None and label in dims
+        else None
+        for at, (x, dims) in enumerate(zip(expr.inputs, labels.operands, strict=True))
     )
+
+
+def chunk_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
+    """Return the labels of dims that a loop takes in chunks."""
+    return dim_map(expr, values).of_chunks
+
+
+def _term(x: object, values: Mapping[str, Value]) -> Stream | None:
+    """Return the stream of a sum, of which a chunk reads what the same chunk adds; else None."""
+    stream = values[x].stream if isinstance(x, str) else None
+    return stream if stream is not None and stream.op is not None else None
 
 
 def unit_stream(expr: Expr, values: Mapping[str, Value]) -> Stream | None:
@@ -118,7 +133,7 @@ def unit_stream(expr: Expr, values: Mapping[str, Value]) -> Stream | None:
 
 def chunked_label(expr: Expr, values: Mapping[str, Value]) -> int | None:
     """Return the label of the dim of operands that are streamed; None where none is."""
-    for x, dims in zip(expr.inputs, dim_map(expr, values).operands, strict=True):
+    for x, dims in zip(expr.inputs, chunk_map(expr, values).operands, strict=True):
         stream = values[x].stream if isinstance(x, str) else None
         if stream is not None and stream.op is None:
             return dims[stream.dim]
@@ -146,7 +161,7 @@ def falls_together(expr: Expr, values: Mapping[str, Value]) -> bool:
         x, y = (values[name] for name in (*expr.reads, *expr.outputs))
         assert y.stream is not None
         return stream.count == 1 or x.shape[stream.dim] == y.shape[y.stream.dim]
-    labels = dim_map(expr, values)
+    labels = chunk_map(expr, values)
     if labels.fits is always and not labels.reaches:
         return True
     label = streamed_label(expr, labels, values)
@@ -155,9 +170,13 @@ def falls_together(expr: Expr, values: Mapping[str, Value]) -> bool:
     streams = [s for x in (*expr.reads, *expr.outputs) if (s := values[x].stream) is not None]
     counts = {s.count for s in streams if isinstance(s.chunks, int)}  # given lengths are scaled
     axes: Sequence[int] = ()
-    for name, dims in zip(expr.outputs, labels.results, strict=True):
-        if label in dims and (at := values[name].layout) is not None:
-            axes = [at.mesh.axis_size(a) for a in at.split_axes(dims.index(label))]
+    names, dims_of = (*expr.inputs, *expr.outputs), (*labels.operands, *labels.results)
+    for name, dims in zip(names, dims_of, strict=True):
+        if label in dims and (at := values[str(name)].layout) is not None:
+            split = [at.mesh.axis_size(a) for a in at.split_axes(dims.index(label))]
+            axes = split or axes
+    if not counts and dim_map(expr, values).in_chunks is not None:
+        return False  # chunks of given lengths
     return labels.fits(label, (*axes, *counts))
 
 
@@ -199,7 +218,7 @@ def _corresponding(expr: Expr, values: Mapping[str, Value]) -> Iterable[list[tup
         pairs = zip(expr.inputs, operand_streams(expr, values), strict=True)
         read = [(x, s.dim) for x, s in pairs if isinstance(x, str) and s is not None]
         yield [(out.name, out.stream.dim), *read]
-    yield from one_dim(expr, dim_map(expr, values))
+    yield from one_dim(expr, chunk_map(expr, values))
 
 
 def one_dim(expr: Expr, labels: DimMap) -> Iterable[list[tuple[str, int]]]:
@@ -277,7 +296,7 @@ def _check(fusion: Fusion, expr: Expr, name: str) -> None:
         because = f"{expr.op} reaches over rows of dim {dim}: a chunk is made of more than its own"
         hint = f"stream another dim, or a set of it: fd.ops.set({name}).on(..., stream=...)"
     else:
-        is_possible = dim_map(expr, fusion.values).result[dim] is not None
+        is_possible = chunk_map(expr, fusion.values).result[dim] is not None
         because = f"{expr.op} needs dim {dim} as a whole"
         hint = "stream another dim, or leave stream= out: the result is the same"
     if not is_possible:

@@ -26,7 +26,7 @@ import networkx as nx
 from mdfuse.errors import BACKWARD, RECOMPUTED, LoweringError
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.mesh import DeviceMesh
-from mdfuse.passes.segmentation import Group, ShouldMerge
+from mdfuse.passes.segmentation import Group, ShouldMerge, streams_read
 from mdfuse.pipelines.timing import Reads
 
 
@@ -361,7 +361,7 @@ def _needed_before(fusion: Fusion) -> set[str]:
     late, needed = set[str](), set[str]()
     for e in fusion.exprs:
         stream = fusion.values[e.outputs[0]].stream
-        reads_late = not late.isdisjoint(e.reads)
+        reads_late = not late.isdisjoint(_read_whole(fusion, e))
         if stream is not None and reads_late:
             needed.update(late.intersection(e.reads))
         reads_chunks = any(fusion.values[x].stream is not None for x in e.reads)
@@ -428,7 +428,7 @@ def _of_a_sum(fusion: Fusion) -> LoweringError | None:
     late = dict[str, tuple[str, str]]()  # name -> the sum that it follows from, and its kind
     for e in fusion.exprs:
         stream = fusion.values[e.outputs[0]].stream
-        read = next((x for x in e.reads if x in late), None)
+        read = next((x for x in _read_whole(fusion, e) if x in late), None)
         if stream is not None and read is not None:
             note = e.source.note if e.source is not None else ""
             name, op = late[read]
@@ -442,6 +442,14 @@ def _of_a_sum(fusion: Fusion) -> LoweringError | None:
         elif read is not None:
             late.update(dict.fromkeys(e.outputs, late[read]))
     return None
+
+
+def _read_whole(fusion: Fusion, e: Expr) -> list[str]:
+    """Return the operands of which an expression reads no term of its own microbatch."""
+    if fusion.values[e.outputs[0]].stream is None or not fusion.values[e.outputs[0]].is_tensor:
+        return [*e.reads]
+    pairs = zip(e.inputs, streams_read(fusion, e), strict=True)
+    return [x for x, how in pairs if isinstance(x, str) and (how is None or how.op is None)]
 
 
 def _joined(expr: Expr) -> str:

@@ -41,10 +41,13 @@ def routers() -> dict[str, Tensor]:
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_rows_go_and_come_back(comm: mf.Communicator, dtype: torch.dtype) -> None:
-    """One plan takes the counts of every run."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_go_and_come_back(comm: mf.Communicator, dtype: torch.dtype, count: int) -> None:
+    """One plan takes the counts of every run, and of every microbatch."""
     fd = defined(4, dtype)
-    program = mf.compile(fd)
+    batch = {"x": 0, "ids": 0}
+    program = mf.compile(fd) if count == 1 else mf.pipeline(fd, microbatches=count, batch=batch)
+    assert sum(i.op == "fetch" for i in program.host.walk()) == 1
     torch.manual_seed(0)
     shapes = {"x": (TOKENS, D), "up": (EXPERTS, D, H), "down": (EXPERTS, H, D)}
     given = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
@@ -58,7 +61,9 @@ def test_rows_go_and_come_back(comm: mf.Communicator, dtype: torch.dtype) -> Non
             for name in program.fusion.inputs
         ]
         results = program.run(*parts)
-        near = {"rtol": 5e-2, "atol": 2e-1} if dtype == torch.bfloat16 else {}
         for name, result, want in zip(program.fusion.outputs, results, wanted, strict=True):
+            # sums of products of 16 bits: errors are those of the largest terms
+            size = float(want.abs().max()) if want.numel() else 0.0
+            near = {"rtol": 5e-2, "atol": 0.2 + size / 256} if dtype == torch.bfloat16 else {}
             part = mf.shard_tensor(want, values[name].layout, rank=comm.rank)
             torch.testing.assert_close(result.cpu(), part, **near)

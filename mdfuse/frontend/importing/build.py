@@ -16,7 +16,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.grad import recompute
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing import routes
+from mdfuse.frontend.importing import chosen, routes
 from mdfuse.frontend.importing.batches import on_batches
 from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.constants import Distinct, as_value, is_made
@@ -67,8 +67,6 @@ class Model:
         gather: axes along which parameters are gathered before they are read.
         stages: on which meshes nodes are computed, where these are several.
         again: nodes that the backward computes again.
-        sends_rows: whether rows of tokens may go to the ranks of their experts; a batch that comes
-            in microbatches has no counts of all its rows.
     """
 
     captured: ExportedModule
@@ -84,7 +82,6 @@ class Model:
     gather: tuple[str, ...] = ()
     stages: ModelStages | None = None
     again: RecomputedNodes = field(default_factory=RecomputedNodes)
-    sends_rows: bool = True
 
     @property
     def parameters(self) -> list[Node]:
@@ -208,8 +205,10 @@ class Model:
         given = {n: self.layout(n) for n in self.captured.inputs}
         tables = [self.layout(n) for n in self.parameters if n.meta["val"].ndim == 3]
         experts = {a for x in tables for a in x.split_axes(0) if a not in self.gather}
-        is_sent = self.sends_rows and self.stages is None
-        return parts_of_tokens(self.mesh, given, experts) if is_sent else 1
+        meshes = {(x.mesh.axes, x.mesh.shape) for x in (*tables, *given.values())}
+        if len(meshes) > 1:  # stages that split tokens in other ways
+            return 1
+        return parts_of_tokens(self.last_mesh, given, experts)
 
     def _brought(self, layout: Layout, x: Handle) -> Handle:
         axes = [a for a in self.gather if a in layout.mesh.axes]
@@ -356,7 +355,8 @@ class _Recording:
         self._constants: dict[int, Any] = {
             x.id: model.folded[n] for n in model.constants if isinstance(x := given[n], Handle)
         }
-        self._is_routed = any(str(n.target) in GROUPED for n in model.live)
+        targets = {str(n.target) for n in model.live}
+        self._is_routed = chosen.is_in(targets) or not targets.isdisjoint(GROUPED)
 
     def read(self, node: Node) -> Any:
         """Return the value of a node; parameters are gathered at their first read in each block."""
@@ -437,9 +437,9 @@ class _Recording:
             tokens=self.model.parts_of_tokens,
             known=lambda x: self._constants.get(x.id, x) if isinstance(x, Handle) else x,
         )
-        routed = routes.on_rows(call, args, kwargs)
-        if routed is not None:
-            return routed
+        for rules in (chosen.on_chosen, routes.on_rows):
+            if (routed := rules(call, args, kwargs)) is not None:
+                return routed
         return self._apply(target, *map_aggregate((args, kwargs), routes.sorted_again))
 
     def _index(self, node: Any, x: Any) -> Any:

@@ -133,7 +133,62 @@ class Counted:
         return self.counts
 
 
-KINDS = (InOrder, Back, Counted)
+@dataclass(frozen=True, slots=True, eq=False)
+class Later:
+    """A value that is computed where something asks for it."""
+
+    make: Callable[[], Any]
+    _made: list[Any] = field(default_factory=list)
+
+    def whole(self) -> Any:
+        """Return the value, computed once."""
+        if not self._made:
+            self._made.append(self.make())
+        return self._made[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeated:
+    """Rows [t,d], all of them again for each expert: [e*t,d]."""
+
+    rows: Handle
+    times: int
+    later: Later
+
+    def whole(self) -> Any:
+        """Return all rows."""
+        return self.later.whole()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """Values of all tokens for all experts, which are one number where an expert is not chosen.
+
+    Attributes:
+        ids: [t,k], the chosen experts.
+        base: [t,k] or [t,k,d], the values of these; ragged where they are sent.
+        dims: "te": the value is [t,e]; "et": [e,t] or [e,t,d]; "flat": [e*t,d].
+        experts: how many there are.
+        fill: the number of all others.
+        later: makes all values, as the module computes them.
+        is_sent: whether the values are where their experts are.
+    """
+
+    ids: Handle
+    base: Any
+    dims: str
+    experts: int
+    fill: float
+    later: Later
+    is_sent: bool = False
+
+    def whole(self) -> Any:
+        """Return the values for all experts."""
+        return self.later.whole()
+
+
+CHOSEN = (Repeated, Chosen)
+KINDS = (InOrder, Back, Counted, *CHOSEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

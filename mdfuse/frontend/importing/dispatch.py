@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Node
 
 from mdfuse.frontend import ops as operations
+from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.deferred import GraphCall, InOrder
 from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.ragged_operands import RaggedRefusal
@@ -71,10 +72,18 @@ def applied(
         moved = _mapped_leaves((args, dict(kwargs)), _spread_table)
         try:
             return InOrder(order, call.apply(call.target, *_bases(moved)), is_sent=True)
-        except RaggedRefusal:  # no operation on rows of experts: the tokens' ranks compute it
-            pass
+        except RaggedRefusal as refusal:  # the tokens' ranks compute it
+            note(order.ids, f"rows come back from their experts for {call.target}", refusal)
     moved = _mapped_leaves((args, dict(kwargs)), come_back)
     return InOrder(order, call.apply(call.target, *_bases(moved)))
+
+
+def note(ids: Handle, what: str, refusal: RaggedRefusal) -> None:
+    """Note for `report()` and `explain()` what rows of experts do not take, and why."""
+    shared = ids.definition.shared
+    line = next(iter(refusal.where), "").strip()
+    text = f"{what}: {refusal.because}" + (f" ({line})" if line else "")
+    shared["notes"] = tuple(dict.fromkeys((*shared.get("notes", ()), text)))
 
 
 def come_back(x: Any) -> Any:

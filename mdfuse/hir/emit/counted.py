@@ -13,31 +13,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from mdfuse.communication import Communication
 from mdfuse.errors import Source
-from mdfuse.hir.emit.sets import Emitter, emit_steps, local, value_type
+from mdfuse.hir.emit.sets import Emitter, emit_steps, local
 from mdfuse.hir.program import BufferType, Instruction
-from mdfuse.ir.graph import Expr, fresh_name
+from mdfuse.ir.graph import Expr, Value, fresh_name
 from mdfuse.layouts.layout import Layout
 from mdfuse.passes.count_rows import way
 
 
-def emit_fetches(out: Emitter, names: tuple[str, ...]) -> None:
-    """Bring counts to the host, right behind the instruction that computes them."""
+def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
+    """Bring counts to the host, right behind the instruction that computes them.
+
+    Args:
+        out: the program under construction.
+        names: values that are computed -> their names: in loops those of a chunk.
+    """
     values = out.fusion.values
-    for root in names:
-        rows = (x.shape[2] for x in values.values() if x.is_counted and x.rows == root)
-        most, n = next(rows, None), values[root]
+    for value, root in names.items():
+        most = next((_most(x) for x in values.values() if x.is_counted and x.rows == value), None)
         if most is None:
             continue
+        n, source = out.types[root], values[value].source
         assert n.layout is not None
-        whole, source = Layout(n.layout.mesh), n.source
+        whole = Layout(n.layout.mesh, {}, None, n.layout.stream)
         gather = Expr(op="set", inputs=(root,), outputs=(_all(root),), source=source)
         emit_steps(out, gather, root, n.layout, whole, n.shape, _all(root))
         kind = BufferType(dtype=torch.int64, shape=n.shape, layout=whole)
         out.op("fetch", counted(root), kind, (_all(root),), source, most=most)
+
+
+def _most(rows: Value) -> int:
+    """Return how many rows of a part there may be, or of a chunk of it."""
+    most = rows.shape[2]
+    return most if rows.stream is None else -(-most // rows.stream.count)
 
 
 def counted(root: str) -> str:
@@ -49,41 +62,46 @@ def _all(root: str) -> str:
     return f"{root}.all"
 
 
-def emit_counted(out: Emitter, expr: Expr) -> bool:
-    """Append what moves rows between tokens, parts and experts; False where this is no such thing.
+def is_counted_expr(out: Emitter, expr: Expr) -> bool:
+    """Tell whether an expression moves counted rows, or cuts counts that all ranks know."""
+    values = out.fusion.values
+    if expr.op not in ("set", "group_rows", "ungroup_rows"):
+        return False
+    if any(values[x].is_counted for x in (*expr.outputs, *expr.reads)):
+        return True
+    rows = {x.rows for x in values.values() if x.is_counted}
+    return expr.op == "set" and expr.reads[0] in rows
+
+
+def emit_counted(out: Emitter, expr: Expr, kind: BufferType) -> None:
+    """Append what moves rows between tokens, parts and experts.
 
     Args:
         out: the program under construction.
-        expr: a set, or an operation between tokens and rows.
+        expr: a set, or an operation between tokens and rows, of names of the program.
+        kind: of its result.
     """
-    values = out.fusion.values
-    rows = next((values[x] for x in (*expr.outputs, *expr.reads) if values[x].is_counted), None)
-    if expr.op == "set" and rows is None and _all(expr.reads[0]) in out.types:
-        _cut_counts(out, expr)
-    elif rows is None or expr.op not in ("set", "group_rows", "ungroup_rows"):
-        return False
+    if expr.op == "set" and kind.counts is None:
+        _cut_counts(out, expr, kind)
     elif expr.op == "group_rows":
         x = _name(out, f"{expr.output}.lined")
-        out.types[x] = _plain(out.fusion.values[expr.output].layout, rows.shape, rows.dtype)
+        out.types[x] = _plain(kind.layout, kind.shape, kind.dtype)
         out.code.append(local(_as(expr, "line_up_rows", expr.inputs, x)))
-        _pack(out, x, expr.output, _kind(out, expr.output), expr.source)
+        _pack(out, x, expr.output, kind, expr.source)
     elif expr.op == "ungroup_rows":
         x = _unpack(out, expr.reads[0], expr.source)
-        result = values[expr.output]
-        kind = BufferType(dtype=result.dtype, shape=result.shape, layout=result.layout)
         out.types[expr.output] = kind
         out.code.append(local(_as(expr, "put_back_rows", (x, *expr.inputs[1:]), expr.output)))
     else:
-        _emit_set(out, expr)
-    return True
+        _emit_set(out, expr, kind.layout)
 
 
-def _emit_set(out: Emitter, expr: Expr) -> None:
+def _emit_set(out: Emitter, expr: Expr, after: Layout | None) -> None:
     """Append an all-to-all of the rows, before or behind it changes of plain rows."""
-    (operand,), values = expr.reads, out.fusion.values
-    before, after = values[operand].layout, values[expr.output].layout
+    (operand,) = expr.reads
+    before = out.types[operand].layout
     assert before is not None and after is not None
-    steps = way(before, after, values[operand].shape)
+    steps = way(before, after, out.types[operand].shape)
     assert steps is not None
     axis, parts = steps
     if not axis:
@@ -170,16 +188,12 @@ def _plain(layout: Layout | None, shape: tuple[int, ...], dtype: torch.dtype) ->
     return BufferType(dtype=dtype, shape=(shape[0], *shape[2:]), layout=there)
 
 
-def _kind(out: Emitter, name: str) -> BufferType:
-    return value_type(out.fusion.values[name])
-
-
-def _cut_counts(out: Emitter, expr: Expr) -> None:
+def _cut_counts(out: Emitter, expr: Expr, kind: BufferType) -> None:
     """Take a rank's part of counts that all ranks know."""
-    (root,), value = expr.reads, out.fusion.values[expr.output]
+    (root,) = expr.reads
     whole = out.types[_all(root)].layout
-    assert value.layout is not None and whole is not None
-    emit_steps(out, expr, _all(root), whole, value.layout, value.shape, expr.output)
+    assert kind.layout is not None and whole is not None
+    emit_steps(out, expr, _all(root), whole, kind.layout, kind.shape, expr.output)
 
 
 def _as(expr: Expr, op: str, inputs: tuple[object, ...], output: str) -> Expr:

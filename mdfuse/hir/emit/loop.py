@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from mdfuse.errors import LoweringError
 from mdfuse.extents.expressions import Index, Term, calc
 from mdfuse.hir.emit.sets import Emitter, local, value_type
 from mdfuse.hir.program import BufferType, Instruction
@@ -52,13 +53,24 @@ class Loop:
         kind = value_type(self.fusion.values[value])
         assert kind.layout is not None
         at_index = replace(stream, rotate=None, index=self.index)
-        return replace(kind, layout=kind.layout.with_stream(at_index))
+        kind = replace(kind, layout=kind.layout.with_stream(at_index))
+        if kind.counts is None:
+            return kind
+        rows = self.fusion.values[value].rows
+        return replace(kind, counts=f"{self.chunks[str(rows), -1]}.counted")
 
     def read(self, value: str, stream: Stream | None) -> str:
         """Return the name that an iteration reads: a chunk of the value, or the whole value."""
         if stream is None:
             return value
         key = value, stream.dim
+        if key not in self.chunks and stream.op is not None:
+            raise LoweringError(
+                f"%{value} counts rows of microbatches in another loop than the one of its rows",
+                where=self.fusion.where(value),
+                because="something needs the counts of the whole batch before rows are grouped",
+                hint="count the ids of such a sum apart, or take the batch at once",
+            )
         if key not in self.chunks:
             kind = self.chunk_type(value, stream)
             self.chunks[key] = self.out.op("chunk", f"{value}.{self.name}", kind, (value,))

@@ -21,7 +21,9 @@ from dataclasses import replace
 import networkx as nx
 import torch
 
+from mdfuse.errors import LoweringError
 from mdfuse.extents.expressions import Index, Term, calc, loop
+from mdfuse.hir.emit.counted import emit_counted, emit_fetches, is_counted_expr
 from mdfuse.hir.emit.loop import Loop
 from mdfuse.hir.emit.loop_sets import emit_set
 from mdfuse.hir.emit.sets import Emitter, local
@@ -163,6 +165,9 @@ def _rotated(loop: Loop, stream: Stream) -> Index:
 
 def emit_section(loop: Loop, section: Section) -> None:
     """Append the instructions of a segment in one iteration."""
+    if is_counted_expr(loop.out, section.exprs[0]):
+        _emit_counted(loop, section.exprs[0])
+        return
     if section.exprs[0].op == "set":
         emit_set(loop, section.exprs[0])
         return
@@ -184,8 +189,32 @@ def emit_section(loop: Loop, section: Section) -> None:
         )
     for expr in section.exprs:
         for name in expr.outputs:
-            if name in section.outputs and loop.stream(name).op is not None:
+            is_sum = name in section.outputs and loop.stream(name).op is not None
+            if is_sum and loop.is_whole(name):  # counts may be read as terms alone
                 loop.accumulate(name, names[name], expr)
+    emit_fetches(loop.out, {name: names[name] for name in section.outputs if name in names})
+
+
+def _emit_counted(loop: Loop, expr: Expr) -> None:
+    """Append what moves the rows that one iteration counts."""
+    value, stream = loop.fusion.values[expr.output], loop.stream(expr.output)
+    if value.is_counted and loop.is_whole(value.name):
+        raise LoweringError(
+            f"%{value.name} = {expr.op} in microbatches",
+            where=loop.fusion.where(value.name),
+            because="its rows are counted for each microbatch, and another loop reads them",
+            hint="compute the loss in one go over the batch, or microbatches=1",
+        )
+    inputs = [
+        loop.read(x, how) if isinstance(x, str) else x
+        for x, how in zip(expr.inputs, streams_read(loop.fusion, expr), strict=True)
+    ]
+    kind = loop.chunk_type(value.name, stream)
+    is_here = not loop.is_whole(value.name)
+    name = loop.landing(value.name) if is_here else loop.result(value.name)
+    emit_counted(loop.out, replace(expr, inputs=tuple(inputs), outputs=(name,)), kind)
+    if is_here:
+        loop.chunks[value.name, stream.dim] = name
 
 
 def _emit_expr(loop: Loop, section: Section, expr: Expr, names: dict[str, str]) -> Instruction:

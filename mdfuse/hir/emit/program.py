@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mdfuse.hir.emit import reuse_inputs
 from mdfuse.hir.emit.blocks import Pipeline, emit_blocks, split_sections
-from mdfuse.hir.emit.counted import emit_counted, emit_fetches
+from mdfuse.hir.emit.counted import emit_counted, emit_fetches, is_counted_expr
 from mdfuse.hir.emit.loops import emit_loop, loops
 from mdfuse.hir.emit.sets import Emitter, Orders, copy_into, emit_set, local, value_type
 from mdfuse.hir.orders import seen_through
@@ -68,7 +68,8 @@ def _emit_sections(out: Emitter, segments: Sequence[Section]) -> None:
 def _emit_segment(out: Emitter, section: Section) -> None:
     values = out.fusion.values
     first = section.exprs[0]
-    if values[first.outputs[0]].is_tensor and emit_counted(out, first):
+    if values[first.outputs[0]].is_tensor and is_counted_expr(out, first):
+        emit_counted(out, first, value_type(values[first.output]))
         return
     if first.op == "set" and values[first.outputs[0]].is_tensor:
         emit_set(out, first)
@@ -89,7 +90,7 @@ def _emit_segment(out: Emitter, section: Section) -> None:
                 source=first.source,
             )
         )
-    emit_fetches(out, section.outputs)
+    emit_fetches(out, {name: name for name in section.outputs})
 
 
 def _require_output_orders(out: Emitter) -> None:

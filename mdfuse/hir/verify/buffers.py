@@ -11,7 +11,6 @@ from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, counts_of
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.hir.verify.counts import check_made, posted_problem
 from mdfuse.hir.verify.layouts import (
-    axes_of,
     chunk_of,
     is_alike,
     is_one_chunk,
@@ -21,6 +20,7 @@ from mdfuse.hir.verify.layouts import (
 )
 from mdfuse.hir.verify.posts import buffer_problem, transition_problem
 from mdfuse.hir.verify.products import adds_to, own_problem, product_problem
+from mdfuse.hir.verify.rank_terms import axes_of
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.graph import dtype_name
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, Varies

@@ -27,6 +27,7 @@ from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.layouts import chunk_of, is_alike, plain
 from mdfuse.hir.verify.report import wrong
 from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.stream import Stream
 
 if TYPE_CHECKING:
     from mdfuse.communication import Communication
@@ -118,13 +119,19 @@ class _Counts:
             return f"%{counts} is written twice, so that its rows are counted by two values"
         if layout is None or len(kind.shape) < 3 or kind.shape[:2] != table.shape:
             return f"%{kind.counts} counts {list(table.shape)}, and its type is {list(kind.shape)}"
-        if layout.split_axes(2) or kind.padding is not None or kind.flat or chunk_of(layout):
-            return "rows that are counted are not split, padded, flat or in chunks"
+        chunk, of = chunk_of(layout), chunk_of(_layout(table))
+        is_chunk = chunk is not None and (chunk.dim, chunk.op) != (2, None)
+        if layout.split_axes(2) or kind.padding is not None or kind.flat or is_chunk:
+            return "rows that are counted are not split, padded, flat or in chunks of other dims"
+        counted = None if chunk is None else Stream.over("sum", chunk.chunks, chunk.index)
+        if of != counted:
+            return f"it is {chunk or 'whole'}, and %{counts} counts {of or 'all rows'}"
         if layout.mesh != (table.layout.mesh if table.layout is not None else None):
             return f"%{kind.counts} is on another mesh"
         most = fetch.kwargs["most"] if fetch is not None else 0
-        if most > kind.shape[2]:
-            return f"a part may have {most} rows by its fetch, and {kind.shape[2]} by its type"
+        bound = layout.local_shape(kind.shape)[2]
+        if most > bound:
+            return f"a part may have {most} rows by its fetch, and {bound} by its type"
         return None
 
     # -- instructions ----------------------------------------------------------------------------
@@ -269,7 +276,8 @@ def _fetch(before: BufferType, after: BufferType) -> str | None:
     layout = _layout(before)
     if len(before.shape) != 2 or before.dtype.is_floating_point or before.dtype.is_complex:
         return "what is fetched is integers, of parts and experts"
-    if not plain(layout, 2).is_replicated or chunk_of(layout) is not None:
+    chunk = chunk_of(layout)
+    if not plain(layout, 2).is_replicated or (chunk is not None and chunk.op != "sum"):
         return f"all ranks hold all of what is fetched, not {layout}: gather it before"
     if (after.shape, after.dtype) != (before.shape, torch.int64):
         return f"it makes i64{list(before.shape)}"
@@ -293,8 +301,8 @@ def _unpack(before: BufferType, after: BufferType) -> str | None:
 def _same_parts(whole: BufferType, rows: BufferType) -> str | None:
     """Return why parts do not hold the rows of all experts, split alike; None where they do."""
     layout, n = _layout(whole), len(rows.shape)
-    if whole.padding is not None or whole.flat or chunk_of(layout) is not None:
-        return "parts are neither padded, flat nor in chunks"
+    if whole.padding is not None or whole.flat:
+        return "parts are neither padded nor flat"
     if layout.split_axes(1):
         return f"the rows of a part are on one rank, not {layout}"
     there = plain(layout, n - 1).with_dims({0: 0, **{d - 1: d for d in range(2, n)}})

@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from mdfuse.extents.expressions import Index, terms
+from mdfuse.hir.verify.rank_terms import axes_of, depends_on_rank
 from mdfuse.ir.dims import DimMap, Labels, always, reshape, unit_rows
 from mdfuse.ir.dims_in_blocks import IN_BLOCKS, Taken, labels_in_blocks
 from mdfuse.ir.op_table import OF_FIRST
@@ -82,23 +82,6 @@ def is_one_chunk(a: Layout, b: Layout) -> bool:
         return True
     open_ends = [i for i in (p.index, q.index) if not isinstance(i, int)]
     return bool(open_ends) and not any(depends_on_rank(i) for i in open_ends)
-
-
-def depends_on_rank(index: object) -> bool:
-    """Return whether an index expression may be another number on other ranks."""
-    return any(t.kind in ("rank", "coord") for t in terms(index))
-
-
-def axes_of(index: Index, mesh: DeviceMesh) -> frozenset[str]:
-    """Return the axes of a mesh along which an index expression may be another number."""
-    every = frozenset(a for a in mesh.axes if mesh.axis_size(a) > 1)
-    axes: set[str] = set()
-    for term in terms(index):
-        if term.kind == "coord" and term.name in mesh.axes:
-            axes.add(term.name)
-        elif term.kind in ("rank", "coord"):
-            axes |= every
-    return every & axes
 
 
 @dataclass(slots=True)
@@ -180,9 +163,13 @@ class _Row:
 
     def chunk(self, declared: Layout) -> None:
         """Note which label is taken in chunks; all operands that have it must be at one chunk."""
-        for at, layout, dims in self.operands:
-            chunk = chunk_of(layout)
+        terms = list[tuple[int, Stream]]()
+        for at, layout, _ in self.operands:
+            dims, chunk = self.labels.of_chunks.operands[at], chunk_of(layout)
             if chunk is None:
+                continue
+            if chunk.op is not None and at in self.labels.terms:
+                terms.append((at, chunk))
                 continue
             if chunk.op is not None:
                 raise Contradiction(f"{self.fn} of {chunk}, which is only added to what there is")
@@ -190,8 +177,9 @@ class _Row:
             if self.is_of_units(chunk, label, declared):
                 self.unit_chunk = self.of_units(chunk)
                 continue
-            op = self.labels.reduces.get(label) if label is not None else None
-            if label is None or (label not in self.labels.result and op not in JOINED):
+            of = self.labels.of_chunks
+            op = of.reduces.get(label) if label is not None else None
+            if label is None or (label not in of.result and op not in JOINED):
                 raise Contradiction(f"{self.fn} needs dim {chunk.dim} of operand {at}, not a chunk")
             self.chunks[label] = chunk
         if len(self.chunks) > 1:
@@ -200,6 +188,15 @@ class _Row:
             if label in self.labels.reaching:
                 raise Contradiction(f"{self.fn} reads rows of several chunks of dim {chunk.dim}")
             self.check_chunks(label, chunk)
+        for at, term in terms:
+            self.check_term(at, term)
+
+    def check_term(self, at: int, term: Stream) -> None:
+        """Raise Contradiction unless an operand is what the chunk that is read adds to a sum."""
+        of = [Stream.over("sum", x.chunks, x.index) for x in self.chunks.values()]
+        a, *others = (Layout(self.mesh, {}, None, x) for x in (term, *of))
+        if len(others) != 1 or not is_one_chunk(a, others[0]):
+            raise Contradiction(f"operand {at} of {self.fn} is {term}, of other chunks")
 
     def is_of_units(self, chunk: Stream, label: int | None, declared: Layout) -> bool:
         """Return whether a chunk of a reshape's operand is along a dim without a label."""
@@ -216,8 +213,14 @@ class _Row:
         return replace(rows, dim=to)
 
     def check_chunks(self, label: int, chunk: Stream) -> None:
-        for at, layout, dims in self.operands:
-            if label not in dims or (layout.stream is chunk and dims.index(label) == chunk.dim):
+        sizes: Sequence[int] = ()
+        for at, layout, _ in self.operands:
+            dims = self.labels.of_chunks.operands[at]
+            if label not in dims:
+                continue
+            axes = layout.split_axes(dims.index(label))
+            sizes = [*map(self.mesh.axis_size, axes)] or sizes
+            if layout.stream is chunk and dims.index(label) == chunk.dim:
                 continue
             moved = layout.with_stream(replace(chunk, dim=dims.index(label)))
             if not is_one_chunk(layout, moved):
@@ -225,8 +228,10 @@ class _Row:
                 raise Contradiction(
                     f"operand {at} of {self.fn} is {other or 'whole'}, another one {chunk}"
                 )
-        sizes = map(self.mesh.axis_size, self.splits.get(label, ()))
-        if isinstance(chunk.chunks, int) and not self.labels.fits(label, (*sizes, chunk.chunks)):
+        if self.labels.in_chunks is not None and not isinstance(chunk.chunks, int):
+            raise Contradiction(f"{self.fn} takes chunks of equal length, not {chunk}")
+        fits = self.labels.of_chunks.fits
+        if isinstance(chunk.chunks, int) and not fits(label, (*sizes, chunk.chunks)):
             raise Contradiction(f"the chunks of {self.fn} do not fall together")
 
     def reduced(self) -> dict[str, Placement]:
@@ -285,6 +290,7 @@ class _Row:
     def free(self, placements: Mapping[str, Placement], declared: Layout) -> None:
         """Take the declared splits and chunk for dims of the result that no operand has."""
         known = {label for *_, dims in self.operands for label in dims}
+        known |= {label for dims in self.labels.of_chunks.operands for label in dims}
         taken = {a for axes in self.splits.values() for a in axes} | {*placements}
         chunk = chunk_of(declared)
         for dim, label in enumerate(self.labels.result):
@@ -327,11 +333,13 @@ class _Row:
                 for axis in self.splits[label]:
                     pieces = cut.along(axis) if cut is not None else None
                     placements[axis] = Shard(dim).in_pieces(pieces)
-            if label in self.chunks:
+        of = self.labels.of_chunks
+        for dim, label in enumerate(of.result):
+            if label is not None and label in self.chunks:
                 stream = self.scaled(label, dim)
-        for label in self.chunks.keys() - {*self.labels.result}:
+        for label in self.chunks.keys() - {*of.result}:
             chunk = self.chunks[label]
-            stream = Stream.over(self.labels.reduces[label], chunk.chunks, chunk.index)
+            stream = Stream.over(of.reduces[label], chunk.chunks, chunk.index)
         for axis in numbers:  # along a split each rank has its own part anyway
             if not isinstance(placements.get(axis), Shard):
                 placements[axis] = Varies()
@@ -381,7 +389,7 @@ def result_layout(
         if fn == "cat" and not {*taken} & {*declared.blocked}:
             taken = {}  # parts that fall together either way
         labels = in_blocks if taken else labels
-    if taken or labels.fits is not always or labels.reaches:
+    if taken or labels.fits is not always or labels.reaches or labels.terms:
         known = shapes if TABLE[fn].rule is reshape or labels.reaches else ()
         given = (tuple(layouts), declared, numbers, tuple(absent), known, shape, taken)
         return _result(fn, labels, *given)

@@ -33,8 +33,9 @@ def transition_problem(comm: Communication) -> Problem:
     for layout in (comm.source, comm.destination):
         if any(not -ndim <= d < ndim for d, _ in layout.splits):
             return f"{layout} is about dims that {list(comm.shape)} does not have"
-        if layout.stream is not None and layout.stream.op is not None:
-            return f"{layout.stream} is only added to what there is"
+        is_term = layout.stream is not None and layout.stream.op is not None
+        if is_term and (comm.kind != "Allgather" or comm.source.stream != comm.destination.stream):
+            return f"{layout.stream} is only added to what there is, or gathered as it is"
     if comm.source.reaches or (comm.destination.reaches and comm.kind != "Exchange"):
         return (
             "rows that several ranks have are for the op that reads them; an Exchange brings them"

@@ -12,8 +12,9 @@ from mdfuse.hir.instructions import BUFFER_OPS, NAMED, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffers import RULES
 from mdfuse.hir.verify.expanded import Expanded
-from mdfuse.hir.verify.layouts import axes_of, chunk_of
+from mdfuse.hir.verify.layouts import chunk_of, is_one_chunk
 from mdfuse.hir.verify.op_types import lacks, row_problem
+from mdfuse.hir.verify.rank_terms import axes_of
 from mdfuse.hir.verify.report import wrong
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.ir.ops import TABLE
@@ -221,7 +222,8 @@ class Types:
         if before.layout is None or after.layout is None:
             raise self.mismatch(i, f"{i.op} is for buffers, not for numbers")
         parts = [x for x in map(chunk_of, (before.layout, after.layout)) if x and x.op]
-        if parts and i.op != "accumulate":
+        is_moved = i.op in ("narrow", "fetch") and is_one_chunk(before.layout, after.layout)
+        if parts and i.op != "accumulate" and not is_moved:
             raise self.mismatch(i, f"{parts[0]} is only added to what there is")
         if before.dtype != after.dtype and i.op != "accumulate":
             raise self.mismatch(i, f"{i.op} keeps the dtype {dtype_name(before.dtype)}")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from mdfuse.ir import ragged
+from mdfuse.ir import ragged, ragged_dims
 from mdfuse.ir.attributes import attr
 from mdfuse.ir.op_table import row
 from mdfuse.ir.out_forms import ANYHOW, DENSE
 
 _HERE = tuple(attr(name, "part", is_local=True) for name in ("rows", "part"))
 _GROUPS: dict[str, Any] = {"localize": ragged.local_groups, "is_single": False}
+_BOUND = attr("bound", "count", is_local=True)
+_ROWS: dict[str, Any] = {
+    "localize": ragged.local_rows, "is_single": False, "attrs": (*_HERE, _BOUND),
+}  # fmt: skip
 row(
     "counts",
     ragged.count,
-    ragged.of_count,
+    ragged_dims.of_count,
     ragged.shape_of_count,
     DENSE,
     attrs=(attr("experts", "count", True), attr("parts", "count", True), *_HERE),
@@ -23,17 +27,16 @@ row(
 row(
     "group_rows",
     ragged.group,
-    ragged.of_group,
+    ragged_dims.of_group,
     ragged.shape_of_group,
     DENSE,
     operands=(3, 3),
-    attrs=_HERE,
-    **_GROUPS,
+    **_ROWS,
 )
 row(
     "ungroup_rows",
     ragged.ungroup,
-    ragged.of_ungroup,
+    ragged_dims.of_ungroup,
     ragged.shape_of_ungroup,
     DENSE,
     operands=(3, 3),
@@ -44,17 +47,16 @@ row(
 row(
     "line_up_rows",
     ragged.line_up,
-    ragged.of_line_up,
+    ragged_dims.of_line_up,
     ragged.shape_of_line_up,
     DENSE,
     operands=(3, 3),
-    attrs=_HERE,
-    **_GROUPS,
+    **_ROWS,
 )
 row(
     "put_back_rows",
     ragged.put_back,
-    ragged.of_put_back,
+    ragged_dims.of_put_back,
     ragged.shape_of_put_back,
     DENSE,
     operands=(3, 3),
@@ -66,7 +68,7 @@ _PRODUCT: dict[str, Any] = {"operands": (3, 3), "is_library": True, "is_single":
 row(
     "rows_mm",
     ragged.multiply,
-    ragged.of_multiply,
+    ragged_dims.of_multiply,
     ragged.shape_of_multiply,
     DENSE,
     stays=1,
@@ -75,17 +77,26 @@ row(
 row(
     "rows_mm_grad",
     ragged.multiply_grad,
-    ragged.of_multiply_grad,
+    ragged_dims.of_multiply_grad,
     ragged.shape_of_multiply_grad,
     DENSE,
     **_PRODUCT,
 )
-row("sum_of_rows", ragged.total, ragged.of_total, ragged.shape_of_total, DENSE, operands=(2, 2))
-row("spread_rows", ragged.spread, ragged.of_spread, ragged.shape_of_spread, DENSE, operands=(3, 3))
+row(
+    "sum_of_rows", ragged.total, ragged_dims.of_total, ragged.shape_of_total, DENSE, operands=(2, 2)
+)
+row(
+    "spread_rows",
+    ragged.spread,
+    ragged_dims.of_spread,
+    ragged.shape_of_spread,
+    DENSE,
+    operands=(3, 3),
+)
 row(
     "mask_rows",
     ragged.mask,
-    ragged.of_mask,
+    ragged_dims.of_mask,
     ragged.shape_of_mask,
     ANYHOW,
     operands=(2, 2),

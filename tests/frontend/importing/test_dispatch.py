@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
+from mdfuse.hir.instructions import counts_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -37,6 +39,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         transformers.DeepseekV3Config(
             **SIZES, **LATENT, v_head_dim=8, moe_intermediate_size=8, n_routed_experts=4,
             n_group=2, topk_group=1, first_k_dense_replace=0, n_shared_experts=1,
+        )
+    ),
+    "Llama 4": lambda: transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(
+            **SIZES, head_dim=8, intermediate_size_mlp=8, num_local_experts=4,
+            interleave_moe_layer_step=1, attn_temperature_tuning=False,
         )
     ),
 }  # fmt: skip
@@ -70,12 +78,41 @@ def check_step(module: nn.Module, model: Any, **how: Any) -> mf.Program:
     return program
 
 
+def way_of(program: mf.Program) -> tuple[int, int]:
+    """Return how often rows go to other ranks, and counts to the host."""
+    every = [*program.host.walk()]
+    return sum(counts_of(i) is not None for i in every), sum(i.op == "fetch" for i in every)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_go_to_their_experts(name: str) -> None:
     module, model = imported(name, EP, SPLIT)
     program = check_step(module, model)
-    assert [c.kind for c in program.communications].count("AllToAll") == 4
+    assert way_of(program) == (4, 1)
     assert "as they are counted in a run" in program.explain()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_beside_a_loop_over_experts(name: str) -> None:
+    """Logits and a step of AdamW beside the same module in f64 that loops over its experts."""
+    module, model = imported(name, EP, SPLIT)
+    exact = copy.deepcopy(module).double()
+    exact.set_experts_implementation("eager")
+    how: dict[str, Any] = {"lr": 0.1, "eps": 0.01, "weight_decay": 0.1}
+    step = model.training_step(
+        lambda y: ((y * y).mean(), y), optimizer=partial(mf.optim.adamw, **how)
+    )
+    program, weights = step.compile(), model.load()
+    given = step.arguments(weights, step.state(weights), IDS)
+    results = mf.simulate(program, given).outputs
+    logits = exact(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(results[1].double(), logits.detach(), rtol=1e-4, atol=1e-5)
+    (logits * logits).mean().backward()
+    torch.optim.AdamW(exact.parameters(), **how).step()
+    new = step.updated(results)
+    for key, w in exact.named_parameters():
+        torch.testing.assert_close(new[key].double(), w.detach(), rtol=1e-3, atol=1e-4)
+    assert way_of(program) == (4, 1)
 
 
 def test_tokens_are_split_by_another_axis_too() -> None:
@@ -84,22 +121,89 @@ def test_tokens_are_split_by_another_axis_too() -> None:
     assert "as they are counted in a run" in program.explain()
 
 
-@pytest.mark.parametrize("tokens", [{}, SPLIT])
-def test_rows_are_summed_where_they_cannot_be_sent(tokens: dict[str, Any]) -> None:
-    """Where ranks have all tokens, and where the batch comes in microbatches."""
-    program = check_step(*imported("Mixtral", EP, tokens), microbatches=2 if tokens else 1)
+@pytest.mark.parametrize("name", ["Mixtral", "Llama 4"])
+def test_rows_stay_where_ranks_have_all_tokens(name: str) -> None:
+    program = check_step(*imported(name, EP, {}))
     assert not any(i.op == "fetch" for i in program.host.walk())
 
 
+#: name -> mesh, how it splits the tokens, options of the step.
+MICROBATCHES: dict[str, tuple[str, DeviceMesh, dict[str, Any], dict[str, Any]]] = {
+    "ep": ("Mixtral", EP, SPLIT, {"microbatches": 2}),
+    "chosen of all": ("Llama 4", EP, SPLIT, {"microbatches": 2}),
+    "dp x ep": (
+        "GPT-OSS", DeviceMesh.arange(dp=2, ep=2), {"dp": Shard(0), "ep": Shard(0)},
+        {"microbatches": 1}),
+    "ep x cp": (
+        "Qwen3-MoE", DeviceMesh.arange(ep=2, cp=2), {"ep": Shard(0), "cp": Shard(1)},
+        {"microbatches": 1}),
+    "ep x cp in microbatches": (
+        "Qwen3-MoE", DeviceMesh.arange(ep=2, cp=2), {"ep": Shard(0), "cp": Shard(1)},
+        {"microbatches": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MICROBATCHES)
+def test_rows_of_microbatches_beside_other_axes(name: str) -> None:
+    family, mesh, tokens, how = MICROBATCHES[name]
+    program = check_step(*imported(family, mesh, tokens), **how)
+    assert way_of(program) == (4, 1), program.explain()
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zb1p", "gpipe"])
+def test_rows_in_stages(schedule: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages on two ranks each, which split the experts and the tokens of their layers."""
+    monkeypatch.setitem(SIZES, "num_hidden_layers", 2)
+    torch.manual_seed(0)
+    module = MODELS["Mixtral"]().eval()
+    layouts = {"*.experts.*": SPLIT, "input:*": SPLIT}
+    kwargs = {"input_ids": IDS, "use_cache": False}
+    stages = [DeviceMesh(ranks, axes=["ep"]) for ranks in ([0, 1], [2, 3])]
+    model = mf.from_torch(module, (), kwargs, stages=stages, layouts=layouts)
+    how = {} if schedule is None else {"microbatches": 2, "schedule": schedule}
+    assert way_of(check_step(module, model, **how)) == (8, 2)
+
+
+class Shifted(nn.Module):
+    """Experts whose rows are shifted between two products: exp makes something else of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, 16, 8) / 4)
+        self.down = nn.Parameter(torch.randn(4, 8, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, places = self.router(x).argmax(-1).sort()
+        ends = torch.histc(ids.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+        y = nn.functional.grouped_mm(x[places], self.up, offs=ends).exp()
+        return nn.functional.grouped_mm(y, self.down, offs=ends)[places.argsort()]
+
+
+def test_what_rows_do_not_take_is_named() -> None:
+    """They come back before, the result is right, and report and explain say so with the line."""
+    torch.manual_seed(0)
+    module, x = Shifted().bfloat16(), torch.randn(12, 16).bfloat16()
+    layouts = dict.fromkeys(("up", "down", "input:x"), SPLIT)
+    model = mf.from_torch(module, (x,), mesh=EP, layouts=layouts)
+    program = model.compile()
+    (y,) = mf.simulate(program, [*model.load(), x]).outputs
+    torch.testing.assert_close(y, module(x).detach(), rtol=2e-2, atol=2e-2)
+    said = "rows come back from their experts for aten.exp.default: behind its rows"
+    for text in (model.report(), program.explain()):
+        assert said in text
+        assert "test_dispatch.py" in text
+
+
 def test_a_recorded_module_takes_microbatches() -> None:
-    """Rows stay sorted where the module is recorded, since its definition may become a pipeline."""
     module, model = imported("Mixtral", EP, SPLIT)
     with mf.FusionDefinition("recorded") as fd:
         ids = fd.define_tensor([4, 6], torch.int64, mesh=EP, layout=SPLIT, name="ids")
         result, _ = model.record(input_ids=ids, use_cache=False)
         fd.add_output(result["logits"] if isinstance(result, dict) else result)
-    program = mf.pipeline(fd, microbatches=2, batch={"ids": 0})
-    (logits,) = mf.simulate(program, [IDS, *model.load()]).outputs
     with torch.no_grad():
         wanted = module(input_ids=IDS, use_cache=False).logits
-    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-5)
+    for program in (mf.compile(fd), mf.pipeline(fd, microbatches=2, batch={"ids": 0})):
+        assert way_of(program) == (2, 1)
+        (logits,) = mf.simulate(program, [IDS, *model.load()]).outputs
+        torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-5)

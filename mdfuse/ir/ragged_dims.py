@@ -1,0 +1,176 @@
+"""Label the dims of operations on rows grouped by expert: see `mdfuse.ir.ragged`.
+
+Axes that split tokens split the parts of a ragged value. A loop that takes tokens in chunks takes
+the rows of each part in chunks: there a rank has tokens of one part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mdfuse.extents.extent import are_same, is_symbolic
+from mdfuse.ir.dims import DimMap, Shape, Shapes
+from mdfuse.layouts.boxes import nth_chunk
+
+Attrs = Mapping[str, Any]
+
+#: The labels: parts (of tokens), experts, what is summed over, columns; rows, taken in chunks.
+_P, _E, _K, _D, _R = range(5)
+
+
+def _fitting(tokens: int, parts: int) -> Any:
+    """Return whether tokens and parts are split at the same places, for `DimMap.fits`."""
+
+    def fits(label: int, sizes: tuple[int, ...]) -> bool:
+        if label != _P:
+            return True
+        if is_symbolic((tokens,)):
+            return bool(tokens % parts == 0) and all(parts % n == 0 for n in sizes)
+        size = -(-tokens // parts)
+        spans = [(tokens, 1), (parts, size)]
+        cut, other = ([_ends(n, each, tokens, sizes)] for n, each in spans)
+        return cut == other
+
+    return fits
+
+
+def _ends(extent: int, each: int, tokens: int, sizes: tuple[int, ...]) -> list[int]:
+    """Return behind which token each part of a dim ends, split by axes of some sizes."""
+    spans = [(0, extent)]
+    for size in sizes:
+        spans = [nth_chunk(span, size, i) for span in spans for i in range(size)]
+    return [min(end * each, tokens) for _, end in spans]
+
+
+def _of_ids(shape: Shape, label: int = _P) -> tuple[int | None, ...]:
+    return (label, None)[: len(shape)]
+
+
+def _in_chunks(tokens: int, parts: int, **labels: Any) -> DimMap:
+    """Label chunks of tokens, which are chunks of the rows of each part: each rank has one part."""
+
+    def fits(label: int, sizes: tuple[int, ...]) -> bool:
+        *axes, _ = sizes
+        is_each = math.prod(axes) == parts
+        return label != _R or (is_each and bool(tokens % max(math.prod(sizes), 1) == 0))
+
+    return DimMap(fits=fits, **labels)
+
+
+def of_count(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `ids[t,k]`: tokens are split as parts are."""
+    (ids,) = (s for s in shapes if s is not None)
+    results = ((_P, None),)
+    return DimMap(
+        operands=(_of_ids(ids),),
+        results=results,
+        fits=_fitting(ids[0], result[0]),
+        in_chunks=_in_chunks(
+            ids[0],
+            result[0],
+            operands=(_of_ids(ids, _R),),
+            results=((None, None),),
+            reduces={_R: "sum"},
+        ),
+    )
+
+
+def of_group(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[t,d], ids[t,k], n[p,e]`: each rank groups the rows of its tokens."""
+    x, ids, n = (s for s in shapes if s is not None)
+    chunks = _in_chunks(
+        ids[0],
+        n[0],
+        operands=((_R, None, None)[: len(x)], _of_ids(ids, _R), (None, None)),
+        results=((None, None, _R, None),),
+        terms=(2,),
+    )
+    return DimMap(
+        operands=((_P, None, _D) if len(x) == 3 else (_P, _D), _of_ids(ids), (_P, None)),
+        results=((_P, None, None, _D),),
+        fits=_fitting(ids[0], result[0]),
+        in_chunks=chunks,
+        terms=chunks.terms,
+    )
+
+
+def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `y[p,e,b,d], ids[t,k], n[p,e]`."""
+    y, ids, n = (s for s in shapes if s is not None)
+    chunks = _in_chunks(
+        ids[0],
+        n[0],
+        operands=((None, None, _R, None), _of_ids(ids, _R), (None, None)),
+        results=((_R, None, None),),
+        terms=(2,),
+    )
+    return DimMap(
+        operands=((_P, None, None, _D), _of_ids(ids), (_P, None)),
+        results=((_P, None, _D),),
+        fits=_fitting(ids[0], y[0]),
+        in_chunks=chunks,
+        terms=chunks.terms,
+    )
+
+
+def of_line_up(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[t,d], ids[t,k], n[p,e]`: each rank lines up the rows of its tokens."""
+    whole = of_group(shapes, result, attrs)
+    chunks = replace(whole.of_chunks, results=((None, _R, None),))
+    return replace(whole, results=((_P, None, _D),), in_chunks=chunks)
+
+
+def of_put_back(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `y[p,b,d], ids[t,k], n[p,e]`."""
+    whole = of_ungroup(shapes, result, attrs)
+    chunks = whole.of_chunks
+    chunks = replace(chunks, operands=((None, _R, None), *chunks.operands[1:]))
+    return replace(whole, operands=((_P, None, _D), *whole.operands[1:]), in_chunks=chunks)
+
+
+def of_multiply(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[p,e,b,k], w[e,k,n], n[p,e]`: ranks add up their shares of k."""
+    return DimMap(
+        operands=((_P, _E, _R, _K), (_E, _K, _D), (_P, _E)),
+        results=((_P, _E, _R, _D),),
+        reduces={_K: "sum"},
+        terms=(2,),
+    )
+
+
+def of_multiply_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[p,e,b,k], ct[p,e,b,n], n[p,e]`: ranks add up their parts."""
+    return DimMap(
+        operands=((_P, _E, _R, _K), (_P, _E, _R, _D), (_P, _E)),
+        results=((_E, _K, _D),),
+        reduces={_P: "sum", _R: "sum"},
+        terms=(2,),
+    )
+
+
+def of_total(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[p,e,b,d], n[p,e]`: rows are whole."""
+    return DimMap(
+        operands=((_P, _E, _R, _D), (_P, _E)),
+        results=((_P, _E, _D),),
+        reduces={_R: "sum"},
+        terms=(1,),
+    )
+
+
+def of_spread(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `rows[p,e,d], x[p,e,b,d], n[p,e]`: what is repeated is whole."""
+    rows, x, _ = (s for s in shapes if s is not None)
+    wide = (*x[:2], result[3])
+    labels = zip(rows, wide, (_P, _E, _D), strict=True)
+    repeated = tuple(label if are_same(n, m) else None for n, m, label in labels)
+    read = (_P, _E, _R, _D if are_same(x[3], result[3]) else None)
+    return DimMap(operands=(repeated, read, (_P, _E)), results=((_P, _E, _R, _D),), terms=(2,))
+
+
+def of_mask(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[p,e,b,d], n[p,e]`."""
+    return DimMap(operands=((_P, _E, _R, _D), (_P, _E)), results=((_P, _E, _R, _D),), terms=(1,))

@@ -1,0 +1,137 @@
+"""Rows that each microbatch counts: values, bytes, skews, bounds, and what the verifier sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import check_everywhere
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, FusionDefinition, LoweringError, ProgramError, Shard
+from mdfuse.hir.instructions import counts_of
+from mdfuse.hir.text.parser import parse
+from mdfuse.hir.traffic import received
+from mdfuse.hir.verify.check import verify
+from passes.test_count_rows import MESHES, SKEWS, by_loop, given, layer, router
+
+EP, BATCH = DeviceMesh.arange(ep=2), {"x": 0, "ids": 0}
+
+
+def in_microbatches(count: int = 2, t: int = 8, **how: Any) -> mf.Program:
+    fd = layer(EP, t, 4, 2, {"ep": Shard(0)})
+    return mf.pipeline(fd, microbatches=count, batch=BATCH, **how)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_each_microbatch_counts_its_rows(name: str) -> None:
+    mesh, experts, layouts = MESHES[name]
+    fd = layer(mesh, 16, 4, 2, experts, **layouts)
+    program = mf.pipeline(fd, microbatches=2, batch=BATCH)
+    assert "as they are counted in a run" in program.explain()
+    values = given(16, 4, router(16, 4, 2))
+    check_everywhere(program, values, by_loop(*values))
+
+
+@pytest.mark.parametrize("skew", [*SKEWS, "none"])
+def test_skews(skew: str) -> None:
+    t, e = 12, 4
+    ids = torch.full((t, 2), -1) if skew == "none" else SKEWS[skew](t, e)
+    values = given(t, e, ids)
+    wanted = by_loop(*values) if skew != "none" else [torch.zeros_like(v) for v in values]
+    wanted = wanted if skew != "none" else [wanted[0], wanted[0], *wanted[2:]]
+    check_everywhere(in_microbatches(3, t), values, wanted)
+
+
+def test_bytes_are_those_of_the_whole_batch() -> None:
+    def rows(program: mf.Program, at_worst: bool) -> int:
+        posts = received(program.host, 0, at_worst)
+        return sum(size for i, size in posts if counts_of(i) is not None)
+
+    whole = mf.compile(layer(EP, 8, 4, 2, {"ep": Shard(0)}))
+    for at_worst in (False, True):
+        assert rows(in_microbatches(), at_worst) == rows(whole, at_worst) > 0
+
+
+def test_rows_that_no_microbatch_has_alone_are_refused() -> None:
+    with pytest.raises(LoweringError, match="as divide the rows of each rank"):
+        in_microbatches(2, t=6)
+
+
+def test_a_capacity_of_the_whole_batch_is_refused() -> None:
+    with FusionDefinition("capacity") as fd:
+        x = fd.define_tensor([8, 3], torch.float32, EP, {"ep": Shard(0)}, name="x")
+        ids = fd.define_tensor([8, 2], torch.int64, EP, {"ep": Shard(0)}, name="ids")
+        n = fd.ops.counts(ids, experts=4, parts=2)
+        rows = fd.ops.set(fd.ops.group_rows(x, ids, n, capacity=1)).on(EP, {"ep": Shard(1)})
+        fd.add_output(fd.ops.ungroup_rows(fd.ops.set(rows).on(EP, {"ep": Shard(0)}), ids))
+    with pytest.raises(LoweringError, match="rows of the whole batch"):
+        mf.pipeline(fd, microbatches=2, batch=BATCH)
+
+
+@pytest.mark.parametrize("scale", [False, True])
+def test_counts_of_the_whole_batch_beside(scale: bool) -> None:
+    """A sum over counts is one of the batch; rows that need it before they go are refused."""
+    with FusionDefinition("balance") as fd:
+        x = fd.define_tensor([8, 3], torch.float64, EP, {"ep": Shard(0)}, name="x")
+        ids = fd.define_tensor([8, 2], torch.int64, EP, {"ep": Shard(0)}, name="ids")
+        n = fd.ops.counts(ids, experts=4, parts=2)
+        total = (n.to(torch.float64) * n.to(torch.float64)).sum()
+        rows = fd.ops.group_rows(x * total if scale else x, ids, n)
+        rows = fd.ops.set(fd.ops.set(rows).on(EP, {"ep": Shard(1)}) * 2).on(EP, {"ep": Shard(0)})
+        fd.add_output(fd.ops.ungroup_rows(rows, ids))
+        fd.add_output(total)
+    if scale:
+        with pytest.raises(LoweringError, match="counts of the whole batch before"):
+            mf.pipeline(fd, microbatches=2, batch=BATCH)
+        return
+    values = [torch.randn(8, 3, dtype=torch.float64), router(8, 4, 2)]
+    counted = torch.stack([part.flatten().bincount(minlength=4) for part in values[1].chunk(2)])
+    wanted = [4 * values[0], (counted.double() ** 2).sum()]
+    check_everywhere(mf.pipeline(fd, microbatches=2, batch=BATCH), values, wanted)
+
+
+#: name -> what is written, what by hand instead, what the verifier says.
+BROKEN: dict[str, tuple[str, str, str]] = {
+    "counts of another chunk": (
+        "%n.i.counted: i64[2,4] (ep=R, chunk(P(sum),2,%i))",
+        "%n.i.counted: i64[2,4] (ep=R, chunk(P(sum),2,0))", "counts chunk"),
+    "a chunk of whole counts": (
+        "%n.i.counted: i64[2,4] (ep=R, chunk(P(sum),2,%i))",
+        "%n.i.counted: i64[2,4] (ep=R)", "fetch|counts all rows"),
+    "rows of another chunk": (
+        "%rows.i: f64[<=8:%n.i.counted,64] of [2,4,8,64] (ep=S1, chunk(2,2,%i))",
+        "%rows.i: f64[<=8:%n.i.counted,64] of [2,4,8,64] (ep=S1, chunk(2,2,1))", "chunk"),
+    "rows in chunks of columns": (
+        "%t_2.i: f64[<=8:%n.i.counted,8] of [2,4,8,8] (ep=S1, chunk(2,2,%i))",
+        "%t_2.i: f64[<=16:%n.i.counted,4] of [2,4,8,8] (ep=S1, chunk(3,2,%i))", "other dims"),
+    "a post without counts": (" counts=%n.i.counted", "", "post of 2 operands"),
+    "other counts of the rows": (
+        "rows_mm(%rows.i, %up, %n.ep_S1.i)", "rows_mm(%rows.i, %up, %n.ep_S1.i.other)", "counts"),
+    "too many rows of a chunk": ("most=4)", "most=5)", "may have 5 rows by its fetch, and 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_counts_broken_by_hand_are_seen(name: str) -> None:
+    written, by_hand, says = BROKEN[name]
+    text = str(in_microbatches())
+    verify(parse(text))
+    if name == "other counts of the rows":
+        at = next(x for x in text.splitlines() if "%n.ep_S1.i:" in x)
+        other = (
+            at.split("#")[0]
+            .replace("%n.ep_S1.i", "%n.ep_S1.i.other")
+            .replace("narrow(%n.i.all)", "add(%n.ep_S1.i, 1)")
+        )
+        text = text.replace(at, f"{at}\n{other}")
+    assert written in text
+    with pytest.raises(ProgramError, match=says):
+        verify(parse(text.replace(written, by_hand, 1)))
+
+
+def test_posts_by_counts_are_in_the_loop() -> None:
+    (loop,) = (i for i in in_microbatches().host.instructions if any(map(counts_of, i.body)))
+    assert sum(counts_of(i) is not None for i in loop.body) == 4
+    assert [i.op for i in loop.body].count("fetch") == 1
