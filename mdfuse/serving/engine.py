@@ -22,6 +22,7 @@ from mdfuse.serving.models import opened
 from mdfuse.serving.placing import placed
 from mdfuse.serving.programs import Programs
 from mdfuse.serving.requests import Continuation, Request, request_of
+from mdfuse.serving.rotation import check_context, longest
 from mdfuse.serving.shape import StepShape
 from mdfuse.serving.turns import Turns
 
@@ -41,6 +42,7 @@ class GenerationEngine:
     Attributes:
         shape: of a step.
         programs: what steps run.
+        eos: the tokens that end a text where a request says no stops.
 
     >>> import mdfuse as mf
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -59,7 +61,7 @@ class GenerationEngine:
         self, programs: Programs, eos: tuple[int, ...], words: int, comm: Communicator | None
     ) -> None:
         self.programs, self.shape = programs, programs.shape
-        self._eos, self._words, self._comm = eos, words, comm
+        self.eos, self._words, self._comm = eos, words, comm
         self._turns = Turns(programs.shape)
         self._numbers = count()
         self._front = None if comm is None or comm.size == 1 else Front(comm)
@@ -100,7 +102,7 @@ class GenerationEngine:
             "seed": seed, "stop": stop,
         }  # fmt: skip
         context, number = self.shape.context, next(self._numbers)
-        self._turns.add(request_of(number, ids, context, self._words, self._eos, said))
+        self._turns.add(request_of(number, ids, context, self._words, self.eos, said))
         return number
 
     def cancel(self, id: int) -> None:
@@ -266,7 +268,8 @@ def generate(
         max_batch: how many slots there are: requests that are computed at once.
         chunk: how many tokens of a prompt a step computes besides one token of each slot; 0: none.
         context: the most tokens of a request, prompt included; by default the model's
-            `max_position_embeddings`, at most 2,048.
+            `max_position_embeddings`, at most 2,048, and no more than its rotary frequencies
+            stay the same for.
         options: of the programs.
 
     Raises:
@@ -279,7 +282,8 @@ def generate(
     caches = cache_types(model)
     text = model.config.get_text_config()
     sizes = {x: mesh.axis_size(x) if x in mesh.axes else 1 for x in ("tp", "cp")}
-    most = min(getattr(text, "max_position_embeddings", None) or CONTEXT, CONTEXT)
+    limits = getattr(text, "max_position_embeddings", None), longest(model), CONTEXT
+    most = min(n for n in limits if n)
     shape = StepShape(
         slots=_at_least("max_batch", max_batch, 1),
         chunk=_at_least("chunk", chunk, 0),
@@ -289,6 +293,7 @@ def generate(
         parts_of_positions=sizes["cp"],
         is_grouped=all(heads % sizes["tp"] == 0 for heads, *_ in caches.values()),
     )
+    check_context(model, shape.context)
     said, others = placed(model, mesh, caches, layouts)
     runs = None if comm.size == 1 and mesh.size > 1 else comm
     programs = Programs(model, shape, caches, mesh, said, others, runs, options, source)

@@ -21,6 +21,7 @@ from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.serving import sampling
 from mdfuse.serving.decoder import CACHES, own_attention, served
+from mdfuse.serving.rotation import fixed
 from mdfuse.serving.shape import StepShape
 from mdfuse.serving.turns import Integers
 from mdfuse.simulation.simulate import simulate
@@ -66,15 +67,15 @@ class Programs:
         buffers = {n: torch.zeros(rows, *hd, dtype=dtype) for n, (*hd, dtype) in caches.items()}
         named = {f"{CACHES}.{name}": x for name, x in buffers.items()}
         self.models: dict[bool, ImportedModel] = {}
-        with own_attention(module):
+        with own_attention(module), fixed(module):
             for has_chunk, s in shapes.items():
                 step = torch.zeros(s.size, dtype=torch.int64)
                 module_ = served(module, s, buffers)
                 self.models[has_chunk] = from_torch(
                     module_, (step,), mesh=mesh, layouts=layouts, buffers=named, **placed
                 )
-        self.programs = {c: model.compile(options) for c, model in self.models.items()}
-        state = self._state(source)
+            self.programs = {c: model.compile(options) for c, model in self.models.items()}
+            state = self._state(source)
         run = SimulatedSteps if comm is None else LaunchedSteps
         self.steps = {c: run(p, *state[c]) for c, p in self.programs.items()}
 
@@ -104,9 +105,13 @@ class Programs:
             numbers: by which tokens are chosen, [slots, 4]; None: the most probable ones.
         """
         tokens, logits = self.steps[has_chunk](torch.from_numpy(step))
+        chosen = tokens.tolist()
         if numbers is not None:
-            (tokens,) = self._sampler(logits, torch.from_numpy(numbers))
-        return [int(x) for x in tokens.tolist()]
+            (drawn,) = self._sampler(logits, torch.from_numpy(numbers))
+            for slot, token in enumerate(drawn.tolist()):
+                if numbers[slot, sampling.TEMPERATURE]:  # among equal logits others take another
+                    chosen[slot] = token
+        return [int(x) for x in chosen]
 
     @property
     def cache_bytes(self) -> int:
