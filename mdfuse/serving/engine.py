@@ -18,7 +18,7 @@ from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.runtime.communicator import Communicator, init
 from mdfuse.serving.decoder import cache_types
 from mdfuse.serving.front import Front, Message
-from mdfuse.serving.models import opened
+from mdfuse.serving.models import model_of
 from mdfuse.serving.placing import placed
 from mdfuse.serving.programs import Programs
 from mdfuse.serving.requests import Continuation, Request, request_of
@@ -124,7 +124,7 @@ class GenerationEngine:
         return self._turns.result(id)
 
     def report(self) -> str:
-        """Return the sizes of the engine, what its caches take, and where parameters live."""
+        """Return sizes, what caches take, what a rank read, and where parameters live."""
         s, size = self.shape, self.programs.cache_bytes
         pages = f"{s.pages - 1:,} pages of {s.page_size}, and one for slots without a request"
         lines = [
@@ -133,7 +133,8 @@ class GenerationEngine:
             f"caches of {s.cache_rows:,} positions in all: {size:,} bytes on a rank; "
             + (pages if s.pages else "each slot has a whole context"),
         ]
-        return "\n".join([*lines, self.programs.models[False].report()])
+        lines += [self.programs.read, self.programs.models[False].report()]
+        return "\n".join(lines)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -278,7 +279,8 @@ def generate(
     """
     comm = init(options)
     mesh = DeviceMesh.arange(tp=comm.size) if mesh is None else as_mesh(mesh)
-    model, source = opened(module)
+    served = model_of(module)
+    model = served.module
     caches = cache_types(model)
     text = model.config.get_text_config()
     sizes = {x: mesh.axis_size(x) if x in mesh.axes else 1 for x in ("tp", "cp")}
@@ -296,7 +298,7 @@ def generate(
     check_context(model, shape.context)
     said, others = placed(model, mesh, caches, layouts)
     runs = None if comm.size == 1 and mesh.size > 1 else comm
-    programs = Programs(model, shape, caches, mesh, said, others, runs, options, source)
+    programs = Programs(served, shape, caches, mesh, said, others, runs, options)
     return GenerationEngine(programs, eos_of(model), text.vocab_size, runs)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mdfuse.compiled.from_torch import from_torch
 from mdfuse.compiled.imported import ImportedModel
@@ -21,6 +21,7 @@ from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.serving import sampling
 from mdfuse.serving.decoder import CACHES, own_attention, served
+from mdfuse.serving.models import Served
 from mdfuse.serving.rotation import fixed
 from mdfuse.serving.shape import StepShape
 from mdfuse.serving.turns import Integers
@@ -34,23 +35,23 @@ class Programs:
     """The programs that all ranks run, alike, for each step.
 
     Args:
-        module: a causal model of transformers.
+        model: a causal model of transformers, and where its parameters are.
         shape: of a step with a chunk.
         caches: name -> heads, features, dtype.
         layouts: pattern -> axis -> placement, those of the caches included.
         placed: the other arguments of `from_torch`.
         comm: runs a rank's part; None: all ranks are simulated.
-        source: of the parameters, as `ImportedModel.load` takes it.
 
     Attributes:
         shape, without_chunk: of steps.
+        read: what this process read of the parameters, as a line.
         steps: whether there is a chunk -> computes a step of these integers, in place.
         models: whether there is a chunk -> the import.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        model: Served,
         shape: StepShape,
         caches: Mapping[str, tuple[int, int, torch.dtype]],
         mesh: DeviceMesh,
@@ -58,9 +59,9 @@ class Programs:
         placed: Mapping[str, Any],
         comm: Communicator | None,
         options: Options | None,
-        source: Any,
     ) -> None:
         self.shape, self._comm, self._options = shape, comm, options
+        module = model.module
         self.without_chunk = replace(shape, chunk=0)
         shapes = {bool(s.chunk): s for s in (shape, self.without_chunk)}
         rows = shape.cache_rows
@@ -74,17 +75,18 @@ class Programs:
                 self.models[has_chunk] = from_torch(
                     module_, (step,), mesh=mesh, layouts=layouts, buffers=named, **placed
                 )
-            self.programs = {c: model.compile(options) for c, model in self.models.items()}
-            state = self._state(source)
+            self.programs = {c: x.compile(options) for c, x in self.models.items()}
+            state = self._state(model)
         run = SimulatedSteps if comm is None else LaunchedSteps
         self.steps = {c: run(p, *state[c]) for c, p in self.programs.items()}
 
-    def _state(self, source: Any) -> dict[bool, tuple[Any, Any]]:
+    def _state(self, served: Served) -> dict[bool, tuple[Any, Any]]:
         """Return the caches of each program, and all its other inputs but the integers."""
         rank = None if self._comm is None else self._comm.rank
         device = None if self._comm is None else self._comm.device
         first = self.models[bool(self.shape.chunk)]
-        loaded = first.load(source, rank=rank, device=device)
+        loaded = first.load(served.source, rank=rank, device=device)
+        self.read = _said_of(served, loaded, first.constants(rank, device))
         parameters = dict(zip(first.fusion.inputs, loaded, strict=False))
         state = {}
         for c, model in self.models.items():
@@ -142,6 +144,18 @@ class Programs:
         if self._comm is None:
             return simulate(self.sampler, inputs).outputs
         return self.sampler.run_all([x.to(self._comm.device) for x in inputs])
+
+
+def _said_of(served: Served, loaded: Sequence[Tensor | None], constants: Sized) -> str:
+    """Return what a process read of a model, as a line."""
+    parts = [x for x in loaded[: len(loaded) - len(constants)] if x is not None]
+    size = sum(x.nbytes for x in parts)
+    if served.because:
+        return f"parameters: read whole by each process, for {served.because}"
+    if served.source is None:
+        return f"parameters: {size:,} bytes here, of a module in memory"
+    whole = sum(p.nbytes for p in served.module.parameters())
+    return f"parameters: {size:,} of {whole:,} bytes, read from {served.source}"
 
 
 class LaunchedSteps:
