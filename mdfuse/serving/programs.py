@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -86,8 +86,11 @@ class Programs:
         device = None if self._comm is None else self._comm.device
         first = self.models[bool(self.shape.chunk)]
         loaded = first.load(served.source, rank=rank, device=device)
-        self.read = _said_of(served, loaded, first.constants(rank, device))
         parameters = dict(zip(first.fusion.inputs, loaded, strict=False))
+        others = {*first.constants(rank, device)}
+        self.read = _said_of(served, [
+            x for n, x in parameters.items() if n not in others and not n.startswith(f"{CACHES}.")
+        ])  # fmt: skip
         state = {}
         for c, model in self.models.items():
             constants = model.constants(rank, device)
@@ -146,10 +149,9 @@ class Programs:
         return self.sampler.run_all([x.to(self._comm.device) for x in inputs])
 
 
-def _said_of(served: Served, loaded: Sequence[Tensor | None], constants: Sized) -> str:
+def _said_of(served: Served, parameters: Sequence[Tensor | None]) -> str:
     """Return what a process read of a model, as a line."""
-    parts = [x for x in loaded[: len(loaded) - len(constants)] if x is not None]
-    size = sum(x.nbytes for x in parts)
+    size = sum(x.nbytes for x in parameters if x is not None)
     if served.because:
         return f"parameters: read whole by each process, for {served.because}"
     if served.source is None:
