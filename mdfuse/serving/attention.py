@@ -83,7 +83,7 @@ class Written:
         return 0
 
     def get_mask_sizes(self, length: int, *_: Any) -> tuple[int, int]:
-        """How many keys masks are asked for, and the place of the first; see `get_query_offset`."""
+        """The number of keys that masks are asked for, and the place of the first one."""
         return length, 0
 
 

@@ -269,8 +269,7 @@ def generate(
         max_batch: how many slots there are: requests that are computed at once.
         chunk: how many tokens of a prompt a step computes besides one token of each slot; 0: none.
         context: the most tokens of a request, prompt included; by default the model's
-            `max_position_embeddings`, at most 2,048, and no more than its rotary frequencies
-            stay the same for.
+            `max_position_embeddings`, at most 2,048, and no rotary frequency changes in it.
         options: of the programs.
 
     Raises:
@@ -284,12 +283,10 @@ def generate(
     caches = cache_types(model)
     text = model.config.get_text_config()
     sizes = {x: mesh.axis_size(x) if x in mesh.axes else 1 for x in ("tp", "cp")}
-    limits = getattr(text, "max_position_embeddings", None), longest(model), CONTEXT
-    most = min(n for n in limits if n)
     shape = StepShape(
         slots=_at_least("max_batch", max_batch, 1),
         chunk=_at_least("chunk", chunk, 0),
-        context=most if context is None else _at_least("context", context, 1),
+        context=_longest(model) if context is None else _at_least("context", context, 1),
         pages=0 if pages is None else _at_least("pages", pages, 1) + 1,
         page_size=_at_least("page_size", page_size, 1),
         parts_of_positions=sizes["cp"],
@@ -300,6 +297,12 @@ def generate(
     runs = None if comm.size == 1 and mesh.size > 1 else comm
     programs = Programs(served, shape, caches, mesh, said, others, runs, options)
     return GenerationEngine(programs, eos_of(model), text.vocab_size, runs)
+
+
+def _longest(model: Any) -> int:
+    """The context of a model where nobody says it."""
+    trained = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(n for n in (trained, longest(model), CONTEXT) if n)
 
 
 def _at_least(name: str, x: object, least: int) -> int:

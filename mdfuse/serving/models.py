@@ -11,7 +11,7 @@ from torch import nn
 from mdfuse.frontend.importing.load import Checkpoint, InFiles, opened
 
 
-class Served(NamedTuple):
+class GivenModel(NamedTuple):
     """A model to serve.
 
     Attributes:
@@ -25,14 +25,14 @@ class Served(NamedTuple):
     because: str = ""
 
 
-def model_of(module: nn.Module | str | Path) -> Served:
+def model_of(module: nn.Module | str | Path) -> GivenModel:
     """Return the model that a caller of `generate` passes.
 
-    Of a folder of safetensors under the module's own names nothing is read yet but buffers. Others
-    are for `from_pretrained`, which converts names and shapes, and reads all.
+    Nothing but buffers is read yet of a folder of safetensors under the module's own names. Other
+    folders are for `from_pretrained`, which converts names and shapes, and reads all.
     """
     if isinstance(module, nn.Module):
-        return Served(module)
+        return GivenModel(module)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = str(module)
@@ -48,8 +48,8 @@ def model_of(module: nn.Module | str | Path) -> Served:
         model = _without_numbers(config, folder, checkpoint)
         why = _why_whole(model, checkpoint)
         if not why:
-            return Served(model, folder)
-    return Served(AutoModelForCausalLM.from_pretrained(folder), because=why)
+            return GivenModel(model, folder)
+    return GivenModel(AutoModelForCausalLM.from_pretrained(folder), because=why)
 
 
 def _without_numbers(config: Any, folder: str, checkpoint: InFiles) -> Any:
@@ -65,10 +65,10 @@ def _without_numbers(config: Any, folder: str, checkpoint: InFiles) -> Any:
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
-    kept = model.state_dict(keep_vars=True)
-    for name in {*kept} & {*checkpoint.names}:
-        if not isinstance(kept[name], nn.Parameter):
-            kept[name].copy_(checkpoint.part(name, ()))
+    state = model.state_dict(keep_vars=True)
+    for name in {*state} & {*checkpoint.names}:
+        if not isinstance(state[name], nn.Parameter):
+            state[name].copy_(checkpoint.part(name, ()))
     if (Path(folder) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()

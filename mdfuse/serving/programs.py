@@ -21,7 +21,7 @@ from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.serving import sampling
 from mdfuse.serving.decoder import CACHES, own_attention, served
-from mdfuse.serving.models import Served
+from mdfuse.serving.models import GivenModel
 from mdfuse.serving.rotation import fixed
 from mdfuse.serving.shape import StepShape
 from mdfuse.serving.turns import Integers
@@ -51,7 +51,7 @@ class Programs:
 
     def __init__(
         self,
-        model: Served,
+        model: GivenModel,
         shape: StepShape,
         caches: Mapping[str, tuple[int, int, torch.dtype]],
         mesh: DeviceMesh,
@@ -80,7 +80,7 @@ class Programs:
         run = SimulatedSteps if comm is None else LaunchedSteps
         self.steps = {c: run(p, *state[c]) for c, p in self.programs.items()}
 
-    def _state(self, served: Served) -> dict[bool, tuple[Any, Any]]:
+    def _state(self, served: GivenModel) -> dict[bool, tuple[Any, Any]]:
         """Return the caches of each program, and all its other inputs but the integers."""
         rank = None if self._comm is None else self._comm.rank
         device = None if self._comm is None else self._comm.device
@@ -149,7 +149,7 @@ class Programs:
         return self.sampler.run_all([x.to(self._comm.device) for x in inputs])
 
 
-def _said_of(served: Served, parameters: Sequence[Tensor | None]) -> str:
+def _said_of(served: GivenModel, parameters: Sequence[Tensor | None]) -> str:
     """Return what a process read of a model, as a line."""
     size = sum(x.nbytes for x in parameters if x is not None)
     if served.because:
