@@ -31,7 +31,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -84,23 +84,35 @@ class Worker:
     """
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.failure = engine, None
+        self.engine = engine
+        self.failure: str | None = None
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[int, Callable[[Any], None]] = {}
         self._is_over = False
 
     def run(self) -> None:
         """Go on until `stop`, or until the engine fails: then all who wait hear why."""
+        reason = "the server ends"
         try:
-            while not self._is_over:
+            while True:
                 self._do_all(is_patient=not self._listeners)
+                if self._is_over:
+                    return
                 self.engine.step()
                 self._tell()
         except BaseException as error:
-            self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
-            for hear in self._listeners.values():
-                hear(Refused(f"the engine has ended: {self.failure}", 503))
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise
+        finally:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """Answer all who wait, also those whose requests nobody has seen yet."""
+        self.failure = f"the engine has ended: {reason}"
+        while self._listeners:
+            self._listeners.popitem()[1](Refused(self.failure, 503))
+        while not self._asked.empty():
+            self._asked.get()()
 
     def _do_all(self, is_patient: bool) -> None:
         """Do what was asked by now; where nothing is to be computed, wait for something."""
@@ -128,10 +140,16 @@ class Worker:
         ids: list[int] = []
 
         def do() -> None:
+            if self.failure is not None:
+                hear(Refused(self.failure, 503))
+                return
             try:
                 ids.append(self.engine.submit(**said))
             except mf.MdfuseError as error:
-                hear(Refused(str(error)))
+                said_ = (error.what, error.because, error.hint)
+                hear(Refused("; ".join(x for x in said_ if x)))
+            except Exception as error:  # of this request alone: others do not end by it
+                hear(Refused(f"{type(error).__name__}: {error}", 500))
             else:
                 self._listeners[ids[0]] = hear
 
@@ -140,6 +158,8 @@ class Worker:
                 self.engine.cancel(ids[0])
 
         self._asked.put(do)
+        if self.failure is not None:  # it may have ended before it could see this
+            hear(Refused(self.failure, 503))
         return lambda: self._asked.put(undo)
 
     def stop(self) -> None:
@@ -161,7 +181,7 @@ class Text:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise Refused("prompt is a text, and this model has no tokenizer: pass tokens")
-            return [*self._tokenizer(prompt)["input_ids"]]
+            return self._encoded("prompt", prompt)
         if isinstance(prompt, list) and all(type(x) is int for x in prompt):
             return prompt
         raise Refused("prompt is a text or a list of tokens; each prompt is a request of its own")
@@ -176,7 +196,14 @@ class Text:
             )
         except Exception as error:  # the template is the model's, and raises whatever it likes
             raise Refused(f"messages do not fit the template: {error}") from error
-        return [*self._tokenizer(given, add_special_tokens=False)["input_ids"]]
+        return self._encoded("messages", given, add_special_tokens=False)
+
+    def _encoded(self, field: str, text: str, **said: Any) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise Refused(f"{field} has half a character: {error}") from error
+        return [*self._tokenizer(text, **said)["input_ids"]]
 
     def text(self, tokens: tuple[int, ...]) -> str:
         """The text of tokens."""
@@ -247,15 +274,18 @@ class Front:
     async def _read(self, request: Request, wanted: str) -> dict[str, Any]:
         """Return the fields of a request's body, all that may be there."""
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self._body:
-                raise Refused(f"the body has more than {self._body:,} bytes", 413)
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > self._body:
+                    raise Refused(f"the body has more than {self._body:,} bytes", 413)
+        except ClientDisconnect as error:
+            raise Refused("the client went away", 499) from error
         try:
             said = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise Refused(f"the body is no JSON: {error}") from error
-        if not isinstance(said, dict) or wanted not in said:
+        if not isinstance(said, dict) or said.get(wanted) is None:
             raise Refused(f"the body is no object with the field {wanted!r}")
         known = {"model", "user", wanted, *FIELDS}
         for field, value in said.items():
@@ -302,10 +332,12 @@ class Answer:
 
     def __init__(self, worker: Worker, text: Text, said: dict[str, Any], ids: list[int]) -> None:
         self._text, self.tokens = text, tuple[int, ...]()
-        stops = said["stop"] or []
+        stops = [] if said["stop"] is None else said["stop"]
         self._stops = [stops] if isinstance(stops, str) else stops
         if not isinstance(self._stops, list) or not all(isinstance(x, str) for x in self._stops):
             raise Refused("stop is a text, or a list of texts; of tokens it is stop_token_ids")
+        if "" in self._stops:
+            raise Refused("stop is an empty text, which stands everywhere")
         self._results: asyncio.Queue[Any] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -315,6 +347,8 @@ class Answer:
 
         names = "max_tokens", "temperature", "top_k", "top_p", "seed"
         given = {name: said[name] for name in names} | {"stop": said["stop_token_ids"]}
+        if isinstance(given["stop"], list):  # besides the ends that the model has
+            given["stop"] = [*given["stop"], *worker.engine.eos]
         self._cancel = worker.submit(hear, ids=ids, **given)
 
     async def pieces(self, request: Request) -> AsyncIterator[tuple[str, str | None]]:
@@ -343,11 +377,13 @@ class Answer:
     async def _next(self, gone: asyncio.Future[None]) -> Any:
         """Return the newest result."""
         getting = asyncio.ensure_future(self._results.get())
-        await asyncio.wait({getting, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not getting.done():
+        try:
+            await asyncio.wait({getting, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not getting.done():
+                raise Refused("the client went away", 499)
+            result = getting.result()
+        finally:
             getting.cancel()
-            raise Refused("the client went away", 499)
-        result = getting.result()
         while not self._results.empty():
             result = self._results.get_nowait()
         if isinstance(result, Refused):

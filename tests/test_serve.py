@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -65,8 +67,12 @@ def test_stops_are_texts_or_tokens(server: Server) -> None:
     for stop in (f" w{wanted[place]}", [f" w{wanted[place]}", "nothing"]):
         (choice,) = server.complete(**SAID, stop=stop)["choices"]
         assert choice["text"] == text(wanted[:place]) and choice["finish_reason"] == "stop"
-    (choice,) = server.complete(**SAID, stop_token_ids=[wanted[place]])["choices"]
-    assert choice["token_ids"] == [*wanted[: place + 1]] and choice["finish_reason"] == "stop"
+    other = next(x for x in range(97) if x not in wanted)
+    for eos, ids in (((), [wanted[place]]), ((wanted[place],), [other]), ((wanted[place],), [])):
+        server.worker.engine.eos = eos  # the model's own ends stay
+        (choice,) = server.complete(**SAID, stop_token_ids=ids)["choices"]
+        assert choice["token_ids"] == [*wanted[: place + 1]] and choice["finish_reason"] == "stop"
+    server.worker.engine.eos = ()
 
 
 def test_a_seed_brings_the_same_text(server: Server) -> None:
@@ -108,6 +114,11 @@ def test_models_and_health(server: Server) -> None:
         ({**SAID, "logprobs": 3}, 400, "logprobs = 3 is not served"),
         ({**SAID, "model": "large"}, 404, "'small' is"),
         ({**SAID, "prompt": []}, 400, "an empty prompt"),
+        ({**SAID, "prompt": None}, 400, "no object with the field 'prompt'"),
+        ('{"prompt": "w1 \\ud800"}', 400, "half a character"),
+        ({**SAID, "temperature": 10**400}, 400, "temperature is 1000"),
+        ({**SAID, "stop": ""}, 400, "an empty text"),
+        ({**SAID, "stop": ["w1", ""]}, 400, "an empty text"),
         ({**SAID, "prompt": ""}, 400, "an empty prompt"),
         ({**SAID, "prompt": ["w1", "w2"]}, 400, "each prompt is a request of its own"),
         ({**SAID, "prompt": [97]}, 400, "the vocabulary has 97 tokens"),
@@ -138,6 +149,17 @@ def test_other_paths_and_methods(server: Server) -> None:
 # -- clients that go away --------------------------------------------------------------------------
 
 
+def test_a_client_that_goes_away_in_its_request(server: Server, capfd: Any) -> None:
+    for rest in ("content-length: 100", "transfer-encoding: chunked"):
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{rest}\r\n\r\n"
+        connection.sendall(head.encode() + b"2\r\n{}\r\n")
+        connection.close()
+    (choice,) = server.complete(**SAID)["choices"]
+    assert choice["text"] == text(greedy(model(), PROMPT, 6))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_slot(server: Server, stream: bool) -> None:
     """Three clients of long texts for two slots go; the next one is answered."""
@@ -159,9 +181,13 @@ def test_a_client_that_goes_away_frees_its_slot(server: Server, stream: bool) ->
 
 
 class Broken:
-    """An engine that fails in its first step."""
+    """An engine that fails in its first step, and does not know negative seeds."""
 
-    def submit(self, **_: Any) -> int:
+    eos = ()
+
+    def submit(self, *, seed: int | None, **_: Any) -> int:
+        if seed is not None:
+            raise OverflowError("too large")
         return 0
 
     def step(self) -> int:
@@ -176,6 +202,41 @@ def test_a_failure_of_the_engine_reaches_all_clients() -> None:
                 there.worker.run()
 
         with running(run):
+            status, content = there.ask("POST", "/v1/completions", {**SAID, "seed": 3})
+            assert status == 500 and "too large" in content["error"]["message"]
             status, content = there.ask("POST", "/v1/completions", SAID)
         assert status == 503 and "no memory" in content["error"]["message"]
         assert there.ask("GET", "/health")[0] == 503
+        status, content = there.ask("POST", "/v1/completions", SAID)
+        assert status == 503 and "no memory" in content["error"]["message"]
+
+
+def test_those_who_wait_hear_of_the_end() -> None:
+    """One is computed, and one waits for the slot."""
+    engine = mf.generate(model(), max_batch=1, chunk=0, context=64)
+    with listening(engine) as there:
+        got: list[tuple[int, Any]] = []
+        body = {**SAID, "max_tokens": 61}
+        ask = partial(there.ask, "POST", "/v1/completions", body)
+        clients = [threading.Thread(target=lambda: got.append(ask())) for _ in range(2)]
+        there.worker.engine = Slow(engine)
+        with running(there.worker.run):
+            for x in clients:
+                x.start()
+            assert eventually(lambda: len(there.worker._listeners) == 2)
+            there.worker.stop()
+            for x in clients:
+                x.join(60)
+    assert [status for status, _ in got] == [503, 503]
+    assert "the server ends" in got[0][1]["error"]["message"]
+
+
+class Slow:
+    """An engine whose steps take a while."""
+
+    def __init__(self, engine: Any) -> None:
+        self.submit, self.result, self.eos = engine.submit, engine.result, engine.eos
+
+    def step(self) -> int:
+        time.sleep(0.01)
+        return 1

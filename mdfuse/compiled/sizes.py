@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -132,7 +133,8 @@ class SizedProgram(Program):
         when = "before the first run"
         if not self.is_silent:
             when = "in the first run of each, since one without rows would change state"
-        return f"{super().explain()}\n  sizes: {sizes}, planned {when}"
+        where = "inputs are filled up in the memory of the largest"
+        return f"{super().explain()}\n  sizes: {sizes}, planned {when}; {where}"
 
     @untraced
     def run(
@@ -206,9 +208,14 @@ class SizedProgram(Program):
         return self.host.types[name].layout
 
     @cached_property
-    def _rooms(self) -> dict[Any, dict[str, Tensor]]:
-        """Sizes -> the tensors that are filled up: graphs find them at one address."""
+    def _rooms(self) -> dict[Any, dict[str, _Room]]:
+        """Other extents -> the memory of what is filled up: graphs find it at one address."""
         return {}
+
+    @cached_property
+    def _filled_at(self) -> set[int]:
+        """Addresses of the memory that later runs fill up: results that lie there are copied."""
+        return set()
 
     def _local(self, name: str, extents: Extents, rank: int) -> tuple[int, ...] | None:
         """Return the shape that a rank has of a value; None where it is not in its mesh."""
@@ -226,7 +233,8 @@ class SizedProgram(Program):
         self, inputs: Sequence[Any], extents: Extents, sizes: Extents, rank: int
     ) -> list[Any]:
         """Return the inputs filled up, and the masks of rows."""
-        room = self._rooms.setdefault(tuple(sizes.items()), {})
+        others = tuple((name, n) for name, n in sizes.items() if name not in self._sizes)
+        room = self._rooms.setdefault(others, {})
         given: list[Any] = []
         for name, x in zip(self.fusion.inputs, inputs, strict=False):
             if isinstance(x, Tensor) and self._is_sized(name):
@@ -245,20 +253,25 @@ class SizedProgram(Program):
         return given
 
     def _room(
-        self, room: dict[str, Tensor], name: str, sizes: Extents, rank: int, device: torch.device
+        self, room: dict[str, _Room], name: str, sizes: Extents, rank: int, device: torch.device
     ) -> Tensor:
         if name not in room:
-            shape = self._local(name, sizes, rank)
+            of_each = (self._local(name, {**sizes, **c}, rank) or () for c in self._combinations)
             dtype = self.definition.values[name].dtype
-            room[name] = torch.zeros(shape or (), dtype=dtype, device=device)
-        return room[name]
+            memory = torch.zeros(max(map(prod, of_each)), dtype=dtype, device=device)
+            room[name] = _Room(memory)
+            self._filled_at.add(memory.data_ptr())
+        return room[name].of(self._local(name, sizes, rank) or ())
 
     def _cut(self, name: str, x: Any, extents: Extents, rank: int) -> Any:
         """Return the rows of a result that there are."""
         if not isinstance(x, Tensor) or not self._is_sized(name):
             return x
         shape = self._local(name, extents, rank)
-        return x if shape is None else x[tuple(slice(0, n) for n in shape)]
+        if shape is None:
+            return x
+        rows = x[tuple(slice(0, n) for n in shape)]
+        return rows.clone() if x.untyped_storage().data_ptr() in self._filled_at else rows
 
     def _plan_ahead(self, inputs: Sequence[Any], extents: Extents, rank: int) -> None:
         """Plan all sizes by runs without rows: twice where a second run captures graphs."""
@@ -312,6 +325,26 @@ def sized(
     inputs = tuple(name for name in first.fusion.inputs if name not in masks.values())
     shown = replace(first.fusion, inputs=inputs)
     return SizedProgram(shown, first.segments, first.host, options, symbolic, masks=masks)
+
+
+@dataclass
+class _Room:
+    """Memory of the largest size of a value, which all sizes share.
+
+    Attributes:
+        memory: dense, along one dim.
+        shape: of the value that it has; None: nobody has written it.
+    """
+
+    memory: Tensor
+    shape: tuple[int, ...] | None = None
+
+    def of(self, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor in it; rows that fill up have numbers of this input, or zeros."""
+        if shape != self.shape:  # another row's numbers may be no index where they lie now
+            self.memory.zero_()
+            self.shape = shape
+        return self.memory[: prod(shape)].view(shape)
 
 
 def _in(room: Tensor, x: Tensor) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,28 +24,26 @@ class Places:
     """Facts of a step that attention reads besides queries.
 
     Attributes:
-        calls: how many layers have attended.
+        attended: the layers whose caches were read.
     """
 
     def __init__(
         self, shape: StepShape, caches: Any, positions: Tensor, table: Tensor, slot: Tensor
     ) -> None:
         self.shape, self.caches, self.table, self.slot = shape, caches, table, slot
-        self.calls = 0
+        self.attended: set[int] = set()
         n = shape.slots
         #: positions of queries: [slots, 1, 1, 1], [1, 1, chunk, 1]
         self._queries = positions[:n].view(n, 1, 1, 1), positions[n:].view(1, 1, -1, 1)
-        self._masks: dict[int | None, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[Seen, tuple[Tensor, Tensor]] = {}
 
-    def masks(self, window: int | None) -> tuple[Tensor, Tensor]:
+    def masks(self, seen: Seen) -> tuple[Tensor, Tensor]:
         """The positions that queries see: [slots, 1, 1, positions], [1, 1, chunk, positions]."""
-        if window not in self._masks:
+        if seen not in self._masks:
             keys = torch.arange(self.shape.positions, device=self.table.device)
-            seen = [keys <= at for at in self._queries]
-            if window is not None:
-                seen = [x & (keys > at - window) for x, at in zip(seen, self._queries, strict=True)]
-            self._masks[window] = seen[0], seen[1]
-        return self._masks[window]
+            one, many = (seen.rule(0, 0, at, keys) for at in self._queries)
+            self._masks[seen] = one, many
+        return self._masks[seen]
 
     def all_slots(self, name: str) -> Tensor:
         """A cache as [slots, heads, positions, features]."""
@@ -68,25 +68,45 @@ class Places:
         return pages.view(table.shape[0], s.positions, *x.shape[1:]).transpose(1, 2)
 
 
-class Noting:
+class Written:
+    """Part of what models of transformers ask a cache for, whatever it keeps.
+
+    Attributes:
+        written: layer -> the keys and values that it wrote in this step.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def get_query_offset(self, *_: Any) -> int:
+        """The place of the first query, which masks are asked for; `Seen` knows positions."""
+        return 0
+
+    def get_mask_sizes(self, length: int, *_: Any) -> tuple[int, int]:
+        """The number of keys that masks are asked for, and the place of the first one."""
+        return length, 0
+
+
+class Noting(Written):
     """Stands for a cache in a forward that writes none: it notes the types of what would be.
 
     Attributes:
         types: name of a cache -> heads, features, dtype.
+        attended: the layers whose caches would be read.
     """
 
     shape = None
 
     def __init__(self) -> None:
+        super().__init__()
         self.types: dict[str, tuple[int, int, torch.dtype]] = {}
-        self.last: tuple[Tensor, ...] = ()
-        self.caches, self.calls = self, 0
+        self.caches, self.attended = self, set[int]()
 
     def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Note the types of the keys and values of a layer."""
         for c, x in (("k", k), ("v", v)):
             self.types[f"{c}{layer}"] = (x.shape[1], x.shape[3], x.dtype)
-        self.last = k, v
+        self.written[layer] = k, v
         return k, v
 
 
@@ -104,10 +124,47 @@ def attending(places: Places | Noting) -> Iterator[None]:
 
 
 def register() -> None:
-    """Add `attend` to transformers' table."""
-    from transformers import AttentionInterface
+    """Add `attend` to transformers' table, and what takes the place of its masks."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, _seen)
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Takes the place of a mask: which keys a query sees, by the positions of both.
+
+    Attributes:
+        rule: (batch, head, position of a query, position of a key) -> bool, as transformers has it.
+    """
+
+    rule: Callable[[int, int, Tensor, Tensor], Tensor]
+
+
+def _seen(*, mask_function: Any, attention_mask: Tensor | None = None, **_: Any) -> Seen:
+    """Return what stands for a mask of transformers.
+
+    Raises:
+        DefinitionError: it hides tokens besides, as padding is hidden.
+    """
+    if attention_mask is not None:
+        raise _other_mask("the model", "it hides some tokens of a text besides")
+    return Seen(mask_function)
+
+
+@cache
+def _causal(window: int | None) -> Seen:
+    def rule(batch: int, head: int, at: Tensor, keys: Tensor) -> Tensor:
+        seen = keys <= at
+        return seen if window is None else seen & (keys > at - window)
+
+    return Seen(rule)
+
+
+def _other_mask(name: str, because: str) -> DefinitionError:
+    hint = "generate() serves models whose masks follow from positions alone"
+    return DefinitionError(f"a mask of {name}", because=because, hint=hint)
 
 
 def attend(
@@ -131,12 +188,16 @@ def attend(
         [1, tokens, heads, features].
     """
     places, scale = _places.get(), query.shape[-1] ** -0.5 if scaling is None else scaling
-    places.calls += 1
-    _check_written(module, places.caches.last, (key, value))
+    layer = _layer_of(module, places.caches.written, (key, value))
+    places.attended.add(layer)
+    if not isinstance(attention_mask, Seen | None):
+        raise _other_mask(type(module).__name__, "it computes a mask of its own")
     if isinstance(places, Noting):
         return query[..., :1].expand(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
-    n, layer, how = places.shape.slots, module.layer_idx, (scale, softcap, s_aux, places.shape)
-    masks = places.masks(sliding_window)
+    n, how = places.shape.slots, (scale, softcap, s_aux, places.shape)
+    if attention_mask is None:
+        attention_mask = _causal(sliding_window)
+    masks = places.masks(attention_mask)
     one = _attention(
         query[0, :, :n].transpose(0, 1).unsqueeze(2),
         places.all_slots(f"k{layer}"), places.all_slots(f"v{layer}"), masks[0], *how,
@@ -150,14 +211,22 @@ def attend(
     return torch.cat((one, many))[None], None
 
 
-def _check_written(module: Any, written: tuple[Tensor, ...], read: tuple[Tensor, ...]) -> None:
-    """Raise DefinitionError unless a layer attends to just what it wrote."""
-    if not written or any(a is not b for a, b in zip(written, read, strict=True)):
-        raise DefinitionError(
-            f"a cache for {type(module).__name__}",
-            because="it attends to keys and values other than those that it wrote into its cache",
-            hint="generate() serves layers that keep the keys and values that they attend to",
-        )
+def _layer_of(
+    module: Any, written: Mapping[int, tuple[Tensor, Tensor]], read: tuple[Tensor, Tensor]
+) -> int:
+    """Return the layer that wrote what a layer attends to: itself, or one whose it shares.
+
+    Raises:
+        DefinitionError: no layer wrote it.
+    """
+    for layer, pair in written.items():
+        if all(a is b for a, b in zip(pair, read, strict=True)):
+            return layer
+    raise DefinitionError(
+        f"a cache for {type(module).__name__}",
+        because="it attends to keys and values other than those that were written into caches",
+        hint="generate() serves layers that keep the keys and values that they attend to",
+    )
 
 
 def _attention(

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mdfuse.errors import DefinitionError
-from mdfuse.serving.attention import NAME, Noting, Places, attending, register
+from mdfuse.errors import DefinitionError, MdfuseError, counted, told
+from mdfuse.serving.attention import (
+    NAME,
+    Noting,
+    Places,
+    Seen,
+    Written,
+    attending,
+    register,
+)
+from mdfuse.serving.rotation import fixed
 from mdfuse.serving.shape import StepShape
 from mdfuse.torch_private import FakeTensorMode
 
@@ -19,19 +28,18 @@ from mdfuse.torch_private import FakeTensorMode
 CACHES = "caches"
 
 
-class Caches(nn.Module):
+class Caches(Written, nn.Module):
     """Keys and values of all layers, [rows, heads, features] each; what `past_key_values` is.
 
     An import writes each buffer in place. Attention reads the buffers, not what `update` returns.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        Written.__init__(self)
         for name, x in tensors.items():
             self.register_buffer(name, x)
         self.rows: Tensor | None = None
-        self.last: tuple[Tensor, ...] = ()
-        self.updates = 0
 
     def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write the keys and values, [1, heads, tokens, features], of a layer."""
@@ -39,7 +47,7 @@ class Caches(nn.Module):
         for name, x in ((f"k{layer}", k), (f"v{layer}", v)):
             cache = getattr(self, name)
             cache.index_copy_(0, self.rows, x[0].transpose(0, 1).to(cache.dtype))
-        self.updates, self.last = self.updates + 1, (k, v)
+        self.written[layer] = k, v
         return k, v
 
 
@@ -57,7 +65,7 @@ class Served(nn.Module):
         s = self.shape_served
         caches: Any = getattr(self, CACHES)
         parts = s.parts(step)
-        caches.rows, caches.updates = parts["rows"], 0
+        caches.rows, caches.written = parts["rows"], {}
         places = Places(s, caches, parts["positions"], parts["table"], parts["slot"])
         with attending(places):
             results: Any = super().forward(
@@ -67,7 +75,7 @@ class Served(nn.Module):
                 use_cache=True,
                 logits_to_keep=torch.arange(s.slots, device=step.device),
             )
-        _check_all_attended(self, caches.updates, places.calls)
+        caches.written = {}  # they were of this step
         logits = results.logits[0].float()
         return logits.argmax(-1), logits
 
@@ -95,6 +103,7 @@ def cache_types(module: nn.Module) -> dict[str, tuple[int, int, torch.dtype]]:
             FakeTensorMode(),
             torch.no_grad(),
             own_attention(module, "batched_mm"),
+            fixed(module),
             attending(noted),
         ):
             tensors = {
@@ -105,10 +114,17 @@ def cache_types(module: nn.Module) -> dict[str, tuple[int, int, torch.dtype]]:
             given: dict[str, Any] = {"input_ids": token, "position_ids": token}
             given |= {"past_key_values": noted, "use_cache": True}
             torch.func.functional_call(module, tensors, (), given)
-    except AttributeError as error:
+    except MdfuseError:
+        raise
+    except Exception as error:  # the forward is the model's, and raises whatever it likes
+        because = f"its forward of one token says: {told(error)}"
+        if isinstance(error, AttributeError) and error.obj is noted:
+            because = f"it asks a cache for {error.name}, and caches here are keys and values alone"
+        if isinstance(error, AttributeError) and isinstance(error.obj, Seen):
+            because = "it computes with masks, which follow from positions here"
         raise DefinitionError(
             f"a cache for {type(module).__name__}",
-            because=f"its layers ask more of a cache than keys and values: {error}",
+            because=because,
             hint="generate() serves models whose state is keys and values",
         ) from error
     if not noted.types:
@@ -117,6 +133,7 @@ def cache_types(module: nn.Module) -> dict[str, tuple[int, int, torch.dtype]]:
             because="its forward wrote no keys and values into past_key_values",
             hint="generate() serves causal models of transformers",
         )
+    _check_all_attended(module, noted.written, noted.attended)
     return noted.types
 
 
@@ -139,10 +156,11 @@ def own_attention(module: Any, experts: str | None = None) -> Iterator[None]:
             setattr(c, key, value)
 
 
-def _check_all_attended(module: nn.Module, updates: int, calls: int) -> None:
-    if updates != calls:
+def _check_all_attended(module: nn.Module, written: Collection[int], attended: set[int]) -> None:
+    if attended != {*written}:
         raise DefinitionError(
-            f"{type(module).__name__} wrote {updates} caches and attended to {calls}",
+            f"{type(module).__name__} wrote caches of {counted(len(written), 'layer')} and "
+            f"attended to {len(attended)}",
             because="its layers do not take their attention from transformers' table of functions",
             hint="generate() serves models that do (`_supports_attention_backend`)",
         )

@@ -18,10 +18,11 @@ from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.runtime.communicator import Communicator, init
 from mdfuse.serving.decoder import cache_types
 from mdfuse.serving.front import Front, Message
-from mdfuse.serving.models import opened
+from mdfuse.serving.models import model_of
 from mdfuse.serving.placing import placed
 from mdfuse.serving.programs import Programs
 from mdfuse.serving.requests import Continuation, Request, request_of
+from mdfuse.serving.rotation import check_context, longest
 from mdfuse.serving.shape import StepShape
 from mdfuse.serving.turns import Turns
 
@@ -41,6 +42,7 @@ class GenerationEngine:
     Attributes:
         shape: of a step.
         programs: what steps run.
+        eos: the tokens that end a text where a request says no stops.
 
     >>> import mdfuse as mf
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -59,7 +61,7 @@ class GenerationEngine:
         self, programs: Programs, eos: tuple[int, ...], words: int, comm: Communicator | None
     ) -> None:
         self.programs, self.shape = programs, programs.shape
-        self._eos, self._words, self._comm = eos, words, comm
+        self.eos, self._words, self._comm = eos, words, comm
         self._turns = Turns(programs.shape)
         self._numbers = count()
         self._front = None if comm is None or comm.size == 1 else Front(comm)
@@ -100,7 +102,7 @@ class GenerationEngine:
             "seed": seed, "stop": stop,
         }  # fmt: skip
         context, number = self.shape.context, next(self._numbers)
-        self._turns.add(request_of(number, ids, context, self._words, self._eos, said))
+        self._turns.add(request_of(number, ids, context, self._words, self.eos, said))
         return number
 
     def cancel(self, id: int) -> None:
@@ -122,7 +124,7 @@ class GenerationEngine:
         return self._turns.result(id)
 
     def report(self) -> str:
-        """Return the sizes of the engine, what its caches take, and where parameters live."""
+        """Return sizes, what caches take, what a rank read, and where parameters live."""
         s, size = self.shape, self.programs.cache_bytes
         pages = f"{s.pages - 1:,} pages of {s.page_size}, and one for slots without a request"
         lines = [
@@ -131,7 +133,8 @@ class GenerationEngine:
             f"caches of {s.cache_rows:,} positions in all: {size:,} bytes on a rank; "
             + (pages if s.pages else "each slot has a whole context"),
         ]
-        return "\n".join([*lines, self.programs.models[False].report()])
+        lines += [self.programs.read, self.programs.models[False].report()]
+        return "\n".join(lines)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -266,7 +269,7 @@ def generate(
         max_batch: how many slots there are: requests that are computed at once.
         chunk: how many tokens of a prompt a step computes besides one token of each slot; 0: none.
         context: the most tokens of a request, prompt included; by default the model's
-            `max_position_embeddings`, at most 2,048.
+            `max_position_embeddings`, at most 2,048, and no rotary frequency changes in it.
         options: of the programs.
 
     Raises:
@@ -275,24 +278,31 @@ def generate(
     """
     comm = init(options)
     mesh = DeviceMesh.arange(tp=comm.size) if mesh is None else as_mesh(mesh)
-    model, source = opened(module)
+    served = model_of(module)
+    model = served.module
     caches = cache_types(model)
     text = model.config.get_text_config()
     sizes = {x: mesh.axis_size(x) if x in mesh.axes else 1 for x in ("tp", "cp")}
-    most = min(getattr(text, "max_position_embeddings", None) or CONTEXT, CONTEXT)
     shape = StepShape(
         slots=_at_least("max_batch", max_batch, 1),
         chunk=_at_least("chunk", chunk, 0),
-        context=most if context is None else _at_least("context", context, 1),
+        context=_longest(model) if context is None else _at_least("context", context, 1),
         pages=0 if pages is None else _at_least("pages", pages, 1) + 1,
         page_size=_at_least("page_size", page_size, 1),
         parts_of_positions=sizes["cp"],
         is_grouped=all(heads % sizes["tp"] == 0 for heads, *_ in caches.values()),
     )
+    check_context(model, shape.context)
     said, others = placed(model, mesh, caches, layouts)
     runs = None if comm.size == 1 and mesh.size > 1 else comm
-    programs = Programs(model, shape, caches, mesh, said, others, runs, options, source)
+    programs = Programs(served, shape, caches, mesh, said, others, runs, options)
     return GenerationEngine(programs, eos_of(model), text.vocab_size, runs)
+
+
+def _longest(model: Any) -> int:
+    """The context of a model where nobody says it."""
+    trained = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(n for n in (trained, longest(model), CONTEXT) if n)
 
 
 def _at_least(name: str, x: object, least: int) -> int:

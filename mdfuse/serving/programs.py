@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mdfuse.compiled.from_torch import from_torch
 from mdfuse.compiled.imported import ImportedModel
@@ -21,6 +21,8 @@ from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.serving import sampling
 from mdfuse.serving.decoder import CACHES, own_attention, served
+from mdfuse.serving.models import GivenModel
+from mdfuse.serving.rotation import fixed
 from mdfuse.serving.shape import StepShape
 from mdfuse.serving.turns import Integers
 from mdfuse.simulation.simulate import simulate
@@ -33,23 +35,23 @@ class Programs:
     """The programs that all ranks run, alike, for each step.
 
     Args:
-        module: a causal model of transformers.
+        model: a causal model of transformers, and where its parameters are.
         shape: of a step with a chunk.
         caches: name -> heads, features, dtype.
         layouts: pattern -> axis -> placement, those of the caches included.
         placed: the other arguments of `from_torch`.
         comm: runs a rank's part; None: all ranks are simulated.
-        source: of the parameters, as `ImportedModel.load` takes it.
 
     Attributes:
         shape, without_chunk: of steps.
+        read: what this process read of the parameters, as a line.
         steps: whether there is a chunk -> computes a step of these integers, in place.
         models: whether there is a chunk -> the import.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        model: GivenModel,
         shape: StepShape,
         caches: Mapping[str, tuple[int, int, torch.dtype]],
         mesh: DeviceMesh,
@@ -57,34 +59,38 @@ class Programs:
         placed: Mapping[str, Any],
         comm: Communicator | None,
         options: Options | None,
-        source: Any,
     ) -> None:
         self.shape, self._comm, self._options = shape, comm, options
+        module = model.module
         self.without_chunk = replace(shape, chunk=0)
         shapes = {bool(s.chunk): s for s in (shape, self.without_chunk)}
         rows = shape.cache_rows
         buffers = {n: torch.zeros(rows, *hd, dtype=dtype) for n, (*hd, dtype) in caches.items()}
         named = {f"{CACHES}.{name}": x for name, x in buffers.items()}
         self.models: dict[bool, ImportedModel] = {}
-        with own_attention(module):
+        with own_attention(module), fixed(module):
             for has_chunk, s in shapes.items():
                 step = torch.zeros(s.size, dtype=torch.int64)
                 module_ = served(module, s, buffers)
                 self.models[has_chunk] = from_torch(
                     module_, (step,), mesh=mesh, layouts=layouts, buffers=named, **placed
                 )
-        self.programs = {c: model.compile(options) for c, model in self.models.items()}
-        state = self._state(source)
+            self.programs = {c: x.compile(options) for c, x in self.models.items()}
+            state = self._state(model)
         run = SimulatedSteps if comm is None else LaunchedSteps
         self.steps = {c: run(p, *state[c]) for c, p in self.programs.items()}
 
-    def _state(self, source: Any) -> dict[bool, tuple[Any, Any]]:
+    def _state(self, served: GivenModel) -> dict[bool, tuple[Any, Any]]:
         """Return the caches of each program, and all its other inputs but the integers."""
         rank = None if self._comm is None else self._comm.rank
         device = None if self._comm is None else self._comm.device
         first = self.models[bool(self.shape.chunk)]
-        loaded = first.load(source, rank=rank, device=device)
+        loaded = first.load(served.source, rank=rank, device=device)
         parameters = dict(zip(first.fusion.inputs, loaded, strict=False))
+        others = {*first.constants(rank, device)}
+        self.read = _said_of(served, [
+            x for n, x in parameters.items() if n not in others and not n.startswith(f"{CACHES}.")
+        ])  # fmt: skip
         state = {}
         for c, model in self.models.items():
             constants = model.constants(rank, device)
@@ -104,9 +110,13 @@ class Programs:
             numbers: by which tokens are chosen, [slots, 4]; None: the most probable ones.
         """
         tokens, logits = self.steps[has_chunk](torch.from_numpy(step))
+        chosen = tokens.tolist()
         if numbers is not None:
-            (tokens,) = self._sampler(logits, torch.from_numpy(numbers))
-        return [int(x) for x in tokens.tolist()]
+            (drawn,) = self._sampler(logits, torch.from_numpy(numbers))
+            for slot, token in enumerate(drawn.tolist()):
+                if numbers[slot, sampling.TEMPERATURE]:  # among equal logits others take another
+                    chosen[slot] = token
+        return [int(x) for x in chosen]
 
     @property
     def cache_bytes(self) -> int:
@@ -137,6 +147,17 @@ class Programs:
         if self._comm is None:
             return simulate(self.sampler, inputs).outputs
         return self.sampler.run_all([x.to(self._comm.device) for x in inputs])
+
+
+def _said_of(served: GivenModel, parameters: Sequence[Tensor | None]) -> str:
+    """Return what a process read of a model, as a line."""
+    size = sum(x.nbytes for x in parameters if x is not None)
+    if served.because:
+        return f"parameters: read whole by each process, for {served.because}"
+    if served.source is None:
+        return f"parameters: {size:,} bytes here, of a module in memory"
+    whole = sum(p.nbytes for p in served.module.parameters())
+    return f"parameters: {size:,} of {whole:,} bytes, read from {served.source}"
 
 
 class LaunchedSteps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -98,7 +99,9 @@ def request_of(
     prompt = _tokens("ids", ids, words)
     room, most = context - len(prompt), said["max_tokens"]
     if not prompt:
-        raise _refused("ids", "an empty prompt", "the first token follows another one", "a token")
+        raise ProgramError(
+            "submit: an empty prompt", because="the first token follows another one", hint="ids=[1]"
+        )
     if room < 1 or (most is not None and _whole("max_tokens", most, 1) > room):
         wanted = "" if most is None else f" and {counted(most, 'token')} behind it"
         raise ProgramError(
@@ -160,11 +163,10 @@ def _whole(name: str, x: Any, least: int | None = None) -> int:
 
 
 def _number(name: str, x: Any) -> float:
-    if type(x) not in (int, float):
+    if type(x) not in (int, float) or abs(x) > sys.float_info.max:
         raise _refused(name, x, "it is a number", f"{name}=1.0")
     return float(x)
 
 
 def _refused(name: str, value: object, because: str, hint: str) -> ProgramError:
-    shown = value if isinstance(value, str) else f"{name} is {value!r}"
-    return ProgramError(f"submit: {shown}", because=because, hint=hint)
+    return ProgramError(f"submit: {name} is {value!r}", because=because, hint=hint)

@@ -75,3 +75,29 @@ def test_what_is_no_size_is_refused() -> None:
         fd.add_output(x + 1, reuse=x)
     with pytest.raises(mf.MdfuseError, match="a state has one size"):
         mf.compile(fd, mf.Options(sizes={"x.0": (1,)}))
+
+
+def test_sizes_share_one_memory() -> None:
+    """Columns are places in two tables, of 3 and of 40 rows: no size reads what another left.
+
+    Rows are the second dim, so what is a place in the large table lies where smaller sizes have
+    places in the small one. Results stay as they were.
+    """
+    with mf.FusionDefinition("pairs") as fd:
+        at = fd.define_tensor([2, -1], torch.int64, DeviceMesh.arange(tp=1), name="at")
+        few = fd.define_tensor([3, 4], mesh=DeviceMesh.arange(tp=1), name="few")
+        many = fd.define_tensor([40, 4], mesh=DeviceMesh.arange(tp=1), name="many")
+        fd.add_output(F.embedding(at[0], few) + F.embedding(at[1], many))
+        fd.add_output(at.view(2, 1, -1))
+    few, many, kept = torch.randn(3, 4), torch.randn(40, 4), list[tuple[Any, Any]]()
+    with closing(mf.init(backend="null", rank=0, size=1)):
+        program = mf.compile(fd, mf.Options(sizes={"at.1": (2, 4, 8, 16)}))
+        for n in (16, 3, 7, 1, 8, 2, 0, 13, 4):
+            at = torch.stack((torch.randint(3, (n,)), torch.randint(3, 40, (n,))))
+            y, same = program.run(at, few, many)
+            kept += [(y, few[at[0]] + many[at[1]]), (same, at.view(2, 1, n))]
+        for got, wanted in kept:
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+        (rooms,) = program._rooms.values()
+        sizes = {name: room.memory.nbytes for name, room in rooms.items()}
+        assert sizes == {"at": 2 * 16 * 8, "rows_of_at_1": 16}

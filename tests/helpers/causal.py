@@ -23,6 +23,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma3ForCausalLM", "Gemma3TextConfig", {"sliding_window": 4, "layer_types": KINDS},
     ),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", {}),
+    "llama4": (
+        "Llama4ForCausalLM", "Llama4TextConfig",
+        {"num_local_experts": 2, "attention_chunk_size": 5, "intermediate_size_mlp": 24,
+         "pad_token_id": 0, "layer_types": ["chunked_attention", "full_attention"]},
+    ),
     "gpt_oss": (
         "GptOssForCausalLM", "GptOssConfig",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
@@ -35,7 +40,13 @@ def model_of(name: str, seed: int = 0, **sizes: Any) -> Any:
     """A model whose parameters are drawn; no token ends a text."""
     kind, config, others = MODELS[name]
     said = {**SIZES, **others, "eos_token_id": None, **sizes}
-    model = getattr(transformers, kind)(getattr(transformers, config)(**said)).eval()
+    return with_drawn(
+        getattr(transformers, kind)(getattr(transformers, config)(**said)).eval(), seed
+    )
+
+
+def with_drawn(model: Any, seed: int = 0) -> Any:
+    """The model, with drawn parameters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for x in model.parameters():

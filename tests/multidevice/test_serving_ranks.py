@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
+import resource
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import sampling
 from helpers.causal import drain, greedy, model_of, prompts
-from helpers.serving import listening, running
+from helpers.serving import eventually, listening, running
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
+
+#: Bytes that a process may take between the middle and the end of many requests.
+GROWTH = 8 << 20
 
 
 def served(comm: mf.Communicator, mesh: DeviceMesh, **sizes: int) -> None:
@@ -95,6 +102,76 @@ def test_a_server_of_two_ranks(comm: mf.Communicator) -> None:
     for n in range(5):
         assert got[n]["choices"][0]["token_ids"] == [*greedy(model, [n + 1, 5], n + 2)]
     engine.close()
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.world(2)
+def test_many_requests_of_clients(comm: mf.Communicator) -> None:
+    """Six clients ask, draw, wait for stops, and leave: no answer is lost, and nothing grows."""
+    count = sampling.of(1000, 60)
+    model = model_of("llama", num_hidden_layers=1)
+    engine = mf.generate(model, max_batch=4, chunk=4, context=32, pages=12, page_size=8)
+    if comm.rank:
+        steps, before = 0, 0
+        while engine._followed() is not None:
+            steps += 1
+            before = resident() if steps == count // 2 else before
+        assert steps > count // 2 and resident() - before < GROWTH
+        return
+    pool = prompts([1, 3, 9, 14, 5, 20, 2, 11], 3)
+    wanted = [greedy(model, x, 9) for x in pool]
+    draw, left, wrong = random.Random(7), [*range(count)], list[Any]()
+    asked = [(draw.randrange(8), draw.randint(1, 9), draw.random()) for _ in left]
+    before = 0
+
+    def client(server: Any) -> None:
+        nonlocal before
+        while left:
+            n = left.pop()
+            before = resident() if n == count // 2 else before
+            which, most, kind = asked[n]
+            said = {"prompt": pool[which], "max_tokens": most, "temperature": 0}
+            if kind < 0.1:
+                leave(server.port, {**said, "stream": kind < 0.05})
+                continue
+            drawn = {"temperature": 2.0, "seed": which, "top_k": 20} if kind > 0.9 else {}
+            (choice,) = server.complete(**{**said, **drawn})["choices"]
+            tokens = tuple(choice["token_ids"])
+            if len(tokens) != most or (not drawn and tokens != wanted[which][:most]):
+                wrong.append((n, tokens, wanted[which][:most]))
+
+    with listening(engine) as server:
+
+        def clients() -> None:
+            threads = [threading.Thread(target=client, args=(server,)) for _ in range(6)]
+            for x in threads:
+                x.start()
+            for x in threads:
+                x.join()
+            assert eventually(lambda: not server.worker._listeners)
+            server.worker.stop()
+
+        with running(clients):
+            server.worker.run()
+    assert not wrong and not left
+    turns = engine._turns
+    assert not turns._all and sorted(turns.pages) == [*range(1, 13)] and len(turns._slots) == 4
+    assert resident() - before < GROWTH
+    engine.close()
+
+
+def leave(port: int, said: dict[str, Any]) -> None:
+    """Ask, and go away; where it is a stream, behind its first event."""
+    body = json.dumps(said).encode()
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        if said["stream"]:
+            assert connection.recv(10)
 
 
 @pytest.mark.world(4)

@@ -84,7 +84,8 @@ class Host:
             arguments += ["-o", override]
         # what the tests' own conftest adds, where it does
         arguments += [f"--default={text}" for text in getattr(option, "default", ())]
-        arguments += ["--launches"] * getattr(option, "launches", False)
+        for flag in ("launches", "whole"):
+            arguments += [f"--{flag}"] * bool(getattr(option, flag, False))
         if getattr(option, "timeout", None) is not None:
             arguments += [f"--timeout={option.timeout}"]
         return [*arguments, f"@{tests}"]

@@ -123,9 +123,9 @@ def test_a_stop_ends_it(engine: Any) -> None:
     one = engine.submit(ids, 8, stop=[whole[3]])
     other = next(x for x in range(97) if x not in whole)
     pair = engine.submit(ids, 8, stop=[other, whole[4:6]])
-    engine._eos = (whole[2],)
+    engine.eos = (whole[2],)
     own, none = engine.submit(ids, 8), engine.submit(ids, 8, stop=[])
-    engine._eos = ()
+    engine.eos = ()
     drain(engine)
     first = whole.index(whole[3]) + 1
     assert engine.result(one) == (whole[:first], "stop", "")

@@ -23,6 +23,7 @@ from mdfuse.frontend.importing.backwards import Backwards, own_backwards
 from mdfuse.frontend.importing.dynamic import dims_of_tensors
 from mdfuse.frontend.importing.inline import inline, part_detached
 from mdfuse.frontend.importing.lines import line_of
+from mdfuse.frontend.importing.reached import Reached
 from mdfuse.frontend.importing.submodules import PREFIX
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
@@ -134,7 +135,7 @@ class _Whole(nn.Module):
         super().__init__()
         self.module, self.noted = module, noted
         self.leaves, self.structure = list(leaves), structure
-        self.seen = _Seen()
+        self.seen, self.held = _Seen(), dict(module.named_buffers())
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Rebuild the arguments from tensors, call the module, and flatten its result."""
@@ -142,7 +143,9 @@ class _Whole(nn.Module):
         leaves = [next(given) if isinstance(x, Tensor) else x for x in self.leaves]
         args, kwargs = unflattened(leaves, self.structure)
         self.noted.begin()
-        paths, self.seen.structure = flattened(self.module(*args, **kwargs))
+        with Reached(self.module, self.held) as reached:
+            given_back = reached.meant(self.module(*args, **kwargs))
+        paths, self.seen.structure = flattened(given_back)
         results: list[Tensor] = []
         outputs: list[OutputLeaf] = []
         for path, x in paths:
