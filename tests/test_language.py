@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "mdfuse").rglob("*.py"))
 #: Modules besides those of the package whose sentences are read.
 SCRIPTS = sorted(p for folder in ("benchmarks", "examples") for p in (ROOT / folder).glob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+SHELL = [ROOT / ".ci" / "run", *sorted(p for p in (ROOT / "launch").iterdir() if p.is_file())]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 #: Words that say nothing of a value whose only name they are.
@@ -24,7 +26,7 @@ EMPTY = {"found", "made", "told", "kept", "own", "more", "rest", "here"}
 LIMITS = {"empty names": 0, "classes of one name": 0, "docstrings that ask": 0}
 
 #: A sentence that opens so puts its subject last.
-OPENS = re.compile(r"(?:^|[.!?]\s+|\n\n\s*|[-*] )(Of) (?!course\b)[a-z`]")
+OPENS = re.compile(r"(?:^|[.!?]\s+|\n\n\s*|[-*] )(Of) (?!course\b)")
 
 
 def assigned(tree: ast.AST) -> Iterator[str]:
@@ -80,8 +82,13 @@ def test_sentences_of_pages_begin_with_their_subject(path: Path) -> None:
 
 def test_sentences_of_modules_begin_with_their_subject() -> None:
     wrong = []
-    for path in (*MODULES, *SCRIPTS):
+    for path in (*MODULES, *SCRIPTS, *TESTS):
         text = path.read_text(encoding="utf-8")
         parts = [*docstrings(ast.parse(text)), comments(text)]
         wrong += [(path.name, m[0]) for part in parts for m in OPENS.finditer(part)]
+    wrong += [
+        (path.name, m[0])
+        for path in SHELL
+        for m in OPENS.finditer(comments(path.read_text(encoding="utf-8")))
+    ]
     assert wrong == []
