@@ -85,6 +85,7 @@ class Host:
         # what the tests' own conftest adds, where it does
         arguments += [f"--default={text}" for text in getattr(option, "default", ())]
         arguments += ["--launches"] * getattr(option, "launches", False)
+        arguments += ["--whole"] * getattr(option, "whole", False)
         if getattr(option, "timeout", None) is not None:
             arguments += [f"--timeout={option.timeout}"]
         return [*arguments, f"@{tests}"]
