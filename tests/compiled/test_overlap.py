@@ -207,7 +207,7 @@ H200 = Path(mf.__file__).parent / "seeing/tables/NVIDIA_H200-alone-nccl-0-1.json
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_layer_has_four_windows(size: int) -> None:
-    """A layer of 70B, by a table that ships: all between windows is launches, loops copy nothing."""
+    """A layer of 70B, by a table that ships: between windows are launches, loops copy nothing."""
     layer = Layer(width=8192, heads=64, kv_heads=8, head=128, hidden=28672)
     fd = layer.definition(DeviceMesh.arange(tp=size), 4096, torch.bfloat16)
     found = mf.compile(fd, replace(AUTO, costs=str(H200), compile="always"))
