@@ -25,8 +25,12 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 #: Seconds that the cases of one swept test take, about.
 BUDGET = 1.5
 
-#: File -> seconds that all its swept tests take: each runs a whole benchmark once, or a launch.
-TOGETHER = {"tests/test_benchmarks.py": 35.0, "tests/runtime/watch/test_reports.py": 12.0}
+#: File -> seconds that all its swept tests take: each runs a whole benchmark, a launch, a compiler.
+TOGETHER = {
+    "tests/plan/test_inductor.py": 20.0,
+    "tests/runtime/watch/test_reports.py": 12.0,
+    "tests/test_benchmarks.py": 35.0,
+}
 
 #: Seeds among which drawn examples and inputs are shared out: a run has those of one.
 SHARES = 6
