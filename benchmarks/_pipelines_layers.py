@@ -233,9 +233,9 @@ def _reference(bench: Bench) -> Results:
     return total, {name: x.grad for name, x in mine.items() if x.grad is not None}
 
 
-def _compare(what: str, found: Results, want: Results) -> None:
+def _compare(what: str, results: Results, want: Results) -> None:
     """Raise AssertionError where a result is wrong."""
-    loss, gradients = found
+    loss, gradients = results
     pairs = {name: (gradients[name], right) for name, right in want[1].items()}
     if loss is not None and want[0] is not None:
         pairs["the loss"] = loss, want[0]

@@ -101,10 +101,10 @@ def network(comm: Communication, hosts: dict[int, int]) -> int:
     return max((0, *into.values()))
 
 
-def nanoseconds(found: Sequence[Communication], hosts: dict[int, int]) -> float:
+def nanoseconds(steps: Sequence[Communication], hosts: dict[int, int]) -> float:
     """The time of some posts, one after the other."""
     total = 0.0
-    for comm in found:
+    for comm in steps:
         parts = [comm.part(r) for r in hosts] if comm.kind in POINT_TO_POINT else []
         messages = max((max(len(p.sends), len(p.recvs)) for p in parts), default=1)
         arrives = max(comm.bytes_received(r) for r in hosts)

@@ -80,19 +80,19 @@ def posts(path: Sequence[Step], shape: tuple[int, ...]) -> list[Communication]:
     return [step for step in typed if isinstance(step, Communication)]
 
 
-def moved(found: Sequence[Communication], ranks: Sequence[int]) -> Moved:
+def moved(steps: Sequence[Communication], ranks: Sequence[int]) -> Moved:
     """Return how many bytes the posts bring to the worst rank, and to all."""
-    each = [sum(c.bytes_received(r) for c in found) for r in ranks]
+    each = [sum(c.bytes_received(r) for c in steps) for r in ranks]
     return Moved(max(each), sum(each))
 
 
-def sender_spread(found: Sequence[Communication]) -> float | None:
+def sender_spread(steps: Sequence[Communication]) -> float | None:
     """Return what the busiest sender of point-to-point posts sends, over an even spread.
 
     None where there are none. Even is what all ranks that hold the value would send each.
     """
     worst = None
-    for c in found:
+    for c in steps:
         if c.kind in POINT_TO_POINT:
             sent = [sum(map(box_size, c.part(r).sends)) for r in c.source.mesh.ranks]
             if any(sent):

@@ -170,10 +170,10 @@ def kinds(
         yield f"{case.name}, {case.sizes}", {k: (a, b) for k, (a, b) in seconds.items()}
 
 
-def shown_kinds(name: str, found: dict[str, tuple[float, float]]) -> Table:
+def shown_kinds(name: str, kinds: dict[str, tuple[float, float]]) -> Table:
     """Return a table of the kinds that took longest."""
     table = titled(f"{name}: rank 0 by kinds", "kind", right=("predicted", "measured", "ratio"))
-    for kind, (a, b) in sorted(found.items(), key=lambda x: -x[1][1])[:10]:
+    for kind, (a, b) in sorted(kinds.items(), key=lambda x: -x[1][1])[:10]:
         table.add_row(kind, time_text(a), time_text(b), f"{a / b:.2f}" if b else "")
     return table
 

@@ -84,36 +84,36 @@ class Row:
         return f"{self.mesh} {' x '.join(map(str, self.shape))}, {self.group}"
 
 
-def row(mesh: DeviceMesh, shape: tuple[int, ...], group: str, found: list[Found]) -> Row:
+def row(mesh: DeviceMesh, shape: tuple[int, ...], group: str, measured: list[Found]) -> Row:
     """Summarise the pairs of one group."""
-    ratios = sorted(f.ratio for f in found)
-    times = sorted(f.milliseconds for f in found)
-    theirs = [f for f in found if f.dtensor is not None and f.least.worst]
-    worst = sorted(found, key=lambda f: -f.ratio)[:_SHOWN]
+    ratios = sorted(f.ratio for f in measured)
+    times = sorted(f.milliseconds for f in measured)
+    theirs = [f for f in measured if f.dtensor is not None and f.least.worst]
+    worst = sorted(measured, key=lambda f: -f.ratio)[:_SHOWN]
     return Row(
         mesh=str(mesh),
         shape=shape,
         group=group,
-        pairs=len(found),
+        pairs=len(measured),
         mean=statistics.mean(ratios),
-        whole=statistics.mean(f.whole_ratio for f in found),
+        whole=statistics.mean(f.whole_ratio for f in measured),
         ninetieth=ratios[len(ratios) * 9 // 10],
         most=ratios[-1],
-        total=sum(f.ours.total for f in found) / max(sum(f.least.total for f in found), 1),
-        reachable=statistics.mean(x for f in found if (x := f.reachable_ratio) is not None)
-        if all(f.reachable is not None for f in found)
+        total=sum(f.ours.total for f in measured) / max(sum(f.least.total for f in measured), 1),
+        reachable=statistics.mean(x for f in measured if (x := f.reachable_ratio) is not None)
+        if all(f.reachable is not None for f in measured)
         else None,
-        owners=statistics.mean(x for f in found if (x := f.owners_ratio) is not None)
-        if all(f.owners is not None for f in found)
+        owners=statistics.mean(x for f in measured if (x := f.owners_ratio) is not None)
+        if all(f.owners is not None for f in measured)
         else None,
         dtensor=statistics.mean((f.dtensor or 0) / f.least.worst for f in theirs)
-        if theirs and all(f.dtensor is not None for f in found)
+        if theirs and all(f.dtensor is not None for f in measured)
         else None,
         more_than_dtensor=sum(f.ours.worst > math.ceil(f.dtensor or 0) for f in theirs),
-        messages=statistics.mean(f.messages for f in found),
+        messages=statistics.mean(f.messages for f in measured),
         median_ms=statistics.median(times),
         slow_ms=times[len(times) * 99 // 100],
-        spread=statistics.mean([f.spread for f in found if f.spread is not None] or [1.0]),
+        spread=statistics.mean([f.spread for f in measured if f.spread is not None] or [1.0]),
         worst=tuple((f.ratio, f.pair, f.steps) for f in worst),
     )
 
@@ -187,7 +187,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _shown(found: list[Row]) -> Table:
+def _shown(measured: list[Row]) -> Table:
     table = _table(
         "bytes at the worst rank over the bound",
         *(
@@ -205,7 +205,7 @@ def _shown(found: list[Row]) -> Table:
         ),
         *("messages", "ms", "p99", "busiest sender"),
     )
-    for r in found:
+    for r in measured:
         table.add_row(
             r.title,
             str(r.pairs),
@@ -219,12 +219,12 @@ def _shown(found: list[Row]) -> Table:
     return table
 
 
-def _between_hosts(found: list[Timed]) -> Table:
+def _between_hosts(measured: list[Timed]) -> Table:
     table = _table(
         "from mesh to mesh, hosts known: what crosses hosts, and the time, over their bounds",
         *("AlpaComm's case", "MB between hosts", "over", "ms", "over", "hosts not known", "steps"),
     )
-    for t in found:
+    for t in measured:
         table.add_row(
             t.case,
             f"{t.crossing / 1e6:.0f}",
@@ -234,7 +234,7 @@ def _between_hosts(found: list[Timed]) -> Table:
             f"{t.without_hosts / t.least_microseconds:.3f}",
             t.steps,
         )
-    ratios = [t.ratio for t in found], [t.without_hosts / t.least_microseconds for t in found]
+    ratios = [t.ratio for t in measured], [t.without_hosts / t.least_microseconds for t in measured]
     known, unknown = (f"{statistics.geometric_mean(r):.3f}" for r in ratios)
     table.add_row("geometric mean", "", "", "", known, unknown, "")
     return table

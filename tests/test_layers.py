@@ -22,6 +22,9 @@ APART = {"fuzz", "helpers", "image", "multidevice", "multirank", "namespaces"}
 #: Lines of a function, its docstring and signature included, and of a module.
 FUNCTION, MODULE = 60, 500
 
+#: Lines of `docs/architecture.md`.
+PAGE = 200
+
 #: Modules that need each other: an object prints or draws itself, a program runs its parts.
 CIRCLES = {
     frozenset({"hir.program", "hir.text.printer"}),
@@ -104,6 +107,12 @@ def test_modules_of_a_room_form_no_circles() -> None:
         graph.add_edges_from((dotted(path), name) for name in needed(path, known) if name in known)
     circles = {frozenset(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1}
     assert circles == CIRCLES
+
+
+def test_the_page_of_the_layers_is_short() -> None:
+    """It explains; exceptions are for the docstrings of modules."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= PAGE
 
 
 def test_every_room_has_its_layer() -> None:

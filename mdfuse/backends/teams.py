@@ -11,13 +11,13 @@ from mdfuse.errors import BackendError
 Team = tuple[int, ...]
 
 
-def new_teams(teams: Iterable[Team], rank: int, made: Container[Team]) -> Iterator[Team]:
+def new_teams(teams: Iterable[Team], rank: int, known: Container[Team]) -> Iterator[Team]:
     """Yield the teams that a rank has to make.
 
     Teams that exist, have one member, or lack this rank are skipped.
     """
     for team in teams:
-        if len(team) > 1 and rank in team and team not in made:
+        if len(team) > 1 and rank in team and team not in known:
             yield team
 
 

@@ -102,18 +102,18 @@ def launch(build: Build, mesh: DeviceMesh | None, name: str) -> None:
         screen.fail(problem or "")
 
 
-def _started(here: Launch) -> str:
-    return here.why if here.name == "single" else f"started by {here.name} ({here.why})"
+def _started(launch: Launch) -> str:
+    return launch.why if launch.name == "single" else f"started by {launch.name} ({launch.why})"
 
 
-def _check_fits(mesh: DeviceMesh, here: Launch, name: str) -> None:
-    if mesh.last_rank < here.size:
+def _check_fits(mesh: DeviceMesh, launch: Launch, name: str) -> None:
+    if mesh.last_rank < launch.size:
         return
     axes = ",".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
-    there = "is 1 process" if here.size == 1 else f"are {here.size} processes"
+    there = "is 1 process" if launch.size == 1 else f"are {launch.size} processes"
     raise ProgramError(
         f"{mesh} has {counted(mesh.size, 'rank')}, but there {there}",
-        where=f"launcher {here.name}: {here.why}",
+        where=f"launcher {launch.name}: {launch.why}",
         because="every rank of a mesh is one process",
         hint=f"torchrun --nproc-per-node {mesh.size} -m mdfuse run {name} --mesh {axes}, "
         f"or mdfuse run {name} --sim {axes}",

@@ -146,13 +146,13 @@ class Leaf:
         """Return the definition with these names and lines, or None."""
         return next((s for s in self.named if s.wording == wording), None)
 
-    def add(self, made: NamedDefinition) -> NamedDefinition:
+    def add(self, named: NamedDefinition) -> NamedDefinition:
         """Keep a definition, and return it, or the equal one that another thread added first."""
-        existing = self.find(made.wording)
+        existing = self.find(named.wording)
         if existing is not None:
             return existing
-        self.named = [made, *self.named[: _WORDINGS - 1]]
-        return made
+        self.named = [named, *self.named[: _WORDINGS - 1]]
+        return named
 
 
 class FusionCache:

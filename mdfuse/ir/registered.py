@@ -76,15 +76,15 @@ class LabelRule:
         result_shapes = tuple(tuple(extents[x.rstrip("!")] for x in words) for words in results)
         return result_shapes if len(result_shapes) > 1 else result_shapes[0]
 
-    def check(self, shapes: Shapes, made: Sequence[Shape], attrs: Mapping[str, Any]) -> None:
+    def check(self, shapes: Shapes, given: Sequence[Shape], attrs: Mapping[str, Any]) -> None:
         """Raise UntrueRule where results do not have the dims and extents of their labels."""
         operands, results, text = self._read(shapes, attrs)
         extents = self._extents(shapes, operands)
-        if len(results) != len(made):
+        if len(results) != len(given):
             raise UntrueRule(
-                f"{text!r} has {counted(len(results), 'result')}, and the call gave {len(made)}"
+                f"{text!r} has {counted(len(results), 'result')}, and the call gave {len(given)}"
             )
-        for words, shape in zip(results, made, strict=True):
+        for words, shape in zip(results, given, strict=True):
             if len(words) != len(shape):
                 raise UntrueRule(f"a result {list(shape)} has not the dims of {text!r}")
             for x, n in zip(words, shape, strict=True):

@@ -66,29 +66,29 @@ def _own(ids: Tensor, parts: int, each: int, part: Part | None) -> Tensor:
     return torch.where((numbers >= 0) & (numbers < count), numbers, count)
 
 
-def _in_order(own: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _in_order(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Rows by their matrix, and behind which of these each matrix ends."""
-    in_order, order = own.sort(stable=True)
-    numbers = torch.arange(count, device=own.device)
+    in_order, order = matrices.sort(stable=True)
+    numbers = torch.arange(count, device=matrices.device)
     return order, torch.searchsorted(in_order, numbers, right=True)
 
 
-def _together(x: Tensor, own: Tensor, each: int) -> Tensor:
+def _together(x: Tensor, matrices: Tensor, each: int) -> Tensor:
     """Return, of rows that are apart, the row of the part that has its matrix."""
     if x.ndim == 2:
         return x
     if x.shape[0] <= 1:
         return x[0] if len(x) else x.new_zeros(x.shape[1:])
-    at = (own // each).clamp(max=x.shape[0] - 1)
+    at = (matrices // each).clamp(max=x.shape[0] - 1)
     return x[at, torch.arange(x.shape[1], device=x.device)]
 
 
-def _apart(x: Tensor, own: Tensor, parts: int, each: int) -> Tensor:
+def _apart(x: Tensor, matrices: Tensor, parts: int, each: int) -> Tensor:
     """Each row in its part, zeros in the others."""
     if parts <= 1:
         return x.expand(parts, *x.shape)
     numbers = torch.arange(parts, device=x.device).unsqueeze(1)
-    return torch.where((own // each == numbers).unsqueeze(2), x, 0)
+    return torch.where((matrices // each == numbers).unsqueeze(2), x, 0)
 
 
 def _of_rows(shape: Shape | None, last: int) -> Labels:

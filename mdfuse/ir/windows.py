@@ -29,16 +29,16 @@ def _windows_at(of: int, stride: int, padding: int, spread: int) -> Reach:
     return Reach(of=of, up=1, down=stride, first=first, last=padding + stride)
 
 
-def reaches_of(made: Shape, kernel: Shape, attrs: Attrs, at: Sequence[int]) -> dict[Any, Reach]:
+def reaches_of(result: Shape, kernel: Shape, attrs: Attrs, at: Sequence[int]) -> dict[Any, Reach]:
     """Return which rows of some operands the places of a result need; {} where a run chooses."""
-    if not all(type(n) is int for n in (*made, *kernel)):
+    if not all(type(n) is int for n in (*result, *kernel)):
         return {}
     of = _windows_at if attrs.get("transposed") else _window
     settings = zip(attrs["stride"], attrs["padding"], attrs["dilation"], strict=True)
     return {
-        (operand, len(made) - len(kernel) + d): of(n, s, p, (k - 1) * e + 1)
+        (operand, len(result) - len(kernel) + d): of(n, s, p, (k - 1) * e + 1)
         for d, (n, k, (s, p, e)) in enumerate(
-            zip(made[len(made) - len(kernel) :], kernel, settings, strict=True)
+            zip(result[len(result) - len(kernel) :], kernel, settings, strict=True)
         )
         for operand in at
     }
@@ -50,21 +50,21 @@ def labels_of_places(reaches: Mapping[Any, Reach], n: int) -> tuple[int | None, 
 
 
 def _edges(
-    read: Interval, made: Interval, kernel: int, stride: int, padding: int, dilation: int
+    read: Interval, result: Interval, kernel: int, stride: int, padding: int, dilation: int
 ) -> tuple[int, int]:
     """Return how many rows are to stand around those that windows of a rank read."""
-    rows = (made[1] - made[0] - 1) * stride + (kernel - 1) * dilation + 1
-    before = read[0] - made[0] * stride + padding if read[0] < read[1] else 0
+    rows = (result[1] - result[0] - 1) * stride + (kernel - 1) * dilation + 1
+    before = read[0] - result[0] * stride + padding if read[0] < read[1] else 0
     return before, rows - before - (read[1] - read[0])
 
 
 def _cut(
-    read: Interval, made: Interval, kernel: int, stride: int, padding: int, dilation: int
+    read: Interval, result: Interval, kernel: int, stride: int, padding: int, dilation: int
 ) -> tuple[int, int]:
     """Return how many rows are to stand around those that are spread; below 0: how many go."""
     rows = (read[1] - read[0] - 1) * stride + (kernel - 1) * dilation + 1
-    before = read[0] * stride - padding - made[0] if read[0] < read[1] else 0
-    return before, made[1] - made[0] - rows - before
+    before = read[0] * stride - padding - result[0] if read[0] < read[1] else 0
+    return before, result[1] - result[0] - rows - before
 
 
 def around_of(
@@ -85,14 +85,14 @@ def with_rows(x: Tensor, around: Sequence[int], value: Any = 0) -> Tensor:
 
 
 def local_rows(
-    attrs: dict[str, Any], read: tuple[Shape, Any], made: tuple[Shape, Any], kernel: Shape
+    attrs: dict[str, Any], read: tuple[Shape, Any], result: tuple[Shape, Any], kernel: Shape
 ) -> dict[str, Any]:
     """Say what stands around the rows that this rank reads, unless it has all.
 
     What is read and what is made are (shape, box).
     """
     n = len(kernel)
-    (x, reads), (y, makes) = ((shape[-n:], box[-n:]) for shape, box in (read, made))
+    (x, reads), (y, makes) = ((shape[-n:], box[-n:]) for shape, box in (read, result))
     if (box_shape(reads), box_shape(makes)) == (x, y):
         return attrs
     return {**attrs, "around": around_of(reads, makes, kernel, attrs)}

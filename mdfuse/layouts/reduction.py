@@ -50,7 +50,7 @@ _COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
     "bxor": lambda rows: reduce(torch.bitwise_xor, rows.unbind(0)),
 }
 
-#: Of 64 bits: with it flipped, signed integers have the order of unsigned ones.
+#: The sign of 64 bits: with it flipped, signed integers have the order of unsigned ones.
 _TOP_BIT = -(2**63)
 
 _ORDERED = frozenset({"min", "max"})

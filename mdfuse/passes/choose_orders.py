@@ -55,24 +55,24 @@ def _required(fusion: Fusion) -> Fusion:
                 if is_again
                 else replace(producer, outputs=(y,))
             )
-            del exprs[y]  # it goes where `made` was, so that a loop over chunks stays one
+            del exprs[y]  # it goes where that one was, so that a loop over chunks stays one
             exprs = {
                 e.outputs[0]: e for e in (current if x is producer else x for x in exprs.values())
             }
     return replace(fusion, values=values, exprs=tuple(exprs.values()))
 
 
-def _may_replace(fusion: Fusion, values: Mapping[str, Value], made: Expr, by: Expr) -> bool:
-    """Return whether `made` can write in the order that `by`, its only reader, asks for."""
-    if len(made.outputs) > 1:
+def _may_replace(fusion: Fusion, values: Mapping[str, Value], maker: Expr, by: Expr) -> bool:
+    """Return whether `maker` can write in the order that `by`, its only reader, asks for."""
+    if len(maker.outputs) > 1:
         return False
-    before, after = values[made.output], values[by.output]
+    before, after = values[maker.output], values[by.output]
     if before.name in fusion.outputs or len(fusion.consumers[before.name]) > 1:
         return False
     if before.layout != after.layout or after.stream not in (None, before.stream):
         return False
     # In a loop only what is kept as a whole has an order; communications write it in their own.
-    return before.stream is None or (made.op != "set" and after.name in fusion.outputs)
+    return before.stream is None or (maker.op != "set" and after.name in fusion.outputs)
 
 
 # -- hints ---------------------------------------------------------------------------------------

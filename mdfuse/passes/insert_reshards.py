@@ -153,7 +153,7 @@ class _Rewriter:
                 if reached is not None:
                     yield source, (*views, (view, reached))
 
-    def place(self, made: Expr, expr: Expr) -> int:
+    def place(self, maker: Expr, expr: Expr) -> int:
         """Return where a new set goes: if possible, before the streamed ones ahead of `expr`.
 
         Between them it would end their loop.
@@ -163,10 +163,10 @@ class _Rewriter:
             return self.values[e.outputs[0]].stream is not None
 
         at = len(self.exprs)
-        if is_streamed(made) or not is_streamed(expr):
+        if is_streamed(maker) or not is_streamed(expr):
             return at
         run = list(takewhile(is_streamed, reversed(self.exprs)))
-        return at if any(name in made.reads for e in run for name in e.outputs) else at - len(run)
+        return at if any(name in maker.reads for e in run for name in e.outputs) else at - len(run)
 
 
 def run(fusion: Fusion) -> Fusion:

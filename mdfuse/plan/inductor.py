@@ -164,7 +164,7 @@ def start_workers() -> None:
 _TOO_LARGE_TO_TIME = 1 << 28
 
 
-def compiled(found: TracedGraph) -> Function:
+def compiled(traced: TracedGraph) -> Function:
     """Compile a traced function; the result takes tensors of the forms of its arguments.
 
     One thread compiles at a time, also among users of `torch.compile`: the compiler keeps its state
@@ -177,24 +177,26 @@ def compiled(found: TracedGraph) -> Function:
     from torch._guards import TracingContext, tracing
     from torch._inductor import config, standalone_compile
 
-    arguments = list(found.arguments)
-    with compile_lock, config.patch(_settings(found)):
-        if not found.sizes:
-            return standalone_compile(found.graph, arguments)
+    arguments = list(traced.arguments)
+    with compile_lock, config.patch(_settings(traced)):
+        if not traced.sizes:
+            return standalone_compile(traced.graph, arguments)
         mode = arguments[0].fake_mode
         with tracing(TracingContext(mode)):
-            return standalone_compile(found.graph, arguments, dynamic_shapes="from_tracing_context")
+            return standalone_compile(
+                traced.graph, arguments, dynamic_shapes="from_tracing_context"
+            )
 
 
-def _settings(found: TracedGraph) -> dict[str, Any]:
+def _settings(traced: TracedGraph) -> dict[str, Any]:
     """Return settings of the compiler for a function.
 
     Before a step has run once, the compiler takes the device as full: it moves a tensor that a
     kernel writes into to the host and back for each time that it runs the kernel to choose among
     its forms. For a table of 1 GB this takes seconds, and the times are those of the copies.
     """
-    written = (x for node in found.graph.graph.nodes for x in writes_of(node))
-    sizes = (x.meta["val"] for x in written if not found.sizes)
+    written = (x for node in traced.graph.graph.nodes for x in writes_of(node))
+    sizes = (x.meta["val"] for x in written if not traced.sizes)
     is_large = any(x.numel() * x.element_size() >= _TOO_LARGE_TO_TIME for x in sizes)
     return {"triton.autotune_pointwise": False} if is_large else {}
 

@@ -59,9 +59,9 @@ class _LegsPath(NamedTuple):
     is_last_first: bool = False
     ways: Callable[[], Iterator[_LegsPath]] | None = None
 
-    def together(self, first: int, *rest: int) -> int:
+    def together(self, first: int, *others: int) -> int:
         """Return the cost of all legs; extents may be symbolic."""
-        last = sum(rest)
+        last = sum(others)
         if not self.is_apart:
             return first + last
         return first if first > last else last

@@ -124,10 +124,10 @@ def crossing_bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> floa
     return max(average, *into.values(), *out.values())
 
 
-def _only(found: dict[int, Any], host: int, like: Any) -> Any:
+def _only(by_host: dict[int, Any], host: int, like: Any) -> Any:
     """Return a mask of the cells of a term that one host alone holds."""
-    others = np.any([c for h, c in found.items() if h != host] or [like & False], axis=0)
-    return found.get(host, like & False) & ~others
+    others = np.any([c for h, c in by_host.items() if h != host] or [like & False], axis=0)
+    return by_host.get(host, like & False) & ~others
 
 
 def cut_in_cells(

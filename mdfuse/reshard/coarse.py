@@ -44,17 +44,17 @@ def _scattered_first(search: Search, most: int) -> Iterator[_Way]:
         most: the largest receive volume of a known path.
     """
 
-    def onward(here: LayoutNode, way: _Way, each: Any) -> Iterator[_Way]:
+    def onward(node: LayoutNode, way: _Way, each: Any) -> Iterator[_Way]:
         if np.max(each) >= most:
             return
-        if not here.partial:
-            yield [*way, (here, Move("Exchange", search.end))]
-        for a in here.partial:
-            for move in search.along(here, a):
+        if not node.partial:
+            yield [*way, (node, Move("Exchange", search.end))]
+        for a in node.partial:
+            for move in search.along(node, a):
                 if move.kind == "ReduceScatter":
-                    ((_, taken),) = _unpadded(search, [(here, move)])
-                    arrived = each + _arriving_by(search, here, taken)
-                    yield from onward(move.after, [*way, (here, taken)], arrived)
+                    ((_, taken),) = _unpadded(search, [(node, move)])
+                    arrived = each + _arriving_by(search, node, taken)
+                    yield from onward(move.after, [*way, (node, taken)], arrived)
 
     if not search.made and len(search.ops) <= 2:  # of three there are many
         yield from onward(search.start, [], 0)
@@ -92,14 +92,14 @@ def _arriving(search: Search, way: _Way) -> tuple[int, int, int]:
     return spans, int(each.max()), int(each.sum())
 
 
-def _arriving_by(search: Search, here: LayoutNode, move: Move) -> Any:
+def _arriving_by(search: Search, node: LayoutNode, move: Move) -> Any:
     """Return each rank's receive volume in a move: an array that broadcasts over the mesh."""
     if move.kind in ("Exchange", "ReduceExchange"):
-        copies = search.count(here.partial) // search.count(move.after.partial) - 1
-        return UNIT * search.missing(here, move.after, copies)
+        copies = search.count(node.partial) // search.count(move.after.partial) - 1
+        return UNIT * search.missing(node, move.after, copies)
     if move.kind not in ("Allreduce", "Allgather", "ReduceScatter"):
-        return search.cost(move, here)
-    whole, n = move.after if move.kind == "Allgather" else here, search.count(move.axes)
+        return search.cost(move, node)
+    whole, n = move.after if move.kind == "Allgather" else node, search.count(move.axes)
     block: Any = 1
     for dim, axes in enumerate(whole.splits):
         rows = length(search.of_dims[dim].rows(axes))

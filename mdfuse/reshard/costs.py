@@ -174,16 +174,16 @@ class MoveCosts:
     def is_special(self) -> bool:
         return is_special(self.source, self.goal, self.shape)
 
-    def cost(self, move: Move, here: LayoutNode) -> int:
+    def cost(self, move: Move, node: LayoutNode) -> int:
         """Return the cost of a move: its receive volume, or its time."""
         if move.kind in ("slice", "term"):
             return 0
         if move.kind == "Exchange":
-            return self.exchange(here, move.after) if self.is_timed else self.to_go(here)
+            return self.exchange(node, move.after) if self.is_timed else self.to_go(node)
         if move.kind == "ReduceExchange":
-            price = self.exchange(here, move.after)
+            price = self.exchange(node, move.after)
             return price if self.is_timed else self.dearer(price)
-        parts = self.part(here), self.part(move.after)
+        parts = self.part(node), self.part(move.after)
         arrives = arriving(move.kind, self.count(move.axes), *parts)
         if not self.is_timed:
             return arrives
@@ -208,32 +208,32 @@ class MoveCosts:
         """Return the cost of a ReduceExchange: collectives that cost little more are preferred."""
         return cost * 9 // 8 if self.is_worst_alone else dearer(cost)
 
-    def exchange(self, here: LayoutNode, after: LayoutNode) -> int:
+    def exchange(self, node: LayoutNode, after: LayoutNode) -> int:
         """Return the cost of an exchange; it also reduces the node's Partial axes."""
-        worst, average = self.lack(here, after, self.count(here.partial) - 1)
+        worst, average = self.lack(node, after, self.count(node.partial) - 1)
         arrives = UNIT * worst
         if not self.is_timed:
             return self.weighed(arrives, average)
-        starts = self.between(here, after).messages()
-        return nanoseconds(starts, arrives, self.crossing(here, after), self.itemsize)
+        starts = self.between(node, after).messages()
+        return nanoseconds(starts, arrives, self.crossing(node, after), self.itemsize)
 
-    def crossing(self, here: LayoutNode, after: LayoutNode) -> int:
+    def crossing(self, node: LayoutNode, after: LayoutNode) -> int:
         """Return the inter-host volume of an exchange."""
-        if (here, after) not in self.crossings:
-            self.crossings[here, after] = self.between(here, after).crossing()
-        return self.crossings[here, after]
+        if (node, after) not in self.crossings:
+            self.crossings[node, after] = self.between(node, after).crossing()
+        return self.crossings[node, after]
 
-    def least_into(self, here: LayoutNode, after: LayoutNode) -> int:
+    def least_into(self, node: LayoutNode, after: LayoutNode) -> int:
         """Return a quick lower bound of an exchange's inter-host volume: the average into a host.
 
         Each element on a host serves at most one of the different destination parts there.
         """
         if self.digits is None:
             return 0
-        (hosts, _, alike), (_, ranks, _) = self.on_hosts(after.splits), self.on_hosts(here.splits)
-        need, near = math.prod(self.shape) // hosts, self.part(here) * ranks
-        served = self.digits.ranks(here.partial) * (near if near < need else need)
-        return alike * (self.count(here.partial) * need - served)
+        (hosts, _, alike), (_, ranks, _) = self.on_hosts(after.splits), self.on_hosts(node.splits)
+        need, near = math.prod(self.shape) // hosts, self.part(node) * ranks
+        served = self.digits.ranks(node.partial) * (near if near < need else need)
+        return alike * (self.count(node.partial) * need - served)
 
     def on_hosts(self, splits: Splits) -> tuple[int, int, int]:
         """Return the numbers of hosts and of ranks per host with different parts, and of copies."""
@@ -244,14 +244,14 @@ class MoveCosts:
             self.spread[splits] = counts
         return counts
 
-    def between(self, here: LayoutNode, after: LayoutNode) -> Aligned | ByRank:
+    def between(self, node: LayoutNode, after: LayoutNode) -> Aligned | ByRank:
         """Return the cost model of the exchange between two nodes."""
         if self.digits is None:
-            return ByRank(Exchange(self.side(here), self.side(after)))
-        terms, goal_terms = ((*self.staying, *x.partial) for x in (here, after))
+            return ByRank(Exchange(self.side(node), self.side(after)))
+        terms, goal_terms = ((*self.staying, *x.partial) for x in (node, after))
         kept_axes = [a for a in terms if a in goal_terms]
         return Aligned(
-            self.digits, self.of_dims, here.splits, after.splits, terms, goal_terms, kept_axes
+            self.digits, self.of_dims, node.splits, after.splits, terms, goal_terms, kept_axes
         )
 
     @cached_property
@@ -285,28 +285,28 @@ class MoveCosts:
             remaining = self.left[node] = self.weighed(UNIT * worst, average)
         return remaining
 
-    def lack(self, here: LayoutNode, after: LayoutNode, copies: int = 0) -> tuple[int, int]:
+    def lack(self, node: LayoutNode, after: LayoutNode, copies: int = 0) -> tuple[int, int]:
         """Return the largest and the average receive volume of an exchange; see `lacks`."""
         if self.is_special:
-            held = self.layout(here._replace(partial=(), goal_partial=()))
+            held = self.layout(node._replace(partial=(), goal_partial=()))
             return lacks(held, self.layout(after._replace(goal_partial=())), self.shape, copies)
-        key = here.splits, after.splits, copies
+        key = node.splits, after.splits, copies
         volumes = self.lacks.get(key)
         if volumes is None:
-            volumes = self.lacks[key] = most_and_mean(self.missing(here, after, copies))
+            volumes = self.lacks[key] = most_and_mean(self.missing(node, after, copies))
         return volumes
 
-    def is_lacking(self, here: LayoutNode, after: LayoutNode) -> bool:
+    def is_lacking(self, node: LayoutNode, after: LayoutNode) -> bool:
         """True if some rank needs more than its part; the first rank does if parts grow."""
         if self.is_special:
-            return is_lacking(self.layout(here), self.layout(after), self.shape)
-        return self.part(after) > self.part(here) or self.lack(here, after)[0] > 0
+            return is_lacking(self.layout(node), self.layout(after), self.shape)
+        return self.part(after) > self.part(node) or self.lack(node, after)[0] > 0
 
-    def missing(self, here: LayoutNode, after: LayoutNode, copies: int) -> Any:
+    def missing(self, node: LayoutNode, after: LayoutNode, copies: int) -> Any:
         """Return the receive volume of each rank: an array that broadcasts over the mesh."""
         needed: Any = copies + 1
         held: Any = 1
-        for dim, (have, need) in enumerate(zip(here.splits, after.splits, strict=True)):
+        for dim, (have, need) in enumerate(zip(node.splits, after.splits, strict=True)):
             rows, both = self.overlap(dim, have, need)
             needed, held = needed * rows, held * both
         return needed - held
@@ -390,16 +390,16 @@ class MoveCosts:
         placements = zip(self.sizes, self.source.placements, self.goal.placements, strict=True)
         return any(n == 1 and not p == q == Replicate() for n, p, q in placements)
 
-    def least_messages(self, here: LayoutNode, after: LayoutNode) -> int:
+    def least_messages(self, before: LayoutNode, after: LayoutNode) -> int:
         """Return a lower bound of the messages that the busiest rank sends or receives.
 
         The first rank has the largest parts; each overlaps at least as many parts as fit into it.
         """
-        sent, got = 1, self.count(here.partial) // self.count(after.partial)
-        for dim, (have, need) in enumerate(zip(here.splits, after.splits, strict=True)):
+        sent, got = 1, self.count(before.partial) // self.count(after.partial)
+        for dim, (have, need) in enumerate(zip(before.splits, after.splits, strict=True)):
             held, needed = self.rows(dim, have), self.rows(dim, need)
             sent, got = sent * -(-held // needed), got * -(-needed // held)
-        copies, turns = (self.alike(node) for node in (after, here))
+        copies, turns = (self.alike(node) for node in (after, before))
         return max(-(-sent * copies // turns), got) - 1
 
     def alike(self, node: LayoutNode) -> int:

@@ -104,10 +104,12 @@ def _axes_of(places: np.ndarray, mesh: DeviceMesh) -> list[list[_Digit]] | None:
     return axes if first == 0 and bool((total == grid).all()) else None
 
 
-def _names(mesh: DeviceMesh, own: list[list[_Digit]], pieces: list[_Digit]) -> dict[_Digit, str]:
+def _names(
+    mesh: DeviceMesh, of_axes: list[list[_Digit]], pieces: list[_Digit]
+) -> dict[_Digit, str]:
     """Return a name for each piece: that of the axis, with a number where it has several."""
     names, used = dict[_Digit, str](), {*mesh.axes}
-    for axis, digits in zip(mesh.axes, own, strict=True):
+    for axis, digits in zip(mesh.axes, of_axes, strict=True):
         inside = [p for d in digits for p in pieces if _is_within(p, d)]
         for i, piece in enumerate(inside):
             name = axis if len(inside) == 1 else f"{axis}{i}"

@@ -70,34 +70,34 @@ class Search(MoveCosts):
 
     # -- moves -----------------------------------------------------------------------------------
 
-    def collectives(self, here: LayoutNode) -> list[tuple[Move, int]]:
+    def collectives(self, node: LayoutNode) -> list[tuple[Move, int]]:
         """Return the moves along axes, with their costs; these do not depend on the path."""
-        priced = self.known_moves.get(here)
+        priced = self.known_moves.get(node)
         if priced is None:
-            moves = [move for a in range(len(self.sizes)) for move in self.along(here, a)]
-            if len(here.partial) > 1 or len(max(here.splits, key=len, default=())) > 1:
-                moves += self.along_several(here)
-            priced = self.known_moves[here] = [(move, self.cost(move, here)) for move in moves]
+            moves = [move for a in range(len(self.sizes)) for move in self.along(node, a)]
+            if len(node.partial) > 1 or len(max(node.splits, key=len, default=())) > 1:
+                moves += self.along_several(node)
+            priced = self.known_moves[node] = [(move, self.cost(move, node)) for move in moves]
         return priced
 
-    def exchanges(self, here: LayoutNode) -> list[Move]:
+    def exchanges(self, node: LayoutNode) -> list[Move]:
         """Return the moves by which each rank receives just its missing elements."""
         # P[a] -> any splits: ReduceExchange
-        if here.partial:
-            may = here == self.start and len({*self.ops.values()}) == 1 and self.is_free
+        if node.partial:
+            may = node == self.start and len({*self.ops.values()}) == 1 and self.is_free
             may = may and not self.is_plain
             return [Move("ReduceExchange", after) for after in self.refined] if may else []
         # any splits -> any splits: Exchange
-        may = here.goal_partial == () and here.splits != self.end.splits and self.may_exchange(here)
+        may = node.goal_partial == () and node.splits != self.end.splits and self.may_exchange(node)
         ends = self.refined if self.is_timed else [self.end._replace(goal_partial=())]
         if may and self.is_mixed:
-            gone = [a for a, n in enumerate(self.sizes) if n > 1 and self.is_gone(here, a)]
-            ends = [x for x in (*ends, *self.but_some(here)) if not _splits(x, gone) and x != here]
+            gone = [a for a, n in enumerate(self.sizes) if n > 1 and self.is_gone(node, a)]
+            ends = [x for x in (*ends, *self.but_some(node)) if not _splits(x, gone) and x != node]
         return [Move("Exchange", after) for after in ends] if may else []
 
-    def but_some(self, here: LayoutNode) -> Iterator[LayoutNode]:
+    def but_some(self, node: LayoutNode) -> Iterator[LayoutNode]:
         """Yield the end with some axes left innermost as they are: these change separately."""
-        there = [(d, a) for d in self.dims for a in here.splits[d]]
+        there = [(d, a) for d in self.dims for a in node.splits[d]]
         for n in range(1, len(there)):
             for staying in combinations(there, n):
                 stay = {a for _, a in staying}
@@ -107,7 +107,7 @@ class Search(MoveCosts):
                     after = _split(after, a, d)
                 yield after
 
-    def may_exchange(self, here: LayoutNode) -> bool:
+    def may_exchange(self, node: LayoutNode) -> bool:
         """True if an Exchange may come next; a timed search omits it after moves that it repeats.
 
         It starts from the source's parts, split further only along axes that were reduced, or that
@@ -117,7 +117,7 @@ class Search(MoveCosts):
         if not self.is_timed or self.is_mixed:
             return True
         if self.ops and all(
-            x[: len(y)] == y for x, y in zip(here.splits, self.end.splits, strict=True)
+            x[: len(y)] == y for x, y in zip(node.splits, self.end.splits, strict=True)
         ):
             return False
         pairs = zip(self.source.placements, self.sizes, strict=True)
@@ -125,7 +125,7 @@ class Search(MoveCosts):
         new = new if self.ops else set()
         return all(
             tuple(a for a in axes if a not in new) == was
-            for axes, was in zip(here.splits, self.start.splits, strict=True)
+            for axes, was in zip(node.splits, self.start.splits, strict=True)
         )
 
     @cached_property
@@ -133,9 +133,9 @@ class Search(MoveCosts):
         """True if parts of all dims may be exchanged: no dim is in chunks."""
         return self.source.stream is None or self.source.stream.index is None
 
-    def along(self, here: LayoutNode, a: int) -> list[Move]:
+    def along(self, node: LayoutNode, a: int) -> list[Move]:
         """Return the one-axis moves that can lead to the destination."""
-        splits, partial, new_terms = here
+        splits, partial, new_terms = node
         to, dims = self.target[a], self.dims_along(a, bool(partial) or self.is_timed)
         # P[a] -> R[a]: Allreduce; P[a] -> S(d)[a]: ReduceScatter
         if a in partial:
@@ -150,16 +150,16 @@ class Search(MoveCosts):
         if dim is None:
             if a in new_terms or not self.is_whole(a):
                 return []
-            if self.is_mixed and self.is_gone(here, a):
+            if self.is_mixed and self.is_gone(node, a):
                 return []
-            moves = [Move("slice", _split(here, a, d)) for d in dims]
+            moves = [Move("slice", _split(node, a, d)) for d in dims]
             if a in self.made:
-                moves += self.making(here, a, self.made[a] in IDEMPOTENT)
+                moves += self.making(node, a, self.made[a] in IDEMPOTENT)
             return moves
         if dim not in self.dims or splits[dim][-1] != a:
             return []
         # S(d)[a] -> R[a]: Allgather
-        gathered = _joined(here, dim, 1)
+        gathered = _joined(node, dim, 1)
         moves = [Move("Allgather", gathered, (a,), dim)]
         # S(d)[a] -> S(e)[a]: AllToAll; S(d)[a] -> P[a]: term
         if to is not None and to != dim:
@@ -182,44 +182,44 @@ class Search(MoveCosts):
             self.known_dims[a, is_free] = dims
         return dims
 
-    def is_gone(self, here: LayoutNode, a: int) -> bool:
+    def is_gone(self, node: LayoutNode, a: int) -> bool:
         """Return whether an axis was gathered or reduced on the way, so that ranks hold copies.
 
         Where each axis changes separately, a further split would only discard data.
         """
-        whole = isinstance(self.source.placements[a], Replicate) or a in here.goal_partial
-        return not whole and _at(here, a) is False
+        whole = isinstance(self.source.placements[a], Replicate) or a in node.goal_partial
+        return not whole and _at(node, a) is False
 
     def is_whole(self, a: int) -> bool:
         """Return whether an axis is not Partial in the source, or its Partial is to be reduced."""
         return a in self.ops or not isinstance(self.source.placements[a], Partial)
 
-    def making(self, here: LayoutNode, a: int, is_same: bool = False) -> list[Move]:
+    def making(self, node: LayoutNode, a: int, is_same: bool = False) -> list[Move]:
         """Return the local step by which an axis becomes Partial, if its op commutes with others.
 
         Args:
-            here: the node before, with the axis joined.
+            node: the node before, with the axis joined.
             a: the axis.
             is_same: whether each rank's term is its current value.
         """
         stays = [p.op for p in self.source.placements if isinstance(p, Partial)]
-        ops = [self.ops[b] for b in here.partial] + [self.made[b] for b in here.goal_partial]
+        ops = [self.ops[b] for b in node.partial] + [self.made[b] for b in node.goal_partial]
         staying_ops = [op for op in stays if op not in self.ops.values()]
         if not commute((*ops, *staying_ops, self.made[a])):
             return []
-        after = here._replace(goal_partial=tuple(sorted((*here.goal_partial, a))))
+        after = node._replace(goal_partial=tuple(sorted((*node.goal_partial, a))))
         return [Move("slice" if is_same else "term", after, (a,))]
 
-    def along_several(self, here: LayoutNode) -> Iterator[Move]:
+    def along_several(self, node: LayoutNode) -> Iterator[Move]:
         """Yield all-reduces, reduce-scatters and all-gathers along several axes at once."""
-        for n in range(2, len(here.partial) + 1):
-            for axes in combinations(here.partial, n):
+        for n in range(2, len(node.partial) + 1):
+            for axes in combinations(node.partial, n):
                 if len({self.ops[a] for a in axes}) > 1 or not self.is_one_carrier(axes):
                     continue
                 # P[a] P[b] -> R[a] R[b]: Allreduce
-                reduced = here._replace(partial=tuple(p for p in here.partial if p not in axes))
+                reduced = node._replace(partial=tuple(p for p in node.partial if p not in axes))
                 yield Move("Allreduce", reduced, axes)
-                even = [d for d in self.dims if self.is_even(d, (*here.splits[d], *axes))]
+                even = [d for d in self.dims if self.is_even(d, (*node.splits[d], *axes))]
                 even = even if self.source.stream is None else []
                 # P[a] P[b] -> S(d)[a, b]: ReduceScatter
                 for order, d in product(permutations(axes), even) if even else ():
@@ -228,11 +228,11 @@ class Search(MoveCosts):
                         after = _split(after, a, d)
                     yield Move("ReduceScatter", after, order, d)
         # S(d)[a, b] -> R[a] R[b]: Allgather
-        for d, axes in ((d, here.splits[d]) for d in self.dims):
+        for d, axes in ((d, node.splits[d]) for d in self.dims):
             if len(axes) > 1 and self.is_even(d, axes):
                 for n in range(2, len(axes) + 1):
                     if self.is_one_carrier(axes[-n:]):
-                        yield Move("Allgather", _joined(here, d, n), axes[-n:], d)
+                        yield Move("Allgather", _joined(node, d, n), axes[-n:], d)
 
     def is_one_carrier(self, axes: Sequence[int]) -> bool:
         """True if one backend serves all of some axes, so that one communication can."""
@@ -244,12 +244,12 @@ class Search(MoveCosts):
         """True if the axes have several backends: each changes separately, if possible."""
         return not self.is_one_carrier([a for a, n in enumerate(self.sizes) if n > 1])
 
-    def spanned(self, here: LayoutNode, move: Move) -> int:
+    def spanned(self, node: LayoutNode, move: Move) -> int:
         """Return the number of axes that an exchange spans; 0 if one backend serves all of them."""
         if not self.is_mixed or move.kind not in ("Exchange", "ReduceExchange"):
             return 0
         axes = [a for a, n in enumerate(self.sizes) if n > 1]
-        axes = [a for a in axes if _at(here, a) != _at(move.after, a)]
+        axes = [a for a in axes if _at(node, a) != _at(move.after, a)]
         return 0 if self.is_one_carrier(axes) else len(axes)
 
     def is_even(self, dim: int, axes: tuple[int, ...]) -> bool:
@@ -306,11 +306,11 @@ class Search(MoveCosts):
             return None
         return self.start, move
 
-    def pads(self, move: Move, here: LayoutNode) -> bool:
+    def pads(self, move: Move, node: LayoutNode) -> bool:
         """Return whether a collective moves much padding, so that an exchange may move less."""
         if move.kind not in ("Allgather", "ReduceScatter") or move.dim is None:
             return False
-        axes = max(here.splits[move.dim], move.after.splits[move.dim], key=len)
+        axes = max(node.splits[move.dim], move.after.splits[move.dim], key=len)
         return self.is_coarse(move.dim, axes)
 
     def is_coarse(self, dim: int, axes: tuple[int, ...]) -> bool:
@@ -375,41 +375,41 @@ class Search(MoveCosts):
         raise AssertionError(f"no way from {self.source} to {self.goal}")
 
     def closer(
-        self, total: int, spent: int, here: LayoutNode, way: _Way, level: int
+        self, total: int, spent: int, node: LayoutNode, way: _Way, level: int
     ) -> tuple[int, int, int] | None:
         """Return (total, cost so far, level) of a frontier entry at a higher level, or None."""
         if way.last is not None and self.is_late(way.last[1]):
             before, move = way.last
             if level == 0:
-                least = spent + self.least(here) + self.least_of(before, move)
+                least = spent + self.least(node) + self.least_of(before, move)
                 return max(total, least), spent, 1
             spent += self.cost(move, before)
-        elif here.partial or self.made or self.is_timed:
+        elif node.partial or self.made or self.is_timed:
             return None
-        return spent + (self.least(here) if self.is_timed else self.to_go(here)), spent, 2
+        return spent + (self.least(node) if self.is_timed else self.to_go(node)), spent, 2
 
     def is_late(self, move: Move) -> bool:
         """Return whether the cost of a move is computed lazily, because that takes long."""
         return move.kind == "ReduceExchange" or (move.kind == "Exchange" and self.is_timed)
 
-    def quickly(self, here: LayoutNode, move: Move) -> int:
+    def quickly(self, node: LayoutNode, move: Move) -> int:
         """Return a quick lower bound of a late move's cost, from the first rank's parts."""
         after, is_reducing = move.after, move.kind == "ReduceExchange"
         if is_reducing:
             arrives = self.part(after) * (self.count(tuple(self.ops)) - 1)
         else:
-            arrives = max(self.part(after) - self.part(here), 0)
+            arrives = max(self.part(after) - self.part(node), 0)
         if not self.is_timed:
-            return self.dearer(self.weighed(UNIT * arrives, self.shared(here)))
-        starts = max(self.least_messages(here, after), 1)
-        crosses = self.least_into(here, after)
+            return self.dearer(self.weighed(UNIT * arrives, self.shared(node)))
+        starts = max(self.least_messages(node, after), 1)
+        crosses = self.least_into(node, after)
         least = nanoseconds(starts, UNIT * arrives, crosses, self.itemsize)
         # the total is at least the heuristic of this node
-        return least if is_reducing else max(least, self.least(here) - self.least(after))
+        return least if is_reducing else max(least, self.least(node) - self.least(after))
 
-    def least_of(self, here: LayoutNode, move: Move) -> int:
+    def least_of(self, node: LayoutNode, move: Move) -> int:
         """Return a lower bound of a late move's cost from its inter-host volume."""
-        arrives, crosses = 0, self.crossing(here, move.after)
+        arrives, crosses = 0, self.crossing(node, move.after)
         if move.kind == "ReduceExchange":
             arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
         return nanoseconds(1, arrives, crosses, self.itemsize)

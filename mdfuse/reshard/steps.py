@@ -292,14 +292,14 @@ def _first_search(
     return Search(destination, destination, shape, itemsize, carriers)
 
 
-def _step(search: Search, here: LayoutNode, move: Move) -> Step:
+def _step(search: Search, node: LayoutNode, move: Move) -> Step:
     """Return a move of the search as a step."""
-    source, destination = search.layout(here), search.layout(move.after)
+    source, destination = search.layout(node), search.layout(move.after)
     if move.kind in ("slice", "term"):
         return Local(kind=move.kind, source=source, destination=destination)
-    if not KINDS[move.kind].reduces and not search.is_lacking(here, move.after):
+    if not KINDS[move.kind].reduces and not search.is_lacking(node, move.after):
         return Local(kind="slice", source=source, destination=destination)
-    op = search.ops[(*move.axes, *here.partial)[0]] if KINDS[move.kind].reduces else None
+    op = search.ops[(*move.axes, *node.partial)[0]] if KINDS[move.kind].reduces else None
     return Communication(
         kind=move.kind,
         source=source,

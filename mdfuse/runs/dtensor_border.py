@@ -220,9 +220,9 @@ def _where(program: HostProgram, name: str) -> str:
     return f"{role} %{name} of @{program.name}"
 
 
-def _other_mesh(name: str, found: DeviceMesh, expected: DeviceMesh, where: str) -> ProgramError:
+def _other_mesh(name: str, given: DeviceMesh, expected: DeviceMesh, where: str) -> ProgramError:
     return ProgramError(
-        f"%{name} is a DTensor on {found}, expected {expected}",
+        f"%{name} is a DTensor on {given}, expected {expected}",
         where=where,
         because="meshes have the same ranks in the same shape, and the same names where torch's "
         "mesh has some",
@@ -231,10 +231,10 @@ def _other_mesh(name: str, found: DeviceMesh, expected: DeviceMesh, where: str) 
     )
 
 
-def _other_layout(program: HostProgram, name: str, found: Layout) -> ProgramError:
+def _other_layout(program: HostProgram, name: str, given: Layout) -> ProgramError:
     expected = program.types[name].layout
     assert expected is not None
-    axes = ", ".join(f'"{a}": {_code(p)}' for a, p in found.by_axis().items())
+    axes = ", ".join(f'"{a}": {_code(p)}' for a, p in given.by_axis().items())
     hints = [f"define %{name} with layout={{{axes}}}"]
     if name not in program.inputs:
         hints = [f"state it in the program: {name}.on(mesh, {{{axes}}})"]
@@ -243,7 +243,7 @@ def _other_layout(program: HostProgram, name: str, found: Layout) -> ProgramErro
         placements = ", ".join(map(_code, placements_of(expected, shape)))
         hints.insert(0, f"x.redistribute(mesh, [{placements}])")
     return ProgramError(
-        f"%{name} is a DTensor laid out as {found}, expected {expected}",
+        f"%{name} is a DTensor laid out as {given}, expected {expected}",
         where=_where(program, name),
         because="a program takes inputs and buffers as it says, and moves nothing unasked",
         hint=", or ".join(hints),

@@ -157,11 +157,11 @@ class CostTable:
         return _lined({"format": FORMAT, **entries, "costs": costs}, 3)
 
 
-def _lined(found: Any, depth: int) -> str:
+def _lined(entry: Any, depth: int) -> str:
     """Return JSON with a line for each entry of the outermost objects, so that one can read it."""
-    if not isinstance(found, dict) or not depth:
-        return json.dumps(found)
-    rows = [f"{json.dumps(key)}: {_lined(value, depth - 1)}" for key, value in found.items()]
+    if not isinstance(entry, dict) or not depth:
+        return json.dumps(entry)
+    rows = [f"{json.dumps(key)}: {_lined(value, depth - 1)}" for key, value in entry.items()]
     return "{\n" + ",\n".join(rows) + "\n}" if rows else "{}"
 
 
@@ -351,9 +351,9 @@ def _shipped(machine: Machine, notes: list[str]) -> CostTable | None:
     return mine
 
 
-def _differs(table: Machine, here: Machine) -> str | None:
+def _differs(table: Machine, machine: Machine) -> str | None:
     """Return the difference from this machine; None: there is none."""
-    a, b = asdict(table), asdict(here)
+    a, b = asdict(table), asdict(machine)
     wrong = [f"{key} {a[key]!r}, here {b[key]!r}" for key in a if a[key] != b[key]]
     return ", ".join(wrong) or None
 

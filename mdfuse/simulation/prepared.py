@@ -130,11 +130,11 @@ def _numbers(program: HostProgram | tuple[HostProgram, ...]) -> Hashable:
     return id(program) if isinstance(program, HostProgram) else tuple(map(id, program))
 
 
-def _keep(kept: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
-    kept[key] = value
-    kept.move_to_end(key)
-    while len(kept) > _LIMIT:
-        kept.popitem(last=False)
+def _keep(cache: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
+    cache[key] = value
+    cache.move_to_end(key)
+    while len(cache) > _LIMIT:
+        cache.popitem(last=False)
 
 
 def _kind(x: Any) -> Hashable:

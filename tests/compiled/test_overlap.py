@@ -74,7 +74,7 @@ def drawn(seed: int) -> Costs:
 
 @pytest.mark.parametrize("name", ["gather", "scatter", "reduce", "experts"])
 def test_the_choice_is_best_and_never_slower(name: str) -> None:
-    """Of 50 tables for each of four programs, against all forms."""
+    """50 tables for each of four programs, against all forms."""
     chosen = 0
     for seed in range(50):
         plain, forms = times(name, drawn(seed))
@@ -207,7 +207,7 @@ H200 = Path(mf.__file__).parent / "seeing/tables/NVIDIA_H200-alone-nccl-0-1.json
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_layer_has_four_windows(size: int) -> None:
-    """Of 70B, by a table that ships; in between all is launches, and in loops nothing is copied."""
+    """A layer of 70B, by a table that ships: between windows are launches, loops copy nothing."""
     layer = Layer(width=8192, heads=64, kv_heads=8, head=128, hidden=28672)
     fd = layer.definition(DeviceMesh.arange(tp=size), 4096, torch.bfloat16)
     found = mf.compile(fd, replace(AUTO, costs=str(H200), compile="always"))

@@ -127,7 +127,7 @@ def test_inside_a_definition_the_body_stands_there() -> None:
 
 
 def test_tensors_among_other_arguments() -> None:
-    """Of *args and **kwargs each tensor is an input, whatever the order of the names."""
+    """Each tensor of *args and **kwargs is an input, whatever the order of the names."""
 
     @mf.fusion
     def weighted(*terms: Any, bias: float = 0.0, **named: Any) -> Any:

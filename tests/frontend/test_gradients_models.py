@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import sampling
 from helpers.oracle import check_everywhere, simulate_shares
 from torch import Tensor
 
@@ -119,7 +120,7 @@ def test_training_stays_beside_torch() -> None:
     program = mf.compile(fd)
     state = {**given, **{f"{k}.{n}": torch.zeros_like(w) for k in "mv" for n, w in given.items()}}
     losses = []
-    for i in range(80):
+    for i in range(sampling.of(80, 30)):
         words = batch(i % 3, torch.float64)
         whole = loss_of(leaves, *words)
         optimizer.zero_grad()

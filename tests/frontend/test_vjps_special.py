@@ -1,6 +1,6 @@
 """Values and first gradients at 0, at ends, among equals and at infinities, beside torch's.
 
-Of 16 bits they are those of the same numbers in f32, rounded once.
+Those of 16 bits are those of the same numbers in f32, rounded once.
 """
 
 from __future__ import annotations

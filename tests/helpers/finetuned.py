@@ -36,11 +36,14 @@ ROWS, LENGTH = 4, 10
 LR, DECAY, CLIP, WARMUP = 1e-2, 0.1, 1.0, 2
 
 
-def folder_of(name: str, to: Path) -> Path:
-    """Write a model with random numbers; return its folder."""
+def folder_of(name: str, to: Path, layers: int = 2) -> Path:
+    """Write a model of so many layers with random numbers; return its folder."""
     import transformers
 
-    config = getattr(transformers, name)(**SIZES, **CONFIGS[name])
+    given = {**SIZES, **CONFIGS[name], "num_hidden_layers": layers}
+    if "layer_types" in given:
+        given["layer_types"] = given["layer_types"][:layers]
+    config = getattr(transformers, name)(**given)
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(to)
     return to

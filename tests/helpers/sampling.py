@@ -23,10 +23,17 @@ from hypothesis import seed, settings
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 #: Seconds that the cases of one swept test take, about.
-BUDGET = 3.0
+BUDGET = 1.5
 
-#: File -> seconds that all its swept tests take: each runs a whole benchmark once.
-TOGETHER = {"tests/test_benchmarks.py": 50.0}
+#: File -> seconds that all its swept tests take: each runs a whole benchmark, a launch, a compiler.
+TOGETHER = {
+    "tests/plan/test_inductor.py": 20.0,
+    "tests/runtime/watch/test_reports.py": 12.0,
+    "tests/test_benchmarks.py": 35.0,
+}
+
+#: Seeds among which drawn examples and inputs are shared out: a run has those of one.
+SHARES = 6
 
 #: Tests of which every case runs: each is another input format, or they are counted together.
 EVERY = ("tests/test_fuzz.py", "tests/hir/verify/test_check_mutants.py")
@@ -61,7 +68,7 @@ def window(whole: int, parts: int) -> range:
     return range(whole) if _is_whole else range(whole * part // parts, whole * (part + 1) // parts)
 
 
-def examples(whole: int, parts: int = 3) -> Callable[[Test], Test]:
+def examples(whole: int, parts: int = SHARES) -> Callable[[Test], Test]:
     """Return what makes hypothesis draw `whole` examples, or those of one of `parts` seeds.
 
     They are the same in every run with the same `--draw`.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import finetuned
+from helpers import finetuned, sampling
 from helpers.example_files import SMALL, example
 
 import mdfuse as mf
@@ -99,12 +99,12 @@ def test_generating_runs_one_plan(comm: mf.Communicator) -> None:
 
 
 def test_training_stays_beside_one_device(comm: mf.Communicator) -> None:
-    """200 steps, in f32; rank 0 has torch's losses, which would take four times as long on all."""
-    train = example("train_llama")
-    losses = train.train(train.Launched(DeviceMesh.arange(dp=2, tp=2)), 200)
+    """Steps in f32; rank 0 has torch's losses, which would take four times as long on all."""
+    train, steps = example("train_llama"), sampling.of(200, 60)
+    losses = train.train(train.Launched(DeviceMesh.arange(dp=2, tp=2)), steps)
     assert losses[-1] < losses[0] / 2
     if comm.rank == 0:
-        assert losses == pytest.approx(train.train(train.OneDevice(), 200), abs=1e-4)
+        assert losses == pytest.approx(train.train(train.OneDevice(), steps), abs=1e-4)
     comm.barrier()
 
 
@@ -127,11 +127,15 @@ def test_training_in_stages(axes: dict[str, int], schedule: str, comm: mf.Commun
 def test_finetuning_goes_on_on_another_mesh(
     name: str, comm: mf.Communicator, tmp_path: Path
 ) -> None:
-    """Split along two axes, saved, and read by fsdp alone; losses are those of torch."""
+    """Split along two axes, saved, and read by fsdp alone; losses are those of torch.
+
+    One layer of each kind takes seconds less on each rank; models of several are simulated.
+    """
     if comm.rank == 0:
         comm.store.set(f"finetuned.{name}", str(tmp_path))
     shared = Path(comm.store.get(f"finetuned.{name}").decode())
-    finetune, folder = example("finetune"), finetuned.folder_of(name, tmp_path / "model")
+    finetune = example("finetune")
+    folder = finetuned.folder_of(name, tmp_path / "model", layers=1)
     given = ["--mesh", "fsdp=2,tp=2", "--recompute", "--save", str(shared / "saved")]
     losses, _ = finetune.main([*finetuned.arguments(folder, 3, *given, "--save-every", "2")])
     if comm.rank == 0:
@@ -139,6 +143,8 @@ def test_finetuning_goes_on_on_another_mesh(
     comm.barrier()
     given[1] = "fsdp=4"
     again, _ = finetune.main([*finetuned.arguments(folder, 3, *given, "--resume")])
-    alone = finetuned.alone(folder, 3)
-    assert losses == pytest.approx(alone, abs=2e-5)
-    assert again == pytest.approx(alone[2:], abs=2e-5)
+    if comm.rank == 0:
+        alone = finetuned.alone(folder, 3)
+        assert losses == pytest.approx(alone, abs=2e-5)
+        assert again == pytest.approx(alone[2:], abs=2e-5)
+    comm.barrier()

@@ -184,7 +184,7 @@ def test_views_along_blocks_are_local() -> None:
 
 
 def test_a_view_into_other_blocks_is_no_view_of_parts() -> None:
-    """Of 24 columns in three blocks, each of two ranks has 4 of every 8; in halves of 12 none."""
+    """Each of two ranks has 4 of every 8 of 24 columns in three blocks; in halves of 12 none."""
     with mf.FusionDefinition("halves") as fd:
         x = fd.define_tensor([2, 24], torch.float64, TP, layout={"tp": Shard(1, 3)})
         fd.add_output(x.reshape(2, 2, 12) * 2)

@@ -1,6 +1,6 @@
 """Tables of schedules: those of torch, which is asked for them and whose answers are kept as CSV.
 
-Of 1F1B torch has no table (what it prints begins with microbatch 1 on the last rank): that file is
+Torch has no table of 1F1B (what it prints begins with microbatch 1 on the last rank): that file is
 what the rule of `greedy` makes, as is the test of every other size.
 """
 

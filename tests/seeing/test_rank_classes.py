@@ -106,7 +106,7 @@ def test_ranks_of_an_even_ring_run_alike_but_for_where_they_begin() -> None:
 def test_ranks_whose_neighbours_have_other_parts_run_apart(
     sizes: dict[str, int], extent: int, are_rings_alike: bool
 ) -> None:
-    """Of 7 columns over 2 x 2, ranks 0 and 1 have two each, and hear from ranks with 2 and 1."""
+    """Ranks 0 and 1 have two of 7 columns each over 2 x 2, and hear from ranks with 2 and 1."""
     mesh = DeviceMesh.arange(**sizes)
     with mf.FusionDefinition("rings") as fd:
         x = fd.define_tensor([8, 8], mesh=mesh, layout={"dp": Shard(0)})

@@ -192,7 +192,7 @@ def test_work_behind_a_post_hides_it(transfer: float, total: float) -> None:
     [(2.0, 0.25, 4.5), (0.5, 0.5, 4.25), (5.0, 0.25, 7.0), (2.0, 0.0, 4.0)],
 )
 def test_work_is_slower_beside_a_transfer(transfer: float, slows: float, total: float) -> None:
-    """Of 2 s at three quarters of the speed 1.5 s are done, and half a second is left."""
+    """2 s at three quarters of the speed do 1.5 s of the work, and half a second is left."""
     costs = Costs(launch_s=1.0, links={LinkKey("Allreduce", "tp"): Link(transfer, slows=slows)})
     found = timeline(hir.parse(OVERLAP), costs)
     check(found)

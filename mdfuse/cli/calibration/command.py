@@ -117,7 +117,7 @@ def _scale(comm: Communicator) -> Scale:
 _BESIDES = "symmetric"
 
 
-def carriers(comm: Communicator, told: Callable[[str], object]) -> Backends:
+def carriers(comm: Communicator, say: Callable[[str], object]) -> Backends:
     """Return the backends that are measured, and the options that name them; all ranks call it.
 
     A backend that MDFUSE_BACKEND names is measured alone.
@@ -129,7 +129,7 @@ def carriers(comm: Communicator, told: Callable[[str], object]) -> Backends:
     try:
         comm.open([_BESIDES])
     except BackendError as error:
-        told(f"{_BESIDES} is left out: {error.because or error.what}")
+        say(f"{_BESIDES} is left out: {error.because or error.what}")
         return backends
     named = f"{comm.backend}, x={_BESIDES}, {BETWEEN_MESHES}={_BESIDES}"
     return {**backends, _BESIDES: replace(OPTIONS, backend=named)}

@@ -138,17 +138,17 @@ def _seconds(
     return timed(post, comm) / rounds
 
 
-def wrong_values(comm: Communicator, found: Sequence[Measured]) -> list[str]:
+def wrong_values(comm: Communicator, measured: Sequence[Measured]) -> list[str]:
     """Return wrong results of any rank, one line each; all ranks call it."""
-    mine = "; ".join(m.wrong for m in found if m.wrong)
+    mine = "; ".join(m.wrong for m in measured if m.wrong)
     texts = comm.all_ok(mine or None)
     return [f"{comm.backend}: rank {r}: {text}" for r, text in enumerate(texts) if text]
 
 
-def table(found: Sequence[Measured]) -> Table:
+def table(measured: Sequence[Measured]) -> Table:
     """Return a table of this rank's times, and of the bytes per second that arrive at a rank."""
     rows = titled("all ranks", "backend", "what", right=("bytes", "time", "arrives per rank"))
-    for m in found:
+    for m in measured:
         bandwidth = f"{size_text(round(m.bandwidth))}/s"
         rows.add_row(m.backend, m.what, size_text(m.size), time_text(m.seconds), bandwidth)
     return rows

@@ -41,14 +41,14 @@ def run(is_collective: bool) -> None:
     console.print("no problem found")
 
 
-def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SIZES) -> list[str]:
+def check_ranks(console: Console, local: Sequence[str], sizes: Sequence[int] = SIZES) -> list[str]:
     """Let all ranks communicate by every backend that all of them can use; all ranks call it.
 
     Where MDFUSE_BACKEND names backends, only these are used.
 
     Args:
         console: where the table of times goes.
-        here: problems that this rank found by itself; if any rank has one, nothing is measured.
+        local: problems that this rank found by itself; if any rank has one, nothing is measured.
         sizes: bytes per communication.
 
     Returns:
@@ -61,9 +61,9 @@ def check_ranks(console: Console, here: Sequence[str], sizes: Sequence[int] = SI
     launch = detect(os.environ)
     if launch.size == 1:
         few = f"--collective needs at least two ranks, and this is {launch.name}: {launch.why}"
-        return [*here, f"{few}; torchrun --nproc-per-node 2 -m mdfuse doctor --collective"]
+        return [*local, f"{few}; torchrun --nproc-per-node 2 -m mdfuse doctor --collective"]
     options = _options()
-    problems, usable = _meet(options, here)
+    problems, usable = _meet(options, local)
     if problems:
         return problems
     measured: list[Measured] = []
@@ -81,11 +81,11 @@ def _options() -> Options:
     return options if is_set else replace(options, timeout_s=_TIMEOUT_S)
 
 
-def _meet(options: Options, here: Sequence[str]) -> tuple[list[str], list[str]]:
+def _meet(options: Options, local: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the problems of all ranks, and the backends that all of them can use."""
     comm = init(options, backend=_MEETING)
     try:
-        texts = comm.all_ok("; ".join(here) or None)
+        texts = comm.all_ok("; ".join(local) or None)
         names = backend_choice(options.backend).names
         named = BACKENDS if "auto" in names else dict.fromkeys(names)
         real = [name for name in named if name != NULL]

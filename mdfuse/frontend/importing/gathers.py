@@ -42,7 +42,9 @@ def _joined(before: Layout, after: Layout) -> list[str]:
     ]
 
 
-def _line(model: Model, fusion: Fusion, made: dict[str, Expr], expr: Expr, axes: list[str]) -> str:
+def _line(
+    model: Model, fusion: Fusion, makers: dict[str, Expr], expr: Expr, axes: list[str]
+) -> str:
     value = fusion.values[expr.reads[0]]
     count = lacks(fusion.layout(value.name), fusion.layout(expr.output), value.shape)[0]
     where = f" ({expr.source})" if expr.source else ""
@@ -51,7 +53,7 @@ def _line(model: Model, fusion: Fusion, made: dict[str, Expr], expr: Expr, axes:
           if n in model.captured.parameters}  # fmt: skip
     of |= {p.value_name: p.pattern for p in model.passed.values()}
     shapes, size = "", f", {counted(count * value.dtype.itemsize, 'byte')} to a rank"
-    for step in _before(made, value.name):
+    for step in _before(makers, value.name):
         if isinstance(step, Expr):
             if step.op == "reshape" and not shapes:
                 old, new = (fusion.values[n].shape for n in (step.reads[0], step.output))
@@ -68,15 +70,15 @@ def _pattern(of: dict[str, str], name: str) -> str | None:
     return of.get(name) or of.get(name.rpartition(".")[0])
 
 
-def _before(made: dict[str, Expr], name: str) -> Iterator[Expr | str]:
+def _before(makers: dict[str, Expr], name: str) -> Iterator[Expr | str]:
     """Yield the ancestors of a value, the nearest first: expressions, and names of inputs."""
     left, seen = [name], {name}
     while left:
         name = left.pop(0)
-        if name not in made:
+        if name not in makers:
             yield name
             continue
-        yield made[name]
-        new = [n for n in made[name].reads if n not in seen]
+        yield makers[name]
+        new = [n for n in makers[name].reads if n not in seen]
         seen.update(new)
         left += new

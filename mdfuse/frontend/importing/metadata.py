@@ -177,10 +177,10 @@ def _only(args: tuple[Any, ...], kind: type) -> Any:
     return x
 
 
-def _contents(found: Any) -> Contents:
+def _contents(record: Any) -> Contents:
     """Return the contents of torch's metadata record, checked."""
-    said, places = found["state_dict_metadata"], dict[tuple[str, Extents], StoredBytes]()
-    for index, info in (found["storage_data"] or {}).items():
+    said, places = record["state_dict_metadata"], dict[tuple[str, Extents], StoredBytes]()
+    for index, info in (record["storage_data"] or {}).items():
         first = index.fields.get("offset")
         if first is None:  # an entry other than a tensor
             continue
@@ -196,7 +196,7 @@ def _contents(found: Any) -> Contents:
         for name, x in said.items()
         if x.kind == "TensorStorageMetadata"
     }
-    about = found.fields.get("storage_meta")
+    about = record.fields.get("storage_meta")
     id_ = "" if about is None else about.fields.get("save_id")
     return Contents(tensors, id_ if isinstance(id_, str) else "")
 

@@ -85,9 +85,9 @@ NO_GRADIENT: dict[str, str] = {
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Return a decorator that adds the rule of some ops."""
 
-    def add(made: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, made))
-        return made
+    def add(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, rule))
+        return rule
 
     return add
 
@@ -118,9 +118,9 @@ class Wide:
         return in_f32(x) if isinstance(x, Handle) and x.is_tensor else x
 
 
-def widely(made: Rule) -> Rule:
+def widely(rule: Rule) -> Rule:
     """Return a rule that computes 16-bit values in f32; its caller casts back."""
-    return lambda e, ct: made(Wide(e), in_f32(ct))
+    return lambda e, ct: rule(Wide(e), in_f32(ct))
 
 
 def op(name: str) -> Callable[..., Handle]:

@@ -134,9 +134,9 @@ def _switched(block: list[Instruction], is_over: bool) -> list[Instruction]:
     return remaining
 
 
-def _is_idle(rest: Sequence[Instruction], is_over: bool) -> bool:
-    """Return whether a switch follows before any work; `is_over` where `rest` has neither."""
-    for i in rest:
+def _is_idle(following: Sequence[Instruction], is_over: bool) -> bool:
+    """Return whether a switch follows before any work; `is_over` where `following` has neither."""
+    for i in following:
         if i.op == "set_stream":
             return True
         if i.op in ("sync", "get_stream", "for", "next", "if", "return") or _is_work(i):

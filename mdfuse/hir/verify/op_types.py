@@ -271,8 +271,8 @@ def _dtypes(fn: str, samples: tuple[Sample, ...], attrs: Attrs) -> tuple[torch.d
     return tuple(x.dtype for x in as_results(outputs)) if _are_tensors(outputs) else None
 
 
-def _are_tensors(made: Any) -> bool:
-    return isinstance(made, Tensor | tuple)  # else a number, as of a comparison with nothing
+def _are_tensors(results: Any) -> bool:
+    return isinstance(results, Tensor | tuple)  # else a number, as of a comparison with nothing
 
 
 def _number(kind: type) -> Any:

@@ -132,8 +132,8 @@ class Bulletin:
             positions = ((rank, self._read(rank)) for rank in ranks)
             ranks = [rank for rank, at in positions if at is not None and at.is_hanging]
 
-    def _gather(self, ranks: list[int], found: dict[int, Position], grace_s: float) -> None:
-        """Read positions into `found` until each rank has told a new one, or time is up.
+    def _gather(self, ranks: list[int], positions: dict[int, Position], grace_s: float) -> None:
+        """Read positions into `positions` until each rank has told a new one, or time is up.
 
         Ranks that told none are marked as silent; where time was short, only those whose last
         position is old.
@@ -145,7 +145,7 @@ class Bulletin:
             for rank in ranks:
                 at = self._read(rank)
                 if at is not None:
-                    found[rank] = at
+                    positions[rank] = at
                 beat = first.setdefault(rank, at.beat if at else 0)
                 if at is None or not (at.beat > beat or at.is_hanging or at.ended):
                     silent.append(rank)
@@ -154,10 +154,10 @@ class Bulletin:
                 break
             time.sleep(deadline.left(self.beat_s / 5) if ranks else 0)
         for rank in ranks:
-            if rank in found:
-                age = max(time.time() - found[rank].time, 0.1)
+            if rank in positions:
+                age = max(time.time() - positions[rank].time, 0.1)
                 if is_long or age > 2 * self.beat_s:
-                    found[rank] = replace(found[rank], silent_s=age)
+                    positions[rank] = replace(positions[rank], silent_s=age)
 
     def _read(self, rank: int) -> Position | None:
         text = self._get(f"at/{rank}")

@@ -388,7 +388,7 @@ class Watch:
             elif bulletin is None and self._place:
                 time.sleep(self.ending.left(_SEEN_S))
 
-    def _table(self, own: Position, ranks: Sequence[int], answers: Answers) -> Table:
+    def _table(self, position: Position, ranks: Sequence[int], answers: Answers) -> Table:
         is_there = answers.is_complete
         lost = f"{self.store} does not answer: nothing is known of other ranks"
         store = "" if is_there else lost
@@ -403,7 +403,7 @@ class Watch:
             missing = self._neighbours.stopped(self._place)
         heard = self._bulletin.heard if self._bulletin is not None else ""
         return Table(
-            position=own,
+            position=position,
             others=dict(answers.positions),
             ranks=ranks,
             posts=self._posts(),

@@ -147,7 +147,7 @@ def _facts(
     classes: Classes,
     traffic: Sequence[TrafficRow],
     memories: Sequence[Memory],
-    found: Timeline,
+    timeline: Timeline,
 ) -> list[tuple[str, str]]:
     """Return the headline figures of a program."""
     host, segments = subject.host, counted(len(subject.segments), "segment")
@@ -162,20 +162,20 @@ def _facts(
         *[(much, of) for much, _, of in (text.partition(" ") for text in counts)],
         (size_text(arrives), "received per rank, at most"),
         (size_text(peak), "peak memory of a rank"),
-        (time_text(found.seconds), f"predicted: {subject.costs.name}"),
+        (time_text(timeline.seconds), f"predicted: {subject.costs.name}"),
     ]
 
 
-def _lanes(found: Timeline, shown: Sequence[int], names: dict[int, str]) -> str:
-    return lanes_chart([e for e in found.events if e.rank in shown], names)
+def _lanes(timeline: Timeline, shown: Sequence[int], names: dict[int, str]) -> str:
+    return lanes_chart([e for e in timeline.events if e.rank in shown], names)
 
 
-def _schedules(subject: Subject, found: Timeline) -> list[tuple[str, str]]:
+def _schedules(subject: Subject, timeline: Timeline) -> list[tuple[str, str]]:
     """Return pictures of a schedule with their titles: by units, predicted, and measured."""
     if subject.schedule is None:
         return []
     shown = [("forwards, and each half of a backward, take 1", subject.schedule.timed())]
-    for text, events in ((f"predicted, {subject.costs.name}", found.events),
+    for text, events in ((f"predicted, {subject.costs.name}", timeline.events),
                          ("measured", subject.measured)):  # fmt: skip
         shown += [(text, by_action(subject.host, subject.schedule, events))] if events else []
     return [(text, timing.svg()) for text, timing in shown]

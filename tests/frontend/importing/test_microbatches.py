@@ -28,10 +28,13 @@ class Net(nn.Module):
         return self.down(self.drop(F.gelu(self.up(x))))
 
 
-def stepped(step: Any, model: Any, *inputs: Any) -> tuple[list[Any], dict[str, Tensor]]:
+def stepped(
+    step: Any, model: Any, *inputs: Any, program: mf.Program | None = None
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """What a step shows, and the state after it; `program`: where a test has compiled it."""
     weights = model.load()
     given = step.arguments(weights, step.state(weights), *inputs)
-    outputs = mf.simulate(step.compile(), given, options=mf.Options(poison=True)).outputs
+    outputs = mf.simulate(program or step.compile(), given, options=mf.Options(poison=True)).outputs
     return outputs[: len(outputs) - len(step.fusion.reuse)], step.updated(outputs)
 
 
@@ -56,7 +59,8 @@ def test_losses_of_means_and_sums(reduction: str, count: int) -> None:
         optimizer=partial(mf.optim.sgd, lr=1.0),
         microbatches=count,
     )
-    (loss,), state = stepped(step, model, x, t)
+    program = step.compile()
+    (loss,), state = stepped(step, model, x, t, program=program)
     torch.testing.assert_close(loss, F.mse_loss(module(x), t, reduction=reduction).detach())
     parts = [*zip(x.chunk(count), t.chunk(count), strict=True)]
     scale = count if reduction == "mean" else 1
@@ -64,9 +68,9 @@ def test_losses_of_means_and_sums(reduction: str, count: int) -> None:
         module, lambda m, x, t: F.mse_loss(m(x), t, reduction=reduction) / scale, parts
     )
     torch.testing.assert_close(state, wanted)
-    loops = [i for i in step.compile().host.instructions if i.op == "for"]
+    loops = [i for i in program.host.instructions if i.op == "for"]
     assert [i.kwargs["stop"] for i in loops] == [count]
-    reductions = Counter(c.shape for c in step.compile().communications)
+    reductions = Counter(c.shape for c in program.communications)
     assert reductions == {(): 1, (9, 5): 1, (9,): 1, (3, 9): 1, (3,): 1}  # once, behind the loop
 
 
@@ -120,9 +124,11 @@ def test_one_batch_of_a_dim_that_is_named(shards: int) -> None:
 
     how = {"optimizer": partial(mf.optim.sgd, lr=1.0)}
     step = model.training_step(loss, microbatches=3, batch={"input": 1}, **how)
-    assert any(i.op == "for" for i in step.compile().host.instructions)
+    program = step.compile()
+    assert any(i.op == "for" for i in program.host.instructions)
     torch.testing.assert_close(
-        stepped(step, model, x), stepped(model.training_step(loss, **how), model, x)
+        stepped(step, model, x, program=program),
+        stepped(model.training_step(loss, **how), model, x),
     )
 
 
@@ -171,14 +177,15 @@ def test_batch_norm_is_that_of_the_whole_batch() -> None:
     model = mf.from_torch(module, (x,), mesh=mesh, layouts={"input:0": ROWS})
     how = {"optimizer": partial(mf.optim.sgd, lr=1.0)}
     step = model.training_step(lambda y: (y * y).mean(), microbatches=3, **how)
-    _, state = stepped(step, model, x)
+    program = step.compile()
+    _, state = stepped(step, model, x, program=program)
     wanted = accumulated(module, lambda m: m(x).pow(2).mean(), [()])
     torch.testing.assert_close({n: state[n] for n in wanted}, wanted)
     module(x)
     for name, buffer in module.named_buffers():
         if buffer.is_floating_point():
             torch.testing.assert_close(state[name], buffer)
-    assert "loops, one after the other" in step.compile().explain()
+    assert "loops, one after the other" in program.explain()
 
 
 def test_what_comes_once_is_explained() -> None:

@@ -92,7 +92,7 @@ def drawn(*shape: int) -> Tensor:
 @pytest.mark.parametrize("how", [ALONE, FSDP, TP], ids=["alone", "fsdp", "tp"])
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_checkpoints_are_computed_again(how: dict[str, Any], is_reentrant: bool) -> None:
-    """Of each block all but the last product; what it reads and returns is kept."""
+    """All of a block is but its last product; its operand and its result are kept."""
     module, x = Layers(use_reentrant=is_reentrant).double(), drawn(6, 8)
     program, _ = trained(module, x, how)
     counts = again(program)

@@ -72,8 +72,10 @@ def step_of(model: Any, mesh: Any, **how: Any) -> Any:
     )
 
 
-def check(module: nn.Module, model: Any, step: Any, clip: float = 1e9, steps: int = 2) -> None:
-    """Steps are those of torch's SGD."""
+def check(
+    module: nn.Module, model: Any, step: Any, clip: float = 1e9, steps: int = 2
+) -> mf.Program:
+    """Steps are those of torch's SGD; returns their program, which takes seconds to compile."""
     labels = torch.randint(WORDS, (8, LENGTH), generator=torch.Generator().manual_seed(5))
     weights, program = model.load(), step.compile()
     state, module = step.state(weights), copy.deepcopy(module)
@@ -90,6 +92,7 @@ def check(module: nn.Module, model: Any, step: Any, clip: float = 1e9, steps: in
         torch.testing.assert_close(outputs[0], alone.detach())
     for name, w in module.named_parameters():
         torch.testing.assert_close(state[name], w.detach())
+    return program
 
 
 NAMED = [
@@ -118,10 +121,10 @@ def test_steps_are_those_of_torch(stages: Any, how: dict[str, Any], tied: bool) 
     model = imported(module, stages)
     last = stages[-1][0] if isinstance(stages[-1], tuple) else stages[-1]
     step = step_of(model, last, **how)
-    check(module, model, step, how.get("clip", 1e9))
+    program = check(module, model, step, how.get("clip", 1e9))
     if "microbatches" in how:
-        assert step.compile().schedule.stages == len(stages)
-    is_over = [c for c in step.compile().communications if c.source.mesh != c.destination.mesh]
+        assert program.schedule.stages == len(stages)
+    is_over = [c for c in program.communications if c.source.mesh != c.destination.mesh]
     assert not [c for c in is_over if c.shape == (8, LENGTH, LENGTH)]  # all have the constant
     gradient = [c for c in is_over if c.shape == (WORDS, WIDTH)]
     assert len(gradient) == (2 if tied and last != A else 0)  # the table there, its gradient back
@@ -148,9 +151,8 @@ def test_blocks_end_where_stages_do(stages: Any, schedule: str, again: Any) -> N
     last = stages[-1][0] if isinstance(stages[-1], tuple) else stages[-1]
     how: dict[str, Any] = {"microbatches": 2, "schedule": schedule}
     model = imported(module, stages, recompute=again)
-    step = step_of(model, last, **how)
-    check(module, model, step)
-    programs = step.compile(), step_of(imported(module, stages), last, **how).compile()
+    program = check(module, model, step_of(model, last, **how))
+    programs = program, step_of(imported(module, stages), last, **how).compile()
     sent = [[c.source.mesh != c.destination.mesh for c in p.communications] for p in programs]
     assert sum(sent[0]) == sum(sent[1]) and "(recomputed)" in str(programs[0])
 

@@ -44,7 +44,7 @@ def test_gradients_of_weights_add_up_as_they_are_computed(stages: int, compile: 
 
 
 def test_the_first_is_written_and_empty_ones_add_nothing() -> None:
-    """Of 11 rows in 8 microbatches the last two are empty."""
+    """The last two of 8 microbatches of 11 rows are empty."""
     net = sines(meshes(2), batch=11)
     program = mf.pipeline(net.definition, microbatches=8, batch=batch_of(net), schedule="1f1b")
     added = [i for i in as_run(project(program.host, 1)).walk() if i.op == "addmm"]

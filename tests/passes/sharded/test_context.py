@@ -85,7 +85,7 @@ def test_each_form_gives_values_and_gradients(name: str, form: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_no_rank_computes_more_than_its_share(ranks: int) -> None:
-    """Of long sequences whose heads divide, exactly what is visible is computed."""
+    """Exactly what is visible is computed of long sequences whose heads divide."""
     program = mf.compile(defined({"cp": ranks}, (1, 16, 16, 8192, 4)))
     work = []
     for rank in range(ranks):
