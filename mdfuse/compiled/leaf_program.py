@@ -75,13 +75,13 @@ class LeafProgram(Program):
         )
         if idle := [rank for rank in deal.mesh.ranks if not deal.leaves_of(rank)]:
             yield f"same bits: no leaf is left for ranks {listed([*map(str, idle)])}, idle"
-        borders = self.code.borders
+        borders, why = self.code.borders, "since parts of ranks are no parts of leaves"
         far = [f"%{n}" for n in self.host.inputs if (b := borders[n]) and not b.is_cut]
         if far:
-            yield f"same bits: gathered before each run, since parts are not leaves': {', '.join(far)}"
+            yield f"same bits: gathered before each run, {why}: {', '.join(far)}"
         far = [f"%{n}" for n in self.host.outputs if (b := borders[n]) and not b.is_joined]
         if far:
-            yield f"same bits: gathered after each run, since parts are not leaves': {', '.join(far)}"
+            yield f"same bits: gathered after each run, {why}: {', '.join(far)}"
         yield "same bits: on CPUs one thread computes; on GPUs not with kernels that add atomically"
 
     def bytes_received(

@@ -144,7 +144,7 @@ class Border:
         }
         others = [r for r in mesh.ranks if r != rank]
         yield Parcels(
-            mesh.ranks, {r: by_rank[rank] for r in others}, {r: by_rank[r] for r in others}
+            mesh.ranks, dict.fromkeys(others, by_rank[rank]), {r: by_rank[r] for r in others}
         )
         whole = unshard_tensor([held[of[leaf]] for leaf in leaves], self.leaf_layout)
         into.append(shard_tensor(whole, self.layout, rank=rank).clone())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,7 +42,7 @@ class LeafCode:
 
     @cached_property
     def shown(self) -> HostProgram:
-        """What callers pass and get: inputs and outputs on the ranks' mesh, without instructions."""
+        """What callers pass and get: inputs and outputs on the mesh of the ranks, and no code."""
         names = {*self.host.inputs, *self.host.outputs}
         types = {n: self._on_ranks(self.host.types[n]) for n in self.host.types if n in names}
         aliases = {n: self.host.root(n) for n in self.host.outputs if n in self.host.aliases}
@@ -154,18 +154,24 @@ class LeafRun:
             r: {leaf: [] for leaf in deal.leaves_of(r)} for r in self.ranks
         }
         for n, name in enumerate(self.code.host.inputs):
-            border = self.code.borders[name]
-            parts: dict[int, dict[int, Any]] = {r: {} for r in self.ranks}
-            if border is None:
-                parts = {r: dict.fromkeys(inner[r], given[r][n]) for r in self.ranks}
-            elif border.is_cut:
-                parts = {r: border.cut(r, given[r][n]) for r in self.ranks}
-            else:
-                self._carried(lambda r, b=border, n=n: b.gathered(r, given[r][n], parts[r]))
+            xs = {r: given[r][n] for r in self.ranks}
+            parts = self._parts(self.code.borders[name], xs, inner)
             for r in self.ranks:
                 for leaf, values in inner[r].items():
                     values.append(parts[r][leaf])
         return inner
+
+    def _parts(
+        self, border: Border | None, xs: ByRank, leaves: ByRank
+    ) -> dict[int, dict[int, Any]]:
+        """Return rank -> leaf -> its part of an input."""
+        if border is None:
+            return {r: dict.fromkeys(leaves[r], x) for r, x in xs.items()}
+        if border.is_cut:
+            return {r: border.cut(r, x) for r, x in xs.items()}
+        parts: dict[int, dict[int, Any]] = {r: {} for r in xs}
+        self._carried({r: border.gathered(r, x, parts[r]) for r, x in xs.items()})
+        return parts
 
     def _joined(self, results: ByRank, given: ByRank, out: ByRank | None) -> dict[int, list[Any]]:
         """Return rank -> its outputs, in the caller's buffers where there are some."""
@@ -174,17 +180,7 @@ class LeafRun:
         for n, name in enumerate(host.outputs):
             border, dtype = self.code.borders[name], host.types[name].dtype
             parts = {r: {leaf: x[n] for leaf, x in results[r].items()} for r in self.ranks}
-            joined: dict[int, list[Any]] = {r: [] for r in self.ranks}
-            if border is None:
-                joined = {r: [*parts[r].values()][:1] for r in self.ranks}
-            elif border.is_joined:
-                joined = {r: [border.joined(r, parts[r], dtype, self.device)] for r in self.ranks}
-            else:
-                self._carried(
-                    lambda r, b=border, p=parts, t=dtype, j=joined: b.exchanged(
-                        r, p[r], t, self.device, j[r]
-                    )
-                )
+            joined = self._whole(border, dtype, parts)
             written = host.inputs.index(host.root(name)) if name in host.aliases else None
             for r in self.ranks:
                 buffer = given[r][written] if written is not None else None
@@ -192,8 +188,22 @@ class LeafRun:
                 outputs[r].append(_in(buffer, joined[r][0] if joined[r] else None))
         return outputs
 
-    def _carried(self, rounds: Callable[[int], Rounds]) -> None:
-        self.carrier.carry([(rank, rounds(rank)) for rank in self.ranks])
+    def _whole(
+        self, border: Border | None, dtype: torch.dtype, parts: ByRank
+    ) -> dict[int, list[Any]]:
+        """Return rank -> its part of an output; nothing of a number on a rank without leaves."""
+        if border is None:
+            return {r: [*of.values()][:1] for r, of in parts.items()}
+        if border.is_joined:
+            return {r: [border.joined(r, of, dtype, self.device)] for r, of in parts.items()}
+        whole: dict[int, list[Any]] = {r: [] for r in parts}
+        self._carried(
+            {r: border.exchanged(r, of, dtype, self.device, whole[r]) for r, of in parts.items()}
+        )
+        return whole
+
+    def _carried(self, rounds: Mapping[int, Rounds]) -> None:
+        self.carrier.carry([*rounds.items()])
 
 
 def _in(buffer: Tensor | None, x: Any) -> Any:

@@ -54,7 +54,7 @@ def reduced(op: str, span: Span, at: Callable[[Span], Tensor | None]) -> Tensor:
 
 
 def total(op: str, count: int, known: Mapping[Span, Tensor]) -> Tensor:
-    """Return all of a tree reduced, in the working dtype; an average is divided once, at the end."""
+    """Return a tree reduced, in the working dtype; an average is divided once, at the end."""
     whole = reduced(op, (0, count), known.get)
     return whole / count if op == "avg" else whole
 
