@@ -7,7 +7,7 @@ same, to the letter, for every mesh of the user's, and each rank runs some of it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -218,7 +218,7 @@ def on_leaves(
     examples: Mapping[str, int],
     options: Options,
     should_merge: ShouldMerge | None,
-    batch: Batch | None = None,
+    batch: Callable[[Fusion], Batch | None] | None = None,
 ) -> LeafProgram:
     """Return the program of a definition with `Options.same_bits`.
 
@@ -227,7 +227,7 @@ def on_leaves(
         examples: of its symbolic extents.
         options: as the environment and the caller have them.
         should_merge: see `mdfuse.passes.segmentation.segment`.
-        batch: the inputs in microbatches, or none.
+        batch: returns the inputs in microbatches, for the fusion of the leaves; None: at once.
 
     Raises:
         LoweringError: the definition has symbolic extents, no mesh, several, or more ranks than
@@ -237,9 +237,9 @@ def on_leaves(
     lowered_for = replace(
         options, overlap="never", reduce_dtype=options.reduce_dtype or torch.float32
     )
-    prepared, _, host = hir_lowering.lower(
-        meshes.on_mesh(fusion, deal.leaf_mesh), should_merge, options=lowered_for, batch=batch
-    )
+    fusion = meshes.on_mesh(fusion, deal.leaf_mesh)
+    cut = batch(fusion) if batch is not None else None
+    prepared, _, host = hir_lowering.lower(fusion, should_merge, options=lowered_for, batch=cut)
     _check(host)
     values = {
         name: value

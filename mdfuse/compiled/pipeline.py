@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mdfuse import hir_lowering
+from mdfuse.compiled.leaf_program import on_leaves
 from mdfuse.compiled.overlap import OverlapDecisions, left
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.segments import Segment, segments_of
@@ -80,7 +82,15 @@ def pipeline(
     """
     check_definition("pipeline", definition)
     fusion = definition.fusion
-    lower = _Lower(_checked(fusion, microbatches, batch), schedule, options, should_merge)
+    cut = _checked(fusion, microbatches, batch)
+    chosen = options_from_environment(options)
+    if chosen.same_bits:
+        if schedule is not None:
+            why = "its leaves are those of one mesh, which runs no stages"
+            raise _wrong(fusion, f"schedule={shown(schedule)} with same_bits", why, "leave one out")
+        examples = definition.examples
+        return on_leaves(fusion, examples, chosen, should_merge, partial(_with_rows, batch=cut))
+    lower = _Lower(cut, schedule, options, should_merge)
     symbolic = None
     if definition.examples:
         symbolic = Lowerings(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -193,15 +194,19 @@ def check_alike(programs: Sequence[HostProgram]) -> None:
     """Raise ProgramError unless all leaves run the same instructions, each on its part."""
     first = programs[0]
     for program in programs[1:]:
-        pairs = zip(first.walk(), program.walk(), strict=False)
-        other = next((j for i, j in pairs if (i.op, i.fn, i.outputs) != (j.op, j.fn, j.outputs)), 0)
-        if other or len([*first.walk()]) != len([*program.walk()]):
+        pairs = zip_longest(first.walk(), program.walk())
+        other = next((j or i for i, j in pairs if _kind(i) != _kind(j)), None)
+        if other is not None:
             raise ProgramError(
                 f"@{first.name} with same_bits: leaves run different instructions",
-                where=[str(other.source)] if other and other.source else [],
+                where=[str(other.source or other)],
                 because="the leaves of a rank go on step by step, and all of them meet at a post",
                 hint="leave out streams whose iterations ranks begin at different chunks",
             )
+
+
+def _kind(i: Instruction | None) -> object:
+    return None if i is None else (i.op, i.fn, i.outputs)
 
 
 def _shared(
@@ -219,8 +224,9 @@ def _shared(
         for place, coordinate in enumerate(at):
             apart = tuple(c for c, a in zip(coordinate, mesh.axes, strict=True) if a not in alike)
             by = first.setdefault(apart, place)
-            is_same = by == place or i == _instruction(plans[place], number)
-            runs.append(by if is_same else place)
+            # else leaves that share a buffer would write different numbers into it
+            assert by == place or i == _instruction(plans[place], number), str(i)
+            runs.append(by)
         shared.append(runs)
     return shared
 

@@ -175,10 +175,8 @@ def simulate(
         IndexRangeError: with `check_indices`, an index is out of range.
         CommunicationError: posts of different ranks do not fit, or ranks wait for each other.
     """
-    if isinstance(program, LeafProgram):
-        return _on_leaves(program, inputs, per_rank, options, schedule)
-    if isinstance(program, SizedProgram):
-        return _filled_up(program, inputs, extents, options, schedule)
+    if isinstance(program, LeafProgram | SizedProgram):
+        return _of_another_form(program, inputs, extents, per_rank, options, schedule)
     if isinstance(program, Program):
         program = _with_extents(program, inputs, extents)
     elif extents is not None:
@@ -210,6 +208,21 @@ def simulate(
     named = [] if host.rank is not None else enumerate(host.outputs)
     outputs = [_global(host, name, i, results) for i, name in named]
     return Simulated(results, outputs, peaks, arrived, prepared.locals_)
+
+
+def _of_another_form(
+    program: LeafProgram | SizedProgram,
+    inputs: Sequence[Any] | None,
+    extents: Mapping[str, int] | None,
+    per_rank: Sequence[Mapping[str, Any]] | None,
+    options: Options | None,
+    schedule: int | None,
+) -> Simulated:
+    """Simulate a program that ranks do not run as it is printed."""
+    if isinstance(program, SizedProgram):
+        return _filled_up(program, inputs, extents, options, schedule)
+    check_extents(program.host.name, (), extents)
+    return _on_leaves(program, inputs, per_rank, options, schedule)
 
 
 def _on_leaves(
