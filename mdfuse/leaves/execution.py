@@ -82,6 +82,7 @@ class RankLeaves:
         programs: their projections.
         plans: their plans.
         runs: for each step, for each leaf (by place) the place of the leaf that runs it for it.
+        taken: likewise the slots that it fills, with those of the other leaf's plan.
     """
 
     rank: int
@@ -90,6 +91,7 @@ class RankLeaves:
     plans: Sequence[Plan]
     mailbox: _Mailbox
     runs: Sequence[Sequence[int]]
+    taken: Sequence[Sequence[Sequence[tuple[int, int]]]]
 
     @property
     def steps(self) -> int:
@@ -99,13 +101,11 @@ class RankLeaves:
     def step(self, number: int, slots: Sequence[Slots]) -> list[tuple[LeafPost, LeafWork]]:
         """Run one step of all leaves on their slots, and return what they posted."""
         for place, by in enumerate(self.runs[number]):
-            step = self.plans[place].steps[number]
             if by == place:
-                step.run(slots[place])
+                self.plans[place].steps[number].run(slots[place])
                 continue
-            for line in step.lines:
-                for slot in line.targets:
-                    slots[place][slot] = slots[by][slot]
+            for slot, other in self.taken[number][place]:
+                slots[place][slot] = slots[by][other]
         return self.mailbox.take()
 
 
@@ -143,7 +143,12 @@ def rank_leaves(
         for leaf in leaves
     ]
     of_rank = [programs[leaf] for leaf in leaves]
-    return RankLeaves(rank, leaves, of_rank, plans, mailbox, _shared(deal, leaves, of_rank, plans))
+    runs = _shared(deal, leaves, of_rank, plans)
+    taken = [
+        [_taken(plans[place], plans[by], number) for place, by in enumerate(by_place)]
+        for number, by_place in enumerate(runs)
+    ]
+    return RankLeaves(rank, leaves, of_rank, plans, mailbox, runs, taken)
 
 
 def run(
@@ -224,11 +229,26 @@ def _shared(
         for place, coordinate in enumerate(at):
             apart = tuple(c for c, a in zip(coordinate, mesh.axes, strict=True) if a not in alike)
             by = first.setdefault(apart, place)
-            # else leaves that share a buffer would write different numbers into it
-            assert by == place or i == _instruction(plans[place], number), str(i)
+            # else leaves that share a buffer would write different numbers into it; NaN equals NaN
+            assert repr(i) == repr(_instruction(plans[place], number)), str(i)
             runs.append(by)
         shared.append(runs)
     return shared
+
+
+def _taken(plan: Plan, other: Plan, number: int) -> list[tuple[int, int]]:
+    """Return the slots of names that a step fills, each with that of the name in another plan.
+
+    Leaves without rows have slots of their own, so the numbers differ.
+    """
+    if plan is other:
+        return []
+    theirs = {other.names[n]: n for n in _filled(other, number) if n in other.names}
+    return [(n, theirs[plan.names[n]]) for n in _filled(plan, number) if n in plan.names]
+
+
+def _filled(plan: Plan, number: int) -> Iterator[int]:
+    return (slot for line in plan.steps[number].lines for slot in line.targets)
 
 
 def _instruction(plan: Plan, number: int) -> Instruction | None:
