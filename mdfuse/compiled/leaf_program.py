@@ -263,7 +263,7 @@ def _mesh(fusion: Fusion, examples: Mapping[str, int]) -> DeviceMesh:
         raise _refused(fusion.name, what, "leaves are cut from numbers of rows that are known")
     every = {v.layout.mesh for v in fusion.values.values() if v.layout is not None}
     if len(every) != 1:
-        what = f"{counted(len(every), 'mesh') if every else 'no mesh'}"
+        what = f"{len(every)} meshes" if every else "no mesh"
         raise _refused(fusion.name, what, "its leaves are those of one mesh")
     for name, value in fusion.values.items():
         if value.layout is not None and value.layout.partial_axes and value.is_law:

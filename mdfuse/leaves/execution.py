@@ -230,7 +230,8 @@ def _shared(
             apart = tuple(c for c, a in zip(coordinate, mesh.axes, strict=True) if a not in alike)
             by = first.setdefault(apart, place)
             # else leaves that share a buffer would write different numbers into it; NaN equals NaN
-            assert repr(i) == repr(_instruction(plans[place], number)), str(i)
+            same = {repr(_instruction(plans[n], number)) for n in (by, place)}
+            assert len(same) == 1, f"leaves compute {i} differently"
             runs.append(by)
         shared.append(runs)
     return shared
