@@ -69,7 +69,9 @@ class LeafProgram(Program):
         deal = self.code.deal
         yield f"same bits: leaves along {deal}; sums in one tree over them"
         most = max(len(deal.leaves_of(rank)) for rank in deal.mesh.ranks)
-        yield f"same bits: a step runs up to {most} times on a rank, once where its values are whole"
+        yield (
+            f"same bits: a step runs up to {most} times on a rank, once where its values are whole"
+        )
         yield "same bits: nothing overlaps, no CUDA graph is captured, no unit is compiled"
         if idle := [rank for rank in deal.mesh.ranks if not deal.leaves_of(rank)]:
             yield f"same bits: no leaf is left for ranks {listed([*map(str, idle)])}, idle"

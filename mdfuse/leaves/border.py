@@ -75,15 +75,15 @@ class Border:
 
         A tensor that is all of a leaf's part, and lies as a new one would, is not copied.
         """
-        own = self._box(rank)
+        local = self._box(rank)
         parts: dict[Box | None, Tensor] = {}
         by_leaf: dict[int, Tensor] = {}
         for leaf in self.deal.leaves_of(rank):
             box = self._leaf_box(leaf)
-            assert own is not None and box is not None
+            assert local is not None and box is not None
             if box not in parts:
-                inner = tuple((a - c, b - c) for (a, b), (c, _) in zip(box, own, strict=True))
-                parts[box] = x if box == own and lies_as_new(x) else as_new(x[index_of(inner)])
+                inner = tuple((a - c, b - c) for (a, b), (c, _) in zip(box, local, strict=True))
+                parts[box] = x if box == local and lies_as_new(x) else as_new(x[index_of(inner)])
             by_leaf[leaf] = parts[box]
         return by_leaf
 

@@ -98,12 +98,12 @@ class Meeting:
         sent: dict[int, list[Tensor]] = {}
         received: dict[int, list[Tensor]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
-        here = {leaf: _outgoing(post) for leaf, post in self.posts.items()}
+        outgoing = {leaf: _outgoing(post) for leaf, post in self.posts.items()}
         for rank in self.ranks:
             if rank == self.rank:
                 continue
-            for leaf in sorted(here):
-                to = [(d, x) for d, x in here[leaf] if self._owner(d) == rank]
+            for leaf in sorted(outgoing):
+                to = [(d, x) for d, x in outgoing[leaf] if self._owner(d) == rank]
                 sent.setdefault(rank, []).extend(_once(to, self.is_alike))
         for source in sorted(self.call.team):
             pieces = [
@@ -113,7 +113,7 @@ class Meeting:
                 if s == source
             ]
             if source in self.posts:
-                copies += _local(here[source], pieces)
+                copies += _local(outgoing[source], pieces)
                 continue
             first = _once(pieces, self.is_alike)
             received.setdefault(self._owner(source), []).extend(first)
@@ -139,13 +139,13 @@ class Meeting:
         size = next(iter(terms.values())).numel()
         assert call.reduce_op is not None
         held = {rank: tree.subtrees(self._terms_of(rank), count) for rank in self.ranks}
-        own = {
+        local = {
             span: tree.reduced(call.reduce_op, span, lambda s: terms.get(s[0]) if _one(s) else None)
             for span in held[self.rank]
         }
         wanted = {rank: self._ranges(rank, size) for rank in self.ranks}
         others = [rank for rank in self.ranks if rank != self.rank]
-        sent = {r: [x[a:b] for x in own.values() for a, b in wanted[r]] for r in others}
+        sent = {r: [x[a:b] for x in local.values() for a, b in wanted[r]] for r in others}
         like = next(iter(terms.values()))
         arrived = {
             r: {span: [like.new_empty(b - a) for a, b in wanted[self.rank]] for span in held[r]}
@@ -156,7 +156,7 @@ class Meeting:
         )
         results: list[tuple[Range, Tensor]] = []
         for n, (a, b) in enumerate(wanted[self.rank]):
-            known = {span: x[a:b] for span, x in own.items()}
+            known = {span: x[a:b] for span, x in local.items()}
             known |= {span: xs[n] for r in others for span, xs in arrived[r].items()}
             results.append(((a, b), tree.total(call.reduce_op, count, known)))
         yield from self._given_out(results, wanted, size)

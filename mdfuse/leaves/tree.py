@@ -36,10 +36,10 @@ def subtrees(held: Collection[int], count: int) -> list[Span]:
     """
 
     def inside(span: Span) -> list[Span]:
-        here = sum(term in held for term in range(*span))
-        if here == span[1] - span[0]:
+        count_held = sum(term in held for term in range(*span))
+        if count_held == span[1] - span[0]:
             return [span]
-        return [s for half in halves(span) for s in inside(half)] if here else []
+        return [s for half in halves(span) for s in inside(half)] if count_held else []
 
     return inside((0, count)) if count else []
 

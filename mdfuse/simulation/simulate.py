@@ -252,8 +252,10 @@ def _on_leaves(
         check_arguments(shown, rank, given, device)
         check_outputs(shown, rank, given, buffers, device, is_partial=True)
     carrier = LocalCarrier()
-    here = [rank for rank in ranks if rank in code.deal.mesh]
-    run = LeafRun(code, here, carrier, device, how.poison, checks if how.check_indices else None)
+    computing = [rank for rank in ranks if rank in code.deal.mesh]
+    run = LeafRun(
+        code, computing, carrier, device, how.poison, checks if how.check_indices else None
+    )
     with torch.autocast(device.type, enabled=False):
         by_rank = run.run(dict(enumerate(arguments)), dict(enumerate(out)))
     if checks.error is not None:

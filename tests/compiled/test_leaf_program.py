@@ -180,8 +180,7 @@ def on_nine(fd: mf.FusionDefinition) -> None:
 
 def in_a_ring(fd: mf.FusionDefinition) -> None:
     x = fd.define_tensor([16, 4], mesh=MESH, layout=ROWS)
-    y = fd.ops.set(x).on(MESH, {}, stream=Stream(0, 2, "dp"))
-    fd.add_output(y.exp())
+    fd.add_output(fd.ops.set(x).on(MESH, {}, stream=Stream(0, 8, "dp")).exp())
 
 
 @pytest.mark.parametrize(
@@ -224,14 +223,15 @@ def test_options_that_exclude_it(said: dict[str, Any]) -> None:
         mf.Options(same_bits=True, **said)
 
 
-def test_chunks_of_a_stream() -> None:
-    """A loop of the user's has its chunks inside of leaves, where ranks begin alike."""
+@pytest.mark.parametrize("stream", [Stream(1, 2), Stream(0, 2)])
+def test_chunks_of_a_stream(stream: Stream) -> None:
+    """A loop of the user's has its chunks inside of leaves."""
     x, results = drawn(24, 4), []
     for n in (1, 4):
         mesh = DeviceMesh.arange(dp=n)
         with mf.FusionDefinition() as fd:
             v = fd.define_tensor([24, 4], mesh=mesh, layout=ROWS)
-            y = fd.ops.set(v).on(mesh, {}, stream=Stream(1, 2))
+            y = fd.ops.set(v).on(mesh, {}, stream=stream)
             fd.add_output(y.exp())
             fd.add_output(v.sum(0))
         results.append(mf.simulate(mf.compile(fd, SAME), [x]).outputs)
