@@ -83,13 +83,8 @@ def pipeline(
     check_definition("pipeline", definition)
     fusion = definition.fusion
     cut = _checked(fusion, microbatches, batch)
-    chosen = options_from_environment(options)
-    if chosen.same_bits:
-        if schedule is not None:
-            why = "its leaves are those of one mesh, which runs no stages"
-            raise _wrong(fusion, f"schedule={shown(schedule)} with same_bits", why, "leave one out")
-        examples = definition.examples
-        return on_leaves(fusion, examples, chosen, should_merge, partial(_with_rows, batch=cut))
+    if options_from_environment(options).same_bits:
+        return _on_leaves(definition, cut, schedule, options, should_merge)
     lower = _Lower(cut, schedule, options, should_merge)
     symbolic = None
     if definition.examples:
@@ -97,6 +92,22 @@ def pipeline(
             fusion, definition.examples, definition.assumed, lower, options, chunks=microbatches
         )
     return lower.program(fusion, symbolic)
+
+
+def _on_leaves(
+    definition: FusionDefinition,
+    cut: Batch,
+    schedule: str | Schedule | None,
+    options: Options | None,
+    should_merge: ShouldMerge | None,
+) -> Program:
+    """Return the program with `Options.same_bits`, each of whose leaves has microbatches."""
+    fusion, chosen = definition.fusion, options_from_environment(options)
+    if schedule is not None:
+        why = "its leaves are those of one mesh, which runs no stages"
+        raise _wrong(fusion, f"schedule={shown(schedule)} with same_bits", why, "leave one out")
+    batch = partial(_with_rows, batch=cut)
+    return on_leaves(fusion, definition.examples, chosen, should_merge, batch)
 
 
 @dataclass

@@ -24,7 +24,7 @@ _ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Border:
+class PartBorder:
     """An input or an output: its parts on ranks, and on leaves.
 
     Attributes:

@@ -15,7 +15,7 @@ LEAVES = 8
 
 @dataclass(frozen=True)
 class Deal:
-    """Which rank computes which leaves.
+    """The leaves that each rank computes.
 
     Along each axis there are `LEAVES` of them, dealt out to its ranks as `torch.chunk` does. Leaves
     are numbered as the ranks of `leaf_mesh`.

@@ -21,7 +21,7 @@ from mdfuse.layouts.call import Call
 from mdfuse.layouts.layout import Replicate
 from mdfuse.leaves.carrier import Carrier
 from mdfuse.leaves.deal import Deal
-from mdfuse.leaves.meeting import LeafPost, Meeting
+from mdfuse.leaves.meeting import LeafPost, LeafMeeting
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Slots
@@ -175,7 +175,7 @@ def run(
 
 def _meetings(
     posted: Sequence[tuple[int, Sequence[tuple[LeafPost, LeafWork]]]], deal: Deal
-) -> Iterator[list[Meeting]]:
+) -> Iterator[list[LeafMeeting]]:
     """Yield the meetings of one step, in an order that all ranks share.
 
     These are the first posts of all leaves by team, then their second ones, and so on.
@@ -189,7 +189,7 @@ def _meetings(
             of_rank = by_team.setdefault((number, post.call.team), {}).setdefault(rank, {})
             of_rank[leaf] = post
     for key in sorted(by_team):
-        yield [Meeting(rank, posts, deal) for rank, posts in by_team[key].items()]
+        yield [LeafMeeting(rank, posts, deal) for rank, posts in by_team[key].items()]
 
 
 # -- what leaves share ---------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class LeafPost:
 
 @dataclass(frozen=True, slots=True)
 class Parcels:
-    """What one rank sends to others and receives from them, in one go.
+    """The tensors that one rank sends to others and receives from them, in one go.
 
     Attributes:
         team: the ranks that take part.
@@ -57,7 +57,7 @@ Rounds = Generator[Parcels, None, None]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class LeafMeeting:
     """The communication of a team of leaves, as one rank sees it.
 
     Attributes:

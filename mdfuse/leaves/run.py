@@ -15,7 +15,7 @@ from mdfuse.hir.program import BufferType, HostProgram
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.layouts.layout import Layout
 from mdfuse.leaves import execution
-from mdfuse.leaves.border import Border
+from mdfuse.leaves.border import PartBorder
 from mdfuse.leaves.carrier import Carrier
 from mdfuse.leaves.deal import Deal
 from mdfuse.leaves.execution import RankLeaves, rank_leaves
@@ -42,7 +42,7 @@ class LeafCode:
 
     @cached_property
     def shown(self) -> HostProgram:
-        """What callers pass and get: inputs and outputs on the mesh of the ranks, and no code."""
+        """The inputs and outputs as callers see them: on the mesh of the ranks, without code."""
         names = {*self.host.inputs, *self.host.outputs}
         types = {n: self._on_ranks(self.host.types[n]) for n in self.host.types if n in names}
         aliases = {n: self.host.root(n) for n in self.host.outputs if n in self.host.aliases}
@@ -60,15 +60,15 @@ class LeafCode:
             return kind
         return replace(kind, layout=on_ranks(kind.layout, len(kind.shape), self.deal))
 
-    def border(self, name: str) -> Border | None:
+    def border(self, name: str) -> PartBorder | None:
         """Return the border of an input or output; None for a number."""
         kind, inner = self.shown.types[name], self.host.types[name]
         if kind.layout is None or inner.layout is None:
             return None
-        return Border(kind.shape, kind.layout, inner.layout, self.deal)
+        return PartBorder(kind.shape, kind.layout, inner.layout, self.deal)
 
     @cached_property
-    def borders(self) -> dict[str, Border | None]:
+    def borders(self) -> dict[str, PartBorder | None]:
         return {n: self.border(n) for n in (*self.host.inputs, *self.host.outputs)}
 
     @cached_property
@@ -162,7 +162,7 @@ class LeafRun:
         return inner
 
     def _parts(
-        self, border: Border | None, xs: ByRank, leaves: ByRank
+        self, border: PartBorder | None, xs: ByRank, leaves: ByRank
     ) -> dict[int, dict[int, Any]]:
         """Return rank -> leaf -> its part of an input."""
         if border is None:
@@ -189,7 +189,7 @@ class LeafRun:
         return outputs
 
     def _whole(
-        self, border: Border | None, dtype: torch.dtype, parts: ByRank
+        self, border: PartBorder | None, dtype: torch.dtype, parts: ByRank
     ) -> dict[int, list[Any]]:
         """Return rank -> its part of an output; nothing of a number on a rank without leaves."""
         if border is None:

@@ -14,7 +14,7 @@ from mdfuse import DeviceMesh
 from mdfuse.layouts.call import Call
 from mdfuse.leaves.carrier import LocalCarrier
 from mdfuse.leaves.deal import LEAVES, Deal
-from mdfuse.leaves.meeting import LeafPost, Meeting
+from mdfuse.leaves.meeting import LeafPost, LeafMeeting
 from mdfuse.simulation.network import SimNetwork
 
 TEAM = tuple(range(LEAVES))
@@ -91,7 +91,7 @@ def test_each_kind(kind: str, dtype: torch.dtype) -> None:
         found = _empty(ends, dtype)
         posts = {leaf: LeafPost(call, srcs[leaf], found[leaf]) for leaf, call in enumerate(every)}
         meetings = [
-            Meeting(rank, {leaf: posts[leaf] for leaf in leaves}, deal)
+            LeafMeeting(rank, {leaf: posts[leaf] for leaf in leaves}, deal)
             for rank in deal.mesh.ranks
             if (leaves := deal.leaves_of(rank))
         ]
@@ -123,7 +123,7 @@ def test_sums_have_the_same_bits(size: int, dtype: torch.dtype) -> None:
             leaf: LeafPost(replace(call, rank=leaf), [x], [x]) for leaf, x in enumerate(buffers)
         }
         meetings = [
-            Meeting(r, {leaf: posts[leaf] for leaf in deal.leaves_of(r)}, deal)
+            LeafMeeting(r, {leaf: posts[leaf] for leaf in deal.leaves_of(r)}, deal)
             for r in deal.team(TEAM)
         ]
         LocalCarrier().carry([(m.rank, m.rounds()) for m in meetings])
