@@ -82,10 +82,9 @@ def pipeline(
     """
     check_definition("pipeline", definition)
     fusion = definition.fusion
-    cut = _checked(fusion, microbatches, batch)
+    lower = _Lower(_checked(fusion, microbatches, batch), schedule, options, should_merge)
     if options_from_environment(options).same_bits:
-        return _on_leaves(definition, cut, schedule, options, should_merge)
-    lower = _Lower(cut, schedule, options, should_merge)
+        return _on_leaves(definition, lower)
     symbolic = None
     if definition.examples:
         symbolic = Lowerings(
@@ -94,20 +93,14 @@ def pipeline(
     return lower.program(fusion, symbolic)
 
 
-def _on_leaves(
-    definition: FusionDefinition,
-    cut: Batch,
-    schedule: str | Schedule | None,
-    options: Options | None,
-    should_merge: ShouldMerge | None,
-) -> Program:
+def _on_leaves(definition: FusionDefinition, how: _Lower) -> Program:
     """Return the program with `Options.same_bits`, each of whose leaves has microbatches."""
-    fusion, chosen = definition.fusion, options_from_environment(options)
-    if schedule is not None:
+    fusion, options = definition.fusion, options_from_environment(how.options)
+    if how.wanted is not None:
         why = "its leaves are those of one mesh, which runs no stages"
-        raise _wrong(fusion, f"schedule={shown(schedule)} with same_bits", why, "leave one out")
-    batch = partial(_with_rows, batch=cut)
-    return on_leaves(fusion, definition.examples, chosen, should_merge, batch)
+        raise _wrong(fusion, f"schedule={shown(how.wanted)} with same_bits", why, "leave one out")
+    batch = partial(_with_rows, batch=how.batch)
+    return on_leaves(fusion, definition.examples, options, how.should_merge, batch)
 
 
 @dataclass

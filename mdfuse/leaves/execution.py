@@ -21,7 +21,7 @@ from mdfuse.layouts.call import Call
 from mdfuse.layouts.layout import Replicate
 from mdfuse.leaves.carrier import Carrier
 from mdfuse.leaves.deal import Deal
-from mdfuse.leaves.meeting import LeafPost, LeafMeeting
+from mdfuse.leaves.meeting import LeafMeeting, LeafPost
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Slots

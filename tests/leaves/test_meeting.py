@@ -14,7 +14,7 @@ from mdfuse import DeviceMesh
 from mdfuse.layouts.call import Call
 from mdfuse.leaves.carrier import LocalCarrier
 from mdfuse.leaves.deal import LEAVES, Deal
-from mdfuse.leaves.meeting import LeafPost, LeafMeeting
+from mdfuse.leaves.meeting import LeafMeeting, LeafPost
 from mdfuse.simulation.network import SimNetwork
 
 TEAM = tuple(range(LEAVES))
