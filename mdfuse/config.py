@@ -104,6 +104,10 @@ class Options:
             layer gathers, are posted ahead, as long as what they receive before its place, and
             what they copy to send it, takes at most so many bytes on each rank. "layer": gathers of
             a module's parameters, those of one layer ahead. 0: each where the program has it.
+        same_bits: results do not depend on how many ranks split a dim, from 1 to 8 along each axis,
+            to the bit: each rank computes some of 8 leaves along each axis, one by one, and sums of
+            theirs are added in one tree, f16 and bf16 in f32. Without overlap, CUDA graphs and
+            compiled units; docs/options.md says the cost, and programs that are refused.
         logits_bytes: a head whose logits take more bytes than this in f32 on a rank is computed in
             chunks of rows that do not, together with the losses and their gradients. 0: at once.
         context: attention whose positions are split: "gather" gathers keys and values, "heads"
@@ -163,6 +167,7 @@ class Options:
     costs: str = "here"
     bucket_bytes: int | Literal["layer"] = "layer"
     prefetch_bytes: int | Literal["layer"] = "layer"
+    same_bits: bool = False
     logits_bytes: int = 1 << 28
     context: Literal["auto", "gather", "heads"] = "auto"
     reduce_dtype: Any = None
@@ -209,6 +214,7 @@ class Options:
                 because="the host begins and ends them, which no CUDA graph can hold",
                 hint='graph="auto"',
             )
+        self._check_same_bits()
         if self.graph == "always" and self.check_indices:
             raise ProgramError(
                 'check_indices=True with graph="always"',
@@ -216,6 +222,27 @@ class Options:
                 hint='graph="auto"',
             )
 
+    def _check_same_bits(self) -> None:
+        """Refuse, beside same_bits, what runs of leaves do not have."""
+        for name, others, why in _NOT_ON_LEAVES if self.same_bits else ():
+            value = getattr(self, name)
+            if value not in others:
+                raise ProgramError(
+                    f"{name}={shown(value, _SHOWN)} with same_bits=True",
+                    because=f"a rank computes its leaves step by step: {why}",
+                    hint=f"{name}={others[0]!r}",
+                )
+
+
+#: Option, the values that it may have beside same_bits, and the reason.
+_NOT_ON_LEAVES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("graph", ("auto", "never"), "no CUDA graph is made"),
+    ("compile", ("auto", "never"), "a compiled unit may add up in another order"),
+    ("overlap", ("never", "auto"), "nothing is computed in chunks to hide communication"),
+    ("sizes", (None,), "its parts have numbers of rows, which a run does not choose"),
+    ("trace", (None,), "the times of leaves are not noted"),
+    ("ranges", ("none",), "the steps of leaves are not noted"),
+)
 
 #: As many bytes as a layer has.
 LAYER = "layer"
@@ -281,6 +308,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a timeout is from a millisecond to 30 years, in seconds",
     ),
     "poison": _FLAG,
+    "same_bits": _FLAG,
     "check_indices": _FLAG,
     "reduce_dtype": (
         lambda value: value is None or _is_wide(value),
@@ -349,6 +377,11 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
         "prefetch_bytes",
         _size,
         "bytes that are received ahead of their place; layer is the default",
+    ),
+    "MDFUSE_SAME_BITS": (
+        "same_bits",
+        _flag,
+        "1: results have the same bits on 1 to 8 ranks along each axis, else 0",
     ),
     "MDFUSE_LOGITS_BYTES": (
         "logits_bytes",

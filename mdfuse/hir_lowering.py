@@ -40,6 +40,7 @@ from mdfuse.passes import (
     drop_unread,
     flat_rows,
     insert_reshards,
+    meshes,
     microbatches,
     propagate_layouts,
     reduce_scatter_creation,
@@ -195,6 +196,7 @@ def prepare(
     masks: Mapping[str, str] | None = None,
 ) -> Fusion:
     """Run the passes over the fusion; `observe` is called after each."""
+    fusion = meshes.without_single_axes(fusion)
     checked: Fusion | None = None
     for name, run in passes(options_from_environment(options), batch, masks):
         fusion = run(fusion)

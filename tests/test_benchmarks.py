@@ -639,6 +639,17 @@ def test_what_verification_takes_on_the_page() -> None:
         assert [float(x) for x in re.findall(r"[\d.]+", ratio)] == pytest.approx(figures, abs=0.006)
 
 
+def test_what_same_bits_cost_is_measured(tmp_path: Path) -> None:
+    script = str(ROOT / "benchmarks" / "same_bits.py")
+    done = run(tmp_path, script, "--quick", "--output", "a.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    names = [row["name"] for row in rows]
+    assert names[0] == "forward on 1 rank" and names[2] == "a step of training on 1 rank"
+    assert [row["ours"]["median"] for row in rows[1::2]] == [0.0, 0.0]
+    assert min(row["ours"]["median"] for row in rows[::2]) > 0
+
+
 def test_what_seeing_costs_is_measured(tmp_path: Path) -> None:
     script = str(ROOT / "benchmarks" / "tracing.py")
     done = run(tmp_path, script, "--quick", "--output", "a.json")

@@ -31,7 +31,13 @@ CIRCLES = {
     frozenset({"layouts.layout", "layouts.picture", "layouts.picture_svg", "layouts.picture_text"}),
     frozenset({"pipelines.picture", "pipelines.timing"}),
     frozenset(
-        {"compiled.program", "compiled.segments", "compiled.sizes", "compiled.specialisations"}
+        {
+            "compiled.leaf_program",
+            "compiled.program",
+            "compiled.segments",
+            "compiled.sizes",
+            "compiled.specialisations",
+        }
     ),
 }
 

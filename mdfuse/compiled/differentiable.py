@@ -13,7 +13,7 @@ from mdfuse.compiled import overlap
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.segments import segments_of
 from mdfuse.compiled.traced import LIMIT, TracedFunction
-from mdfuse.config import Options
+from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import DefinitionError, ProgramError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.phases import Phases, dual, phases
@@ -272,6 +272,12 @@ def _seed(ct: Tensor, layout: Layout) -> Tensor:
 
 
 def _lowered(fusion: Fusion, options: Options | None) -> Program:
+    if options_from_environment(options).same_bits:
+        raise ProgramError(
+            f"@{fusion.name} recorded by torch.autograd, with same_bits",
+            because="torch keeps values between forward and backward, which leaves have apart",
+            hint="mf.grad puts both into one program",
+        )
     (prepared, parts, host), decisions = overlap.lower(fusion, None, options)
     return Program(
         prepared, segments_of(prepared, parts, host, options), host, options, overlap=decisions

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mdfuse import hir_lowering
+from mdfuse.compiled.leaf_program import on_leaves
 from mdfuse.compiled.overlap import OverlapDecisions, left
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.segments import Segment, segments_of
@@ -81,12 +83,24 @@ def pipeline(
     check_definition("pipeline", definition)
     fusion = definition.fusion
     lower = _Lower(_checked(fusion, microbatches, batch), schedule, options, should_merge)
+    if options_from_environment(options).same_bits:
+        return _on_leaves(definition, lower)
     symbolic = None
     if definition.examples:
         symbolic = Lowerings(
             fusion, definition.examples, definition.assumed, lower, options, chunks=microbatches
         )
     return lower.program(fusion, symbolic)
+
+
+def _on_leaves(definition: FusionDefinition, how: _Lower) -> Program:
+    """Return the program with `Options.same_bits`, each of whose leaves has microbatches."""
+    fusion, options = definition.fusion, options_from_environment(how.options)
+    if how.wanted is not None:
+        why = "its leaves are those of one mesh, which runs no stages"
+        raise _wrong(fusion, f"schedule={shown(how.wanted)} with same_bits", why, "leave one out")
+    batch = partial(_with_rows, batch=how.batch)
+    return on_leaves(fusion, definition.examples, options, how.should_merge, batch)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from mdfuse.compiled.autotune import Trial
 from mdfuse.compiled.backend_report import between_carriers, elsewhere, staging, together
 from mdfuse.compiled.microbatch_lines import microbatch_lines
 from mdfuse.compiled.overlap import OverlapDecisions
+from mdfuse.compiled.post_reasons import post_reason
 from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.config import Options, environment, not_options, options_from_environment
@@ -184,7 +185,7 @@ class Program:
         """Return the choices of the compiler as text, with their reasons."""
         lines = [headline(self)]
         posted = (i for i in self.host.walk() if i.comm is not None or i.op == "recv")
-        counts = Counter(map(_why, posted))
+        counts = Counter(map(post_reason, posted))
         posts = [f"{n} × {why}" if n > 1 else why for why, n in counts.items()]
         posts = posts or ["no communication: every operand is where it is needed"]
         fusion = self.fusion if self.symbolic is None else mapped(self.fusion, example)
@@ -424,25 +425,6 @@ def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:
         yield f"  {', '.join(names)}: {'runs' if len(names) == 1 else 'run'} eagerly, {why}"
 
 
-def _why(i: Instruction) -> str:
-    """Return the reason for a post or a receive."""
-    if i.comm is not None:
-        note = f" ({i.source.note})" if i.source is not None and i.source.note else ""
-        return f"{i.comm}: {i.comm.source} -> {i.comm.destination}, {_reason(i.comm)}{note}"
-    along = f" along {i.kwargs['axis']}" if "axis" in i.kwargs else ""
-    return f"Recv %{i.reads[0]} from {i.kwargs['from']}{along}, which sends it: a ring"
-
-
-def _reason(c: Communication) -> str:
-    if c.kind == "ReduceExchange":
-        return "no one collective does this; each rank receives the terms of what it is to have"
-    if c.kind == "Exchange":
-        return "no one collective does this; each rank receives just what it lacks"
-    if c.is_along_axes:
-        return f"the placement changes along {' and '.join(c.axes)}"
-    return "the meshes differ"
-
-
 def compile(
     definition: FusionDefinition,
     options: Options | None = None,
@@ -485,6 +467,10 @@ def lowered(
     chosen = options_from_environment(options)
     if chosen.compile != "never":
         start_workers()
+    if chosen.same_bits:
+        from mdfuse.compiled.leaf_program import on_leaves
+
+        return on_leaves(named.fusion, named.examples, chosen, should_merge)
     if chosen.sizes:
         from mdfuse.compiled.sizes import sized
 

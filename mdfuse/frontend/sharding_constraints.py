@@ -51,7 +51,7 @@ def layout(
     if not isinstance(mesh, Layout):
         mesh = Layout(mesh, dict(placements or ()), dict(order), stream)
     try:
-        normalized = mesh.normalized(len(shape))
+        normalized = mesh.normalized(len(shape), singles=True)
         for dim, blocks in normalized.blocked.items():
             segments(blocks, shape[dim])  # refuses blocks of another extent
         for placement in normalized.placements:

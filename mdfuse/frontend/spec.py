@@ -40,8 +40,9 @@ class TensorSpec:
     def _where(self) -> Hashable:
         for given in (self.mesh, self.layout):
             if isinstance(given, Layout):
-                return given.normalized(len(self.shape))
+                return given.normalized(len(self.shape), singles=True)
         if self.mesh is None:
             return None if self.layout is None else repr(self.layout)
         mesh = self.mesh if isinstance(self.mesh, DeviceMesh) else DeviceMesh(self.mesh)
-        return Layout(mesh, self.layout, self.order).normalized(len(self.shape))
+        layout = Layout(mesh, self.layout, self.order)
+        return layout.normalized(len(self.shape), singles=True)

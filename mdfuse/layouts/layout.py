@@ -417,8 +417,8 @@ class Layout:
         reaches = {new[d]: reach for d, reach in self.reaches if d in new}
         return Layout(self.mesh, placements, order, stream, reaches)
 
-    def normalized(self, ndim: int, may_vary: bool = False) -> Layout:
-        """Return this layout with dims checked, counted from 0, and axes of size 1 replicated."""
+    def normalized(self, ndim: int, may_vary: bool = False, singles: bool = False) -> Layout:
+        """Return this layout, dims counted from 0; without `singles` axes of size 1 replicated."""
         placements: dict[str, Placement] = {}
         for axis, placement in self.by_axis().items():
             if isinstance(placement, Varies) and not may_vary and self.mesh.axis_size(axis) > 1:
@@ -430,12 +430,11 @@ class Layout:
             if isinstance(placement, Shard):
                 dim = wrapped(placement.dim, ndim, f"axis {axis}: {shown(placement)}")
                 placement = replace(placement, dim=dim)
-            if self.mesh.axis_size(axis) == 1:
-                placement = Replicate()
-            placements[axis] = placement
+            is_real = singles or self.mesh.axis_size(axis) > 1
+            placements[axis] = placement if is_real else Replicate()
         order: dict[int, tuple[str, ...]] = {}
         for dim, axes in self.splits:
-            real_axes = tuple(a for a in axes if self.mesh.axis_size(a) > 1)
+            real_axes = tuple(a for a in axes if singles or self.mesh.axis_size(a) > 1)
             # Shard(-1) and Shard(1) of a matrix name one dim: then mesh order decides.
             d = dim % ndim
             joined = (*order.get(d, ()), *real_axes)

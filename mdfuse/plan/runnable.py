@@ -19,14 +19,47 @@ if TYPE_CHECKING:
 
 
 #: A plan, eager or captured, or a wrapper; `Plan` describes the members.
-Runnable: TypeAlias = "Plan | GraphPlan | _Around"
+Runnable: TypeAlias = "Plan | GraphPlan | ByCall | _Around"
+
+
+@dataclass(frozen=True)
+class ByCall:
+    """A run that a function makes, for arguments of one kind.
+
+    Attributes:
+        call: takes the arguments and the caller's buffers, and returns the results.
+        numbers, may_overlap, records: as of a plan.
+        forget: gives up buffers that it keeps.
+    """
+
+    call: Callable[[Sequence[Any], Sequence[Any] | None], list[Any]]
+    numbers: bool
+    may_overlap: bool
+    records: bool
+    forget: Callable[[], None]
+
+    @property
+    def quick(self) -> None:
+        """The run by one graph alone, which there is not."""
+        return None
+
+    def run(
+        self,
+        arguments: Sequence[Any],
+        out: Sequence[Any] | None = None,
+        at: Sequence[int] | None = None,
+    ) -> list[Any]:
+        return self.call(arguments, out)
+
+    def release(self) -> None:
+        self.forget()
 
 
 @dataclass(frozen=True)
 class _Around:
     """A wrapper that passes everything on to a plan."""
 
-    plan: Plan
+    plan: Plan | ByCall
 
     @property
     def numbers(self) -> bool:
@@ -67,6 +100,7 @@ class Once(_Around):
             its own.
     """
 
+    plan: Plan
     addresses: dict[int, int]
     fresh: list[Form | None] = field(default_factory=list)
 

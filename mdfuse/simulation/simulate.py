@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.compiled.leaf_program import LeafProgram
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.sizes import SizedProgram
 from mdfuse.config import Options, options_from_environment
@@ -18,15 +19,21 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import received
 from mdfuse.hir.verify.bindings import check_bindings
+from mdfuse.hir.verify.check import verify_once
 from mdfuse.ir.tensors import resolved, why_not
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
+from mdfuse.leaves.carrier import LocalCarrier
+from mdfuse.leaves.run import LeafRun
 from mdfuse.plan.build import Plan
 from mdfuse.plan.context import PlanStep
+from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Slots
 from mdfuse.plan.names import check_names
 from mdfuse.runs.arguments import (
+    check_arguments,
     check_global,
     check_no_gradients,
+    check_outputs,
     described,
     numbers,
 )
@@ -168,8 +175,8 @@ def simulate(
         IndexRangeError: with `check_indices`, an index is out of range.
         CommunicationError: posts of different ranks do not fit, or ranks wait for each other.
     """
-    if isinstance(program, SizedProgram):
-        return _filled_up(program, inputs, extents, options, schedule)
+    if isinstance(program, LeafProgram | SizedProgram):
+        return _of_another_form(program, inputs, extents, per_rank, options, schedule)
     if isinstance(program, Program):
         program = _with_extents(program, inputs, extents)
     elif extents is not None:
@@ -201,6 +208,62 @@ def simulate(
     named = [] if host.rank is not None else enumerate(host.outputs)
     outputs = [_global(host, name, i, results) for i, name in named]
     return Simulated(results, outputs, peaks, arrived, prepared.locals_)
+
+
+def _of_another_form(
+    program: LeafProgram | SizedProgram,
+    inputs: Sequence[Any] | None,
+    extents: Mapping[str, int] | None,
+    per_rank: Sequence[Mapping[str, Any]] | None,
+    options: Options | None,
+    schedule: int | None,
+) -> Simulated:
+    """Simulate a program that ranks do not run as it is printed."""
+    if isinstance(program, SizedProgram):
+        return _filled_up(program, inputs, extents, options, schedule)
+    check_extents(program.host.name, (), extents)
+    return _on_leaves(program, inputs, per_rank, options, schedule)
+
+
+def _on_leaves(
+    program: LeafProgram,
+    inputs: Sequence[Any] | None,
+    per_rank: Sequence[Mapping[str, Any]] | None,
+    options: Options | None,
+    schedule: int | None,
+) -> Simulated:
+    """Simulate a program with the same bits: each rank computes its leaves, as in a job."""
+    code, how = program.code, options_from_environment(options)
+    shown, ranks = code.shown, range(code.shown.last_rank + 1)
+    if schedule is not None:
+        raise ProgramError(
+            f"@{shown.name} with same_bits and schedule={schedule}",
+            because="the leaves of a rank go on step by step, and communications end at once",
+            hint="leave schedule= out",
+        )
+    if how.verify:
+        verify_once(program.host)
+    arguments, out = _arguments(shown, inputs, per_rank, len(ranks))
+    arguments = [_resolved(shown, given, at) for at, given in enumerate(arguments)]
+    device, checks = device_of(arguments), IndexChecks()
+    for rank, (given, buffers) in enumerate(zip(arguments, out, strict=True)):
+        check_no_gradients(shown.name, shown.inputs, given)
+        check_no_gradients(shown.name, shown.outputs, buffers)
+        check_arguments(shown, rank, given, device)
+        check_outputs(shown, rank, given, buffers, device, is_partial=True)
+    carrier = LocalCarrier()
+    computing = [rank for rank in ranks if rank in code.deal.mesh]
+    run = LeafRun(
+        code, computing, carrier, device, how.poison, checks if how.check_indices else None
+    )
+    with torch.autocast(device.type, enabled=False):
+        by_rank = run.run(dict(enumerate(arguments)), dict(enumerate(out)))
+    if checks.error is not None:
+        raise checks.error
+    results = tuple(by_rank.get(rank, [None] * len(shown.outputs)) for rank in ranks)
+    outputs = [_global(shown, name, i, results) for i, name in enumerate(shown.outputs)]
+    arrived = tuple(carrier.received.get(rank, 0) for rank in ranks)
+    return Simulated(results, outputs, (), arrived, (shown,) * len(ranks))
 
 
 def _filled_up(

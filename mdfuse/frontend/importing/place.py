@@ -111,7 +111,7 @@ class Patterns:
                 hint="Shard(dim), or leave the axis out",
             )
         try:
-            layout = layout.normalized(ndim)
+            layout = layout.normalized(ndim, singles=True)
         except MdfuseError as error:
             raise _of_pattern(pattern, error, first) from error
         if ":" not in first and pattern not in self._stated:

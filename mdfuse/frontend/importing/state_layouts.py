@@ -82,7 +82,7 @@ def state_layouts_of(
             continue
         place = _axes_of(model, node, match[1])
         layout = _beside(model.layout(node), match[0], place, of[node].name, len(shape))
-        if layout != model.layout(node).normalized(len(shape)):
+        if layout != model.layout(node).normalized(len(shape), singles=True):
             layouts[node] = layout
             patterns[match[0]].append(of[node].name)
     return StateLayouts(model, layouts, {p: tuple(n) for p, n in patterns.items()})
@@ -104,18 +104,18 @@ def _beside(w: Layout, pattern: str, said: Any, name: str, ndim: int) -> Layout:
         if not isinstance(said, Layout):
             asked = Layout(w.mesh, said).by_axis()
             named = {axis: p for axis, p in asked.items() if axis in said}
-            layout = Layout(w.mesh, {**w.by_axis(), **named}).normalized(ndim)
+            layout = Layout(w.mesh, {**w.by_axis(), **named}).normalized(ndim, singles=True)
             held = dict(w.splits)
             order = {dim: _first(held.get(dim, ()), axes) for dim, axes in layout.splits}
             layout = Layout(w.mesh, layout.by_axis(), order)
-        layout = layout.normalized(ndim)
+        layout = layout.normalized(ndim, singles=True)
     except MdfuseError as error:
         raise LayoutError(
             f"state_layouts[{pattern!r}] for {name}: {error.what}",
             because=error.because,
             hint=error.hint,
         ) from error
-    if not _is_inside(layout, w.normalized(ndim)):
+    if not _is_inside(layout, w.normalized(ndim, singles=True)):
         raise LayoutError(
             f"state_layouts[{pattern!r}] for {name}: {layout} on {layout.mesh}",
             because=f"it is a part of what a rank has of the parameter: {w} on {w.mesh}",

@@ -1,0 +1,1 @@
+"""One program for every number of ranks: leaves that ranks compute, and sums in a fixed tree."""

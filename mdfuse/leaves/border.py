@@ -1,0 +1,182 @@
+"""Between what callers pass and get, in parts of ranks, and the parts of leaves.
+
+Where the parts of a rank consist of those of its leaves they are cut and joined; where they do not,
+as those of 3 ranks of 12 rows, parts are gathered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mdfuse.layouts.boxes import Box, box_size, index_of
+from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
+from mdfuse.leaves.deal import Deal
+from mdfuse.leaves.meeting import Parcels, Rounds
+
+#: Bytes to which leaves align what they read: libraries choose code by it.
+_ALIGNED = 64
+
+
+@dataclass(frozen=True)
+class PartBorder:
+    """An input or an output: its parts on ranks, and on leaves.
+
+    Attributes:
+        shape: of the whole.
+        layout: on the mesh of the ranks.
+        leaf_layout: on that of the leaves.
+        deal: who computes which leaves.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+    leaf_layout: Layout
+    deal: Deal
+
+    @cached_property
+    def is_cut(self) -> bool:
+        """True if the part of each rank contains those of its leaves."""
+        return all(
+            _inside(self._leaf_box(leaf), self._box(rank))
+            for rank in self.deal.mesh.ranks
+            for leaf in self.deal.leaves_of(rank)
+        )
+
+    @cached_property
+    def is_joined(self) -> bool:
+        """True if the parts of its leaves contain the part of each rank."""
+        return all(map(self._is_covered, self.deal.mesh.ranks))
+
+    def _is_covered(self, rank: int) -> bool:
+        box = self._box(rank)
+        if box is None:
+            return False
+        pieces = {self._leaf_box(leaf) for leaf in self.deal.leaves_of(rank)}
+        shared = [_common(piece, box) for piece in pieces if piece is not None]
+        return None not in pieces and sum(map(box_size, shared)) == box_size(box)
+
+    def _box(self, rank: int) -> Box | None:
+        """Return the part of a rank; None where it has several runs of a dim."""
+        return _one_run(self.layout, self.shape, rank)
+
+    def _leaf_box(self, leaf: int) -> Box | None:
+        return _one_run(self.leaf_layout, self.shape, leaf)
+
+    # -- in --------------------------------------------------------------------------------------
+
+    def cut(self, rank: int, x: Tensor) -> dict[int, Tensor]:
+        """Return the parts of a rank's leaves; those that are alike are one tensor.
+
+        A tensor that is all of a leaf's part, and lies as a new one would, is not copied.
+        """
+        local = self._box(rank)
+        parts: dict[Box | None, Tensor] = {}
+        by_leaf: dict[int, Tensor] = {}
+        for leaf in self.deal.leaves_of(rank):
+            box = self._leaf_box(leaf)
+            assert local is not None and box is not None
+            if box not in parts:
+                inner = tuple((a - c, b - c) for (a, b), (c, _) in zip(box, local, strict=True))
+                parts[box] = x if box == local and lies_as_new(x) else as_new(x[index_of(inner)])
+            by_leaf[leaf] = parts[box]
+        return by_leaf
+
+    def gathered(self, rank: int, x: Tensor, into: dict[int, Tensor]) -> Rounds:
+        """Gather the whole from all ranks, and put the parts of this rank's leaves into a dict."""
+        mesh = self.deal.mesh
+        parts = {
+            r: x if r == rank else x.new_empty(self.layout.local_shape(self.shape, r))
+            for r in mesh.ranks
+        }
+        parts[rank] = mine = x.contiguous()
+        others = [r for r in mesh.ranks if r != rank]
+        yield Parcels(mesh.ranks, {r: [mine] for r in others}, {r: [parts[r]] for r in others})
+        whole = unshard_tensor([parts[r] for r in mesh.ranks], self.layout)
+        for leaf in self.deal.leaves_of(rank):
+            into[leaf] = as_new(shard_tensor(whole, self.leaf_layout, rank=leaf))
+
+    # -- out -------------------------------------------------------------------------------------
+
+    def joined(
+        self, rank: int, parts: dict[int, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return the part of a rank, from those of its leaves."""
+        box = self._box(rank)
+        assert box is not None
+        for leaf, x in parts.items():
+            if self._leaf_box(leaf) == box:
+                return x
+        result = torch.empty([b - a for a, b in box], dtype=dtype, device=device)
+        for leaf, x in parts.items():
+            piece = self._leaf_box(leaf)
+            assert piece is not None
+            common = _common(piece, box)
+            if box_size(common):
+                result[index_of(_within(common, box))] = x[index_of(_within(common, piece))]
+        return result
+
+    def exchanged(
+        self, rank: int, parts: dict[int, Tensor], dtype: torch.dtype, device: torch.device,
+        into: list[Tensor],
+    ) -> Rounds:  # fmt: skip
+        """Gather the parts of all leaves, and put the part of this rank into a list."""
+        mesh, leaves = self.deal.mesh, self.deal.leaf_mesh.ranks
+        first: dict[object, int] = {}
+        of = {
+            leaf: first.setdefault(self.leaf_layout.rows(self.shape, leaf), leaf) for leaf in leaves
+        }
+        held = {
+            leaf: parts[leaf].contiguous()
+            if leaf in parts
+            else torch.empty(
+                self.leaf_layout.local_shape(self.shape, leaf), dtype=dtype, device=device
+            )
+            for leaf in first.values()
+        }
+        by_rank = {
+            r: [held[leaf] for leaf in held if self.deal.ranks[leaf] == r] for r in mesh.ranks
+        }
+        others = [r for r in mesh.ranks if r != rank]
+        yield Parcels(
+            mesh.ranks, dict.fromkeys(others, by_rank[rank]), {r: by_rank[r] for r in others}
+        )
+        whole = unshard_tensor([held[of[leaf]] for leaf in leaves], self.leaf_layout)
+        into.append(shard_tensor(whole, self.layout, rank=rank).clone())
+
+
+def lies_as_new(x: Tensor) -> bool:
+    """Return whether a tensor lies in memory as a new one does, so that kernels are the same."""
+    return x.is_contiguous() and x.data_ptr() % _ALIGNED == 0
+
+
+def as_new(x: Tensor) -> Tensor:
+    """Return a copy in new memory, row by row."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _one_run(layout: Layout, shape: Sequence[int], rank: int) -> Box | None:
+    rows = layout.rows(shape, rank)
+    return tuple(runs[0] for runs in rows) if all(len(runs) == 1 for runs in rows) else None
+
+
+def _inside(piece: Box | None, box: Box | None) -> bool:
+    if piece is None or box is None:
+        return False
+    return not box_size(piece) or _common(piece, box) == piece
+
+
+def _common(a: Box, b: Box) -> Box:
+    """Return the box that two boxes share; empty where they share none."""
+    pairs = zip(a, b, strict=True)
+    ends = [(max(x[0], y[0]), min(x[1], y[1])) for x, y in pairs]
+    return tuple((start, max(start, stop)) for start, stop in ends)
+
+
+def _within(box: Box, whole: Box) -> Box:
+    return tuple((a - c, b - c) for (a, b), (c, _) in zip(box, whole, strict=True))

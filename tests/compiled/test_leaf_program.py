@@ -1,0 +1,300 @@
+"""Programs with same bits: refusals, what is told, state in place, a Llama's steps to the bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from helpers.drawn import drawn
+from helpers.tiny_models import llama
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, MdfuseError, Partial, ProgramError, Shard, Stream
+from mdfuse.compiled.leaf_program import LeafProgram
+
+SAME = mf.Options(same_bits=True)
+ROWS = {"dp": Shard(0)}
+
+
+def mean(
+    mesh: DeviceMesh, rows: int = 24, layout: Any = None, options: mf.Options = SAME
+) -> mf.Program:
+    """A mean of squares, a sum of columns, and the rows themselves."""
+    with mf.FusionDefinition("mean") as fd:
+        x = fd.define_tensor([rows, 3], name="x", mesh=mesh, layout=layout or ROWS)
+        fd.add_output((x * x).mean())
+        fd.add_output(x.sum(0))
+        fd.add_output(x.exp())
+    return mf.compile(fd, options)
+
+
+def text(program: mf.Program) -> str:
+    return "\n".join(line.partition("  # ")[0].rstrip() for line in str(program).splitlines())
+
+
+def test_one_program_for_all_numbers_of_ranks() -> None:
+    x = drawn(24, 3)
+    texts, results = set(), []
+    for n in range(1, 9):
+        program = mean(DeviceMesh.arange(dp=n))
+        texts.add(text(program))
+        run = mf.simulate(program, [x])
+        results.append(run.outputs)
+        parts = [shown[2] for shown in run.per_rank]
+        assert torch.equal(torch.cat(parts), run.outputs[2]) and len(parts) == n
+    assert len(texts) == 1 and "mesh(dp=8)" in texts.pop()
+    for found in results:
+        assert all(map(torch.equal, found, results[0]))
+    torch.testing.assert_close(results[0][:2], [(x * x).mean(), x.sum(0)])
+
+
+def test_default_options_round_otherwise() -> None:
+    """The test above would show sums in the order of ranks: these inputs have other bits then."""
+    x = drawn(2400, 3)
+    usual = [mf.simulate(mean(DeviceMesh.arange(dp=n), 2400, options=mf.Options()), [x]).outputs
+             for n in range(1, 9)]  # fmt: skip
+    assert not all(torch.equal(found[1], usual[0][1]) for found in usual)
+    same = [mf.simulate(mean(DeviceMesh.arange(dp=n), 2400), [x]).outputs for n in (1, 5, 8)]
+    assert all(torch.equal(found[1], same[0][1]) for found in same)
+
+
+def test_threads_do_not_matter() -> None:
+    """torch adds up in as many parts as there are threads: leaves compute with one."""
+    x, before = drawn(160_000, 3), torch.get_num_threads()
+    program = mean(DeviceMesh.arange(dp=1), 160_000)
+    try:
+        results = []
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            results.append(mf.simulate(program, [x]).outputs)
+            assert torch.get_num_threads() == n
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *results))
+
+
+def test_memory_of_the_caller_does_not_matter() -> None:
+    """Transposed, and off the boundaries to which new tensors are aligned."""
+    x = drawn(24, 3)
+    transposed = torch.empty(3, 24).copy_(x.T).T
+    shifted = torch.empty(24 * 3 + 1)[1:].view(24, 3).copy_(x)
+    program = mean(DeviceMesh.arange(dp=1))
+    first, *others = [program.run(given) for given in (x, transposed, shifted)]
+    for found in others:
+        assert all(map(torch.equal, found, first))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 12, 13])
+def test_few_and_uneven_rows(rows: int) -> None:
+    """Leaves without rows, ranks without leaves' rows, parts that are no parts of leaves."""
+    x = drawn(rows, 3)
+    x[:1] = float("inf")
+    expected = [(x * x).mean(), x.sum(0), x.exp()]
+    first = mf.simulate(mean(DeviceMesh.arange(dp=1), rows), [x]).outputs
+    for found, right in zip(first, expected, strict=True):
+        torch.testing.assert_close(found, right, equal_nan=True)
+    for n in (3, 5, 7):
+        run = mf.simulate(mean(DeviceMesh.arange(dp=n), rows), [x])
+        for found, right in zip(run.outputs, first, strict=True):
+            assert torch.equal(found.nan_to_num(7.0), right.nan_to_num(7.0))
+
+
+def test_what_is_told() -> None:
+    told = mean(DeviceMesh.arange(dp=3), 12).explain()
+    assert "leaves along dp: 8 on 3 ranks (3, 3, 2)" in told
+    assert "up to 3 times on a rank" in told
+    assert "gathered before each run, since parts of ranks are no parts of leaves: %x" in told
+    assert "Allreduce[sum] axis=dp" in told
+    even = mean(DeviceMesh.arange(dp=4), 16).explain()
+    assert "gathered" not in even and "up to 2 times" in even
+    assert "no leaf is left for ranks 4, idle" in mean(DeviceMesh.arange(dp=5), 16).explain()
+
+
+def test_bytes_of_a_run() -> None:
+    """Of two ranks each sends the other one sum of its four leaves; more ranks, more terms."""
+    bytes_of = {}
+    for n in (1, 2, 4, 8):
+        program = mean(DeviceMesh.arange(dp=n), 16)
+        run = mf.simulate(program, [drawn(16, 3)])
+        assert [program.bytes_received(rank) for rank in range(n)] == [*run.bytes_received]
+        bytes_of[n] = run.bytes_received[0]
+    assert bytes_of == {1: 0, 2: 4 * 4, 4: 3 * 4 * 4, 8: 7 * 4 * 4}
+
+
+def test_state_is_written_in_place() -> None:
+    mesh = DeviceMesh.arange(dp=1)
+    with mf.FusionDefinition("count") as fd:
+        n = fd.define_tensor([16], name="n", mesh=mesh, layout=ROWS)
+        w = fd.define_tensor([3], name="w", mesh=mesh)
+        fd.add_output(n + 1, reuse=n)
+        fd.add_output(w * 2, reuse=w)
+        fd.add_output(n.sum())
+    step = mf.Step(mf.compile(fd, SAME), {"n": torch.zeros(16), "w": torch.ones(3)})
+    given = dict(step.state)
+    assert [float(step()) for _ in range(3)] == [0.0, 16.0, 32.0]
+    assert all(step.state[k] is x for k, x in given.items())
+    assert torch.equal(given["n"], torch.full((16,), 3.0)) and given["w"].tolist() == [8.0] * 3
+
+
+def test_copies_and_buffers() -> None:
+    program, x = mean(DeviceMesh.arange(dp=1)), drawn(24, 3)
+    results = program.run(x)
+    for again in (copy.deepcopy(program), pickle.loads(pickle.dumps(program))):
+        assert isinstance(again, LeafProgram) and all(map(torch.equal, again.run(x), results))
+    out = [torch.empty_like(y) for y in results]
+    assert [a is b for a, b in zip(program.run(x, out=out), out, strict=True)] == [True] * 3
+    assert all(map(torch.equal, out, results))
+    with pytest.raises(ProgramError, match="expected"):
+        program.run(x[:3])
+
+
+MESH = DeviceMesh.arange(dp=2)
+
+
+def without_mesh(fd: mf.FusionDefinition) -> None:
+    fd.add_output(fd.define_tensor([2]) + 1)
+
+
+def of_any_extent(fd: mf.FusionDefinition) -> None:
+    fd.add_output(fd.define_tensor([-1], mesh=MESH, layout=ROWS) + 1)
+
+
+def on_two_meshes(fd: mf.FusionDefinition) -> None:
+    x = fd.define_tensor([4], mesh=MESH, layout=ROWS)
+    fd.add_output(fd.ops.set(x).on(DeviceMesh([0]), {}))
+
+
+def of_partial(fd: mf.FusionDefinition) -> None:
+    fd.add_output(fd.define_tensor([4], name="x", mesh=MESH, layout={"dp": Partial()}))
+
+
+def on_nine(fd: mf.FusionDefinition) -> None:
+    fd.add_output(fd.define_tensor([4], mesh=DeviceMesh.arange(dp=9)) + 1)
+
+
+def in_a_ring(fd: mf.FusionDefinition) -> None:
+    x = fd.define_tensor([16, 4], mesh=MESH, layout=ROWS)
+    fd.add_output(fd.ops.set(x).on(MESH, {}, stream=Stream(0, 8, "dp")).exp())
+
+
+@pytest.mark.parametrize(
+    ("define", "says"),
+    [
+        (without_mesh, "no mesh"),
+        (of_any_extent, "a run chooses"),
+        (on_two_meshes, "2 meshes"),
+        (of_partial, "%x is Partial"),
+        (on_nine, "9 ranks along dp"),
+        (in_a_ring, "a ring"),
+    ],
+)
+def test_refused_definitions(define: Callable[[mf.FusionDefinition], None], says: str) -> None:
+    with mf.FusionDefinition("refused") as fd:
+        define(fd)
+    with pytest.raises(MdfuseError, match=f"same_bits.*{says}|same_bits with {says}"):
+        mf.compile(fd, SAME)
+
+
+def test_refused_uses() -> None:
+    program, doubled = mean(MESH), mf.FusionDefinition("doubled")
+    with pytest.raises(ProgramError, match="timeline"):
+        program.timeline(mf.seeing.H100)
+    with pytest.raises(ProgramError, match="schedule=3"):
+        mf.simulate(program, [drawn(24, 3)], schedule=3)
+    with doubled as fd:
+        fd.add_output(fd.define_tensor([4], mesh=DeviceMesh([0])) * 2)
+    recorded = mf.differentiable(doubled, SAME)
+    with pytest.raises(ProgramError, match="with same_bits"):
+        recorded(torch.ones(4, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    "said", [{"graph": "always"}, {"compile": "always"}, {"overlap": "measure"}, {"trace": "x"},
+             {"ranges": "torch"}, {"sizes": {"x.0": (1,)}}],
+)  # fmt: skip
+def test_options_that_exclude_it(said: dict[str, Any]) -> None:
+    with pytest.raises(ProgramError, match="with same_bits=True"):
+        mf.Options(same_bits=True, **said)
+
+
+@pytest.mark.parametrize("stream", [Stream(1, 2), Stream(0, 2)])
+def test_chunks_of_a_stream(stream: Stream) -> None:
+    """A loop of the user's has its chunks inside of leaves."""
+    x, results = drawn(24, 4), []
+    for n in (1, 4):
+        mesh = DeviceMesh.arange(dp=n)
+        with mf.FusionDefinition() as fd:
+            v = fd.define_tensor([24, 4], mesh=mesh, layout=ROWS)
+            y = fd.ops.set(v).on(mesh, {}, stream=stream)
+            fd.add_output(y.exp())
+            fd.add_output(v.sum(0))
+        results.append(mf.simulate(mf.compile(fd, SAME), [x]).outputs)
+    assert all(map(torch.equal, *results))
+    torch.testing.assert_close(results[0][0], x.exp())
+
+
+# -- a Llama -------------------------------------------------------------------------------------
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+LAYOUTS = {
+    "input:*": ROWS,
+    **{f"*{name}.weight": {"tp": Shard(0)} for name in COLUMNS},
+    **{f"*{name}.weight": {"tp": Shard(1)} for name in ("o_proj", "down_proj")},
+}
+
+
+def batch(n: int, rows: int) -> Tensor:
+    return torch.randint(64, (rows, 8), generator=torch.Generator().manual_seed(n))
+
+
+@cache
+def losses(
+    dp: int, tp: int | None, dtype: torch.dtype, microbatches: int = 1, steps: int = 10
+) -> tuple[str, list[bytes]]:
+    """The program, and the losses of some steps, as bytes, of an imported Llama of one layer."""
+    rows = 6 if microbatches == 1 else 16
+    torch.manual_seed(0)
+    module = llama(1).to(dtype)
+    mesh = DeviceMesh.arange(dp=dp) if tp is None else DeviceMesh.arange(dp=dp, tp=tp)
+    model = mf.from_torch(
+        module, (batch(0, rows),), {"labels": batch(0, rows), "use_cache": False}, mesh=mesh,
+        layouts=LAYOUTS if tp is not None else {"input:*": ROWS},
+    )  # fmt: skip
+    step = model.training_step(
+        optimizer=mf.optim.adamw, clip=0.5, master=dtype == torch.bfloat16,
+        microbatches=microbatches,
+    )  # fmt: skip
+    weights, program = model.load(), step.compile(SAME)
+    state, found = step.state(weights), []
+    for n in range(steps):
+        ids = batch(n, rows)
+        given = step.arguments(weights, state, ids, ids, torch.tensor(1e-2))
+        outputs = mf.simulate(program, given).outputs
+        state = step.updated(outputs)
+        found.append(outputs[0].float().numpy(force=True).tobytes())
+    assert len({*found}) == steps
+    return text(program), found
+
+
+@pytest.mark.parametrize("dp", [2, 3, 8])
+def test_losses_of_a_llama(dp: int) -> None:
+    assert losses(dp, None, torch.float32) == losses(1, None, torch.float32)
+
+
+def test_losses_of_a_llama_in_16_bits() -> None:
+    assert losses(4, None, torch.bfloat16) == losses(1, None, torch.bfloat16)
+
+
+def test_losses_of_a_llama_in_microbatches() -> None:
+    assert losses(2, None, torch.float32, 2) == losses(1, None, torch.float32, 2)
+
+
+def test_losses_of_a_llama_that_ranks_split() -> None:
+    """Four heads on eight leaves: passes decide alike for any number of ranks."""
+    assert losses(1, 2, torch.float32, steps=2) == losses(2, 1, torch.float32, steps=2)

@@ -1,0 +1,69 @@
+"""The tree of a reduction gives the same bits, whoever has which of its terms."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from mdfuse.leaves import tree
+
+#: Terms whose sum depends on the order in which they are added.
+TERMS = [
+    torch.tensor([1e8, 1.0, -1e8, 3.0, 1e-3, -2e7, 7.0, 1e7][n:] + [0.5] * n) for n in range(8)
+]
+
+
+def by_hand(op: str, terms: list[torch.Tensor]) -> torch.Tensor:
+    """Halve the terms, the first half full, and combine the halves."""
+    if len(terms) == 1:
+        return terms[0]
+    half = 1
+    while half * 2 < len(terms):
+        half *= 2
+    a, b = by_hand(op, terms[:half]), by_hand(op, terms[half:])
+    functions = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}
+    return functions[op](a, b)
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "max", "min"])
+@pytest.mark.parametrize("count", range(1, 9))
+def test_owners_do_not_matter(op: str, count: int) -> None:
+    terms, rng = TERMS[:count], random.Random(count)
+    expected = by_hand(op, terms)
+    for _ in range(6):
+        owners = [rng.randrange(4) for _ in terms]
+        known = {}
+        for rank in range(4):
+            held = {n for n, owner in enumerate(owners) if owner == rank}
+            spans = tree.subtrees(held, count)
+            assert sorted(n for span in spans for n in range(*span)) == sorted(held)
+            for span in spans:
+                known[span] = tree.reduced(
+                    op, span, lambda s: terms[s[0]] if s[1] - s[0] == 1 else None
+                )
+        assert torch.equal(tree.total(op, count, known), expected)
+
+
+def test_the_order_matters() -> None:
+    """The terms above would show another order."""
+    assert not torch.equal(by_hand("sum", TERMS), sum(TERMS[1:], TERMS[0]))
+
+
+def test_few_numbers_travel() -> None:
+    """A rank with half, or a quarter, of the terms sends as many numbers as one term has."""
+    assert tree.subtrees(range(4, 8), 8) == [(4, 8)]
+    assert tree.subtrees(range(2, 4), 8) == [(2, 4)]
+    assert len(tree.subtrees(range(3, 6), 8)) == 2
+
+
+def test_narrow_floats_and_averages() -> None:
+    """Terms of 16 bits are added in f32; an average is divided once."""
+    terms = {
+        (n, n + 1): tree.term(torch.tensor([256.0, 1.0], dtype=torch.bfloat16)) for n in range(3)
+    }
+    assert tree.total("sum", 3, terms).tolist() == [768.0, 3.0]
+    assert tree.total("avg", 3, terms).tolist() == [256.0, 1.0]
+    flags = {(0, 1): torch.tensor([True, False]), (1, 2): torch.tensor([False, False])}
+    assert tree.total("sum", 2, flags).tolist() == [True, False]
