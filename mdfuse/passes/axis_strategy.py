@@ -155,27 +155,34 @@ def _passes_partial(
     terms = [o.value for o, p in zip(operands, placements, strict=True) if isinstance(p, Partial)]
     if out.bytes > sum(x.bytes for x in terms):
         return None
+    alone = _is_alone(expr, operands, placements)
     if rule == "view":
-        return op
+        return op if alone else None
     if op in ("sum", "prod") and not all(_keeps(x.dtype, out.dtype, expr.op) for x in terms):
         return None
     alike = len(partials) == len(operands) and partials.count(partials[0]) == len(partials)
     if rule == "all":
         return op if alike else None
     if rule == "reduce":
-        return op if op in labels.reduces.values() else None
+        return op if alone and op in labels.reduces.values() else None
     if op != "sum":
         return None
     if rule == "sum":  # a number would be added on every rank
         tensors = {o.value.name for o in operands}
         every = tensors.issuperset(x for x in expr.inputs if x is not None)
         return op if every and (alike or _is_sum_of_scalars(out, placements)) else None
-    # The first operand alone is Partial, and it is read once.
-    alone = expr.inputs[0] == operands[0].value.name and isinstance(placements[0], Partial)
-    others = all(isinstance(p, Replicate) for p in placements[1:])
-    once = expr.inputs.count(operands[0].value.name) == 1
     asked = rule != "quotient" or isinstance(result.wanted(axis), Partial)
-    return op if alone and others and once and asked else None
+    return op if alone and asked else None
+
+
+def _is_alone(
+    expr: Expr, operands: Sequence[Operand], placements: Sequence[Placement | None]
+) -> bool:
+    """Return whether one operand is Partial, one that may be so alone, and is read once."""
+    names = [o.value.name for o, p in zip(operands, placements, strict=True) if p != Replicate()]
+    op, is_partial = TABLE[expr.op], any(isinstance(p, Partial) for p in placements)
+    may = len(names) == 1 and (op.partial == "factor" or expr.inputs[op.term] == names[0])
+    return is_partial and may and expr.inputs.count(names[0]) == 1
 
 
 def _is_sum_of_scalars(out: Value, placements: Sequence[Placement | None]) -> bool:
