@@ -155,7 +155,7 @@ def _passes_partial(
     terms = [o.value for o, p in zip(operands, placements, strict=True) if isinstance(p, Partial)]
     if out.bytes > sum(x.bytes for x in terms):
         return None
-    alone = _is_alone(expr, operands, placements)
+    alone = _is_alone(expr, operands, placements, out)
     if rule == "view":
         return op if alone else None
     if op in ("sum", "prod") and not all(_keeps(x.dtype, out.dtype, expr.op) for x in terms):
@@ -176,13 +176,20 @@ def _passes_partial(
 
 
 def _is_alone(
-    expr: Expr, operands: Sequence[Operand], placements: Sequence[Placement | None]
+    expr: Expr, operands: Sequence[Operand], placements: Sequence[Placement | None], out: Value
 ) -> bool:
-    """Return whether one operand is Partial, one that may be so alone, and is read once."""
-    names = [o.value.name for o, p in zip(operands, placements, strict=True) if p != Replicate()]
-    op, is_partial = TABLE[expr.op], any(isinstance(p, Partial) for p in placements)
-    may = len(names) == 1 and (op.partial == "factor" or expr.inputs[op.term] == names[0])
-    return is_partial and may and expr.inputs.count(names[0]) == 1
+    """Return whether one operand is Partial, one that may be so alone, and is read once.
+
+    Others that are split are gathered, where that and the result take less than the terms do.
+    """
+    pairs = [*zip(operands, placements, strict=True)]
+    terms = [o.value for o, p in pairs if isinstance(p, Partial)]
+    gathered = sum(o.value.bytes for o, p in pairs if isinstance(p, Shard))
+    if len(terms) != 1 or (gathered and gathered + 2 * out.bytes > terms[0].bytes):
+        return False
+    (name,), op = (x.name for x in terms), TABLE[expr.op]
+    may = op.partial == "factor" or expr.inputs[op.term] == name
+    return may and expr.inputs.count(name) == 1
 
 
 def _is_sum_of_scalars(out: Value, placements: Sequence[Placement | None]) -> bool:

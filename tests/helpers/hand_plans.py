@@ -129,10 +129,13 @@ class Style:
     gather: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
 
-    def posts_of(self, model: Model, axis: str) -> int:
-        """The posts of a layer along an axis by hand."""
+    def posts_of(self, model: Model, axis: str, ranks: int) -> int:
+        """The posts of a layer along an axis of some ranks by hand."""
         each, layer, experts = self.posts[axis]
-        return each * len(model.parameters) + layer + (experts if model.experts else 0)
+        total = each * len(model.parameters) + layer + (experts if model.experts else 0)
+        if axis == "tp" and model.kv_heads % ranks:  # of keys, values, and their gradients
+            total += 4 - (model.experts > 0)
+        return total
 
 
 def share(n: int) -> float:
@@ -154,13 +157,27 @@ def _hybrid(m: Model, n: Mapping[str, int]) -> dict[str, float]:
 
 def _tensor(m: Model, n: Mapping[str, int]) -> dict[str, float]:
     """A row of the batch is on a rank."""
-    return {"tp": 4 * 2 * share(n["tp"]) * m.length * m.width * BYTES}
+    return {"tp": 4 * 2 * share(n["tp"]) * m.length * m.width * BYTES + _of_heads(m, n)}
+
+
+def _of_heads(m: Model, n: Mapping[str, int]) -> float:
+    """What heads, and experts, need beside hidden states.
+
+    With fewer heads of keys than ranks, keys and values are gathered, and gradients are scattered,
+    or all-reduced where a norm reads whole heads. Norms of heads, and weights of tokens, are small.
+    """
+    is_few, numbers = bool(m.kv_heads % n["tp"]), 0
+    if is_few:
+        numbers += (5 if m.experts else 4) * m.kv_heads * m.head * m.length
+    if m.experts:
+        numbers += 2 * (m.head * (1 if is_few else 2) + m.chosen * m.length)
+    return share(n["tp"]) * numbers * BYTES
 
 
 def _sequence(m: Model, n: Mapping[str, int]) -> dict[str, float]:
     """Four gathers and four scatters, and the gradients of the factors of the norms."""
     norms = 2 * 2 * share(n["tp"]) * m.width * BYTES
-    return {"tp": 8 * share(n["tp"]) * m.length * m.width * BYTES + norms}
+    return {"tp": 8 * share(n["tp"]) * m.length * m.width * BYTES + norms + _of_heads(m, n)}
 
 
 def _context(m: Model, n: Mapping[str, int]) -> dict[str, float]:
@@ -175,7 +192,12 @@ def _both(*parts: Callable[[Model, Mapping[str, int]], dict[str, float]]) -> Any
 
 def _stages(m: Model, n: Mapping[str, int]) -> dict[str, float]:
     """The hidden states of a row, or their gradient."""
-    return {"pp": m.length * m.width * BYTES / n.get("tp", 1)}
+    return {"pp": m.length * m.width * BYTES}
+
+
+def _parts_of_stages(m: Model, n: Mapping[str, int]) -> dict[str, float]:
+    """The same where positions are split between layers."""
+    return {"pp": m.length * m.width * BYTES / n["tp"]}
 
 
 def _experts(m: Model, n: Mapping[str, int]) -> dict[str, float]:
@@ -185,7 +207,9 @@ def _experts(m: Model, n: Mapping[str, int]) -> dict[str, float]:
     return {"ep": share(n["ep"]) * (rows + 2 * m.bytes(but=_EXPERTS) + counts)}
 
 
-_EACH, _SHARDED = (1, 0, 0), (3, 0, 0)
+#: Posts of parameters; all ranks get the counts of rows of experts. Where tp holds copies, each of
+#: them reduces a share of a router's gradient along fsdp, which a post along tp brings together.
+_EACH, _SHARDED = (1, 0, 1), (3, 0, 1)
 
 STYLES: dict[str, Style] = {
     "ddp": Style(("dp",), ("dp",), _data("dp"), {"dp": _EACH}),
@@ -193,25 +217,29 @@ STYLES: dict[str, Style] = {
     "hsdp": Style(("dp", "fsdp"), ("dp", "fsdp"), _hybrid, {"dp": _EACH, "fsdp": _SHARDED},
                   gather=("fsdp",)),
     "tp": Style(("tp",), (), _tensor, {"tp": (0, 4, 3)}),
-    "tp + sequence": Style(("tp",), (), _sequence, {"tp": (0, 10, 4)}, sequence=("tp",)),
+    "tp + sequence": Style(("tp",), (), _sequence, {"tp": (0, 10, 3)}, sequence=("tp",)),
     "fsdp x tp": Style(("fsdp", "tp"), ("fsdp",), _both(_sharded, _tensor),
-                       {"fsdp": _SHARDED, "tp": (0, 4, 3)}, gather=("fsdp",)),
+                       {"fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
     "fsdp x tp + sequence": Style(("fsdp", "tp"), ("fsdp",), _both(_sharded, _sequence),
-                                  {"fsdp": _SHARDED, "tp": (0, 10, 4)}, ("tp",), ("fsdp",)),
+                                  {"fsdp": _SHARDED, "tp": (0, 10, 3)}, ("tp",), ("fsdp",)),
     "hsdp x tp": Style(("dp", "fsdp", "tp"), ("dp", "fsdp"), _both(_hybrid, _tensor),
-                       {"dp": _EACH, "fsdp": _SHARDED, "tp": (0, 4, 3)}, gather=("fsdp",)),
+                       {"dp": _EACH, "fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
     "dp x tp + sequence": Style(("dp", "tp"), ("dp",), _both(_data("dp"), _sequence),
-                                {"dp": _EACH, "tp": (0, 10, 4)}, sequence=("tp",)),
-    "cp": Style(("cp",), (), _context, {"cp": (1, 4, 0)}, sequence=("cp",)),
+                                {"dp": _EACH, "tp": (0, 10, 3)}, sequence=("tp",)),
+    "cp": Style(("cp",), (), _context, {"cp": (1, 4, 1)}, sequence=("cp",)),
     "pp x fsdp x tp": Style(("pp", "fsdp", "tp"), ("fsdp",),
                             _both(_stages, _sharded, _tensor),
-                            {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 4, 3)}, gather=("fsdp",)),
+                            {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
     "pp x fsdp x tp + sequence": Style(("pp", "fsdp", "tp"), ("fsdp",),
-                            _both(_stages, _sharded, _sequence),
-                            {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 10, 4)},
+                            _both(_parts_of_stages, _sharded, _sequence),
+                            {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 10, 3)},
                             ("tp",), ("fsdp",)),
     "ep": Style(("ep",), ("ep",), _experts, {"ep": (1, 0, 2)}, experts=("ep",)),
 }  # fmt: skip
+
+
+#: Rows that take more than by hand: rows of experts are gathered where positions are split by tp.
+OPEN = {(name, "Qwen3-30B-A3B", "tp") for name in STYLES if "tp + sequence" in name}
 
 
 def models(style: Style) -> dict[str, Model]:
@@ -277,7 +305,15 @@ def _parameters(
 def computed(
     model: Model, x: Any, w: Mapping[str, Any], parts: int = 1, experts: mf.Layout | None = None
 ) -> Any:
-    """The result of a layer, without rotations, which communicate nothing."""
+    """The result of a layer, without rotations, which communicate nothing.
+
+    Args:
+        model: its extents.
+        x: hidden states.
+        w: parameters.
+        parts: into how many the axes cut tokens.
+        experts: where rows of experts are.
+    """
     rows, length = x.shape[:2]
     normed = F.rms_norm(x, [model.width], w["norm_1"])
     heads = (F.linear(normed, w[n]).reshape(rows, length, -1, model.head) for n in "qkv")
@@ -339,7 +375,10 @@ def rows(model: Model, style: Style, mesh: DeviceMesh) -> list[Row]:
         for axis in _axes(instruction.comm):
             received[axis] += size
             posts[axis] += 1
-    return [Row(a, received[a], by_hand[a], posts[a], style.posts_of(model, a)) for a in by_hand]
+    return [
+        Row(a, received[a], by_hand[a], posts[a], style.posts_of(model, a, mesh.axis_size(a)))
+        for a in by_hand
+    ]
 
 
 #: The sizes of axes in the table of docs/resharding.md.
