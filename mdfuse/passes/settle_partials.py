@@ -83,8 +83,8 @@ def run(fusion: Fusion) -> Fusion:
     done: set[str] = set()
     while True:
         before = fusion
-        for expr in fusion.exprs:
-            fusion = _with_terms(fusion, expr)
+        while terms := {x: to for e in fusion.exprs for x, to in _terms(fusion, e)}:
+            fusion = anew(fusion.with_layouts(terms), terms.keys())
         done = {x for x in done if fusion.values[x].layout == before.values[x].layout}
         sweep = _Sweep(fusion, reduce_scatter_creation.run(fusion))
         for value in reversed((*fusion.inputs, *(n for e in fusion.exprs for n in e.outputs))):
@@ -97,22 +97,29 @@ def run(fusion: Fusion) -> Fusion:
         fusion = _applied(fusion, sweep.settled)
 
 
-def _with_terms(fusion: Fusion, expr: Expr) -> Fusion:
-    """Return the fusion in which all that a sum adds to a Partial is one, for no more bytes."""
-    if TABLE[expr.op].partial != "sum" or not all(isinstance(x, str) for x in expr.inputs):
-        return fusion
-    alone = all(len(fusion.consumers[x]) == 1 and x not in fusion.outputs for x in expr.reads)
-    meshes = {fusion.layout(x).mesh for x in expr.reads if fusion.values[x].is_tensor}
-    if not alone or len(meshes) != 1 or not all(fusion.values[x].is_tensor for x in expr.reads):
-        return fusion
+def _terms(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
+    """Yield what a sum adds to a Partial, and its layout as terms, where that takes no more bytes.
+
+    Each is read by the sum alone, which is then Partial itself.
+    """
+    if TABLE[expr.op].partial != "sum" or len(expr.reads) != len(expr.inputs):
+        return
+    if not all(fusion.values[x].is_tensor and _is_alone(fusion, x) for x in expr.reads):
+        return
+    if len({fusion.layout(x).mesh for x in expr.reads}) != 1:
+        return
     for axis in fusion.layout(expr.reads[0]).mesh.axes:
         others = [x for x in expr.reads if fusion.layout(x).placement(axis) != Partial()]
-        if not 0 < len(others) < len({*expr.reads}):
+        if not 0 < len(others) < len(expr.reads):
             continue
         goals = {x: fusion.layout(x).with_placement(axis, Partial()) for x in others}
         if all(_may_be_term(fusion, x, axis, goal) for x, goal in goals.items()):
-            fusion = anew(fusion.with_layouts(goals), goals.keys())
-    return fusion
+            yield from goals.items()
+            return  # another axis looks at the layouts that these become
+
+
+def _is_alone(fusion: Fusion, value: str) -> bool:
+    return len(fusion.consumers[value]) == 1 and value not in fusion.outputs
 
 
 def _may_be_term(fusion: Fusion, value: str, axis: str, goal: Layout) -> bool:
