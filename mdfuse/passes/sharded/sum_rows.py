@@ -145,7 +145,7 @@ def _rows_of(maker: Maker, expr: Expr, side: _RowsMatrix) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
+class _AddedGroups:
     """Groups of a dim that are added up.
 
     Attributes:
@@ -159,7 +159,7 @@ class _Groups:
     size: int
 
 
-def _grouped(fusion: Fusion, expr: Expr) -> _Groups | None:
+def _grouped(fusion: Fusion, expr: Expr) -> _AddedGroups | None:
     """Return the groups that a sum adds up, each to one element; None for other sums."""
     (x,), out = expr.reads, fusion.values[expr.output]
     opened, dtype = fusion.values[x].shape, fusion.values[x].dtype
@@ -174,12 +174,12 @@ def _grouped(fusion: Fusion, expr: Expr) -> _Groups | None:
     while view is not None and view.op == "reshape" and 0 not in merged:
         (y,) = view.reads
         if fusion.values[y].shape == merged:
-            return _Groups(replace(view, outputs=(x,), attrs=(("shape", opened),)), dim, size)
+            return _AddedGroups(replace(view, outputs=(x,), attrs=(("shape", opened),)), dim, size)
         view = _made(fusion, y)
     return None
 
 
-def _sum_groups(maker: Maker, by: Expr, groups: _Groups) -> None:
+def _sum_groups(maker: Maker, by: Expr, groups: _AddedGroups) -> None:
     """Append a sum by index, with terms that are rounded once, as those of a sum."""
     (x,) = groups.view.reads
     out, shape = maker.values[by.output], [*maker.values[x].shape]
