@@ -12,6 +12,7 @@ from itertools import product
 
 import torch
 
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.dims import DimMap, Labels
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
@@ -184,12 +185,22 @@ def _is_alone(
     """
     pairs = [*zip(operands, placements, strict=True)]
     terms = [o.value for o, p in pairs if isinstance(p, Partial)]
-    gathered = sum(o.value.bytes for o, p in pairs if isinstance(p, Shard))
-    if len(terms) != 1 or (gathered and gathered + 2 * out.bytes > terms[0].bytes):
+    gathered = [o.value for o, p in pairs if isinstance(p, Shard)]
+    if len(terms) != 1 or (gathered and not _is_less(gathered, out, terms[0])):
         return False
     (name,), op = (x.name for x in terms), TABLE[expr.op]
     may = op.partial == "factor" or expr.inputs[op.term] == name
     return may and expr.inputs.count(name) == 1
+
+
+def _is_less(gathered: Sequence[Value], out: Value, term: Value) -> bool:
+    """Return whether gathered operands and a reduced result take less than a reduced term.
+
+    Extents that a run chooses are not compared, since each comparison is a guard.
+    """
+    if any(is_symbolic(v.shape) for v in (*gathered, out, term)):
+        return False
+    return sum(v.bytes for v in gathered) + 2 * out.bytes <= term.bytes
 
 
 def _is_sum_of_scalars(out: Value, placements: Sequence[Placement | None]) -> bool:
