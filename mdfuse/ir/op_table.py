@@ -35,9 +35,10 @@ class Op:
             that only a part has are left out.
         partial: which operands may stay Partial. "view": any; "all": all of them, by one reduce op;
             "sum": all of them, by sum; "scale": the first alone, by sum, as nothing is rounded;
-            "factor": likewise, but each term would be rounded, or overflow, so only where that
-            moves fewer bytes; "quotient": likewise, but what divides may be 0, so only where the
-            result is to be Partial; "reduce": an operand that is Partial by the op's own reduce op.
+            "factor": either alone, but each term would be rounded, or overflow, so only where that
+            moves fewer bytes; "quotient": as a scale, but what divides may be 0, so only where the
+            result is to be Partial; "reduce": the first, by the op's own reduce op. Where the first
+            operand has indices, the second counts as the first.
         is_view: the result may share storage with the first operand.
         is_plain: the results are said to lie in the order of their dims, whatever order the kernels
             of a device give.
@@ -86,6 +87,11 @@ class Op:
     few: Callable[..., Any] | None = None
     meta: Callable[..., Any] | None = None
     results: int = 1
+
+    @property
+    def term(self) -> int:
+        """The position of the operand that may be Partial alone: the first but for indices."""
+        return 0 if self.indexed is None else 1
 
     @property
     def is_creation(self) -> bool:
@@ -137,7 +143,7 @@ _WHEREVER = (
     of_part.local_positions,
 )
 
-#: The rules that let the first operand alone stay Partial, by sum.
+#: The rules that let one operand alone stay Partial, by sum: a factor either, else the first.
 OF_FIRST = ("scale", "factor", "quotient")
 
 #: field of a row -> what must hold of it.

@@ -12,6 +12,7 @@ from itertools import product
 
 import torch
 
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.dims import DimMap, Labels
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
@@ -155,27 +156,51 @@ def _passes_partial(
     terms = [o.value for o, p in zip(operands, placements, strict=True) if isinstance(p, Partial)]
     if out.bytes > sum(x.bytes for x in terms):
         return None
+    alone = _is_alone(expr, operands, placements, out)
     if rule == "view":
-        return op
+        return op if alone else None
     if op in ("sum", "prod") and not all(_keeps(x.dtype, out.dtype, expr.op) for x in terms):
         return None
     alike = len(partials) == len(operands) and partials.count(partials[0]) == len(partials)
     if rule == "all":
         return op if alike else None
     if rule == "reduce":
-        return op if op in labels.reduces.values() else None
+        return op if alone and op in labels.reduces.values() else None
     if op != "sum":
         return None
     if rule == "sum":  # a number would be added on every rank
         tensors = {o.value.name for o in operands}
         every = tensors.issuperset(x for x in expr.inputs if x is not None)
         return op if every and (alike or _is_sum_of_scalars(out, placements)) else None
-    # The first operand alone is Partial, and it is read once.
-    alone = expr.inputs[0] == operands[0].value.name and isinstance(placements[0], Partial)
-    others = all(isinstance(p, Replicate) for p in placements[1:])
-    once = expr.inputs.count(operands[0].value.name) == 1
     asked = rule != "quotient" or isinstance(result.wanted(axis), Partial)
-    return op if alone and others and once and asked else None
+    return op if alone and asked else None
+
+
+def _is_alone(
+    expr: Expr, operands: Sequence[Operand], placements: Sequence[Placement | None], out: Value
+) -> bool:
+    """Return whether one operand is Partial, one that may be so alone, and is read once.
+
+    Others that are split are gathered, where that and the result take less than the terms do.
+    """
+    pairs = [*zip(operands, placements, strict=True)]
+    terms = [o.value for o, p in pairs if isinstance(p, Partial)]
+    gathered = [o.value for o, p in pairs if isinstance(p, Shard)]
+    if len(terms) != 1 or (gathered and not _is_less(gathered, out, terms[0])):
+        return False
+    (name,), op = (x.name for x in terms), TABLE[expr.op]
+    may = op.partial == "factor" or expr.inputs[op.term] == name
+    return may and expr.inputs.count(name) == 1
+
+
+def _is_less(gathered: Sequence[Value], out: Value, term: Value) -> bool:
+    """Return whether gathered operands and a reduced result take less than a reduced term.
+
+    Extents that a run chooses are not compared, since each comparison is a guard.
+    """
+    if any(is_symbolic(v.shape) for v in (*gathered, out, term)):
+        return False
+    return sum(v.bytes for v in gathered) + 2 * out.bytes <= term.bytes
 
 
 def _is_sum_of_scalars(out: Value, placements: Sequence[Placement | None]) -> bool:

@@ -11,7 +11,8 @@
 
 A bias is added to the sum. A mean is the sum by the number of elements: a quotient of each term
 would be rounded once per rank. Sums, products and means of 16 bits are made and reduced in f32, and
-rounded once, as torch does on one device: a term may overflow where the sum does not.
+rounded once, as torch does on one device: a term may overflow where the sum does not. Only terms in
+bf16, which do not overflow, stay in it: ranks hold numbers that are rounded already.
 """
 
 from __future__ import annotations
@@ -72,7 +73,11 @@ def _is_reduced(fusion: Fusion, expr: Expr) -> bool:
     if strategy is None:
         return False
     law_axes = law.partial_axes if law is not None and law.mesh == strategy.result.mesh else ()
-    return not {*strategy.result.partial_axes} <= {*law_axes}
+    reduced = {*strategy.result.partial_axes} - {*law_axes}
+    x = fusion.values[expr.reads[0]]
+    if expr.op == "sum" and x.dtype == out.dtype == torch.bfloat16:  # as wide as its own sum
+        return not reduced <= {*strategy.wanted[x.name].partial_axes}
+    return bool(reduced)
 
 
 def _end(maker: Maker, by: Expr) -> None:

@@ -19,6 +19,15 @@ A factor is multiplied into the sum, not into its terms, which it might round, o
     %y: f32[8,16] (tp=R) = mul(%p, %r)              # of %p, reduced
 
 unless the terms take fewer bytes behind it, as where they are added up further.
+
+What is added to a Partial is made of terms, too, where its operands allow that for no more bytes:
+
+    %q: f32[8,16] (tp=P(sum)) = matmul(%dq, %a)
+    %k: f32[8,16] (tp=R) = matmul(%dk, %b)          # %b is (tp=S0), and would be gathered
+    %x: f32[8,16] (tp=R) = add(%q, %k)
+->
+    %k: f32[8,16] (tp=P(sum)) = matmul(%dk, %b)
+    %x: f32[8,16] (tp=P(sum)) = add(%q, %k)
 """
 
 from __future__ import annotations
@@ -28,12 +37,12 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Placement, Replicate
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes import reduce_scatter_creation
 from mdfuse.passes.insert_reshards import suffix
 from mdfuse.passes.propagate_layouts import anew
-from mdfuse.passes.strategy import choose_here
+from mdfuse.passes.strategy import choose, choose_here, moved
 from mdfuse.reshard import cost
 
 name = "settle_partials"
@@ -73,6 +82,10 @@ def run(fusion: Fusion) -> Fusion:
     """Return the fusion in which inferred values are Partial only where that pays."""
     done: set[str] = set()
     while True:
+        before = fusion
+        while terms := {x: to for e in fusion.exprs for x, to in _terms(fusion, e)}:
+            fusion = anew(fusion.with_layouts(terms), terms.keys())
+        done = {x for x in done if fusion.values[x].layout == before.values[x].layout}
         sweep = _Sweep(fusion, reduce_scatter_creation.run(fusion))
         for value in reversed((*fusion.inputs, *(n for e in fusion.exprs for n in e.outputs))):
             layout = fusion.values[value].layout
@@ -82,6 +95,48 @@ def run(fusion: Fusion) -> Fusion:
             return fusion
         done |= sweep.settled.keys()
         fusion = _applied(fusion, sweep.settled)
+
+
+def _terms(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
+    """Yield what a sum adds to a Partial, and its layout as terms, where that takes no more bytes.
+
+    Each is read by the sum alone, which is then Partial itself.
+    """
+    if TABLE[expr.op].partial != "sum" or len(expr.reads) != len(expr.inputs):
+        return
+    if not all(fusion.values[x].is_tensor and _is_alone(fusion, x) for x in expr.reads):
+        return
+    if len({fusion.layout(x).mesh for x in expr.reads}) != 1:
+        return
+    for axis in fusion.layout(expr.reads[0]).mesh.axes:
+        others = [x for x in expr.reads if fusion.layout(x).placement(axis) != Partial()]
+        if not 0 < len(others) < len(expr.reads):
+            continue
+        goals = {x: fusion.layout(x).with_placement(axis, Partial()) for x in others}
+        if all(_may_be_term(fusion, x, axis, goal) for x, goal in goals.items()):
+            yield from goals.items()
+            return  # another axis looks at the layouts that these become
+
+
+def _is_alone(fusion: Fusion, value: str) -> bool:
+    return len(fusion.consumers[value]) == 1 and value not in fusion.outputs
+
+
+def _may_be_term(fusion: Fusion, value: str, axis: str, goal: Layout) -> bool:
+    """Return whether ranks may hold terms of an inferred value for no more bytes than the whole."""
+    out, producer = fusion.values[value], fusion.producers.get(value)
+    layout = fusion.layout(value)
+    if producer is None or producer.op == "set" or len(producer.outputs) > 1:
+        return False
+    if out.is_law or out.stream is not None or layout.placement(axis) != Replicate():
+        return False
+    as_term = choose(producer, {**fusion.values, value: replace(out, layout=None)}, goal)
+    as_whole = choose_here(producer, fusion.values)
+    if as_term is None or as_whole is None or as_term.result != goal:
+        return False
+    return moved(as_term, producer, fusion.values, goal) <= moved(
+        as_whole, producer, fusion.values, layout
+    )
 
 
 def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:

@@ -137,10 +137,10 @@ def _chosen(
     blocked, law = _by_labels(expr, values, laws, operands, in_blocks, taken), laws[0]
     if blocked is None or law is None or law.partial_axes:
         return blocked
-    return min((plain, blocked), key=lambda x: (_moved(x, expr, values, law), x.result != law))
+    return min((plain, blocked), key=lambda x: (moved(x, expr, values, law), x.result != law))
 
 
-def _moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:
+def moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:
     """Return the cost of the layout changes of operands and result."""
     read = [(values[x].layout, to, values[x]) for x, to in way.wanted.items()]
     changes = [(way.result, law, values[expr.output]), *read]

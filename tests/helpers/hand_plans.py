@@ -13,6 +13,11 @@ forward and a backward, as the source of the style gives it:
   the place of each all-reduce. The paper gathers the inputs of products again in the backward; a
   plan that keeps them does not, and takes fewer bytes.
 
+- pipelines: Narayanan et al. (arXiv:2104.04473): a stage receives the hidden states of the one
+  before it, and their gradient from the one behind it.
+- experts: Lepikhin et al., GShard (arXiv:2006.16668): each token goes to its experts and back by
+  all-to-alls, and so do the gradients; all other parameters are data parallel. Where matrices of
+  experts are split inside, gradients of the weights of tokens are all-reduced, too.
 - context parallel: Grattafiori et al., Llama 3 (arXiv:2407.21783): keys and values are gathered,
   and their gradients reduce-scattered; those of parameters are all-reduced.
 
@@ -22,7 +27,8 @@ twice that (Thakur et al., 2005).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,19 +45,34 @@ BYTES = 2
 
 @dataclass(frozen=True)
 class Model:
-    """The extents of a layer: features, heads of queries and keys, their features, hidden units."""
+    """The extents of a layer: features, heads of queries and keys, their features, hidden units.
+
+    With experts, these are hidden units of one of them, and `chosen` of them compute a token;
+    queries and keys then have norms, as in Qwen3.
+    """
 
     width: int
     heads: int
     kv_heads: int
     head: int
     hidden: int
+    experts: int = 0
+    chosen: int = 0
     length: int = 8192
 
     @property
     def parameters(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
         """Name -> shape, and the dim that tensor parallelism splits."""
         q, kv = self.heads * self.head, self.kv_heads * self.head
+        e = self.experts
+        experts: dict[str, tuple[tuple[int, ...], int | None]] = {
+            "q_norm": ((self.head,), None),
+            "k_norm": ((self.head,), None),
+            "router": ((e, self.width), None),
+            "gate": ((e, self.width, self.hidden), 2),
+            "up": ((e, self.width, self.hidden), 2),
+            "down": ((e, self.hidden, self.width), 1),
+        }
         return {
             "norm_1": ((self.width,), None),
             "q": ((q, self.width), 0),
@@ -62,13 +83,14 @@ class Model:
             "gate": ((self.hidden, self.width), 0),
             "up": ((self.hidden, self.width), 0),
             "down": ((self.width, self.hidden), 1),
+            **(experts if e else {}),
         }
 
-    def bytes(self, tp: int) -> float:
+    def bytes(self, tp: int = 1, but: Collection[str] = ()) -> float:
         """The bytes of the parameters that a rank has where tensor parallelism splits them."""
         total = 0.0
-        for shape, split in self.parameters.values():
-            size = torch.Size(shape).numel() * BYTES
+        for name, (shape, split) in self.parameters.items():
+            size = torch.Size(shape).numel() * BYTES * (name not in but)
             total += size if split is None else size / tp
         return total
 
@@ -77,7 +99,11 @@ MODELS = {
     "Llama-3 8B": Model(4096, 32, 8, 128, 14336),
     "Llama-3 70B": Model(8192, 64, 8, 128, 28672),
     "Llama-3 405B": Model(16384, 128, 8, 128, 53248),
+    "Qwen3-30B-A3B": Model(2048, 32, 4, 128, 768, experts=128, chosen=8),
 }
+
+#: The parameters of experts, which expert parallelism splits.
+_EXPERTS = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -88,17 +114,28 @@ class Style:
         axes: the axes of the mesh that it uses, outermost first.
         batch: the axes that split the batch.
         received: model, axis -> ranks -> the bytes that arrive at a rank along each axis by hand.
-        posts: the posts per layer along each axis, by hand without buckets.
+        posts: the posts along each axis by hand without buckets: for each parameter, for each
+            layer, and for each layer with experts beside these.
         sequence: the axes that split positions between layers.
         gather: the axes along which parameters are gathered before they are read.
+        experts: the axes that split experts.
     """
 
     axes: tuple[str, ...]
     batch: tuple[str, ...]
     received: Callable[[Model, Mapping[str, int]], dict[str, float]]
-    posts: Mapping[str, int]
+    posts: Mapping[str, tuple[int, int, int]]
     sequence: tuple[str, ...] = ()
     gather: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+
+    def posts_of(self, model: Model, axis: str, ranks: int) -> int:
+        """The posts of a layer along an axis of some ranks by hand."""
+        each, layer, experts = self.posts[axis]
+        total = each * len(model.parameters) + layer + (experts if model.experts else 0)
+        if axis == "tp" and model.kv_heads % ranks:  # of keys, values, and their gradients
+            total += 4 - (model.experts > 0)
+        return total
 
 
 def share(n: int) -> float:
@@ -120,13 +157,27 @@ def _hybrid(m: Model, n: Mapping[str, int]) -> dict[str, float]:
 
 def _tensor(m: Model, n: Mapping[str, int]) -> dict[str, float]:
     """A row of the batch is on a rank."""
-    return {"tp": 4 * 2 * share(n["tp"]) * m.length * m.width * BYTES}
+    return {"tp": 4 * 2 * share(n["tp"]) * m.length * m.width * BYTES + _of_heads(m, n)}
+
+
+def _of_heads(m: Model, n: Mapping[str, int]) -> float:
+    """What heads, and experts, need beside hidden states.
+
+    With fewer heads of keys than ranks, keys and values are gathered, and gradients are scattered,
+    or all-reduced where a norm reads whole heads. Norms of heads, and weights of tokens, are small.
+    """
+    is_few, numbers = bool(m.kv_heads % n["tp"]), 0
+    if is_few:
+        numbers += (5 if m.experts else 4) * m.kv_heads * m.head * m.length
+    if m.experts:
+        numbers += 2 * (m.head * (1 if is_few else 2) + m.chosen * m.length)
+    return share(n["tp"]) * numbers * BYTES
 
 
 def _sequence(m: Model, n: Mapping[str, int]) -> dict[str, float]:
     """Four gathers and four scatters, and the gradients of the factors of the norms."""
     norms = 2 * 2 * share(n["tp"]) * m.width * BYTES
-    return {"tp": 8 * share(n["tp"]) * m.length * m.width * BYTES + norms}
+    return {"tp": 8 * share(n["tp"]) * m.length * m.width * BYTES + norms + _of_heads(m, n)}
 
 
 def _context(m: Model, n: Mapping[str, int]) -> dict[str, float]:
@@ -139,70 +190,160 @@ def _both(*parts: Callable[[Model, Mapping[str, int]], dict[str, float]]) -> Any
     return lambda m, n: {axis: size for part in parts for axis, size in part(m, n).items()}
 
 
-#: How many parameters a layer has; each has posts of its own.
-_EACH = 9
+def _stages(m: Model, n: Mapping[str, int]) -> dict[str, float]:
+    """The hidden states of a row, or their gradient."""
+    return {"pp": m.length * m.width * BYTES}
+
+
+def _parts_of_stages(m: Model, n: Mapping[str, int]) -> dict[str, float]:
+    """The same where positions are split between layers."""
+    return {"pp": m.length * m.width * BYTES / n["tp"]}
+
+
+def _experts(m: Model, n: Mapping[str, int]) -> dict[str, float]:
+    """Rows to experts and back, each way, gradients of other parameters, and counts of rows."""
+    rows = 4 * m.length * m.chosen * m.width * BYTES
+    counts = n["ep"] * m.experts * 8
+    return {"ep": share(n["ep"]) * (rows + 2 * m.bytes(but=_EXPERTS) + counts)}
+
+
+#: Posts of parameters; all ranks get the counts of rows of experts. Where tp holds copies, each of
+#: them reduces a share of a router's gradient along fsdp, which a post along tp brings together.
+_EACH, _SHARDED = (1, 0, 1), (3, 0, 1)
 
 STYLES: dict[str, Style] = {
     "ddp": Style(("dp",), ("dp",), _data("dp"), {"dp": _EACH}),
-    "fsdp": Style(("fsdp",), ("fsdp",), _sharded, {"fsdp": 3 * _EACH}, gather=("fsdp",)),
-    "hsdp": Style(("dp", "fsdp"), ("dp", "fsdp"), _hybrid,
-                  {"dp": _EACH, "fsdp": 3 * _EACH}, gather=("fsdp",)),
-    "tp": Style(("tp",), (), _tensor, {"tp": 4}),
-    "tp + sequence": Style(("tp",), (), _sequence, {"tp": 10}, sequence=("tp",)),
+    "fsdp": Style(("fsdp",), ("fsdp",), _sharded, {"fsdp": _SHARDED}, gather=("fsdp",)),
+    "hsdp": Style(("dp", "fsdp"), ("dp", "fsdp"), _hybrid, {"dp": _EACH, "fsdp": _SHARDED},
+                  gather=("fsdp",)),
+    "tp": Style(("tp",), (), _tensor, {"tp": (0, 4, 3)}),
+    "tp + sequence": Style(("tp",), (), _sequence, {"tp": (0, 10, 3)}, sequence=("tp",)),
     "fsdp x tp": Style(("fsdp", "tp"), ("fsdp",), _both(_sharded, _tensor),
-                       {"fsdp": 3 * _EACH, "tp": 4}, gather=("fsdp",)),
+                       {"fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
     "fsdp x tp + sequence": Style(("fsdp", "tp"), ("fsdp",), _both(_sharded, _sequence),
-                                  {"fsdp": 3 * _EACH, "tp": 10}, ("tp",), ("fsdp",)),
+                                  {"fsdp": _SHARDED, "tp": (0, 10, 3)}, ("tp",), ("fsdp",)),
     "hsdp x tp": Style(("dp", "fsdp", "tp"), ("dp", "fsdp"), _both(_hybrid, _tensor),
-                       {"dp": _EACH, "fsdp": 3 * _EACH, "tp": 4}, gather=("fsdp",)),
+                       {"dp": _EACH, "fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
     "dp x tp + sequence": Style(("dp", "tp"), ("dp",), _both(_data("dp"), _sequence),
-                                {"dp": _EACH, "tp": 10}, sequence=("tp",)),
-    "cp": Style(("cp",), (), _context, {"cp": _EACH + 4}, sequence=("cp",)),
+                                {"dp": _EACH, "tp": (0, 10, 3)}, sequence=("tp",)),
+    "cp": Style(("cp",), (), _context, {"cp": (1, 4, 1)}, sequence=("cp",)),
+    "pp x fsdp x tp": Style(("pp", "fsdp", "tp"), ("fsdp",),
+                            _both(_stages, _sharded, _tensor),
+                            {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
+    "pp x fsdp x tp + sequence": Style(("pp", "fsdp", "tp"), ("fsdp",),
+                            _both(_parts_of_stages, _sharded, _sequence),
+                            {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 10, 3)},
+                            ("tp",), ("fsdp",)),
+    "ep": Style(("ep",), ("ep",), _experts, {"ep": (1, 0, 2)}, experts=("ep",)),
 }  # fmt: skip
+
+
+#: Rows that take more than by hand: rows of experts are gathered where positions are split by tp.
+OPEN = {(name, "Qwen3-30B-A3B", "tp") for name in STYLES if "tp + sequence" in name}
+
+
+def models(style: Style) -> dict[str, Model]:
+    """The models whose layers a style is for."""
+    return {name: m for name, m in MODELS.items() if m.experts or not style.experts}
 
 
 def layer(
     model: Model, style: Style, mesh: DeviceMesh, dtype: torch.dtype = torch.bfloat16
 ) -> mf.FusionDefinition:
-    """Define a layer's forward and backward; each rank of the batch's axes has one row."""
-    rows = 1
-    for axis in style.batch:
-        rows *= mesh.axis_size(axis)
+    """Define a layer's forward and backward; each rank of the batch's axes has one row.
+
+    A pipeline has a layer on each of its meshes.
+    """
+    first, *_ = meshes = stages(mesh)
+    rows = math.prod(first.axis_size(axis) for axis in style.batch)
     between = {a: Shard(0) for a in style.batch} | {a: Shard(1) for a in style.sequence}
     shape = [rows, model.length, model.width]
+    parts = math.prod(first.axis_size(a) for a in (*style.batch, *style.sequence) if a != "tp")
     with mf.FusionDefinition("layer") as fd:
-        x = fd.define_tensor(shape, dtype, mesh, between, name="x")
-        dy = fd.define_tensor(shape, dtype, mesh, between, name="dy")
-        parameters, read = list[Any](), dict[str, Any]()
-        for name, (extents, split) in model.parameters.items():
-            inside = {"tp": Shard(split)} if split is not None and "tp" in mesh.axes else {}
-            outside = {a: Shard(0) for a in style.gather}
-            order = {0: ("tp", *style.gather)} if split == 0 and inside and outside else {}
-            layout = mf.Layout(mesh, {**outside, **inside}, order)
-            w = fd.define_tensor(extents, dtype, layout, name=name)
-            parameters.append(w)
-            with mf.recompute():
-                read[name] = F.set(w).on(mesh, inside) if outside else w
-        y = F.set(computed(model, x, read)).on(mesh, between)
+        x = fd.define_tensor(shape, dtype, first, between, name="x")
+        dy = fd.define_tensor(shape, dtype, meshes[-1], between, name="dy")
+        y, parameters = x, list[Any]()
+        for on in meshes:
+            y = F.set(y).on(on, between) if on != first else y
+            some, read = _parameters(fd, model, style, on, dtype)
+            experts = mf.Layout(on, {"ep": Shard(1)}) if "ep" in on.axes else None
+            y = F.set(computed(model, y, read, parts, experts)).on(on, between)
+            parameters += some
         grads = mf.grad((y * dy).sum(), [x, *parameters])
         for value in (y, *grads):
             fd.add_output(value)
     return fd
 
 
-def computed(model: Model, x: Any, w: Mapping[str, Any]) -> Any:
-    """The result of a layer, without rotations, which communicate nothing."""
+def stages(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """The meshes of a pipeline's stages; of a mesh without an axis `pp`, itself."""
+    if "pp" not in mesh.axes:
+        return [mesh]
+    ranks = torch.tensor(mesh.ranks).reshape(*(mesh.axis_size(a) for a in mesh.axes))
+    axes = tuple(a for a in mesh.axes if a != "pp")
+    return [DeviceMesh(of.tolist(), axes) for of in ranks.unbind(mesh.axes.index("pp"))]
+
+
+def _parameters(
+    fd: mf.FusionDefinition, model: Model, style: Style, mesh: DeviceMesh, dtype: torch.dtype
+) -> tuple[list[Any], dict[str, Any]]:
+    """The parameters of a layer as inputs, and as the layer reads them."""
+    parameters, read = list[Any](), dict[str, Any]()
+    for name, (extents, split) in model.parameters.items():
+        inside = {"tp": Shard(split)} if split is not None and "tp" in mesh.axes else {}
+        outside = {a: Shard(0) for a in style.gather}
+        experts = {a: Shard(0) for a in style.experts} if name in _EXPERTS else {}
+        order = {0: ("tp", *style.gather)} if split == 0 and inside and outside else {}
+        layout = mf.Layout(mesh, {**outside, **inside, **experts}, order)
+        w = fd.define_tensor(extents, dtype, layout)
+        parameters.append(w)
+        with mf.recompute():
+            read[name] = F.set(w).on(mesh, inside) if outside else w
+    return parameters, read
+
+
+def computed(
+    model: Model, x: Any, w: Mapping[str, Any], parts: int = 1, experts: mf.Layout | None = None
+) -> Any:
+    """The result of a layer, without rotations, which communicate nothing.
+
+    Args:
+        model: its extents.
+        x: hidden states.
+        w: parameters.
+        parts: into how many the axes cut tokens.
+        experts: where rows of experts are.
+    """
     rows, length = x.shape[:2]
     normed = F.rms_norm(x, [model.width], w["norm_1"])
+    heads = (F.linear(normed, w[n]).reshape(rows, length, -1, model.head) for n in "qkv")
     q, k, v = (
-        F.linear(normed, w[n]).reshape(rows, length, -1, model.head).permute(0, 2, 1, 3)
-        for n in "qkv"
+        (F.rms_norm(y, [model.head], w[f"{n}_norm"]) if f"{n}_norm" in w else y).permute(0, 2, 1, 3)
+        for n, y in zip("qkv", heads, strict=True)
     )
     k, v = (y.repeat_interleave(model.heads // model.kv_heads, 1) for y in (k, v))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     h = x + F.linear(y.permute(0, 2, 1, 3).reshape(rows, length, -1), w["o"])
     normed = F.rms_norm(h, [model.width], w["norm_2"])
+    if model.experts:
+        return h + _by_experts(model, normed, w, parts, experts).reshape(*h.shape)
     return h + F.linear(F.silu(F.linear(normed, w["gate"])) * F.linear(normed, w["up"]), w["down"])
+
+
+def _by_experts(
+    model: Model, x: Any, w: Mapping[str, Any], parts: int, experts: mf.Layout | None
+) -> Any:
+    """What the chosen experts of each token compute, rows brought to where experts are."""
+    tokens = x.reshape(-1, model.width)
+    weights, ids = F.softmax(F.linear(tokens, w["router"]), -1).topk(model.chosen, -1)
+    n = F.counts(ids, experts=model.experts, parts=parts)
+    grouped = F.group_rows(tokens, ids, n)
+    grouped = grouped if experts is None else F.set(grouped).on(experts)
+    hidden = F.silu(F.grouped_mm(grouped, w["gate"])) * F.grouped_mm(grouped, w["up"])
+    y = F.grouped_mm(hidden, w["down"])
+    if experts is not None:
+        y = F.set(y).on(experts.mesh, {a: Shard(0) for a in experts.mesh.axes})
+    return F.ungroup_rows(y, ids, weights)
 
 
 @dataclass(frozen=True)
@@ -219,6 +360,8 @@ class Row:
 def _axes(communication: Any) -> tuple[str, ...]:
     """The axes of a communication, of an exchange those along which a layout changes."""
     before, after = communication.source, communication.destination
+    if before.mesh != after.mesh:
+        return ("pp",)
     changed = (a for a in before.mesh.axes if before.placement(a) != after.placement(a))
     return communication.axes or tuple(changed)
 
@@ -232,11 +375,14 @@ def rows(model: Model, style: Style, mesh: DeviceMesh) -> list[Row]:
         for axis in _axes(instruction.comm):
             received[axis] += size
             posts[axis] += 1
-    return [Row(a, received[a], by_hand[a], posts[a], style.posts[a]) for a in by_hand]
+    return [
+        Row(a, received[a], by_hand[a], posts[a], style.posts_of(model, a, mesh.axis_size(a)))
+        for a in by_hand
+    ]
 
 
 #: The sizes of axes in the table of docs/resharding.md.
-SHOWN = {"dp": 4, "fsdp": 8, "tp": 8, "cp": 8}
+SHOWN = {"dp": 4, "fsdp": 8, "tp": 8, "cp": 8, "pp": 2, "ep": 8}
 
 
 def table() -> Iterator[str]:
@@ -245,7 +391,13 @@ def table() -> Iterator[str]:
     yield "|---" * (len(MODELS) + 3) + "|"
     for name, style in STYLES.items():
         mesh = DeviceMesh.arange(**{a: SHOWN[a] for a in style.axes})
-        for each in zip(*(rows(model, style, mesh) for model in MODELS.values()), strict=True):
-            cells = [f"{x.received / 2**20:,.0f} ({x.by_hand / 2**20:,.0f})" for x in each]
-            (posts,) = {f"{x.posts} ({x.posts_by_hand})" for x in each}
-            yield f"| {name} | {each[0].axis} | {' | '.join(cells)} | {posts} |"
+        of = {n: rows(model, style, mesh) for n, model in models(style).items()}
+        for n, axis in enumerate(next(iter(of.values()))):
+            each = {model: row[n] for model, row in of.items()}
+            cells = [_cell(each[m]) if m in each else "" for m in MODELS]
+            posts = dict.fromkeys(f"{x.posts} ({x.posts_by_hand})" for x in each.values())
+            yield f"| {name} | {axis.axis} | {' | '.join(cells)} | {', '.join(posts)} |"
+
+
+def _cell(row: Row) -> str:
+    return f"{row.received / 2**20:,.0f} ({row.by_hand / 2**20:,.0f})"

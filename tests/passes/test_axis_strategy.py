@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hand_plans import MODELS, STYLES, Model, layer, rows, share, table
+from helpers.hand_plans import (
+    MODELS,
+    OPEN,
+    STYLES,
+    Model,
+    layer,
+    models,
+    rows,
+    share,
+    stages,
+    table,
+)
 from torch.nn import functional
 
 import mdfuse as mf
@@ -31,21 +42,32 @@ MOST = 1.05
 
 
 def _mesh(style: str, sizes: dict[str, int]) -> DeviceMesh:
-    return DeviceMesh.arange(**{a: sizes.get(a, 8) for a in STYLES[style].axes})
+    default = {"pp": 2, "dp": 2}
+    return DeviceMesh.arange(**{a: sizes.get(a, default.get(a, 8)) for a in STYLES[style].axes})
 
 
 @pytest.mark.parametrize("length", [1024, 8192, 131072])
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: "x".join(map(str, s.values())))
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("style", "model"), [(name, m) for name, style in STYLES.items() for m in models(style)]
+)
 def test_a_layer_takes_no_more_bytes_than_by_hand(
-    model: str, style: str, sizes: dict[str, int], length: int
+    style: str, model: str, sizes: dict[str, int], length: int
 ) -> None:
     mesh = _mesh(style, sizes)
     assert mesh.size <= 1024
     for row in rows(replace(MODELS[model], length=length), STYLES[style], mesh):
-        assert row.received <= MOST * row.by_hand, row
-        assert row.posts <= row.posts_by_hand, row
+        if (style, model, row.axis) not in OPEN:
+            assert row.received <= MOST * row.by_hand, row
+            assert row.posts <= row.posts_by_hand, row
+
+
+@pytest.mark.parametrize(("style", "model", "axis"), sorted(OPEN))
+def test_an_open_row_takes_more_than_by_hand(style: str, model: str, axis: str) -> None:
+    """One that no longer does is no open one."""
+    mesh = _mesh(style, {})
+    (row,) = (r for r in rows(MODELS[model], STYLES[style], mesh) if r.axis == axis)
+    assert row.received > MOST * row.by_hand, row
 
 
 def test_the_page_shows_what_programs_take() -> None:
@@ -71,7 +93,9 @@ POST = re.compile(
 )
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [name for name, s in STYLES.items() if "pp" not in s.axes and not s.experts]
+)
 def test_a_program_says_the_bytes_that_its_text_has(style: str) -> None:
     sizes = {"dp": 2, "fsdp": 4, "tp": 2, "cp": 4}
     mesh = _mesh(style, sizes)
@@ -83,40 +107,95 @@ def test_a_program_says_the_bytes_that_its_text_has(style: str) -> None:
 
 
 SMALL = Model(16, 4, 2, 4, 24, length=6)
+SMALL_EXPERTS = replace(SMALL, experts=6, chosen=2)
 
 
 def _whole(x: Any, w: dict[str, Any], model: Model) -> Any:
     """The layer on whole tensors, in torch."""
     n, length, _ = x.shape
     normed = functional.rms_norm(x, (model.width,), w["norm_1"])
-    q, k, v = (
-        (normed @ w[name].T).view(n, length, -1, model.head).transpose(1, 2) for name in "qkv"
-    )
-    k, v = (y.repeat_interleave(model.heads // model.kv_heads, 1) for y in (k, v))
+    q, k, v = ((normed @ w[name].T).view(n, length, -1, model.head) for name in "qkv")
+    if model.experts:
+        q, k = (
+            functional.rms_norm(y, (model.head,), w[f"{name}_norm"])
+            for name, y in (("q", q), ("k", k))
+        )
+    k, v = (y.repeat_interleave(model.heads // model.kv_heads, 2) for y in (k, v))
+    q, k, v = (y.transpose(1, 2) for y in (q, k, v))
     y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     h = x + y.transpose(1, 2).reshape(n, length, -1) @ w["o"].T
     normed = functional.rms_norm(h, (model.width,), w["norm_2"])
+    if model.experts:
+        return h + _by_experts(normed, w, model)
     return h + (functional.silu(normed @ w["gate"].T) * (normed @ w["up"].T)) @ w["down"].T
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_values_and_gradients_are_those_of_whole_tensors(style: str) -> None:
-    mesh = _mesh(style, {"dp": 2, "fsdp": 3, "tp": 2, "cp": 3})
-    program = mf.compile(layer(SMALL, STYLES[style], mesh, torch.float64))
+def _by_experts(x: Any, w: dict[str, Any], model: Model) -> Any:
+    """All experts compute all tokens, and those that a token has not chosen weigh nothing."""
+    weights, ids = (x @ w["router"].T).softmax(-1).topk(model.chosen, -1)
+    of_each = torch.zeros(*x.shape[:-1], model.experts, dtype=x.dtype).scatter(-1, ids, weights)
+    gate, up = (torch.einsum("btd,edh->bteh", x, w[name]) for name in ("gate", "up"))
+    y = torch.einsum("bteh,ehd->bted", functional.silu(gate) * up, w["down"])
+    return (y * of_each.unsqueeze(-1)).sum(2)
+
+
+@pytest.mark.parametrize(
+    ("style", "model"),
+    [(name, m) for name, s in STYLES.items() for m in (SMALL, SMALL_EXPERTS)
+     if m.experts or not s.experts],
+    ids=lambda x: x if isinstance(x, str) else f"experts={x.experts}",
+)  # fmt: skip
+def test_values_and_gradients_are_those_of_whole_tensors(style: str, model: Model) -> None:
+    mesh = _mesh(style, {"dp": 2, "fsdp": 3, "tp": 2, "cp": 3, "ep": 3})
+    program = mf.compile(layer(model, STYLES[style], mesh, torch.float64))
     n = prod(mesh.axis_size(a) for a in STYLES[style].batch)
     torch.manual_seed(n)
-    x, dy = torch.randn(2, n, SMALL.length, SMALL.width, dtype=torch.float64)
-    weights = {
-        name: torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        for name, (shape, _) in SMALL.parameters.items()
-    }
+    x, dy = torch.randn(2, n, model.length, model.width, dtype=torch.float64)
+    weights = [
+        {
+            name: torch.randn(shape, dtype=torch.float64, requires_grad=True)
+            for name, (shape, _) in model.parameters.items()
+        }
+        for _ in stages(mesh)
+    ]
     x.requires_grad_()
-    y = _whole(x, weights, SMALL)
-    grads = torch.autograd.grad(y, [x, *weights.values()], dy)
-    given = [x, dy, *weights.values()]
+    y = x
+    for some in weights:
+        y = _whole(y, some, model)
+    parameters = [w for some in weights for w in some.values()]
+    grads = torch.autograd.grad(y, [x, *parameters], dy)
+    given = [x, dy, *parameters]
     result = mf.simulate(program, [v.detach() for v in given], options=mf.Options(poison=True))
     for got, want in zip(result.outputs, [y, *grads], strict=True):
-        torch.testing.assert_close(got, want.detach(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(got, want.detach(), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids="sequence={}".format)
+@pytest.mark.parametrize(("heads", "shared", "ranks"), [(8, 2, 4), (12, 4, 6), (6, 1, 3)])
+def test_fewer_heads_of_keys_than_ranks(
+    heads: int, shared: int, ranks: int, sequence: bool
+) -> None:
+    """Keys and values are gathered, gradients scattered; those of queries stay where they are."""
+    style = STYLES["tp + sequence" if sequence else "tp"]
+    model, mesh = Model(96, heads, shared, 12, 144, length=48), DeviceMesh.arange(tp=ranks)
+    (row,) = rows(model, style, mesh)
+    assert row.received <= MOST * row.by_hand, row
+    assert row.posts <= row.posts_by_hand, row
+    small = replace(model, length=ranks)
+    program = mf.compile(layer(small, style, mesh, torch.float64))
+    torch.manual_seed(heads)
+    x, dy = torch.randn(2, 1, ranks, model.width, dtype=torch.float64)
+    weights = {
+        name: torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for name, (shape, _) in model.parameters.items()
+    }
+    x.requires_grad_()
+    y = _whole(x, weights, model)
+    grads = torch.autograd.grad(y, [x, *weights.values()], dy)
+    given = [v.detach() for v in (x, dy, *weights.values())]
+    outputs = mf.simulate(program, given, options=mf.Options(poison=True)).outputs
+    for got, want in zip(outputs, [y, *grads], strict=True):
+        torch.testing.assert_close(got, want.detach(), rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("rows_of_batch", [1, 4], ids="dp={}".format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -166,3 +167,106 @@ def test_a_product_that_leaves_the_mesh_is_one_of_the_sum() -> None:
     tensor = drawn(8, 3)
     check_everywhere(program, [tensor], [tensor * 3.0, tensor.sum(0)])
     assert [c.kind for c in program.communications] == ["Allreduce"], program
+
+
+PLACES = torch.tensor([6, 0, 3, 3, 1, 5, 2, 0, 4, 6, 6, 1])
+COLUMNS = torch.tensor(
+    [[1, 0, 4], [4, 4, 2], [3, 0, 0], [2, 1, 1], [0, 3, 2], [1, 1, 1], [4, 2, 0]]
+)
+
+#: name -> (function of x @ w.T [7,5], of factors [6,1], places and columns; reduced elements)
+LOOKED_UP: dict[str, tuple[Callable[..., Any], int]] = {
+    "rows, added up": (lambda y, g, at, to: y[at[:6]].unflatten(0, (3, 2)).sum(1), 3 * 5),
+    "rows by factors": (lambda y, g, at, to: (g * y[at[:6]]).unflatten(0, (2, 3)).sum(1), 2 * 5),
+    "fewer rows": (lambda y, g, at, to: y.index_select(0, at[:4]).exp(), 4 * 5),
+    "more rows": (lambda y, g, at, to: y[at].exp(), 7 * 5),
+    "elements": (lambda y, g, at, to: y.gather(1, to).exp(), 7 * 3),
+    "added to rows": (
+        lambda y, g, at, to: (y[:2] * 0).index_add(0, at[:7] % 2, y).exp(), 2 * 5,
+    ),
+    "no row": (lambda y, g, at, to: y[at[:0]].sum(0), 0),
+    "twice": (lambda y, g, at, to: (y[at[:7]].sum(0), y[at[:7]].sum(1)), 5 + 7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_a_sum_of_rows_that_are_looked_up(name: str, dtype: torch.dtype) -> None:
+    """A lookup takes terms as they are, so that the fewer elements are reduced."""
+    function, elements = LOOKED_UP[name]
+    mesh = DeviceMesh.arange(tp=3)
+    with mf.FusionDefinition("rows") as fd:
+        x, w = (fd.define_tensor([n, 9], dtype, mesh, {"tp": Shard(1)}) for n in (7, 5))
+        g = fd.define_tensor([6, 1], dtype, mesh)
+        at, columns = (fd.define_tensor(i.shape, i.dtype, mesh) for i in (PLACES, COLUMNS))
+        result = function(fd.ops.linear(x, w), g, at, columns)
+        for y in result if isinstance(result, tuple) else (result,):
+            fd.add_output(y)
+    program = mf.compile(fd)
+    tensors = [drawn(7, 9).to(dtype), drawn(5, 9).to(dtype), drawn(6, 1).to(dtype)]
+    tensors += [PLACES, COLUMNS]
+    expected = function(F.linear(*tensors[:2]), *tensors[2:])
+    outputs = mf.simulate(program, tensors, options=mf.Options(poison=True)).outputs
+    for got, want in zip(
+        outputs, expected if isinstance(expected, tuple) else [expected], strict=True
+    ):
+        exact = {"rtol": 0.1, "atol": 0.3} if dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(got, want, **exact)
+    assert {"Allreduce"}.issuperset(c.kind for c in program.communications), program
+    if dtype == torch.float64:
+        assert sum(math.prod(c.shape) for c in program.communications) == elements
+
+
+@pytest.mark.parametrize("op", ["max", "min", "prod"])
+def test_rows_of_other_reduce_ops_are_looked_up_before_they_are_joined(op: str) -> None:
+    with mf.FusionDefinition("rows") as fd:
+        y = fd.define_tensor([7, 5], mesh=MESH, layout={"tp": Partial(op)})
+        fd.add_output(y[fd.ops.tensor([6, 0, 3])])
+        fd.add_output(y.sum(0))
+    program = mf.compile(fd)
+    terms = drawn(7, 5)
+    outputs = mf.simulate(program, [terms]).outputs
+    for got, want in zip(outputs, (terms[PLACES[:3]], terms.sum(0)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("index", [{"tp": Shard(0)}, {"tp": Partial()}], ids=str)
+def test_indices_that_ranks_hold_parts_or_terms_of_are_brought_together(index: Any) -> None:
+    with mf.FusionDefinition("indices") as fd:
+        x, w = (fd.define_tensor([n, 8], mesh=MESH, layout={"tp": Shard(1)}) for n in (7, 5))
+        places = fd.define_tensor([12], torch.int64, MESH, index)
+        fd.add_output(fd.ops.linear(x, w)[places].sum(0))
+    tensors = [drawn(7, 8), drawn(5, 8), PLACES]
+    check_everywhere(mf.compile(fd), tensors, [F.linear(*tensors[:2])[PLACES].sum(0)])
+
+
+def test_what_experts_of_one_token_yield_is_added_up_before_it_is_reduced() -> None:
+    """Written out by hand, with gradients; a token has four of eight experts."""
+    mesh, tokens, each = DeviceMesh.arange(ep=4), 12, 4
+
+    def moe(x: Any, scores: Any, up: Any, down: Any) -> Any:
+        weights, ids = scores.softmax(-1).topk(each, -1)
+        ids, places = ids.flatten().sort(stable=True)
+        ends = F.one_hot(ids, 8).sum(0).cumsum(0).to(torch.int32)
+        y = F.grouped_mm(F.silu(F.grouped_mm(x[places // each], up, offs=ends)), down, offs=ends)
+        y = y * weights.flatten()[places].unsqueeze(-1)
+        return y[places.argsort()].unflatten(0, (-1, each)).sum(1)
+
+    shapes = (tokens, 64), (tokens, 8), (8, 64, 40), (8, 40, 64), (tokens, 64)
+    split = {"ep": Shard(0)}
+    with mf.FusionDefinition("experts") as fd:
+        *given, dy = (fd.define_tensor(s, torch.float64, mesh, split) for s in shapes)
+        y = moe(*given)
+        for value in (y, *mf.grad((y * dy).sum(), given)):
+            fd.add_output(value)
+    program = mf.compile(fd)
+    values = [drawn(*s).double() for s in shapes]
+    for got, want in zip(
+        mf.simulate(program, values, options=mf.Options(poison=True)).outputs,
+        mf.reference(fd, values),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+    rows = [c.shape for c in program.communications if c.kind != "Allgather"]
+    assert rows.count((tokens, 64)) == 2, program  # of y, and of the gradient of x
+    assert (tokens * each, 64) not in rows

@@ -261,18 +261,18 @@ class HeldTerms:
             return i.op in ("pad", "pack")
         is_only = len(odd) == 1
         tensors = [x for x in i.reads if self.program.types[x].layout is not None]
-        is_first = bool(i.inputs) and i.inputs[0] == name and tensors.count(name) == 1
+        is_there = i.inputs[op.term : op.term + 1] == (name,) and tensors.count(name) == 1
         match op.partial:
             case "view":
-                return is_only
+                return is_only and is_there
             case "all":
                 return len({*odd.values()}) == 1 and {*odd} == {*tensors}
             case "reduce":
-                return is_only and self.reduces(i) == terms.op
+                return is_only and is_there and self.reduces(i) == terms.op
             case rule if rule in OF_FIRST:  # rounded or not, it is the term of the product
-                return is_only and terms.op == "sum" and (is_first or i.fn == "mul")
+                return is_only and terms.op == "sum" and (is_there or op.partial == "factor")
             case "sum":
-                return is_only and terms.op == "sum" and is_first
+                return is_only and terms.op == "sum" and is_there
         return False
 
     def reduces(self, i: Instruction) -> str | None:

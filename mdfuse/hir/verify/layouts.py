@@ -272,18 +272,19 @@ class _Row:
         partial: Sequence[tuple[int, Partial]],
     ) -> Placement:
         """Return the placement that Partial operands pass on; raise Contradiction if none."""
-        rule, (first, placement) = TABLE[self.fn].partial, partial[0]
+        op, (first, placement) = TABLE[self.fn], partial[0]
         present = [x for x in self.is_tensor if x is not None]
         alike = all(p == placement for _, p in held)
         others = all(isinstance(p, Replicate) for at, p in held if at != first)
+        alone = (first == op.term or op.partial == "factor") and others
         may = {
-            "view": alike,
+            "view": alone,
             "all": alike and all(present),
-            "reduce": alike and placement.op in self.labels.reduces.values(),
+            "reduce": alone and placement.op in self.labels.reduces.values(),
             "sum": alike and placement.op == "sum" and all(present),
-            **dict.fromkeys(OF_FIRST, placement.op == "sum" and first == 0 and others),
+            **dict.fromkeys(OF_FIRST, placement.op == "sum" and alone),
         }
-        if not may.get(rule, False):
+        if not may.get(op.partial, False):
             raise Contradiction(f"{self.fn} of {placement} along {axis} is no {placement}")
         return placement
 

@@ -14,10 +14,11 @@ _DIM, _PART = attr("along", "place", True), attr("part", "part", is_local=True)
 _MADE = (attr("shape", "shape", True), attr("box", "box", is_local=True))
 _LOOKUP: dict[str, Any] = {
     "operands": (2, 2), "indexed": 1, "attrs": (_DIM, _PART), "localize": indexing.local_part,
-    "is_single": False,
+    "is_single": False, "partial": "view",
 }  # fmt: skip
 _MAKING: dict[str, Any] = {
     "operands": (2, 2), "indexed": "result", "localize": of_part.local_draw, "is_single": False,
+    "partial": "reduce",
 }  # fmt: skip
 
 row(

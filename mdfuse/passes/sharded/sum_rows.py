@@ -8,6 +8,16 @@
     %w: f64[7,9] (dp=P(sum)) = contract(%x, %y, left=[0,1,2], right=[0,1,3], kept=[2,3])
 
 Gradients of weights have this form. Where the first dim is split, rows as one dim are, too.
+
+Likewise sums over groups of a dim, where there are fewer groups than ranks that split it:
+
+    %a: f32[1,2,4,9,6] (tp=R) = reshape(%x)                         # %x: f32[1,8,9,6] (tp=S1), tp=4
+    %s: f32[1,2,9,6] (tp=R) = sum(%a, dims=[2])
+->
+    %i: i64[8] (tp=R) = floor_divide(%n, 4)                         # %n counts from 0 to 7
+    %s: f32[1,2,9,6] (tp=P(sum)) = index_sum(%i, %x, along=1)
+
+Gradients of heads that several heads of the query share have this form.
 """
 
 from __future__ import annotations
@@ -16,7 +26,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from mdfuse.extents.extent import comparable
+from mdfuse.ir.dims import reduced_dims
 from mdfuse.ir.graph import Expr, Fusion, Operand
 from mdfuse.layouts.layout import Layout
 from mdfuse.passes.rewriting import Maker, Rule, laid_out
@@ -26,8 +39,17 @@ name = "sum_rows"
 
 
 def run(fusion: Fusion) -> Fusion:
-    """Return the fusion with such products as contractions."""
-    return laid_out(fusion, contractions(fusion, lambda view: _loses(fusion, view)))
+    """Return the fusion with such products as contractions, such sums as sums by index."""
+    fusion = laid_out(fusion, contractions(fusion, lambda view: _loses(fusion, view)))
+    groups = {e.output: _grouped(fusion, e) for e in fusion.exprs if e.op == "sum"}
+    return laid_out(
+        fusion,
+        {
+            name: partial(_sum_groups, groups=of)
+            for name, of in groups.items()
+            if of is not None and _loses(fusion, of.view)
+        },
+    )
 
 
 def contractions(fusion: Fusion, is_asked: Callable[[Expr], bool]) -> dict[str, Rule]:
@@ -120,6 +142,55 @@ def _rows_of(maker: Maker, expr: Expr, side: _RowsMatrix) -> str:
     rows = maker.op(expr, "set", x)
     maker.values[rows] = replace(maker.values[rows], layout=side.layout)
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _AddedGroups:
+    """Groups of a dim that are added up.
+
+    Attributes:
+        view: a reshape that makes two dims of the dim.
+        dim: of the operand of the view.
+        size: of a group.
+    """
+
+    view: Expr
+    dim: int
+    size: int
+
+
+def _grouped(fusion: Fusion, expr: Expr) -> _AddedGroups | None:
+    """Return the groups that a sum adds up, each to one element; None for other sums."""
+    (x,), out = expr.reads, fusion.values[expr.output]
+    opened, dtype = fusion.values[x].shape, fusion.values[x].dtype
+    dims = reduced_dims(expr.kwargs.get("dims"), len(opened))
+    if len(dims) != 1 or dims[0] == 0 or not all(type(n) is int for n in opened):
+        return None
+    if out.stream is not None or out.dtype != dtype or not dtype.is_floating_point:
+        return None
+    dim = dims[0] - 1
+    count, size = opened[dim : dim + 2]
+    merged, view = (*opened[:dim], count * size, *opened[dim + 2 :]), _made(fusion, x)
+    while view is not None and view.op == "reshape" and 0 not in merged:
+        (y,) = view.reads
+        if fusion.values[y].shape == merged:
+            return _AddedGroups(replace(view, outputs=(x,), attrs=(("shape", opened),)), dim, size)
+        view = _made(fusion, y)
+    return None
+
+
+def _sum_groups(maker: Maker, by: Expr, groups: _AddedGroups) -> None:
+    """Append a sum by index, with terms that are rounded once, as those of a sum."""
+    (x,) = groups.view.reads
+    out, shape = maker.values[by.output], [*maker.values[x].shape]
+    places = maker.op(by, "arange", 0, 1, shape=(shape[groups.dim],), dtype=torch.int64)
+    index = maker.op(by, "floor_divide", places, groups.size)
+    wide = maker.wide(by, x)
+    shape[groups.dim] //= groups.size
+    total = maker.op(by, "index_sum", index, wide, along=groups.dim, shape=(*shape,))
+    if wide != x:
+        total = maker.op(by, "round_terms", total, dtype=out.dtype)
+    maker.op(by, "reshape", total, last=True, shape=out.shape)
 
 
 def _made(fusion: Fusion, x: Operand) -> Expr | None:
