@@ -51,7 +51,8 @@ class Loop:
         """Return the type of a chunk of a value; its layout names the loop's index."""
         kind = value_type(self.fusion.values[value])
         assert kind.layout is not None
-        at_index = replace(stream, rotate=None, index=self.index)
+        is_zigzag = stream.zigzag and stream.op is None
+        at_index = replace(stream, rotate=None, index=self.index, zigzag=is_zigzag)
         return replace(kind, layout=kind.layout.with_stream(at_index))
 
     def read(self, value: str, stream: Stream | None) -> str:
