@@ -111,8 +111,9 @@ class Options:
         logits_bytes: a head whose logits take more bytes than this in f32 on a rank is computed in
             chunks of rows that do not, together with the losses and their gradients. 0: at once.
         context: attention whose positions are split: "gather" gathers keys and values, "heads"
-            exchanges positions for heads and back, where there are as many heads as ranks; "auto"
-            takes, for each of them, the form with the least bytes and work of the busiest rank.
+            exchanges positions for heads and back, where there are as many heads as ranks; "ring"
+            sends them around while ranks compute; "auto" takes, for each of them, the form with
+            the least bytes and work of the busiest rank.
         reduce_dtype: torch.float32 or torch.float64: sums of narrower floats that ranks hold parts
             of are cast to it before they are reduced, along every axis, and back after; not where
             ranks hold parts of the result, too. None: they are reduced as they are.
@@ -169,7 +170,7 @@ class Options:
     prefetch_bytes: int | Literal["layer"] = "layer"
     same_bits: bool = False
     logits_bytes: int = 1 << 28
-    context: Literal["auto", "gather", "heads"] = "auto"
+    context: Literal["auto", "gather", "heads", "ring"] = "auto"
     reduce_dtype: Any = None
     streams: int = 4
     stream_policy: Literal["auto", "round_robin", "copy_compute"] = "auto"
@@ -320,7 +321,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         'what is received ahead has a number of bytes, 0 for none, or is a "layer"',
     ),
     "logits_bytes": (_is_bytes, "a chunk of logits has a number of bytes, 0 for all at once"),
-    "context": _is_one_of("auto", "gather", "heads"),
+    "context": _is_one_of("auto", "gather", "heads", "ring"),
     "overlap": _is_one_of("never", "auto", "measure"),
     "costs": (
         lambda value: isinstance(value, str) and bool(value),
@@ -391,7 +392,7 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     "MDFUSE_CONTEXT": (
         "context",
         str,
-        "attention whose positions are split: auto, gather or heads",
+        "attention whose positions are split: auto, gather, heads or ring",
     ),
     "MDFUSE_OVERLAP": (
         "overlap",

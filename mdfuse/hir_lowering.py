@@ -117,7 +117,8 @@ def passes(
         steps.append((name, run))
         if name == share_heads.name:
             # Needs all layouts, and heads as they are stored; the passes behind it see its sets.
-            steps.append((context.name, partial(context.run, form=options.context)))
+            form = partial(context.run, form=options.context, is_looped=batch is not None)
+            steps.append((context.name, form))
         if name == streams.name and batch is None and options.logits_bytes:
             # Before layouts, which rows as several dims would decide otherwise.
             flat = partial(flat_rows.run, most=options.logits_bytes)

@@ -19,7 +19,7 @@ from mdfuse.hir.passes import hoist_posts
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.ir.graph import Fusion
-from mdfuse.passes import chunk_losses, overlap
+from mdfuse.passes import overlap
 from mdfuse.passes.overlap import Form, OverlapWindow
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge
@@ -336,7 +336,7 @@ def _ms(seconds: float) -> str:
 def _nothing(fusion: Fusion) -> Iterator[str]:
     """Yield why no window was tried."""
     streamed = {x for x, v in fusion.values.items() if v.stream is not None}
-    if not streamed <= chunk_losses.looped(fusion):
+    if not streamed <= overlap.looped_apart(fusion):
         yield "left as it is: it has a Stream of its own"
     else:
         yield "no product stands beside a communication that could be cut with it"

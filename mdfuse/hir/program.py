@@ -76,7 +76,7 @@ class BufferType:
         return {
             d: tuple(zip(segments(blocked[d], self.shape[d]), rows, strict=True))
             for d, rows in self.runs(rank).items()
-            if blocked[d] != "zigzag"
+            if blocked.get(d, "zigzag") != "zigzag"
         }
 
     @property
@@ -86,10 +86,10 @@ class BufferType:
 
     def runs(self, rank: int) -> dict[int, Rows]:
         """Return for each dim in blocks the rows that a rank holds of it."""
-        if self.layout is None or not self.layout.blocked:
+        if self.layout is None or not self.layout.in_runs:
             return {}
         rows = self.layout.rows(self.shape, rank)
-        return {d: rows[d] for d in self.layout.blocked}
+        return {d: rows[d] for d in self.layout.in_runs}
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
         """Return the shape on one rank, padding included; without a rank the largest shape.

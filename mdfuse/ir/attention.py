@@ -90,6 +90,33 @@ def attend_parts(
     return torch.stack([out for out, _ in each]), torch.stack([sums for _, sums in each])
 
 
+def attend_terms(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **how: Any) -> Tensor:
+    """Compute `attend` to some of the keys, as a term that `join_terms` joins with those of others.
+
+    Args:
+        q, k, v, mask, how: as `attend` takes them.
+
+    Returns:
+        both results, in f32 or f64: the logarithms are the last column.
+    """
+    out, sums = attend(q, k, v, mask, **how)
+    return torch.cat((out.to(sums.dtype), sums.unsqueeze(-1)), -1)
+
+
+def join_terms(total: Tensor, term: Tensor) -> Tensor:
+    """Join a term of `attend_terms` to what other keys gave, in place: see `join`.
+
+    >>> total, term = torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 0.0]])
+    >>> join_terms(total, term)[..., 0].tolist()
+    [2.0]
+    """
+    (a, of_a), (b, of_b) = ((x[..., :-1], x[..., -1]) for x in (total, term))
+    out, sums = join(a, of_a, b, of_b)
+    a.copy_(out)
+    of_a.copy_(sums)
+    return total
+
+
 def attend_grad(
     q: Tensor,
     k: Tensor,

@@ -349,6 +349,17 @@ def attention_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> 
     )
 
 
+def attention_terms(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
+    """Label attention to some of its keys, whose terms join by `lse`."""
+    of = attended(shapes, result, attrs)
+    (q, k, v, *mask), (out, _) = of.operands, of.results
+    keys = _with_keys(k, v, mask, shapes)
+    plain = of.plain - {out[-2]} if of.plain is not None else None
+    return replace(
+        of, operands=(q, *keys), results=(out,), reduces={_KEYS: "lse"}, plain=plain, reaches={}
+    )
+
+
 def attention_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label the gradient of attention: with rows split, keys and values add up, and vice versa."""
     given = (*shapes[:3], *shapes[6:])

@@ -143,6 +143,11 @@ def local_positions(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     return attrs
 
 
+def whole_positions(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """Leave out which rows and keys are here."""
+    return {name: x for name, x in attrs.items() if name not in ("rows", "keys")}
+
+
 def local_parts(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say which rows and keys an attention has, and how many of the parts of its keys."""
     ((first, stop), *_) = part.box

@@ -273,6 +273,12 @@ def attention_parts(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
     return (attrs["parts"], *out), (attrs["parts"], *sums)
 
 
+def attention_terms(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of both results of `attended` side by side."""
+    out, _ = attended(shapes, attrs)
+    return (*out[:-1], out[-1] + 1)
+
+
 def attention_grad(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape, Shape]:
     """Return the shapes of query, key and value, checked with those of what attention gave."""
     q, k, v, out, sums, ct, *mask = _present(shapes)

@@ -22,6 +22,7 @@ from mdfuse.layouts.placements import (
     Shard,
     Varies,
     check_dicts,
+    check_placement,
     commute,
     wrapped,
 )
@@ -87,14 +88,7 @@ class Layout:
         placements = dict(placements or {})
         for axis, placement in placements.items():
             mesh.axis_index(axis)
-            if isinstance(placement, Stream):
-                what = f"axis {axis}: {placement} is not a placement of a mesh axis"
-                raise LayoutError(what, hint="pass stream=Stream(dim, chunks)")
-            if not isinstance(placement, Placement):
-                raise LayoutError(
-                    f"axis {axis}: {shown(placement)} is not a placement",
-                    hint="mdfuse's own: mdfuse.Shard(dim), mdfuse.Replicate(), mdfuse.Partial(op)",
-                )
+            check_placement(axis, placement)
         self.mesh = mesh
         self.placements = tuple(placements.get(a, Replicate()) for a in mesh.axes)
         self.stream = stream
@@ -167,6 +161,12 @@ class Layout:
     def blocked(self) -> Mapping[int, Blocks]:
         """Dims that are split in blocks -> their blocks."""
         return {p.dim: p.pieces for p in self.placements if isinstance(p, Shard) and p.pieces}
+
+    @cached_property
+    def in_runs(self) -> Collection[int]:
+        """Dims of which a rank may have several runs of rows."""
+        dim = self.stream.runs if self.stream is not None else None
+        return self.blocked if dim is None else {*self.blocked, dim}
 
     @cached_property
     def cuts(self) -> Mapping[int, Cut]:
@@ -261,17 +261,17 @@ class Layout:
     def box_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
         """Return the box of a tensor that a rank holds; a dim in blocks counts from 0."""
         rows = self.rows_at(shape, coordinate)
-        if not self.blocked:
+        if not self.in_runs:
             return tuple([runs[0] for runs in rows])
         return tuple(
-            self._run(d, shape[d], runs, coordinate) if d in self.blocked else runs[0]
+            self._run(d, shape[d], runs, coordinate) if d in self.in_runs else runs[0]
             for d, runs in enumerate(rows)
         )
 
     def _run(self, dim: int, extent: int, rows: Rows, coordinate: Sequence[int]) -> Interval:
         """Return where in a rank's part of a dim in blocks some rows are: all, or one chunk."""
         before, parts = 0, self.parts(dim, extent)
-        if parts.chunk is not None:
+        if parts.chunk is not None and dim in self.blocked:
             every = parts.whole.at([coordinate[i] for i in self._places[dim]])
             before = length(every[: parts.chunk.number])
         return before, before + length(rows)
@@ -289,7 +289,7 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's part; without a rank, of the largest."""
-        if rank is None and self.blocked:
+        if rank is None and self.in_runs:
             return tuple([self.parts(d, n).first for d, n in enumerate(shape)])
         at = self._coordinate(rank) if rank is not None else (0,) * self.mesh.ndim
         return box_shape(self.box_at(shape, at))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from mdfuse.errors import LayoutError, counted, shown
 from mdfuse.layouts.blocks import Blocks, as_blocks, blocks_text
 from mdfuse.layouts.boxes import is_dim
+from mdfuse.layouts.stream import Stream
 
 REDUCE_OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
 #: The ops that may stand along several axes of one layout: an op with itself, and these together.
@@ -138,6 +139,18 @@ def wrapped(dim: int, ndim: int, what: str) -> int:
             hint=f"dims go from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be split",
         )
     return dim % ndim
+
+
+def check_placement(axis: str, placement: object) -> None:
+    """Raise LayoutError where what an axis has is no placement."""
+    if isinstance(placement, Stream):
+        what = f"axis {axis}: {placement} is not a placement of a mesh axis"
+        raise LayoutError(what, hint="pass stream=Stream(dim, chunks)")
+    if not isinstance(placement, Placement):
+        raise LayoutError(
+            f"axis {axis}: {shown(placement)} is not a placement",
+            hint="mdfuse's own: mdfuse.Shard(dim), mdfuse.Replicate(), mdfuse.Partial(op)",
+        )
 
 
 def check_dicts(placements: object, order: object, reaches: object) -> None:

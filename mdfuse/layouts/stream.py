@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import LayoutError, shown
 from mdfuse.extents.expressions import Index
 from mdfuse.layouts.boxes import Interval, Rows, is_dim, nth_chunk
 
 #: The ops by which the parts of chunks join.
-JOINED = ("max", "min", "prod", "sum")
+JOINED = ("lse", "max", "min", "prod", "sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class Stream:
             lengths the pieces of every shard have the same ones: `(1, 3) * ranks`.
         index: None for the whole tensor; in host programs, which of the chunks a buffer is.
         op: how the parts of chunks join, where the tensor does not have the dim.
+        zigzag: chunk i is the part of rank i in zigzag order of as many ranks: see `Shard`.
 
     Raises:
         LayoutError: no chunks, or an axis that is no name; an op that does not join parts.
@@ -42,6 +43,7 @@ class Stream:
     rotate: str | None = None
     index: Index | None = None
     op: str | None = None
+    zigzag: bool = field(default=False, repr=False)
 
     @staticmethod
     def over(op: str, chunks: int | tuple[int, ...], index: Index | None = None) -> Stream:
@@ -69,12 +71,19 @@ class Stream:
             raise LayoutError(f"rotate={shown(self.rotate)}", because="a ring goes along an axis")
         lengths = self.chunks if isinstance(self.chunks, tuple) else (self.chunks,)
         good = all(is_dim(n) and n >= 0 for n in lengths)
+        good = good and not (self.zigzag and isinstance(self.chunks, tuple))
         if not good or not lengths or self.chunks == 0:
             raise LayoutError(
                 f"Stream({self.dim}, {shown(self.chunks)})",
-                because="chunks is how many there are, or a tuple of their lengths",
+                because="chunks is how many there are, or a tuple of their lengths; in zigzag "
+                "order they are counted",
                 hint="for example Stream(0, 4) or Stream(0, (3, 1))",
             )
+
+    @property
+    def runs(self) -> int | None:
+        """The dim of which a buffer has two runs of rows, as a chunk in zigzag order has."""
+        return self.dim if self.zigzag and self.index is not None else None
 
     @property
     def count(self) -> int:
@@ -115,7 +124,12 @@ class Stream:
 
         >>> Stream(0, 2).rows(((0, 4),), 1), Stream(0, 2).rows(((0, 4), (8, 12)), 1)
         (((2, 4),), ((0, 0), (8, 12)))
+        >>> Stream(0, 2, zigzag=True).rows(((0, 8),), 1)
+        ((2, 4), (4, 6))
         """
+        if self.zigzag:
+            (part,), n = rows, 2 * self.count
+            return nth_chunk(part, n, i), nth_chunk(part, n, n - 1 - i)
         if len(rows) == 1:
             return (self.interval(rows[0], i),)
         self.interval((0, 0), i)
@@ -129,6 +143,9 @@ class Stream:
         """
         if self.index is None or self.op is not None or self.dim != dim:
             return rows
+        if self.zigzag and not isinstance(self.index, int):
+            parts = [self.rows(rows, i) for i in range(self.count)]
+            return max(parts, key=lambda part: sum(stop - start for start, stop in part))
         return self.rows(rows, self.number)
 
     def scaled(self, rows: int, of: int) -> Stream | None:
@@ -155,12 +172,13 @@ class Stream:
 
     def at(self, index: Index) -> Stream:
         """Return this stream with the index of one chunk, as buffers of host programs have it."""
-        return Stream(self.dim, self.chunks, self.rotate, index, self.op)
+        return replace(self, index=index)
 
     def __str__(self) -> str:
         chunks = str(self.chunks).replace(" ", "").replace("(", "[").replace(")", "]")
         chunks = chunks.replace(",]", "]")
-        of = f"P({self.op})" if self.op is not None else str(self.dim)
+        of = f"S{self.dim}/zigzag" if self.zigzag else str(self.dim)
+        of = f"P({self.op})" if self.op is not None else of
         if self.index is not None:
             return f"chunk({of},{chunks},{self.index})"
         turn = f",rotate={self.rotate}" if self.rotate else ""

@@ -86,8 +86,9 @@ def _is_one_shard_per_chunk(
     In a ring there may be several, all of them pieces of one rank's shard.
     """
     before, after = source.placement(axis), destination.placement(axis)
-    gathers = before == Shard(stream.dim) and isinstance(after, Replicate)
-    scatters = isinstance(before, Partial) and after == Shard(stream.dim)
+    shard = Shard(stream.dim, zigzag=stream.zigzag)
+    gathers = before == shard and isinstance(after, Replicate)
+    scatters = isinstance(before, Partial) and after == shard
     if not (gathers or scatters) or source.partial_axes not in ((), (axis,)):
         return False
     pieces, remainder = divmod(stream.count, source.mesh.axis_size(axis))

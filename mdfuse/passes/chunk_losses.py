@@ -198,6 +198,9 @@ class Head:
         outputs = [x for x in self.fusion.outputs if x in self.wide]
         if outputs:
             return f"because %{outputs[0]} is returned, which has a number for each of them"
+        cut = [x for x in self.region for d in self.dims(x) if self.fusion.layout(x).blocked.get(d)]
+        if cut:
+            return "because ranks have several runs of its rows, as in zigzag order"
         values = self.values
         return next((r for e in self.exprs for r in self._reasons(e, values)), "")
 

@@ -28,6 +28,7 @@ from mdfuse.layouts.layout import Layout, Replicate, Shard
 from mdfuse.layouts.stream import Stream
 from mdfuse.passes import chunk_losses
 from mdfuse.passes.segmentation import HostLoops, set_form, streams_read
+from mdfuse.passes.sharded import ring
 from mdfuse.passes.strategy import dim_map
 from mdfuse.passes.streams import one_dim
 
@@ -89,9 +90,9 @@ def windows(fusion: Fusion) -> tuple[OverlapWindow, ...]:
     """Return the windows of a prepared fusion, each chain before the windows that it joins.
 
     There are none if the user streams a value: who writes a loop decides on all loops. Loops of
-    losses stay as they are.
+    losses, and rings of attention, stay as they are.
     """
-    looped = chunk_losses.looped(fusion)
+    looped = looped_apart(fusion)
     if any(v.stream is not None and x not in looped for x, v in fusion.values.items()):
         return ()
     place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
@@ -99,6 +100,11 @@ def windows(fusion: Fusion) -> tuple[OverlapWindow, ...]:
     single = [w for w in around if looped.isdisjoint(w.values) and _is_free(fusion, w)]
     chains = [c for a, b in product(single, single) for c in _chain(fusion, a, b, place)]
     return (*(c for c in chains if _is_free(fusion, c)), *single)
+
+
+def looped_apart(fusion: Fusion) -> frozenset[str]:
+    """Return the values that loops of losses and rings of attention compute."""
+    return chunk_losses.looped(fusion) | ring.looped(fusion)
 
 
 def _around(fusion: Fusion, expr: Expr, place: dict[str, int]) -> Iterator[OverlapWindow]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import INSTRUCTIONS, PURE_VIEWS
 from mdfuse.hir.program import Instruction
+from mdfuse.ir import attention
 from mdfuse.ir.extremes import neutral
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.boxes import nth_chunk, relative
@@ -249,6 +250,7 @@ def _written(i: Instruction, context: Context) -> list[Line]:
 
 #: How parts join, in the buffer of the first one.
 JOIN: dict[str, Callable[..., Any] | str] = {
+    "lse": attention.join_terms,
     "sum": "add_",
     "prod": "mul_",
     "max": lambda x, part: torch.maximum(x, part, out=x),

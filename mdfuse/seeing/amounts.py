@@ -22,6 +22,7 @@ _ATTENTIONS = {
     "scaled_dot_product_attention": 2,
     "attention": 2,
     "attention_parts": 2,
+    "attention_terms": 2,
     "attention_grad": 5,
 }
 

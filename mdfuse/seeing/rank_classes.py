@@ -243,7 +243,7 @@ def _is_even(layout: Layout, shape: Sequence[Any]) -> bool:
     if stream is None or not isinstance(stream.chunks, int) or not 0 <= stream.dim < len(shape):
         return False
     extent, axes = shape[stream.dim], layout.split_axes(stream.dim)
-    parts = stream.chunks * prod(layout.mesh.axis_size(a) for a in axes)
+    parts = stream.chunks * (1 + stream.zigzag) * prod(layout.mesh.axis_size(a) for a in axes)
     return isinstance(extent, int) and extent % parts == 0 and stream.dim not in layout.blocked
 
 

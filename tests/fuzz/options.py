@@ -90,7 +90,7 @@ def drawers() -> dict[str, Callable[[random.Random], Any]]:
             "compile": ("always", "always", "never"),
             "fast_lane": ("never", "always"),
             "overlap": ("auto", "measure", "measure", "never"),
-            "context": ("gather", "heads"),
+            "context": ("gather", "heads", "ring"),
             "ranges": ("torch", "nvtx"),
         }.items()
     }
@@ -164,6 +164,8 @@ RULES: tuple[Rule, ...] = (
     Rule('ranges="nvtx"', _is("ranges", "nvtx")),
     # There may be no heads, or fewer than ranks: docs of `Options`.
     Rule('context="heads" for', _is("context", "heads")),
+    # Several axes may split the positions, or a run choose them: docs of long contexts.
+    Rule('context="ring" for', _is("context", "ring")),
 )
 
 

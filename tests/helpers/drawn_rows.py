@@ -347,7 +347,9 @@ _DRAWN = {
     "max_pool": _pool_call,
     "mean_pool": _mean_pool_call,
     "contract": _contract_call,
-    **dict.fromkeys(("attention", "scaled_dot_product_attention"), _attention_call),
+    **dict.fromkeys(
+        ("attention", "attention_terms", "scaled_dot_product_attention"), _attention_call
+    ),
     "attention_grad": _gradient_call,
     "attention_parts": _parts_call,
     "embedding_grad": _lookup_call,

@@ -76,9 +76,10 @@ NO_GRADIENT: dict[str, str] = {
     "counts": "it counts",
     "paged_attention": "it reads caches of what is served; attention has a gradient",
     **dict.fromkeys(
-        ("window", "widen", "round_terms", "line_up_rows", "put_back_rows", "attention_parts"),
+        ("window", "widen", "round_terms", "line_up_rows", "put_back_rows"),
         "lowering makes it",
     ),
+    **dict.fromkeys(("attention_parts", "attention_terms"), "lowering makes it"),
 }
 
 

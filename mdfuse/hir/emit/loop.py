@@ -52,7 +52,8 @@ class Loop:
         """Return the type of a chunk of a value; its layout names the loop's index."""
         kind = value_type(self.fusion.values[value])
         assert kind.layout is not None
-        at_index = replace(stream, rotate=None, index=self.index)
+        is_zigzag = stream.zigzag and stream.op is None
+        at_index = replace(stream, rotate=None, index=self.index, zigzag=is_zigzag)
         kind = replace(kind, layout=kind.layout.with_stream(at_index))
         if kind.counts is None:
             return kind

@@ -13,7 +13,7 @@ three parts at most: so no more than three chunks are under way, and a buffer th
 and the next one reads is there twice. What needs no post and no wait is in the second.
 
 Loops over microbatches stay whole, since what a forward keeps would be there twice; and so do those
-that write what other iterations read.
+that write what other iterations read. What a ring brings and adds up is there twice anyway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from operator import or_
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow, shared_operand
 from mdfuse.hir.indices import index_names
-from mdfuse.hir.instructions import POSTS
+from mdfuse.hir.instructions import POSTS, TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction, joined
 
 name = "cut_loops"
@@ -36,7 +36,7 @@ name = "cut_loops"
 PARTS = 3
 
 #: Instructions of which the order between iterations matters, and loops whose posts are hidden.
-_WHOLE = ("accumulate", "barrier", "for")
+_WHOLE = ("barrier", "for")
 
 
 def run(program: HostProgram, options: Options) -> HostProgram:
@@ -54,7 +54,8 @@ def _may_be_cut(loop: Instruction) -> bool:
     inside = [j for i in loop.body for j in i.walk()]
     branched = [j for i in loop.body if i.op == "if" for j in i.walk()]
     waits = any(i.op == "wait" for i in loop.body)
-    is_plain = not any(j.op in _WHOLE for j in inside)
+    is_ring = any(j.op in TRANSFERS for j in inside)
+    is_plain = not any(j.op in _WHOLE or (j.op == "accumulate" and not is_ring) for j in inside)
     return waits and is_plain and not any(j.op in (*POSTS, "wait") for j in branched)
 
 

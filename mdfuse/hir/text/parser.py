@@ -245,9 +245,10 @@ class _Reader:
     def stream(self, tree: Node) -> Stream:
         _, dim, *axis = tokens(tree)
         chunks, *index = map(value_of, trees(tree))
-        if dim.type == "PLACEMENT":
+        if dim.startswith("P"):
             return Stream.over(str(dim)[2:-1], chunks, index[0] if index else None)
-        stream = Stream(int_of(dim), chunks, str(axis[0]) if axis else None)
+        along, _, zigzag = dim.removeprefix("S").partition("/")
+        stream = Stream(int_of(along), chunks, str(axis[0]) if axis else None, zigzag=bool(zigzag))
         return stream.at(index[0]) if index else stream
 
     def type(self, tree: Node) -> BufferType:

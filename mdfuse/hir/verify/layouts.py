@@ -76,7 +76,8 @@ def is_one_chunk(a: Layout, b: Layout) -> bool:
     p, q = chunk_of(a), chunk_of(b)
     if p is None or q is None:
         return p is q
-    if (p.dim, p.op, p.chunks) != (q.dim, q.op, q.chunks):
+    is_zigzag = (p.op is None and p.zigzag, q.op is None and q.zigzag)
+    if (p.dim, p.op, p.chunks) != (q.dim, q.op, q.chunks) or len({*is_zigzag}) > 1:
         return False
     if p.index == q.index:
         return True

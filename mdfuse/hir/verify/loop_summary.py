@@ -200,7 +200,7 @@ class _Folded(Unrolled):
         low, high = sorted(numbers)  # type: ignore[type-var]
         if (low == high and first != last) or not isinstance(low, int) or not isinstance(high, int):
             return None
-        if not isinstance(chunk.chunks, int) or high - low != last - first:
+        if not isinstance(chunk.chunks, int) or chunk.zigzag or high - low != last - first:
             raise _Unfit
         key = layout, (*shape, low, high)
         if (known := self._layouts.get(key)) is not None:

@@ -149,12 +149,13 @@ def _content_problem(send: PostEvent, recv: PostEvent, contents: Contents) -> st
     if 0 in shapes[0]:
         return None  # all parts without elements are the same
     is_chunk, boxes = chunk_of(received) is not None, (a.box(send.rank), b.box(recv.rank))
-    if (is_chunk or chunk_of(sent) is not None) and (a.shape != b.shape or boxes[0] != boxes[1]):
+    rows = sent.rows(a.shape, send.rank), received.rows(b.shape, recv.rank)
+    if (is_chunk or chunk_of(sent) is not None) and (a.shape != b.shape or rows[0] != rows[1]):
         parts = [f"{box_text(x)} of {list(k.shape)}" for x, k in zip(boxes, (a, b), strict=True)]
         return f"{parts[0]} is sent for {parts[1]}"
     is_turned = is_chunk and not _is_split(received, send.rank, recv.rank)
-    key = recv.base if is_turned else recv.handle, boxes[1], _own(received, recv.rank)
-    held = send.base if is_chunk else send.handle, boxes[0], _own(sent, send.rank)
+    key = recv.base if is_turned else recv.handle, rows[1], _own(received, recv.rank)
+    held = send.base if is_chunk else send.handle, rows[0], _own(sent, send.rank)
     if contents.setdefault(key, held) == held:
         return None
     return f"ranks that are to hold the same as %{recv.i.reads[0]} receive different parts"

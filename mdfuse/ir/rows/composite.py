@@ -118,6 +118,7 @@ row(
     ANYHOW,
     host="attention",
     localize=of_part.local_positions,
+    globalize=of_part.whole_positions,
     is_library=True,
     is_plain=True,
     operands=(3, 4),
@@ -136,6 +137,7 @@ for _name, _call, _rule, _shape, _counts in (
 ):
     _more: dict[str, Any] = {"results": _counts[0], "operands": _counts[1:], "is_library": True}
     _more |= {"is_plain": True, "localize": of_part.local_positions}
+    _more["globalize"] = of_part.whole_positions
     row(_name, _call, _rule, _shape, ANYHOW, attrs=_ATTEND, **_more, **_COMPOSITE)
 row(
     "paged_attention",
@@ -162,6 +164,20 @@ row(
     is_library=True,
     is_plain=True,
     attrs=(*_ATTEND, attr("parts", "extent", True)),
+    **_COMPOSITE,
+)
+row(
+    "attention_terms",
+    attention.attend_terms,
+    dims.attention_terms,
+    shapes.attention_terms,
+    ANYHOW,
+    localize=of_part.local_positions,
+    globalize=of_part.whole_positions,
+    operands=(3, 4),
+    is_library=True,
+    is_plain=True,
+    attrs=_ATTEND,
     **_COMPOSITE,
 )
 row(

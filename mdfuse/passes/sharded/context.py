@@ -6,6 +6,7 @@
     %a: f32[1,8,64,4] (cp=S1)! = set(%q)                        # "heads": likewise %k, %v
     %b: f32[1,8,64,4] (cp=S1) = scaled_dot_product_attention(%a, …)
     %y: f32[1,8,64,4] (cp=S2)! = set(%b)
+->                                                              # "ring": see `ring.py`
 
 The form is chosen by the bytes that arrive at a rank and by the pairs of rows and keys that the
 rank with most of them computes. A gradient takes the form of its attention, and reads its copies.
@@ -22,43 +23,56 @@ from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.layouts.layout import Layout
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.rewriting import Maker, Rule, rewritten
-from mdfuse.passes.sharded import context_prices, join_parts
+from mdfuse.passes.sharded import context_prices, join_parts, ring
 from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention, splits
 
 name = "context"
 
 
-def run(fusion: Fusion, form: str = "auto") -> Fusion:
+def run(fusion: Fusion, form: str = "auto", is_looped: bool = False) -> Fusion:
     """Return the fusion with attention in the forms that take the least time.
 
     Args:
         fusion: with layouts.
         form: of all of them; "auto": that which takes the least.
+        is_looped: whether a loop over microbatches is around all of it.
     """
-    chosen = {s.expr.outputs[0]: (s, *_form(s, form)) for s in splits(fusion)}
+    chosen = {s.expr.outputs[0]: (s, *_form(s, form, is_looped)) for s in splits(fusion)}
     notes = [note for _, _, note in chosen.values()]
     over_heads = {x: _Heads(s) for x, (s, how, _) in chosen.items() if how == "heads"}
-    if over_heads:
-        fusion = _rewritten(fusion, over_heads)
+    around = dict(r for s, how, _ in chosen.values() if how == "ring" for r in ring.rules(s))
+    if over_heads or around:
+        fusion = _rewritten(fusion, over_heads, around)
     if form != "gather":
         fusion = join_parts.run(fusion)
     return replace(fusion, notes=(*fusion.notes, *notes)) if notes else fusion
 
 
-def _form(split: SplitAttention, form: str) -> tuple[str, str]:
+def _form(split: SplitAttention, form: str, is_looped: bool) -> tuple[str, str]:
     """Return the form of an attention, and a line that says why."""
-    if form == "heads" and split.because:
+    rings = ring.because(split) or (_MICROBATCHES if is_looped else "")
+    because = {"heads": split.because, "ring": rings}.get(form, "")
+    if because:
         raise LayoutError(
-            f'context="heads" for %{split.expr.outputs[0]}, whose positions are split along '
+            f'context="{form}" for %{split.expr.outputs[0]}, whose positions are split along '
             f"{' and '.join(split.axes)}",
             where=split.fusion.where(split.expr.outputs[0]),
-            because=f"each rank computes whole heads, and {split.because}",
-            hint='context="gather", or fewer ranks along the axis',
+            because=f"{_NEEDS[form]}, and {because}",
+            hint='context="gather"' + ", or fewer ranks along the axis" * (form == "heads"),
         )
-    prices = context_prices.prices(split) if split.is_usual else []
-    best = min(prices, key=lambda p: p.total) if prices else None
-    chosen = form if form != "auto" else best.form if best is not None else "gather"
+    prices = context_prices.prices(split, not rings) if split.is_usual else []
+    best = context_prices.best(prices) if prices else "gather"
+    chosen = best if form == "auto" else form
     return chosen, context_prices.line(split, chosen, prices, form != "auto")
+
+
+_MICROBATCHES = "it is in a loop over microbatches, inside of which there are no other loops"
+
+#: form -> the work of a rank.
+_NEEDS = {
+    "heads": "each rank computes whole heads",
+    "ring": "a loop brings each rank the keys of one other rank after the other",
+}
 
 
 # -- whole positions of some heads -----------------------------------------------------------------
@@ -118,8 +132,9 @@ def _placed(maker: Maker, by: Expr, x: str, to: str, layout: Layout) -> None:
     maker.values[to] = replace(old, layout=law, is_law=True)
 
 
-def _rewritten(fusion: Fusion, heads: Mapping[str, _Heads]) -> Fusion:
+def _rewritten(fusion: Fusion, heads: Mapping[str, _Heads], around: Mapping[str, Rule]) -> Fusion:
     rules: dict[str, Rule] = {x: lambda m, e: _forward(m, e, heads[e.outputs[0]]) for x in heads}
+    rules.update(around)
     for e in fusion.exprs:
         if e.op == "attention_grad" and e.inputs[3] in heads:
             rules[e.outputs[0]] = lambda m, e: _backward(m, e, heads[str(e.inputs[3])])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import add
 from typing import NamedTuple
 
 from mdfuse.extents.extent import is_symbolic
@@ -22,11 +23,22 @@ from mdfuse.reshard import elements_received
 PER_BYTE = 1500
 
 
+#: A number that is joined is read twice and written twice, in 4 bytes each, by a memory that is
+#: some ten times as fast as links.
+_JOINED = 1.6
+
+#: The bytes that could arrive while the posts and kernels of one step of a ring are started.
+_POSTED = 4 << 20
+
+#: How much more a ring may bring than the form that brings least.
+_MORE = 1.05
+
+
 class Price(NamedTuple):
     """The price of a form.
 
     Attributes:
-        form: "gather" or "heads".
+        form: "gather", "heads" or "ring".
         received: bytes that arrive at a rank, forward and backward.
         share: the pairs of the rank with most of them, of a fair share.
         total: bytes, those that could arrive during the work included.
@@ -38,25 +50,48 @@ class Price(NamedTuple):
     total: float
 
 
-def prices(split: SplitAttention) -> list[Price]:
+def prices(split: SplitAttention, has_ring: bool) -> list[Price]:
     """Return the price of each form that there is; none where a run chooses the extents."""
     values = split.fusion.values
     if any(is_symbolic(values[x].shape) for x in split.operands):
         return []
     q, k, v = split.operands
-    forms = {"gather": (_moved(split, (k, v), split.read), _share_of_rows(split))}
+    passes = 2 if split.is_trained else 1
+    forms = {"gather": (passes * _moved(split, (k, v), split.read), _share_of_rows(split))}
     if not split.because:
         times = _times(split) if split.is_shared else 1
         moved = _moved(split, (q, q), split.over_heads)
         moved += times * _moved(split, (k, v), split.over_heads)
-        forms["heads"] = moved, _share_of_heads(split)
+        forms["heads"] = passes * moved, _share_of_heads(split)
+    if has_ring:  # a gradient brings keys and values again
+        moved = (3 if split.is_trained else 1) * _moved(split, (k, v), split.whole)
+        forms["ring"] = moved, _share_of_rows(split)
     ranks = math.prod(split.rows.mesh.axis_size(a) for a in split.axes)
-    passes = 2 if split.is_trained else 1
-    work = _operations(split) / ranks * (3.5 if split.is_trained else 1)
+    work = _operations(split) / ranks * (3.5 if split.is_trained else 1) / PER_BYTE
+    hidden = partial(_around, split, ranks)
     return [
-        Price(form, passes * moved, share, passes * moved + work * share / PER_BYTE)
+        Price(form, moved, share, (hidden if form == "ring" else add)(moved, work * share))
         for form, (moved, share) in forms.items()
     ]
+
+
+def best(known: Sequence[Price]) -> str:
+    """Return the form that takes the least; a ring, only where it brings no more than others."""
+    least = min(p.received for p in known)
+    allowed = [p for p in known if p.form != "ring" or p.received <= _MORE * least]
+    return min(allowed, key=lambda p: p.total).form
+
+
+def _around(split: SplitAttention, ranks: int, moved: float, work: float) -> float:
+    """Return the price of a ring, in which keys arrive while a rank computes with others.
+
+    Bare are one of its steps, what is joined behind each, and the posts.
+    """
+    q, _, v = (split.shape(x) for x in split.operands)
+    rows = split.rows.local_shape(q)
+    joined = math.prod(rows[:-1]) * (v[-1] + 1) * _JOINED
+    steps = ranks * (2 if split.is_trained else 1)
+    return max(moved, work) + min(moved, work) / ranks + steps * (joined + _POSTED)
 
 
 def line(split: SplitAttention, form: str, known: Sequence[Price], is_asked: bool) -> str:

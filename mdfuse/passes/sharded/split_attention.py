@@ -92,6 +92,11 @@ class SplitAttention:
         reach = next((r for (at, d), r in reaches.items() if d == dim and at), None)
         if reach is not None and not self.is_trained and dim not in layout.blocked:
             return layout.reaching({dim: reach}, self.shape(x))
+        return self.whole(x)
+
+    def whole(self, x: str) -> Layout:
+        """Return the layout of keys or values of which each rank has all positions."""
+        layout = self.fusion.layout(x)
         for axis in self.axes:
             layout = layout.with_placement(axis, Replicate())
         return layout

@@ -84,3 +84,20 @@ def test_the_report_says_where_zigzag_order_would_help(monkeypatch: pytest.Monke
     lines = {z: imported(module_of("Llama"), 32, z)[0].report() for z in (False, True)}
     assert "Shard(dim, zigzag=True)" in lines[False]
     assert "zigzag=True" not in lines[True]
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_a_step_around_rings_is_torchs(zigzag: bool) -> None:
+    """A ring forwards, and one backwards; logits go in chunks where rows are one run."""
+    module = module_of("Llama")
+    model, ids = imported(module, 11, zigzag)
+    step = model.training_step(lambda loss, logits: loss, optimizer=partial(mf.optim.sgd, lr=1.0))
+    program = step.compile(options=mf.Options(context="ring", logits_bytes=512))
+    weights = model.load()
+    ran = mf.simulate(program, step.arguments(weights, step.state(weights), ids, ids))
+    module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for name, w in module.named_parameters():
+        torch.testing.assert_close(step.updated(ran.outputs)[name], w.detach() - w.grad)
+    rings = [i for i in program.for_rank(0).walk() if i.fn in ("attention_terms", "attention_grad")]
+    assert len(rings) == 2
+    assert ("several runs of its rows" in program.explain()) == zigzag

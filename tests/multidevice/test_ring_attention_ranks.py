@@ -1,0 +1,53 @@
+"""Attention whose keys travel around a ring, on real ranks, beside whole tensors in f64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import TOLERANCES, local_part
+from passes.sharded.test_ring import RING, defined, expected, given
+
+import mdfuse as mf
+
+#: shape: batch, heads, heads of keys, positions, features; zigzag; what attention is told.
+CASES: dict[str, tuple[tuple[int, ...], bool, dict[str, Any]]] = {
+    "even": ((1, 4, 4, 32, 4), False, {"is_causal": True}),
+    "zigzag": ((2, 4, 2, 32, 4), True, {"is_causal": True}),
+    "uneven": ((2, 4, 2, 13, 4), False, {"is_causal": True}),
+    "uneven in zigzag order": ((1, 4, 2, 21, 4), True, {"is_causal": True}),
+    "all is seen": ((1, 2, 2, 9, 4), False, {}),
+    "fewer rows than ranks": ((1, 4, 2, 3, 4), True, {"is_causal": True}),
+    "one row": ((2, 2, 2, 1, 4), False, {"is_causal": True}),
+    "a window": ((1, 2, 2, 19, 4), True, {"is_causal": True, "window": 4}),
+}
+
+
+def check(comm: mf.Communicator, axes: dict[str, int], name: str, dtype: torch.dtype) -> None:
+    shape, zigzag, how = CASES[name]
+    program = mf.compile(defined(axes, shape, zigzag, dtype, **how), RING)
+    tensors = given(shape, dtype, 1)
+    wants, _ = expected(tensors, **how)
+    layouts = [program.fusion.layout(x) for x in (*program.fusion.inputs, *program.fusion.outputs)]
+    parts = [local_part(x, at, comm.rank) for x, at in zip(tensors, layouts, strict=False)]
+    for _ in range(2):
+        outs = program.run(*(x.to(comm.device, copy=True) for x in parts))
+        for y, want, at in zip(outs, wants, layouts[3:], strict=True):
+            far = {torch.bfloat16: 5e-2}.get(dtype, TOLERANCES[dtype])
+            part = local_part(want, at, comm.rank)
+            torch.testing.assert_close(y.double().cpu(), part, rtol=far, atol=far)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(name: str, dtype: torch.dtype, comm: mf.Communicator) -> None:
+    check(comm, {"cp": 2}, name, dtype)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("axes", [{"cp": 4}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}])
+@pytest.mark.parametrize("name", CASES)
+def test_four_ranks(name: str, axes: dict[str, int], comm: mf.Communicator) -> None:
+    check(comm, axes, name, torch.float32)

@@ -1,0 +1,182 @@
+"""Attention whose keys travel around a ring, beside whole tensors in f64: values and gradients."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import check_everywhere
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import DeviceMesh, Options, Shard
+
+RING = Options(context="ring")
+AXES = [{"cp": 2}, {"cp": 3}, {"cp": 4}, {"cp": 5}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}]
+
+
+def defined(
+    axes: dict[str, int],
+    shape: tuple[int, ...],
+    zigzag: bool,
+    dtype: torch.dtype = torch.float64,
+    is_trained: bool = True,
+    **how: Any,
+) -> mf.FusionDefinition:
+    n, heads, shared, rows, f = shape
+    placed = {"cp": Shard(2, zigzag=zigzag), "tp": Shard(1), "dp": Shard(0)}
+    with mf.FusionDefinition("around") as fd:
+        q, k, v = (
+            fd.define_tensor(
+                [n, h, rows, f],
+                dtype,
+                DeviceMesh.arange(**axes),
+                {a: placed[a] for a in axes},
+                name=name,
+            )
+            for name, h in (("q", heads), ("k", shared), ("v", shared))
+        )
+        y, sums = mf.ops.attention(q, k, v, enable_gqa=True, **how)
+        fd.add_output(y)
+        fd.add_output(sums)
+        for x in mf.grad((y * y).sum(), [q, k, v]) if is_trained else ():
+            fd.add_output(x)
+    return fd
+
+
+def expected(
+    tensors: list[Tensor], is_trained: bool = True, **how: Any
+) -> tuple[list[Tensor], Tensor]:
+    """Attention of whole tensors in f64, with the rows that see a key."""
+    q, k, v = (x.clone().double().requires_grad_() for x in tensors)
+    times, rows = q.shape[1] // k.shape[1], q.shape[2]
+    many = [x.repeat_interleave(times, 1) for x in (k, v)]
+    scores = q @ many[0].mT / q.shape[-1] ** 0.5
+    far = torch.arange(rows).unsqueeze(-1) - torch.arange(rows)
+    far = far + how.get("q_offset", 0) - how.get("k_offset", 0)
+    seen = torch.ones(rows, rows, dtype=torch.bool)
+    if how.get("is_causal"):
+        seen = (far >= 0) & (far < how.get("window", 1 << 20))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sums = scores.logsumexp(-1)
+    weights = (scores - sums.masked_fill(sums == -torch.inf, 0).unsqueeze(-1)).exp()
+    y = weights @ many[1]
+    grads = torch.autograd.grad((y * y).sum(), (q, k, v)) if is_trained else ()
+    return [x.detach() for x in (y, sums, *grads)], seen.any(-1)
+
+
+def given(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[Tensor]:
+    n, heads, shared, rows, f = shape
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(n, h, rows, f, dtype=torch.float64, generator=generator).to(dtype)
+        for h in (heads, shared, shared)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_values_sums_and_gradients(seed: int) -> None:
+    """Uneven lengths, fewer rows than ranks, one row, no row; rows that see nothing at all."""
+    draw = random.Random(seed)
+    axes, zigzag = draw.choice(AXES), seed % 2 == 0
+    heads, shared = draw.choice([(4, 4), (4, 2), (6, 2)])
+    rows = draw.choice([0, 1, 3, 5, 11, 16, 24, 37])
+    shape = (draw.choice([1, 2, 3]), heads, shared, rows, 4)
+    how = draw.choice([{}, {"is_causal": True}, {"is_causal": True}])
+    if how and draw.random() < 0.3:
+        how = {**how, **draw.choice([{"window": 3}, {"k_offset": 2}, {"q_offset": 3}])}
+    dtype = draw.choice([torch.float64, torch.float64, torch.float32])
+    program = mf.compile(defined(axes, shape, zigzag, dtype, **how), RING)
+    tensors = given(shape, dtype, seed)
+    want, _ = expected(tensors, **how)
+    check_everywhere(program, tensors, [x.to(dtype) for x in want])
+    assert "positions split along cp: ring, as context= asks" in program.explain()
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_terms_of_16_bits_are_joined_in_f32(dtype: torch.dtype, zigzag: bool) -> None:
+    """The result is as near to f64 as that of one device."""
+    shape, how = (2, 4, 2, 40, 8), {"is_causal": True}
+    tensors = given(shape, dtype, 0)
+    outs = mf.simulate(mf.compile(defined({"cp": 4}, shape, zigzag, dtype, **how), RING), tensors)
+    want, _ = expected(tensors, **how)
+    one = mf.simulate(mf.compile(defined({"cp": 1}, shape, False, dtype, **how)), tensors)
+    for x, y, z in zip(outs.outputs, one.outputs, want, strict=True):
+        far, least = ((a.double() - z).norm() / z.norm() for a in (x, y))
+        assert far <= 1.5 * least + 1e-6
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_a_rank_has_what_two_ranks_have_of_keys(ranks: int, zigzag: bool) -> None:
+    """Never all of them: the next shard arrives while it computes with one."""
+    program = mf.compile(
+        defined({"cp": ranks}, (1, 2, 2, 64 * ranks, 4), zigzag, is_trained=False, is_causal=True),
+        RING,
+    )
+    shard = 2 * 64 * 4 * 8
+    for rank in range(ranks):
+        assert program.bytes_received(rank) == 2 * (ranks - 1) * shard
+    text = str(program)
+    (loop,) = re.findall(r"  for %i in 0\.\..*?\n  }\n", text, re.S)
+    before, _, behind = loop.partition("next")
+    assert before.count("recv") == 2 and "attention_terms" in behind
+    assert len(re.findall(r"cp=R\b(?!, chunk)", text)) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_trained", "form"),
+    [(1 << 17, False, "ring"), (1 << 17, True, "gather"), (1 << 10, False, "gather")],
+)
+def test_bytes_and_time_decide(rows: int, is_trained: bool, form: str) -> None:
+    """Work hides what a ring brings; with gradients it brings keys once more: it is not taken."""
+    shape = (1, 4, 4, rows, 128)
+    fd = defined({"cp": 8}, shape, True, torch.bfloat16, is_trained, is_causal=True)
+    (line,) = (x for x in mf.compile(fd).explain().splitlines() if "positions split" in x)
+    assert f"along cp: {form}; to the busiest rank: gather " in line
+    each = {
+        w: int(n.replace(",", "")) for w, n in re.findall(r"(gather|ring) ([\d,]+) bytes", line)
+    }
+    assert each["ring"] * 2 == each["gather"] * (3 if is_trained else 2)
+
+
+def test_bytes_are_those_that_are_priced() -> None:
+    for is_trained in (False, True):
+        fd = defined({"cp": 4}, (2, 4, 2, 64, 8), True, is_trained=is_trained, is_causal=True)
+        program = mf.compile(fd, RING)
+        (priced,) = re.findall(r"ring ([\d,]+) bytes", program.explain())
+        received = {program.bytes_received(rank) for rank in range(4)}
+        assert received == {int(priced.replace(",", ""))}
+
+
+def refusal(fd: mf.FusionDefinition, compiled: Any = mf.compile) -> str:
+    with pytest.raises(mf.MdfuseError) as caught:
+        compiled(fd, RING)
+    text = str(caught.value)
+    assert 'context="ring" for %' in text and "test_ring.py" in text
+    return text
+
+
+def test_what_cannot_go_around_is_refused_with_a_reason() -> None:
+    with mf.FusionDefinition("two_axes") as fd:
+        placed = {"a": Shard(2), "b": Shard(2)}
+        q, k, v = (fd.define_tensor([1, 2, 8, 4], mesh=DeviceMesh.arange(a=2, b=2), layout=placed)
+                   for _ in "qkv")  # fmt: skip
+        fd.add_output(mf.ops.attention(q, k, v)[0])
+    assert "a ring goes along one axis" in refusal(fd)
+    with mf.FusionDefinition("masked") as fd:
+        mesh = DeviceMesh.arange(cp=2)
+        q, k, v = (
+            fd.define_tensor([1, 2, 8, 4], mesh=mesh, layout={"cp": Shard(2)}) for _ in "qkv"
+        )
+        mask = fd.define_tensor([8, 8], torch.bool, mesh=mesh, layout={"cp": Shard(0)})
+        fd.add_output(mf.ops.attention(q, k, v, mask)[0])
+    assert "it has a mask" in refusal(fd)
+    fd = defined({"cp": 2}, (4, 2, 2, 8, 4), False, is_causal=True)
+    batch = dict.fromkeys("qkv", 0)
+    text = refusal(fd, lambda x, o: mf.pipeline(x, microbatches=2, batch=batch, options=o))
+    assert "microbatches" in text
