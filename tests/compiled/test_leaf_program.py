@@ -117,7 +117,7 @@ def test_what_is_told() -> None:
 
 
 def test_bytes_of_a_run() -> None:
-    """Of two ranks each sends the other one sum of its four leaves; more ranks, more terms."""
+    """Each of two ranks sends the other one sum of its four leaves; more ranks, more terms."""
     bytes_of = {}
     for n in (1, 2, 4, 8):
         program = mean(DeviceMesh.arange(dp=n), 16)
