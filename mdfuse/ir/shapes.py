@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mdfuse.extents.extent import are_same, example, larger, pinned, repeated, smaller
-from mdfuse.ir.dims import reduced_dims, with_heads
+from mdfuse.ir.attention_dims import with_heads
+from mdfuse.ir.dims import reduced_dims
 from mdfuse.layouts.boxes import runs_shape
 
 Shape = tuple[int, ...]

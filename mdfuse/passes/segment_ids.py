@@ -12,7 +12,7 @@ from itertools import count
 
 from mdfuse.extents.expressions import Poly
 from mdfuse.extents.extent import are_same, is_symbolic, poly_from
-from mdfuse.ir import dims
+from mdfuse.ir import attention_dims, dims
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.passes.strategy import dim_map
@@ -22,7 +22,7 @@ Dim = tuple[str, int]
 
 #: Rules that say nothing of dims which must be whole, though these are those of the first operand.
 _WHOLE_DIMS_STAY: tuple[dims.Rule, ...] = (
-    dims.rowwise, dims.ranked, dims.layer_norm, dims.attention,
+    dims.rowwise, dims.ranked, dims.layer_norm, attention_dims.attention,
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mdfuse.ir import attention, calls, dims, out_forms, paged, shapes, shifts
+from mdfuse.ir import attention, attention_dims, calls, dims, out_forms, paged, shapes, shifts
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import attr, word
 from mdfuse.ir.op_table import row
@@ -113,7 +113,7 @@ row(
 row(
     "scaled_dot_product_attention",
     calls.attend,
-    dims.attention,
+    attention_dims.attention,
     shapes.attention,
     ANYHOW,
     host="attention",
@@ -126,11 +126,11 @@ row(
     **_COMPOSITE,
 )
 for _name, _call, _rule, _shape, _counts in (
-    ("attention", attention.attend, dims.attended, shapes.attended, (2, 3, 4)),
+    ("attention", attention.attend, attention_dims.attended, shapes.attended, (2, 3, 4)),
     (
         "attention_grad",
         attention.attend_grad,
-        dims.attention_grad,
+        attention_dims.attention_grad,
         shapes.attention_grad,
         (3, 6, 7),
     ),
@@ -154,7 +154,7 @@ row(
 row(
     "attention_parts",
     attention.attend_parts,
-    dims.attention_parts,
+    attention_dims.attention_parts,
     shapes.attention_parts,
     ANYHOW,
     localize=of_part.local_parts,
@@ -169,7 +169,7 @@ row(
 row(
     "attention_terms",
     attention.attend_terms,
-    dims.attention_terms,
+    attention_dims.attention_terms,
     shapes.attention_terms,
     ANYHOW,
     localize=of_part.local_positions,
