@@ -55,6 +55,8 @@ class RecomputedValues:
 
     def read(self, operands: Iterable[object]) -> None:
         """Keep operands that are read outside of their block."""
+        if not self._block_of:
+            return
         is_block = self.open > 0 and not self._is_part
         for x in operands:
             if not isinstance(x, ValueId):

@@ -234,7 +234,7 @@ def attend(
     Torch's own knows no positions: of parts, with offsets or windows, see `attention.attend`.
     """
     how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if not any(x for x in positions.values()):
+    if not positions or not any(positions.values()):
         return _F.scaled_dot_product_attention(q, k, v, mask, **how)
     if not enable_gqa:
         lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))

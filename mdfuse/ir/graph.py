@@ -161,6 +161,8 @@ class Expr:
         outputs: the names of the values that it defines: one, or as many as its row has results.
         attrs: keyword arguments of the op, hashable.
         source: the user's line.
+        reads: the names of the values that the expression reads.
+        answer: the last strategy of the expression, with its question; see `passes/strategy.py`.
     """
 
     op: str
@@ -168,17 +170,18 @@ class Expr:
     outputs: tuple[str, ...]
     attrs: tuple[tuple[str, Any], ...] = ()
     source: Source | None = None
+    reads: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    answer: Any = field(init=False, compare=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        reads = tuple([x for x in self.inputs if isinstance(x, str)])
+        object.__setattr__(self, "reads", reads)
 
     @property
     def output(self) -> str:
         """The name of the only value that it defines; ValueError where it defines several."""
         (output,) = self.outputs
         return output
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The names of the values that the expression reads."""
-        return tuple([x for x in self.inputs if isinstance(x, str)])
 
     @property
     def kwargs(self) -> dict[str, Any]:

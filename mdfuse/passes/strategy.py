@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import is_
+from typing import cast
 
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
@@ -58,6 +60,21 @@ def choose(expr: Expr, values: Mapping[str, Value], *laws: Layout | None) -> Str
     laws = laws or (None,) * len(expr.outputs)
     if active_assumptions() is not None:  # each decision about a symbolic extent leaves a guard
         return _chosen(expr, values, laws)
+    asked = [values[name] for name in (*expr.reads, *expr.outputs)]
+    if expr.answer is not None:
+        before, laws_before, strategy = expr.answer
+        if laws == laws_before and all(map(is_, asked, before)):
+            return cast(Strategy, strategy)
+    strategy = _known(expr, values, laws)
+    if strategy is not None:
+        object.__setattr__(expr, "answer", (asked, laws, strategy))
+    return strategy
+
+
+def _known(
+    expr: Expr, values: Mapping[str, Value], laws: tuple[Layout | None, ...]
+) -> Strategy | None:
+    """Return the strategy of an expression, which one like it may have as well."""
     names, key = _question(expr, values, laws)
     answer = CHOICES.find(key)
     if answer is None:
