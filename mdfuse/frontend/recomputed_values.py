@@ -50,8 +50,7 @@ class RecomputedValues:
 
     def note(self, value: int) -> None:
         """Note that a value is computed in the open block."""
-        if self.open:
-            self._block_of[value] = self.open
+        self._block_of[value] = self.open
 
     def read(self, operands: Iterable[object]) -> None:
         """Keep operands that are read outside of their block."""

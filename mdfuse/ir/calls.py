@@ -25,7 +25,8 @@ def polygamma(x: Tensor, *, n: int, out: Tensor | None = None) -> Tensor:
 
 def cat(*xs: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
     """Join tensors along a dim."""
-    return torch.cat(xs, min(dim, xs[0].ndim - 1), out=out)
+    last = xs[0].ndim - 1
+    return torch.cat(xs, dim if dim < last else last, out=out)
 
 
 def window(

@@ -360,7 +360,7 @@ def check_fusion(fusion: Fusion) -> None:
     """Raise MdfuseError unless every value is defined once, before its first use."""
     defined = set(fusion.inputs)
     for expr in fusion.exprs:
-        missing = [x for x in expr.inputs if isinstance(x, str) and x not in defined]
+        missing = [x for x in expr.reads if x not in defined]
         if missing or not defined.isdisjoint(expr.outputs):
             raise MdfuseError(
                 f"@{fusion.name}: {expr.op} -> %{', %'.join(expr.outputs)} "

@@ -72,7 +72,7 @@ def run(fusion: Fusion) -> Fusion:
 
 
 def _laid_out(before: Fusion, fusion: Fusion, free: Collection[str]) -> Fusion:
-    """Return the fusion with layouts of free values; where these are as before, no other changes."""
+    """Return the fusion with layouts of free values; others stay where these are as before."""
     inferred = propagate_layouts.run(fusion)
     pairs = [(before.values[n], inferred.values[n]) for n in free if n in before.values]
     is_as_before = all(old.like is None and old.layout == new.layout for old, new in pairs)
