@@ -223,6 +223,12 @@ class Fusion:
                 readers[name].append(expr)
         return {name: tuple(exprs) for name, exprs in readers.items()}
 
+    @cached_property
+    def bounds(self) -> dict[str, int]:
+        """Counts -> the bound of the rows that they count, of the first value with these alone."""
+        counted = [v for v in self.values.values() if v.is_counted and v.rows is not None]
+        return {str(v.rows): v.shape[2] for v in reversed(counted)}
+
     def layout(self, name: str) -> Layout:
         """Return the layout of a value that has one."""
         layout = self.values[name].layout

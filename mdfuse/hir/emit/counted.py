@@ -28,10 +28,10 @@ def emit_fetches(out: Emitter, names: tuple[str, ...]) -> None:
     """Bring counts to the host, right behind the instruction that computes them."""
     values = out.fusion.values
     for root in names:
-        rows = (x.shape[2] for x in values.values() if x.is_counted and x.rows == root)
-        most, n = next(rows, None), values[root]
+        most = out.fusion.bounds.get(root)
         if most is None:
             continue
+        n = values[root]
         assert n.layout is not None
         whole, source = Layout(n.layout.mesh), n.source
         gather = Expr(op="set", inputs=(root,), outputs=(_all(root),), source=source)
