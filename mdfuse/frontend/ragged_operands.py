@@ -51,8 +51,8 @@ def fitted(
     """
     inputs, attrs = given
     values = recorder.values
-    rows = {values[x].rows for x in inputs if isinstance(x, str)} - {None}
-    if not rows and op not in ("group_rows", *_ON_ROWS):
+    ragged = [x for x in inputs if isinstance(x, str) and values[x].rows]
+    if not ragged and op not in _ON_ROWS and op != "group_rows":
         return op, inputs, attrs
     return _Fitting(recorder, site, op, inputs, attrs).call()
 
@@ -82,10 +82,9 @@ def is_elementwise(op: str) -> bool:
 
 def masked(recorder: Recorder, op: str, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> bool:
     """Return whether rows that are not there must be set to zero behind an operation."""
-    names = [recorder.names[x] if isinstance(x, ValueId) else x for x in inputs]
-    values = [recorder.values.get(x, x) if isinstance(x, str) else x for x in names]
-    is_ragged = any(isinstance(x, Value) and x.rows for x in values)
-    return is_ragged and is_elementwise(op) and not is_zero_of_zeros(op, values, attrs)
+    values = [recorder.values[recorder.names[x]] if isinstance(x, ValueId) else x for x in inputs]
+    ragged = [x for x in values if isinstance(x, Value) and x.rows]
+    return bool(ragged) and is_elementwise(op) and not is_zero_of_zeros(op, values, attrs)
 
 
 class RaggedRefusal(DefinitionError):

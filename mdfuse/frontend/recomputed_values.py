@@ -50,11 +50,12 @@ class RecomputedValues:
 
     def note(self, value: int) -> None:
         """Note that a value is computed in the open block."""
-        if self.open:
-            self._block_of[value] = self.open
+        self._block_of[value] = self.open
 
     def read(self, operands: Iterable[object]) -> None:
         """Keep operands that are read outside of their block."""
+        if not self._block_of:
+            return
         is_block = self.open > 0 and not self._is_part
         for x in operands:
             if not isinstance(x, ValueId):

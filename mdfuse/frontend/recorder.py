@@ -147,11 +147,12 @@ class Recorder:
         """Record an expression; return a fact, or one per result if there are several."""
         for key, setting in attrs.items():
             check_setting(op, key, setting, site)
-        inputs = tuple(self._operand(x, op, site) for x in operands)
+        inputs = tuple([self._operand(x, op, site) for x in operands])
         given = self._symbols.current((inputs, attrs))
         op, inputs, attrs = ragged_operands.fitted(self, site, op, given)
         names = [x for x in inputs if isinstance(x, str)]
-        if not any(self.values[n].is_tensor for n in names) and not TABLE[op].is_creation:
+        kinds = [self.values[n].kind for n in names]
+        if "tensor" not in kinds and not TABLE[op].is_creation:
             return self._scalar_op(site, op, inputs, attrs)
         results = self._inferred(op, inputs, attrs, site.source)
         for name in names:
@@ -453,9 +454,8 @@ class Recorder:
     def _add(self, name: str, source: Source | None, **fields: Any) -> Fact:
         value = Value(name=name, source=source, **fields)
         self.values[name] = value
-        is_computed = len(self.names) in self._made_by  # an input exists already
-        if value.is_tensor and is_computed:
-            self.recomputed.note(len(self.names))
+        if self.recomputed.open and value.is_tensor and len(self.names) in self._made_by:
+            self.recomputed.note(len(self.names))  # an input exists already
         self.names.append(name)
         required = stride_order_of(value.order) if value.is_order_required else None
         return Fact(value.shape, value.dtype, value.is_tensor, required=required)

@@ -40,8 +40,8 @@ _SETTINGS = bool | int | float | Extent | str | torch.dtype
 
 def settings_of(attrs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Attributes as expressions hold them: hashable; None and False are left out."""
-    said = ((k, v) for k, v in attrs.items() if v is not None and v is not False)
-    return tuple((k, frozen(v)) for k, v in said)
+    said = [(k, v) for k, v in attrs.items() if v is not None and v is not False]
+    return tuple([(k, frozen(v)) for k, v in said])
 
 
 def frozen(x: Any) -> Any:

@@ -148,6 +148,7 @@ class Instruction:
         body: the instructions of a host unit, a loop, or a branch.
         orelse: the instructions of the other branch.
         source: the user's line.
+        reads: the names among the operands; of a post or recv also the buffer that is written.
     """
 
     op: str
@@ -160,11 +161,11 @@ class Instruction:
     body: tuple[Instruction, ...] = ()
     orelse: tuple[Instruction, ...] = ()
     source: Source | None = field(default=None, compare=False)
+    reads: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The names among the operands; for a post or recv also the buffer that is written."""
-        return tuple([x for x in self.inputs if isinstance(x, str)])
+    def __post_init__(self) -> None:
+        reads = tuple([x for x in self.inputs if isinstance(x, str)])
+        object.__setattr__(self, "reads", reads)
 
     @property
     def kwargs(self) -> dict[str, Any]:

@@ -25,7 +25,8 @@ def polygamma(x: Tensor, *, n: int, out: Tensor | None = None) -> Tensor:
 
 def cat(*xs: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
     """Join tensors along a dim."""
-    return torch.cat(xs, min(dim, xs[0].ndim - 1), out=out)
+    last = xs[0].ndim - 1
+    return torch.cat(xs, dim if dim < last else last, out=out)
 
 
 def window(
@@ -234,7 +235,7 @@ def attend(
     Torch's own knows no positions: of parts, with offsets or windows, see `attention.attend`.
     """
     how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if not any(x for x in positions.values()):
+    if not positions or not any(positions.values()):
         return _F.scaled_dot_product_attention(q, k, v, mask, **how)
     if not enable_gqa:
         lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))

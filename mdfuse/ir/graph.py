@@ -161,6 +161,8 @@ class Expr:
         outputs: the names of the values that it defines: one, or as many as its row has results.
         attrs: keyword arguments of the op, hashable.
         source: the user's line.
+        reads: the names of the values that the expression reads.
+        answer: the last strategy of the expression, with its question; see `passes/strategy.py`.
     """
 
     op: str
@@ -168,17 +170,18 @@ class Expr:
     outputs: tuple[str, ...]
     attrs: tuple[tuple[str, Any], ...] = ()
     source: Source | None = None
+    reads: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    answer: Any = field(init=False, compare=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        reads = tuple([x for x in self.inputs if isinstance(x, str)])
+        object.__setattr__(self, "reads", reads)
 
     @property
     def output(self) -> str:
         """The name of the only value that it defines; ValueError where it defines several."""
         (output,) = self.outputs
         return output
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The names of the values that the expression reads."""
-        return tuple([x for x in self.inputs if isinstance(x, str)])
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -219,6 +222,12 @@ class Fusion:
             for name in dict.fromkeys(expr.reads):
                 readers[name].append(expr)
         return {name: tuple(exprs) for name, exprs in readers.items()}
+
+    @cached_property
+    def rows_by_counts(self) -> dict[str, Value]:
+        """Counts -> the first value whose rows they alone count."""
+        counted = [v for v in self.values.values() if v.is_counted and v.rows is not None]
+        return {str(v.rows): v for v in reversed(counted)}
 
     def layout(self, name: str) -> Layout:
         """Return the layout of a value that has one."""
@@ -361,7 +370,7 @@ def check_fusion(fusion: Fusion) -> None:
     """Raise MdfuseError unless every value is defined once, before its first use."""
     defined = set(fusion.inputs)
     for expr in fusion.exprs:
-        missing = [x for x in expr.inputs if isinstance(x, str) and x not in defined]
+        missing = [x for x in expr.reads if x not in defined]
         if missing or not defined.isdisjoint(expr.outputs):
             raise MdfuseError(
                 f"@{fusion.name}: {expr.op} -> %{', %'.join(expr.outputs)} "

@@ -220,18 +220,18 @@ def inferred(
 
     The order that `stride_order` asks for is the user's; all others are the op's own.
     """
-    shapes = tuple(
-        values[x].shape if isinstance(x, str) and values[x].is_tensor else None for x in inputs
-    )
-    rows = rows_of(op.name, inputs, values)
+    given = [values[x] if isinstance(x, str) else x for x in inputs]
+    tensors = [x if isinstance(x, Value) and x.kind == "tensor" else None for x in given]
+    shapes = tuple([x.shape if x is not None else None for x in tensors])
+    rows = rows_of(op.name, given)
     counted = {} if rows is None else {"rows": rows}
     if not is_symbolic(shapes) and not is_symbolic((*attrs.values(), *inputs)):
-        key = _question(op, inputs, attrs, values)
+        key = _question(op, given, attrs)
         fields = ANSWERS.find(key)
         if fields is None:
             fields = _answer(op, attrs, infer(op, inputs, attrs, values, source))
             ANSWERS.put(key, fields)
-        return tuple({**x, **counted} for x in fields)
+        return tuple([{**x, **counted} for x in fields])
     known = {x: mapped(values[x], example) for x in inputs if isinstance(x, str)}
     numbers = mapped(dict(attrs), example)
     fields = _answer(
@@ -248,26 +248,26 @@ _COUNTED = ("group_rows", "rows_mm", "spread_rows", "mask_rows")
 _UNCOUNTED = ("ungroup_rows", "rows_mm_grad", "sum_of_rows")
 
 
-def rows_of(op: str, inputs: Sequence[Operand], values: Mapping[str, Value]) -> str | None:
+def rows_of(op: str, given: Sequence[Given]) -> str | None:
     """Return the counts of the rows of an operation's result; None where it is not ragged."""
-    names = [x for x in inputs if isinstance(x, str)]
+    values = [x for x in given if isinstance(x, Value)]
     if op in _COUNTED:
-        return names[-1]
-    rows = (values[x].rows for x in names)
-    return None if op in _UNCOUNTED else next((x for x in rows if x is not None), None)
+        return values[-1].name
+    rows = [x.rows for x in values if x.rows is not None]
+    return rows[0] if rows and op not in _UNCOUNTED else None
 
 
-def _question(
-    op: Op, inputs: Sequence[Operand], attrs: Mapping[str, Any], values: Mapping[str, Value]
-) -> Hashable:
+def _question(op: Op, given: Sequence[Given], attrs: Mapping[str, Any]) -> Hashable:
     """Return a key of torch's answer; 1, 1.0 and True are three numbers."""
-    operands = tuple(_described(values[x]) if isinstance(x, str) else (type(x), x) for x in inputs)
-    settings = tuple((k, _typed(v)) for k, v in attrs.items())
+    operands = tuple([_described(x) for x in given])
+    settings = tuple([(k, _typed(v)) for k, v in attrs.items()])
     return op.name, op.call, operands, settings, torch.get_default_dtype()
 
 
-def _described(value: Value) -> Hashable:
-    return value.kind, value.shape, value.dtype, value.order, value.expanded
+def _described(x: Given) -> Hashable:
+    if not isinstance(x, Value):
+        return type(x), x
+    return x.kind, x.shape, x.dtype, x.order, x.expanded
 
 
 def _typed(x: Any) -> Hashable:

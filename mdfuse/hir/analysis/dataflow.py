@@ -57,6 +57,14 @@ class Effects:
     def __or__(self, other: Effects) -> Effects:
         return Effects(self.reads | other.reads, self.writes | other.writes)
 
+    @staticmethod
+    def union(effects: Sequence[Effects]) -> Effects:
+        """Return the effects of several instructions together."""
+        return Effects(
+            frozenset().union(*[e.reads for e in effects]),
+            frozenset().union(*[e.writes for e in effects]),
+        )
+
     def meet(self, other: Effects) -> bool:
         """Return whether instructions must keep their order: one writes what the other uses."""
         return not (
@@ -122,17 +130,17 @@ class Dataflow:
     def _effects_of(self, i: Instruction) -> Effects:
         memories, reads, writes = self.memories, set[str](), set[str]()
         for j in i.walk():
-            names, into = j.reads, received(j)
+            names, into = j.reads, received(j) if j.op in POSTS else ()
             if j.op == "wait":
                 post = self.posts.get(j.reads[0], j)  # a wrong program may have none
                 names, into = (*names, *post.reads), received(post)
             elif j.outputs and j.op != "launch":
-                is_view = shared_operand(j) is not None
-                into += tuple(x for x in j.outputs if not (is_view and self.is_bound_by(x, j)))
-            reads.update(names)
-            reads.update([memories.get(x, x) for x in names])
-            writes.update(j.outputs)
-            writes.update([memories.get(x, x) for x in into])
+                shared = [x for x in j.outputs if memories.get(x, x) != x]
+                if shared and shared_operand(j) is not None:
+                    shared = [x for x in shared if not self.is_bound_by(x, j)]
+                into += tuple(shared)
+            reads.update(names, [memories[x] for x in names if x in memories])
+            writes.update(j.outputs, [memories.get(x, x) for x in into])
         return Effects(frozenset(reads), frozenset(writes))
 
     @cached_property

@@ -35,10 +35,10 @@ def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
     """
     values = out.fusion.values
     for value, root in names.items():
-        most = next((_most(x) for x in values.values() if x.is_counted and x.rows == value), None)
-        if most is None:
+        rows = out.fusion.rows_by_counts.get(value)
+        if rows is None:
             continue
-        n, source = out.types[root], values[value].source
+        most, n, source = _most(rows), out.types[root], values[value].source
         assert n.layout is not None
         whole = Layout(n.layout.mesh, {}, None, n.layout.stream)
         gather = Expr(op="set", inputs=(root,), outputs=(_all(root),), source=source)
@@ -69,8 +69,7 @@ def is_counted_expr(out: Emitter, expr: Expr) -> bool:
         return False
     if any(values[x].is_counted for x in (*expr.outputs, *expr.reads)):
         return True
-    rows = {x.rows for x in values.values() if x.is_counted}
-    return expr.op == "set" and expr.reads[0] in rows
+    return expr.op == "set" and expr.reads[0] in out.fusion.rows_by_counts
 
 
 def emit_counted(out: Emitter, expr: Expr, kind: BufferType) -> None:

@@ -66,17 +66,17 @@ def _emit_sections(out: Emitter, segments: Sequence[Section]) -> None:
 
 
 def _emit_segment(out: Emitter, section: Section) -> None:
-    values = out.fusion.values
-    first = section.exprs[0]
+    values, exprs = out.fusion.values, section.exprs
+    first = exprs[0]
     if values[first.outputs[0]].is_tensor and is_counted_expr(out, first):
         emit_counted(out, first, value_type(values[first.output]))
         return
     if first.op == "set" and values[first.outputs[0]].is_tensor:
         emit_set(out, first)
         return
-    body = tuple(local(e) for e in section.exprs)
-    for expr in section.exprs:
-        out.types.update((name, value_type(values[name])) for name in expr.outputs)
+    body = tuple([local(e) for e in exprs])
+    for name in [name for expr in exprs for name in expr.outputs]:
+        out.types[name] = value_type(values[name])
     if len(body) == 1:
         out.code.append(body[0])
     else:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
 
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow
@@ -40,9 +38,6 @@ class _Deferred:
     instructions: tuple[Instruction, ...]
     effects: Effects
 
-    def __or__(self, other: _Deferred) -> _Deferred:
-        return _Deferred(self.instructions + other.instructions, self.effects | other.effects)
-
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with its waits moved down."""
@@ -53,17 +48,18 @@ def _sunk(flow: Dataflow, block: Sequence[Instruction]) -> tuple[Instruction, ..
     """Return a block with its waits moved down."""
     done: list[Instruction] = []
     waiting: list[_Deferred] = []
-    busy = nothing = Effects(frozenset(), frozenset())  # of all that wait, looked at first
+    busy = Effects()  # of all that wait, looked at first
     for i in block:
-        effects = flow.effects(i)
-        needed = [d for d in waiting if d.effects.meet(effects)] if busy.meet(effects) else []
+        needed: list[_Deferred] = []
+        if waiting and busy.meet(effects := flow.effects(i)):
+            needed = [d for d in waiting if d.effects.meet(effects)]
         if i.op == "wait":
             waiting.append(_deferred(flow, i))
-            busy |= waiting[-1].effects
+            busy = busy | waiting[-1].effects
             continue
         if needed and _may_wait(i) and all(flow.is_bound_by(x, i) for x in i.outputs):
             at = waiting.index(needed[0])
-            waiting[at] = reduce(or_, (*needed, _deferred(flow, i)))
+            waiting[at] = _joined([*needed, _deferred(flow, i)])
             waiting = [d for d in waiting if d not in needed]
         else:
             for d in sorted(waiting, key=_is_idle) if i.op == "return" else needed:
@@ -71,7 +67,7 @@ def _sunk(flow: Dataflow, block: Sequence[Instruction]) -> tuple[Instruction, ..
             waiting = [] if i.op == "return" else [d for d in waiting if d not in needed]
             done.append(replace(i, body=_sunk(flow, i.body)) if i.op in ("for", "block") else i)
         if needed:
-            busy = reduce(or_, (d.effects for d in waiting), nothing)
+            busy = Effects.union([d.effects for d in waiting])
     return (*done, *(i for d in waiting for i in d.instructions))
 
 
@@ -81,6 +77,12 @@ def _deferred(flow: Dataflow, i: Instruction) -> _Deferred:
     names = i.outputs if i.op != "wait" else received(used) if used.op == "post" else used.reads
     reads = frozenset(map(flow.memory, used.reads))
     return _Deferred((i,), Effects(reads, frozenset(names)))
+
+
+def _joined(deferred: Sequence[_Deferred]) -> _Deferred:
+    """Return several that are put off as one."""
+    instructions = tuple([i for d in deferred for i in d.instructions])
+    return _Deferred(instructions, Effects.union([d.effects for d in deferred]))
 
 
 def _is_idle(deferred: _Deferred) -> bool:

@@ -20,11 +20,11 @@ made, or travel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
-from mdfuse.passes.propagate_layouts import anew
+from mdfuse.passes import propagate_layouts
 
 name = "share_heads"
 
@@ -63,11 +63,20 @@ def run(fusion: Fusion) -> Fusion:
             if new is None:
                 continue
             expr = new
+            changed.update(expr.outputs)
         exprs.append(expr)
     known = {x for e in exprs for x in e.outputs} | {*fusion.inputs}
     values = {n: v for n, v in values.items() if n in known}
     free = {n: replace(values[n], layout=None) for n in changed if not values[n].is_law}
-    return anew(replace(fusion, values={**values, **free}, exprs=tuple(exprs)), [*changed])
+    return _laid_out(fusion, replace(fusion, values={**values, **free}, exprs=tuple(exprs)), free)
+
+
+def _laid_out(before: Fusion, fusion: Fusion, free: Collection[str]) -> Fusion:
+    """Return the fusion with layouts of free values; others stay where these are as before."""
+    inferred = propagate_layouts.run(fusion)
+    pairs = [(before.values[n], inferred.values[n]) for n in free if n in before.values]
+    is_as_before = all(old.like is None and old.layout == new.layout for old, new in pairs)
+    return inferred if is_as_before else propagate_layouts.anew(fusion, free)
 
 
 def _shared(
