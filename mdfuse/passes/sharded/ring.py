@@ -151,7 +151,8 @@ def _backward(maker: Maker, by: Expr, split: SplitAttention) -> None:
     stream, (axis,) = _travelling(split), split.axes
     names = [_named(maker, x) for x in by.outputs]
     maker.exprs.append(replace(by, inputs=(q, *copies, *others), outputs=(*names,)))
-    _stated(maker, names[0], _read(split, split.operands[0]), _joined(split, "sum"))
+    at, usual = _read(split, split.operands[0]), split.rows
+    _stated(maker, names[0], at if at != usual else None, _joined(split, "sum"))
     _ended(maker, by, names[0], by.outputs[0], None, None)
     for x, old, like in zip(names[1:], by.outputs[1:], split.operands[1:], strict=True):
         at = _read(split, like)
