@@ -44,6 +44,9 @@ def because(split: SplitAttention) -> str:
     at = {layout.placement(axis) for layout in places}
     if at - {Shard(split.dim(ROWS)), Shard(split.dim(ROWS), zigzag=True)} or len(at) > 1:
         return f"{axis} does not split the positions of keys and values alike"
+    out, is_apart = split.fusion.layout(split.expr.outputs[0]), _read(split, q) != split.rows
+    if split.is_trained and is_apart and out.placement(axis) != split.rows.placement(axis):
+        return f"{axis} splits the positions of its result otherwise than those of its query"
     if any(layout.split_axes(split.dim(ROWS)) != (axis,) for layout in places):
         return f"other axes than {axis} split the positions of keys"
     return ""

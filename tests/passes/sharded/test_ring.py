@@ -248,6 +248,9 @@ def test_what_cannot_go_around_is_refused_with_a_reason() -> None:
         mask = fd.define_tensor([8, 8], torch.bool, mesh=mesh, layout={"cp": Shard(0)})
         fd.add_output(mf.ops.attention(q, k, v, mask)[0])
     assert "it has a mask" in refusal(fd)
+    window = {"is_causal": True, "window": 3}
+    fd = defined({"tp": 2, "cp": 3}, (1, 4, 1, 6, 4), True, torch.float64, **window)
+    assert "cp splits the positions of its result otherwise" in refusal(fd)
     fd = defined({"cp": 2}, (4, 2, 2, 8, 4), False, is_causal=True)
     same = Options(context="ring", same_bits=True)
     assert "leaves of same_bits" in refusal(fd, lambda x, o: mf.compile(x, same))
