@@ -126,7 +126,9 @@ def passes(
         steps.append((name, run))
         if name == share_heads.name:
             # Needs all layouts, and heads as they are stored; the passes behind it see its sets.
-            form = partial(context.run, form=options.context, is_looped=batch is not None)
+            no_ring = context.LEAVES if options.same_bits else ""
+            no_ring = context.MICROBATCHES if batch is not None else no_ring
+            form = partial(context.run, form=options.context, no_ring=no_ring)
             steps.append((context.name, form))
         if name == streams.name and batch is None and options.logits_bytes:
             # Before layouts, which rows as several dims would decide otherwise.

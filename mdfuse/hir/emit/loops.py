@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import networkx as nx
 import torch
+from networkx.utils import UnionFind
 
 from mdfuse.errors import LoweringError
 from mdfuse.extents.expressions import Index, Term, calc, loop
@@ -65,7 +66,7 @@ def _gathered(sections: list[Section], host_loops: HostLoops) -> list[list[Secti
     """
     owner = {name: n for n, s in enumerate(sections) for e in s.exprs for name in e.outputs}
     edges = {(owner[x], n) for n, s in enumerate(sections) for x in s.inputs if x in owner}
-    home = _homes(sections, sorted(edges), host_loops)
+    home = _homes(sections, sorted(edges), host_loops, _rings(sections, host_loops.fusion))
     members: dict[int, list[int]] = defaultdict(list)
     for n in range(len(sections)):
         members[home.get(n, n)].append(n)
@@ -77,8 +78,27 @@ def _gathered(sections: list[Section], host_loops: HostLoops) -> list[list[Secti
     return [[sections[k] for k in members[n]] for n in order]
 
 
+def _rings(sections: Sequence[Section], fusion: Fusion) -> list[object]:
+    """Return for each section a key of its ring, equal where chunks go from one to the other.
+
+    A rank begins a ring at its own chunk, and chunks in zigzag order lie apart in a whole value: a
+    value of another loop would be read and written beside its place. Not in a ring: None.
+    """
+    same: UnionFind[str] = UnionFind()
+    turning = {n for n, v in fusion.values.items() if v.stream is not None and v.stream.rotate}
+    for expr in (e for s in sections for e in s.exprs if e.outputs[0] in turning):
+        pairs = zip(expr.inputs, streams_read(fusion, expr), strict=True)
+        read = [x for x, stream in pairs if isinstance(x, str) and stream is not None]
+        same.union(*expr.outputs, *(x for x in read if x in turning))
+    firsts = [s.exprs[0].outputs[0] for s in sections]
+    return [same[x] if x in turning else None for x in firsts]
+
+
 def _homes(
-    sections: Sequence[Section], edges: Iterable[tuple[int, int]], host_loops: HostLoops
+    sections: Sequence[Section],
+    edges: Iterable[tuple[int, int]],
+    host_loops: HostLoops,
+    rings: Sequence[object],
 ) -> dict[int, int]:
     """Return streamed section -> its loop; the last section of a loop names it."""
     readers: dict[int, list[int]] = {n: [] for n in range(len(sections))}
@@ -93,7 +113,7 @@ def _homes(
             outside = set().union(*(loops for k, loops in waiting.items() if home.get(k) != last))
             near = [sections[k] for k in (last, *readers[n]) if home.get(k) == last]
             exprs = [e for s in near for e in s.exprs]
-            is_free = last not in _behind(outside, waiters)
+            is_free = rings[n] == rings[last] and last not in _behind(outside, waiters)
             if is_free and host_loops.may_share(sections[n].exprs, exprs):
                 home[n] = last
                 break

@@ -29,15 +29,15 @@ from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention, s
 name = "context"
 
 
-def run(fusion: Fusion, form: str = "auto", is_looped: bool = False) -> Fusion:
+def run(fusion: Fusion, form: str = "auto", no_ring: str = "") -> Fusion:
     """Return the fusion with attention in the forms that take the least time.
 
     Args:
         fusion: with layouts.
         form: of all of them; "auto": that which takes the least.
-        is_looped: whether a loop over microbatches is around all of it.
+        no_ring: the reason why keys cannot travel in this program; "" where they can.
     """
-    chosen = {s.expr.outputs[0]: (s, *_form(s, form, is_looped)) for s in splits(fusion)}
+    chosen = {s.expr.outputs[0]: (s, *_form(s, form, no_ring)) for s in splits(fusion)}
     notes = [note for _, _, note in chosen.values()]
     over_heads = {x: _Heads(s) for x, (s, how, _) in chosen.items() if how == "heads"}
     around = dict(r for s, how, _ in chosen.values() if how == "ring" for r in ring.rules(s))
@@ -48,9 +48,9 @@ def run(fusion: Fusion, form: str = "auto", is_looped: bool = False) -> Fusion:
     return replace(fusion, notes=(*fusion.notes, *notes)) if notes else fusion
 
 
-def _form(split: SplitAttention, form: str, is_looped: bool) -> tuple[str, str]:
+def _form(split: SplitAttention, form: str, no_ring: str) -> tuple[str, str]:
     """Return the form of an attention, and a line that says why."""
-    rings = ring.because(split) or (_MICROBATCHES if is_looped else "")
+    rings = ring.because(split) or no_ring
     because = {"heads": split.because, "ring": rings}.get(form, "")
     if because:
         raise LayoutError(
@@ -66,7 +66,9 @@ def _form(split: SplitAttention, form: str, is_looped: bool) -> tuple[str, str]:
     return chosen, context_prices.line(split, chosen, prices, form != "auto")
 
 
-_MICROBATCHES = "it is in a loop over microbatches, inside of which there are no other loops"
+#: Reasons why a whole program has no rings.
+MICROBATCHES = "it is in a loop over microbatches, inside of which there are no other loops"
+LEAVES = "ranks of a ring begin at different chunks, and leaves of same_bits at the same one"
 
 #: form -> the work of a rank.
 _NEEDS = {

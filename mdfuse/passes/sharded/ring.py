@@ -24,6 +24,7 @@ from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 from mdfuse.layouts.stream import Stream
 from mdfuse.passes.rewriting import Maker, Rule
 from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention
+from mdfuse.passes.strategy import choose
 
 
 def because(split: SplitAttention) -> str:
@@ -43,6 +44,9 @@ def because(split: SplitAttention) -> str:
     at = {layout.placement(axis) for layout in places}
     if at - {Shard(split.dim(ROWS)), Shard(split.dim(ROWS), zigzag=True)} or len(at) > 1:
         return f"{axis} does not split the positions of keys and values alike"
+    out, is_apart = split.fusion.layout(split.expr.outputs[0]), _read(split, q) != split.rows
+    if split.is_trained and is_apart and out.placement(axis) != split.rows.placement(axis):
+        return f"{axis} splits the positions of its result otherwise than those of its query"
     if any(layout.split_axes(split.dim(ROWS)) != (axis,) for layout in places):
         return f"other axes than {axis} split the positions of keys"
     return ""
@@ -84,16 +88,34 @@ def _travelling(split: SplitAttention) -> Stream:
 def _arriving(maker: Maker, by: Expr, split: SplitAttention, names: Sequence[str]) -> list[str]:
     """Append sets of keys and values, which come to each rank in turn."""
     stream, copies = _travelling(split), []
-    for x in names:
+    for x, like in zip(names, split.operands[1:], strict=True):
+        at = _read(split, like)
+        if at != _layout(maker, split, x) or maker.values[x].expanded:
+            x = maker.op(by, "set", x)  # before the loop, in which other axes change nothing
+            _stated(maker, x, at, None)
+            maker.values[x] = replace(maker.values[x], expanded=frozenset())
         copy = maker.op(by, "set", x)
-        at = _layout(maker, split, x).with_placement(str(stream.rotate), Replicate())
-        _stated(maker, copy, at, stream)
+        _stated(maker, copy, at.with_placement(str(stream.rotate), Replicate()), stream)
         copies.append(copy)
     return copies
 
 
 def _layout(maker: Maker, split: SplitAttention, x: str) -> Layout:
     return maker.values[x].layout or split.fusion.layout(x)
+
+
+def _read(split: SplitAttention, x: str) -> Layout:
+    """Return the layout of an operand as attention reads it along the axes that do not turn.
+
+    Heads that axes split in other places than those of the query come together.
+    """
+    layout, (turning,) = split.fusion.layout(x), split.axes
+    strategy = choose(split.expr, split.fusion.values)
+    wanted = layout if strategy is None else strategy.wanted[x]
+    for axis in layout.mesh.axes:
+        if axis != turning and layout.placement(axis) != wanted.placement(axis):
+            layout = layout.with_placement(axis, wanted.placement(axis))
+    return layout
 
 
 def _stated(maker: Maker, x: str, layout: Layout | None, stream: Stream | None) -> None:
@@ -132,13 +154,14 @@ def _backward(maker: Maker, by: Expr, split: SplitAttention) -> None:
     stream, (axis,) = _travelling(split), split.axes
     names = [_named(maker, x) for x in by.outputs]
     maker.exprs.append(replace(by, inputs=(q, *copies, *others), outputs=(*names,)))
-    _stated(maker, names[0], None, _joined(split, "sum"))
+    at, usual = _read(split, split.operands[0]), split.rows
+    _stated(maker, names[0], at if at != usual else None, _joined(split, "sum"))
     _ended(maker, by, names[0], by.outputs[0], None, None)
     for x, old, like in zip(names[1:], by.outputs[1:], split.operands[1:], strict=True):
-        at = split.fusion.layout(like)
+        at = _read(split, like)
         _stated(maker, x, at.with_placement(axis, Partial()), replace(stream, rotate=axis))
         law = maker.values[old].layout if maker.values[old].is_law else None
-        if law is None or law == at:
+        if law == at or (law is None and at == split.fusion.layout(like)):
             _ended(maker, by, x, old, at, stream)
             continue
         shard = _named(maker, old)

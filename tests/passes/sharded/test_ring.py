@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.drawn import drawn
 from helpers.oracle import check_everywhere
 from torch import Tensor
 
@@ -96,6 +97,68 @@ def test_values_sums_and_gradients(seed: int) -> None:
     assert "positions split along cp: ring, as context= asks" in program.explain()
 
 
+@pytest.mark.parametrize(
+    ("axes", "heads", "shared"),
+    [({"cp": 3}, 4, 1), ({"tp": 2, "cp": 2}, 3, 1), ({"cp": 2, "tp": 2}, 6, 3), ({"cp": 2}, 2, 2)],
+)
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_several_attentions_with_the_same_keys(
+    axes: dict[str, int], heads: int, shared: int, zigzag: bool
+) -> None:
+    """Each has loops of its own, whatever heads other axes split; keys of another length."""
+    placed = {"cp": Shard(2, zigzag=zigzag), "tp": Shard(1)}
+    layout, mesh = {a: placed[a] for a in axes}, DeviceMesh.arange(**axes)
+    shapes = [2, heads, 7, 4], [2, shared, 5, 4], [2, shared, 5, 4]
+
+    def results(q: Any, k: Any, v: Any, attend: Any) -> Any:
+        y = attend(q, k, v)
+        return y, attend(y.tanh() + q, k, v)
+
+    with mf.FusionDefinition("twice") as fd:
+        given = [fd.define_tensor(s, torch.float64, mesh, layout) for s in shapes]
+        a, b = results(*given, lambda q, k, v: mf.ops.attention(q, k, v, enable_gqa=True)[0])
+        for x in (a, b, *mf.grad((a * a + b * 3).sum(), given)):
+            fd.add_output(x)
+    wholes = [drawn(*s, seed=n).double().requires_grad_() for n, s in enumerate(shapes)]
+
+    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        many = [x.repeat_interleave(heads // shared, 1) for x in (k, v)]
+        return (q @ many[0].mT / 2).softmax(-1) @ many[1]
+
+    a, b = results(*wholes, alone)
+    want = [a, b, *torch.autograd.grad((a * a + b * 3).sum(), wholes)]
+    program = mf.compile(fd, RING)
+    check_everywhere(program, [x.detach() for x in wholes], [x.detach() for x in want])
+    loops = re.findall(r"  for %[ijk_0-9]+ in 0\.\..*?\n  }\n", str(program), re.S)
+    assert sum("attention_" in loop for loop in loops) == 4
+    assert all(loop.count("send(") in (2, 4) for loop in loops if "attention_" in loop)
+
+
+@pytest.mark.parametrize("shape", [[1, 3, 5, 2], [2, 1, 5, 2]])
+@pytest.mark.parametrize("axes", [{"cp": 2}, {"tp": 2, "cp": 2}])
+def test_expanded_keys_travel(shape: list[int], axes: dict[str, int]) -> None:
+    """Keys that an expand repeats over batches, or over heads that an axis splits unevenly."""
+    placed = {"cp": Shard(2), "tp": Shard(1)}
+    layout, mesh = {a: placed[a] for a in axes}, DeviceMesh.arange(**axes)
+    with mf.FusionDefinition("expanded") as fd:
+        q, k, v = (
+            fd.define_tensor(s, torch.float64, mesh, layout) for s in ([2, 3, 5, 2], shape, shape)
+        )
+        y = torch.nn.functional.scaled_dot_product_attention(
+            q, k.expand(2, 3, 5, 2), v.expand(2, 3, 5, 2)
+        )
+        for x in (y, *mf.grad((y * y).sum(), [q, k, v])):
+            fd.add_output(x)
+    wholes = [drawn(*s, seed=n).double().requires_grad_()
+              for n, s in enumerate(([2, 3, 5, 2], shape, shape))]  # fmt: skip
+    q, k, v = (x.expand(2, 3, 5, 2) for x in wholes)
+    y = (q @ k.mT / 2**0.5).softmax(-1) @ v
+    want = [y, *torch.autograd.grad((y * y).sum(), wholes)]
+    program = mf.compile(fd, RING)
+    check_everywhere(program, [x.detach() for x in wholes], [x.detach() for x in want])
+    assert "send(" in str(program)
+
+
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_terms_of_16_bits_are_joined_in_f32(dtype: torch.dtype, zigzag: bool) -> None:
@@ -144,6 +207,15 @@ def test_bytes_and_time_decide(rows: int, is_trained: bool, form: str) -> None:
     assert each["ring"] * 2 == each["gather"] * (3 if is_trained else 2)
 
 
+def test_same_bits_leave_the_ring_out() -> None:
+    """Leaves of a ring would begin at different chunks: "auto" takes another form."""
+    fd = defined({"cp": 8}, (1, 4, 4, 1 << 17, 128), True, torch.bfloat16, False, is_causal=True)
+    (line,) = (x for x in mf.compile(fd).explain().splitlines() if "positions split" in x)
+    assert "along cp: ring;" in line
+    text = str(mf.compile(fd, Options(same_bits=True)))
+    assert "attention(" in text and "send(" not in text
+
+
 def test_bytes_are_those_that_are_priced() -> None:
     for is_trained in (False, True):
         fd = defined({"cp": 4}, (2, 4, 2, 64, 8), True, is_trained=is_trained, is_causal=True)
@@ -176,7 +248,12 @@ def test_what_cannot_go_around_is_refused_with_a_reason() -> None:
         mask = fd.define_tensor([8, 8], torch.bool, mesh=mesh, layout={"cp": Shard(0)})
         fd.add_output(mf.ops.attention(q, k, v, mask)[0])
     assert "it has a mask" in refusal(fd)
+    window = {"is_causal": True, "window": 3}
+    fd = defined({"tp": 2, "cp": 3}, (1, 4, 1, 6, 4), True, torch.float64, **window)
+    assert "cp splits the positions of its result otherwise" in refusal(fd)
     fd = defined({"cp": 2}, (4, 2, 2, 8, 4), False, is_causal=True)
+    same = Options(context="ring", same_bits=True)
+    assert "leaves of same_bits" in refusal(fd, lambda x, o: mf.compile(x, same))
     batch = dict.fromkeys("qkv", 0)
     text = refusal(fd, lambda x, o: mf.pipeline(x, microbatches=2, batch=batch, options=o))
     assert "microbatches" in text
