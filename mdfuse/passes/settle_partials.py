@@ -128,6 +128,8 @@ def _may_be_term(fusion: Fusion, value: str, axis: str, goal: Layout) -> bool:
     layout = fusion.layout(value)
     if producer is None or producer.op == "set" or len(producer.outputs) > 1:
         return False
+    if TABLE[producer.op].partial == "quotient":  # terms by 0 are infinite, of any sign
+        return False
     if out.is_law or out.stream is not None or layout.placement(axis) != Replicate():
         return False
     as_term = choose(producer, {**fusion.values, value: replace(out, layout=None)}, goal)

@@ -270,3 +270,35 @@ def test_what_experts_of_one_token_yield_is_added_up_before_it_is_reduced() -> N
     rows = [c.shape for c in program.communications if c.kind != "Allgather"]
     assert rows.count((tokens, 64)) == 2, program  # of y, and of the gradient of x
     assert (tokens * each, 64) not in rows
+
+
+@pytest.mark.parametrize("index", [{}, {"tp": Shard(0)}, {"dp": Shard(0)}], ids=str)
+@pytest.mark.parametrize("op", ["max", "min", "prod", "avg", "sum"])
+def test_a_table_is_partial_along_one_axis_and_split_along_another(op: str, index: Any) -> None:
+    """Rows elsewhere are zeros, which are added up: that is no sum of maxima."""
+    mesh = DeviceMesh.arange(dp=2, tp=2)
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor([7, 5], torch.float64, mesh, {"dp": Partial(op), "tp": Shard(0)})
+        places = fd.define_tensor([3], torch.int64, mesh, index)
+        columns = fd.define_tensor([2, 5], torch.int64, mesh)
+        fd.add_output(x[places])
+        fd.add_output(x.gather(0, columns))
+    tensors = [drawn(7, 5).double() - 9, PLACES[:3], COLUMNS.flatten()[:10].reshape(2, 5)]
+    wanted = [tensors[0][tensors[1]], tensors[0].gather(0, tensors[2])]
+    check_everywhere(mf.compile(fd), tensors, wanted)
+
+
+def test_a_quotient_by_zero_that_is_added_to_a_sum_is_one_of_the_sum() -> None:
+    """Terms by 0 are infinities of either sign, which have no sum."""
+    with mf.FusionDefinition("quotient") as fd:
+        pairs = [
+            [fd.define_tensor([n, 8], torch.float64, MESH, {"tp": Shard(1)}) for n in (7, 5)]
+            for _ in range(2)
+        ]
+        z = fd.define_tensor([5], torch.float64, MESH)
+        fd.add_output(fd.ops.linear(*pairs[0]) + fd.ops.linear(*pairs[1]) / z)
+    w = drawn(5, 8).double()
+    xs = [torch.arange(56.0).reshape(7, 8).double().sin() * 10 + i for i in range(2)]
+    z = torch.tensor([1.0, 0.0, 2.0, -0.0, 4.0], dtype=torch.float64)
+    wanted = F.linear(xs[0], w) + F.linear(xs[1], w) / z
+    check_everywhere(mf.compile(fd), [xs[0], w, xs[1], w, z], [wanted])
