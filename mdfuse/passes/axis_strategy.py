@@ -202,8 +202,8 @@ def _commutes(op: str, axis: str, operands: Sequence[Operand], labels: DimMap) -
         for a, placement in o.layout.by_axis().items()
         if isinstance(placement, Shard)
     ]
-    others = [labels.reduces[at] for a, at in split if a != axis and at in labels.reduces]
-    return commute([op, *others])
+    others = {at for a, at in split if a != axis}
+    return commute([op, *(by for label, by in labels.reduces.items() if label in others)])
 
 
 def _is_less(gathered: Sequence[Value], out: Value, term: Value) -> bool:

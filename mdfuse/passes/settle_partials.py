@@ -167,8 +167,8 @@ def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:
         if is_less or (is_factor and price <= (sum(later), len(later))):
             settled = sweep.settled.get(value, layout)
             sweep.settled[value] = settled.with_placement(axis, to)
-            for later_one in flow.passed:  # no Partial along the axis then: decided in a next sweep
-                sweep.settled.pop(later_one, None)
+            for result in flow.passed:  # no Partial along the axis then: the next sweep decides
+                sweep.settled.pop(result, None)
             flow = _LaterUses({value: price_here})
         elif goals or _ends_here(sweep.fusion, value, axis):
             flow = replace(flow, ends={**flow.ends, value: price_here})

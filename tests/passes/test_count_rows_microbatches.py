@@ -161,7 +161,9 @@ def test_rows_that_are_dense_in_microbatches(axes: dict[str, int]) -> None:
     choices = router(4 * parts, e, 2)
     leaves = [v.clone().requires_grad_() for v in values]
     a, u, d, b = leaves
-    each = [sum(a[i] @ u[k] @ d[k] + b[k, 0] for k in row) for i, row in enumerate(choices.tolist())]
+    each = [
+        sum(a[i] @ u[k] @ d[k] + b[k, 0] for k in row) for i, row in enumerate(choices.tolist())
+    ]
     wanted = torch.stack(each)
     grads = torch.autograd.grad((wanted * wanted).sum(), leaves)
     check_everywhere(program, [*values, choices], [wanted.detach(), *grads])

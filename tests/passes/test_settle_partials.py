@@ -324,8 +324,9 @@ def test_a_view_of_what_is_reduced_is_not_reduced_again() -> None:
 
     def function(x: Any, y: Any, at: Any, to: Any) -> tuple[Any, ...]:
         rows, picked = x.permute(1, 0).permute(1, 0), y.gather(0, to % 1)
+        x.permute(1, 0).permute(1, 0)  # which nobody reads
         joined = (picked * 0).scatter_reduce(1, to, rows, "sum")
-        return rows[at] + picked[at], picked.sum(0), joined
+        return rows[at] + y[at], picked.sum(0), joined
 
     layouts = {"dp": Partial(), "tp": Partial()}, {"dp": Shard(1), "tp": Partial()}
     split = {"dp": Shard(0)}

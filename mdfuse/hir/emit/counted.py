@@ -27,7 +27,7 @@ from mdfuse.passes.count_rows import way
 
 
 def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
-    """Bring counts to all ranks, and to the host where rows are counted, right behind the instruction that computes them.
+    """Bring counts to all ranks, those of counted rows to the host, too, where they are computed.
 
     Args:
         out: the program under construction.
