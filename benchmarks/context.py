@@ -385,7 +385,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tokens", type=int, help="positions of all ranks")
     parser.add_argument("--alone", type=int, help="positions of one device alone; by default all")
-    parser.add_argument("--forms", default="auto", help="some of auto,gather,heads")
+    parser.add_argument("--forms", default="auto", help="some of auto,gather,heads,ring")
     parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one")
     parser.add_argument("--rounds", type=int, default=7)

@@ -97,7 +97,7 @@ def steps(ranks: int, few: Sequence[str], folder: Path) -> Iterator[Step]:
         ("experts, qwen3-30b-a3b", "experts.py", ("--layer", "qwen3-30b-a3b"), 300),
         ("experts, uneven", "experts.py", ("--layer", "64", "--skew", "1"), 300),
         ("experts, symmetric", "experts.py", ("--layer", "64", "--carrier", "symmetric"), 300),
-        ("context", "context.py", (*positions, "--forms", "auto,gather,heads"), 600),
+        ("context", "context.py", (*positions, "--forms", "auto,gather,heads,ring"), 600),
         ("overlap", "overlap.py", (), 600),
         ("overlap, symmetric", "overlap.py", ("--backend", "symmetric"), 600),
         ("layers", "layers.py", ("--sequence", "--model", "llama3-8b"), 600),

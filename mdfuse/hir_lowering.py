@@ -52,7 +52,14 @@ from mdfuse.passes import (
 from mdfuse.passes.in_place import drop_rows, write_through
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge, merge_composite, segment
-from mdfuse.passes.sharded import context, keep_splits, share_heads, split_scans, sum_rows
+from mdfuse.passes.sharded import (
+    context,
+    gather_factors,
+    keep_splits,
+    share_heads,
+    split_scans,
+    sum_rows,
+)
 
 Pass = Callable[[Fusion], Fusion]
 
@@ -74,6 +81,8 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (split_scans.name, split_scans.run),
     # Needs the split dims, also of the results of earlier passes; makes Partials.
     (decompose.name, decompose.run),
+    # Needs the layouts in which values are read; what is read whole yields no Partials.
+    (gather_factors.name, gather_factors.run),
     # Needs to know the ops that pass a Partial on; infers anew the values after a reduction.
     (settle_partials.name, settle_partials.run),
     # Needs the layouts that tensors of numbers copy; the next passes need all readers.

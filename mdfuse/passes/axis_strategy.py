@@ -90,7 +90,7 @@ def options(
         moves = moves or isinstance(placement, Partial)
     asked = [(r.labels, p) for r in results if isinstance(p := r.wanted(axis), Shard)]
     if not candidates and not asked:
-        return (None,)
+        return (_cut(axis, labels, results) if not moves else None,)
     if candidates and not moves and _is_free(candidates, axis, results):
         return (candidates[0],)
     if len(candidates) > 1 and _is_contracted(candidates, labels):
@@ -101,6 +101,20 @@ def options(
     if staying in candidates and all(r.allows(axis, staying) for r in results):
         return (staying,)
     return (*dict.fromkeys(candidates), None)
+
+
+def _cut(axis: str, labels: DimMap, results: Sequence[Result]) -> Choice:
+    """Return the label on which ranks cut operands that all have, so that results are terms.
+
+    It is that of a dim that is reduced, where the results are to be Partial by that reduction.
+    """
+    wanted = {r.wanted(axis) for r in results}
+    op = wanted.pop() if len(wanted) == 1 else None
+    if not isinstance(op, Partial):
+        return None
+    return next(
+        (x for x, by in labels.reduces.items() if by == op.op and labels.may_split(x)), None
+    )
 
 
 def _is_free(candidates: Sequence[int | None], axis: str, results: Sequence[Result]) -> bool:
@@ -181,14 +195,18 @@ def _is_alone(
 ) -> bool:
     """Return whether one operand is Partial, one that may be so alone, and is read once.
 
-    Others that are split are gathered, where that and the result take less than the terms do.
+    Others that are split are gathered, where that and the result take less than the terms do. A
+    rounded factor is gathered where it is smaller: `settle_partials` reduces the terms before a
+    product unless that takes more.
     """
     pairs = [*zip(operands, placements, strict=True)]
     terms = [o.value for o, p in pairs if isinstance(p, Partial)]
     gathered = [o.value for o, p in pairs if isinstance(p, Shard)]
-    if len(terms) != 1 or (gathered and not _is_less(gathered, out, terms[0])):
+    op = TABLE[expr.op]
+    is_settled = op.partial == "factor" and out.dtype.is_floating_point
+    if len(terms) != 1 or (gathered and not _is_less(gathered, [] if is_settled else [out], terms)):
         return False
-    (name,), op = (x.name for x in terms), TABLE[expr.op]
+    (name,) = (x.name for x in terms)
     may = op.partial == "factor" or expr.inputs[op.term] == name
     return may and expr.inputs.count(name) == 1
 
@@ -206,14 +224,15 @@ def _commutes(op: str, axis: str, operands: Sequence[Operand], labels: DimMap) -
     return commute([op, *(by for label, by in labels.reduces.items() if label in others)])
 
 
-def _is_less(gathered: Sequence[Value], out: Value, term: Value) -> bool:
-    """Return whether gathered operands and a reduced result take less than a reduced term.
+def _is_less(gathered: Sequence[Value], reduced: Sequence[Value], terms: Sequence[Value]) -> bool:
+    """Return whether gathered operands and reduced results take less than reduced terms.
 
     Extents that a run chooses are not compared, since each comparison is a guard.
     """
-    if any(is_symbolic(v.shape) for v in (*gathered, out, term)):
+    if any(is_symbolic(v.shape) for v in (*gathered, *reduced, *terms)):
         return False
-    return sum(v.bytes for v in gathered) + 2 * out.bytes <= term.bytes
+    taken = sum(v.bytes for v in gathered) + 2 * sum(v.bytes for v in reduced)
+    return taken < sum(v.bytes for v in terms)
 
 
 def _is_sum_of_scalars(out: Value, placements: Sequence[Placement | None]) -> bool:

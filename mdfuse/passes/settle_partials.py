@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, commute
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, commute
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes import reduce_scatter_creation
 from mdfuse.passes.insert_reshards import suffix
@@ -53,7 +53,7 @@ class _LaterUses:
     """The later uses of a Partial that is not reduced at once along an axis.
 
     Attributes:
-        ends: the values that are reduced in the end, with the bytes of each reduction.
+        ends: the values that are reduced in the end, or gathered beside it, with the bytes of each.
         passed: the values that are Partial only because it is.
         beside: other Partials that expressions take together with it, or with what is passed on.
     """
@@ -225,8 +225,10 @@ def _flow(sweep: _Sweep, value: str, readers: Sequence[str], axis: str) -> _Late
         stays = fusion.layout(name).mesh == fusion.layout(value).mesh
         after = sweep.flows.get((name, axis)) if stays else None
         after = after or _LaterUses({name: _price_of_result(fusion, expr, axis)})
+        split = [x for x in {*expr.reads} - {value} if _is_split(fusion, x, axis)]
+        gathered = {x: _price(fusion, x, axis, Replicate()) for x in split}
         flow = _LaterUses(
-            ends={**flow.ends, **after.ends},
+            ends={**flow.ends, **after.ends, **gathered},
             passed=flow.passed | after.passed | {name},
             beside=flow.beside | after.beside | {x for x in others if x not in sweep.settled},
         )
@@ -235,6 +237,11 @@ def _flow(sweep: _Sweep, value: str, readers: Sequence[str], axis: str) -> _Late
 
 def _is_partial(fusion: Fusion, value: str, axis: str) -> bool:
     return fusion.values[value].is_tensor and axis in fusion.layout(value).partial_axes
+
+
+def _is_split(fusion: Fusion, value: str, axis: str) -> bool:
+    is_tensor = fusion.values[value].is_tensor
+    return is_tensor and isinstance(fusion.layout(value).placement(axis), Shard)
 
 
 def _free_readers(fusion: Fusion, value: str) -> Iterator[Expr]:

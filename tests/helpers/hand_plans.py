@@ -208,7 +208,8 @@ def _experts(m: Model, n: Mapping[str, int]) -> dict[str, float]:
 
 
 #: Posts of parameters; all ranks get the counts of rows of experts. Where tp holds copies, each of
-#: them reduces a share of a router's gradient along fsdp, which a post along tp brings together.
+#: them may reduce a share of a router's gradient along dp or fsdp, and one post along tp brings the
+#: shares together.
 _EACH, _SHARDED = (1, 0, 1), (3, 0, 1)
 
 STYLES: dict[str, Style] = {
@@ -217,29 +218,26 @@ STYLES: dict[str, Style] = {
     "hsdp": Style(("dp", "fsdp"), ("dp", "fsdp"), _hybrid, {"dp": _EACH, "fsdp": _SHARDED},
                   gather=("fsdp",)),
     "tp": Style(("tp",), (), _tensor, {"tp": (0, 4, 3)}),
-    "tp + sequence": Style(("tp",), (), _sequence, {"tp": (0, 10, 3)}, sequence=("tp",)),
+    # Routers read split tokens: choices and weights are gathered, the router's gradient is reduced.
+    "tp + sequence": Style(("tp",), (), _sequence, {"tp": (0, 10, 6)}, sequence=("tp",)),
     "fsdp x tp": Style(("fsdp", "tp"), ("fsdp",), _both(_sharded, _tensor),
                        {"fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
     "fsdp x tp + sequence": Style(("fsdp", "tp"), ("fsdp",), _both(_sharded, _sequence),
-                                  {"fsdp": _SHARDED, "tp": (0, 10, 3)}, ("tp",), ("fsdp",)),
+                                  {"fsdp": _SHARDED, "tp": (0, 10, 4)}, ("tp",), ("fsdp",)),
     "hsdp x tp": Style(("dp", "fsdp", "tp"), ("dp", "fsdp"), _both(_hybrid, _tensor),
                        {"dp": _EACH, "fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
     "dp x tp + sequence": Style(("dp", "tp"), ("dp",), _both(_data("dp"), _sequence),
-                                {"dp": _EACH, "tp": (0, 10, 3)}, sequence=("tp",)),
+                                {"dp": _EACH, "tp": (0, 10, 4)}, sequence=("tp",)),
     "cp": Style(("cp",), (), _context, {"cp": (1, 4, 1)}, sequence=("cp",)),
     "pp x fsdp x tp": Style(("pp", "fsdp", "tp"), ("fsdp",),
                             _both(_stages, _sharded, _tensor),
                             {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
     "pp x fsdp x tp + sequence": Style(("pp", "fsdp", "tp"), ("fsdp",),
                             _both(_parts_of_stages, _sharded, _sequence),
-                            {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 10, 3)},
+                            {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 10, 4)},
                             ("tp",), ("fsdp",)),
     "ep": Style(("ep",), ("ep",), _experts, {"ep": (1, 0, 2)}, experts=("ep",)),
 }  # fmt: skip
-
-
-#: Rows that take more than by hand: rows of experts are gathered where positions are split by tp.
-OPEN = {(name, "Qwen3-30B-A3B", "tp") for name in STYLES if "tp + sequence" in name}
 
 
 def models(style: Style) -> dict[str, Model]:
