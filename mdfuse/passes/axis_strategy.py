@@ -17,7 +17,7 @@ from mdfuse.ir.dims import DimMap, Labels
 from mdfuse.ir.graph import Expr, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.halo import Reach
-from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, commute
 from mdfuse.mesh import DeviceMesh
 
 
@@ -172,7 +172,7 @@ def _passes_partial(
         return None
     alone = _is_alone(expr, operands, placements, out)
     if rule == "view":
-        return op if alone else None
+        return op if alone and _commutes(op, axis, operands, labels) else None
     if op in ("sum", "prod") and not all(_keeps(x.dtype, out.dtype, expr.op) for x in terms):
         return None
     alike = len(partials) == len(operands) and partials.count(partials[0]) == len(partials)
@@ -209,6 +209,19 @@ def _is_alone(
     (name,) = (x.name for x in terms)
     may = op.partial == "factor" or expr.inputs[op.term] == name
     return may and expr.inputs.count(name) == 1
+
+
+def _commutes(op: str, axis: str, operands: Sequence[Operand], labels: DimMap) -> bool:
+    """Return whether a result may be Partial by an op, and by those of labels that others split."""
+    split = [
+        (a, o.labels[placement.dim])
+        for o in operands
+        if o.layout is not None
+        for a, placement in o.layout.by_axis().items()
+        if isinstance(placement, Shard)
+    ]
+    others = {at for a, at in split if a != axis}
+    return commute([op, *(by for label, by in labels.reduces.items() if label in others)])
 
 
 def _is_less(gathered: Sequence[Value], reduced: Sequence[Value], terms: Sequence[Value]) -> bool:

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, commute
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes import reduce_scatter_creation
 from mdfuse.passes.insert_reshards import suffix
@@ -112,6 +112,8 @@ def _terms(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
         others = [x for x in expr.reads if fusion.layout(x).placement(axis) != Partial()]
         if not 0 < len(others) < len(expr.reads):
             continue
+        if not all(commute(("sum", *fusion.layout(x).reduce_ops.values())) for x in others):
+            continue
         goals = {x: fusion.layout(x).with_placement(axis, Partial()) for x in others}
         if all(_may_be_term(fusion, x, axis, goal) for x, goal in goals.items()):
             yield from goals.items()
@@ -127,6 +129,8 @@ def _may_be_term(fusion: Fusion, value: str, axis: str, goal: Layout) -> bool:
     out, producer = fusion.values[value], fusion.producers.get(value)
     layout = fusion.layout(value)
     if producer is None or producer.op == "set" or len(producer.outputs) > 1:
+        return False
+    if TABLE[producer.op].partial == "quotient":  # terms by 0 are infinite, of any sign
         return False
     if out.is_law or out.stream is not None or layout.placement(axis) != Replicate():
         return False
@@ -163,6 +167,8 @@ def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:
         if is_less or (is_factor and price <= (sum(later), len(later))):
             settled = sweep.settled.get(value, layout)
             sweep.settled[value] = settled.with_placement(axis, to)
+            for result in flow.passed:  # no Partial along the axis then: the next sweep decides
+                sweep.settled.pop(result, None)
             flow = _LaterUses({value: price_here})
         elif goals or _ends_here(sweep.fusion, value, axis):
             flow = replace(flow, ends={**flow.ends, value: price_here})

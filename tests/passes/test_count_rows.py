@@ -151,3 +151,12 @@ def test_rows_over_the_capacity_are_said_to_be_dropped() -> None:
     text = mf.compile(fd).explain()
     assert "rows over the capacity of 1 per part and expert are dropped" in text
     assert "as they are counted in a run" in text
+
+
+def test_ids_in_the_shape_of_counts() -> None:
+    """Each of four parts is one token, which chooses all four experts."""
+    mesh, experts, layouts = MESHES["dp x ep"]
+    program = mf.compile(layer(mesh, 4, 4, 4, experts, **layouts))
+    values = given(4, 4, router(4, 4, 4))
+    assert "as they are counted in a run" in program.explain()
+    check_everywhere(program, values, by_loop(*values))

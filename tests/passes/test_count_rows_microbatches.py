@@ -135,3 +135,35 @@ def test_posts_by_counts_are_in_the_loop() -> None:
     (loop,) = (i for i in in_microbatches().host.instructions if any(map(counts_of, i.body)))
     assert sum(counts_of(i) is not None for i in loop.body) == 4
     assert [i.op for i in loop.body].count("fetch") == 1
+
+
+@pytest.mark.parametrize("axes", [{"ep": 2, "tp": 2}, {"tp": 2, "ep": 3}], ids=str)
+def test_rows_that_are_dense_in_microbatches(axes: dict[str, int]) -> None:
+    """A bias is added to what ranks of tp sum up where the experts are: rows are dense."""
+    mesh, split, e = DeviceMesh.arange(**axes), {"ep": Shard(0)}, 4
+    parts = axes["ep"]
+    shapes = (4 * parts, 6), (e, 6, 8), (e, 8, 6), (e, 1, 6)
+    of = split, split | {"tp": Shard(2)}, split | {"tp": Shard(1)}, split
+    with FusionDefinition("bias") as fd:
+        x, up, down, bias = (
+            fd.define_tensor(s, torch.float64, mesh, at) for s, at in zip(shapes, of, strict=True)
+        )
+        ids = fd.define_tensor([4 * parts, 2], torch.int64, mesh, split, name="ids")
+        rows = fd.ops.group_rows(x, ids, fd.ops.counts(ids, experts=e, parts=parts))
+        rows = fd.ops.set(rows).on(mesh, {"ep": Shard(1)})
+        y = fd.ops.grouped_mm(fd.ops.grouped_mm(rows, up), down) + bias
+        y = fd.ops.ungroup_rows(fd.ops.set(y).on(mesh, split), ids)
+        for result in (y, *mf.grad((y * y).sum(), [x, up, down, bias])):
+            fd.add_output(result)
+    program = mf.pipeline(fd, microbatches=2, batch={"in": 0, "ids": 0})
+    assert "are dense, with zeros" in program.explain()
+    values = [torch.randn(*s, dtype=torch.float64) for s in shapes]
+    choices = router(4 * parts, e, 2)
+    leaves = [v.clone().requires_grad_() for v in values]
+    a, u, d, b = leaves
+    each = [
+        sum(a[i] @ u[k] @ d[k] + b[k, 0] for k in row) for i, row in enumerate(choices.tolist())
+    ]
+    wanted = torch.stack(each)
+    grads = torch.autograd.grad((wanted * wanted).sum(), leaves)
+    check_everywhere(program, [*values, choices], [wanted.detach(), *grads])

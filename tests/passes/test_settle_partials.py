@@ -270,3 +270,74 @@ def test_what_experts_of_one_token_yield_is_added_up_before_it_is_reduced() -> N
     rows = [c.shape for c in program.communications if c.kind != "Allgather"]
     assert rows.count((tokens, 64)) == 2, program  # of y, and of the gradient of x
     assert (tokens * each, 64) not in rows
+
+
+@pytest.mark.parametrize("index", [{}, {"tp": Shard(0)}, {"dp": Shard(0)}], ids=str)
+@pytest.mark.parametrize("op", ["max", "min", "prod", "avg", "sum"])
+def test_a_table_is_partial_along_one_axis_and_split_along_another(op: str, index: Any) -> None:
+    """Rows elsewhere are zeros, which are added up: that is no sum of maxima."""
+    mesh = DeviceMesh.arange(dp=2, tp=2)
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor([7, 5], torch.float64, mesh, {"dp": Partial(op), "tp": Shard(0)})
+        places = fd.define_tensor([3], torch.int64, mesh, index)
+        columns = fd.define_tensor([2, 5], torch.int64, mesh)
+        fd.add_output(x[places])
+        fd.add_output(x.gather(0, columns))
+    tensors = [drawn(7, 5).double() - 9, PLACES[:3], COLUMNS.flatten()[:10].reshape(2, 5)]
+    wanted = [tensors[0][tensors[1]], tensors[0].gather(0, tensors[2])]
+    check_everywhere(mf.compile(fd), tensors, wanted)
+
+
+def test_a_quotient_by_zero_that_is_added_to_a_sum_is_one_of_the_sum() -> None:
+    """Terms by 0 are infinities of either sign, which have no sum."""
+    with mf.FusionDefinition("quotient") as fd:
+        pairs = [
+            [fd.define_tensor([n, 8], torch.float64, MESH, {"tp": Shard(1)}) for n in (7, 5)]
+            for _ in range(2)
+        ]
+        z = fd.define_tensor([5], torch.float64, MESH)
+        fd.add_output(fd.ops.linear(*pairs[0]) + fd.ops.linear(*pairs[1]) / z)
+    w = drawn(5, 8).double()
+    xs = [torch.arange(56.0).reshape(7, 8).double().sin() * 10 + i for i in range(2)]
+    z = torch.tensor([1.0, 0.0, 2.0, -0.0, 4.0], dtype=torch.float64)
+    wanted = F.linear(xs[0], w) + F.linear(xs[1], w) / z
+    check_everywhere(mf.compile(fd), [xs[0], w, xs[1], w, z], [wanted])
+
+
+def test_what_is_a_partial_of_min_becomes_no_term_of_a_sum() -> None:
+    mesh = DeviceMesh.arange(dp=2, tp=2)
+    layouts = {"tp": Partial("min")}, {"dp": Shard(1)}, {"dp": Shard(1)}
+    with mf.FusionDefinition("difference") as fd:
+        x, a, w = (
+            fd.define_tensor(s, torch.float64, mesh, at)
+            for s, at in zip(((7, 5), (7, 9), (5, 9)), layouts, strict=True)
+        )
+        fd.add_output(x - fd.ops.linear(a, w))
+    tensors = [drawn(*s).double() - 4 for s in ((7, 5), (7, 9), (5, 9))]
+    wanted = tensors[0] - F.linear(*tensors[1:])
+    check_everywhere(mf.compile(fd), tensors, [wanted])
+
+
+def test_a_view_of_what_is_reduced_is_not_reduced_again() -> None:
+    """Readers of the view ask for it along one axis, and those of its operand along both."""
+    mesh = DeviceMesh.arange(dp=2, tp=2)
+
+    def function(x: Any, y: Any, at: Any, to: Any) -> tuple[Any, ...]:
+        rows, picked = x.permute(1, 0).permute(1, 0), y.gather(0, to % 1)
+        x.permute(1, 0).permute(1, 0)  # which nobody reads
+        joined = (picked * 0).scatter_reduce(1, to, rows, "sum")
+        return rows[at] + y[at], picked.sum(0), joined
+
+    layouts = {"dp": Partial(), "tp": Partial()}, {"dp": Shard(1), "tp": Partial()}
+    split = {"dp": Shard(0)}
+    with mf.FusionDefinition("views") as fd:
+        x, y = (fd.define_tensor([1, 5], torch.int64, mesh, layout) for layout in layouts)
+        at = fd.define_tensor([3], torch.int64, mesh, split)
+        to = fd.define_tensor([1, 5], torch.int64, mesh, split)
+        for result in function(x, y, at, to):
+            fd.add_output(result)
+    tensors = [drawn(1, 5).long(), drawn(1, 5).long() + 2]
+    tensors += [torch.tensor([0, -1, 0]), torch.tensor([[4, 0, 0, 1, 4]])]
+    program = mf.compile(fd)
+    check_everywhere(program, tensors, function(*tensors))
+    assert program.bytes_received(0) <= 128

@@ -21,13 +21,13 @@ from mdfuse.communication import Communication
 from mdfuse.errors import Source
 from mdfuse.hir.emit.sets import Emitter, emit_steps, local
 from mdfuse.hir.program import BufferType, Instruction
-from mdfuse.ir.graph import Expr, Value, fresh_name
+from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout
 from mdfuse.passes.count_rows import way
 
 
 def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
-    """Bring counts to the host, right behind the instruction that computes them.
+    """Bring counts to all ranks, those of counted rows to the host, too, where they are computed.
 
     Args:
         out: the program under construction.
@@ -36,15 +36,16 @@ def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
     values = out.fusion.values
     for value, root in names.items():
         rows = out.fusion.rows_by_counts.get(value)
-        if rows is None:
+        if rows is None and not _is_cut_in_chunks(out.fusion, value):
             continue
-        most, n, source = _most(rows), out.types[root], values[value].source
+        n, source = out.types[root], values[value].source
         assert n.layout is not None
         whole = Layout(n.layout.mesh, {}, None, n.layout.stream)
         gather = Expr(op="set", inputs=(root,), outputs=(_all(root),), source=source)
         emit_steps(out, gather, root, n.layout, whole, n.shape, _all(root))
-        kind = BufferType(dtype=torch.int64, shape=n.shape, layout=whole)
-        out.op("fetch", counted(root), kind, (_all(root),), source, most=most)
+        if rows is not None:
+            kind = BufferType(dtype=torch.int64, shape=n.shape, layout=whole)
+            out.op("fetch", counted(root), kind, (_all(root),), source, most=_most(rows))
 
 
 def _most(rows: Value) -> int:
@@ -69,7 +70,18 @@ def is_counted_expr(out: Emitter, expr: Expr) -> bool:
         return False
     if any(values[x].is_counted for x in (*expr.outputs, *expr.reads)):
         return True
-    return expr.op == "set" and expr.reads[0] in out.fusion.rows_by_counts
+    (x,) = expr.reads[:1]
+    is_cut = x in out.fusion.rows_by_counts or _is_cut_in_chunks(out.fusion, x)
+    return expr.op == "set" and is_cut
+
+
+def _is_cut_in_chunks(fusion: Fusion, value: str) -> bool:
+    """Return whether a loop cuts counts of dense rows, each chunk of which is a term of a sum."""
+    stream = fusion.values[value].stream
+    if stream is None or stream.op != "sum":
+        return False
+    sets = (e for e in fusion.consumers[value] if e.op == "set")
+    return any(fusion.values[e.output].stream == stream for e in sets)
 
 
 def emit_counted(out: Emitter, expr: Expr, kind: BufferType) -> None:

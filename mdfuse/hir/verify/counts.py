@@ -43,6 +43,9 @@ _BY_ROWS = (
 #: Those of them that take counts, too, or make what has no rows.
 _WITH_COUNTS = ("rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows")
 
+#: Those that read ids as their second operand.
+_OF_IDS = ("line_up_rows", "put_back_rows")
+
 #: Instructions that change a layout, or how a value lies, and no element; and such posts.
 _MOVES = ("set", "narrow", "chunk", "pad", "own", "permute")
 _POSTS_THAT_MOVE = ("Allgather", "Broadcast", "Exchange", "SendRecv", "Gather", "Scatter")
@@ -225,7 +228,8 @@ class _Counts:
         makers = self.makers.get(i.reads[0], ()) if i.op == "pack_rows" else ()
         readers = self.readers.get(i.outputs[0], ()) if i.op == "unpack_rows" else ()
         for j in (i, *makers, *readers):
-            for x in j.reads if j.fn else ():
+            # Ids may have the shape of counts, which are behind them.
+            for x in j.reads[2 if j.fn in _OF_IDS else 0 :] if j.fn else ():
                 kind = self.program.types.get(x)
                 if kind is not None and kind.shape == shape and not kind.dtype.is_floating_point:
                     yield x
