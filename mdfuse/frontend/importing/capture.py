@@ -144,8 +144,9 @@ class _Whole(nn.Module):
         args, kwargs = unflattened(leaves, self.structure)
         self.noted.begin()
         with Reached(self.module, self.held) as reached:
-            given_back = reached.meant(self.module(*args, **kwargs))
-        paths, self.seen.structure = flattened(given_back)
+            given_back = self.module(*args, **kwargs)
+        leaves_back, self.seen.structure = flattened(given_back)
+        paths = [(path, reached.meant(x)) for path, x in leaves_back]
         results: list[Tensor] = []
         outputs: list[OutputLeaf] = []
         for path, x in paths:
@@ -162,7 +163,7 @@ class _Whole(nn.Module):
                 )
             )
         self.seen.outputs = tuple(outputs)
-        return (*results, *self.noted.tensors)
+        return (*reached.written(results), *self.noted.tensors)
 
 
 _PLAIN = (bool, int, float, str, type(None))
