@@ -23,7 +23,7 @@ from mdfuse.frontend.importing.backwards import Backwards, own_backwards
 from mdfuse.frontend.importing.dynamic import dims_of_tensors
 from mdfuse.frontend.importing.inline import inline, part_detached
 from mdfuse.frontend.importing.lines import line_of
-from mdfuse.frontend.importing.reached import Reached
+from mdfuse.frontend.importing.reached import Reached, held
 from mdfuse.frontend.importing.submodules import PREFIX
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
@@ -135,7 +135,7 @@ class _Whole(nn.Module):
         super().__init__()
         self.module, self.noted = module, noted
         self.leaves, self.structure = list(leaves), structure
-        self.seen, self.held = _Seen(), dict(module.named_buffers())
+        self.seen, self.held = _Seen(), held(module)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Rebuild the arguments from tensors, call the module, and flatten its result."""

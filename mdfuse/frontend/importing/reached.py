@@ -1,4 +1,6 @@
-"""Buffers that a module also reaches another way than by its own attributes: they stay buffers.
+"""Parameters and buffers that a module also reaches another way than by its own attributes.
+
+They stay parameters and buffers: a parameter in a list is trained.
 
 A static cache of transformers holds tensors that a module registers as buffers. While torch.export
 traces, other tensors stand for these, but only where modules have them: what a cache holds would be
@@ -35,19 +37,25 @@ def _as_in(x: Tensor, source: Any, func: Callable[..., Any]) -> Any:
     return source if func is Tensor.__setitem__ else source.expand(x.shape)
 
 
+def held(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by all of their names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
+
+
 class Reached(TorchFunctionMode):
-    """Lets calls take what stands for a buffer now in the place of the buffer itself.
+    """Lets calls take what stands for a parameter or buffer now in the place of the tensor itself.
 
     Args:
         module: that is traced.
-        buffers: its buffers before, by their names.
+        tensors: its parameters and buffers before, as `held` returns them.
     """
 
-    def __init__(self, module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._module = module
-        self._named = {name: module.get_buffer(name) for name in buffers}
-        self._now = {id(x): self._named[name] for name, x in buffers.items()}
+        self._module, now = module, held(module)
+        self._named = dict(module.named_buffers())
+        self._now = {id(x): now[name] for name, x in tensors.items()}
         self._read: set[int] = set()
 
     def __torch_function__(
@@ -90,7 +98,7 @@ class Reached(TorchFunctionMode):
         return new if isinstance(new, Tensor) else self._named[name]
 
     def meant(self, x: Any) -> Any:
-        """Return an argument with what stands for buffers in it."""
+        """Return an argument with what stands for parameters and buffers in it."""
         if isinstance(x, Tensor):
             return self._now.get(id(x), x)
         if type(x) in (list, tuple):

@@ -1,4 +1,4 @@
-"""Buffers that a module also reaches another way: by a list, or by a cache of transformers."""
+"""Tensors that a module also reaches another way: by a list, or by a cache of transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from helpers.beside_module import MESHES, check_beside, numbers
 from helpers.causal import greedy, model_of, prompts
 from torch import Tensor, nn
 
@@ -97,6 +99,25 @@ def test_returned_ones_are_written(kind: Any) -> None:
     back = model.outputs(mf.simulate(model.compile(), [*model.load(), x]).outputs)
     assert isinstance(back, kind)
     torch.testing.assert_close((back.y, back.rows), (module(x).y, module.rows), rtol=0, atol=0)
+
+
+class Listed(nn.Module):
+    """Reads its parameters by a dict, a tied one by its attributes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(16.0, dtype=torch.float64).reshape(4, 4).sin())
+        self.b = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.tied = self.w
+        self.all = {"w": [self.w], "b": self.b}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x @ self.tied, self.all["w"][0], self.all["b"]) * self.w[0]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_in_a_dict_are_trained(mesh: str) -> None:
+    check_beside(Listed(), (numbers(4, 4),), mesh)
 
 
 class Assigned(nn.Module):
