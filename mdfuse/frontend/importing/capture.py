@@ -23,7 +23,7 @@ from mdfuse.frontend.importing.backwards import Backwards, own_backwards
 from mdfuse.frontend.importing.dynamic import dims_of_tensors
 from mdfuse.frontend.importing.inline import inline, part_detached
 from mdfuse.frontend.importing.lines import line_of
-from mdfuse.frontend.importing.reached import Reached
+from mdfuse.frontend.importing.reached import Reached, held
 from mdfuse.frontend.importing.submodules import PREFIX
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
@@ -135,7 +135,7 @@ class _Whole(nn.Module):
         super().__init__()
         self.module, self.noted = module, noted
         self.leaves, self.structure = list(leaves), structure
-        self.seen, self.held = _Seen(), dict(module.named_buffers())
+        self.seen, self.held = _Seen(), held(module)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Rebuild the arguments from tensors, call the module, and flatten its result."""
@@ -144,8 +144,9 @@ class _Whole(nn.Module):
         args, kwargs = unflattened(leaves, self.structure)
         self.noted.begin()
         with Reached(self.module, self.held) as reached:
-            given_back = reached.meant(self.module(*args, **kwargs))
-        paths, self.seen.structure = flattened(given_back)
+            given_back = self.module(*args, **kwargs)
+        leaves_back, self.seen.structure = flattened(given_back)
+        paths = [(path, reached.meant(x)) for path, x in leaves_back]
         results: list[Tensor] = []
         outputs: list[OutputLeaf] = []
         for path, x in paths:
@@ -162,7 +163,7 @@ class _Whole(nn.Module):
                 )
             )
         self.seen.outputs = tuple(outputs)
-        return (*results, *self.noted.tensors)
+        return (*reached.written(results), *self.noted.tensors)
 
 
 _PLAIN = (bool, int, float, str, type(None))

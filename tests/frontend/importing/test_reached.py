@@ -1,11 +1,15 @@
-"""Buffers that a module also reaches another way: by a list, or by a cache of transformers."""
+"""Tensors that a module also reaches another way: by a list, or by a cache of transformers."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from helpers.beside_module import MESHES, check_beside, numbers
 from helpers.causal import greedy, model_of, prompts
 from torch import Tensor, nn
 
@@ -63,6 +67,110 @@ def test_an_import_writes_nothing() -> None:
     assert module.count.item() == 0 and not module.rows.any()
     assert {*model.fusion.reuse.values()} == {"rows", "count"}
     assert "writes 32 bytes" in str(model.compile())
+
+
+class Pair(NamedTuple):
+    y: Tensor
+    rows: Tensor
+
+
+@dataclass
+class Named:
+    y: Tensor
+    rows: Tensor
+
+
+@pytest.mark.parametrize("kind", [Pair, Named])
+def test_returned_ones_are_written(kind: Any) -> None:
+    """What stands for a buffer is returned in tuples with names, and in dataclasses."""
+
+    class Returned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rows", torch.zeros(4))
+            self.held = kind(self.rows, self.rows)
+
+        def forward(self, x: Tensor) -> Any:
+            self.held.rows.add_(x.sum(0))
+            return kind(x * 2, self.held.rows)
+
+    x, module = torch.randn(3, 4), Returned()
+    model = mf.from_torch(Returned(), (x,), mesh=MESH)
+    back = model.outputs(mf.simulate(model.compile(), [*model.load(), x]).outputs)
+    assert isinstance(back, kind)
+    torch.testing.assert_close((back.y, back.rows), (module(x).y, module.rows), rtol=0, atol=0)
+
+
+class Listed(nn.Module):
+    """Reads its parameters by a dict, a tied one by its attributes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(16.0, dtype=torch.float64).reshape(4, 4).sin())
+        self.b = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.tied = self.w
+        self.all = {"w": [self.w], "b": self.b}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x @ self.tied, self.all["w"][0], self.all["b"]) * self.w[0]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_in_a_dict_are_trained(mesh: str) -> None:
+    check_beside(Listed(), (numbers(4, 4),), mesh)
+
+
+class Assigned(nn.Module):
+    """Assigns new tensors to its buffers; one is never read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("before", torch.ones(4))
+        self.register_buffer("steps", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + self.before
+        self.before = self.mean
+        self.mean = self.mean * 0.9 + x.mean(0)
+        self.steps = torch.arange(4.0) + len(x)
+        return y, self.mean * self.steps
+
+
+def test_assigned_buffers_are_written() -> None:
+    """A next run reads what a run assigned; one buffer takes the other's."""
+    xs = [(torch.randn(3, 4),) for _ in range(4)]
+    results, module = steps(Assigned(), xs), Assigned()
+    for x, got in zip(xs, results, strict=True):
+        torch.testing.assert_close(tuple(got), module(*x), rtol=0, atol=0)
+    model = mf.from_torch(Assigned(), xs[0], mesh=MESH)
+    assert {*model.fusion.reuse.values()} == {"mean", "before"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("how", ["copy", "packet", "rows", "all"])
+def test_whole_copies_cast_and_expand(dtype: torch.dtype, how: str) -> None:
+    """Into a buffer of another dtype, or with more dims; the forward reads the cast numbers."""
+
+    class Copied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rows", torch.zeros(3, 4, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.rows
+            if how == "copy":
+                self.rows.copy_(x.sum(0) * 3)
+            elif how == "packet":
+                torch.ops.aten.copy_(self.rows, x.sum(0) * 3)
+            else:
+                self.rows[: 3 if how == "rows" else None] = x.sum(0) * 3
+            return y + self.rows
+
+    xs = [(torch.randn(3, 4),) for _ in range(2)]
+    module = Copied()
+    for x, (got,) in zip(xs, steps(Copied(), xs), strict=True):
+        torch.testing.assert_close(got, module(*x), rtol=0, atol=0)
 
 
 class Cached(nn.Module):
