@@ -18,7 +18,7 @@ from mdfuse.communication import Communication
 from mdfuse.errors import LayoutError
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.kinds import KINDS
-from mdfuse.layouts.layout import Layout, Partial, Replicate
+from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 from mdfuse.layouts.narrowing import is_view_of
 from mdfuse.layouts.recv_volume import UNIT, has_few_rows, is_lacking
 from mdfuse.reshard.across import across
@@ -111,7 +111,7 @@ def in_fewer_posts(
         carriers: see `steps`.
         spare: returns `UNIT` times the elements that a rank may receive beyond those of the path.
     """
-    if sum(isinstance(step, Communication) for step in path) < 2:
+    if _posts(path) < 2:
         return path
     source, goal = path[0].source, path[-1].destination
     is_one = source.mesh == goal.mesh and not goal.reaches and not moved(source, goal)
@@ -119,12 +119,36 @@ def in_fewer_posts(
         return path
     find = _plain_steps if is_symbolic(shape) else _known_plain_steps
     plain = find(source, goal, shape, carriers)
-    posts = [sum(isinstance(step, Communication) for step in each) for each in (plain, path)]
-    # sums of few rows over steps say little of the busiest rank
-    is_uneven = any(has_few_rows(step.destination, shape) for step in (*plain, *path))
-    least = 0 if is_uneven else received(path, shape)
-    is_plain = posts[0] <= posts[1] and received(plain, shape) <= least + spare()
-    return plain if is_plain else path
+    chosen, ways = path, [plain]
+    if not is_symbolic(shape):
+        ways.append(_scattered_first(source, goal, shape, carriers))
+    for way in ways:
+        # sums of few rows over steps say little of the busiest rank
+        is_uneven = any(has_few_rows(step.destination, shape) for step in (*way, *path))
+        least = 0 if is_uneven else received(path, shape)
+        may_replace = _posts(way) <= _posts(path) if way is plain else _posts(way) < _posts(chosen)
+        if may_replace and received(way, shape) <= least + spare():
+            chosen = way
+    return chosen
+
+
+def _posts(path: Sequence[Step]) -> int:
+    return sum(isinstance(step, Communication) for step in path)
+
+
+def _scattered_first(
+    source: Layout, goal: Layout, shape: tuple[int, ...], carriers: Carriers
+) -> tuple[Step, ...]:
+    """Return steps that bring Partials to the splits of a goal, and reduce the others behind.
+
+    Where parts are padded, these may take a little more than one reduction along all axes.
+    """
+    scattered = source
+    for axis in source.partial_axes:
+        if isinstance(placement := goal.placement(axis), Shard):
+            scattered = scattered.with_placement(axis, placement)
+    first, then = ((source, scattered), (scattered, goal))
+    return (*steps(*first, shape, carriers=carriers), *steps(*then, shape, carriers=carriers))
 
 
 def _plain_steps(

@@ -299,3 +299,20 @@ def test_a_gathered_axis_splits_the_parts_of_others(order: str, dim: int, featur
     assert as_stated.layout("weight") == stated["weight"]
     with pytest.raises(mf.MdfuseError, match="layout of 'wieght'"):
         model.layout("wieght")
+
+
+def test_padded_parts_of_one_sum_among_small_ones() -> None:
+    """Three unequal parts of 128 rows take 0.8 % more in two posts than in three."""
+    mesh = DeviceMesh.arange(dp=4, fsdp=3)
+    terms = mf.Layout(mesh, {"dp": Partial(), "fsdp": Partial()})
+    with mf.FusionDefinition("sums") as fd:
+        x = fd.define_tensor([128, 96], layout=terms, name="x")
+        small = [fd.define_tensor([3], layout=terms, name=f"y{n}") for n in range(5)]
+        for value in (x, *small):
+            fd.add_output(fd.ops.set(value).on(mesh, {"fsdp": Shard(0)}))
+    program = mf.compile(fd)
+    kinds = [c.kind for c in program.communications if c.shape == (128, 96)]
+    assert kinds == ["ReduceScatter", "Allreduce"], program
+    given = [torch.randn(128, 96), *(torch.randn(3) for _ in small)]
+    for got, want in zip(mf.simulate(program, given).outputs, given, strict=True):
+        torch.testing.assert_close(got, want)

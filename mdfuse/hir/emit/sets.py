@@ -50,9 +50,10 @@ class Emitter:
 
     @cached_property
     def spare(self) -> int:
-        """The bytes times `UNIT` by which a set may exceed the least, for fewer posts.
+        """The bytes times `UNIT` by which sets may exceed the least on average, for fewer posts.
 
-        All sets together may receive 1/64 more than the least.
+        All sets together may receive 1/64 more than the least: half of it in equal shares, as sets
+        of few bytes need, and half by what each set receives.
         """
         sizes = [_received(self, e) for e in self.fusion.exprs if e.op == "set"]
         return sum(sizes) // (64 * len(sizes))
@@ -200,7 +201,11 @@ def emit_steps(
 
     def find() -> tuple[Step, ...]:
         path = _path(out, expr, *change)
-        return in_fewer_posts(path, shape, out.carriers, lambda: out.spare // dtype.itemsize)
+
+        def spare() -> int:
+            return (out.spare // dtype.itemsize + received(path, shape) // 64) // 2
+
+        return in_fewer_posts(path, shape, out.carriers, spare)
 
     path = _once(out.paths, change, find)
     if not path:
