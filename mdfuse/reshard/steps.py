@@ -120,7 +120,7 @@ def in_fewer_posts(
     find = _plain_steps if is_symbolic(shape) else _known_plain_steps
     plain = find(source, goal, shape, carriers)
     chosen, ways = path, [plain]
-    if not is_symbolic(shape):
+    if not is_symbolic(shape) and min(map(_posts, (path, plain))) > len(source.partial_axes):
         ways.append(_scattered_first(source, goal, shape, carriers))
     for way in ways:
         # sums of few rows over steps say little of the busiest rank

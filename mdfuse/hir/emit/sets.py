@@ -50,10 +50,10 @@ class Emitter:
 
     @cached_property
     def spare(self) -> int:
-        """The bytes times `UNIT` by which sets may exceed the least on average, for fewer posts.
+        """The bytes times `UNIT` by which each set may exceed the least, for fewer posts.
 
-        All sets together may receive 1/64 more than the least: half of it in equal shares, as sets
-        of few bytes need, and half by what each set receives.
+        All sets together may receive 1/64 more than the least in such equal shares, which sets of
+        few bytes need; a larger set may receive 1/128 more than its least.
         """
         sizes = [_received(self, e) for e in self.fusion.exprs if e.op == "set"]
         return sum(sizes) // (64 * len(sizes))
@@ -203,7 +203,7 @@ def emit_steps(
         path = _path(out, expr, *change)
 
         def spare() -> int:
-            return (out.spare // dtype.itemsize + received(path, shape) // 64) // 2
+            return max(out.spare // dtype.itemsize, received(path, shape) // 128)
 
         return in_fewer_posts(path, shape, out.carriers, spare)
 
