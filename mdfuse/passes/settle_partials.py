@@ -74,6 +74,8 @@ class _Sweep:
     flows: dict[tuple[str, str], _LaterUses] = field(default_factory=dict)
     #: (value, axis) -> the placement in which what becomes of it would have it; None: any.
     goals: dict[tuple[str, str], Placement | None] = field(default_factory=dict)
+    #: (value, axis) -> the bytes to reduce it whole: each term of a sum asks for all others.
+    whole: dict[tuple[str, str], int] = field(default_factory=dict)
     #: value -> the layout that it should have instead.
     settled: dict[str, Layout] = field(default_factory=dict)
 
@@ -160,7 +162,9 @@ def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:
         to = to or _common(goals, layout.mesh, axis)
         price_here = _price(sweep.fusion, value, axis, to)
         read = [_price(sweep.fusion, value, axis, _common({g}, layout.mesh, axis)) for g in goals]
-        beside = [_price(sweep.fusion, u, axis, Replicate()) for u in flow.beside]
+        for u in flow.beside - {u for u, of in sweep.whole if of == axis}:
+            sweep.whole[u, axis] = _price(sweep.fusion, u, axis, Replicate())
+        beside = [sweep.whole[u, axis] for u in flow.beside]
         later = [*flow.ends.values(), *read]
         price = price_here + sum(beside), 1 + len(beside)
         is_less = len(readers) > 1 and price < (sum(later), len(later))

@@ -46,7 +46,11 @@ def _whole(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
         return
     if not all(x.layout is not None and x.layout.mesh == out.layout.mesh for x in operands):
         return
-    if all(x.bytes >= out.bytes for x in operands) or is_symbolic(out.shape):
+    if not any(isinstance(p, Shard) for p in out.layout.placements):
+        return
+    if any(is_symbolic(x.shape) for x in (out, *operands)):
+        return  # each comparison would be a guard
+    if all(x.bytes >= out.bytes for x in operands):
         return
     for axis in out.layout.mesh.axes:
         if not isinstance(out.layout.placement(axis), Shard):
