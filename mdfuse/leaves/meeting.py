@@ -132,23 +132,21 @@ class LeafMeeting:
 
     def _reduce(self) -> Rounds:
         call, count = self.call, len(self.call.team)
-        terms = {
-            call.team.index(leaf): tree.term(flat(post.srcs[0]))
-            for leaf, post in self.posts.items()
-        }
-        size = next(iter(terms.values())).numel()
+        numbered = {call.team.index(leaf): post.srcs[0] for leaf, post in self.posts.items()}
+        terms = {(n, n + 1): flat(x) for n, x in numbered.items()}
+        one = next(iter(terms.values()))
+        size = one.numel()
         assert call.reduce_op is not None
         held = {rank: tree.subtrees(self._terms_of(rank), count) for rank in self.ranks}
-        local = {
-            span: tree.reduced(call.reduce_op, span, lambda s: terms.get(s[0]) if _one(s) else None)
-            for span in held[self.rank]
-        }
+        local = {span: tree.reduced(call.reduce_op, span, terms) for span in held[self.rank]}
         wanted = {rank: self._ranges(rank, size) for rank in self.ranks}
         others = [rank for rank in self.ranks if rank != self.rank]
         sent = {r: [x[a:b] for x in local.values() for a, b in wanted[r]] for r in others}
-        like = next(iter(terms.values()))
         arrived = {
-            r: {span: [like.new_empty(b - a) for a, b in wanted[self.rank]] for span in held[r]}
+            r: {
+                span: [tree.room(one, span, b - a) for a, b in wanted[self.rank]]
+                for span in held[r]
+            }
             for r in others
         }
         yield self._parcels(
@@ -211,10 +209,6 @@ class LeafMeeting:
     @property
     def _itemsize(self) -> int:
         return next(iter(self.posts.values())).srcs[0].itemsize
-
-
-def _one(span: tree.Span) -> bool:
-    return span[1] - span[0] == 1
 
 
 def _distinct(xs: Iterator[Tensor]) -> list[Tensor]:

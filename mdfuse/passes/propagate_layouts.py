@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from mdfuse.errors import LayoutError
-from mdfuse.ir.graph import Fusion, Value
+from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.drop_unread import live_exprs
@@ -74,7 +74,7 @@ def _forwards(fusion: Fusion) -> Fusion:
             values[name] = replace(value, copies=())
     for expr in fusion.exprs:
         outputs = [values[name] for name in expr.outputs]
-        strategy = choose_here(expr, values)
+        strategy = None if _crosses(expr, values) else choose_here(expr, values)
         wanted = strategy.wanted if strategy is not None and expr.outputs[0] in live else {}
         for x, read_in in wanted.items():
             values[x] = _with_copy(values[x], expr.outputs[0], read_in)
@@ -92,6 +92,14 @@ def _forwards(fusion: Fusion) -> Fusion:
                 viewed = viewed_as(expr, values, copy)
                 values[expr.output] = _with_copy(values[expr.output], reader, viewed)
     return replace(fusion, values=values)
+
+
+def _crosses(expr: Expr, values: Mapping[str, Value]) -> bool:
+    """Return whether a `set` goes to another mesh: it neither infers nor shares any layout."""
+    if expr.op != "set":
+        return False
+    before, after = (values[x].layout for x in (*expr.reads, *expr.outputs))
+    return before is not None and after is not None and before.mesh != after.mesh
 
 
 def _with_copy(value: Value, reader: str, layout: Layout | None) -> Value:

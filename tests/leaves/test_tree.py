@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mdfuse.leaves import tree
+from mdfuse.plan.tensor_meta import form_of
 
 #: Terms whose sum depends on the order in which they are added.
 TERMS = [
@@ -40,9 +41,7 @@ def test_owners_do_not_matter(op: str, count: int) -> None:
             spans = tree.subtrees(held, count)
             assert sorted(n for span in spans for n in range(*span)) == sorted(held)
             for span in spans:
-                known[span] = tree.reduced(
-                    op, span, lambda s: terms[s[0]] if s[1] - s[0] == 1 else None
-                )
+                known[span] = tree.reduced(op, span, {(n, n + 1): terms[n] for n in held})
         assert torch.equal(tree.total(op, count, known), expected)
 
 
@@ -60,10 +59,22 @@ def test_few_numbers_travel() -> None:
 
 def test_narrow_floats_and_averages() -> None:
     """Terms of 16 bits are added in f32; an average is divided once."""
-    terms = {
-        (n, n + 1): tree.term(torch.tensor([256.0, 1.0], dtype=torch.bfloat16)) for n in range(3)
-    }
+    terms = {(n, n + 1): torch.tensor([256.0, 1.0], dtype=torch.bfloat16) for n in range(3)}
     assert tree.total("sum", 3, terms).tolist() == [768.0, 3.0]
     assert tree.total("avg", 3, terms).tolist() == [256.0, 1.0]
     flags = {(0, 1): torch.tensor([True, False]), (1, 2): torch.tensor([False, False])}
     assert tree.total("sum", 2, flags).tolist() == [True, False]
+
+
+def test_one_kernel_has_the_bits_of_the_calls() -> None:
+    """A GPU adds large terms in one kernel; it may not pair or round them otherwise."""
+    torch.manual_seed(0)
+    terms = {(n, n + 1): (torch.randn(1001) * 100.0 ** (n % 3)).bfloat16() for n in range(5)}
+    used: list[tree.Span] = []
+    nest = tree._nest((0, 5), terms, used)
+    values = [terms[span] for span in used]
+    kernel = tree._fused("sum", nest, tuple(map(form_of, values)))
+    assert kernel is not None
+    expected = by_hand("sum", [x.float() for x in values])
+    assert torch.equal(kernel(*values)[0], expected)
+    assert torch.equal(tree.reduced("sum", (0, 5), terms), expected)
