@@ -386,6 +386,33 @@ def test_host_times_of_stand_ins(tmp_path: Path) -> None:
         assert min(row["rounds"]["ours"]) > max(row["rounds"]["against"])
 
 
+def test_serving_beside_its_peers(tmp_path: Path) -> None:
+    """The script judges tokens of both sides by logits in float64, and layers by their values."""
+    small = ("--device", "cpu", "--small", "--rounds", "2", "--output", "a.json")
+    done = run(tmp_path, str(ROOT / "benchmarks" / "serving.py"), *small)
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "a.json").read_text())
+    names = {row["name"]: row["alternative"] for row in stored["rows"]}
+    assert names == {
+        "decode: a token": "reduce-overhead",
+        "together: all answers": "continuous batching",
+        "sizes: each once": "graphs by hand",
+        "token: of one request": "a copy",
+        "token: of the host": "replay alone",
+    }
+    world = stored["world"]
+    assert world["behind"].keys() == {"decode", "together", "token"}
+    assert world["decode"]["same tokens"] == world["together"]["same tokens"] == 1
+    assert world["sizes"]["errors"].keys() == {"ours", "against"}
+    for row in stored["rows"]:
+        assert min(row["rounds"]["ours"] + row["rounds"]["against"]) > 0
+
+
+def test_serving_has_rows(ended_at_once: Ended) -> None:
+    done = ended_at_once(str(ROOT / "benchmarks" / "serving.py"), "--rows", "decode,luck")
+    assert done.returncode == 1 and "rows luck: there are decode, together" in done.stderr
+
+
 PIPELINES = str(ROOT / "benchmarks" / "pipelines.py")
 
 

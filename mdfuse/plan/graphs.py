@@ -327,8 +327,8 @@ class GraphPlan:
         return "\n".join([*text, *lines[1 + len(self.plan.owned.lines) :]])
 
     def replays(self) -> list[Ready]:
-        """The runs by one graph, for outputs at the addresses seen so far."""
-        return [*self._ready.values()]
+        """The runs by one graph: the one for any addresses, those for addresses seen so far."""
+        return [*filter(None, [self._copying]), *self._ready.values()]
 
     def reset(self) -> None:
         """Give up the graphs; to be called before their communicators are destroyed."""

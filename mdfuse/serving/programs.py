@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -61,6 +62,7 @@ class Programs:
         options: Options | None,
     ) -> None:
         self.shape, self._comm, self._options = shape, comm, options
+        self._samplers: dict[int, Program] = {}
         module = model.module
         self.without_chunk = replace(shape, chunk=0)
         shapes = {bool(s.chunk): s for s in (shape, self.without_chunk)}
@@ -102,7 +104,9 @@ class Programs:
             )
         return state
 
-    def run(self, step: Integers, has_chunk: bool, numbers: Any = None) -> list[int]:
+    def run(
+        self, step: Integers, has_chunk: bool, numbers: npt.NDArray[np.float64] | None = None
+    ) -> list[int]:
         """Run a step; return the token chosen for each slot.
 
         Args:
@@ -112,11 +116,16 @@ class Programs:
         tokens, logits = self.steps[has_chunk](torch.from_numpy(step))
         chosen = tokens.tolist()
         if numbers is not None:
-            (drawn,) = self._sampler(logits, torch.from_numpy(numbers))
-            for slot, token in enumerate(drawn.tolist()):
+            for slot, token in enumerate(self._drawn(logits, numbers)):
                 if numbers[slot, sampling.TEMPERATURE]:  # among equal logits others take another
                     chosen[slot] = token
         return [int(x) for x in chosen]
+
+    @property
+    def words(self) -> int:
+        """The number of logits of a slot."""
+        fusion = self.programs[False].fusion
+        return int(fusion.values[fusion.outputs[-1]].shape[-1])
 
     @property
     def cache_bytes(self) -> int:
@@ -132,21 +141,25 @@ class Programs:
         self.programs[has_chunk].refuse(problem)
         raise problem from error
 
-    @cached_property
-    def sampler(self) -> Program:
-        """The choice of tokens by drawn numbers."""
-        program = self.programs[False]
-        name = program.fusion.outputs[-1]
-        value = program.fusion.values[name]
-        layout = program.host.types[program.host.outputs[-1]].layout
-        assert layout is not None
-        slots, words = value.shape
-        return compile(sampling.define(int(slots), int(words), layout), self._options)
+    def sampler(self, largest: int) -> Program:
+        """The choice of tokens by drawn numbers, with so many of the largest logits in order."""
+        if largest not in self._samplers:
+            program = self.programs[False]
+            layout = program.host.types[program.host.outputs[-1]].layout
+            assert layout is not None
+            definition = sampling.define(self.shape.slots, self.words, layout, largest)
+            self._samplers[largest] = compile(definition, self._options)
+        return self._samplers[largest]
 
-    def _sampler(self, *inputs: Tensor) -> Sequence[Tensor]:
+    def _drawn(self, logits: Tensor, numbers: npt.NDArray[np.float64]) -> list[int]:
+        sampler = self.sampler(sampling.ordered(numbers, self.words))
+        inputs = logits, torch.from_numpy(numbers)
         if self._comm is None:
-            return simulate(self.sampler, inputs).outputs
-        return self.sampler.run_all([x.to(self._comm.device) for x in inputs])
+            (drawn,) = simulate(sampler, inputs).outputs
+        else:
+            (drawn,) = sampler.run_all([x.to(self._comm.device) for x in inputs])
+        tokens: list[int] = drawn.tolist()
+        return tokens
 
 
 def _said_of(served: GivenModel, parameters: Sequence[Tensor | None]) -> str:

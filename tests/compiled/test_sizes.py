@@ -101,3 +101,15 @@ def test_sizes_share_one_memory() -> None:
         (rooms,) = program._rooms.values()
         sizes = {name: room.memory.nbytes for name, room in rooms.items()}
         assert sizes == {"at": 2 * 16 * 8, "rows_of_at_1": 16}
+
+
+def test_a_size_of_one_row_takes_reshapes() -> None:
+    """The dim of one row has no label in a reshape; rows are independent all the same."""
+    with mf.FusionDefinition("heads") as fd:
+        x = fd.define_tensor([-1, 6], mesh=DeviceMesh.arange(tp=1), name="x")
+        fd.add_output(x.reshape(x.shape[0], 1, 2, 3).transpose(1, 2).softmax(-1))
+    program = mf.compile(fd, mf.Options(sizes={"x.0": (1, 2, 4)}))
+    for n in (1, 3, 0, 2):
+        x = torch.randn(n, 6)
+        (made,) = mf.simulate(program, [x]).outputs
+        torch.testing.assert_close(made, x.reshape(n, 1, 2, 3).transpose(1, 2).softmax(-1))

@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from functools import partial
 
 from mdfuse.errors import LoweringError
+from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, are_same
 from mdfuse.ir.dims import Labels
 from mdfuse.ir.graph import Expr, Fusion, Value
+from mdfuse.ir.symbolic import with_new_examples
 from mdfuse.ir.updates import NOWHERE
 from mdfuse.passes.rewriting import Maker, rewritten
 from mdfuse.passes.strategy import dim_map
@@ -40,17 +42,30 @@ def run(fusion: Fusion, masks: Mapping[str, str]) -> Fusion:
     Raises:
         LoweringError: rows are not independent of each other.
     """
-    for symbol in masks:
-        _check_values(fusion, symbol)
-    for expr in fusion.exprs:
+    with assuming(Assumptions()):
+        several = _of_several(fusion, masks)
         for symbol in masks:
-            _check(fusion, expr, symbol)
+            _check_values(several, symbol)
+        for expr in several.exprs:
+            for symbol in masks:
+                _check(several, expr, symbol)
     rules = {
         e.outputs[0]: partial(_drop, masks=masks)
         for e in fusion.exprs
         if e.op in _WRITES and any(_dims(fusion.values[x], s) for x in e.reads[:-1] for s in masks)
     }
     return rewritten(fusion, rules)
+
+
+def _of_several(fusion: Fusion, masks: Mapping[str, str]) -> Fusion:
+    """Return the fusion with examples of several rows: dims of one row have no label in places."""
+    extents = [n for x in fusion.values.values() for n in x.shape if isinstance(n, Extent)]
+    examples = {s: number for n in extents for s, number in n.examples.items()}
+    if all(examples.get(s, 2) > 1 for s in masks):
+        return fusion
+    return with_new_examples(
+        fusion, {s: max(n, 2) if s in masks else n for s, n in examples.items()}
+    )
 
 
 def depends(n: object, symbol: str) -> bool:
