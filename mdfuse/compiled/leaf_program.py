@@ -234,9 +234,7 @@ def on_leaves(
             leaves; inputs or outputs that are Partial; rows whose number a run decides.
     """
     deal = Deal(_mesh(fusion, examples))
-    lowered_for = replace(
-        options, overlap="never", reduce_dtype=options.reduce_dtype or torch.float32
-    )
+    lowered_for = replace(options, overlap="never")
     fusion = meshes.on_mesh(fusion, deal.leaf_mesh)
     cut = batch(fusion) if batch is not None else None
     prepared, _, host = hir_lowering.lower(fusion, should_merge, options=lowered_for, batch=cut)
