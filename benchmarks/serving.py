@@ -124,11 +124,11 @@ class Plan:
         """Store how far tokens lie behind the most probable ones.
 
         Raises:
-            AssertionError: further than roundings explain.
+            AssertionError: further than roundings explain, and than those of the peer.
         """
         self.world["behind"][what] = distances
-        limit = _BEHIND[self.dtype]
-        if not all(x <= limit for x in distances.values()):
+        limit = max(_BEHIND[self.dtype], distances.get("against", 0.0))
+        if not distances["ours"] <= limit:
             raise AssertionError(f"{what}: tokens lie behind the best by {distances}, over {limit}")
 
     def row(

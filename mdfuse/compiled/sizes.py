@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.caching import Cache
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.specialisations import lowerings_of
 from mdfuse.config import Options, options_from_environment
@@ -219,15 +220,33 @@ class SizedProgram(Program):
 
     def _local(self, name: str, extents: Extents, rank: int) -> tuple[int, ...] | None:
         """Return the shape that a rank has of a value; None where it is not in its mesh."""
-        value, layout = self.definition.values[name], self._layout(name)
-        shape: tuple[int, ...] = with_numbers(value.shape, extents)
-        if layout is None:
-            return shape
-        return layout.local_shape(shape, rank) if rank in layout.mesh else None
+        key = (name, rank, *extents.items())
+        known = self._shapes.find(key)
+        if known is None:
+            value, layout = self.definition.values[name], self._layout(name)
+            shape: tuple[int, ...] = with_numbers(value.shape, extents)
+            is_here = layout is None or rank in layout.mesh
+            known = (layout.local_shape(shape, rank) if layout and is_here else shape, is_here)
+            self._shapes.put(key, known)
+        shape, is_here = known
+        return shape if is_here else None
+
+    @cached_property
+    def _shapes(self) -> Cache[tuple[tuple[int, ...], bool]]:
+        """Value, rank and extents -> the shape there, and whether the rank has the value."""
+        return Cache(limit=4096)
 
     def _is_sized(self, name: str) -> bool:
-        shape = self.definition.values[name].shape
-        return any(depends(n, symbol) for n in shape for symbol in self._sizes)
+        return name in self._names_sized
+
+    @cached_property
+    def _names_sized(self) -> frozenset[str]:
+        """Values with a dim whose extent has sizes."""
+        return frozenset(
+            name
+            for name, value in self.definition.values.items()
+            if any(depends(n, symbol) for n in value.shape for symbol in self._sizes)
+        )
 
     def _filled(
         self, inputs: Sequence[Any], extents: Extents, sizes: Extents, rank: int

@@ -43,7 +43,7 @@ class PartBorder:
     def is_cut(self) -> bool:
         """True if the part of each rank contains those of its leaves."""
         return all(
-            _inside(self._leaf_box(leaf), self._box(rank))
+            _inside(self._leaf_boxes[leaf], self._boxes[rank])
             for rank in self.deal.mesh.ranks
             for leaf in self.deal.leaves_of(rank)
         )
@@ -54,36 +54,39 @@ class PartBorder:
         return all(map(self._is_covered, self.deal.mesh.ranks))
 
     def _is_covered(self, rank: int) -> bool:
-        box = self._box(rank)
+        box = self._boxes[rank]
         if box is None:
             return False
-        pieces = {self._leaf_box(leaf) for leaf in self.deal.leaves_of(rank)}
+        pieces = {self._leaf_boxes[leaf] for leaf in self.deal.leaves_of(rank)}
         shared = [_common(piece, box) for piece in pieces if piece is not None]
         return None not in pieces and sum(map(box_size, shared)) == box_size(box)
 
-    def _box(self, rank: int) -> Box | None:
-        """Return the part of a rank; None where it has several runs of a dim."""
-        return _one_run(self.layout, self.shape, rank)
+    @cached_property
+    def _boxes(self) -> dict[int, Box | None]:
+        """Rank -> its part; None where it has several runs of a dim."""
+        return {rank: _one_run(self.layout, self.shape, rank) for rank in self.deal.mesh.ranks}
 
-    def _leaf_box(self, leaf: int) -> Box | None:
-        return _one_run(self.leaf_layout, self.shape, leaf)
+    @cached_property
+    def _leaf_boxes(self) -> dict[int, Box | None]:
+        return {n: _one_run(self.leaf_layout, self.shape, n) for n in self.deal.leaf_mesh.ranks}
 
     # -- in --------------------------------------------------------------------------------------
 
     def cut(self, rank: int, x: Tensor) -> dict[int, Tensor]:
         """Return the parts of a rank's leaves; those that are alike are one tensor.
 
-        A tensor that is all of a leaf's part, and lies as a new one would, is not copied.
+        A part that lies as a new tensor would is not copied.
         """
-        local = self._box(rank)
+        local = self._boxes[rank]
         parts: dict[Box | None, Tensor] = {}
         by_leaf: dict[int, Tensor] = {}
         for leaf in self.deal.leaves_of(rank):
-            box = self._leaf_box(leaf)
+            box = self._leaf_boxes[leaf]
             assert local is not None and box is not None
             if box not in parts:
                 inner = tuple((a - c, b - c) for (a, b), (c, _) in zip(box, local, strict=True))
-                parts[box] = x if box == local and lies_as_new(x) else as_new(x[index_of(inner)])
+                part = x[index_of(inner)]
+                parts[box] = part if lies_as_new(part) else as_new(part)
             by_leaf[leaf] = parts[box]
         return by_leaf
 
@@ -107,14 +110,14 @@ class PartBorder:
         self, rank: int, parts: dict[int, Tensor], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Return the part of a rank, from those of its leaves."""
-        box = self._box(rank)
+        box = self._boxes[rank]
         assert box is not None
         for leaf, x in parts.items():
-            if self._leaf_box(leaf) == box:
+            if self._leaf_boxes[leaf] == box:
                 return x
         result = torch.empty([b - a for a, b in box], dtype=dtype, device=device)
         for leaf, x in parts.items():
-            piece = self._leaf_box(leaf)
+            piece = self._leaf_boxes[leaf]
             assert piece is not None
             common = _common(piece, box)
             if box_size(common):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -88,7 +89,7 @@ class _Dim:
     dim: int
     extent: Extent
 
-    @property
+    @cached_property
     def symbol(self) -> str | None:
         """The symbol that the extent is; None where the extent follows from others."""
         text = str(self.extent)
@@ -157,7 +158,7 @@ class LocalExtents:
     dims: tuple[tuple[_Dim, Layout], ...]
     seen: tuple[_Dim, ...]
 
-    @property
+    @cached_property
     def symbols(self) -> tuple[str, ...]:
         """The names of the extents."""
         return tuple(dict.fromkeys(d.symbol for d, _ in self.dims if d.symbol))
