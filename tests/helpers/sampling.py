@@ -25,10 +25,16 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 #: Seconds that the cases of one swept test take, about.
 BUDGET = 1.5
 
-#: File -> seconds that all its swept tests take: each runs a whole benchmark, a launch, a compiler.
+#: File -> seconds that all its swept tests take: each case imports a model, times a whole program,
+#: or runs a benchmark, a launch, a compiler.
 TOGETHER = {
+    "tests/compiled/test_overlap.py": 8.0,
+    "tests/frontend/importing/test_build_models.py": 6.0,
+    "tests/frontend/importing/test_dispatch.py": 12.0,
+    "tests/frontend/importing/test_gathers_positions.py": 4.0,
     "tests/plan/test_inductor.py": 20.0,
     "tests/runtime/watch/test_reports.py": 12.0,
+    "tests/serving/test_engine.py": 6.0,
     "tests/test_benchmarks.py": 35.0,
 }
 
