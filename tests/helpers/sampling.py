@@ -28,6 +28,7 @@ BUDGET = 1.0
 #: File -> seconds that all its swept tests take: each case imports a model, times a whole program,
 #: or runs a benchmark, a launch, a compiler; or is another operation, so that many should run.
 TOGETHER = {
+    "tests/compiled/test_leaf_program.py": 10.0,
     "tests/compiled/test_overlap.py": 8.0,
     "tests/frontend/importing/test_build_models.py": 6.0,
     "tests/frontend/importing/test_dispatch.py": 12.0,
