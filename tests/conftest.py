@@ -49,34 +49,46 @@ def _as_it_is(program: HostProgram, options: Options) -> HostProgram:
     return program
 
 
-def _verified(run: hir_lowering.HostPass, is_ours: bool) -> hir_lowering.HostPass:
+def _verified(run: hir_lowering.HostPass, is_ours: bool, is_last: bool) -> hir_lowering.HostPass:
     def verified(program: HostProgram, options: Options) -> HostProgram:
-        made = run(program, options)
-        if made is program:
-            return made
-        numbers, is_known = _with_numbers(made), VERDICT in vars(program)
+        made, is_known = run(program, options), VERDICT in vars(program)
+        is_same = made is program or (
+            (is_ours or is_known) and _with_numbers(made) == _with_numbers(program)
+        )
         # What a pass left as it was is verified already; a copy would be again, when it runs.
-        if (is_ours or is_known) and numbers == _with_numbers(program):
-            vars(made).update({VERDICT: None} if is_known else {})
-        elif is_ours:
-            verify_once(numbers)
+        if is_same and is_known:
+            vars(made)[VERDICT] = None
+        elif is_last or (is_ours and not is_same):
+            verify_once(_with_numbers(made))
         return made
 
     return verified
 
 
+#: One process verifies after one pass of so many, and ranks of a world share all of them out.
+SHARE_OF_PASSES = 3
+
+
 @pytest.fixture(autouse=True, scope="session")
 def verified_passes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every host program that a test lowers is verified as emitted, and after every pass.
+    """Every host program that a test lowers is verified, and after passes on the way.
 
-    All ranks of a world lower the same programs, so each rank verifies after passes of its own:
-    rank 1 of 4 after the first, the fifth, …
+    Ranks of a world lower the same programs, so each verifies after passes of its own: rank 1 of 4
+    after the first, the fifth, … A process alone is such a rank, which the seed draws, and verifies
+    after the last pass besides; with --whole it verifies after every pass.
     """
+    from helpers import sampling
+
     joint = request.config.pluginmanager.getplugin("multirank-joint")
-    rank, size = (0, 1) if joint is None else (joint.launch.rank, joint.launch.size)
+    if joint is None:
+        size = sampling.of(1, SHARE_OF_PASSES)
+        rank = request.config.option.draw % size
+    else:
+        rank, size = joint.launch.rank, joint.launch.size
     passes = hir_lowering.HOST_PASSES
     verified = [
-        (name, _verified(run, place % size == rank)) for place, (name, run) in enumerate(passes, 1)
+        (name, _verified(run, place % size == rank, joint is None and place == len(passes)))
+        for place, (name, run) in enumerate(passes, 1)
     ]
     hir_lowering.HOST_PASSES = (("emit", _emitted if rank == 0 else _as_it_is), *verified)
     yield

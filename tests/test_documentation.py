@@ -5,8 +5,8 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
-import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -61,19 +61,19 @@ def test_the_readme_begins_with_a_module_on_a_mesh() -> None:
 
 
 @pytest.mark.parametrize(("code", "printed"), README_PROGRAMS, ids=["module", "by hand"])
-def test_readme_program(code: str, printed: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("unjoined")
+def test_readme_program(
+    code: str,
+    printed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The programs of the README run, and print the text that stands below them."""
     (tmp_path / "mlp.py").write_text(code, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "mlp.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == printed
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(tmp_path / "mlp.py"), run_name="__main__")
+    assert capsys.readouterr().out == printed
 
 
 def test_import_is_cheap() -> None:

@@ -34,25 +34,25 @@ LIMITS = {
 OPENS = re.compile(r"(?:^|[.!?]\s+|\n\n\s*|[-*] )(Of) (?!course\b)")
 
 
-def assigned(tree: ast.AST) -> Iterator[str]:
-    """The names that values are given, where they are local: by `=`, `for`, `with` and `:=`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-
-
-def parameters(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.arg):
-            yield node.arg
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """A tree and the statements in it, at any depth; not their expressions, most of its nodes."""
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from statements(node)
 
 
 def docstrings(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
                 yield text
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def comments(text: str) -> str:
@@ -62,23 +62,21 @@ def comments(text: str) -> str:
 
 
 @cache
-def counted() -> dict[str, int]:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (*MODULES, *SCRIPTS)]
-    classes = Counter(
-        node.name
-        for tree in trees[: len(MODULES)]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    )
+def counted() -> Counter[str]:
     asking = re.compile(r"(What|Where|How|Whether|Which|Who)\b")
-    return {
-        "empty names": sum(name in EMPTY for tree in trees for name in assigned(tree)),
-        "empty parameters": sum(name in EMPTY for tree in trees for name in parameters(tree)),
-        "classes of one name": sum(n > 1 for n in classes.values()),
-        "docstrings that ask": sum(
-            bool(asking.match(x)) for tree in trees for x in docstrings(tree)
-        ),
-    }
+    counts, classes, modules = Counter[str](), Counter[str](), {*MODULES}
+    for path in (*MODULES, *SCRIPTS):
+        texts = docstrings(tree_of(path))
+        counts["docstrings that ask"] += sum(bool(asking.match(x)) for x in texts)
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Name):  # by `=`, `for`, `with` and `:=`
+                counts["empty names"] += isinstance(node.ctx, ast.Store) and node.id in EMPTY
+            elif isinstance(node, ast.arg):
+                counts["empty parameters"] += node.arg in EMPTY
+            elif isinstance(node, ast.ClassDef) and path in modules:
+                classes[node.name] += 1
+    counts["classes of one name"] = sum(n > 1 for n in classes.values())
+    return counts
 
 
 @pytest.mark.parametrize("kind", LIMITS)
@@ -96,7 +94,7 @@ def test_sentences_of_modules_begin_with_their_subject() -> None:
     wrong = []
     for path in (*MODULES, *SCRIPTS, *TESTS):
         text = path.read_text(encoding="utf-8")
-        parts = [*docstrings(ast.parse(text)), comments(text)]
+        parts = [*docstrings(tree_of(path)), comments(text)]
         wrong += [(path.name, m[0]) for part in parts for m in OPENS.finditer(part)]
     wrong += [
         (path.name, m[0])

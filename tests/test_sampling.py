@@ -45,3 +45,7 @@ def test_times_are_of_tests() -> None:
         assert re.search(rf"\b{test.rpartition('::')[2]}\b", text), (
             name
         )  # defined or imported there
+
+
+def test_files_that_share_seconds_have_swept_tests() -> None:
+    assert {*sampling.TOGETHER} <= {name.partition("::")[0] for name in sampling.times()}

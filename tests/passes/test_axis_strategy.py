@@ -316,3 +316,21 @@ def test_padded_parts_of_one_sum_among_small_ones() -> None:
     given = [torch.randn(128, 96), *(torch.randn(3) for _ in small)]
     for got, want in zip(mf.simulate(program, given).outputs, given, strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("rows_beside", "posts"), [(0, 3), (4096, 2)])
+def test_few_rows_take_fewer_posts_for_bytes_that_many_rows_spare(
+    rows_beside: int, posts: int
+) -> None:
+    """Five rows in four parts: a scatter and a sum take more bytes than three posts."""
+    mesh = DeviceMesh.arange(dp=8, fsdp=4)
+    terms = mf.Layout(mesh, {"dp": Partial(), "fsdp": Partial()})
+    given = [torch.randn(n, 96) for n in (5, rows_beside) if n]
+    with mf.FusionDefinition("few") as fd:
+        for n, x in enumerate(given):
+            value = fd.define_tensor(x.shape, layout=terms, name=f"x{n}")
+            fd.add_output(fd.ops.set(value).on(mesh, {"fsdp": Shard(0)}))
+    program = mf.compile(fd)
+    assert sum(c.shape == (5, 96) for c in program.communications) == posts, program
+    for got, want in zip(mf.simulate(program, given).outputs, given, strict=True):
+        torch.testing.assert_close(got, want)

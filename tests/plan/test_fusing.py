@@ -359,7 +359,7 @@ def test_a_repeated_element_of_a_launch_that_travels() -> None:
         y = x.exp() * 2.0
         fd.add_output(fd.ops.set(y.repeat(1, 9)).on(mesh, {"x": mf.Shard(1)}))
         fd.add_output(y + 1.0)
-    program = mf.compile(fd, options=ALWAYS)  # tests verify it after each pass
+    program = mf.compile(fd, options=ALWAYS)  # tests verify it, too
     (launch, *_) = [i for i in program.host.walk() if i.op == "launch"]
     assert any(i.fn == "expand" and i.outputs[0] in launch.outputs for i in launch.body)
     x = torch.randn(5, 4)

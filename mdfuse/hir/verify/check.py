@@ -1,4 +1,4 @@
-"""Verify a host program, before it first runs and, in tests, after every pass.
+"""Verify a host program, before it first runs and, in tests, after passes.
 
     host @p on mesh(x=2) {                          ProgramError: @p: add -> y reads %b, which post
       ...                                           %c is still using
