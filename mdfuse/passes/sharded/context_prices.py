@@ -28,6 +28,9 @@ PER_BYTE = 1500
 #: some ten times as fast as links.
 _JOINED = 1.6
 
+#: A byte of a mask is made, added to scores in their dtype, and read, likewise.
+_MADE = 0.5
+
 #: The bytes that could arrive while the posts and kernels of one step of a ring are started.
 _POSTED = 4 << 20
 
@@ -42,7 +45,7 @@ class Price(NamedTuple):
         form: "gather", "heads" or "ring".
         received: bytes that arrive at a rank, forward and backward.
         share: the pairs of the rank with most of them, of a fair share.
-        total: bytes, those that could arrive during the work included.
+        total: bytes, those that could arrive during the work, and while masks are made, included.
     """
 
     form: str
@@ -72,11 +75,13 @@ def prices(split: SplitAttention, has_ring: bool) -> list[Price]:
         forms["ring"] = moved, _share_of_rows(split)
     ranks = math.prod(split.rows.mesh.axis_size(a) for a in split.axes)
     work = _operations(split) / ranks * (3.5 if split.is_trained else 1) / PER_BYTE
-    hidden = partial(_around, split, ranks)
-    return [
-        Price(form, moved, share, (hidden if form == "ring" else add)(moved, work * share))
-        for form, (moved, share) in forms.items()
-    ]
+    mask = _MADE * values[split.mask].bytes if split.mask is not None else 0
+    hidden, each = partial(_around, split, ranks), list[Price]()
+    for form, (moved, share) in forms.items():
+        busy = work * share + mask / (1 if form == "heads" else ranks)
+        total = (hidden if form == "ring" else add)(moved, busy)
+        each.append(Price(form, moved, share, total))
+    return each
 
 
 def best(known: Sequence[Price]) -> str:

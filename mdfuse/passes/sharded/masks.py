@@ -53,27 +53,27 @@ class Masks:
         """
         if split.mask is None:
             return []
-        made, given = parts(split)
-        known = {x: x for x in given}
-        known |= {x: self._brought(maker, by, x, at) for x, at in received(split, to)}
+        exprs, ends = parts(split)
+        read = {x: x for x in ends}
+        read |= {x: self._brought(maker, by, x, at) for x, at in received(split, to)}
         if stream is not None:
-            known = {x: _in_turn(maker, by, split, y, stream) for x, y in known.items()}
-        for e in made:
-            known[e.output] = self._again(maker, by, e, known, to if stream is None else None)
+            read = {x: _in_turn(maker, by, split, y, stream) for x, y in read.items()}
+        for e in exprs:
+            read[e.output] = self._again(maker, by, e, read, to if stream is None else None)
             if stream is not None:
-                value = maker.values[known[e.output]]
+                value = maker.values[read[e.output]]
                 at = replace(stream, dim=len(value.shape) - 1)
                 maker.values[value.name] = replace(value, stream=at)
-        return [known[split.mask]]
+        return [read[split.mask]]
 
     def _again(
-        self, maker: Maker, by: Expr, e: Expr, known: dict[str, str], to: Layout | None
+        self, maker: Maker, by: Expr, e: Expr, read: dict[str, str], to: Layout | None
     ) -> str:
         """Return the result of an expression of copies; one that another attention has made."""
         key = (e.output, to) if to is not None else None
         if key is not None and key in self.copies:
             return self.copies[key]
-        inputs = (known.get(x, x) if isinstance(x, str) else x for x in e.inputs)
+        inputs = (read.get(x, x) if isinstance(x, str) else x for x in e.inputs)
         name = maker.op(by, e.op, *inputs, **e.kwargs)
         if key is not None:
             self.copies[key] = name
@@ -96,27 +96,27 @@ _Along = tuple[int | None, ...]
 
 def parts(split: SplitAttention) -> tuple[list[Expr], dict[str, _Along]]:
     """Return the expressions that make a mask of values with rows or columns alone; and these."""
-    made, given = dict[str, Expr](), dict[str, _Along]()
+    exprs, ends = dict[str, Expr](), dict[str, _Along]()
 
     def visit(x: str, along: _Along) -> None:
         along = along[max(len(along) - len(split.shape(x)), 0) :]
         expr = split.fusion.producers.get(x)
-        if x in made:
+        if x in exprs:
             return
         if expr is None or not _is_made(split.fusion, expr):
-            given.setdefault(x, along)
+            ends.setdefault(x, along)
             return
         if expr.op == "unsqueeze":
             new = {d % len(along) for d in expr.kwargs["dims"]}
             along = tuple(q for d, q in enumerate(along) if d not in new)
         for y in expr.reads:
             visit(y, along)
-        made[x] = expr
+        exprs[x] = expr
 
     if split.mask is not None:
         ndim = len(split.shape(split.operands[0]))
         visit(split.mask, (*range(ndim - 1), None))
-    return [*made.values()], given
+    return [*exprs.values()], ends
 
 
 def _is_made(fusion: Fusion, expr: Expr) -> bool:
@@ -128,8 +128,8 @@ def _is_made(fusion: Fusion, expr: Expr) -> bool:
     if is_symbolic(value.shape) or len(value.shape) < 2 or 1 in value.shape[-2:]:
         return False
     mesh = fusion.layout(value.name).mesh
-    of = [fusion.values[x] for x in expr.reads]
-    is_here = all(x.stream is None and fusion.layout(x.name).mesh == mesh for x in of)
+    operands = [fusion.values[x] for x in expr.reads]
+    is_here = all(x.stream is None and fusion.layout(x.name).mesh == mesh for x in operands)
     is_behind = expr.op != "unsqueeze" or all(
         d % len(value.shape) < len(value.shape) - 2 for d in expr.kwargs["dims"]
     )

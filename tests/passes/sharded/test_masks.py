@@ -27,7 +27,7 @@ def documents(ids: Any, at: Any) -> Any:
 
 
 def behind(ids: Any, at: Any) -> Any:
-    """Of these, the ones up to themselves, as a user of torch writes it."""
+    """Documents, and no later key: as a user of torch writes it."""
     return documents(ids, at) & (at.unsqueeze(-1) >= at)
 
 
@@ -189,3 +189,12 @@ def test_batches_of_a_mask_stay_split(form: str) -> None:
     check_everywhere(program, tensors, expected(tensors, "behind"))
     ids = [c for c in program.communications if c.dtype == torch.int64]
     assert {"dp=S0" in str(c.destination) for c in ids if len(c.shape) == 3} == {True}
+
+
+def test_a_mask_of_all_rows_is_priced() -> None:
+    """With whole positions each rank makes all of it: 4096 by 4096, and a part of it otherwise."""
+    forms = {}
+    for mask in ("documents", "padded"):
+        fd = defined({"cp": 4}, (1, 16, 16, 4096, 4), mask, False, is_causal=True)
+        forms[mask] = mf.compile(fd).explain().partition("positions split along cp: ")[2]
+    assert forms["padded"].startswith("heads") and forms["documents"].startswith("gather")
