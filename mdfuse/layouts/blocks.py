@@ -80,9 +80,8 @@ class Cut(NamedTuple):
 
         In zigzag order it takes a rank's rows, which are side by side, in any chunks.
         """
-        if self.blocks == "zigzag" and stream.rotate is None:
-            return
-        if self.plain or stream.chunks != self.blocks or not isinstance(self.blocks, int):
+        is_apart = self.plain or stream.chunks != self.blocks or not isinstance(self.blocks, int)
+        if is_apart and self.blocks != "zigzag":
             because = "a chunk is one run of a rank's rows: a piece of one of equal blocks"
         elif stream.rotate is not None:
             because = "in a ring each rank starts at its own chunk, and here all have a piece"
