@@ -194,12 +194,13 @@ def _cut(x: Tensor, run: Run, dim: int = -2) -> Tensor:
 
 
 def _band(tile: Tile, device: torch.device) -> Tensor:
-    """Return which keys the rows of a tile with a window see."""
-    assert tile.shift is not None and tile.window is not None
+    """Return which keys the rows of a tile that is not full see."""
+    assert tile.shift is not None
     n, m = tile.shape
     last = torch.arange(n, device=device).unsqueeze(-1) + tile.shift
     at = torch.arange(m, device=device)
-    return (at <= last) & (at > last - tile.window)
+    seen = at <= last
+    return seen if tile.window is None else seen & (at > last - tile.window)
 
 
 def _attend_tile(
@@ -224,9 +225,15 @@ def _attend_tile(
 
 def _masked(tile: Tile, mask: Tensor | None, q: Tensor) -> tuple[Tensor | None, bool]:
     """Return the mask of a tile, and whether it is a triangle, which needs none."""
-    if tile.window is not None:
-        return _band(tile, q.device), False
-    return mask, tile.shift is not None
+    if mask is not None:
+        for dim, run in ((-2, tile.rows), (-1, tile.keys)):
+            mask = mask if mask.shape[dim] == 1 else _cut(mask, run, dim)
+    if tile.shift is None or (mask is None and tile.window is None):
+        return mask, tile.shift is not None
+    seen = _band(tile, q.device)
+    if mask is None or mask.dtype == torch.bool:
+        return seen if mask is None else seen & mask, False
+    return torch.where(seen, mask, -math.inf), False
 
 
 def _grad_of_tile(

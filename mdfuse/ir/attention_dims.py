@@ -30,7 +30,7 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
         return label != heads or shared % math.prod(sizes) == 0
 
     masked = aligned(mask, (*result[:-1], k[-2])) if mask is not None else ()
-    reach = _reach_of_window(q, k, attrs)
+    reach = _reach_of_window(q, k, attrs) if mask is None else None
     keys = rows if reach is not None else None
     plain = [heads] * is_shared + [rows] * (reach is not None)
     return DimMap(

@@ -239,7 +239,16 @@ def layer_norm(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def attention(shapes: Shapes, attrs: Attrs) -> Shape:
-    """Return the shape […,l,f] for `q[…,l,e], k[…,s,e], v[…,s,f]`."""
+    """Return the shape […,l,f] for `q[…,l,e], k[…,s,e], v[…,s,f]`.
+
+    As in torch, a mask takes the place of is_causal.
+    """
+    if len(_present(shapes)) > 3 and attrs.get("is_causal"):
+        raise ValueError("a mask takes the place of is_causal")
+    return _attended(shapes, attrs)
+
+
+def _attended(shapes: Shapes, attrs: Attrs) -> Shape:
     q, k, v, *mask = _present(shapes)
     if attrs.get("enable_gqa"):
         k, v = with_heads(k, q), with_heads(v, q)
@@ -249,8 +258,8 @@ def attention(shapes: Shapes, attrs: Attrs) -> Shape:
     if attrs.get("window") is not None and not attrs.get("is_causal"):
         raise ValueError("a window is of a causal attention: the last keys that a row sees")
     for m in mask:
-        if len(m) < 2 or attrs.get("is_causal"):
-            raise ValueError("a mask has rows and columns, and takes the place of is_causal")
+        if len(m) < 2:
+            raise ValueError("a mask has rows and columns")
         _check_expands(m, (*lead, q[-2], k[-2]))
     return (*lead, q[-2], v[-1])
 
@@ -260,7 +269,7 @@ def attended(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
     q, k, v = _present(shapes)[:3]
     if min(map(len, (q, k, v))) < 2:
         raise ValueError("query, key and value have rows and features")
-    attended = attention(shapes, attrs)
+    attended = _attended(shapes, attrs)
     keys_and_values = (with_heads(k, q), with_heads(v, q)) if attrs.get("enable_gqa") else (k, v)
     for x in keys_and_values:
         for a, b in zip(x[:-2], q[:-2], strict=True):

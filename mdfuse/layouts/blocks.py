@@ -76,8 +76,12 @@ class Cut(NamedTuple):
             )
 
     def check_chunks(self, dim: int, axes: Sequence[str], stream: Stream) -> None:
-        """Check that a stream takes one block after the other, of which each axis has a piece."""
-        if self.plain or stream.chunks != self.blocks or not isinstance(self.blocks, int):
+        """Check that a stream takes one block after the other, of which each axis has a piece.
+
+        In zigzag order it takes a rank's rows, which are side by side, in any chunks.
+        """
+        is_apart = self.plain or stream.chunks != self.blocks or not isinstance(self.blocks, int)
+        if is_apart and self.blocks != "zigzag":
             because = "a chunk is one run of a rank's rows: a piece of one of equal blocks"
         elif stream.rotate is not None:
             because = "in a ring each rank starts at its own chunk, and here all have a piece"

@@ -273,7 +273,7 @@ class Layout:
         before, parts = 0, self.parts(dim, extent)
         if parts.chunk is not None and dim in self.blocked:
             every = parts.whole.at([coordinate[i] for i in self._places[dim]])
-            before = length(every[: parts.chunk.number])
+            before, _ = parts.chunk.within(every, parts.chunk.number)
         return before, before + length(rows)
 
     def box(self, shape: Sequence[int], rank: int) -> Box:

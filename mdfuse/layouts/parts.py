@@ -58,7 +58,7 @@ class Parts:
     @cached_property
     def first(self) -> Any:
         """The number of rows of the largest part: the first one but in zigzag order."""
-        if self.blocks == "zigzag" and self.chunk is None:
+        if self.blocks == "zigzag":
             return self._most
         if self.blocks is not None or self.reach is not None or self.chunk is not None:
             return length(self.at((0,) * len(self.sizes)))

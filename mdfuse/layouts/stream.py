@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.errors import LayoutError, shown
 from mdfuse.extents.expressions import Index
-from mdfuse.layouts.boxes import Interval, Rows, is_dim, nth_chunk
+from mdfuse.layouts.boxes import Interval, Rows, clipped, is_dim, nth_chunk
 
 #: The ops by which the parts of chunks join.
 JOINED = ("lse", "max", "min", "prod", "sum")
@@ -120,10 +120,14 @@ class Stream:
         return begin, begin + self.chunks[i]
 
     def rows(self, rows: Rows, i: int) -> Rows:
-        """Return the rows of a rank in the i-th chunk: of each block, the i-th is one.
+        """Return the rows of a rank in the i-th chunk: of as many blocks, the i-th is one.
+
+        Otherwise chunks are those of the rows side by side.
 
         >>> Stream(0, 2).rows(((0, 4),), 1), Stream(0, 2).rows(((0, 4), (8, 12)), 1)
         (((2, 4),), ((0, 0), (8, 12)))
+        >>> Stream(0, 3).rows(((0, 4), (8, 10)), 1)
+        ((2, 4), (8, 8))
         >>> Stream(0, 2, zigzag=True).rows(((0, 8),), 1)
         ((2, 4), (4, 6))
         """
@@ -132,8 +136,23 @@ class Stream:
             return nth_chunk(part, n, i), nth_chunk(part, n, n - 1 - i)
         if len(rows) == 1:
             return (self.interval(rows[0], i),)
-        self.interval((0, 0), i)
-        return tuple((a, b if n == i else a) for n, (a, b) in enumerate(rows))
+        if self.count == len(rows):
+            self.interval((0, 0), i)
+            return tuple((a, b if n == i else a) for n, (a, b) in enumerate(rows))
+        begin, end = self.within(rows, i)
+        parts, before = list[Interval](), 0
+        for a, b in rows:
+            n = b - a
+            parts.append((a + clipped(begin - before, n), a + clipped(end - before, n)))
+            before += n
+        return tuple(parts)
+
+    def within(self, rows: Rows, i: int) -> Interval:
+        """Return where the i-th chunk lies in the rows of a rank, which are side by side."""
+        lengths = [b - a for a, b in rows]
+        if len(rows) > 1 and self.count == len(rows):
+            return sum(lengths[:i]), sum(lengths[: i + 1])
+        return self.interval((0, sum(lengths)), i)
 
     def part(self, dim: int, rows: Rows) -> Rows:
         """Return the rows of a dim, on one rank, that are in the chunk that a buffer is.

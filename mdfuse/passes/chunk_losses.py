@@ -198,9 +198,9 @@ class Head:
         outputs = [x for x in self.fusion.outputs if x in self.wide]
         if outputs:
             return f"because %{outputs[0]} is returned, which has a number for each of them"
-        cut = [x for x in self.region for d in self.dims(x) if self.fusion.layout(x).blocked.get(d)]
-        if cut:
-            return "because ranks have several runs of its rows, as in zigzag order"
+        layouts = ((self.fusion.layout(x), self.dims(x)) for x in self.region)
+        if any(at.blocked.get(d, "zigzag") != "zigzag" for at, dims in layouts for d in dims):
+            return "because ranks have several runs of its rows, one of each block"
         values = self.values
         return next((r for e in self.exprs for r in self._reasons(e, values)), "")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,8 @@ def _made(i: Instruction, context: Context, run: _Call, *args: Any) -> list[Line
 def _narrow(i: Instruction, context: Context) -> list[Line]:
     """Cut this rank's part of the result, or one chunk of it, out of the operand, as a view.
 
+    A chunk in zigzag order is a copy of its two runs.
+
     Raises:
         ProgramError: the result's box is not inside the operand's.
     """
@@ -73,9 +75,19 @@ def _narrow(i: Instruction, context: Context) -> list[Line]:
             because=f"rank {context.rank} holds {whole} of one, and {part} of the other",
             hint="a part has the layout of the whole, split further",
         )
+    before, after = (context.type(x).runs(context.rank) for x in (operand, output))
+    for dim in after.keys() - before.keys():
+        first = whole[dim][0]
+        runs = tuple((start - first, stop - start) for start, stop in after[dim])
+        return _made(i, context, _in_runs, dim, runs)
     box = relative(part, whole)
     index = tuple(slice(start, stop) for start, stop in box)
     return _made(i, context, "__getitem__", index)
+
+
+def _in_runs(x: Tensor, dim: int, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the rows of some runs, each the first one and a number, side by side."""
+    return torch.cat([x.narrow(dim, start, n) for start, n in runs], dim)
 
 
 def _select(i: Instruction, context: Context) -> list[Line]:

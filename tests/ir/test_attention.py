@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -33,7 +34,8 @@ def plain(
         firsts = (how.get("q_offset", 0), how.get("k_offset", 0))
         rows, keys = (torch.arange(n) + a for n, a in zip(scores.shape[-2:], firsts, strict=True))
         behind = rows.unsqueeze(-1) - keys
-        mask = (behind >= 0) & (behind < how.get("window", behind.numel() + 99))
+        seen = (behind >= 0) & (behind < how.get("window", behind.numel() + 99))
+        scores = scores.masked_fill(~seen, -math.inf)
     if mask is not None:
         hidden = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else None
         scores = scores + mask if hidden is None else hidden
@@ -130,14 +132,17 @@ MASKS: dict[str, Shape] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, kind: str, kernels: None) -> None:
     """Some rows see no key at all."""
-    for heads, lead in ((4, (2,)), (2, (2,)), (4, (3, 2)) if name != "batches" else (4, (2,))):
+    hows: list[dict[str, Any]] = [{}, {"is_causal": True, "q_offset": 1}, {}]
+    hows[2] = {"is_causal": True, "window": 3, "q_offset": 2}
+    leads = [(4, (2,)), (2, (2,)), (4, (3, 2)) if name != "batches" else (4, (2,))]
+    for (heads, lead), how in itertools.product(leads, hows):
         q, k, v = drawn((*lead, 4, 7, 8), (*lead, heads, 9, 8), (*lead, heads, 9, 8))
         (mask,) = drawn(MASKS[name])
         if kind == "bool":
             mask = mask > 0.3
         if kind == "infinite":
             mask = mask.masked_fill(mask < 0.3, -math.inf)
-        check(q, k, v, mask, {"enable_gqa": True} if heads == 2 else {})
+        check(q, k, v, mask, {**how, "enable_gqa": heads == 2})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -188,7 +193,6 @@ WRONG: dict[str, tuple[tuple[Shape, ...], dict[str, Any], type[Exception]]] = {
     "heads": (((3, 7, 8), (2, 9, 8), (2, 9, 8)), {"enable_gqa": True}, ValueError),
     "mask": (((2, 7, 8), (2, 9, 8), (2, 9, 8), (7, 8)), {}, ValueError),
     "window without causal": (((2, 7, 8), (2, 9, 8), (2, 9, 8)), {"window": 3}, ValueError),
-    "mask and causal": (((2, 7, 8), (2, 9, 8), (2, 9, 8), (7, 9)), {"is_causal": True}, ValueError),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.oracle import check_everywhere
+from helpers.oracle import check_everywhere, local_part
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard, hir
@@ -88,8 +88,8 @@ def test_text_and_identity() -> None:
             "c splits dim 0 in zigzag order, b before it plainly",
         ),
         (
-            lambda: Layout(GRID, {"a": Shard(0, zigzag=True)}, stream=mf.Stream(0, 2)),
-            "split in blocks",
+            lambda: Layout(GRID, {"a": Shard(0, zigzag=True)}, stream=mf.Stream(0, 2, "a")),
+            "each rank starts at its own chunk",
         ),
     ],
 )
@@ -230,3 +230,19 @@ def test_what_asks_for_neighbours_reads_a_plain_part() -> None:
         fd.add_output(h.reshape(20, 4))
     wanted = [x.cumsum(1), x[:, 2:9:3], x.flip(1), torch.cat([x, x], 1), x.reshape(20, 4)]
     check_everywhere(mf.compile(fd), [x], wanted)
+
+
+@pytest.mark.parametrize("extent", [0, 1, 5, 16, 23])
+@pytest.mark.parametrize("chunks", [1, 3, 4, 7])
+def test_chunks_are_those_of_the_rows_side_by_side(chunks: int, extent: int) -> None:
+    whole = Layout(GRID, {"a": Shard(0, zigzag=True), "b": Shard(0, zigzag=True)})
+    for rank in range(GRID.size):
+        rows = local_part(torch.arange(extent), whole, rank)
+        pieces = rows.chunk(chunks) if extent and len(rows) else ()
+        for i in range(chunks):
+            at = whole.with_stream(mf.Stream(0, chunks, index=i))
+            want = pieces[i].tolist() if i < len(pieces) else []
+            (runs,) = at.rows((extent,), rank)
+            assert [r for a, b in runs for r in range(a, b)] == want
+            ((start, stop),) = at.box((extent,), rank)
+            assert rows[start:stop].tolist() == want

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.oracle import TOLERANCES, local_part
+from passes.sharded import test_masks
 from passes.sharded.test_ring import RING, defined, expected, given
 
 import mdfuse as mf
@@ -51,3 +52,32 @@ def test_two_ranks(name: str, dtype: torch.dtype, comm: mf.Communicator) -> None
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks(name: str, axes: dict[str, int], comm: mf.Communicator) -> None:
     check(comm, axes, name, torch.float32)
+
+
+def check_masked(comm: mf.Communicator, axes: dict[str, int], mask: str, form: str) -> None:
+    """Uneven lengths, in zigzag order."""
+    shape, how = (2, 8, 4, 21, 4), {} if mask == "behind" else {"is_causal": True}
+    fd = test_masks.defined(axes, shape, mask, True, torch.float64, **how)
+    program = mf.compile(fd, mf.Options(context=form))
+    tensors = test_masks.given(shape, torch.float64, 1)
+    wants = test_masks.expected(tensors, mask, **how)
+    layouts = [program.fusion.layout(x) for x in (*program.fusion.inputs, *program.fusion.outputs)]
+    parts = [local_part(x, at, comm.rank) for x, at in zip(tensors, layouts, strict=False)]
+    outs = program.run(*(x.to(comm.device, copy=True) for x in parts))
+    for y, want, at in zip(outs, wants, layouts[4:], strict=True):
+        part = local_part(want, at, comm.rank)
+        torch.testing.assert_close(y.cpu(), part, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("form", ["gather", "heads", "ring"])
+@pytest.mark.parametrize("mask", test_masks.MASKS)
+def test_masks_on_two_ranks(mask: str, form: str, comm: mf.Communicator) -> None:
+    check_masked(comm, {"cp": 2}, mask, form)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("axes", [{"cp": 4}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}])
+@pytest.mark.parametrize("mask", ["behind", "documents"])
+def test_documents_on_four_ranks(mask: str, axes: dict[str, int], comm: mf.Communicator) -> None:
+    check_masked(comm, axes, mask, "ring")

@@ -293,3 +293,40 @@ def test_drawn(seed: int) -> None:
         prefetch_bytes=draw.choice([0, 1 << 20]), bucket_bytes=draw.choice([0, 1 << 20]),
     )  # fmt: skip
     check_everywhere(mf.compile(fd, options), given, by_torch(LOSSES[name], given, frozen))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_positions_in_zigzag_order(seed: int) -> None:
+    """A rank has two runs of rows, which chunks cut as they lie; labels are those of the next."""
+    draw = random.Random(seed)
+    ranks, rows = draw.choice([2, 3, 4]), draw.choice([1, 2, 5, 16, 23, 40])
+    classes, most = draw.randint(2, 17), draw.choice([40, 150, 600])
+    mesh, placed = DeviceMesh.arange(cp=ranks), {"cp": Shard(1, zigzag=True)}
+    of_weight = draw.choice([{}, {"cp": Shard(0)}])
+    with mf.FusionDefinition("zigzag") as fd:
+        x = fd.define_tensor([1, rows, WIDTH], torch.float64, mesh, placed)
+        w = fd.define_tensor([classes, WIDTH], torch.float64, mesh, of_weight)
+        y = fd.define_tensor([1, rows], torch.int64, mesh, placed)
+        next_ = mf.ops.pad(y, (0, 1), value=-100)[:, 1:]
+        logits = mf.ops.linear(x * 2.0, fd.ops.set(w).on(mesh, {}))
+        value = mf.ops.cross_entropy(
+            logits.reshape(-1, classes), next_.reshape(-1), reduction="sum"
+        )
+        for z in (value, *mf.grad(value, [x, w])):
+            fd.add_output(z)
+    given = numbers((1, rows), classes)
+    program = mf.compile(fd, mf.Options(logits_bytes=most, poison=True, overlap="never"))
+    leaves = [t.clone().requires_grad_() for t in given[:2]]
+    wide = F.linear(leaves[0] * 2.0, leaves[1]).reshape(-1, classes)
+    loss = F.cross_entropy(wide, F.pad(given[2], (0, 1), value=-100)[:, 1:].reshape(-1),
+                           reduction="sum")  # fmt: skip
+    want = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+    check_everywhere(program, given, want)
+    here = -(-rows // ranks)
+    if here > 1 and 4 * here * classes > most:
+        assert loops(program), program.explain()
+        shapes = [t.local_shape(0) for n, t in program.host.types.items() if t.layout]
+        whole = here * classes
+        assert not [
+            s for s in shapes if len(s) > 1 and s[-1] == classes and whole <= torch.Size(s).numel()
+        ]

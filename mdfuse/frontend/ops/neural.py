@@ -255,7 +255,7 @@ def attention(
         key: […,s,e]; its leading dims are those of the query.
         value: […,s,f].
         attn_mask: bools (True counts), or floats that are added to the scores.
-        is_causal: row i sees the keys 0 to i, counted from the offsets.
+        is_causal: row i sees the keys 0 to i, counted from the offsets, where the mask lets it.
         scale: of the scores; 1/sqrt(e) by default.
         enable_gqa: each head of key and value serves as many heads of query as there are to one.
         window: how many of the keys that a causal row sees count, the last ones; None: all.

@@ -87,6 +87,13 @@ class Loop:
         """Return the name that an iteration computes: a slice of the whole value, or a chunk."""
         if not self.is_whole(value):
             return self.chunk(value)
+        if self.stream(value).zigzag:
+            raise LoweringError(
+                f"%{value} is computed in chunks in zigzag order, and read as a whole",
+                where=self.fusion.where(value),
+                because="such a chunk has two runs of rows, which do not lie side by side",
+                hint="chunks one after the other, Stream(dim, chunks)",
+            )
         self.allocate(value)
         return self.read(value, self.stream(value))
 
@@ -184,4 +191,4 @@ class Loop:
         return replace(local(cast), source=expr.source)
 
     def chunk_layout(self, layout: Layout, stream: Stream) -> Layout:
-        return layout.with_stream(Stream(stream.dim, stream.chunks, None, self.index))
+        return layout.with_stream(replace(stream, rotate=None, index=self.index, op=None))

@@ -267,6 +267,9 @@ class Types:
             return
         if part.layout.mesh != whole.layout.mesh:
             raise self.partial_write(i, name, of, "lives on another mesh")
+        chunk = chunk_of(part.layout)
+        if chunk is not None and chunk.runs is not None and chunk_of(whole.layout) is None:
+            raise self.partial_write(i, name, of, "is a copy of two runs of rows")
         for axis in part.layout.mesh.axes:
             held, wanted = part.layout.placement(axis), whole.layout.placement(axis)
             is_wrong = isinstance(wanted, Replicate) and not isinstance(held, Replicate)

@@ -14,8 +14,9 @@ rank with most of them computes. A gradient takes the form of its attention, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mdfuse.errors import LayoutError
@@ -24,6 +25,7 @@ from mdfuse.layouts.layout import Layout
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.rewriting import Maker, Rule, rewritten
 from mdfuse.passes.sharded import context_prices, join_parts, ring
+from mdfuse.passes.sharded.masks import BACKWARD, FORWARD, Masks, parts
 from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention, splits
 
 name = "context"
@@ -39,10 +41,10 @@ def run(fusion: Fusion, form: str = "auto", no_ring: str = "") -> Fusion:
     """
     chosen = {s.expr.outputs[0]: (s, *_form(s, form, no_ring)) for s in splits(fusion)}
     notes = [note for _, _, note in chosen.values()]
-    over_heads = {x: _Heads(s) for x, (s, how, _) in chosen.items() if how == "heads"}
-    around = dict(r for s, how, _ in chosen.values() if how == "ring" for r in ring.rules(s))
-    if over_heads or around:
-        fusion = _rewritten(fusion, over_heads, around)
+    masks = Masks(fusion)
+    rules = dict(r for s, how, _ in chosen.values() for r in _RULES[how](s, masks))
+    if rules:
+        fusion = _rewritten(fusion, rules)
     if form != "gather":
         fusion = join_parts.run(fusion)
     return replace(fusion, notes=(*fusion.notes, *notes)) if notes else fusion
@@ -85,6 +87,7 @@ class _Heads:
     """The copies of an attention's operands by heads, and its results; lives inside `run`."""
 
     split: SplitAttention
+    masks: Masks
     copies: dict[str, str] = field(default_factory=dict)
     results: tuple[str, ...] = ()
 
@@ -99,6 +102,11 @@ class _Heads:
             maker.values[copy] = replace(maker.values[copy], layout=at, is_law=True)
             self.copies[x] = copy
         return self.copies[x]
+
+    def mask(self, maker: Maker, by: Expr) -> list[str]:
+        """Return the mask with all rows; nothing where there is none."""
+        to = self.split.over_heads(self.split.operands[0])
+        return self.masks.read(maker, by, self.split, to, None)
 
     def _times(self, maker: Maker, x: str) -> tuple[tuple[int, ...], int]:
         heads = self.split.shape(self.split.operands[0])[HEADS]
@@ -134,16 +142,35 @@ def _placed(maker: Maker, by: Expr, x: str, to: str, layout: Layout) -> None:
     maker.values[to] = replace(old, layout=law, is_law=True)
 
 
-def _rewritten(fusion: Fusion, heads: Mapping[str, _Heads], around: Mapping[str, Rule]) -> Fusion:
-    rules: dict[str, Rule] = {x: lambda m, e: _forward(m, e, heads[e.outputs[0]]) for x in heads}
-    rules.update(around)
-    for e in fusion.exprs:
-        if e.op == "attention_grad" and e.inputs[3] in heads:
-            rules[e.outputs[0]] = lambda m, e: _backward(m, e, heads[str(e.inputs[3])])
+def _rewritten(fusion: Fusion, rules: Mapping[str, Rule]) -> Fusion:
     changed = [x for e in fusion.exprs if e.outputs[0] in rules for x in e.outputs]
     fusion = rewritten(fusion, rules)
     new = [n for n, v in fusion.values.items() if v.layout is None and v.is_tensor]
     return anew(fusion, [*changed, *new])
+
+
+def _heads_rules(split: SplitAttention, masks: Masks) -> Iterator[tuple[str, Rule]]:
+    heads = _Heads(split, masks)
+    yield split.expr.outputs[0], partial(_forward, heads=heads)
+    for e in split.gradients:
+        yield e.outputs[0], partial(_backward, heads=heads)
+
+
+def _gather_rules(split: SplitAttention, masks: Masks) -> Iterator[tuple[str, Rule]]:
+    """Yield rules where the mask is made of others: the rest stays as it stands."""
+    if parts(split)[0]:
+        for e in (split.expr, *split.gradients):
+            yield e.outputs[0], partial(_masked, split=split, masks=masks)
+
+
+def _masked(maker: Maker, by: Expr, split: SplitAttention, masks: Masks) -> None:
+    given = by.inputs[: FORWARD if by is split.expr else BACKWARD]
+    mask = masks.read(maker, by, split, split.rows, None)
+    maker.exprs.append(replace(by, inputs=(*given, *mask)))
+
+
+#: form -> first result -> rule, of an attention and of its gradients.
+_RULES = {"gather": _gather_rules, "heads": _heads_rules, "ring": ring.rules}
 
 
 def _by_heads(maker: Maker, by: Expr, inputs: tuple[Any, ...], is_shared: bool) -> tuple[str, ...]:
@@ -162,7 +189,8 @@ def _by_heads(maker: Maker, by: Expr, inputs: tuple[Any, ...], is_shared: bool) 
 def _forward(maker: Maker, by: Expr, heads: _Heads) -> None:
     q, k, v = heads.split.operands
     moved = tuple(heads.copy(maker, by, x, x) for x in (q, k, v))
-    heads.results = _by_heads(maker, by, (*moved, *by.inputs[3:]), heads.split.is_shared)
+    mask = heads.mask(maker, by)
+    heads.results = _by_heads(maker, by, (*moved, *mask), heads.split.is_shared)
     for x, old in zip(heads.results, by.outputs, strict=True):
         layout = heads.split.rows
         if old != by.outputs[0]:  # the sums, without the dim of features
@@ -176,7 +204,8 @@ def _backward(maker: Maker, by: Expr, heads: _Heads) -> None:
     moved = [heads.copy(maker, by, str(x), y) for x, y in zip(given, operands, strict=True)]
     moved += [*heads.results, heads.copy(maker, by, str(cotangent), query)]
     layouts = [heads.split.fusion.layout(x) for x in operands]
-    results = _by_heads(maker, by, (*moved, *by.inputs[6:]), heads.split.is_shared)
+    moved += heads.mask(maker, by)
+    results = _by_heads(maker, by, (*moved,), heads.split.is_shared)
     for x in results[1:] if heads.split.is_shared else ():
         value, many = maker.values[x], maker.values[results[0]].shape[HEADS]
         shape = (*value.shape[:HEADS], many, *value.shape[ROWS:])

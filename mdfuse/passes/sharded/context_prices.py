@@ -15,6 +15,7 @@ from typing import NamedTuple
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.visible import Run, tiles
 from mdfuse.layouts.layout import Layout
+from mdfuse.passes.sharded import masks
 from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention
 from mdfuse.reshard import elements_received
 
@@ -26,6 +27,9 @@ PER_BYTE = 1500
 #: A number that is joined is read twice and written twice, in 4 bytes each, by a memory that is
 #: some ten times as fast as links.
 _JOINED = 1.6
+
+#: A byte of a mask is made, added to scores in their dtype, and read, likewise.
+_MADE = 0.5
 
 #: The bytes that could arrive while the posts and kernels of one step of a ring are started.
 _POSTED = 4 << 20
@@ -41,7 +45,7 @@ class Price(NamedTuple):
         form: "gather", "heads" or "ring".
         received: bytes that arrive at a rank, forward and backward.
         share: the pairs of the rank with most of them, of a fair share.
-        total: bytes, those that could arrive during the work included.
+        total: bytes, those that could arrive during the work, and while masks are made, included.
     """
 
     form: str
@@ -57,22 +61,27 @@ def prices(split: SplitAttention, has_ring: bool) -> list[Price]:
         return []
     q, k, v = split.operands
     passes = 2 if split.is_trained else 1
-    forms = {"gather": (passes * _moved(split, (k, v), split.read), _share_of_rows(split))}
+    of_mask = _bytes_of_mask(split, split.rows)
+    moved = passes * _moved(split, (k, v), split.read) + of_mask
+    forms = {"gather": (moved, _share_of_rows(split))}
     if not split.because:
         times = _times(split) if split.is_shared else 1
         moved = _moved(split, (q, q), split.over_heads)
         moved += times * _moved(split, (k, v), split.over_heads)
-        forms["heads"] = passes * moved, _share_of_heads(split)
+        moved = passes * moved + _bytes_of_mask(split, split.over_heads(q))
+        forms["heads"] = moved, _share_of_heads(split)
     if has_ring:  # a gradient brings keys and values again
-        moved = (3 if split.is_trained else 1) * _moved(split, (k, v), split.whole)
+        moved = (3 if split.is_trained else 1) * _moved(split, (k, v), split.whole) + of_mask
         forms["ring"] = moved, _share_of_rows(split)
     ranks = math.prod(split.rows.mesh.axis_size(a) for a in split.axes)
     work = _operations(split) / ranks * (3.5 if split.is_trained else 1) / PER_BYTE
-    hidden = partial(_around, split, ranks)
-    return [
-        Price(form, moved, share, (hidden if form == "ring" else add)(moved, work * share))
-        for form, (moved, share) in forms.items()
-    ]
+    mask = _MADE * values[split.mask].bytes if split.mask is not None else 0
+    hidden, each = partial(_around, split, ranks), list[Price]()
+    for form, (moved, share) in forms.items():
+        busy = work * share + mask / (1 if form == "heads" else ranks)
+        total = (hidden if form == "ring" else add)(moved, busy)
+        each.append(Price(form, moved, share, total))
+    return each
 
 
 def best(known: Sequence[Price]) -> str:
@@ -109,6 +118,12 @@ def _times(split: SplitAttention) -> int:
     """Return the number of query heads per head of keys."""
     q, k, _ = (split.shape(x)[HEADS] for x in split.operands)
     return q // k
+
+
+def _bytes_of_mask(split: SplitAttention, to: Layout) -> float:
+    """Return the bytes that arrive of what the mask is made of, for a query in a layout."""
+    at = dict(masks.received(split, to))
+    return _moved(split, [*at], at.__getitem__)
 
 
 def _moved(split: SplitAttention, names: Sequence[str], to: Callable[[str], Layout]) -> float:

@@ -23,6 +23,7 @@ from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 from mdfuse.layouts.stream import Stream
 from mdfuse.passes.rewriting import Maker, Rule
+from mdfuse.passes.sharded.masks import BACKWARD, Masks
 from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention
 from mdfuse.passes.strategy import choose
 
@@ -32,8 +33,6 @@ def because(split: SplitAttention) -> str:
     q, k, v = split.operands
     if len(split.axes) > 1:
         return f"{' and '.join(split.axes)} split the positions: a ring goes along one axis"
-    if len(split.expr.reads) > 3:
-        return "it has a mask, of which each rank has rows of all keys"
     if any(is_symbolic(split.shape(x)) for x in (q, k, v)):
         return "a run chooses its extents"
     lead = [split.shape(x)[:HEADS] for x in (q, k, v)]
@@ -52,12 +51,11 @@ def because(split: SplitAttention) -> str:
     return ""
 
 
-def rules(split: SplitAttention) -> Iterator[tuple[str, Rule]]:
+def rules(split: SplitAttention, masks: Masks) -> Iterator[tuple[str, Rule]]:
     """Yield first result -> rule, of an attention and of its gradients."""
-    yield split.expr.outputs[0], partial(_forward, split=split)
-    for e in split.fusion.exprs:
-        if e.op == "attention_grad" and e.inputs[3] == split.expr.outputs[0]:
-            yield e.outputs[0], partial(_backward, split=split)
+    yield split.expr.outputs[0], partial(_forward, split=split, masks=masks)
+    for e in split.gradients:
+        yield e.outputs[0], partial(_backward, split=split, masks=masks)
 
 
 def looped(fusion: Fusion) -> frozenset[str]:
@@ -127,10 +125,16 @@ def _joined(split: SplitAttention, op: str) -> Stream:
     return replace(_travelling(split), dim=-1, op=op)
 
 
-def _forward(maker: Maker, by: Expr, split: SplitAttention) -> None:
+def _mask(maker: Maker, by: Expr, split: SplitAttention, masks: Masks) -> list[str]:
+    at = _read(split, split.operands[0])
+    return masks.read(maker, by, split, at, _travelling(split))
+
+
+def _forward(maker: Maker, by: Expr, split: SplitAttention, masks: Masks) -> None:
     q, k, v = split.operands
+    mask = _mask(maker, by, split, masks)
     k, v = _arriving(maker, by, split, (k, v))
-    terms = maker.op(by, "attention_terms", q, k, v, **by.kwargs)
+    terms = maker.op(by, "attention_terms", q, k, v, *mask, **by.kwargs)
     _stated(maker, terms, None, _joined(split, "lse"))
     shape, n = maker.values[terms].shape, maker.values[by.outputs[0]].shape[-1]
     out, dtype = _columns(maker, by, terms, 0, n), maker.values[by.outputs[0]].dtype
@@ -148,8 +152,9 @@ def _columns(maker: Maker, by: Expr, x: str, start: int, end: int) -> str:
     return maker.op(by, "slice", x, starts=starts, ends=ends, steps=(1,) * len(shape))
 
 
-def _backward(maker: Maker, by: Expr, split: SplitAttention) -> None:
+def _backward(maker: Maker, by: Expr, split: SplitAttention, masks: Masks) -> None:
     q, k, v, *others = by.inputs
+    others[BACKWARD - 3 :] = _mask(maker, by, split, masks)
     copies = _arriving(maker, by, split, (str(k), str(v)))
     stream, (axis,) = _travelling(split), split.axes
     names = [_named(maker, x) for x in by.outputs]

@@ -24,18 +24,27 @@ class SplitAttention:
         fusion: with layouts.
         expr: the attention.
         axes: those that split the rows of its query.
-        is_trained: whether its gradient is computed.
+        gradients: the expressions of its gradients.
     """
 
     fusion: Fusion
     expr: Expr
     axes: tuple[str, ...]
-    is_trained: bool
+    gradients: tuple[Expr, ...] = ()
+
+    @property
+    def is_trained(self) -> bool:
+        return bool(self.gradients)
 
     @property
     def operands(self) -> tuple[str, str, str]:
         q, k, v = map(str, self.expr.inputs[:3])
         return q, k, v
+
+    @property
+    def mask(self) -> str | None:
+        """The mask; None where there is none."""
+        return str(self.expr.inputs[3]) if len(self.expr.reads) > 3 else None
 
     def shape(self, x: str) -> tuple[int, ...]:
         return self.fusion.values[x].shape
@@ -62,12 +71,10 @@ class SplitAttention:
 
     @property
     def is_usual(self) -> bool:
-        """True if query, key, value and result are split alike, and no mask is: prices hold."""
+        """True if query, key, value and result are split alike: prices hold."""
         names = (*self.operands, self.expr.outputs[0])
         rows = {self.fusion.layout(x).split_axes(self.dim(ROWS)) for x in names}
-        masks = [self.fusion.layout(x) for x in self.expr.reads[3:]]
-        is_whole = all(isinstance(m.placement(a), Replicate) for m in masks for a in self.axes)
-        return len(rows) == 1 and is_whole and len({len(self.shape(x)) for x in names}) == 1
+        return len(rows) == 1 and len({len(self.shape(x)) for x in names}) == 1
 
     def dim(self, back: int) -> int:
         return len(self.shape(self.operands[0])) + back
@@ -114,7 +121,10 @@ class SplitAttention:
 
 def splits(fusion: Fusion) -> Iterator[SplitAttention]:
     """Yield the attentions whose positions are split."""
-    trained = {e.inputs[3] for e in fusion.exprs if e.op == "attention_grad"}
+    gradients: dict[object, tuple[Expr, ...]] = {}
+    for e in fusion.exprs:
+        if e.op == "attention_grad":
+            gradients[e.inputs[3]] = (*gradients.get(e.inputs[3], ()), e)
     for e in fusion.exprs:
         if e.op not in ATTENTIONS or any(fusion.values[x].stream is not None for x in e.reads):
             continue
@@ -125,4 +135,4 @@ def splits(fusion: Fusion) -> Iterator[SplitAttention]:
         is_plain = all(x.mesh == query.mesh and not x.partial_axes for x in layouts)
         out = fusion.values[e.outputs[0]].layout
         if axes and is_plain and out is not None and out.mesh == query.mesh:
-            yield SplitAttention(fusion, e, axes, e.outputs[0] in trained)
+            yield SplitAttention(fusion, e, axes, gradients.get(e.outputs[0], ()))

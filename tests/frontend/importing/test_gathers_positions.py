@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -100,4 +101,29 @@ def test_a_step_around_rings_is_torchs(zigzag: bool) -> None:
         torch.testing.assert_close(step.updated(ran.outputs)[name], w.detach() - w.grad)
     rings = [i for i in program.for_rank(0).walk() if i.fn in ("attention_terms", "attention_grad")]
     assert len(rings) == 2
-    assert ("several runs of its rows" in program.explain()) == zigzag
+    assert "losses and gradients in " in program.explain()
+
+
+@pytest.mark.parametrize("form", ["gather", "heads", "ring", "auto"])
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_documents_packed_into_a_row(zigzag: bool, form: str) -> None:
+    """Positions that restart, from which transformers makes the mask; the report says the form."""
+    module = module_of("Llama")
+    ids = torch.randint(3, 48, (1, 13), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(n) for n in (5, 1, 4, 3)]).unsqueeze(0)
+    arguments = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
+    split = {"cp": Shard(1, zigzag=zigzag)}
+    layouts = {"input:*": split, "output:logits": split}
+    model = mf.from_torch(module, (), arguments, mesh=DeviceMesh.arange(cp=2), layouts=layouts)
+    step = model.training_step(lambda loss, logits: loss, optimizer=partial(mf.optim.sgd, lr=1.0))
+    program = step.compile(options=mf.Options(context=form))
+    weights = model.load()
+    ran = mf.simulate(program, step.arguments(weights, step.state(weights), ids, ids, positions))
+    module(**arguments).loss.backward()
+    for name, w in module.named_parameters():
+        torch.testing.assert_close(step.updated(ran.outputs)[name], w.detach() - w.grad)
+    form = "gather" if form == "auto" else form
+    assert f"positions split along cp: {form}" in program.explain()
+    most = {"gather": (7, 13), "heads": (13, 13), "ring": (7, 7)}[form]
+    wide = re.findall(r"bool\[1,1,(\d+),(\d+)\]", str(program.for_rank(0)))
+    assert max((int(a), int(b)) for a, b in wide) <= most

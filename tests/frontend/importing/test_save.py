@@ -121,11 +121,13 @@ def test_a_state_goes_on_in_any_other_layout(tmp_path: Path) -> None:
         "blocks": (TP, {"0.*": {"tp": Shard(0, blocks=(4, 6))}}),
         "fsdp": (FSDP, {"*": {"fsdp": Shard(0)}}, "fsdp"),
         "one": (DeviceMesh([0]), {}),
+        "zigzag": (DeviceMesh.arange(cp=3), {"*": {"cp": Shard(0, zigzag=True)}}, "cp"),
+        "other zigzag": (DeviceMesh.arange(cp=2), {"0.*": {"cp": Shard(0, zigzag=True)}}),
     }
     made = {name: _mlp(*said) for name, said in layouts.items()}
     programs = {name: step.compile() for name, (_, step) in made.items()}
     x = torch.randn(2, 6).bfloat16()
-    for first in ("blocks", "fsdp"):
+    for first in ("blocks", "fsdp", "zigzag"):
         model, step = made[first]
         weights, fusion, folder = model.load(), programs[first].fusion, tmp_path / first
         given = step.arguments(weights, step.state(weights), x)

@@ -240,14 +240,6 @@ def test_what_cannot_go_around_is_refused_with_a_reason() -> None:
                    for _ in "qkv")  # fmt: skip
         fd.add_output(mf.ops.attention(q, k, v)[0])
     assert "a ring goes along one axis" in refusal(fd)
-    with mf.FusionDefinition("masked") as fd:
-        mesh = DeviceMesh.arange(cp=2)
-        q, k, v = (
-            fd.define_tensor([1, 2, 8, 4], mesh=mesh, layout={"cp": Shard(2)}) for _ in "qkv"
-        )
-        mask = fd.define_tensor([8, 8], torch.bool, mesh=mesh, layout={"cp": Shard(0)})
-        fd.add_output(mf.ops.attention(q, k, v, mask)[0])
-    assert "it has a mask" in refusal(fd)
     window = {"is_causal": True, "window": 3}
     fd = defined({"tp": 2, "cp": 3}, (1, 4, 1, 6, 4), True, torch.float64, **window)
     assert "cp splits the positions of its result otherwise" in refusal(fd)
