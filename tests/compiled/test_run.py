@@ -17,7 +17,9 @@ import torch
 from helpers import sampling
 from helpers.drawn import drawn
 from helpers.forked import Forked
+from helpers.survivor_job import free_port
 from torch import Tensor
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, ProgramError, Replicate, Shard
@@ -255,3 +257,39 @@ def test_a_new_process_joins(tmp_path: Path) -> None:
     check(losses)
     assert joined and joined.items() <= losses.items()
     assert sizes[STEPS] == RANKS and min(joined) >= 3
+
+
+def test_one_agent_of_torchrun_for_each_rank(tmp_path: Path) -> None:
+    """The agent of the rank that dies ends; the ranks of the others go on, with the store of one.
+
+    Agents of ranks that are done wait five minutes for that one.
+    """
+    case, dead, endpoint = Case(options=SAME), 1, f"127.0.0.1:{free_port()}"
+    wanted = case.wanted()
+    case.warm()
+
+    def rank() -> None:
+        case.train(None, {dead: (5, 0.0)})
+        mf.init().close()
+
+    def agent(number: int, _: int) -> None:
+        config = LaunchConfig(
+            RANKS, RANKS, 1, run_id="agents", rdzv_backend="static", rdzv_endpoint=endpoint,
+            rdzv_configs={"rank": number, "timeout": 60}, local_addr="127.0.0.1",
+            start_method="fork", max_restarts=0, monitor_interval=0.05,
+        )  # fmt: skip
+        elastic_launch(config, rank)()
+
+    forked = Forked(RANKS, agent, tmp_path, MDFUSE_TIMEOUT_S="10")
+    ended, until = forked.wait(60, dead), time.monotonic() + 60
+    others = {*range(RANKS)} - {dead}
+    while time.monotonic() < until and any(
+        STEPS not in said_losses(forked.said(r))[0] for r in others
+    ):
+        time.sleep(0.1)
+    waiting = forked.wait(0.0, *others)
+    assert ended == {dead: 1} and waiting == dict.fromkeys(others)
+    for number in others:
+        losses, sizes = said_losses(forked.said(number))
+        assert losses == wanted, forked.said(number)
+        assert sizes[4] == RANKS and sizes[STEPS] == RANKS - 1
