@@ -27,7 +27,7 @@ from mdfuse.hir.verify.check import verify_once
 from mdfuse.hir_lowering import Batch
 from mdfuse.ir.graph import Fusion
 from mdfuse.leaves.carrier import JobCarrier, LocalCarrier
-from mdfuse.leaves.deal import Deal
+from mdfuse.leaves.deal import LEAVES, Deal
 from mdfuse.leaves.run import LeafCode, LeafRun, on_ranks
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes import meshes
@@ -275,8 +275,10 @@ def _check(host: HostProgram) -> None:
     """Refuse instructions that leaves cannot run."""
     for i in host.walk():
         if counts_of(i) is not None:
-            because = "numbers of rows that a run decides come to the host of a rank"
-            raise _refused(host.name, "rows that are counted", because, [str(i.source or i)])
+            because = f"parts={LEAVES} are as many as leaves: a rank's host decides what is sent"
+            hint = "another number of parts: rows are gathered then; or leave same_bits out"
+            where = [str(i.source or i)]
+            raise _refused(host.name, "rows that are counted", because, where, hint)
         if i.op in ("send", "recv"):
             because = "ranks of a ring begin at different chunks"
             raise _refused(host.name, "a ring", because, [str(i.source or i)])
@@ -287,10 +289,12 @@ def _check(host: HostProgram) -> None:
             raise _refused(host.name, f"%{name} is Partial", because)
 
 
-def _refused(name: str, what: str, because: str, where: Sequence[str] = ()) -> LoweringError:
-    return LoweringError(
-        f"@{name} with same_bits: {what}",
-        where=[*where],
-        because=because,
-        hint="leave same_bits out for it: results then depend on the number of ranks",
-    )
+def _refused(
+    name: str,
+    what: str,
+    because: str,
+    where: Sequence[str] = (),
+    hint: str = "leave same_bits out for it: results then depend on the number of ranks",
+) -> LoweringError:
+    text = f"@{name} with same_bits: {what}"
+    return LoweringError(text, where=[*where], because=because, hint=hint)

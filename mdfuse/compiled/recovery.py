@@ -132,7 +132,8 @@ def planned(before: Values, after: Values, options: Options | None = None) -> Re
             new = re.sub(r"\W", "_", f"new_{name}")  # on all ranks alike, whatever line calls
             moved = called_at(user_source(), new, fd.ops.set)(x)
             fd.add_output(moved.on(after[name].layout))
-    plain = replace(options_from_environment(options), overlap="never", graph="never")
+    plain = options_from_environment(options)  # parts are moved as they are, so bits are the same
+    plain = replace(plain, overlap="never", graph="never", same_bits=False)
     return Recovery(program=compile(fd, plain), missing=missing_of(before, after))
 
 

@@ -131,7 +131,7 @@ class Step:
         try:
             outputs = self.program.run_all(given, extents)
         except BaseException as error:
-            self._versions.broke_off(self.program, error)
+            self._versions.broke_off(error)
             raise
         self._versions.number += 1
         return None if self._results is None else self._results(outputs)

@@ -7,16 +7,13 @@ it has; where it has, only a second set of buffers holds the version before.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from traceback import walk_tb
 
 import torch
 from torch import Tensor
 
-from mdfuse.compiled.program import Program
-from mdfuse.errors import BackendError
-from mdfuse.hir.analysis.dataflow import dataflow
-from mdfuse.hir.rank.pipelines import as_run, project
-from mdfuse.runtime.communicator import init
-from mdfuse.runtime.watch.running import ActiveStep, causes, raised
+from mdfuse.evaluator import HostIrEvaluator
+from mdfuse.runtime.watch.running import causes, wrote
 
 State = Mapping[str, Tensor | None]
 
@@ -59,9 +56,9 @@ class Versions:
                     x.copy_(self._state[name])  # type: ignore[arg-type]  # both are None, or none
         self._copies = [*self._copies[1:], (self.number, copy)]
 
-    def broke_off(self, program: Program, error: BaseException) -> None:
+    def broke_off(self, error: BaseException) -> None:
         """Note that a run raised an error."""
-        if may_have_written(program, self._state, error):
+        if may_have_written(self._state, error):
             self.is_whole = False
 
     def states(self) -> dict[int, State]:
@@ -72,29 +69,19 @@ class Versions:
         return states
 
 
-def may_have_written(program: Program, names: State, error: BaseException) -> bool:
+def may_have_written(names: State, error: BaseException) -> bool:
     """Return whether the run that raised an error may have written some of its inputs.
 
-    On a GPU, and in a graph's replay, nobody knows how far the device is: there each run that a
-    communication ended may have.
+    On a GPU, and in a graph's replay, nobody knows how far the device is: there each run that has
+    begun may have.
     """
-    at = raised(error)
-    is_queued = any(x is not None and x.is_cuda for x in names.values())
-    if at is None or is_queued:
-        return is_queued and (at is not None or any(map(_is_broken, causes(error))))
-    code = at.plan.code
-    flow = dataflow(as_run(project(program.host, init(program.options).rank)))
-    memories = {flow.memory(name) for name in names}
-    begun = code[: _stop(at)]
-    return any(not memories.isdisjoint(flow.effects(i).writes) for i in begun)
+    written = wrote(error)
+    if written is None or any(x is not None and x.is_cuda for x in names.values()):
+        return written is not None or any(map(_is_of_run, causes(error)))
+    return not written.isdisjoint(names)
 
 
-def _stop(at: ActiveStep) -> int:
-    """Return how many instructions had begun at a step, those of its unit among them."""
-    later = (step.instruction for step in at.plan.steps[at.number + 1 :])
-    last = max(step.instruction for step in at.plan.steps[: at.number + 1])
-    return next((n for n in later if n > last), len(at.plan.code))
-
-
-def _is_broken(error: BaseException) -> bool:
-    return isinstance(error, BackendError)
+def _is_of_run(error: BaseException) -> bool:
+    """Return whether an error came out of a run that had begun."""
+    code = HostIrEvaluator._run.__code__
+    return any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))

@@ -153,8 +153,8 @@ def rank_leaves(
 
 def run(
     ranks: Sequence[RankLeaves], slots: Sequence[Sequence[Slots]], deal: Deal, carrier: Carrier
-) -> None:
-    """Run all steps of the leaves of some ranks.
+) -> Iterator[int]:
+    """Run all steps of the leaves of some ranks; yield the number of each before it is run.
 
     Args:
         ranks: those of this process.
@@ -163,6 +163,7 @@ def run(
         carrier: what takes parcels to the other ranks.
     """
     for number in range(max((r.steps for r in ranks), default=0)):
+        yield number
         posted = [
             (r.rank, r.step(number, s)) for r, s in zip(ranks, slots, strict=True) if r.leaves
         ]
@@ -254,7 +255,7 @@ def _filled(plan: Plan, number: int) -> Iterator[int]:
 
 def _instruction(plan: Plan, number: int) -> Instruction | None:
     at = plan.steps[number].instruction
-    return plan.code[at] if at >= 0 else None
+    return plan.program.instructions[at] if at >= 0 else None
 
 
 def _axes_alike(i: Instruction, program: HostProgram) -> tuple[str, ...]:

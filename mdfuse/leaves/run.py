@@ -23,6 +23,7 @@ from mdfuse.leaves.meeting import Rounds
 from mdfuse.passes.meshes import moved
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.runs.arguments import numbers
+from mdfuse.runtime.watch.running import ActiveStep, note_written
 
 #: Rank -> something of it.
 ByRank = Mapping[int, Any]
@@ -104,6 +105,8 @@ class LeafRun:
     poison: bool = False
     checks: IndexChecks | None = None
     _leaves: list[RankLeaves] = field(default_factory=list)
+    #: the step that was begun last; -1: none
+    _at: int = -1
 
     def run(self, arguments: ByRank, out: ByRank | None = None) -> dict[int, list[Any]]:
         """Run once.
@@ -115,27 +118,33 @@ class LeafRun:
         Returns:
             Rank -> its outputs.
         """
-        with torch.no_grad(), one_thread(self.device):
-            given = {r: numbers(self.code.host, arguments[r]) for r in self.ranks}
-            inner = self._cut(given)
-            if not self._leaves:
-                self._leaves = [self._planned(r, inner[r]) for r in self.ranks]
-            slots = [
-                [
-                    plan.start(inner[x.rank][leaf])
-                    for leaf, plan in zip(x.leaves, x.plans, strict=True)
-                ]
-                for x in self._leaves
-            ]
-            execution.run(self._leaves, slots, self.code.deal, self.carrier)
-            results = {
-                x.rank: {
-                    leaf: plan.finish(values)
-                    for leaf, plan, values in zip(x.leaves, x.plans, of, strict=True)
-                }
-                for x, of in zip(self._leaves, slots, strict=True)
+        given, self._at = {r: numbers(self.code.host, arguments[r]) for r in self.ranks}, -1
+        try:
+            with torch.no_grad(), one_thread(self.device):
+                return self._run(given, out)
+        except BaseException as error:
+            plans = (x.plans[0] for x in self._leaves if x.plans and self._at >= 0)
+            note_written(error, {n for plan in plans for n in ActiveStep(plan, self._at).written})
+            raise
+
+    def _run(self, given: ByRank, out: ByRank | None) -> dict[int, list[Any]]:
+        inner = self._cut(given)
+        if not self._leaves:
+            self._leaves = [self._planned(r, inner[r]) for r in self.ranks]
+        slots = [
+            [plan.start(inner[x.rank][leaf]) for leaf, plan in zip(x.leaves, x.plans, strict=True)]
+            for x in self._leaves
+        ]
+        for number in execution.run(self._leaves, slots, self.code.deal, self.carrier):
+            self._at = number
+        results = {
+            x.rank: {
+                leaf: plan.finish(values)
+                for leaf, plan, values in zip(x.leaves, x.plans, of, strict=True)
             }
-            return self._joined(results, given, out)
+            for x, of in zip(self._leaves, slots, strict=True)
+        }
+        return self._joined(results, given, out)
 
     def forget(self) -> None:
         """Give up the plans; the next run makes them again."""
@@ -174,13 +183,17 @@ class LeafRun:
         return parts
 
     def _joined(self, results: ByRank, given: ByRank, out: ByRank | None) -> dict[int, list[Any]]:
-        """Return rank -> its outputs, in the caller's buffers where there are some."""
-        host = self.code.host
-        outputs: dict[int, list[Any]] = {r: [] for r in self.ranks}
+        """Return rank -> its outputs, in the caller's buffers where there are some.
+
+        These are written once all have come: where another rank is lost before, they stay whole.
+        """
+        host, every = self.code.host, list[dict[int, list[Any]]]()
         for n, name in enumerate(host.outputs):
             border, dtype = self.code.borders[name], host.types[name].dtype
             parts = {r: {leaf: x[n] for leaf, x in results[r].items()} for r in self.ranks}
-            joined = self._whole(border, dtype, parts)
+            every.append(self._whole(border, dtype, parts))
+        outputs: dict[int, list[Any]] = {r: [] for r in self.ranks}
+        for n, (name, joined) in enumerate(zip(host.outputs, every, strict=True)):
             written = host.inputs.index(host.root(name)) if name in host.aliases else None
             for r in self.ranks:
                 buffer = given[r][written] if written is not None else None

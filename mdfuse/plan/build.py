@@ -19,7 +19,7 @@ from torch import Tensor
 from mdfuse.backends.base import Poster
 from mdfuse.errors import ProgramError
 from mdfuse.hir.analysis.clobbers import updated_names
-from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.program import HostProgram
 from mdfuse.hir.rank.pipelines import as_run
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.call import Call
@@ -50,13 +50,13 @@ class Plan:
         device: where it computes.
         switches: whether it changes the current stream.
         one_stream: everything runs on the stream that is current when a run starts.
+        program: written out for the rank; steps name its instructions by their numbers.
         numbers: whether some inputs are numbers.
         may_overlap: whether it writes into the caller's buffers, which then may overlap others.
         written: the slots of inputs that it writes into.
         records: whether one of the caller's tensors requires a gradient.
         tally: how often its program ran.
         stamping: the calls that its function makes between its lines; None: no calls.
-        code: the instructions that it was built from, by whose numbers steps name theirs.
         arena: the bytes in which symmetric buffers lie, in all runs; None: there are none.
     """
 
@@ -70,13 +70,13 @@ class Plan:
     device: torch.device
     switches: bool
     one_stream: bool
+    program: HostProgram
     numbers: bool = False
     may_overlap: bool = False
     written: tuple[int, ...] = ()
     records: bool = False
     tally: RunCount | None = None
     stamping: Stamping | None = None
-    code: tuple[Instruction, ...] = ()
     arena: Tensor | None = None
 
     # -- step by step, as the simulator goes -----------------------------------------------------
@@ -284,12 +284,12 @@ def build(
     _part_outputs(builder, given, outputs)
     return Plan(
         program.name, context.size, context.names, inputs, tuple(given), tuple(outputs),
-        tuple(builder.steps), device, builder.switches, context.one_stream,
+        tuple(builder.steps), device, builder.switches, context.one_stream, written,
         numbers=any(program.types[n].layout is None for n in program.inputs),
         may_overlap=bool(program.aliases) or any(x is not None for x in given),
         written=tuple(context.slot(n) for n in program.inputs if n in program.written_inputs),
         records=any(isinstance(x, Tensor) and x.requires_grad for x in (*arguments, *out)),
-        tally=tally, code=written.instructions, arena=whole,
+        tally=tally, arena=whole,
     )  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def described(plan: Plan, rank: int) -> Iterator[tuple[int, int, PlanStep, Entry
     """Yield first and last line of each step of a plan, the step, and its description."""
     posts = {handle: s for s in reversed(plan.steps) if s.calls for handle in s.outputs}
     for first, last, step in _runs(plan):
-        yield first, last, step, _entry(step, plan.code, rank, posts)
+        yield first, last, step, _entry(step, plan.program.instructions, rank, posts)
 
 
 def _runs(plan: Plan) -> list[tuple[int, int, PlanStep]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, MdfuseError, Partial, ProgramError, Shard, Stream
 from mdfuse.compiled.leaf_program import LeafProgram
+from mdfuse.leaves.deal import LEAVES
 
 SAME = mf.Options(same_bits=True)
 ROWS = {"dp": Shard(0)}
@@ -156,6 +157,7 @@ def test_copies_and_buffers() -> None:
 
 
 MESH = DeviceMesh.arange(dp=2)
+EXPERTS = (8, 5), (8, 4), (4, 5, 3)
 
 
 def without_mesh(fd: mf.FusionDefinition) -> None:
@@ -184,9 +186,20 @@ def in_a_ring(fd: mf.FusionDefinition) -> None:
     fd.add_output(fd.ops.set(x).on(MESH, {}, stream=Stream(0, 8, "dp")).exp())
 
 
+def of_counted_rows(fd: mf.FusionDefinition, parts: int = LEAVES, mesh: DeviceMesh = MESH) -> None:
+    """Tokens go to experts, which other ranks have."""
+    x, scores, w = (fd.define_tensor(s, mesh=mesh, layout=ROWS) for s in EXPERTS)
+    weights, ids = scores.softmax(-1).topk(2, -1)
+    n = fd.ops.counts(ids, experts=4, parts=parts)
+    rows = fd.ops.set(fd.ops.group_rows(x, ids, n)).on(mesh, {"dp": Shard(1)})
+    y = fd.ops.set(fd.ops.grouped_mm(rows, w)).on(mesh, ROWS)
+    fd.add_output(fd.ops.ungroup_rows(y, ids, weights))
+
+
 @pytest.mark.parametrize(
     ("define", "says"),
     [
+        (of_counted_rows, "rows that are counted"),
         (without_mesh, "no mesh"),
         (of_any_extent, "a run chooses"),
         (on_two_meshes, "2 meshes"),
@@ -200,6 +213,20 @@ def test_refused_definitions(define: Callable[[mf.FusionDefinition], None], says
         define(fd)
     with pytest.raises(MdfuseError, match=f"same_bits.*{says}|same_bits with {says}"):
         mf.compile(fd, SAME)
+
+
+def test_rows_of_experts_are_gathered() -> None:
+    """In as many parts as there are leaves they would be counted, which is refused."""
+    given, results = [drawn(*shape, seed=n) for n, shape in enumerate(EXPERTS)], []
+    for ranks, parts in ((1, 1), (2, 2), (4, 4), (3, 2), (8, 2)):
+        with mf.FusionDefinition("experts") as fd:
+            of_counted_rows(fd, parts, DeviceMesh.arange(dp=ranks))
+        results += mf.simulate(mf.compile(fd, SAME), given).outputs
+    assert all(torch.equal(found, results[0]) for found in results)
+    x, scores, w = (x.double() for x in given)
+    weights, ids = scores.softmax(-1).topk(2, -1)
+    rows = torch.stack([(x[:, None] @ w[ids[:, k]])[:, 0] for k in range(2)], 1)
+    torch.testing.assert_close(results[0], (rows * weights[..., None]).sum(1).float())
 
 
 def test_refused_uses() -> None:
@@ -256,7 +283,12 @@ def batch(n: int, rows: int) -> Tensor:
 
 @cache
 def losses(
-    dp: int, tp: int | None, dtype: torch.dtype, microbatches: int = 1, steps: int | None = None
+    dp: int,
+    tp: int | None,
+    dtype: torch.dtype,
+    microbatches: int = 1,
+    steps: int | None = None,
+    recompute: str | int | None = None,
 ) -> tuple[str, list[bytes]]:
     """The program, and the losses of some steps, as bytes, of an imported Llama of one layer.
 
@@ -269,7 +301,7 @@ def losses(
     mesh = DeviceMesh.arange(dp=dp) if tp is None else DeviceMesh.arange(dp=dp, tp=tp)
     model = mf.from_torch(
         module, (batch(0, rows),), {"labels": batch(0, rows), "use_cache": False}, mesh=mesh,
-        layouts=LAYOUTS if tp is not None else {"input:*": ROWS},
+        layouts=LAYOUTS if tp is not None else {"input:*": ROWS}, recompute=recompute,
     )  # fmt: skip
     step = model.training_step(
         optimizer=mf.optim.adamw, clip=0.5, master=dtype == torch.bfloat16,
@@ -298,6 +330,14 @@ def test_losses_of_a_llama_in_16_bits() -> None:
 
 def test_losses_of_a_llama_in_microbatches() -> None:
     assert losses(2, None, torch.float32, 2) == losses(1, None, torch.float32, 2)
+
+
+@pytest.mark.parametrize("recompute", ["model.layers.*", 20_000])
+def test_losses_of_a_llama_with_recompute(recompute: str | int) -> None:
+    """What is computed again is the same, whatever a number of bytes chooses on each mesh."""
+    again, found = losses(3, None, torch.float32, 2, 2, recompute)
+    usual, expected = losses(1, None, torch.float32, 2)
+    assert found == expected[:2] and again != usual
 
 
 def test_losses_of_a_llama_that_ranks_split() -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from helpers import sampling
 from helpers.drawn import drawn
 from helpers.forked import Forked
+from helpers.survivor_job import free_port
 from torch import Tensor
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, ProgramError, Replicate, Shard
@@ -33,7 +36,7 @@ def batch(n: int) -> tuple[Tensor, Tensor] | None:
 
 
 def build(
-    mesh: DeviceMesh, layout: dict[str, Any] = WHOLE
+    mesh: DeviceMesh, layout: dict[str, Any] = WHOLE, options: mf.Options | None = None
 ) -> tuple[mf.Program, Callable[[mf.Communicator], dict[str, Tensor | None]]]:
     split = {"dp": Shard(0)}
     with mf.FusionDefinition("train") as fd:
@@ -51,7 +54,7 @@ def build(
             return {"w": None}
         return {"w": mf.shard_tensor(drawn(5, 3), mesh, layout, rank=comm.rank).clone()}
 
-    return mf.compile(fd), begin
+    return mf.compile(fd, options), begin
 
 
 def reference(steps: int = STEPS) -> list[float]:
@@ -143,47 +146,60 @@ def test_what_build_returns_is_checked() -> None:
 # -- forks that die ------------------------------------------------------------------------------
 
 RANKS = 3
+SAME = mf.Options(same_bits=True)
 
 
-def warm() -> None:
-    """Compile once, so that forks need not import what that takes."""
-    torch.set_num_threads(1)
-    for count in (RANKS, RANKS - 1):
-        mesh = DeviceMesh.arange(dp=count)
-        for layout in (WHOLE, PARTS):
-            program, _ = build(mesh, layout)
-        mf.simulate(program, [drawn(ROWS, 5), drawn(ROWS, 3), drawn(5, 3)])
+@dataclass(frozen=True)
+class Case:
+    """A training of so many ranks; each has the whole weight, or a part and what was saved."""
 
+    ranks: int = RANKS
+    is_split: bool = False
+    options: mf.Options | None = None
 
-def train(
-    folder: Path | None,
-    layout: dict[str, Any],
-    die: dict[int, tuple[int, float]],
-    waits: bool = False,
-) -> None:
-    """What a rank does: it dies some seconds after it has begun a step.
+    def build(self, mesh: DeviceMesh) -> Any:
+        return build(mesh, PARTS if self.is_split else WHOLE, self.options)
 
-    Args:
-        folder: of checkpoints; None: survivors have it all.
-        layout: of the weight.
-        die: rank -> step, and seconds.
-        waits: those that are left take longer, for somebody to join.
-    """
+    def warm(self) -> None:
+        """Compile once, so that forks need not import what that takes."""
+        torch.set_num_threads(1)
+        for count in (self.ranks, self.ranks - 1):
+            program, _ = self.build(DeviceMesh.arange(dp=count))
+            mf.simulate(program, [drawn(ROWS, 5), drawn(ROWS, 3), drawn(5, 3)])
 
-    def data(n: int) -> Any:
-        if not mine and (when := die.get(me)) is not None and when[0] == n:
-            threading.Timer(when[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
-        is_alone = waits and run.running is not None and run.comm.size < RANKS
-        time.sleep(0.5 if is_alone else 0.02)  # a step takes its time
-        return batch(n)
+    def wanted(self) -> dict[int, Any]:
+        """The losses of torch, or with the same bits those of one process."""
+        if self.options is None:
+            return {n: pytest.approx(x, abs=1e-6) for n, x in enumerate(reference(), 1)}
+        alone = losses_of(mf.Run(self.build, one(), batch))
+        check(alone)
+        return alone
 
-    me, mine = int(os.environ["RANK"]), int(os.environ.get("MDFUSE_RESPAWNED", "0"))
-    run = mf.Run(
-        lambda mesh: build(mesh, layout), DeviceMesh.arange(dp=RANKS), data,
-        save_every=3, folder=folder, double_buffer=folder is None,
-    )  # fmt: skip
-    for n, loss in run:
-        print(n, run.comm.size, float(loss))
+    def train(
+        self, folder: Path | None, die: dict[int, tuple[int, float]], waits: bool = False
+    ) -> None:
+        """What a rank does: it dies some seconds after it has begun a step.
+
+        Args:
+            folder: of checkpoints; None: survivors have it all.
+            die: rank -> step, and seconds.
+            waits: those that are left take longer, for somebody to join.
+        """
+
+        def data(n: int) -> Any:
+            if not mine and (when := die.get(me)) is not None and when[0] == n:
+                threading.Timer(when[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+            is_alone = waits and run.running is not None and run.comm.size < self.ranks
+            time.sleep(0.5 if is_alone else 0.02)  # a step takes its time
+            return batch(n)
+
+        me, mine = int(os.environ["RANK"]), int(os.environ.get("MDFUSE_RESPAWNED", "0"))
+        run = mf.Run(
+            self.build, DeviceMesh.arange(dp=self.ranks), data,
+            save_every=3, folder=folder, double_buffer=folder is None,
+        )  # fmt: skip
+        for n, loss in run:
+            print(n, run.comm.size, float(loss))
 
 
 def said_losses(text: str) -> tuple[dict[int, float], dict[int, int]]:
@@ -192,38 +208,45 @@ def said_losses(text: str) -> tuple[dict[int, float], dict[int, int]]:
     return {int(n): float(x) for n, _, x in rows}, {int(n): int(size) for n, size, _ in rows}
 
 
-MOMENTS = sampling.of(20, 2)
+CASES = {
+    "from each other": Case(),
+    "from files": Case(is_split=True),
+    "same bits": Case(4, options=SAME),
+    "same bits of 8": Case(8, options=SAME),
+    "same bits from files": Case(4, True, SAME),
+}
+MOMENTS = sampling.of(20, 1)
 
 
-@pytest.mark.parametrize("kind", ["from each other", "from files"])
+@pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("draw", range(MOMENTS))
 def test_losses_are_those_without_a_death(draw: int, kind: str, tmp_path: Path) -> None:
     """Whenever a rank dies: the others take over its rows, and the batch stays what it was.
 
+    With the same bits the losses are those of one process to the bit, which nobody disturbed.
     Behind the first step: while teams are made, a death ends all ranks.
     """
-    draws = random.Random(f"{draw} {kind} {sampling.window(1000, 1000).start}")
-    when = {draws.randrange(RANKS): (draws.randrange(2, STEPS), draws.random() * 0.05)}
-    files, layout = (tmp_path / "saved", PARTS) if kind == "from files" else (None, WHOLE)
-    warm()
-    forked = Forked(RANKS, lambda *_: train(files, layout, when), tmp_path, MDFUSE_TIMEOUT_S="10")
-    statuses = forked.wait(120)
+    draws, case = random.Random(f"{draw} {kind} {sampling.window(1000, 1000).start}"), CASES[kind]
+    when = {draws.randrange(case.ranks): (draws.randrange(2, STEPS), draws.random() * 0.05)}
+    files, wanted = (tmp_path / "saved" if case.is_split else None), case.wanted()
+    case.warm()
+    forked = Forked(case.ranks, lambda *_: case.train(files, when), tmp_path, MDFUSE_TIMEOUT_S="10")
+    statuses = forked.wait(240)
     dead = {*when}
     assert {r for r, x in statuses.items() if x} == dead, (when, forked.said(min({0, 1} - dead)))
-    for rank in {*range(RANKS)} - dead:
+    for rank in {*range(case.ranks)} - dead:
         losses, sizes = said_losses(forked.said(rank))
-        wanted = dict(enumerate(reference(), 1))
-        assert [*losses] == [*range(1, STEPS + 1)] or {*losses} == {*wanted}
-        assert all(x == pytest.approx(wanted[n], abs=1e-6) for n, x in losses.items()), when
-        assert sizes[STEPS] == RANKS - 1
+        assert losses == wanted, when
+        assert sizes[STEPS] == case.ranks - 1
 
 
 def test_a_new_process_joins(tmp_path: Path) -> None:
     """Before the next step of the others, with the state that they have."""
-    warm()
+    case = Case()
+    case.warm()
 
     def act(rank: int, place: int) -> None:
-        train(None, WHOLE, {1: (3, 0.0)}, waits=True)
+        case.train(None, {1: (3, 0.0)}, waits=True)
 
     forked = Forked(RANKS, act, tmp_path, MDFUSE_TIMEOUT_S="30")
     assert forked.wait(60, 1) == {1: -signal.SIGKILL}
@@ -234,3 +257,39 @@ def test_a_new_process_joins(tmp_path: Path) -> None:
     check(losses)
     assert joined and joined.items() <= losses.items()
     assert sizes[STEPS] == RANKS and min(joined) >= 3
+
+
+def test_one_agent_of_torchrun_for_each_rank(tmp_path: Path) -> None:
+    """The agent of the rank that dies ends; the ranks of the others go on, with the store of one.
+
+    Agents of ranks that are done wait five minutes for that one.
+    """
+    case, dead, endpoint = Case(options=SAME), 1, f"127.0.0.1:{free_port()}"
+    wanted = case.wanted()
+    case.warm()
+
+    def rank() -> None:
+        case.train(None, {dead: (5, 0.0)})
+        mf.init().close()
+
+    def agent(number: int, _: int) -> None:
+        config = LaunchConfig(
+            RANKS, RANKS, 1, run_id="agents", rdzv_backend="static", rdzv_endpoint=endpoint,
+            rdzv_configs={"rank": number, "timeout": 60}, local_addr="127.0.0.1",
+            start_method="fork", max_restarts=0, monitor_interval=0.05,
+        )  # fmt: skip
+        elastic_launch(config, rank)()
+
+    forked = Forked(RANKS, agent, tmp_path, MDFUSE_TIMEOUT_S="10")
+    ended, until = forked.wait(60, dead), time.monotonic() + 60
+    others = {*range(RANKS)} - {dead}
+    while time.monotonic() < until and any(
+        STEPS not in said_losses(forked.said(r))[0] for r in others
+    ):
+        time.sleep(0.1)
+    waiting = forked.wait(0.0, *others)
+    assert ended == {dead: 1} and waiting == dict.fromkeys(others)
+    for number in others:
+        losses, sizes = said_losses(forked.said(number))
+        assert losses == wanted, forked.said(number)
+        assert sizes[4] == RANKS and sizes[STEPS] == RANKS - 1

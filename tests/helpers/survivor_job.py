@@ -1,7 +1,7 @@
 """Jobs whose ranks die while they train: each rank a fork, the store kept by their parent.
 
 Reads a line of JSON for each job (`Job`), and prints one: for each rank its exit status, its losses
-by version, what it printed, and for each of its rebuilds the time, who was lost, and the version.
+by version, what it printed, and for each of its rebuilds the times, who was lost, and the version.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 import mdfuse as mf
+from helpers import leftovers
 
 STEPS, ROWS, SEED = 8, 24, 7
 #: kind -> the axes of its mesh, with the share of ranks of each but the first
@@ -48,7 +49,7 @@ class Fault:
     Attributes:
         rank: as it was started.
         version: of the state, at which it happens.
-        moment: "between" two steps, "in" one, "rebuild", "save".
+        moment: "between" two steps, "in" one, "rebuild", "save", "saved": just behind it.
         deed: "kill", "stop" until the others are done, or "slow": it comes late to the rebuild.
         delay_s: until it happens, from the begin of the moment on.
     """
@@ -70,6 +71,7 @@ class Job:
     backend: str = "gloo"
     double_buffer: bool = False
     save_at: int = -1
+    save_waits: bool = True
     settle_s: float | None = None
     timeout_s: float = 5.0
     is_kept: bool = True
@@ -218,6 +220,9 @@ class Rank:
             act = [time.sleep, (fault.delay_s,)]
             if fault.deed != "slow":
                 act = [os.kill, (os.getpid(), number)]
+            if fault.deed == "kill":
+                held = {"time": time.monotonic() + fault.delay_s, **leftovers.held()}
+                Path(f"dead{self.number}.json").write_text(json.dumps(held))
             if fault.delay_s and fault.deed != "slow":
                 threading.Timer(fault.delay_s, act[0], act[1]).start()
             else:
@@ -239,34 +244,35 @@ class Rank:
                     comm, step = self.extended(comm, step)
                 if version == job.save_at:
                     self.meet("save", version)
-                    step.save(f"saved{comm.membership.epoch}", portable=True)
+                    folder = f"saved{comm.membership.epoch}"
+                    step.save(folder, portable=True, wait=job.save_waits)
+                    self.meet("saved", version)
                 self.meet("between", version)
                 given = batch_of(step, comm.rank, version)
                 self.meet("in", version)
                 loss = step(*given)
                 if loss is not None:  # else this rank is in no mesh, and idle
                     self.losses[version] = float(loss)
+                if self.rebuilds:
+                    self.rebuilds[-1].setdefault("next", time.monotonic())
             except mf.BackendError as error:
                 comm, mesh, step = self.after(error, mesh, step, version)
-        self.is_idle = comm.rank not in mesh
 
     def after(self, error: Exception, mesh: Any, step: Any, version: int) -> Any:
-        begun = time.monotonic()
+        times = {"broke": time.monotonic(), "at": version}
         print(f"version {version}: {error}", flush=True)
         for moment in ("rebuild", "late"):
             self.meet(moment, version)
         for _ in range(3):
             try:
                 comm = mf.rebuild(error, settle_s=self.job.settle_s)
-                done = time.monotonic()
+                times["rebuilt"] = time.monotonic()
                 mesh = mesh.without(comm, axis="dp")
                 step = mf.recover(step, program_of(mesh, self.job.kind), or_from="saved0")
             except mf.BackendError as again:
                 error = again
                 continue
-            self.rebuilds.append(
-                {"seconds": done - begun, "lost": comm.lost, "version": version_of(step)}
-            )
+            self.rebuilds.append({**times, "lost": comm.lost, "version": version_of(step)})
             return comm, mesh, step
         raise error
 
@@ -311,7 +317,7 @@ def fork(job: Job, number: int, port: int, is_new: bool = False) -> int:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    said = {"losses": rank.losses, "rebuilds": rank.rebuilds, "idle": status or rank.is_idle}
+    said = {"losses": rank.losses, "rebuilds": rank.rebuilds, "left": left_of_dead(Path())}
     Path(f"rank{number}{'.new' * is_new}.json").write_text(json.dumps(said))
     if status == 0:
         mf.init().close()
@@ -374,7 +380,23 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         p.stem.removeprefix("rank"): json.loads(p.read_text()) for p in folder.glob("rank*.json")
     }
     outputs = {p.name.removeprefix("out."): p.read_text() for p in folder.glob("out.*")}
-    return {"statuses": statuses, "said": said, "outputs": outputs}
+    died = {rank: of["time"] for rank, of in dead_in(folder).items()}
+    known = ("rank", "out.", "dead", "saved")
+    files = [p.name for p in folder.iterdir() if not p.name.startswith(known)]
+    return {
+        "statuses": statuses, "said": said, "outputs": outputs, "died": died,
+        "left": [*left_of_dead(folder), *files],
+    }  # fmt: skip
+
+
+def dead_in(folder: Path) -> dict[str, Any]:
+    """Return for each rank that was killed the time, and what it held."""
+    files = folder.glob("dead*.json")
+    return {p.stem.removeprefix("dead"): json.loads(p.read_text()) for p in files}
+
+
+def left_of_dead(folder: Path) -> list[str]:
+    return [x for of in dead_in(folder).values() for x in leftovers.left_of(of)]
 
 
 def main() -> None:

@@ -55,8 +55,14 @@ SPECIAL = {
     "in a rebuild": Job(
         4, [Fault(1, 3), Fault(2, 3, "rebuild", delay_s=1.0)], double_buffer=True
     ),
+    "stopped, and another one killed": Job(
+        4, [Fault(1, 2, "in", "stop"), Fault(3, 2, "in")], double_buffer=True
+    ),
     "twice": Job(4, [Fault(0, 2), Fault(3, 5)], double_buffer=True),
     "in a save": Job(4, [Fault(1, 4, "save", delay_s=0.002)], save_at=4),
+    "in a save beside steps": Job(
+        4, [Fault(1, 4, "saved", delay_s=0.001)], save_at=4, save_waits=False, double_buffer=True
+    ),
     # a new process waits while the others rebuild and compile: on a busy machine, more than 5 s
     "joined": Job(4, [Fault(2, 3)], kind="imported", join=True, double_buffer=True,
                   timeout_s=60.0),
@@ -134,6 +140,7 @@ def test_survivors_go_on(name: str, results: dict[str, Future[dict[str, Any]]]) 
     assert result["statuses"] == statuses, shown
     if name == "stopped":
         assert not_said(shown_reports()["test_rebuilding"], result["outputs"]["2"]) == [], shown
+    assert result["left"] == [] and not any(x["left"] for x in result["said"].values()), shown
     losses, done = undisturbed(), set()
     for rank, said in result["said"].items():
         for version, loss in said["losses"].items():
@@ -148,12 +155,13 @@ def test_survivors_go_on(name: str, results: dict[str, Future[dict[str, Any]]]) 
         assert {*result["said"]["2.new"]["losses"]} == {str(STEPS - 2), str(STEPS - 1)}, shown
 
 
-def test_the_store_goes_with_the_rank_that_kept_it(tmp_path: Path) -> None:
-    """Nobody can agree then, and the error says so."""
+@pytest.mark.parametrize(("deed", "status"), [("kill", -9), ("stop", 0)])
+def test_the_store_goes_with_the_rank_that_kept_it(deed: str, status: int, tmp_path: Path) -> None:
+    """Nobody can agree then, and the error says so; woken when all have ended, it is alone."""
     server = JobServer(tmp_path)
-    result = server.run(Job(3, [Fault(0, 2)], is_kept=False))
+    result = server.run(Job(3, [Fault(0, 2, deed=deed)], is_kept=False))
     server.close()
-    assert result["statuses"] == {"0": -9, "1": 1, "2": 1}
+    assert result["statuses"] == {"0": status, "1": 1, "2": 1}
     for rank in ("1", "2"):
         assert "the store that the ranks met in does not answer" in result["outputs"][rank]
         assert "mdfuse launch" in result["outputs"][rank]

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from types import FrameType
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from mdfuse.hir.program import Instruction
+from mdfuse.hir.analysis.dataflow import dataflow
+from mdfuse.hir.program import HostProgram
 from mdfuse.interpreter.stacks import seen
 from mdfuse.layouts.call import Call
 
@@ -44,7 +46,7 @@ class WatchedPlan(Protocol):
     @property
     def steps(self) -> Sequence[WatchedStep]: ...
     @property
-    def code(self) -> Sequence[Instruction]: ...
+    def program(self) -> HostProgram: ...
     @property
     def lines_of_run(self) -> Sequence[int]:
         """The number of the call at each line of its function."""
@@ -55,6 +57,9 @@ class WatchedPlan(Protocol):
 
 #: The file name of a plan's function -> the plan.
 _plans: WeakValueDictionary[str, WatchedPlan] = WeakValueDictionary()
+
+#: The attribute of an error that names the inputs which its run may have written.
+_WROTE = "_mdfuse_wrote"
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
@@ -120,6 +125,17 @@ class ActiveStep:
         handle = self.step.waits[0]
         return next((n for n in self.open if handle in self.plan.steps[n].outputs), None)
 
+    @property
+    def written(self) -> frozenset[str]:
+        """The inputs that the run may have written, as its instructions up to this step say."""
+        program, steps = self.plan.program, self.plan.steps
+        last = max((step.instruction for step in steps[: self.number + 1]), default=-1)
+        later = (step.instruction for step in steps[self.number + 1 :])
+        stop = next((n for n in later if n > last), len(program.instructions))  # behind its unit
+        flow = dataflow(program)
+        writes = {x for i in program.instructions[:stop] for x in flow.effects(i).writes}
+        return frozenset(n for n in program.inputs if flow.memory(n) in writes)
+
 
 def register(file: str, plan: WatchedPlan) -> None:
     """Note the plan whose function has this file name, and count the posts of a run."""
@@ -143,13 +159,29 @@ def running() -> ActiveStep | None:
 
 def raised(error: BaseException | None) -> ActiveStep | None:
     """Return the step that raised an error or one of its causes; None if no plan did."""
+    return next((place for one in causes(error) if (place := _raised_by(one))), None)
+
+
+def note_written(error: BaseException, names: Collection[str]) -> None:
+    """Note which inputs a run may have written that goes through plans step by step."""
+    vars(error)[_WROTE] = frozenset(names)
+
+
+def wrote(error: BaseException) -> frozenset[str] | None:
+    """Return the inputs that a run may have written before it raised an error; None: unknown."""
     for one in causes(error):
-        trace = one.__traceback__
-        while trace is not None:
-            place = _place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-            if place is not None:
-                return place
-            trace = trace.tb_next
+        noted: frozenset[str] | None = vars(one).get(_WROTE)
+        place = _raised_by(one)
+        if noted is not None or place is not None:
+            return noted if place is None else place.written
+    return None
+
+
+def _raised_by(error: BaseException) -> ActiveStep | None:
+    for frame, line in walk_tb(error.__traceback__):
+        place = _place(frame.f_code.co_filename, line)
+        if place is not None:
+            return place
     return None
 
 
