@@ -35,7 +35,7 @@ def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
     """
     values = out.fusion.values
     for value, root in names.items():
-        rows, stated = (of.get(value) for of in (out.fusion.rows_by_counts, out.fusion.capacities))
+        rows, stated = out.fusion.rows_by_counts.get(value), out.fusion.capacities.get(value)
         if rows is None and stated is None and not _is_cut_in_chunks(out.fusion, value):
             continue
         n, source = out.types[root], values[value].source
