@@ -53,6 +53,8 @@ _MOVES = ("set", "narrow", "chunk", "pad", "own", "permute")
 _POSTS_THAT_MOVE = ("Allgather", "Broadcast", "Exchange", "SendRecv", "Gather", "Scatter")
 _MAKES_NONE = ("alloc", "launch", *BLOCKS)
 _Uses = dict[str, list[Instruction]]
+#: Names whose elements are shown, whether transposed, and as which of several writes left them.
+_Origins = frozenset[tuple[str, bool, int]]
 
 
 def check_counts(program: HostProgram) -> None:
@@ -93,7 +95,7 @@ class _Counts:
             if name in self.fetches or self.is_counted(name):
                 what = f"%{name} is an input, an output or an alias"
                 raise self.wrong(None, what, "pack_rows and unpack_rows make one of the other")
-        least: dict[frozenset[tuple[str, bool]], int] = {}
+        least: dict[_Origins, int] = {}
         for i in every:
             problem = self.problem(i) or self.origin_problem(i) or self.capacity_problem(i, least)
             if problem is not None:
@@ -102,9 +104,7 @@ class _Counts:
                 of = self.origins(i.reads[0])
                 least[of] = min(i.kwargs["each"], least.get(of, i.kwargs["each"]))
 
-    def capacity_problem(
-        self, i: Instruction, least: Mapping[frozenset[tuple[str, bool]], int]
-    ) -> str | None:
+    def capacity_problem(self, i: Instruction, least: Mapping[_Origins, int]) -> str | None:
         """Return why rows may be over their capacity; None: a fetch before refuses such counts."""
         if i.fn not in _GROUPS or "capacity" not in i.kwargs:
             return None
@@ -254,17 +254,17 @@ class _Counts:
                 if kind is not None and kind.shape == shape and not kind.dtype.is_floating_point:
                     yield x
 
-    def origins(self, name: str) -> frozenset[tuple[str, bool]]:
-        """Return the values whose elements a name shows, in any layout; True: of the transpose."""
-        seen, todo, ends = set[tuple[str, bool]](), [(name, False)], set[tuple[str, bool]]()
+    def origins(self, name: str) -> _Origins:
+        """Return the values whose elements a name shows, in any layout."""
+        seen, todo, ends = set[tuple[str, bool]](), [(name, False)], set[tuple[str, bool, int]]()
         while todo:
             at = x, is_turned = todo.pop()
             if at in seen:
                 continue
             seen.add(at)
             makers = self.makers.get(x, ())
-            if not makers or not all(map(_is_move, makers)):
-                ends.add(at)
+            writes = sum(not _is_move(i) for i in makers)
+            ends.update((*at, n) for n in range(writes if makers else 1))
             for i in filter(_is_move, makers):
                 turns = i.fn == "permute" and tuple(i.kwargs["dims"]) != (0, 1)
                 todo.append((i.reads[0], is_turned != turns))
