@@ -38,6 +38,7 @@ from mdfuse.passes import (
     creations,
     decompose,
     drop_unread,
+    fill_ways,
     flat_rows,
     insert_reshards,
     meshes,
@@ -154,6 +155,8 @@ def passes(
         if name == drop_unread.name:
             # Needs all sets, which rows must be able to take, their streams, and no unread values.
             steps.append((count_rows.name, count_rows.run))
+            # Needs to know which sets move counted rows; later passes keep the order.
+            steps.append((fill_ways.name, fill_ways.run))
         if name == spread_streams.name and batch is None and options.logits_bytes:
             # Needs all sets; its streams stay where they are.
             few = partial(chunk_losses.run, most=options.logits_bytes)

@@ -42,6 +42,7 @@ def from_torch(
     dynamic_shapes: Any = None,
     buffers: Mapping[str, Tensor] | None = None,
     skipped: Sequence[str] = (),
+    capacity: int | None = None,
 ) -> ImportedModel:
     """Import a module: the operations of its forward, for arguments of these shapes and dtypes.
 
@@ -62,12 +63,11 @@ def from_torch(
             backward, as FSDP does. They split the parts of other axes, unless a `Layout` is given.
         recompute: what the backward computes again: patterns of submodules (`"layers.*"`, each
             layer), a function of an operation's name, or the bytes that a rank may keep instead.
-        adapters: pattern of names of linear layers -> the rank of an adapter, or (rank, alpha):
-            then steps of training train the adapters alone.
-        dynamic_shapes: name of an argument -> dim -> a name: extents that each run chooses; or as
-            `torch.export.export` takes them.
+        adapters: pattern of linear layers -> a rank, or (rank, alpha): steps train adapters alone.
+        dynamic_shapes: argument -> dim -> a name: extents that runs choose; or as `torch.export`.
         buffers: name -> numbers, for buffers of a module on "meta" that are in no checkpoint.
         skipped: paths of a plan that lead nowhere, which `report()` lists.
+        capacity: the most rows of a rank's tokens for an expert; all ranks refuse runs with more.
 
     Raises:
         DefinitionError: what cannot be exported, or imported, with lines; a wrong stage.
@@ -85,7 +85,7 @@ def from_torch(
     first = patterns[meshes[0]]
     captured = _exported(module, first, args, kwargs, dynamic_shapes, adapters)
     model = in_stages(_model(captured, meshes[0], buffers or {}, gathered), stages, meshes)
-    model = _with_blocks(_placed(model, patterns, blocks or {}), recompute)
+    model = _with_blocks(_placed(model, patterns, blocks or {}), recompute, capacity)
     return ImportedModel(model, first, given.names("from_torch", "skipped", skipped))
 
 
@@ -94,6 +94,13 @@ def _exported(module: nn.Module, patterns: Patterns, *how: Any) -> ExportedModul
     noted = Noted.of(module, patterns)
     with stage(f"exporting {type(module).__name__}"):
         return capture(module, *(*how, noted))
+
+
+def _checked(capacity: Any) -> int | None:
+    if capacity is None or (type(capacity) is int and capacity >= 0):
+        return capacity
+    because, hint = "it is a number of rows from 0 on", "capacity=64, or leave it out"
+    raise given.refused("from_torch", "capacity", capacity, because=because, hint=hint)
 
 
 #: What is by name, with the errors that say so.
@@ -144,8 +151,9 @@ def _placed(
     return replace(model, blocks=blocks_of(model, blocks))
 
 
-def _with_blocks(model: Model, recompute: Any) -> Model:
-    """Return a model with the nodes that the backward computes again."""
+def _with_blocks(model: Model, recompute: Any, capacity: Any) -> Model:
+    """Return a model with its capacity, and the nodes that the backward computes again."""
+    model = replace(model, capacity=_checked(capacity))
     if isinstance(recompute, int) and not isinstance(recompute, bool):
         return replace(model, again=within(model, recompute))
     return replace(model, again=recomputed(model.captured, model.live, recompute))

@@ -131,7 +131,12 @@ _ROWS = (
     Row(name="accumulate", operands=_ONE, makes="value", adds=True),
     Row(name="addmm", operands=(2, 3), makes="value", adds=True, is_library=True),
     # -- rows that are counted
-    Row(name="fetch", operands=_ONE, attrs=(attr("most", "count", True),), makes="value"),
+    Row(
+        name="fetch",
+        operands=_ONE,
+        attrs=(attr("most", "count", True), attr("each", "extent")),
+        makes="value",
+    ),
     Row(name="pack_rows", operands=(2, 2), makes="value", is_view=True, may_copy=True),
     Row(name="unpack_rows", operands=(2, 2), makes="value", is_view=True, may_copy=True),
     # -- communications

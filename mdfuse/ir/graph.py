@@ -229,6 +229,13 @@ class Fusion:
         counted = [v for v in self.values.values() if v.is_counted and v.rows is not None]
         return {str(v.rows): v for v in reversed(counted)}
 
+    @cached_property
+    def capacities(self) -> dict[str, Expr]:
+        """Counts, after `count_rows` -> what groups by them and states the lowest capacity."""
+        stated = [e for e in self.exprs if e.op == "group_rows" and "capacity" in e.kwargs]
+        stated.sort(key=lambda e: -int(e.kwargs["capacity"]))
+        return {str(self.values[e.output].rows): e for e in stated}
+
     def layout(self, name: str) -> Layout:
         """Return the layout of a value that has one."""
         layout = self.values[name].layout

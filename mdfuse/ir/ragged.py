@@ -60,6 +60,7 @@ def group(
     rows: Part | None = None,
     part: Part | None = None,
     bound: int | None = None,
+    capacity: int | None = None,
 ) -> Tensor:
     """Put the rows of each part and expert one behind the other, in the order of the tokens.
 
@@ -69,6 +70,7 @@ def group(
         n: [parts,experts], how many rows to keep.
         rows: see `count`; likewise part.
         bound: how many rows a part may have here, where these are a chunk of them.
+        capacity: of a part for an expert; the fetch of the counts refuses more.
     """
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
     bound = _bound(ids.shape, n.shape, rows, part) if bound is None else bound
@@ -97,6 +99,7 @@ def line_up(
     rows: Part | None = None,
     part: Part | None = None,
     bound: int | None = None,
+    capacity: int | None = None,
 ) -> Tensor:
     """Put the rows of each part one behind the other, by expert: [p,b,d]; see `group`."""
     ids = ids if ids.ndim == 2 else ids.unsqueeze(1)

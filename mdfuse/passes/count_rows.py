@@ -43,15 +43,18 @@ def explained(fusion: Fusion) -> Iterator[str]:
     for root, names in _by_counts(fusion).items():
         problem = _problem(fusion, root, names)
         values = [fusion.values[x] for x in names]
-        if not all(x.is_counted for x in values):
+        if all(x.is_counted for x in values):
+            yield f"rows that %{root} counts are stored, and move, as they are counted in a run"
+        else:
             most = max(x.bytes for x in values)
             yield f"rows that %{root} counts are dense, with zeros behind them: {problem}"
             yield f"  costs up to {most} bytes for a value of all ranks, which travel as they are"
-            continue
-        yield f"rows that %{root} counts are stored, and move, as they are counted in a run"
-        if fusion.producers[root].op == "clamp":
+        if root in fusion.producers and fusion.producers[root].op == "clamp":
             most = fusion.producers[root].kwargs["max"]
             yield f"  rows over the capacity of {most} per part and expert are dropped"
+        if root in fusion.capacities:
+            most = fusion.capacities[root].kwargs["capacity"]
+            yield f"  all ranks refuse runs with over {most} rows of a part for an expert"
 
 
 def _by_counts(fusion: Fusion) -> dict[str, list[str]]:

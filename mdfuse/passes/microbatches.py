@@ -176,7 +176,7 @@ def _check_terms(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Non
         n = values[str(expr.inputs[at])]
         if n.stream is None or n.stream.op != "sum":
             because = f"%{n.name} says how many rows of the whole batch there are, not of each part"
-            raise _refused(fusion, result, because, hint=f"leave capacity= out, or {_AT_ONCE}")
+            raise _refused(fusion, result, because, hint=f"leave drop=True out, or {_AT_ONCE}")
 
 
 def _adds_up(

@@ -128,15 +128,20 @@ def _merged(fusion: Fusion, merge: ShouldMerge) -> tuple[dict[int, list[Expr]], 
     graph: nx.DiGraph[int] = nx.DiGraph()
     owner: dict[str, int] = {}
     groups: dict[int, list[Expr]] = {}
+    sent = set[int]()  # with rows that a run counts: what follows is computed while they travel
     for i, expr in enumerate(fusion.exprs):
         producers = dict.fromkeys(owner[x] for x in expr.reads if x in owner)
+        if expr.op == "set" and fusion.values[expr.output].is_counted:
+            sent.update(producers)
         graph.add_node(i)
         graph.add_edges_from((p, i) for p in producers)
         groups[i] = [expr]
         owner.update(dict.fromkeys(expr.outputs, i))
         for producer in producers:
             reader = owner[expr.outputs[0]]
-            if producer == reader or not _may_merge(loops, groups, producer, reader, graph, merge):
+            if producer == reader or producer in sent:
+                continue
+            if not _may_merge(loops, groups, producer, reader, graph, merge):
                 continue
             _absorb(graph, groups, owner, producer, reader)
     return groups, graph

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ def sums_of(table: Sequence[Sequence[int]], experts: int) -> Fetched:
 def fetch(i: Instruction, context: Context) -> list[Line]:
     """Bring counts to the host; ranks that all know them refuse wrong ones together."""
     (output,), (counts,) = i.outputs, i.reads
-    read, experts = _reader(counts, i.kwargs["most"], i, context), context.type(output).shape[1]
+    read = _reader(counts, i.kwargs["most"], i, context)
+    experts = context.type(output).shape[1]
 
     def fetched(table: Tensor) -> Fetched:
         return sums_of(read(table), experts)
@@ -77,28 +79,34 @@ def _reader(
 ) -> Callable[[Tensor], list[list[int]]]:
     """Return the function that reads counts on the host, and refuses too many rows of a part."""
     what, where = f"@{context.program.name}: %{base_name(counts)}", context.where(i)
-    kind = CountsError if _is_everywhere(counts, context) else ProgramError
+    is_all = _is_everywhere(counts, context)
+    kind, because = (CountsError, _ALL_KNOW) if is_all else (ProgramError, _STAGE_KNOWS)
+    each = i.kwargs.get("each")
+    hint = _BOUND if each is None else _CAPACITY
 
     def read(counted: Tensor) -> list[list[int]]:
         table: list[list[int]] = counted.tolist()
-        problem = _problem(table, most)
+        problem = _problem(table, most, each)
         if problem is not None:
-            raise kind(f"{what} counts {problem}", where=where, because=_ALL_KNOW, hint=_BOUND)
+            raise kind(f"{what} counts {problem}", where=where, because=because, hint=hint)
         return table
 
     return read
 
 
-def _problem(table: list[list[int]], most: int) -> str | None:
+def _problem(table: list[list[int]], most: int, each: int | None) -> str | None:
     """Return what is wrong with counts of parts and experts; None: nothing."""
-    least = min((x for row in table for x in row), default=0)
-    if least < 0:
-        return f"{least} rows"
+    cells = [(n, p, e) for p, row in enumerate(table) for e, n in enumerate(row)]
+    least, n = (of(cells, key=itemgetter(0), default=(0, 0, 0)) for of in (min, max))
+    if least[0] < 0:
+        return f"{least[0]} rows"
+    if each is not None and n[0] > each:
+        return f"{n[0]} rows of part {n[1]} for expert {n[2]}, of which there may be {each}"
     rows = [*map(sum, table)]
-    n = max(rows, default=0)
-    if n <= most:
+    total = max(rows, default=0)
+    if total <= most:
         return None
-    return f"{n} rows of part {rows.index(n)}, of which there may be {most}"
+    return f"{total} rows of part {rows.index(total)}, of which there may be {most}"
 
 
 def _is_everywhere(name: str, context: Context) -> bool:
@@ -108,6 +116,8 @@ def _is_everywhere(name: str, context: Context) -> bool:
 
 
 _ALL_KNOW = "all ranks know all counts, so that all of them refuse the run before they post rows"
+_STAGE_KNOWS = "the ranks of this stage know all of its counts, and end the run on all ranks"
+_CAPACITY = "state a higher capacity=, or drop rows behind it: group_rows(..., drop=True)"
 _BOUND = "let the bound be what a part may have at most, or drop rows before they are counted"
 
 

@@ -29,7 +29,7 @@ def _grouped(ops: Any, x: Any) -> Any:
 
 def _put_back(ops: Any, x: Any, ids: Any) -> Any:
     """The same, at most one of a part for an expert."""
-    rows = ops.group_rows(x, ids, ops.counts(ids, 3, 2), capacity=1)
+    rows = ops.group_rows(x, ids, ops.counts(ids, 3, 2), capacity=1, drop=True)
     return ops.ungroup_rows(rows * 3, ids, ops.tensor([1.0, 2, 1, 1, 1]))
 
 

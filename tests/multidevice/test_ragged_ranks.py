@@ -14,7 +14,7 @@ TOKENS, EXPERTS, D, H = 16, 4, 8, 6
 SPLIT = {"ep": Shard(0)}
 
 
-def defined(ep: int, dtype: torch.dtype) -> mf.FusionDefinition:
+def defined(ep: int, dtype: torch.dtype, capacity: int | None = None) -> mf.FusionDefinition:
     mesh = DeviceMesh.arange(ep=ep)
     with mf.FusionDefinition("ragged") as fd:
         x = fd.define_tensor([TOKENS, D], dtype, mesh, SPLIT, name="x")
@@ -22,7 +22,7 @@ def defined(ep: int, dtype: torch.dtype) -> mf.FusionDefinition:
         up = fd.define_tensor([EXPERTS, D, H], dtype, mesh, SPLIT, name="up")
         down = fd.define_tensor([EXPERTS, H, D], dtype, mesh, SPLIT, name="down")
         n = fd.ops.counts(ids, experts=EXPERTS, parts=ep)
-        rows = fd.ops.set(fd.ops.group_rows(x, ids, n)).on(mesh, {"ep": Shard(1)})
+        rows = fd.ops.set(fd.ops.group_rows(x, ids, n, capacity)).on(mesh, {"ep": Shard(1)})
         y = fd.ops.grouped_mm(F.silu(fd.ops.grouped_mm(rows, up)), down)
         y = fd.ops.ungroup_rows(fd.ops.set(y).on(mesh, SPLIT), ids)
         for result in (y, *mf.grad((y * y).sum(), [x, up, down])):
@@ -52,18 +52,50 @@ def test_rows_go_and_come_back(comm: mf.Communicator, dtype: torch.dtype, count:
     shapes = {"x": (TOKENS, D), "up": (EXPERTS, D, H), "down": (EXPERTS, H, D)}
     given = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
     for ids in routers().values():
-        given["ids"] = ids
-        whole = [given[name] for name in program.fusion.inputs]
-        wanted = mf.reference(fd, whole)
-        values = program.fusion.values
-        parts = [
-            mf.shard_tensor(given[name], values[name].layout, rank=comm.rank).to(comm.device)
-            for name in program.fusion.inputs
-        ]
-        results = program.run(*parts)
-        for name, result, want in zip(program.fusion.outputs, results, wanted, strict=True):
-            # sums of products of 16 bits: errors are those of the largest terms
-            size = float(want.abs().max()) if want.numel() else 0.0
-            near = {"rtol": 5e-2, "atol": 0.2 + size / 256} if dtype == torch.bfloat16 else {}
-            part = mf.shard_tensor(want, values[name].layout, rank=comm.rank)
-            torch.testing.assert_close(result.cpu(), part, **near)
+        check_run(program, fd, given | {"ids": ids}, comm)
+
+
+def check_run(
+    program: mf.Program,
+    fd: mf.FusionDefinition,
+    given: dict[str, Tensor],
+    comm: mf.Communicator,
+) -> None:
+    wanted = mf.reference(fd, [given[name] for name in program.fusion.inputs])
+    values = program.fusion.values
+    results = program.run(*parts_of(program, given, comm))
+    for name, result, want in zip(program.fusion.outputs, results, wanted, strict=True):
+        # sums of products of 16 bits: errors are those of the largest terms
+        size = float(want.abs().max()) if want.numel() else 0.0
+        is_narrow = given["x"].dtype == torch.bfloat16
+        near = {"rtol": 5e-2, "atol": 0.2 + size / 256} if is_narrow else {}
+        part = mf.shard_tensor(want, values[name].layout, rank=comm.rank)
+        torch.testing.assert_close(result.cpu(), part, **near)
+
+
+def parts_of(program: mf.Program, given: dict[str, Tensor], comm: mf.Communicator) -> list[Tensor]:
+    values = program.fusion.values
+    return [
+        mf.shard_tensor(given[name], values[name].layout, rank=comm.rank).to(comm.device)
+        for name in program.fusion.inputs
+    ]
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("count", [1, 2])
+def test_all_ranks_refuse_more_rows_than_the_capacity(comm: mf.Communicator, count: int) -> None:
+    """The tokens of one rank alone choose an expert too often; runs around it are right."""
+    fd = defined(4, torch.float64, 3)
+    batch = {"x": 0, "ids": 0}
+    program = mf.compile(fd) if count == 1 else mf.pipeline(fd, microbatches=count, batch=batch)
+    torch.manual_seed(0)
+    shapes = {"x": (TOKENS, D), "up": (EXPERTS, D, H), "down": (EXPERTS, H, D)}
+    given = {name: torch.randn(shape).double() for name, shape in shapes.items()}
+    even = torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3]]).repeat(4, 1)
+    skewed = even.clone()
+    skewed[8:12] = torch.tensor([[2, 3], [1, 0], [3, 3], [3, 3]])
+    for _ in range(2):
+        check_run(program, fd, given | {"ids": even}, comm)
+        with pytest.raises(mf.CountsError, match="rows of part 2 for expert 3, of which there may"):
+            program.run(*parts_of(program, given | {"ids": skewed}, comm))
+    check_run(program, fd, given | {"ids": even}, comm)

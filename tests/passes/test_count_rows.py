@@ -146,7 +146,9 @@ def test_rows_over_the_capacity_are_said_to_be_dropped() -> None:
         x = fd.define_tensor([4, 3], torch.float32, MESH, {"ep": Shard(0)})
         ids = fd.define_tensor([4, 2], torch.int64, MESH, {"ep": Shard(0)})
         n = fd.ops.counts(ids, experts=3, parts=2)
-        rows = fd.ops.set(fd.ops.group_rows(x, ids, n, capacity=1)).on(MESH, {"ep": Shard(1)})
+        rows = fd.ops.set(fd.ops.group_rows(x, ids, n, capacity=1, drop=True)).on(
+            MESH, {"ep": Shard(1)}
+        )
         fd.add_output(fd.ops.ungroup_rows(fd.ops.set(rows).on(MESH, {"ep": Shard(0)}), ids))
     text = mf.compile(fd).explain()
     assert "rows over the capacity of 1 per part and expert are dropped" in text

@@ -64,7 +64,9 @@ def test_a_capacity_of_the_whole_batch_is_refused() -> None:
         x = fd.define_tensor([8, 3], torch.float32, EP, {"ep": Shard(0)}, name="x")
         ids = fd.define_tensor([8, 2], torch.int64, EP, {"ep": Shard(0)}, name="ids")
         n = fd.ops.counts(ids, experts=4, parts=2)
-        rows = fd.ops.set(fd.ops.group_rows(x, ids, n, capacity=1)).on(EP, {"ep": Shard(1)})
+        rows = fd.ops.set(fd.ops.group_rows(x, ids, n, capacity=1, drop=True)).on(
+            EP, {"ep": Shard(1)}
+        )
         fd.add_output(fd.ops.ungroup_rows(fd.ops.set(rows).on(EP, {"ep": Shard(0)}), ids))
     with pytest.raises(LoweringError, match="rows of the whole batch"):
         mf.pipeline(fd, microbatches=2, batch=BATCH)

@@ -67,6 +67,7 @@ class Model:
         gather: axes along which parameters are gathered before they are read.
         stages: on which meshes nodes are computed, where these are several.
         again: nodes that the backward computes again.
+        capacity: the most rows of a part of the tokens that may go to an expert; None: any.
     """
 
     captured: ExportedModule
@@ -82,6 +83,7 @@ class Model:
     gather: tuple[str, ...] = ()
     stages: ModelStages | None = None
     again: RecomputedNodes = field(default_factory=RecomputedNodes)
+    capacity: int | None = None
 
     @property
     def parameters(self) -> list[Node]:
@@ -436,6 +438,7 @@ class _Recording:
             parts=self._parts_of,
             tokens=self.model.parts_of_tokens,
             known=lambda x: self._constants.get(x.id, x) if isinstance(x, Handle) else x,
+            capacity=self.model.capacity,
         )
         for rules in (chosen.on_chosen, routes.on_rows):
             if (routed := rules(call, args, kwargs)) is not None:

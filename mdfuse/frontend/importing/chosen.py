@@ -157,7 +157,8 @@ def _product(call: GraphCall, later: Later, x: Any, weight: Any) -> Any:
         return None
     rows = _whole(x.base)
     if not x.is_sent:
-        rows = ops.group_rows(rows, x.ids, ops.counts(x.ids, x.experts, parts))
+        n = ops.counts(x.ids, x.experts, parts)
+        rows = ops.group_rows(rows, x.ids, n, call.capacity)
     product = partial(ops.grouped_mm, rows)
     base = weight.mapped(product, 3) if is_joined else product(weight)
     return replace(x, base=base, later=later, is_sent=True)

@@ -203,6 +203,7 @@ class GraphCall:
         tokens: the number of parts in which the ranks that split the matrices, and maybe others,
             have the tokens; 1: all ranks have all.
         known: the numbers of a constant or a count; other values unchanged.
+        capacity: the most rows of a part of the tokens that may go to an expert; None: any.
     """
 
     target: str
@@ -211,6 +212,7 @@ class GraphCall:
     parts: Callable[[Handle], int]
     tokens: Callable[[], int]
     known: Callable[[Any], Any]
+    capacity: int | None = None
 
     def each(self, order: DeferredSort, x: Any) -> int:
         """Return how often places or known numbers repeat each of 0, 1, … in turn; 0 for others."""

@@ -109,7 +109,7 @@ def _mapped_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
     return change(tree)
 
 
-def grouped(x: InOrder, experts: int, parts: int) -> Any:
+def grouped(x: InOrder, experts: int, parts: int, capacity: int | None) -> Any:
     """Return rows grouped by expert; the same rows are grouped once."""
     if x.is_sent:
         return x.base.whole() if isinstance(x.base, JoinedTensors) else x.base
@@ -118,5 +118,5 @@ def grouped(x: InOrder, experts: int, parts: int) -> Any:
         counts = "counts", experts
         if counts not in order.sent:
             order.sent[counts] = ops.counts(order.ids, experts, parts)
-        order.sent[rows.id] = ops.group_rows(rows, order.ids, order.sent[counts])
+        order.sent[rows.id] = ops.group_rows(rows, order.ids, order.sent[counts], capacity)
     return order.sent[rows.id]

@@ -10,10 +10,19 @@ from mdfuse.errors import counted
 from mdfuse.frontend.importing.backwards import Backwards
 from mdfuse.frontend.importing.build import Model
 from mdfuse.frontend.importing.place import Patterns
+from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Replicate
 
 #: The most names in a line of the report.
 _SHOWN = 3
+
+
+def of_capacity(capacity: int | None, fusion: Fusion) -> Iterator[str]:
+    """Yield which runs the stated capacity of experts refuses."""
+    if fusion.capacities:
+        yield f"all ranks refuse runs with over {capacity} rows of a part for an expert"
+    elif capacity is not None:
+        yield f"capacity={capacity} bounds nothing: no rows go to ranks of experts and back"
 
 
 def report(

@@ -190,7 +190,7 @@ def _grouped(call: GraphCall, x: Any, weight: Any, offs: Any = None, *how: Any) 
         return None
     split = call.parts(weight.parts[0] if is_joined else weight)
     if x.is_sent or (x.apart is None and split > 1 and call.tokens() > 1):
-        rows = dispatch.grouped(x, experts, call.tokens())
+        rows = dispatch.grouped(x, experts, call.tokens(), call.capacity)
         each_product = partial(ops.grouped_mm, rows)
         products = weight.mapped(each_product, 3) if is_joined else each_product(weight)
         return InOrder(x.order, products, is_sent=True)

@@ -31,7 +31,9 @@ def counts(ids: Handle, experts: int, parts: int = 1) -> Handle:
     return record("counts", ids, experts=experts, parts=parts)
 
 
-def group_rows(x: Handle, ids: Handle, n: Handle, capacity: int | None = None) -> Handle:
+def group_rows(
+    x: Handle, ids: Handle, n: Handle, capacity: int | None = None, drop: bool = False
+) -> Handle:
     """Group rows by part and expert, in the order of the tokens: [parts, experts, <=bound : n, d].
 
     The result is a ragged value: n of its rows are there, behind them are zeros. It may be moved by
@@ -41,18 +43,29 @@ def group_rows(x: Handle, ids: Handle, n: Handle, capacity: int | None = None) -
         x: [t,d], or [t,k,d] where each choice of a token has a row of its own.
         ids: [t] or [t,k], the experts of each token.
         n: `counts` of these ids.
-        capacity: the most rows of a part for an expert; those behind are dropped, and come back as
-            zeros. None: all rows, none is dropped.
+        capacity: the most rows of a part for an expert, in microbatches of each of them. In a run
+            that counts more, all ranks raise `CountsError` before rows are posted. None: any.
+        drop: rows behind the capacity are dropped instead, and come back as zeros.
     """
     fits = x.ndim in (2, 3) and ids.ndim in (1, 2) and x.shape[0] == ids.shape[0]
     fits = fits and (x.ndim == 2 or (ids.ndim == 2 and x.shape[1] == ids.shape[1]))
-    if not fits or n.ndim != 2 or (capacity is not None and capacity < 0):
+    if not fits or n.ndim != 2:
         raise DefinitionError(
-            f"group_rows of {shown(x)}, {shown(ids)} and {shown(n)}, capacity={capacity}",
+            f"group_rows of {shown(x)}, {shown(ids)} and {shown(n)}",
             because="x is [t,d] or [t,k,d], ids are [t] or [t,k], n is [parts,experts]",
             hint="n = counts(ids, experts=e, parts=p)",
         )
-    return record("group_rows", x, ids, n if capacity is None else clamp(n, None, capacity))
+    if capacity is None and not drop:
+        return record("group_rows", x, ids, n)
+    if capacity is None or capacity < 0:
+        raise DefinitionError(
+            f"group_rows with capacity={capacity}, drop={drop}",
+            because="a capacity is a number of rows from 0 on, behind which rows may be dropped",
+            hint="capacity=64, or leave both out",
+        )
+    if drop:
+        return record("group_rows", x, ids, clamp(n, None, capacity))
+    return record("group_rows", x, ids, n, capacity=capacity)
 
 
 def ungroup_rows(y: Handle, ids: Handle, weight: Handle | None = None) -> Handle:

@@ -35,23 +35,29 @@ def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
     """
     values = out.fusion.values
     for value, root in names.items():
-        rows = out.fusion.rows_by_counts.get(value)
-        if rows is None and not _is_cut_in_chunks(out.fusion, value):
+        rows, stated = out.fusion.rows_by_counts.get(value), out.fusion.capacities.get(value)
+        if rows is None and stated is None and not _is_cut_in_chunks(out.fusion, value):
             continue
         n, source = out.types[root], values[value].source
         assert n.layout is not None
         whole = Layout(n.layout.mesh, {}, None, n.layout.stream)
         gather = Expr(op="set", inputs=(root,), outputs=(_all(root),), source=source)
         emit_steps(out, gather, root, n.layout, whole, n.shape, _all(root))
-        if rows is not None:
+        if rows is not None or stated is not None:
             kind = BufferType(dtype=torch.int64, shape=n.shape, layout=whole)
-            out.op("fetch", counted(root), kind, (_all(root),), source, most=_most(rows))
+            each = {} if stated is None else {"each": stated.kwargs["capacity"]}
+            most = _most(rows, n.shape[1], **each)
+            where = source if stated is None else stated.source
+            out.op("fetch", counted(root), kind, (_all(root),), where, most=most, **each)
 
 
-def _most(rows: Value) -> int:
+def _most(rows: Value | None, experts: int, each: int | None = None) -> int:
     """Return how many rows of a part there may be, or of a chunk of it."""
-    most = rows.shape[2]
-    return most if rows.stream is None else -(-most // rows.stream.count)
+    mosts = [] if each is None else [max(each * experts, 1)]
+    if rows is not None:
+        chunks = 1 if rows.stream is None else rows.stream.count
+        mosts.append(-(-rows.shape[2] // chunks))
+    return min(mosts)
 
 
 def counted(root: str) -> str:

@@ -13,7 +13,7 @@ say how many rows there are, and nothing else: no extent, index, loop, branch, p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,19 +45,24 @@ _WITH_COUNTS = ("rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_r
 
 #: Those that read ids as their second operand.
 _OF_IDS = ("line_up_rows", "put_back_rows")
+#: Those that may state a capacity, which a fetch of their counts before them refuses to exceed.
+_GROUPS = ("group_rows", "line_up_rows")
 
 #: Instructions that change a layout, or how a value lies, and no element; and such posts.
 _MOVES = ("set", "narrow", "chunk", "pad", "own", "permute")
 _POSTS_THAT_MOVE = ("Allgather", "Broadcast", "Exchange", "SendRecv", "Gather", "Scatter")
 _MAKES_NONE = ("alloc", "launch", *BLOCKS)
 _Uses = dict[str, list[Instruction]]
+#: Names whose elements are shown, whether transposed, and as which of several writes left them.
+_Origins = frozenset[tuple[str, bool, int]]
 
 
 def check_counts(program: HostProgram) -> None:
     """Raise ProgramError where counted rows, or the numbers of a fetch, are used wrongly."""
     every = [*program.walk()]
     fetches = [i for i in every if i.op == "fetch"]
-    if not fetches and not is_counted(program.types.values()):
+    is_bounded = any("capacity" in i.kwargs for i in every if i.fn in _GROUPS)
+    if not fetches and not is_bounded and not is_counted(program.types.values()):
         return
     makers: _Uses = defaultdict(list)
     readers: _Uses = defaultdict(list)
@@ -90,10 +95,25 @@ class _Counts:
             if name in self.fetches or self.is_counted(name):
                 what = f"%{name} is an input, an output or an alias"
                 raise self.wrong(None, what, "pack_rows and unpack_rows make one of the other")
+        least: dict[_Origins, int] = {}
         for i in every:
-            problem = self.problem(i) or self.origin_problem(i)
+            problem = self.problem(i) or self.origin_problem(i) or self.capacity_problem(i, least)
             if problem is not None:
                 raise self.wrong(i, problem)
+            if i.op == "fetch" and "each" in i.kwargs:
+                of = self.origins(i.reads[0])
+                least[of] = min(i.kwargs["each"], least.get(of, i.kwargs["each"]))
+
+    def capacity_problem(self, i: Instruction, least: Mapping[_Origins, int]) -> str | None:
+        """Return why rows may be over their capacity; None: a fetch before refuses such counts."""
+        if i.fn not in _GROUPS or "capacity" not in i.kwargs:
+            return None
+        stated, of = i.kwargs["capacity"], self.origins(i.reads[2])
+        if len(of) == 1 and least.get(of, stated + 1) <= stated:
+            return None
+        return (
+            f"no fetch before refuses over {stated} rows of a part for an expert by %{i.reads[2]}"
+        )
 
     def wrong(self, i: Instruction | None, what: str, hint: str | None = None) -> ProgramError:
         return wrong(
@@ -234,17 +254,17 @@ class _Counts:
                 if kind is not None and kind.shape == shape and not kind.dtype.is_floating_point:
                     yield x
 
-    def origins(self, name: str) -> frozenset[tuple[str, bool]]:
-        """Return the values whose elements a name shows, in any layout; True: of the transpose."""
-        seen, todo, ends = set[tuple[str, bool]](), [(name, False)], set[tuple[str, bool]]()
+    def origins(self, name: str) -> _Origins:
+        """Return the values whose elements a name shows, in any layout."""
+        seen, todo, ends = set[tuple[str, bool]](), [(name, False)], set[tuple[str, bool, int]]()
         while todo:
             at = x, is_turned = todo.pop()
             if at in seen:
                 continue
             seen.add(at)
             makers = self.makers.get(x, ())
-            if not makers or not all(map(_is_move, makers)):
-                ends.add(at)
+            writes = sum(not _is_move(i) for i in makers)
+            ends.update((*at, n) for n in range(writes if makers else 1))
             for i in filter(_is_move, makers):
                 turns = i.fn == "permute" and tuple(i.kwargs["dims"]) != (0, 1)
                 todo.append((i.reads[0], is_turned != turns))

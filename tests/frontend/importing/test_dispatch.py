@@ -52,12 +52,14 @@ EP, SPLIT = DeviceMesh.arange(ep=2), {"ep": Shard(0)}
 IDS = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))
 
 
-def imported(name: str, mesh: DeviceMesh, tokens: dict[str, Any]) -> tuple[nn.Module, Any]:
+def imported(
+    name: str, mesh: DeviceMesh, tokens: dict[str, Any], **how: Any
+) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     module = MODELS[name]().eval()
     layouts = {"*.experts.*": SPLIT, "input:*": tokens}
     kwargs = {"input_ids": IDS, "use_cache": False}
-    return module, mf.from_torch(module, (), kwargs, mesh=mesh, layouts=layouts)
+    return module, mf.from_torch(module, (), kwargs, mesh=mesh, layouts=layouts, **how)
 
 
 def check_step(module: nn.Module, model: Any, **how: Any) -> mf.Program:
@@ -207,3 +209,24 @@ def test_a_recorded_module_takes_microbatches() -> None:
         assert way_of(program) == (2, 1)
         (logits,) = mf.simulate(program, [IDS, *model.load()]).outputs
         torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Llama 4", "GPT-OSS"])
+def test_a_capacity_is_that_of_each_layer(name: str) -> None:
+    """Runs in the bound are right, others refused; report and explain say so."""
+    module, model = imported(name, EP, SPLIT, capacity=12)
+    said = "all ranks refuse runs with over 12 rows of a part for an expert"
+    assert said in model.report()
+    assert said in model.compile().explain()
+    assert way_of(check_step(module, model)) == (4, 1)
+    program = imported(name, EP, SPLIT, capacity=1)[1].compile()
+    with pytest.raises(
+        mf.CountsError, match=r"rows of part . for expert ., of which there may be 1"
+    ):
+        mf.simulate(program, [*model.load(), IDS])
+
+
+def test_a_capacity_of_no_rows_is_reported() -> None:
+    assert "capacity=3 bounds nothing" in imported("Mixtral", EP, {}, capacity=3)[1].report()
+    with pytest.raises(mf.DefinitionError, match="a number of rows from 0 on"):
+        imported("Mixtral", EP, SPLIT, capacity=-1)

@@ -104,7 +104,7 @@ def test_rows_over_the_capacity_come_back_as_zeros() -> None:
         i = fd.define_tensor(ids.shape, ids.dtype, EP[2], S0)
         v = fd.define_tensor(x.shape, x.dtype, EP[2], S0)
         n = fd.ops.counts(i, experts=2, parts=2)
-        rows = fd.ops.set(fd.ops.group_rows(v, i, n, capacity=1)).on(EP[2], S1)
+        rows = fd.ops.set(fd.ops.group_rows(v, i, n, capacity=1, drop=True)).on(EP[2], S1)
         fd.add_output(fd.ops.ungroup_rows(fd.ops.set(rows * 2).on(EP[2], S0), i))
     is_there = torch.tensor([1, 0, 1, 1, 0, 0]).unsqueeze(1)
     check_everywhere(mf.compile(fd), [ids, x], [2 * x * is_there])
