@@ -30,8 +30,11 @@ def is_tangled(graph: fx.Graph) -> bool:
         shared = [base[x] for x in shared_by(node)]
         base[node] = shared[0] if shared else node
     written = dict.fromkeys(x for node in nodes for x in writes_of(node))
+    in_part = {x for node in nodes if _name(node) == "aten.index_copy_" for x in writes_of(node)}
     return any(
-        _is_tangled(nodes, x) if x is base[x] else _is_read(nodes, base, base[x])
+        _is_read(nodes, base, base[x])
+        if x in in_part or x is not base[x]
+        else _is_tangled(nodes, x)
         for x in written
         if base[x].op == "placeholder" and not writes_of(x)
     )

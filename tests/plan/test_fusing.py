@@ -470,6 +470,36 @@ def test_a_product_that_is_written_over_is_not_copied() -> None:
     assert "copy_" not in str(evaluator.plans.recent)
 
 
+@pytest.mark.parametrize("places", [[6, 0, 3], [6, 0, 6]])
+def test_rows_are_written_in_place_by_the_unit(places: list[int], compiler: Compiler) -> None:
+    """Among equal places the last one counts."""
+    text = """
+        host @cache on mesh(t=1) {
+          input %x: f32[3,4] (t=R)
+          input %at: i64[3] (t=R)
+          input %c: f32[7,4] (t=R)
+          alias %n: f32[7,4] (t=R) = %c
+          launch first(%x, %at, %c) -> %c {
+            %a: f32[3,4] (t=R) = sin(%x)
+            %b: f32[3,4] (t=R) = mul(%a, 2)
+            %c = index_copy(%at, %b, %c, along=0)
+          }
+          %y: f32[7,4] (t=R) = exp(%c)
+          return %n, %y
+        }
+    """
+    evaluator = HostIrEvaluator(parse(text), options=ALWAYS)
+    for _ in range(2):
+        x, c = torch.randn(3, 4), torch.randn(7, 4)
+        wanted = c.clone()
+        for n, place in enumerate(places):
+            wanted[place] = x[n].sin() * 2
+        new, y = evaluator.run({"x": x, "at": torch.tensor(places), "c": c})
+        assert new is c
+        torch.testing.assert_close([new, y], [wanted, wanted.exp()])
+    assert len(compiler.bodies) == 1 and not evaluator.fuser.refused
+
+
 def test_views_behind_a_unit_are_dropped(compiler: Compiler) -> None:
     """Else what the unit made would be there until the run ends."""
     text = """

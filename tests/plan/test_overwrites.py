@@ -13,6 +13,8 @@ from mdfuse.plan.overwrites import is_tangled
 
 Function = Callable[[Tensor, Tensor], list[Tensor]]
 
+_ROWS = torch.tensor([2, 0, 1])
+
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
 
 #: Each thread of a kernel reads the element that it writes, or another value.
@@ -26,6 +28,7 @@ APART: dict[str, Function] = {
     "a derivative of what lies there": lambda w, x: [_relu_backward(w, x, 0, grad_input=w)],
     "a view of what is not read": lambda w, x: [w.T.copy_(x)],
     "what the function makes": lambda w, x: [(w + x).add_(w.T)],
+    "rows of what is not read": lambda w, x: [w.index_copy_(0, _ROWS, x * 2)],
     "nothing is written": lambda w, x: [w.T * 2, w @ x],
 }
 
@@ -41,13 +44,18 @@ TANGLED: dict[str, Function] = {
     "a sum behind": lambda w, x: [w.add_(x), w.sum()],
     "a view is written": lambda w, x: [w.T.copy_(w + x)],
     "a view is written that is read behind": lambda w, x: [w[0].copy_(x[0]), w * 2],
+    "rows of what is read before": lambda w, x: [w * 2, w.index_copy_(0, _ROWS, x)],
+    "rows of what is read behind": lambda w, x: [w.index_copy_(0, _ROWS, x), w + x],
+    "rows made of others": lambda w, x: [w.index_copy_(0, _ROWS, w + x)],
     "broadcast": lambda w, x: [torch.mul(w, x[:, :, None]), w.copy_(x)],
 }
 
 
 def found(function: Function) -> bool:
     w, x = torch.ones(3, 3), torch.ones(3, 3)
-    return is_tangled(make_fx(function, tracing_mode="fake")(w, x).graph)
+    return is_tangled(
+        make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(w, x).graph
+    )
 
 
 @pytest.mark.parametrize("name", APART)

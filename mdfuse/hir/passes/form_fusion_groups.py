@@ -13,7 +13,8 @@ work of that kind behind a post or a wait, of no more bytes than it makes: in on
 written nor read. Sums over chunks are added up where their parts are made. What is written over a
 value is in a unit where each element is computed from the one that lies there; whoever reads that
 value otherwise goes in a unit before, since a compiler may make both into one kernel. A long unit
-is cut, where layers repeat into equal ones, which are compiled once. For matrix products and
+is cut, where layers repeat into equal ones, which are compiled once. Rows of a cache are written
+in the unit that computes them; who reads the cache goes in another one. For matrix products and
 attention a compiler calls the library that torch calls: they are in units for what is around them,
 and none is made of them alone. A product that is summed over ranks gets a buffer of the program's,
 which the sum may have then; one that lies in the memory of an output is in no unit. Nor is what
@@ -70,7 +71,7 @@ class _Groups:
         waiting: the instructions.
         readers: memory -> how many of them read it.
         over: names whose elements lie where waiting instructions write over a value, or come from
-            there -> their shape.
+            there -> their shape; None: rows of it are written.
         number: how many units there are.
     """
 
@@ -85,7 +86,7 @@ class _Groups:
     given: set[str] = field(default_factory=set)
     waiting: list[Instruction] = field(default_factory=list)
     readers: Counter[str] = field(default_factory=Counter)
-    over: dict[str, Shape] = field(default_factory=dict)
+    over: dict[str, Shape | None] = field(default_factory=dict)
     number: int = 0
 
     @classmethod
@@ -141,13 +142,24 @@ class _Groups:
             return False  # in a unit it would be copied to where it is to lie
         if i.op == "set" and i.order is not None and i.reads[0] in self.program.inputs:
             return False  # what callers pass mostly lies so: alone it is no work then
-        if self.is_over(i) and not (op.is_elementwise and self.is_in_place(i)):
+        is_partial = self.writes_rows(i)
+        if self.is_over(i) and not ((op.is_elementwise or is_partial) and self.is_in_place(i)):
             return False
         return all(self.mesh(x) is not None for x in (*i.reads, *i.outputs))
 
     def is_over(self, i: Instruction) -> bool:
         """Tell whether an instruction writes over a value."""
         return any({x, self.program.root(x)} & self.bound - self.empty for x in i.outputs)
+
+    def writes_rows(self, i: Instruction) -> bool:
+        """Tell whether an instruction writes rows at places that no rank but this one has.
+
+        Others read the cache where a row is not theirs.
+        """
+        if i.op != "index_copy" or i.kwargs.get("drops"):
+            return False
+        layout = self.program.types[i.outputs[0]].layout
+        return layout is not None and not layout.split_axes(i.kwargs["along"])
 
     def is_in_place(self, i: Instruction) -> bool:
         """Tell whether an instruction reads what it writes over as it lies, if at all."""
@@ -162,6 +174,8 @@ class _Groups:
         again: in one unit a compiler would keep it till then. Readers of a value that is
         written over go first, too, but for the unit that writes it.
         """
+        if self.is_over(i) and self.writes_rows(i):
+            return self.alone(i)
         if not self.waiting:
             return []
         is_elsewhere = self.mesh(self.waiting[0].outputs[0]) != self.mesh(i.outputs[0])
@@ -187,6 +201,17 @@ class _Groups:
             return False
         self.over.update(dict.fromkeys(i.outputs, result))
         return True
+
+    def alone(self, i: Instruction) -> list[Instruction]:
+        """Return the units that go before a write of rows, such as who reads what it writes."""
+        memory = self.memory(i.outputs[0])
+        is_after = self.readers[memory] or any(
+            x in self.over or self.memory(x) in self.over for x in i.reads
+        )
+        meshes = {self.mesh(j.outputs[0]) for j in self.waiting[:1]} | {self.mesh(i.outputs[0])}
+        done = self.units(self.waiting) if is_after or len(meshes) > 1 else []
+        self.over.update({memory: None, i.outputs[0]: None})
+        return done
 
     def untangled(self, i: Instruction) -> list[Instruction]:
         """Return the units of whoever reads what an instruction writes over in other places."""

@@ -386,3 +386,38 @@ def test_gradients_of_parameters_go_with_what_they_are_computed_from() -> None:
     y.sum().backward()
     for got, leaf in zip(mf.simulate(program, given).outputs, leaves[1:], strict=True):
         torch.testing.assert_close(got.double(), leaf.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("cache", [{}, {"t": Shard(0)}], ids=str)
+def test_rows_of_a_cache_are_written_in_the_unit_that_computes_them(
+    cache: dict[str, Shard], is_read: bool
+) -> None:
+    """Who reads the cache before or behind is in another unit; split rows are written alone."""
+    mesh = DeviceMesh.arange(t=2)
+    with FusionDefinition("cache") as fd:
+        x = fd.define_tensor([3, 4], torch.float32, mesh, {}, name="x")
+        at = fd.define_tensor([3], torch.int64, mesh, {}, name="at")
+        c = fd.define_tensor([7, 4], torch.float32, mesh, cache, name="c")
+        before = (c * 3).cos() if is_read else 0
+        rows = x.sin() * 2
+        written = c.index_copy(0, at, rows)
+        fd.add_output(written, reuse=c)
+        fd.add_output((written + 1).exp() + before)
+        fd.add_output(rows.cos())
+    program = grouped(fd)
+    behind = "fused1(add exp add cos)"
+    if is_read or cache:
+        units = ["fused0(mul cos sin mul)" if is_read else "fused0(sin mul)", "index_copy", behind]
+    else:
+        units = ["fused0(sin mul index_copy)", behind]
+    assert shape_of(program.host) == units, f"{program}"
+    numbers, old = torch.randn(3, 4), torch.randn(7, 4)
+    places = torch.tensor([6, 0, 6])
+    new, y, z = mf.simulate(program, [numbers, places, old.clone()]).outputs
+    wanted = old.clone()
+    for n, place in enumerate(places.tolist()):
+        wanted[place] = numbers[n].sin() * 2
+    torch.testing.assert_close(new, wanted)
+    torch.testing.assert_close(y, (wanted + 1).exp() + ((old * 3).cos() if is_read else 0))
+    torch.testing.assert_close(z, (numbers.sin() * 2).cos())
