@@ -52,8 +52,9 @@ def run(fusion: Fusion, most: int) -> Fusion:
         fusion: with layouts and sets.
         most: bytes of a chunk of logits on each rank, in f32.
     """
-    for logits in [head.logits for head in heads(fusion, most)]:
-        head = _named(fusion, logits, most)
+    for head in [*heads(fusion, most)]:
+        logits = head.logits
+        head = head if head.fusion is fusion else _named(fusion, logits, most)
         if ends := decompose.ends(fusion, head.adds_up):
             head = _named(rewritten(fusion, ends), logits, most)
         if not head.because and head.count > 1:

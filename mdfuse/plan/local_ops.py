@@ -66,7 +66,8 @@ def compute(i: Instruction, context: Context) -> list[Line]:
 
 def _as_rows_lie(i: Instruction, row: ops.Op, context: Context) -> Instruction:
     """Return a product that states the order of its operand's rows, unless it or a user tells."""
-    if i.order is not None or i.outputs[0] in context.program.outputs:
+    is_free = i.order is None and i.outputs[0] not in context.program.outputs
+    if not row.writes.is_product or not is_free:
         return i
     return replace(i, order=rows_of(row, _facts(i, context)))
 

@@ -287,6 +287,8 @@ class _Groups:
     def units(self, chosen: Iterable[Instruction]) -> list[Instruction]:
         """Take instructions from those that wait; return units of them, or them as they are."""
         taken = list(chosen)
+        if not taken:
+            return []
         ids = set(map(id, taken))
         self.waiting = [i for i in self.waiting if id(i) not in ids]
         self.readers.subtract(self.memory(x) for i in taken for x in i.reads)
