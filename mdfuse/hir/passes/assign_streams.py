@@ -114,10 +114,12 @@ def _is_work(program: HostProgram, i: Instruction) -> bool:
 
     On one stream what reads the same values may be one kernel, and memory is used again sooner.
     """
+    if len(i.parts) == 1:
+        return False
     types, inside = program.types, [k for j in i.body for k in j.walk()]
     posted = [types[x].nbytes() for j in inside if j.op in POSTS for x in received(j)]
     made = [types[x].nbytes() for j in inside if op_of(j) is not None for x in j.outputs]
-    return len(i.parts) > 1 and _FEW * sum(posted) <= max(made, default=0)
+    return _FEW * sum(posted) <= max(made, default=0)
 
 
 def set_stream(stream: Index) -> Instruction:
