@@ -401,7 +401,8 @@ def _options(arguments: argparse.Namespace) -> dict[Style, mf.Options]:
     spread: dict[str, Any] = {"reduce_dtype": torch.float32}
     return {
         "fsdp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
-        "tp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
+        # the peer adds activations up in bf16, too
+        "tp": mf.Options(**plain, prefetch_bytes=arguments.prefetch),
         "fsdp_tp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
         "ddp": mf.Options(**{**plain, "bucket_bytes": _of_ddp(arguments.bucket)}, **spread),
         "alone": mf.Options(**plain),

@@ -34,6 +34,7 @@ from mdfuse.passes import (
     bucket_sums,
     choose_orders,
     chunk_losses,
+    compute_again,
     count_rows,
     creations,
     decompose,
@@ -161,6 +162,9 @@ def passes(
             # Needs all sets; its streams stay where they are.
             few = partial(chunk_losses.run, most=options.logits_bytes)
             steps.append((chunk_losses.name, few))
+        if name == spread_streams.name and batch is None and form_fusion_groups.is_grouped(options):
+            # Needs all sets and streams, whose values stay as they are.
+            steps.append((compute_again.name, compute_again.run))
     return tuple(steps)
 
 

@@ -25,7 +25,26 @@ def contract(
         left, right: numbers from 0 to 51.
         kept: labels of the result's dims.
     """
-    return torch.einsum(a, [*left], b, [*right], [*kept])
+    number = _numbers((a, left), (b, right))
+    mine, others, results = ([number[x] for x in labels] for labels in (left, right, kept))
+    return torch.einsum(a, mine, b, others, results)
+
+
+def _numbers(*operands: tuple[Tensor, Sequence[int]]) -> dict[int, int]:
+    """Return numbers for labels: einsum goes along those that are summed in ascending order.
+
+    Dims that lie in this order are one dim of a matrix, where they are next to each other; in any
+    other order einsum copies the operand. So the larger operand's order in memory counts.
+    """
+    if all(x.is_contiguous() for x, _ in operands):
+        return {label: label for _, labels in operands for label in labels}
+    first, second = sorted(operands, key=lambda pair: -pair[0].numel())
+    lie = [
+        label
+        for x, labels in (first, second)
+        for _, label in sorted(zip(x.stride(), labels, strict=True), key=lambda pair: -pair[0])
+    ]
+    return {label: n for n, label in enumerate(dict.fromkeys(lie))}
 
 
 def of_contraction(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:

@@ -7,11 +7,13 @@ the way; else the result is computed and copied.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mdfuse.ir.infer import memory_order
 from mdfuse.ir.ops import Op
 from mdfuse.ir.out_forms import Write
 from mdfuse.ir.tensors import PLAIN
@@ -74,6 +76,8 @@ def ordered_write(op: Op, order: Sequence[int], facts: Sequence[Tensor | None]) 
     if len(known) < len(facts) or any(1 in x.shape for x in known):
         return None
     x, w = known[:2]
+    if rows_of(op, known) == tuple(order):
+        return partial(_folded, op, tuple(order))
     write = _product_in(order, op.name, [x.ndim, w.ndim])
     if write in (_columns, _linear_columns):
         return write if x.ndim == 2 or x.is_contiguous() else None
@@ -82,7 +86,7 @@ def ordered_write(op: Op, order: Sequence[int], facts: Sequence[Tensor | None]) 
 
 def in_order(order: Sequence[int], write: Write) -> Write:
     """Return a write with the bits of an `ordered_write`, into a buffer that may lie anyhow."""
-    order, back = tuple(order), [list(order).index(d) for d in range(len(order))]
+    order, back = tuple(order), _back(order)
 
     def either(*operands: Any, out: Tensor, **attrs: Any) -> None:
         if _lies_plainly(out.permute(order)):
@@ -103,6 +107,40 @@ def _product_in(order: Sequence[int], name: str, ndims: Sequence[int]) -> Write 
     if w == 2 and tuple(order) == (1, 0, 2):
         return _rows if name == "matmul" else _linear_rows
     return torch.bmm if x == w == 3 and order[-1] != 0 else None
+
+
+def rows_of(op: Op, facts: Sequence[Tensor | None]) -> tuple[int, ...] | None:
+    """Return the order in which the rows lie that a product multiplies by a matrix.
+
+    None where they lie row by row, or are no dense rows. A product that lies as they do is one of
+    two matrices, for which nothing is copied.
+    """
+    if not op.writes.is_product or any(x is None for x in facts):
+        return None
+    x, w = facts[:2]
+    assert x is not None and w is not None
+    order = memory_order(x.stride())
+    if w.ndim != 2 or x.ndim < 3 or x.is_contiguous() or order[-1] != x.ndim - 1:
+        return None
+    return order if x.permute(order).is_contiguous() else None
+
+
+def by_rows(op: Op, order: tuple[int, ...], x: Tensor, *others: Tensor) -> Tensor:
+    """Return a product whose rows lie in an order, as those of its first operand do."""
+    rows = x.permute(order)
+    product: Tensor = op.call(rows.flatten(0, -2), *others)
+    return product.unflatten(0, rows.shape[:-1]).permute(_back(order))
+
+
+def _folded(op: Op, order: tuple[int, ...], x: Tensor, *others: Tensor, out: Tensor) -> None:
+    """Write `by_rows`, into a buffer that lies in this order."""
+    rows, into = (each.permute(order).flatten(0, -2) for each in (x, out))
+    assert op.writes.form is not None
+    op.writes.form(rows, *others, out=into)
+
+
+def _back(order: Sequence[int]) -> list[int]:
+    return [list(order).index(d) for d in range(len(order))]
 
 
 def _columns(x: Tensor, w: Tensor, *, out: Tensor, bias: Tensor | None = None) -> None:

@@ -52,8 +52,9 @@ def run(fusion: Fusion, most: int) -> Fusion:
         fusion: with layouts and sets.
         most: bytes of a chunk of logits on each rank, in f32.
     """
-    for logits in [head.logits for head in heads(fusion, most)]:
-        head = _named(fusion, logits, most)
+    for head in [*heads(fusion, most)]:
+        logits = head.logits
+        head = head if head.fusion is fusion else _named(fusion, logits, most)
         if ends := decompose.ends(fusion, head.adds_up):
             head = _named(rewritten(fusion, ends), logits, most)
         if not head.because and head.count > 1:
@@ -318,4 +319,31 @@ def _in_order(fusion: Fusion, head: Head) -> tuple[Expr, ...]:
     beside = [e for e in inside if e.outputs[0] not in head.region]
     first = [e for e in beside if not needed.isdisjoint(e.outputs)]
     later = [e for e in beside if needed.isdisjoint(e.outputs)]
-    return (*before, *first, *head.exprs, *later, *fusion.exprs[places[-1] + 1 :])
+    return (*before, *first, *_sets_late(head), *later, *fusion.exprs[places[-1] + 1 :])
+
+
+def _sets_late(head: Head) -> list[Expr]:
+    """Return the expressions of the loop so that few kernels read the logits.
+
+    What leads to no change of layout goes behind the last one, but for reductions of logits that do
+    not wait for it: they go in front of it, beside those that it brings together.
+    """
+    exprs, moved, needed = head.exprs, list[Expr](), set[str]()
+    for e in reversed(exprs):
+        moves = e.op == "set" and head.fusion.layout(e.reads[0]) != head.fusion.layout(e.output)
+        if moves or not needed.isdisjoint(e.outputs):
+            needed.update(e.reads)
+            moved.append(e)
+    if not moved:
+        return exprs
+    (last, *rest), early = moved, {id(e) for e in moved}
+    behind, reduced, small = {*last.outputs}, set[str](), list[Expr]()
+    for e in exprs:
+        behind.update(e.outputs if not behind.isdisjoint(e.reads) else ())
+    for e in reversed(exprs):
+        is_free = id(e) not in early and behind.isdisjoint(e.outputs)
+        if is_free and not (reduced.isdisjoint(e.outputs) and head.wide.issuperset(e.outputs)):
+            reduced.update(e.reads)
+            small.append(e)
+    placed = early | {id(e) for e in small}
+    return [*rest[::-1], *small[::-1], last, *(e for e in exprs if id(e) not in placed)]

@@ -284,7 +284,7 @@ def _cut(
         if is_behind and needed.intersection(line.targets):
             behind.append(line)
             needed.update(line.refs)
-        elif any(_reads(_target(line), slot) for slot in last):
+        elif not last.isdisjoint(_written([line])):
             filling.append(line)
             needed.update(line.refs)
     ahead = _ahead(lines)
@@ -295,7 +295,7 @@ def _cut(
     works = (line for line in inside if id(line) not in is_later)
     makes = [slot for line in works for slot in line.targets if slot in needed]
     bases = _bases(inside, takes)
-    written = {slot for slot in takes if any(_reads(_target(line), slot) for line in inside)}
+    written = takes.keys() & _written(inside)
     behind_it = {base for line in filling for x in line.refs for base in bases.get(x, {x})}
     if not written.isdisjoint(behind_it):
         raise Refusal("a library reads what the unit writes over")
@@ -334,13 +334,17 @@ def _ahead(lines: Sequence[Line]) -> tuple[Line, ...]:
     return tuple(fills)
 
 
-def _target(line: Line) -> Any:
-    """Return the argument that a call writes into; None where it makes its result."""
-    return None if line.targets else dict(line.kwargs).get("out", line.args[0])
-
-
-def _reads(x: Any, slot: int) -> bool:
-    return any(_reads(y, slot) for y in x) if isinstance(x, list) else x == SlotRef(slot)
+def _written(lines: Iterable[Line]) -> set[int]:
+    """Return the slots whose memory calls write into, but for results that they make."""
+    written = set[int]()
+    waiting = [dict(x.kwargs).get("out", x.args[0]) for x in lines if not x.targets]
+    while waiting:
+        x = waiting.pop()
+        if isinstance(x, list):
+            waiting += x
+        elif isinstance(x, SlotRef) and x.form == "tensor":
+            written.add(x.slot)
+    return written
 
 
 def _bases(inside: Sequence[Line], takes: Iterable[int]) -> dict[int, frozenset[int]]:
@@ -367,7 +371,7 @@ def _unknown(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[in
         Refusal: the unit writes to one of them.
     """
     unknown = [slot for slot in cut.takes if context.fact(outside[slot]) is None]
-    if any(_reads(_target(line), slot) for line in cut.inside for slot in unknown):
+    if not _written(cut.inside).isdisjoint(unknown):
         raise Refusal("the strides of what it writes to are not known")
     return unknown
 
@@ -384,8 +388,7 @@ def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form
         forms.append((tuple(fact.shape), tuple(fact.stride()), fact.dtype, context.device))
     memory = {slot: context.storage.get(n, n) for slot, n in outside.items() if slot in cut.takes}
     shared = Counter(memory.values())
-    written = [slot for slot in memory if any(_reads(_target(x), slot) for x in cut.inside)]
-    if any(shared[memory[slot]] > 1 for slot in written):
+    if any(shared[memory[slot]] > 1 for slot in memory.keys() & _written(cut.inside)):
         raise Refusal("operands share memory that is written")
     return forms
 

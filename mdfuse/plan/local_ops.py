@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from mdfuse.ir.infer import dense_strides
 from mdfuse.ir.numbers import scalar_call
 from mdfuse.ir.out_forms import Write
 from mdfuse.ir.writes import (
+    by_rows,
     fresh_write,
     in_order,
     is_dense_result,
     ordered_write,
+    rows_of,
     write_of,
 )
 from mdfuse.plan.allocation import empty, new_buffer
@@ -49,6 +52,7 @@ def compute(i: Instruction, context: Context) -> list[Line]:
         attrs["device"] = context.device
     if context.has_buffer(output):
         return [_written(i, row, attrs, context)]
+    i = _as_rows_lie(i, row, context)
     if context.in_unit:
         return _bound(i, row, attrs, context)
     write = _ordered_write(i, row, context)
@@ -60,6 +64,18 @@ def compute(i: Instruction, context: Context) -> list[Line]:
     return lines or _bound(i, row, attrs, context)
 
 
+def _as_rows_lie(i: Instruction, row: ops.Op, context: Context) -> Instruction:
+    """Return a product that states the order of its operand's rows, unless it or a user tells."""
+    is_free = i.order is None and i.outputs[0] not in context.program.outputs
+    if not row.writes.is_product or not is_free:
+        return i
+    return replace(i, order=rows_of(row, _facts(i, context)))
+
+
+def _facts(i: Instruction, context: Context) -> list[Tensor | None]:
+    return [context.fact(x) for x in i.reads if _is_tensor(x, context)]
+
+
 def _several(i: Instruction, row: ops.Op, context: Context) -> list[Line]:
     """Return the calls of an op with several results: one, and copies into buffers that are there.
 
@@ -67,7 +83,7 @@ def _several(i: Instruction, row: ops.Op, context: Context) -> list[Line]:
     """
     if all(math.prod(context.local(name)) == 0 for name in i.outputs):
         return [line for name in i.outputs for line in empty(name, None, context)]
-    facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
+    facts = _facts(i, context)
     is_dense = is_dense_result(row, facts)
     into, behind, nbytes = [], list[Line](), 0
     for name in i.outputs:
@@ -88,7 +104,7 @@ def _ordered_write(i: Instruction, row: ops.Op, context: Context) -> Write | Non
     """Return the call that writes the result in the order asked for, where torch's own differs."""
     if i.order is None or not i.inputs or not _is_tensor(i.inputs[0], context):
         return None
-    facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
+    facts = _facts(i, context)
     if list(i.order) == list(range(len(i.order))) and not _follows_operand(row, facts):
         return None
     return ordered_write(row, i.order, facts)
@@ -136,7 +152,7 @@ def _filled(
     is_plain = _is_plain(i.order)
     if not is_plain and not row.writes.is_exact:  # torch would add up in another sequence
         return None
-    write = fresh_write(row, [context.fact(x) for x in i.reads if _is_tensor(x, context)])
+    write = fresh_write(row, _facts(i, context))
     if write is None:
         return None
     lines = new_buffer(output, i.order, context)
@@ -182,8 +198,11 @@ def _bound(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context)
     if not row.is_view:
         dtype, shape = context.type(output).dtype, context.local(output)
         line = replace(line, makes=math.prod(shape) * dtype.itemsize)
-    facts = [context.fact(x) for x in i.reads if _is_tensor(x, context)]
-    if row.is_view and facts and facts[0] is not None:
+    facts, order = _facts(i, context), i.order
+    if order is not None and rows_of(row, facts) == order:
+        line = replace(line, run=partial(by_rows, row, order))
+        context.know(output, context.dense(output, order))
+    elif row.is_view and facts and facts[0] is not None:
         context.know(output, row.call(facts[0], **attrs))
     elif row.is_creation or is_dense_result(row, facts):
         context.know(output, context.dense(output))

@@ -62,9 +62,10 @@ def check_arguments(
 def _check_written(program: HostProgram, rank: int, given: dict[str, Any]) -> None:
     """Raise ProgramError unless written inputs can be written, and share no memory with others."""
     tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
+    spans = {n: span(x) for n, x in tensors.items()}
     for name in sorted(program.written_inputs.intersection(tensors)):
         _check_writable(name, tensors[name], f"rank {rank}, input %{name} of @{program.name}")
-        for other in _overlapping(name, tensors[name], tensors):
+        for other in _overlapping(name, spans):
             raise ProgramError(
                 f"%{name} shares memory with %{other} on rank {rank}",
                 where=f"rank {rank}, input %{name} of @{program.name}",
@@ -92,12 +93,11 @@ def _check_order(
     )
 
 
-def _overlapping(name: str, buffer: Tensor, others: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the names of other tensors that share memory with a buffer."""
-    start, end = span(buffer)
-    for other, x in others.items():
-        first, last = span(x)
-        if other != name and start < last and first < end:  # the same name: returned twice
+def _overlapping(name: str, spans: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+    """Yield the names of other tensors that share memory with one."""
+    start, end = spans[name]
+    for other, (first, last) in spans.items():
+        if start < last and first < end and other != name:  # the same name: returned twice
             yield other
 
 
@@ -315,7 +315,8 @@ def _check_apart(
     program: HostProgram, rank: int, name: str, buffer: Tensor, taken: dict[str, Tensor]
 ) -> None:
     """Raise ProgramError where a buffer shares memory with an input or another output."""
-    for other in _overlapping(name, buffer, taken):
+    spans = {n: span(x) for n, x in {**taken, name: buffer}.items()}
+    for other in _overlapping(name, spans):
         raise ProgramError(
             f"the buffer for %{name} shares memory with %{other} on rank {rank}",
             where=f"rank {rank}, output %{name} of @{program.name}",

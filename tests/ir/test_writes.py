@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.drawn_rows import drawn_attr
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mdfuse.ir import writes
 from mdfuse.ir.ops import TABLE, Op
@@ -409,6 +410,79 @@ def test_a_product_in_another_order(
         assert torch.equal(bits(buffer), bits(out))
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.3)
     torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+#: Op, shapes of the operands, order in which the rows of the first lie.
+ROWS: list[tuple[str, list[tuple[int, ...]], tuple[int, ...]]] = [
+    ("matmul", [(4, 9, 64), (64, 65)], (1, 0, 2)),
+    ("linear", [(4, 9, 64), (65, 64)], (1, 0, 2)),
+    ("linear", [(4, 9, 64), (65, 64), (65,)], (1, 0, 2)),
+    ("linear", [(3, 4, 5, 8), (7, 8)], (2, 0, 1, 3)),
+    ("linear", [(3, 4, 5, 8), (7, 8), (7,)], (1, 0, 2, 3)),
+    ("matmul", [(2, 0, 8), (8, 3)], (1, 0, 2)),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
+@pytest.mark.parametrize(("name", "shapes", "order"), ROWS)
+def test_a_product_lies_as_its_rows_do(
+    name: str, shapes: list[tuple[int, ...]], order: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """One product of two matrices, as of rows that lie plainly; nothing is copied."""
+    torch.manual_seed(0)
+    row = TABLE[name]
+    x, *others = (torch.randn(shape).to(dtype) for shape in shapes)
+    exact = row.call(*(t.double() for t in (x, *others)))
+    operands = (dense_in(order, x).copy_(x), *others)
+    known = [torch.empty_strided(t.shape, t.stride(), device="meta") for t in operands]
+    if not x.numel():
+        assert writes.rows_of(row, known) is None
+        return
+    assert writes.rows_of(row, known) == order
+    assert (
+        writes.rows_of(row, [None, *known[1:]]) is writes.rows_of(row, facts((x, *others))) is None
+    )
+    write, out = writes.ordered_write(row, order, known), dense_in(order, exact.to(dtype))
+    assert write is not None
+    with Copies() as copies:
+        write(*operands, out=out)
+        made = writes.by_rows(row, order, *operands)
+    assert not copies.made
+    assert made.stride() == out.stride() and torch.equal(bits(made), bits(out))
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.3)
+    torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1)])
+@pytest.mark.parametrize("other", [(0, 1, 2), (1, 0, 2)])
+def test_contractions_sum_as_their_operands_lie(
+    order: tuple[int, ...], other: tuple[int, ...]
+) -> None:
+    """Gradients of weights of rows in two dims: operands that lie alike are not copied."""
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 5, 4, dtype=torch.float64), torch.randn(3, 5, 6, dtype=torch.float64)
+    x, y = dense_in(order, a).copy_(a), dense_in(other, b).copy_(b)
+    attrs: dict[str, Any] = {"left": (0, 1, 2), "right": (0, 1, 3), "kept": (2, 3)}
+    with Copies() as copies:
+        product = TABLE["contract"].call(x, y, **attrs)
+    torch.testing.assert_close(product, a.flatten(0, 1).T @ b.flatten(0, 1))
+    if order == other:
+        assert not copies.made
+    scaled = TABLE["contract"].call(x, y, left=(9, 7, 3), right=(9, 7, 5), kept=(5, 9, 3))
+    torch.testing.assert_close(scaled, torch.einsum("abc,abd->dac", a, b))
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies that torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.made += [name] if "clone" in name or "copy" in name else []
+        return func(*args, **kwargs or {})
 
 
 def test_products_that_would_copy_are_not_written_so() -> None:

@@ -131,6 +131,23 @@ def test_values(style: str, name: str) -> None:
         check_everywhere(program, given, by_torch(loss, given))
 
 
+def test_split_classes_take_a_kernel_between_posts() -> None:
+    """Few bytes are posted, so on one stream: masks and sums are where the logits are read."""
+    loss, classes = LOSSES["ignored"], 1 << 14
+    options = mf.Options(logits_bytes=1 << 16, compile="always", overlap="never")
+    program = mf.compile(define("classes", loss, (8,), classes, torch.bfloat16), options)
+    (loop,), views = loops(program), ("free", "chunk")
+    wide = {x for x, t in program.host.types.items() if t.shape == (8, classes)}
+    readers = [i for i in loop.body if not wide.isdisjoint(i.reads) and i.op not in views]
+    assert [i.op for i in readers] == ["launch", "launch"], f"{program}"
+    assert all(i.op != "set_stream" for i in program.host.walk()), f"{program}"
+    given = numbers((8,), classes)
+    wide_sums = mf.compile(define("classes", loss, (8,), classes), options)
+    check_everywhere(wide_sums, given, by_torch(loss, given))
+    small = mf.compile(define("classes", LOSSES["mean"], (8,), 12), mf.Options(logits_bytes=40))
+    assert any(i.op == "set_stream" for i in small.host.walk()), f"{small}"
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_nothing_of_the_size_of_logits_is_whole(style: str) -> None:
     rows, classes = (16, 4), 64

@@ -42,13 +42,15 @@ COMPUTE, TRANSFER = 0, 1
 
 #: Instructions on the transfer stream: an `alloc` of what arrives, too; an `if` adds that up.
 _TRANSFERS = (*POSTS, "wait", "alloc", "if")
+#: How many times the bytes of a loop's posts its largest value has where these are few.
+_FEW = 1024
 #: Large computations, which are worth a stream of their own.
 _CONTRACTIONS = ("matmul", "linear", "attention")
 
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with its loops on streams."""
-    places = {id(i) for i in program.instructions if _is_spread(i)}
+    places = {id(i) for i in program.instructions if _is_spread(i) and not _is_work(program, i)}
     if options.streams == 1 or not places:
         return program
     types = dict(program.types)
@@ -105,6 +107,19 @@ def _adds_up(i: Instruction) -> bool:
 def _is_spread(i: Instruction) -> bool:
     """Return whether a loop has work that several streams could do at once."""
     return i.op == "for" and (not _adds_up(i) or any(j.op in POSTS for j in i.walk()))
+
+
+def _is_work(program: HostProgram, i: Instruction) -> bool:
+    """Return whether a loop posts, but so few bytes that parts in turn hide all of it.
+
+    On one stream what reads the same values may be one kernel, and memory is used again sooner.
+    """
+    if len(i.parts) == 1:
+        return False
+    types, inside = program.types, [k for j in i.body for k in j.walk()]
+    posted = [types[x].nbytes() for j in inside if j.op in POSTS for x in received(j)]
+    made = [types[x].nbytes() for j in inside if op_of(j) is not None for x in j.outputs]
+    return _FEW * sum(posted) <= max(made, default=0)
 
 
 def set_stream(stream: Index) -> Instruction:

@@ -10,7 +10,8 @@
 The parts that `next` divides take turns: the posts of chunk 1 come before the work of chunk 0. The
 first part has what posts need that wait for nothing, the second what waits for these, and so on, in
 three parts at most: so no more than three chunks are under way, and a buffer that one part fills
-and the next one reads is there twice. What needs no post and no wait is in the second.
+and the next one reads is there twice. What needs no post and no wait is in the second. What no post
+needs stays behind the waits that stand before it, where it may be in one kernel with other work.
 
 Loops over microbatches stay whole, since what a forward keeps would be there twice; and so do those
 that write what other iterations read. What a ring brings and adds up is there twice anyway.
@@ -80,11 +81,13 @@ class _Unit:
         members: the instructions.
         effects: what they read and write.
         part: in which part of the loop they are.
+        is_posted: whether a post needs it.
     """
 
     members: list[Instruction]
     effects: Effects
     part: int = 0
+    is_posted: bool = False
 
     def has(self, *ops: str) -> bool:
         return any(i.op in ops for i in self.members)
@@ -120,6 +123,13 @@ def _place(units: Sequence[_Unit]) -> None:
             needs |= unit.effects
     for unit in units:
         unit.part = max(unit.part, int(unit not in first))
+    needs, waited = Effects(), 0
+    for unit in reversed(units):
+        unit.is_posted = unit.has(*POSTS) or needs.meet(unit.effects)
+        needs |= unit.effects if unit.is_posted else Effects()
+    for unit in units:
+        waited = max(waited, unit.part) if unit.has("wait") else waited
+        unit.part = unit.part if unit.is_posted else max(unit.part, waited)
 
 
 @dataclass(eq=False)

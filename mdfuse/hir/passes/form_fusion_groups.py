@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mdfuse.config import Options
-from mdfuse.errors import RECOMPUTED
+from mdfuse.errors import BACKWARD, RECOMPUTED
 from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow
 from mdfuse.hir.instructions import is_library, is_local, op_of, row_of
 from mdfuse.hir.passes.repeats import pieces
@@ -117,12 +117,15 @@ class _Groups:
             elif i.op == "alloc" and i.kwargs in ({}, {"memory": "symmetric"}):
                 self.empty.update(set(i.outputs) - self.bound)
                 done.append(i)
+            elif i.op == "chunk" and i.reads[0] in self.empty:
+                self.empty.update(i.outputs)  # an iteration writes its own, which nobody has read
+                done.append(i)
             else:
                 needed = self.needed(i) if is_local(i) else self.not_held(i)
                 done += self.units(needed)
                 done.append(self.nested(i))
             self.bound.update(i.outputs)
-            if i.op != "alloc":
+            if not self.empty.issuperset(i.outputs) or i.op not in ("alloc", "chunk"):
                 self.empty.difference_update((*i.outputs, *i.reads))
         return (*done, *self.units(self.waiting))
 
@@ -149,7 +152,8 @@ class _Groups:
 
     def is_over(self, i: Instruction) -> bool:
         """Tell whether an instruction writes over a value."""
-        return any({x, self.program.root(x)} & self.bound - self.empty for x in i.outputs)
+        names = (name for x in i.outputs for name in (x, self.program.root(x)))
+        return any(name in self.bound and name not in self.empty for name in names)
 
     def writes_rows(self, i: Instruction) -> bool:
         """Tell whether an instruction writes rows at places that no rank but this one has.
@@ -179,12 +183,23 @@ class _Groups:
         if not self.waiting:
             return []
         is_elsewhere = self.mesh(self.waiting[0].outputs[0]) != self.mesh(i.outputs[0])
-        is_again = _is_recomputed(i) and not all(map(_is_recomputed, self.waiting))
+        is_again = not self.is_beside(i) and not all(map(_is_recomputed, self.waiting))
         if is_elsewhere or is_again:
             return self.units(self.waiting)
         if self.is_over(i) or i.op == "accumulate":
             return self.untangled(i)
         return [] if self.follows(i) else self.units(self.waiting)
+
+    def is_beside(self, i: Instruction) -> bool:
+        """Tell whether an instruction repeats nothing that would be kept in one unit till then.
+
+        It is computed for the first time, or in a loop over chunks right behind that; or it is
+        element by element, of what the backward reads.
+        """
+        layout, op = self.program.types[i.outputs[0]].layout, op_of(i)
+        is_chunk = layout is not None and layout.stream is not None
+        is_led = op is not None and op.is_elementwise and all(map(_is_backward, self.waiting))
+        return is_chunk or is_led or not _is_recomputed(i)
 
     def follows(self, i: Instruction) -> bool:
         """Tell whether an instruction reads what is written over element by element, if at all."""
@@ -297,6 +312,8 @@ class _Groups:
     def units(self, chosen: Iterable[Instruction]) -> list[Instruction]:
         """Take instructions from those that wait; return units of them, or them as they are."""
         taken = list(chosen)
+        if not taken:
+            return []
         ids = set(map(id, taken))
         self.waiting = [i for i in self.waiting if id(i) not in ids]
         self.readers.subtract(self.memory(x) for i in taken for x in i.reads)
@@ -344,6 +361,10 @@ class _Groups:
 def _is_elementwise(i: Instruction) -> bool:
     op = op_of(i)
     return op is not None and i.op == op.host and op.is_elementwise
+
+
+def _is_backward(i: Instruction) -> bool:
+    return i.source is not None and i.source.note in (BACKWARD, RECOMPUTED)
 
 
 def _is_recomputed(i: Instruction) -> bool:

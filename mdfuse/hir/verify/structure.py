@@ -129,9 +129,11 @@ class _Structure:
     handles: set[str] = field(default_factory=set)
     group: Instruction | None = None
     inputs: frozenset[str] = field(init=False)
+    updated: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.inputs = frozenset(self.program.inputs)
+        self.updated = frozenset(map(self.program.root, self.program.aliases))
 
     def block(self, block: tuple[Instruction, ...]) -> None:
         rules, inputs = _RULES, self.inputs
@@ -149,10 +151,8 @@ class _Structure:
 
     def check_writes(self, i: Instruction, names: tuple[str, ...]) -> None:
         """Raise ProgramError for a write into an input, unless an alias says that it is updated."""
-        written = self.inputs.intersection(names)
-        updated = set(map(self.program.root, self.program.aliases)) if written else ()
         for name in names:
-            if name in written and name not in updated:
+            if name in self.inputs and name not in self.updated:
                 raise wrong(
                     self.program,
                     i,

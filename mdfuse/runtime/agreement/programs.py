@@ -61,7 +61,8 @@ def first_run(
             local = _checked(program, options, communicator.rank)
         except BaseException as error:  # of any type: the others are told before it is raised
             problem = error
-    what, costs = fingerprint(program, options), partial(_costs, options)
+    what = fingerprint(program, options) if communicator.size > 1 else None
+    costs = partial(_costs, options)
     agree(program.name, problem, communicator, what, costs)
     assert local is not None
     return local
