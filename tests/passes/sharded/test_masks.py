@@ -198,3 +198,32 @@ def test_a_mask_of_all_rows_is_priced() -> None:
         fd = defined({"cp": 4}, (1, 16, 16, 4096, 4), mask, False, is_causal=True)
         forms[mask] = mf.compile(fd).explain().partition("positions split along cp: ")[2]
     assert forms["padded"].startswith("heads") and forms["documents"].startswith("gather")
+
+
+@pytest.mark.parametrize("form", FORMS[:3])
+@pytest.mark.parametrize("axes", AXES)
+def test_slopes_of_each_head(axes: dict[str, int], form: str) -> None:
+    """As ALiBi has them: heads of the mask go where those of the query go; 3 dims beside 4."""
+    placed = {"cp": Shard(2, zigzag=True), "tp": Shard(1), "dp": Shard(0)}
+    mesh, shape = DeviceMesh.arange(**axes), (2, 8, 13, 4)
+
+    def numbers(lib: Any) -> Any:
+        at, head = lib.arange(13), lib.arange(8)
+        return (at - at.unsqueeze(-1)).unsqueeze(0) * (head * 0.25).unsqueeze(-1).unsqueeze(-1)
+
+    with mf.FusionDefinition("alibi") as fd:
+        q, k, v = (
+            fd.define_tensor([*shape], torch.float64, mesh, {a: placed[a] for a in axes})
+            for _ in "qkv"
+        )
+        bias = numbers(fd.ops).to(torch.float64)
+        y = mf.ops.attention(q, k, v, bias, is_causal=True).output
+        for x in (y, *mf.grad((y * y).sum(), [q, k, v])):
+            fd.add_output(x)
+    tensors = given((2, 8, 8, 13, 4), torch.float64, 5)[:3]
+    q, k, v = (x.clone().requires_grad_() for x in tensors)
+    scores = q @ k.mT / 2 + numbers(torch)
+    hidden = torch.ones(13, 13, dtype=torch.bool).triu(1)
+    y = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    want = [y.detach(), *torch.autograd.grad((y * y).sum(), (q, k, v))]
+    check_everywhere(mf.compile(fd, Options(context=form)), tensors, want)
