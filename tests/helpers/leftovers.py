@@ -29,27 +29,26 @@ def sockets() -> set[str]:
     return {x[len("socket:[") : -1] for x in found if x.startswith("socket:[")}
 
 
-def mapped() -> set[str]:
-    """The memory of this process that others may have mapped, too: its inode and its name."""
+def mapped() -> dict[str, str]:
+    """The memory of this process that others may have mapped, too: its inode -> its name."""
     rows = [x.split(maxsplit=5) for x in Path("/proc/self/maps").read_text().splitlines()]
-    return {f"{row[4]} {row[5]}" for row in rows if row[5:] and row[5].startswith(_SHARED)}
+    return {x[4]: x[5] for x in rows if x[5:] and x[5].startswith(_SHARED)}
 
 
 def held() -> dict[str, list[str]]:
-    """What is to be gone with this process, or with the communicator that it belongs to."""
-    return {"ports": sorted(sockets() & listening()), "memory": sorted(mapped())}
+    """What is to be gone with this process: ports, its heap, files of memory that it shares."""
+    heap = the_heap()
+    return {
+        "ports": sorted(sockets() & listening()),
+        "heap": [] if heap is None else [str(os.fstat(heap.memory.file).st_ino)],
+        "files": sorted(x for x in mapped().values() if x.startswith("/dev/shm/")),
+    }
 
 
 def left_of(dead: dict[str, list[str]]) -> list[str]:
-    """What is still there of a process that held this: it listens, is mapped here, is a file.
-
-    The dead one had mapped the heap of this process, too, which stays.
-    """
+    """What is still there of a process that held this: it listens, is mapped here, is a file."""
     for _ in range(2):  # what was garbage may have held more
         gc.collect()
-    heap = the_heap()
-    own = str(os.fstat(heap.memory.file).st_ino) if heap is not None else None
-    memory = [x.split(" ", 1) for x in dead["memory"]]
-    here = {x.split()[0] for x in mapped()} - {own}
-    left = [name for inode, name in memory if inode in here or Path(name).exists()]
-    return [*left, *(f"port {x}" for x in {*dead["ports"]} & listening())]
+    heaps = [f"heap {x}" for x in dead["heap"] if x in mapped()]
+    files = [x for x in dead["files"] if Path(x).exists()]
+    return [*heaps, *files, *(f"port {x}" for x in {*dead["ports"]} & listening())]
