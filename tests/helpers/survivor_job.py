@@ -395,8 +395,14 @@ def dead_in(folder: Path) -> dict[str, Any]:
     return {p.stem.removeprefix("dead"): json.loads(p.read_text()) for p in files}
 
 
-def left_of_dead(folder: Path) -> list[str]:
-    return [x for of in dead_in(folder).values() for x in leftovers.left_of(of)]
+def left_of_dead(folder: Path, seconds: float = 5.0) -> list[str]:
+    """Return what is left of the ranks that died, some seconds later."""
+    until = time.monotonic() + seconds
+    while True:
+        left = [x for of in dead_in(folder).values() for x in leftovers.left_of(of)]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.1)
 
 
 def main() -> None:
