@@ -27,7 +27,7 @@ from mdfuse.frontend.importing.called import called
 from mdfuse.frontend.importing.gathers import warnings_of
 from mdfuse.frontend.importing.microbatches import microbatches_of
 from mdfuse.frontend.importing.place import Patterns, nearest
-from mdfuse.frontend.importing.report import of_capacity, report
+from mdfuse.frontend.importing.report import of_rows, report
 from mdfuse.frontend.importing.train import Optimizer, define_step
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.ir.graph import Fusion
@@ -111,7 +111,7 @@ class ImportedModel:
         """
         lowered = self.compile().fusion
         warnings = [*warnings_of(self.model, self.fusion, lowered), *uneven_shares(lowered)]
-        warnings += [*self.fusion.notes, *of_capacity(self.model.capacity, lowered)]
+        warnings += [*self.fusion.notes, *of_rows(self.model.capacity, lowered)]
         return report(self.model, self._patterns, self._skipped, self._unexpected, warnings)
 
     def layout(self, name: str) -> Layout:

@@ -41,20 +41,34 @@ def run(fusion: Fusion) -> Fusion:
 def explained(fusion: Fusion) -> Iterator[str]:
     """Yield a line for the rows of each counts of a fusion after all passes."""
     for root, names in _by_counts(fusion).items():
-        problem = _problem(fusion, root, names)
-        values = [fusion.values[x] for x in names]
-        if all(x.is_counted for x in values):
+        said = _of_dense(fusion, root, names)
+        yield from said
+        if not said:
             yield f"rows that %{root} counts are stored, and move, as they are counted in a run"
-        else:
-            most = max(x.bytes for x in values)
-            yield f"rows that %{root} counts are dense, with zeros behind them: {problem}"
-            yield f"  costs up to {most} bytes for a value of all ranks, which travel as they are"
         if root in fusion.producers and fusion.producers[root].op == "clamp":
             most = fusion.producers[root].kwargs["max"]
             yield f"  rows over the capacity of {most} per part and expert are dropped"
         if root in fusion.capacities:
             most = fusion.capacities[root].kwargs["capacity"]
             yield f"  all ranks refuse runs with over {most} rows of a part for an expert"
+
+
+def dense(fusion: Fusion) -> Iterator[str]:
+    """Yield a line for the rows of each counts that are dense after all passes."""
+    for root, names in _by_counts(fusion).items():
+        if said := _of_dense(fusion, root, names):
+            yield ";".join(said).replace(";  ", "; ")
+
+
+def _of_dense(fusion: Fusion, root: str, names: Sequence[str]) -> list[str]:
+    values = [fusion.values[x] for x in names]
+    if all(x.is_counted for x in values):
+        return []
+    problem, most = _problem(fusion, root, names), max(x.bytes for x in values)
+    return [
+        f"rows that %{root} counts are dense, with zeros behind them: {problem}",
+        f"  costs up to {most} bytes for a value of all ranks, which travel as they are",
+    ]
 
 
 def _by_counts(fusion: Fusion) -> dict[str, list[str]]:
@@ -112,6 +126,10 @@ def _of_expr(e: Expr, values: Mapping[str, Value], ragged: set[str]) -> str | No
     if e.op == "set":
         before, after = (values[x] for x in (e.reads[0], e.output))
         assert before.layout is not None and after.layout is not None
+        added = [a for a in before.layout.partial_axes if a not in after.layout.partial_axes]
+        if added and after.layout.split_axes(1):
+            by = ", ".join(added)
+            return f"%{e.reads[0]} is added up along {by} before it goes back, as a bias asks{line}"
         if way(before.layout, after.layout, before.shape) is None:
             return f"%{e.output} goes from {before.layout} to {after.layout}{line}"
         return None

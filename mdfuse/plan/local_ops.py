@@ -199,11 +199,12 @@ def _bound(i: Instruction, row: ops.Op, attrs: dict[str, Any], context: Context)
         dtype, shape = context.type(output).dtype, context.local(output)
         line = replace(line, makes=math.prod(shape) * dtype.itemsize)
     facts, order = _facts(i, context), i.order
+    needed = facts[: row.operands[0]]  # a view may read how far it goes
     if order is not None and rows_of(row, facts) == order:
         line = replace(line, run=partial(by_rows, row, order))
         context.know(output, context.dense(output, order))
-    elif row.is_view and facts and facts[0] is not None:
-        context.know(output, row.call(facts[0], **attrs))
+    elif row.is_view and needed and all(x is not None for x in needed):
+        context.know(output, row.call(*needed, **attrs))
     elif row.is_creation or is_dense_result(row, facts):
         context.know(output, context.dense(output))
     return ordered(i, context, line)

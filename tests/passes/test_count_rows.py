@@ -123,7 +123,11 @@ def dense_output(fd: FusionDefinition, rows: Any, ids: Any) -> Any:
 
 
 MESH = DeviceMesh.arange(ep=2)
-DENSE = {"an output": (dense_output, "is an output, which is dense")}
+DENSE = {
+    "an output": (dense_output, "is an output, which is dense"),
+    "a sigmoid": (
+        lambda fd, rows, ids: fd.add_output(torch.sigmoid(rows)), "is an output, which is dense"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DENSE)

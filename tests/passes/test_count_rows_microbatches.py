@@ -159,6 +159,7 @@ def test_rows_that_are_dense_in_microbatches(axes: dict[str, int]) -> None:
             fd.add_output(result)
     program = mf.pipeline(fd, microbatches=2, batch={"in": 0, "ids": 0})
     assert "are dense, with zeros" in program.explain()
+    assert "is added up along tp before it goes back, as a bias asks" in program.explain()
     values = [torch.randn(*s, dtype=torch.float64) for s in shapes]
     choices = router(4 * parts, e, 2)
     leaves = [v.clone().requires_grad_() for v in values]

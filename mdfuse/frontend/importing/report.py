@@ -12,13 +12,15 @@ from mdfuse.frontend.importing.build import Model
 from mdfuse.frontend.importing.place import Patterns
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Replicate
+from mdfuse.passes.count_rows import dense
 
 #: The most names in a line of the report.
 _SHOWN = 3
 
 
-def of_capacity(capacity: int | None, fusion: Fusion) -> Iterator[str]:
-    """Yield which runs the stated capacity of experts refuses."""
+def of_rows(capacity: int | None, fusion: Fusion) -> Iterator[str]:
+    """Yield which rows of experts are dense, and which runs their stated capacity refuses."""
+    yield from dense(fusion)
     if fusion.capacities:
         yield f"all ranks refuse runs with over {capacity} rows of a part for an expert"
     elif capacity is not None:

@@ -230,3 +230,23 @@ def test_a_capacity_of_no_rows_is_reported() -> None:
     assert "capacity=3 bounds nothing" in imported("Mixtral", EP, {}, capacity=3)[1].report()
     with pytest.raises(mf.DefinitionError, match="a number of rows from 0 on"):
         imported("Mixtral", EP, SPLIT, capacity=-1)
+
+
+def test_dense_rows_are_reported() -> None:
+    """Every second column is a gate, so that ranks of tp bring columns together at the experts."""
+    torch.manual_seed(0)
+    module, mesh = MODELS["GPT-OSS"]().eval(), DeviceMesh.arange(ep=2, tp=2)
+    layouts = {
+        "*.experts.*": SPLIT,
+        "*.experts.gate_up_proj": SPLIT | {"tp": Shard(2)},
+        "*.experts.gate_up_proj_bias": SPLIT | {"tp": Shard(1)},
+        "*.experts.down_proj": SPLIT | {"tp": Shard(1)},
+        "input:*": SPLIT,
+    }
+    kwargs = {"input_ids": IDS, "use_cache": False}
+    model = mf.from_torch(module, (), kwargs, mesh=mesh, layouts=layouts)
+    said = "counts are dense, with zeros behind them: %"
+    assert said in model.report(), model.report()
+    (logits,) = mf.simulate(model.compile(), [*model.load(), IDS]).outputs
+    wanted = module(input_ids=IDS, use_cache=False).logits.detach()
+    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-5)
