@@ -87,7 +87,7 @@ class Turns:
         if request is None:
             self.result(number)  # which says what is wrong with it
             return
-        request.state = "cancelled"
+        request.state, request.because = "cancelled", ""
         self._end(request)
         self.admit()
 

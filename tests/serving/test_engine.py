@@ -183,6 +183,29 @@ def test_a_request_that_no_pages_suffice_for(paged: Any) -> None:
 # -- many ------------------------------------------------------------------------------------------
 
 
+def test_cancels_in_prefill_and_before_it() -> None:
+    """Pages of a prompt that is half computed go to who waits, whose tokens do not see them."""
+    engine = mf.generate(llama(), max_batch=3, chunk=3, context=24, pages=6, page_size=4)
+    first, second, third = prompts([14, 13, 5], 8)
+    half, other = engine.submit(first, 6), engine.submit(third, 2)
+    waiting, never = engine.submit(second, 7), engine.submit(third, 3)
+    assert engine.result(half).state == "running"
+    assert engine.result(other).because == "2 pages needed, 1 free"
+    assert engine.result(waiting).because == engine.result(never).because == "others wait before it"
+    engine.step()
+    engine.cancel(half)
+    engine.cancel(never)
+    assert engine.result(other).state == "running"
+    assert engine.result(waiting).because == "5 pages needed, 4 free"
+    drain(engine)
+    assert engine.result(half) == engine.result(never) == ((), "cancelled", "")
+    assert engine.result(other).tokens == greedy(llama(), third, 2)
+    assert engine.result(waiting).tokens == greedy(llama(), second, 7)
+    assert sorted(engine._turns.pages) == [*range(1, 7)]
+    with pytest.raises(mf.ProgramError, match="no such one was submitted"):
+        engine.cancel(99)
+
+
 def test_many_requests_leave_nothing_behind(paged: Any) -> None:
     """Requests of drawn lengths, some cancelled: all are right, and pages and plans are as few."""
     draw, asked = random.Random(3), dict[int, tuple[list[int], int]]()
