@@ -129,7 +129,8 @@ def by_rows(op: Op, order: tuple[int, ...], x: Tensor, *others: Tensor) -> Tenso
     """Return a product whose rows lie in an order, as those of its first operand do."""
     rows = x.permute(order)
     product: Tensor = op.call(rows.flatten(0, -2), *others)
-    return product.unflatten(0, rows.shape[:-1]).permute(_back(order))
+    apart: Tensor = product.unflatten(0, rows.shape[:-1])
+    return apart.permute(_back(order))
 
 
 def _folded(op: Op, order: tuple[int, ...], x: Tensor, *others: Tensor, out: Tensor) -> None:

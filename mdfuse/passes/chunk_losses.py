@@ -336,7 +336,7 @@ def _sets_late(head: Head) -> list[Expr]:
             moved.append(e)
     if not moved:
         return exprs
-    (last, *rest), early = moved, {id(e) for e in moved}
+    (last, *others), early = moved, {id(e) for e in moved}
     behind, reduced, small = {*last.outputs}, set[str](), list[Expr]()
     for e in exprs:
         behind.update(e.outputs if not behind.isdisjoint(e.reads) else ())
@@ -346,4 +346,4 @@ def _sets_late(head: Head) -> list[Expr]:
             reduced.update(e.reads)
             small.append(e)
     placed = early | {id(e) for e in small}
-    return [*rest[::-1], *small[::-1], last, *(e for e in exprs if id(e) not in placed)]
+    return [*others[::-1], *small[::-1], last, *(e for e in exprs if id(e) not in placed)]

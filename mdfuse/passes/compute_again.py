@@ -41,12 +41,12 @@ def run(fusion: Fusion) -> Fusion:
         if not isinstance(x, str) or x not in again:
             return x
         if x not in new:
-            made = again[x]
-            inputs = tuple(map(anew, made.inputs))
+            producer = again[x]
+            inputs = tuple(map(anew, producer.inputs))
             new[x] = fresh_name(values, f"{x}.again")
             values[new[x]] = replace(values[x], name=new[x])
-            line = made.source and replace(made.source, note=RECOMPUTED)
-            exprs.append(replace(made, inputs=inputs, outputs=(new[x],), source=line))
+            line = producer.source and replace(producer.source, note=RECOMPUTED)
+            exprs.append(replace(producer, inputs=inputs, outputs=(new[x],), source=line))
         return new[x]
 
     for expr in fusion.exprs:
@@ -61,14 +61,14 @@ def _again(fusion: Fusion, backward: Iterable[Expr]) -> dict[str, Expr]:
 
     Their operands are inputs, values that the backward reads anyway, or such values in turn.
     """
-    kept = {*fusion.inputs, *(x for e in backward for x in e.reads)}
+    present = {*fusion.inputs, *(x for e in backward for x in e.reads)}
     later = {x for e in backward for x in e.outputs}
     again: dict[str, Expr] = {}
     for expr in fusion.exprs:
         if not later.isdisjoint(expr.reads):
             later.update(expr.outputs)
         elif expr.reads and _is_free(fusion, expr) and later.isdisjoint(expr.outputs):
-            there = again.keys() if TABLE[expr.op].is_view else again.keys() | kept
+            there = again.keys() if TABLE[expr.op].is_view else again.keys() | present
             if there >= {*expr.reads}:
                 again[expr.outputs[0]] = expr
     return again

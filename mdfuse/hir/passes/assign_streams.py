@@ -118,8 +118,8 @@ def _is_work(program: HostProgram, i: Instruction) -> bool:
         return False
     types, inside = program.types, [k for j in i.body for k in j.walk()]
     posted = [types[x].nbytes() for j in inside if j.op in POSTS for x in received(j)]
-    made = [types[x].nbytes() for j in inside if op_of(j) is not None for x in j.outputs]
-    return _FEW * sum(posted) <= max(made, default=0)
+    sizes = [types[x].nbytes() for j in inside if op_of(j) is not None for x in j.outputs]
+    return _FEW * sum(posted) <= max(sizes, default=0)
 
 
 def set_stream(stream: Index) -> Instruction:
