@@ -48,12 +48,12 @@ class Nap:
 def register(nap: Nap) -> Any:
     """Return an operation x w^T that sleeps, whose gradients sleep as long, each by itself."""
 
-    def add(name: str, call: Callable[[Tensor, Tensor], Tensor], rule: str, **more: Any) -> Any:
+    def add(name: str, call: Callable[[Tensor, Tensor], Tensor], rule: str, **fields: Any) -> Any:
         def sleeping(a: Tensor, b: Tensor) -> Tensor:
             nap.take()
             return call(a, b)
 
-        return mf.register_op(name, sleeping, rule, meta=call, **more)
+        return mf.register_op(name, sleeping, rule, meta=call, **fields)
 
     inward = add("nap_inward", torch.matmul, "b e!, e! d -> b d")
     weights = add("nap_weights", lambda ct, x: ct.T @ x, "b e, b d -> e d", reduces={"b": "sum"})

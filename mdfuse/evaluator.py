@@ -29,7 +29,7 @@ from mdfuse.plan.kept import Plans
 from mdfuse.plan.names import check_names
 from mdfuse.plan.posts import groups
 from mdfuse.plan.progress import stage
-from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
+from mdfuse.plan.runnable import ByCall, Once, Runnable, checked, once
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.runs.arguments import (
     by_name,
@@ -368,12 +368,13 @@ class HostIrEvaluator:
         assert self._signature is not None
         plan = self._built(communicator, arguments, out, self._signature.stream())
         plan = noted(plan, self.options, communicator)
-        if self._checks is not None:
-            meet = partial(agree, self.program.name, communicator=communicator)
-            return CheckedPlan(plan, self._checks, meet)
-        if not self._may_capture(communicator):
-            return plan
-        return Once(plan, plan.addresses(arguments, out))
+        if self._checks is not None or not self._may_capture(communicator):
+            return self._checked(plan, communicator)
+        return once(plan, plan.addresses(arguments, out))
+
+    def _checked(self, plan: Plan | ByCall, communicator: Communicator) -> Plan | ByCall:
+        meet = partial(agree, self.program.name, communicator=communicator)
+        return plan if self._checks is None else checked(plan, self._checks, meet)
 
     def _may_capture(self, communicator: Communicator) -> bool:
         options = options_from_environment(self.options)
@@ -382,7 +383,7 @@ class HostIrEvaluator:
 
     def _captured(
         self,
-        once: Once,
+        known: Once,
         arguments: Sequence[Any],
         out: Sequence[Any] | None,
         communicator: Communicator,
@@ -397,7 +398,7 @@ class HostIrEvaluator:
         assert self._signature is not None
         stream, name = self._signature.stream(), self._tally.title
         graphs = graphs_of(
-            once,
+            known,
             arguments,
             out,
             partial(self._built, communicator),
@@ -408,7 +409,7 @@ class HostIrEvaluator:
             is_all=options_from_environment(self.options).graph == "always",
         )
         if graphs is None:
-            return once.plan
+            return known.plan
         communicator.hold(graphs)
         return graphs
 

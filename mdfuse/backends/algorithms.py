@@ -225,11 +225,11 @@ def _ring(call: Call, blocks: Sequence[_Range]) -> list[Round]:
     ]
 
 
-def _shared(call: Call, blocks: Sequence[_Range], own: Piece) -> Round:
+def _shared(call: Call, blocks: Sequence[_Range], piece: Piece) -> Round:
     """Bring each member's own piece into its block of dst on all the others."""
     return Round(
         recvs=tuple(Transfer(r, Piece("dst", *blocks[j])) for j, r in _others(call)),
-        sends=tuple(Transfer(r, own) for _, r in _others(call)),
+        sends=tuple(Transfer(r, piece) for _, r in _others(call)),
         is_shared=True,
     )
 
@@ -253,11 +253,11 @@ def _operands(call: Call, blocks: Sequence[_Range]) -> tuple[Round, Piece]:
 
 
 def _reduced(
-    call: Call, blocks: Sequence[_Range], target: Piece, rest: Iterable[Round] = ()
+    call: Call, blocks: Sequence[_Range], target: Piece, then: Iterable[Round] = ()
 ) -> Composition:
-    """Reduce each member's own block into `target`, then go on with `rest`."""
+    """Reduce each member's own block into `target`, `then` go on."""
     step, rows = _operands(call, blocks)
-    following, *last = [*rest] or [Round()]
+    following, *last = [*then] or [Round()]
     following = replace(following, local=(Reduce(rows, target), *following.local))
     end = target.stop if target.side == "scratch" else rows.stop
     return Composition(steps=(step, following, *last), scratch=end)

@@ -69,11 +69,11 @@ def size_range(sizes: Sequence[int]) -> str:
     return size_text(high) if low == high else f"{size_text(low)} to {size_text(high)}"
 
 
-def differences(names: Iterable[str], found: Iterable[Difference]) -> Table:
+def differences(names: Iterable[str], measured: Iterable[Difference]) -> Table:
     """Return a table of outputs and their differences from one device."""
     table = titled("against one device", "output", right=("largest difference", "allowed"))
     table.add_column("")
-    for name, d in zip(names, found, strict=True):
+    for name, d in zip(names, measured, strict=True):
         verdict = Text("within", "green") if d.is_allowed else Text("DIFFERS", "bold red")
         table.add_row(f"%{name}", f"{d.largest:.2g}", f"{d.allowed:.2g}", verdict)
     return table

@@ -263,7 +263,7 @@ def find(
 
 
 def _in_chunks(
-    chooser: _Chooser, streamed: Fusion, before: Timed, found: Timed, told: list[str]
+    chooser: _Chooser, streamed: Fusion, before: Timed, ahead: Timed, lines: list[str]
 ) -> tuple[Timed, Timed]:
     """Return the best program, without posts ahead of their place and with them.
 
@@ -271,19 +271,19 @@ def _in_chunks(
         chooser: of the fusion.
         streamed: the fusion with all forms that were chosen.
         before: the program one after the other.
-        found: the same, with posts ahead of their place.
-        told: gets a line.
+        ahead: the same, with posts ahead of their place.
+        lines: gets a line.
     """
-    rooms = (0, found.room) if found.room else (0,)
+    rooms = (0, ahead.room) if ahead.room else (0,)
     timed = chooser.priced("the whole program in chunks", lambda: chooser.timed(streamed, rooms))
     if timed is None:
-        return before, found
+        return before, ahead
     best = min(timed, key=lambda x: x.seconds)
-    whole = f"the whole program: {_ms(best.seconds)} predicted, {_ms(found.seconds)} one after"
-    if best.seconds > found.seconds:
-        told.append(f"left as it is after all: {whole} the other")
-        return before, found
-    told.append(f"{whole} the other, by {chooser.costs.name}")
+    whole = f"the whole program: {_ms(best.seconds)} predicted, {_ms(ahead.seconds)} one after"
+    if best.seconds > ahead.seconds:
+        lines.append(f"left as it is after all: {whole} the other")
+        return before, ahead
+    lines.append(f"{whole} the other, by {chooser.costs.name}")
     return timed[0], best
 
 

@@ -192,13 +192,13 @@ def _left(host: HostProgram, options: Options | None) -> OverlapDecisions | None
     return left(host, why, options_from_environment(options))
 
 
-def _stages(made: Fusion, wanted: str | Schedule | None) -> Stages:
+def _stages(fusion: Fusion, wanted: str | Schedule | None) -> Stages:
     """Return the stages of a fusion as a schedule has them: cut at idle sets if it turns there."""
-    stages = find_stages(made)
+    stages = find_stages(fusion)
     if isinstance(wanted, str) and wanted in NAMED and NAMED[wanted].turns:
-        return find_stages(made, at_sets=True)
+        return find_stages(fusion, at_sets=True)
     if isinstance(wanted, Schedule) and wanted.stages > len(stages.meshes):
-        return find_stages(made, at_sets=True)
+        return find_stages(fusion, at_sets=True)
     return stages
 
 

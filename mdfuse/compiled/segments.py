@@ -236,12 +236,12 @@ def _segment(
     )
 
 
-def last_uses(segments: Sequence[Segment], kept: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+def last_uses(segments: Sequence[Segment], lasting: Iterable[int]) -> tuple[tuple[int, ...], ...]:
     """Return for each segment the ids of the definition that nothing needs after it.
 
-    Ids in `kept` are needed to the end.
+    Ids in `lasting` are needed to the end.
     """
-    needed, unneeded = {*kept}, []
+    needed, unneeded = {*lasting}, []
     for segment in reversed(segments):
         used = dict.fromkeys(segment.map[i] for i in (*segment.inputs, *segment.outputs))
         unneeded.append(tuple(i for i in used if i not in needed))

@@ -330,11 +330,11 @@ class Recorder:
         inputs: tuple[Operand, ...],
         settings: tuple[tuple[str, Any], ...],
         said: Sequence[str | None],
-        found: Sequence[Mapping[str, Any]],
+        results: Sequence[Mapping[str, Any]],
     ) -> tuple[Fact, ...]:
         """Append an expression and its results, named as said."""
         number, facts, outputs = len(self._exprs), [], []
-        for name, fields in zip(said, found, strict=True):
+        for name, fields in zip(said, results, strict=True):
             self._made_by[len(self.names)] = number
             outputs.append(self._fresh.fresh(self.values, name or "t"))
             facts.append(self._add(outputs[-1], site.source, **fields))

@@ -82,8 +82,8 @@ def register_op(
         RULES[name] = _checked(name, vjp)
     if overload is not None:
         names = argument_names(overload)
-        IMPORTED[str(overload)] = lambda *args, **more: operation(
-            **dict(zip(names, args, strict=False)), **more
+        IMPORTED[str(overload)] = lambda *args, **kwargs: operation(
+            **dict(zip(names, args, strict=False)), **kwargs
         )
     ops.BY_NAME[name] = operation
     setattr(ops, name, operation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mdfuse.hir.program import BufferType
-from mdfuse.ir.local_attributes import ExprPart
+from mdfuse.ir.local_attributes import ExprPart, TensorPart
 
 
 def expr_part(operands: Iterable[object], result: BufferType, rank: int) -> ExprPart:
@@ -16,16 +16,16 @@ def expr_part(operands: Iterable[object], result: BufferType, rank: int) -> Expr
         result: the type of the first result.
         rank: whose parts they are.
     """
-    tensors = [k if isinstance(k, BufferType) and k.layout is not None else None for k in operands]
-    first = tensors[0] if tensors else None
-    return ExprPart(
-        shapes=tuple(k.shape if k is not None else None for k in tensors),
-        boxes=tuple(k.box(rank) if k is not None else None for k in tensors),
-        shape=result.shape,
-        box=result.box(rank),
-        blocks=first.blocks(rank) if first is not None else {},
-        cuts=result.layout.cuts if result.layout is not None else {},
-        moved=first.moved if first is not None else {},
-        runs=result.runs(rank),
-        pieces=tuple(k.runs(rank) if k is not None else {} for k in tensors),
-    )
+    parts = (_part(k, rank) if isinstance(k, BufferType) else None for k in operands)
+    out = _part(result, rank)
+    assert out is not None
+    return ExprPart(tuple(parts), out)
+
+
+def _part(kind: BufferType, rank: int) -> TensorPart | None:
+    """Return a rank's part of a buffer; None of a number."""
+    layout = kind.layout
+    if layout is None:
+        return None
+    moved = {d: reach.first for d, reach in layout.reaches}
+    return TensorPart(kind.shape, layout.box(kind.shape, rank), layout.cuts, kind.runs(rank), moved)

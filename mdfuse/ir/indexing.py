@@ -75,7 +75,7 @@ def select_grad(
         box: the part of the result that is made; None: all of it.
     """
     result_shape, part = _made(shape, along, box)
-    _check(ct.shape, (*result_shape[:along], *indices.shape, *result_shape[along + 1 :]))
+    check_shape(ct.shape, (*result_shape[:along], *indices.shape, *result_shape[along + 1 :]))
     is_here, at = _here(indices, part)
     if is_here is not None:
         ct = ct.masked_fill(
@@ -97,7 +97,8 @@ def _made(
     return tuple(stop - start for start, stop in box), (*box[dim], shape[dim])
 
 
-def _check(shape: Sequence[int], wanted: Sequence[int]) -> None:
+def check_shape(shape: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise ValueError for another shape than is wanted."""
     if tuple(shape) != tuple(wanted):
         raise ValueError(f"{tuple(shape)} is not {tuple(wanted)}")
 
@@ -106,7 +107,7 @@ def gather(
     indices: Tensor, x: Tensor, *, along: int, part: tuple[int, int, int] | None = None
 ) -> Tensor:
     """Take an element of x for each index: at its place, but along the dim at the index."""
-    _check(
+    check_shape(
         (*indices.shape[:along], *indices.shape[along + 1 :]),
         (*x.shape[:along], *x.shape[along + 1 :]),
     )
@@ -137,8 +138,8 @@ def scatter(
         box: the part of the result that is made; None: all of it.
     """
     result_shape, part = _made(shape, along, box)
-    _check(src.shape, indices.shape)
-    _check(
+    check_shape(src.shape, indices.shape)
+    check_shape(
         (*indices.shape[:along], *indices.shape[along + 1 :]),
         (*result_shape[:along], *result_shape[along + 1 :]),
     )
@@ -255,9 +256,5 @@ def _check_dim(shape: Shape, attrs: Attrs) -> None:
 
 def local_part(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say which places of the dim this rank has of what is last, unless it has all."""
-    shape, box = part.shapes[-1], part.boxes[-1]
-    assert shape is not None and box is not None
-    dim = attrs["along"]
-    if box[dim] == (0, shape[dim]):
-        return attrs
-    return {**attrs, "part": (*box[dim], shape[dim])}
+    x, dim = part[-1], attrs["along"]
+    return attrs if x.has_all(dim) else {**attrs, "part": x.ends(dim)}

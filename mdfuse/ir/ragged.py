@@ -337,17 +337,13 @@ def shape_of_mask(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say which tokens and parts this rank has."""
-    at = 0 if len(part.shapes) == 1 else 1
-    of_counts = (part.shape, part.box) if at == 0 else (part.shapes[2], part.boxes[2])
-    ids, box = part.shapes[at], part.boxes[at]
-    (shape, sizes) = of_counts
-    assert ids is not None and box is not None and shape is not None and sizes is not None
-    if box[0] == (0, ids[0]) and sizes[0] == (0, shape[0]):
+    ids, counts = (part[0], part.out) if len(part.operands) == 1 else (part[1], part[2])
+    if ids.has_all(0) and counts.has_all(0):
         return attrs
-    return {**attrs, "rows": (*box[0], ids[0]), "part": (*sizes[0], shape[0])}
+    return {**attrs, "rows": ids.ends(0), "part": counts.ends(0)}
 
 
 def local_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say, besides, how many rows a part may have in a chunk of them."""
-    attrs, (begin, stop) = local_groups(attrs, part), part.box[-2]
-    return attrs if stop - begin == part.shape[-2] else {**attrs, "bound": stop - begin}
+    attrs, (begin, stop) = local_groups(attrs, part), part.out.box[-2]
+    return attrs if stop - begin == part.out.shape[-2] else {**attrs, "bound": stop - begin}

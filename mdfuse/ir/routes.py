@@ -146,7 +146,5 @@ def shape_of_grad(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def local_parts(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say which parts of the matrices this rank has."""
-    weight, table = part.boxes[1], part.shapes[1]
-    assert weight is not None and table is not None
-    box, extent = (part.box[0], part.shape[0]) if "shape" in attrs else (weight[0], table[0])
-    return dict(attrs) if box == (0, extent) else {**attrs, "part": (*box, extent)}
+    matrices = part.out if "shape" in attrs else part[1]
+    return dict(attrs) if matrices.has_all(0) else {**attrs, "part": matrices.ends(0)}

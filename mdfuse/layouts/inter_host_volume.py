@@ -149,7 +149,7 @@ def least_gathering(split: Layout, whole: Layout, shape: tuple[int, ...]) -> int
     return sides[1].first_and_all[0] - sides[0].first_and_all[0]
 
 
-def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], kept: int) -> int:
+def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], apart: int) -> int:
     """Return a lower bound of the average elements into a host in a reduction along some axes.
 
     The first host with the sum of terms on n hosts received n - 1 of them; each further host that
@@ -159,12 +159,12 @@ def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], 
         done: the layout after the reduction.
         shape: global extents, numbers.
         axes: the axes of the reduced terms.
-        kept: the number of terms that stay apart.
+        apart: the number of terms that stay apart.
     """
     hosts, alone = hosts_of_terms(done.mesh, axes), _alone(done, shape)
     if hosts == 1 or alone is None:
         return 0
-    total = alone.first_and_all[1] + (hosts - 2) * math.prod(shape) * kept
+    total = alone.first_and_all[1] + (hosts - 2) * math.prod(shape) * apart
     return total // math.prod(alone.digits.far)
 
 

@@ -42,11 +42,11 @@ class Aligned:
         need: Splits,
         terms: Collection[int] = (),
         goal_terms: Collection[int] = (),
-        kept: Collection[int] = (),
+        staying: Collection[int] = (),
     ) -> None:
         self.digits, self.rows, self.have, self.need = digits, dims, have, need
-        self.terms, self.goal_terms, self.kept = terms, goal_terms, kept
-        self.reduced = [a for a in terms if a not in kept]
+        self.terms, self.goal_terms, self.kept = terms, goal_terms, staying
+        self.reduced = [a for a in terms if a not in staying]
 
     def crossing(self) -> int:
         """Return the inter-host volume of the busiest host, in elements."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout
-from mdfuse.passes.strategy import choose_here
+from mdfuse.passes.strategy import read_layouts
 from mdfuse.reshard import cost
 
 
@@ -41,13 +41,14 @@ def where_read(fusion: Fusion) -> Fusion:
     exprs: list[Expr] = []
     copies: dict[tuple[str, Layout], str] = {}
     for expr in fusion.exprs:
-        wanted = {} if created.isdisjoint(expr.reads) else _wanted(expr, fusion)
-        wanted = {
-            name: layout
-            for name, layout in wanted.items()
-            if name in created and _is_sent(fusion.values[name], layout)
-        }
-        if wanted and expr.op == "set" and values[expr.output].stream is None:
+        wanted, out = dict[str, Layout](), values[expr.outputs[0]]
+        if not created.isdisjoint(expr.reads) and out.is_tensor and out.stream is None:
+            wanted = {
+                name: layout
+                for name, layout in read_layouts(expr, fusion).items()
+                if name in created and _is_sent(fusion.values[name], layout)
+            }
+        if wanted and expr.op == "set":
             (name,) = wanted
             exprs.append(replace(producers[name], outputs=expr.outputs, source=expr.source))
             continue
@@ -64,17 +65,6 @@ def where_read(fusion: Fusion) -> Fusion:
         inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
         exprs.append(replace(expr, inputs=inputs))
     return replace(fusion, values=values, exprs=tuple(exprs))
-
-
-def _wanted(expr: Expr, fusion: Fusion) -> dict[str, Layout]:
-    """Return the layouts in which an expression reads its operands."""
-    out = fusion.values[expr.outputs[0]]
-    if not out.is_tensor or out.stream is not None:
-        return {}
-    if expr.op == "set":
-        return dict.fromkeys(expr.reads, fusion.layout(expr.output))
-    strategy = choose_here(expr, fusion.values)
-    return dict(strategy.wanted) if strategy is not None else {}
 
 
 def _is_sent(value: Value, layout: Layout) -> bool:

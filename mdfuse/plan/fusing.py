@@ -234,9 +234,9 @@ class Fuser:
             yield f"{', '.join(names[:_TOLD])}{others}: {run} eagerly, {why}"
 
 
-def _called(made: Made, function: Function) -> AsTold:
+def _called(unit: Made, function: Function) -> AsTold:
     """Return the function that a step calls; later calls rely on the known strides."""
-    _, strides, dtypes, _ = zip(*made.results, strict=True) if made.results else ((),) * 4
+    _, strides, dtypes, _ = zip(*unit.results, strict=True) if unit.results else ((),) * 4
     return AsTold(function, strides, dtypes)
 
 
@@ -260,13 +260,13 @@ def _written_last(i: Instruction, outside: Mapping[int, str], context: Context) 
 
 
 def _cut(
-    lines: Sequence[Line], kept: set[int], last: set[int], *, are_shared: bool = False
+    lines: Sequence[Line], outside: set[int], last: set[int], *, are_shared: bool = False
 ) -> _Cut:
     """Cut the calls of a unit.
 
     Args:
         lines: the calls.
-        kept: the slots that are used outside.
+        outside: the slots that are used outside.
         last: those that are filled behind the compiled function.
         are_shared: results that may share memory come behind it, as views do. Nothing writes there
             later: results in memory that is written again would be copies (`local_ops.ordered`).
@@ -274,7 +274,7 @@ def _cut(
     Raises:
         Refusal: it is not known whether a result shares memory with another value.
     """
-    needed = set(kept)
+    needed = set(outside)
     behind: list[Line] = []
     filling: list[Line] = []
     for line in reversed(lines):
@@ -301,7 +301,7 @@ def _cut(
         raise Refusal("a library reads what the unit writes over")
     if not _are_apart([bases[slot] for slot in makes], takes):
         if not are_shared:
-            return _cut(lines, kept, last, are_shared=True)
+            return _cut(lines, outside, last, are_shared=True)
         raise Refusal("a result may share memory with an operand, or with another result")
     last_of_all = (*behind[::-1], *filling[::-1])
     return _Cut(ahead, tuple(inside), last_of_all, tuple(takes), tuple(makes))

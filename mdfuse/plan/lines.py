@@ -115,11 +115,11 @@ class Line:
         values = (*self.args, *(x for _, x in self.kwargs))
         return tuple(dict.fromkeys(r.slot for x in values for r in _refs(x)))
 
-    def without(self, kept: Container[int]) -> Line:
+    def without(self, slots: Container[int]) -> Line:
         """Return the line, or where it empties slots, one that spares the kept ones."""
         if self.run is not None:
             return self
-        return Line(run=None, into=tuple(s for s in self.targets if s not in kept))
+        return Line(run=None, into=tuple(s for s in self.targets if s not in slots))
 
     def __call__(self, slots: Slots | dict[int, Any]) -> None:
         """Make the call on a list of slots."""

@@ -373,17 +373,17 @@ def _files(place: Any) -> list[tuple[str, str | OSError | UnicodeDecodeError]]:
 
 
 def _tables(
-    files: Sequence[tuple[str, str | OSError | UnicodeDecodeError]], told: list[str]
+    files: Sequence[tuple[str, str | OSError | UnicodeDecodeError]], lines: list[str]
 ) -> list[tuple[str, CostTable]]:
     rows = []
     for name, text in files:
         if not isinstance(text, str):
-            told.append(f"{name} cannot be read: {text}")
+            lines.append(f"{name} cannot be read: {text}")
             continue
         try:
             rows.append((name, _read(text)))
         except ProgramError as error:
-            told.append(f"{name} is no table of costs: {error.because}")
+            lines.append(f"{name} is no table of costs: {error.because}")
     return rows
 
 

@@ -250,10 +250,10 @@ class _Clock:
         stop: float,
         number: int,
         part: Part = "work",
-        **more: Any,
+        **fields: Any,
     ) -> None:
         begin, end = round(start * 1e9), round(stop * 1e9)
-        event = Event(rank, lane, name, begin, end, number, part=part, **more)
+        event = Event(rank, lane, name, begin, end, number, part=part, **fields)
         self.events.append(event)
 
 

@@ -86,15 +86,15 @@ class _PostTraits:
     dtype: torch.dtype
     at_once: bool = False
 
-    def options(self, made: Any, **settings: Any) -> Any:
+    def options(self, opts: Any, **settings: Any) -> Any:
         """Fill in the options of a call of the library."""
-        made.asyncOp = not self.at_once
+        opts.asyncOp = not self.at_once
         if self.call.kind in REDUCING:
             op = self.call.reduce_op or ""
-            made.reduceOp = _REDUCE_OPS[BOOL_OPS[op] if self.dtype is torch.bool else op]
+            opts.reduceOp = _REDUCE_OPS[BOOL_OPS[op] if self.dtype is torch.bool else op]
         for name, value in settings.items():
-            setattr(made, name, value)
-        return made
+            setattr(opts, name, value)
+        return opts
 
 
 def build_post(team: Team, call: Call, dtype: torch.dtype) -> Post:
@@ -295,7 +295,7 @@ _CALLS: dict[str, _Builder] = by_kind(
         "Broadcast": _broadcast,
         "Reduce": _reduce,
     },
-    rest=_no_call,
+    default=_no_call,
 )
 
 

@@ -54,13 +54,13 @@ class MpiTeam:
     waiting: Waiting
     state: State = field(default_factory=State)
 
-    def posted(self, call: Call, requests: Sequence[Any], kept: object) -> Posted:
-        """Return the work of a call's requests, which use the buffers `kept`."""
-        return Posted(call, (self.work(requests, kept),), None)
+    def posted(self, call: Call, requests: Sequence[Any], buffers: object) -> Posted:
+        """Return the work of a call's requests, which use some buffers."""
+        return Posted(call, (self.work(requests, buffers),), None)
 
-    def work(self, requests: Sequence[Any], kept: object) -> Requests:
-        """Return requests that use the buffers `kept` as one object to wait for."""
-        return Requests(requests, kept, self.waiting, self.state)
+    def work(self, requests: Sequence[Any], buffers: object) -> Requests:
+        """Return requests that use some buffers as one object to wait for."""
+        return Requests(requests, buffers, self.waiting, self.state)
 
     def comm(self, call: Call) -> Any:
         """Return the communicator for the kind of a call."""
@@ -297,5 +297,5 @@ _CALLS: dict[str, _Builder] = by_kind(
         "Gather": _gather,
         "Scatter": _scatter,
     },
-    rest=_transferred,
+    default=_transferred,
 )

@@ -310,9 +310,9 @@ class _InFlight:
 
     __slots__ = ("_join", "_kept")
 
-    def __init__(self, join: Callable[[], None], kept: object) -> None:
+    def __init__(self, join: Callable[[], None], alive: object) -> None:
         self._join = join
-        self._kept = kept
+        self._kept = alive
 
     def wait(self) -> None:
         """Let the current stream wait; further calls do no harm."""

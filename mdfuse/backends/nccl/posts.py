@@ -340,7 +340,7 @@ _CALLS: dict[str, _Builder] = by_kind(
         "Broadcast": _broadcast,
         "Reduce": _reduce,
     },
-    rest=_transferred,
+    default=_transferred,
 )
 
 #: The calls whose first arguments are one source and one destination.

@@ -37,9 +37,9 @@ def blocks_of(model: Model, said: Mapping[str, Any]) -> dict[Node, Blocks]:
     return blocks | dict(_of_adapters(model, blocks))
 
 
-def _of_adapters(model: Model, found: Mapping[Node, Blocks]) -> Iterator[tuple[Node, Blocks]]:
+def _of_adapters(model: Model, by_node: Mapping[Node, Blocks]) -> Iterator[tuple[Node, Blocks]]:
     """Yield the blocks of adapters whose matrix has blocks along that dim."""
-    known = {model.captured.parameters[node].name: blocks for node, blocks in found.items()}
+    known = {model.captured.parameters[node].name: blocks for node, blocks in by_node.items()}
     for node in model.parameters:
         p = model.captured.parameters[node]
         blocks = known.get(p.adapter.of) if p.adapter is not None else None

@@ -11,7 +11,7 @@ the ranks of their experts, and back (`mdfuse.frontend.importing.dispatch`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,8 @@ from mdfuse.frontend.importing.deferred import (
     DeferredSort,
     GraphCall,
     InOrder,
+    bases,
+    leaves,
 )
 from mdfuse.frontend.importing.indices import END
 from mdfuse.frontend.importing.joined import GROUPED, JoinedTensors
@@ -63,15 +65,6 @@ def on_rows(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def sorted_again(x: Any) -> Any:
     """Return rows in the module's order."""
     return x.whole() if isinstance(x, KINDS) else x
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of lists and dicts."""
-    if isinstance(tree, tuple | list | dict):
-        for x in tree.values() if isinstance(tree, dict) else tree:
-            yield from leaves(x)
-    else:
-        yield tree
 
 
 def _put_off(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -297,19 +290,10 @@ def _made(
     kwargs: Mapping[str, Any],
     is_sent: bool = False,
 ) -> Any:
-    applied = call.apply(call.target, *_before((args, dict(kwargs))))
+    applied = call.apply(call.target, *bases((args, dict(kwargs)), InOrder))
     if isinstance(applied, tuple | list):
         return [InOrder(order, x, apart, is_sent) for x in applied]
     return InOrder(order, applied, apart, is_sent)
-
-
-def _before(tree: Any) -> Any:
-    """Return arguments with unsorted rows in place of sorted ones."""
-    if isinstance(tree, dict):
-        return {key: _before(x) for key, x in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)([_before(x) for x in tree])
-    return tree.base if isinstance(tree, InOrder) else tree
 
 
 #: Operations that keep the dims without the pointwise tag.

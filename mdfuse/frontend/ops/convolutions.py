@@ -259,25 +259,25 @@ def _own(how: dict[str, tuple[int, ...]], at: int) -> tuple[int, int, int]:
     return how["kernel"][at], how["stride"][at], how["padding"][at]
 
 
-def _count(x: Handle, dim: int, own: tuple[int, int, int], ceil: bool) -> int:
+def _count(x: Handle, dim: int, window: tuple[int, int, int], ceil: bool) -> int:
     try:
-        return pooled(x.shape[dim], *own, 1, ceil)
+        return pooled(x.shape[dim], *window, 1, ceil)
     except ValueError as error:
         raise DefinitionError(
-            f"a mean over windows of {own[0]} along dim {dim} of {shown(x)}",
+            f"a mean over windows of {window[0]} along dim {dim} of {shown(x)}",
             because=str(error),
             hint="smaller windows, or less padding",
         ) from None
 
 
 def _sums(
-    x: Handle, how: dict[str, tuple[int, ...]], made: tuple[int, ...], divisor: int
+    x: Handle, how: dict[str, tuple[int, ...]], counts: tuple[int, ...], divisor: int
 ) -> Handle:
     """Return the sums of windows, with zeros for padding, divided."""
-    if all(type(n) is int for n in (*x.shape[-len(made) :], *made)):
-        return record("mean_pool", x, made=made, divisor=divisor, **how)
-    for at, count in enumerate(made):  # a run chooses the number of windows
-        x = _added(x, x.ndim - len(made) + at, count, *_own(how, at))
+    if all(type(n) is int for n in (*x.shape[-len(counts) :], *counts)):
+        return record("mean_pool", x, made=counts, divisor=divisor, **how)
+    for at, count in enumerate(counts):  # a run chooses the number of windows
+        x = _added(x, x.ndim - len(counts) + at, count, *_own(how, at))
     return x / divisor
 
 
@@ -304,9 +304,9 @@ def _strided(x: Handle, dim: int, start: int, count: int, step: int) -> Handle:
     return indexing.index(x, (*[builtins.slice(None)] * dim, window))
 
 
-def _counts(n: int, windows: int, own: tuple[int, int, int], counts_pad: bool) -> list[int]:
+def _counts(n: int, windows: int, window: tuple[int, int, int], counts_pad: bool) -> list[int]:
     """Return the number of elements of each window along one dim."""
-    k, s, p = own
+    k, s, p = window
     low, high = (-p, n + p) if counts_pad else (0, n)
     starts = (i * s - p for i in range(windows))
     return [builtins.min(start + k, high) - builtins.max(start, low) for start in starts]

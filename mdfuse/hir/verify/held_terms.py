@@ -130,12 +130,12 @@ class HeldTerms:
         ops = [*layout.reduce_ops.values(), *whole_of.reduce_ops.values()]
         return Terms(ops[0], usual)
 
-    def is_covered(self, view: View, found: list[tuple[Box | None, Terms]]) -> bool:
-        if any(covers(b, view.region) for b, _ in found):
+    def is_covered(self, view: View, parts: list[tuple[Box | None, Terms]]) -> bool:
+        if any(covers(b, view.region) for b, _ in parts):
             return True
         box = whole(self.program.types[view.storage.name], self.rank)
         region = view.region or box
-        shared = (intersect(b, region) for b, _ in found if b is not None)
+        shared = (intersect(b, region) for b, _ in parts if b is not None)
         return sum(box_size(b) for b in shared if b is not None) >= box_size(region)
 
     def is_usual(self, layout: Layout, terms: Terms | None) -> bool:

@@ -456,13 +456,13 @@ def _on(mesh: DeviceMesh, layout: Layout, at: int) -> Layout:
     raise Contradiction(f"operand {at} is {layout} on another mesh, {layout.mesh}")
 
 
-def is_shown(made: Layout, declared: Layout, ndim: int) -> bool:
-    """Return whether a value of layout `made` may be declared with a layout, or as varying."""
-    if is_alike(made, declared, ndim):
+def is_shown(computed: Layout, declared: Layout, ndim: int) -> bool:
+    """Return whether a value of layout `computed` may be declared with a layout, or as varying."""
+    if is_alike(computed, declared, ndim):
         return True
-    if made.mesh != declared.mesh:
+    if computed.mesh != declared.mesh:
         return False
-    p, q = plain(made, ndim), plain(declared, ndim)
+    p, q = plain(computed, ndim), plain(declared, ndim)
     return (
         (p.splits, p.reaches) == (q.splits, q.reaches)
         and is_one_chunk(p, q)

@@ -98,11 +98,11 @@ def _with(layout: Layout, axes: tuple[str, ...], placement: Placement) -> Layout
     return layout
 
 
-def _result_problem(comm: Communication, made: Layout) -> Problem:
+def _result_problem(comm: Communication, result: Layout) -> Problem:
     """Return why the destination is not the layout that the kind makes; None where it is."""
-    if is_alike(made, comm.destination, len(comm.shape)):
+    if is_alike(result, comm.destination, len(comm.shape)):
         return None
-    return f"it makes {made} of {comm.source}, not {comm.destination}"
+    return f"it makes {result} of {comm.source}, not {comm.destination}"
 
 
 def _chunked_dim_problem(comm: Communication) -> Problem:

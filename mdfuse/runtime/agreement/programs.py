@@ -198,11 +198,11 @@ def _other_programs(reports: Sequence[str | None], said: Sequence[_Said]) -> Pro
     )
 
 
-def _difference(there: int, usual: str, here: int, other: str) -> list[str]:
+def _difference(there: int, usual: str, rank: int, other: str) -> list[str]:
     """Return the first line in which two texts differ, as either side has it."""
     pairs = zip_longest(usual.split("\n"), other.split("\n"), fillvalue="(nothing)")
     number, (a, b) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
     return [
         f"rank {there}, line {number}: {a.strip()}",
-        f"rank {here}, line {number}: {b.strip()}",
+        f"rank {rank}, line {number}: {b.strip()}",
     ]
