@@ -128,7 +128,7 @@ def _places(size: int, schedule: str) -> list[DeviceMesh]:
     return [*groups, *(groups if schedule == "interleaved" else reversed(groups))]
 
 
-def _made(ranks: Ranks, nap: Any, schedule: str, microbatches: int) -> _Naps:
+def _naps_of(ranks: Ranks, nap: Any, schedule: str, microbatches: int) -> _Naps:
     """A stage is `h w^T`; the gradients of all weights, and of what comes in."""
     places = _places(ranks.comm.size, schedule)
     batch = [_ROWS * microbatches, _WIDTH]
@@ -176,7 +176,7 @@ def rows(ranks: Ranks, lengths: Sequence[float], microbatches: int, rounds: int)
     nap, size = Nap(), ranks.comm.size
     op = register(nap)
     programs = {
-        name: _made(ranks, op, name, microbatches) for name in _possible(size, microbatches)
+        name: _naps_of(ranks, op, name, microbatches) for name in _possible(size, microbatches)
     }
     for naps in programs.values():
         for _ in range(2):  # the second run has a plan

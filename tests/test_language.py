@@ -26,6 +26,7 @@ EMPTY = {"found", "made", "told", "kept", "own", "more", "rest", "here"}
 LIMITS = {
     "empty names": 0,
     "empty parameters": 4,
+    "empty functions": 0,
     "classes of one name": 0,
     "docstrings that ask": 0,
 }
@@ -45,6 +46,13 @@ def parameters(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             yield node.arg
+
+
+def functions(tree: ast.AST) -> Iterator[str]:
+    """The names of functions and methods, without the underscore of private ones."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name.strip("_")
 
 
 def docstrings(tree: ast.AST) -> Iterator[str]:
@@ -74,6 +82,7 @@ def counted() -> dict[str, int]:
     return {
         "empty names": sum(name in EMPTY for tree in trees for name in assigned(tree)),
         "empty parameters": sum(name in EMPTY for tree in trees for name in parameters(tree)),
+        "empty functions": sum(name in EMPTY for tree in trees for name in functions(tree)),
         "classes of one name": sum(n > 1 for n in classes.values()),
         "docstrings that ask": sum(
             bool(asking.match(x)) for tree in trees for x in docstrings(tree)

@@ -6,7 +6,7 @@ from mdfuse.cli import screen
 from mdfuse.config import backend_choice, options_from_environment
 from mdfuse.errors import ProgramError
 from mdfuse.seeing.costs import Costs
-from mdfuse.seeing.named_tables import HERE, here, named
+from mdfuse.seeing.named_tables import HERE, named, table_here
 
 
 def costs_named(text: str | None) -> Costs | None:
@@ -18,12 +18,12 @@ def costs_named(text: str | None) -> Costs | None:
     if text is None:
         return None
     usual = backend_choice(options_from_environment().backend).usual
-    return _here(usual) if text == HERE else named(text, usual)[0]
+    return _costs_here(usual) if text == HERE else named(text, usual)[0]
 
 
-def _here(backend: str) -> Costs:
+def _costs_here(backend: str) -> Costs:
     """Return the table of this machine, and print its name and the reasons for it."""
-    table, lines = here(backend)
+    table, lines = table_here(backend)
     console = screen.output()
     if table is None:
         *lines, because = lines

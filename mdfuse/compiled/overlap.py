@@ -25,7 +25,7 @@ from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge
 from mdfuse.seeing.costs import H100, Costs
 from mdfuse.seeing.memory import memory_of
-from mdfuse.seeing.named_tables import HERE, here, named
+from mdfuse.seeing.named_tables import HERE, named, table_here
 from mdfuse.seeing.rank_classes import rank_classes
 from mdfuse.seeing.report.numbers import size_text
 from mdfuse.seeing.timeline import on_ranks
@@ -349,13 +349,13 @@ def _table(options: Options) -> tuple[Costs | None, float, list[str]]:
     if options.costs != HERE:
         costs, error = named(options.costs, usual)
     else:
-        table, lines = here(usual)
+        table, lines = table_here(usual)
         if table is None and not is_measured:
             return None, 0.0, [*lines, "left as it is: mdfuse calibrate writes a table of costs"]
         if table is None:
             return H100, 0.0, [*lines, f"what is tried is chosen by {H100.name}"]
         costs, error = table.costs, table.mean_error
-    if not costs.links:  # which `here` says last
+    if not costs.links:  # which `table_here` says last
         lines = [*lines[:-1], f"no links in {costs.name}: those of {H100.name} count"]
         costs = replace(costs, links=H100.links)
     return costs, 0.0 if is_measured else error, lines

@@ -220,7 +220,7 @@ def recovered(
     """
     do = partial(together, comm, f"recover the state of @{after.name}")
     goal = do(partial(_checked, holding, after, names))
-    versions = comm.all_ok(_told(holding))
+    versions = comm.all_ok(_holding_text(holding))
     choice = do(partial(_chosen, holding, goal, versions, comm, or_from))
     recovery, parts = None, dict[str, Tensor | None]()
     if choice.before:
@@ -253,7 +253,7 @@ def _checked(holding: Holding | None, after: Fusion, names: Sequence[str]) -> Va
     return goal
 
 
-def _told(holding: Holding | None) -> str | None:
+def _holding_text(holding: Holding | None) -> str | None:
     """Return this rank's versions for the others, with the layouts of all values; None: it is new.
 
     A new process learns them so; all others have the same.

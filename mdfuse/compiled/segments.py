@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 LIMIT = 32
 
 
-def kept(options: Options | None) -> int:
+def program_limit(options: Options | None) -> int:
     """Return the limit on programs of known extents: a plan is reached through its program."""
     return max(LIMIT, options_from_environment(options).plans)
 
@@ -185,7 +185,7 @@ class Segment:
     @cached_property
     def _numbered(self) -> Cache[Segment]:
         """The segments for extents that were asked for."""
-        return Cache(kept(self.options))
+        return Cache(program_limit(self.options))
 
     @property
     def _some(self) -> Segment:

@@ -147,7 +147,7 @@ class _Fitting:
         if of is None or of.op != "counts" or of.inputs[0] != ids:
             raise self._refused(f"%{n} are not the counts of %{ids}")
 
-    def _made(self, name: Operand) -> Any:
+    def _producer(self, name: Operand) -> Any:
         return next((e for e in reversed(self.recorder.exprs) if name in e.outputs), None)
 
     def _refused(self, because: str) -> RaggedRefusal:

@@ -114,7 +114,7 @@ class Recorder:
             dims = permutation
         name = self._fresh.fresh(self.values, self._symbols.unused(site.name or "in"))
         if any(type(n) is int and n == -1 for n in extents):
-            extents = self._symbols.made(name, extents)
+            extents = self._symbols.symbolic_shape(name, extents)
         layout = None if place is None else constraints.layout(name, extents, dtype, site, *place)
         if layout is not None:
             self._stated[name] = site.source

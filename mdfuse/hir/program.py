@@ -180,7 +180,7 @@ class Instruction:
         is_same = all(old is new or old == new for old, new in pairs)
         return self if is_same else replace(self, **fields)
 
-    def made(
+    def rebuilt(
         self,
         inputs: tuple[Operand, ...],
         outputs: tuple[str, ...],

@@ -45,7 +45,7 @@ def count(
         rows: (first, behind the last, all) of the tokens here; None: all.
         part: the same of the parts.
     """
-    sizes = _here(parts, part), experts
+    sizes = _size_here(parts, part), experts
     keys = _keys(ids, sizes, parts, rows, part)
     ones = torch.ones_like(keys)
     zeros = ones.new_zeros(sizes[0] * sizes[1] + 1)
@@ -167,7 +167,7 @@ def mask(x: Tensor, n: Tensor) -> Tensor:
     return torch.where(is_there.unsqueeze(3), x, x.new_zeros(()))
 
 
-def _here(whole: int, part: Part | None) -> int:
+def _size_here(whole: int, part: Part | None) -> int:
     return whole if part is None else part[1] - part[0]
 
 
@@ -251,7 +251,7 @@ def shape_of_count(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [parts, experts], or those of one rank."""
     _given(shapes, (1, 2))
     sizes = (attrs["parts"], attrs.get("part")), (attrs["experts"], None)
-    return tuple(_here(whole, part) for whole, part in sizes)
+    return tuple(_size_here(whole, part) for whole, part in sizes)
 
 
 def shape_of_group(shapes: Shapes, attrs: Attrs) -> Shape:

@@ -116,7 +116,7 @@ def _aligned(exchange: Exchange) -> Aligned | None:
     have, need = (tuple(tuple(map(index, axes)) for axes in x.split) for x in (source, destination))
     terms, goal_terms = ([*map(index, x.layout.partial_axes)] for x in (source, destination))
     dims = dims_of(source.layout, destination.layout, source.shape, axis_digits.near)
-    kept_axes = [index(a) for a, _ in exchange.kept]
+    kept_axes = [index(a) for a, _ in exchange.staying]
     return Aligned(axis_digits, dims, have, need, terms, goal_terms, kept_axes)
 
 
@@ -271,7 +271,7 @@ def _overlap(
 ) -> Any:
     """Return the elements that each receiver needs of each part on its host."""
     entries, overlap = near
-    for a, b in exchange.kept:
+    for a, b in exchange.staying:
         overlap = overlap * (held.at[a][entries] == need[b][:, None])
     have = {a: i[entries] for a, i in held.at.items()}
     wanted = {a: i[:, None] for a, i in need.items()}

@@ -351,14 +351,14 @@ class Layout:
     def _knows(self, known: Callable[[Term], int | None]) -> Callable[[Term], int | None]:
         """Return a lookup of terms that takes coordinates from this layout's mesh."""
 
-        def here(term: Term) -> int | None:
+        def lookup(term: Term) -> int | None:
             rank = known(Term("rank"))
             if term.kind != "coord" or rank is None or term.name not in self.mesh.axes:
                 return known(term)
             coordinate = self.mesh.coordinate(rank)
             return coordinate[self.mesh.axis_index(term.name)] if coordinate else known(term)
 
-        return here
+        return lookup
 
     def with_stream(self, stream: Stream | None) -> Layout:
         """Return this layout with another stream, or none."""

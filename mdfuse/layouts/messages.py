@@ -86,7 +86,7 @@ class Pattern:
         self, source: Side, destination: Side, staying: tuple[tuple[str, str], ...], may_share: bool
     ) -> None:
         is_one = source.mesh == destination.mesh
-        self.source, self.destination, self.kept = source, destination, staying
+        self.source, self.destination, self.staying = source, destination, staying
         self.apart = tuple(a for a in destination.free if is_one and a in source.fixed)
         self.along = (*self.apart, *(a for a in destination.free if a not in self.apart))
         self.common = tuple(a for a in destination.fixed if is_one and a in source.fixed)
@@ -269,7 +269,7 @@ class Messages:
 
     @cached_property
     def terms(self) -> dict[str, int]:
-        return {b: self.holders[a] for a, b in self.pattern.kept}
+        return {b: self.holders[a] for a, b in self.pattern.staying}
 
     @cached_property
     def first(self) -> int:

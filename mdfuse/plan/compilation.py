@@ -74,7 +74,7 @@ class Tally:
     unsaved: Counter[str] = field(default_factory=Counter)
     unreadable: Counter[str] = field(default_factory=Counter)
 
-    def told(self) -> Iterator[str]:
+    def report_lines(self) -> Iterator[str]:
         """Yield the lines of a report."""
         counts = {
             "compiled": self.compiled,

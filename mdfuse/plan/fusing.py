@@ -35,7 +35,7 @@ from mdfuse.plan.unit_keys import unit_key
 #: no function serves many of them, that would take longer than the calls one by one.
 MOST = 8
 
-#: How many units `Fuser.told` names for one reason.
+#: How many units `Fuser.report_lines` names for one reason.
 _TOLD = 8
 
 
@@ -149,8 +149,8 @@ class Fuser:
         if sum(map(_works, cut.inside)) < 2:
             return list(steps)
         dense = {slot: context.new_slot() for slot in _unknown(cut, outside, context)}
-        compiled = self.made(i, cut, _forms(cut, outside, context))
-        _learn(_found(cut, compiled.results, outside, context), i, context)
+        compiled = self.function_of(i, cut, _forms(cut, outside, context))
+        _learn(_facts(cut, compiled.results, outside, context), i, context)
         before = [
             Line(run="contiguous", args=(SlotRef(slot),), into=new, shares=(slot,))
             for slot, new in dense.items()
@@ -180,7 +180,7 @@ class Fuser:
             self._held[id(step)] = _PendingUnit(step, compiled, i, eager)
         return [step, *(step for step in steps if step.op == "keep")]
 
-    def made(self, i: Instruction, cut: _Cut, forms: Sequence[Form]) -> Made:
+    def function_of(self, i: Instruction, cut: _Cut, forms: Sequence[Form]) -> Made:
         """Return the function of a cut, which is compiled now or will be with all others."""
         calls = Calls(cut.inside, cut.takes, cut.makes, tuple(forms))
         key = unit_key(cut.inside, cut.takes, cut.makes)
@@ -222,9 +222,9 @@ class Fuser:
         called = (replace(x, run=run) if x.run is _not_compiled else x for x in lines)
         return [replace(held.step, lines=tuple(called))]
 
-    def told(self) -> Iterator[str]:
+    def report_lines(self) -> Iterator[str]:
         """Yield the lines of a report on compiled and eager units."""
-        yield from self.tally.told()
+        yield from self.tally.report_lines()
         reasons: dict[str, list[str]] = {}
         for name, why in self.refused.items():
             reasons.setdefault(why, []).append(name)
@@ -390,7 +390,7 @@ def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form
     return forms
 
 
-def _found(
+def _facts(
     cut: _Cut, results: Sequence[Form], outside: Mapping[int, str], context: Context
 ) -> dict[int, Tensor]:
     """Return slot -> a meta tensor like the unit's argument, result, or a view of these."""

@@ -233,14 +233,14 @@ class _Writer:
         if isinstance(x, SlotRef):
             if x.slot not in self.owned:
                 return _FORMS[x.form].format(self.slot(x.slot))
-            return self.constant(self.kept(x), x.slot)
+            return self.constant(self.owned_constant(x), x.slot)
         if isinstance(x, list):
             if all(r.slot in self.owned for r in _refs(x)):
-                return self.constant(self.kept(x))
+                return self.constant(self.owned_constant(x))
             return f"[{', '.join(map(self.operand, x))}]"
         return self.constant(x)
 
-    def kept(self, x: Any) -> Any:
+    def owned_constant(self, x: Any) -> Any:
         """Return the value of an argument that refers to owned buffers only, made once."""
         key = x if isinstance(x, SlotRef) else id(x)
         if key not in self.owned_values:

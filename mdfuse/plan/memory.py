@@ -211,7 +211,9 @@ class Owned:
 
 
 @no_collection()
-def own(lines: Sequence[Line], results: Sequence[int | None], device: torch.device) -> Owned:
+def owned_by_plan(
+    lines: Sequence[Line], results: Sequence[int | None], device: torch.device
+) -> Owned:
     """Make the buffers that a plan owns, and the views of them; drop the lines that made them.
 
     Owned buffers exist all the time, also while torch holds most. Where both together would take

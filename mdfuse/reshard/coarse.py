@@ -56,7 +56,7 @@ def _scattered_first(search: Search, most: int) -> Iterator[_Way]:
                     arrived = each + _arriving_by(search, node, taken)
                     yield from onward(move.after, [*way, (node, taken)], arrived)
 
-    if not search.made and len(search.ops) <= 2:  # of three there are many
+    if not search.goal_ops and len(search.ops) <= 2:  # of three there are many
         yield from onward(search.start, [], 0)
 
 

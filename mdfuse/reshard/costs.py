@@ -81,7 +81,7 @@ class MoveCosts:
         return {i: p.op for i, (p, q) in pairs if isinstance(p, Partial) and p != q}
 
     @cached_property
-    def made(self) -> dict[int, str]:
+    def goal_ops(self) -> dict[int, str]:
         """Axis that is to become Partial -> its reduce op."""
         pairs = enumerate(zip(self.source.placements, self.goal.placements, strict=True))
         return {i: q.op for i, (p, q) in pairs if isinstance(q, Partial) and p != q}
@@ -92,7 +92,7 @@ class MoveCosts:
         return [d for d in range(len(self.shape)) if d not in self.source.blocked]
 
     @cached_property
-    def kept(self) -> int:
+    def staying_terms(self) -> int:
         """The number of terms of a Partial that stays."""
         pairs = zip(self.sizes, self.source.placements, self.goal.placements, strict=True)
         return math.prod(n for n, p, q in pairs if isinstance(p, Partial) and p == q)
@@ -107,7 +107,7 @@ class MoveCosts:
 
     @cached_property
     def end(self) -> LayoutNode:
-        return LayoutNode(self.splits(self.goal), (), tuple(self.made))
+        return LayoutNode(self.splits(self.goal), (), tuple(self.goal_ops))
 
     @cached_property
     def target(self) -> tuple[int | None, ...]:
@@ -130,7 +130,7 @@ class MoveCosts:
             is_term = isinstance(p, Partial) and (a in node.partial or a not in self.ops)
             placements.append(p if is_term else Replicate())
         for a in node.goal_partial:
-            placements[a] = Partial(self.made[a])
+            placements[a] = Partial(self.goal_ops[a])
         splits = []
         for d, axes in enumerate(node.splits):
             cut = self.source.cuts.get(d)  # the same in all nodes
@@ -325,7 +325,7 @@ class MoveCosts:
         if not self.is_timed:
             return self.least_arriving(node)
         posts = self.least_posts(node)
-        if self.made:
+        if self.goal_ops:
             return nanoseconds(posts, 0, 0, self.itemsize)
         arrives = UNIT * self.part(self.end)
         if node.partial:
@@ -343,7 +343,7 @@ class MoveCosts:
         if self.has_idle_axes:
             return 0
         posts = len({self.ops[a] for a in node.partial})
-        if self.made or (posts and node == self.start):
+        if self.goal_ops or (posts and node == self.start):
             return posts
         return posts + self.is_surely_lacking(node)
 
@@ -404,7 +404,7 @@ class MoveCosts:
 
     def alike(self, node: LayoutNode) -> int:
         """Return the number of ranks that hold the same part."""
-        fixed = self.count(sum(node.splits, node.partial)) * self.kept
+        fixed = self.count(sum(node.splits, node.partial)) * self.staying_terms
         return math.prod(self.sizes) // fixed
 
     def least_crossing(self, node: LayoutNode) -> int:
@@ -419,10 +419,12 @@ class MoveCosts:
                 _, parts, _ = self.on_hosts(node.splits)
             else:
                 parts = parts_on_host(mesh, tuple(mesh.axes[a] for a in sum(node.splits, ())))
-            return max(0, self.needed_on_hosts[0] - self.part(node) * parts * self.kept)
+            return max(0, self.needed_on_hosts[0] - self.part(node) * parts * self.staying_terms)
         if node.partial not in self.crossed:
             hosts = hosts_of_terms(mesh, tuple(mesh.axes[a] for a in node.partial))
-            total = self.needed_on_hosts[1] + (hosts - 2) * math.prod(self.shape) * self.kept
+            total = (
+                self.needed_on_hosts[1] + (hosts - 2) * math.prod(self.shape) * self.staying_terms
+            )
             self.crossed[node.partial] = total // self.hosts if hosts > 1 else 0
         return self.crossed[node.partial]
 
@@ -439,7 +441,7 @@ class MoveCosts:
 
     def least_arriving(self, node: LayoutNode) -> int:
         """Return a lower bound of the remaining receive volume, as a cost."""
-        if self.made:
+        if self.goal_ops:
             return 0
         need = UNIT * self.part(self.end)
         if not node.partial:
@@ -454,6 +456,6 @@ class MoveCosts:
         The first rank with the sum of n terms received n - 1 of them; each further rank that needs
         the sum receives one more.
         """
-        ranks = math.prod(self.sizes) // self.kept
+        ranks = math.prod(self.sizes) // self.staying_terms
         n, wanted = self.count(node.partial), ranks // self.count(sum(self.end.splits, ()))
         return math.prod(self.shape) * UNIT * (n + wanted - 2) // ranks

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torch import nn
 
 from mdfuse.config import Options
-from mdfuse.errors import MdfuseError, ProgramError, counted, told
+from mdfuse.errors import MdfuseError, ProgramError, counted, message_of
 from mdfuse.frontend.given import refused
 from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.runtime.communicator import Communicator, init
@@ -150,7 +150,7 @@ class GenerationEngine:
         try:
             return self._led()
         except BaseException as error:
-            self._broken = told(error)
+            self._broken = message_of(error)
             if self._front is not None:
                 self._front.say(Message("error", text=self._broken))
             raise

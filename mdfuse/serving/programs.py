@@ -16,7 +16,7 @@ from mdfuse.compiled.imported import ImportedModel
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.step import Step
 from mdfuse.config import Options
-from mdfuse.errors import ProgramError, told
+from mdfuse.errors import ProgramError, message_of
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.serving import sampling
@@ -128,7 +128,7 @@ class Programs:
 
     def refuse(self, has_chunk: bool, error: Exception) -> NoReturn:
         """Raise an error of this rank on all ranks: they are in a step, or come to it."""
-        problem = ProgramError("a rank cannot compute a step", because=told(error))
+        problem = ProgramError("a rank cannot compute a step", because=message_of(error))
         self.programs[has_chunk].refuse(problem)
         raise problem from error
 

@@ -201,10 +201,10 @@ class Engine:
             if time.monotonic() > deadline or self.aborted != before:
                 return False
             looks += 1
-            self._rest(looks)
+            self._pause(looks)
         return True
 
-    def _rest(self, looks: int) -> None:
+    def _pause(self, looks: int) -> None:
         """Give the core away after `looks` looks in vain: ranks may outnumber cores."""
         if looks < self._looks:
             os.sched_yield()

@@ -290,7 +290,7 @@ class Measurements:
             key: Link(
                 curve=Curve.of(points),
                 slows=self._slows(key),
-                cold=_more(points, by["colds"].get(key, {})),
+                cold=_slowdown(points, by["colds"].get(key, {})),
             )
             for key, points in by["links"].items()
         }
@@ -335,7 +335,7 @@ def share(product: float, communication: float, both: float) -> float:
     return min(MOST_SLOWED, max(0.0, (both - product) / communication))
 
 
-def _more(points: Mapping[float, float], colds: Mapping[float, float]) -> Curve | None:
+def _slowdown(points: Mapping[float, float], colds: Mapping[float, float]) -> Curve | None:
     """Return the cache-miss penalty of communications: their additional time behind other work."""
     usual = Curve.of(points)
     extra = {at: max(seconds - usual.seconds(at), _LEAST_S) for at, seconds in colds.items()}

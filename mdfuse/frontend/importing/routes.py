@@ -227,7 +227,7 @@ def _mapped(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     apart = next((x.apart for x in ordered if x.apart), None)
     if any(x.is_sent for x in ordered):
         return dispatch.applied(call, args, kwargs, ordered)
-    return _made(call, first.order, apart, args, kwargs)
+    return _applied_in_order(call, first.order, apart, args, kwargs)
 
 
 def _has_rows(call: GraphCall, x: InOrder, args: Sequence[Any]) -> bool:
@@ -258,7 +258,7 @@ def _along(call: GraphCall, x: Any, *args: Any, **kwargs: Any) -> Any:
         is_all = call.target == "aten.slice.Tensor" and given[1:] in ([], [0], [None], [0, END])
         return x if is_all and dims else None
     given[place - 1] = dims if isinstance(said, tuple | list) else dims[0]
-    return _made(call, x.order, x.apart, (x, *given), kwargs, x.is_sent)
+    return _applied_in_order(call, x.order, x.apart, (x, *given), kwargs, x.is_sent)
 
 
 def _cat(call: GraphCall, tensors: Sequence[Any], dim: int = 0) -> Any:
@@ -269,7 +269,9 @@ def _cat(call: GraphCall, tensors: Sequence[Any], dim: int = 0) -> Any:
     key = first.order, first.apart, first.is_sent
     are_alike = all((x.order, x.apart, x.is_sent) == key for x in ordered)
     at = dim % first.ndim - first.ndim
-    return _made(call, *key[:2], (tensors, at), {}, first.is_sent) if are_alike else None
+    return (
+        _applied_in_order(call, *key[:2], (tensors, at), {}, first.is_sent) if are_alike else None
+    )
 
 
 def _reshape(call: GraphCall, x: Any, shape: Sequence[Any]) -> Any:
@@ -279,10 +281,10 @@ def _reshape(call: GraphCall, x: Any, shape: Sequence[Any]) -> Any:
         return None
     x = dispatch.come_back(x)
     front = [x.apart[0]] if x.apart else []
-    return _made(call, x.order, x.apart, (x, [*front, *shape]), {})
+    return _applied_in_order(call, x.order, x.apart, (x, [*front, *shape]), {})
 
 
-def _made(
+def _applied_in_order(
     call: GraphCall,
     order: DeferredSort,
     apart: tuple[int, int] | None,

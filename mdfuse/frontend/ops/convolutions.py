@@ -229,9 +229,9 @@ def _avg_pool(n: int) -> Operation:
         how = _windows(name, x, n, kernel_size, stride, padding)
         how.pop("dilation")
         window_counts = tuple(
-            _count(x, x.ndim - n + at, _own(how, at), ceil_mode) for at in range(n)
+            _count(x, x.ndim - n + at, _window_along(how, at), ceil_mode) for at in range(n)
         )
-        counts = [_counts(x.shape[at - n], m, _own(how, at), count_include_pad)
+        counts = [_counts(x.shape[at - n], m, _window_along(how, at), count_include_pad)
                   for at, m in enumerate(window_counts)]  # fmt: skip
         are_full = all({*c} == {k} for c, k in zip(counts, how["kernel"], strict=True))
         divisor = divisor_override or (math.prod(how["kernel"]) if are_full else 1)
@@ -254,7 +254,7 @@ def _cut_to(x: Handle, how: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, 
     return {**how, "kernel": tuple(kernel)}
 
 
-def _own(how: dict[str, tuple[int, ...]], at: int) -> tuple[int, int, int]:
+def _window_along(how: dict[str, tuple[int, ...]], at: int) -> tuple[int, int, int]:
     """Return kernel, stride and padding along one dim."""
     return how["kernel"][at], how["stride"][at], how["padding"][at]
 
@@ -277,7 +277,7 @@ def _sums(
     if all(type(n) is int for n in (*x.shape[-len(counts) :], *counts)):
         return record("mean_pool", x, made=counts, divisor=divisor, **how)
     for at, count in enumerate(counts):  # a run chooses the number of windows
-        x = _added(x, x.ndim - len(counts) + at, count, *_own(how, at))
+        x = _added(x, x.ndim - len(counts) + at, count, *_window_along(how, at))
     return x / divisor
 
 

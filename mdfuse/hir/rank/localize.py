@@ -36,7 +36,7 @@ def localized(program: HostProgram, i: Instruction, rank: int, known: Known) -> 
     if body or orelse:
         body = tuple([localized(program, inner, rank, known) for inner in body])
         orelse = tuple([localized(program, inner, rank, known) for inner in orelse])
-    return i.made(inputs, i.outputs, attrs, comm, body, orelse)
+    return i.rebuilt(inputs, i.outputs, attrs, comm, body, orelse)
 
 
 def globalized(program: HostProgram, i: Instruction, rank: int) -> Instruction:

@@ -290,7 +290,7 @@ def _addmm(types: Types, i: Instruction) -> None:
 
     With two operands it is what the buffer then holds.
     """
-    types.made(i)
+    types.result_type(i)
     names = (*i.outputs, *i.inputs[-2:])
     named = (types.program.types.get(x) if isinstance(x, str) else None for x in names)
     kinds = [k for k in named if k is not None and k.layout is not None]
@@ -308,13 +308,13 @@ def _addmm(types: Types, i: Instruction) -> None:
         raise types.mismatch(i, problem)
 
 
-def _own(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
+def _term_in_sum(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
     """Check that a rank's term of a sum may lie where its part of the sum is."""
     return own_problem(before, after, types.program.rank)
 
 
 def _alloc(types: Types, i: Instruction) -> None:
-    kind = types.made(i)
+    kind = types.result_type(i)
     if kind.layout is None:
         raise types.mismatch(i, "a number needs no buffer")
     problem = _chunk_problem(kind)
@@ -385,7 +385,7 @@ _OF_ONE: dict[str, Callable[[Types, Instruction, BufferType, BufferType], str | 
     "chunk": _chunk,
     "select": _select,
     "unexpand": _unexpand,
-    "own": _own,
+    "own": _term_in_sum,
     "pad": _pad,
     "pack": _pack,
     "term": _term,

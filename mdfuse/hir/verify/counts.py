@@ -327,7 +327,7 @@ _OF_TYPES: dict[str, Callable[[BufferType, BufferType], str | None]] = {
 
 def check_made(types: Types, i: Instruction) -> None:
     """Check the result of a fetch, or of packing or unpacking rows."""
-    after, kinds = types.made(i), types.program.types
+    after, kinds = types.result_type(i), types.program.types
     before = kinds.get(i.reads[0]) if i.reads else None
     if before is None:
         return  # the flow refuses what nothing computed

@@ -318,7 +318,7 @@ class HeldTerms:
         before = self.held(into, views[into], i) if len(i.inputs) == 3 else None
         if space is None or not {*axes}.intersection(space.axes):
             return before
-        term = Terms("sum", space.own(axes, self.rank))
+        term = Terms("sum", space.places_of(axes, self.rank))
         if id(i) in self.repeated:
             raise Unclear(f"{i} adds terms of several iterations")
         return term if before is None else self.union(i, (into,), before, term)

@@ -177,9 +177,9 @@ class _Folded(Unrolled):
         self.last = None
         self.saved += (len(turn.numbers) - 1) * (len(self.code) - before)
 
-    def here(self, kind: BufferType) -> BufferType:
+    def type_now(self, kind: BufferType) -> BufferType:
         """Return a type with all chunks of a run; Lemma 5."""
-        at_first, layout = super().here(kind), kind.layout
+        at_first, layout = super().type_now(kind), kind.layout
         if self.last is None or kind is at_first or layout is None or layout.stream is None:
             return at_first
         if layout.stream.op is not None:

@@ -95,7 +95,7 @@ class Types:
         self.codes[name] = code
         return code
 
-    def made(self, i: Instruction) -> BufferType:
+    def result_type(self, i: Instruction) -> BufferType:
         """Return the declared type of an instruction's result, or raise ProgramError."""
         (name,) = i.outputs
         return self.declared(i, name)
@@ -214,7 +214,7 @@ class Types:
 
         None where the type of the operand is not known.
         """
-        after, source = self.made(i), i.inputs[0] if i.inputs else None
+        after, source = self.result_type(i), i.inputs[0] if i.inputs else None
         before = self.program.types.get(source) if isinstance(source, str) else None
         if before is None or not isinstance(source, str):
             return None

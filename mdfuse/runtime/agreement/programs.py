@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from mdfuse.config import VERSION, Options, backend_choice
-from mdfuse.errors import IndexRangeError, ProgramError, printable, told
+from mdfuse.errors import IndexRangeError, ProgramError, message_of, printable
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.verify.bindings import check_bindings
@@ -112,7 +112,7 @@ def agree(
     """
     digest = None if what is None else hashlib.sha256(what.encode()).hexdigest()
     kind = _OUT_OF_RANGE if isinstance(problem, IndexRangeError) else _REFUSED
-    reports = communicator.all_ok(digest if problem is None else f"{kind}{told(problem)}")
+    reports = communicator.all_ok(digest if problem is None else f"{kind}{message_of(problem)}")
     problems = [r if r and r.startswith((_REFUSED, _OUT_OF_RANGE)) else None for r in reports]
     raise_alike(problem, problems, partial(_elsewhere, name))
     if any(report != reports[0] for report in reports):
