@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mdfuse import Layout
-from mdfuse.reshard.bound import cells_of, cut_in_cells
+from mdfuse.reshard.lower_bounds import cells_of, cut_in_cells
 
 _ROUNDS = 300
 

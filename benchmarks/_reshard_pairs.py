@@ -19,7 +19,7 @@ from mdfuse.layouts.boxes import box_size
 from mdfuse.layouts.kinds import POINT_TO_POINT
 from mdfuse.layouts.layout import Placement
 from mdfuse.reshard import Step, with_type
-from mdfuse.reshard.bound import Moved, bound
+from mdfuse.reshard.lower_bounds import Moved, bound
 
 __all__ = ["Moved", "blocked_pairs", "bound", "moved", "pairs", "posts", "sender_spread"]
 

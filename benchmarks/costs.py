@@ -38,7 +38,7 @@ from rich.table import Table
 import mdfuse as mf
 from mdfuse.cli import screen
 from mdfuse.cli.calibration.command import calibrated
-from mdfuse.cli.report import time_text, titled
+from mdfuse.cli.rich_tables import time_text, titled
 from mdfuse.seeing.cost_tables import CostTable, find_table, machine_of, parsed
 from mdfuse.seeing.traces import last_run
 

@@ -25,10 +25,10 @@ from mdfuse.plan.build import Plan, build
 from mdfuse.plan.dynamic_shapes import Lengths
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.index_checks import IndexChecks, has_tables
+from mdfuse.plan.invalid_names import check_names
 from mdfuse.plan.kept import Plans
-from mdfuse.plan.names import check_names
-from mdfuse.plan.posts import groups
-from mdfuse.plan.progress import stage
+from mdfuse.plan.posting import groups
+from mdfuse.plan.progress_bar import stage
 from mdfuse.plan.runnable import ByCall, Once, Runnable, checked, once
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.runs.arguments import (
@@ -40,12 +40,12 @@ from mdfuse.runs.arguments import (
     not_buffers,
     numbers,
 )
-from mdfuse.runs.capturing import captured_by_caller, check_capture, check_graph
-from mdfuse.runs.repeats import Again, never, permission, repeated
-from mdfuse.runs.tracing import align, noted, trace_of
+from mdfuse.runs.capture_checks import captured_by_caller, check_capture, check_graph
+from mdfuse.runs.repeated_runs import Again, never, permission, repeated
+from mdfuse.runs.run_notes import align, noted, trace_of
 from mdfuse.runtime.agreement.programs import agree, first_run
 from mdfuse.runtime.sharing import Posters, arena, posters
-from mdfuse.runtime.watch.running import RunCount
+from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.torch_private import untraced
 
 if TYPE_CHECKING:
@@ -393,7 +393,7 @@ class HostIrEvaluator:
         Raises:
             ProgramError: all was to be captured, and some of it cannot.
         """
-        from mdfuse.plan.capturing import graphs_of
+        from mdfuse.plan.capture_plans import graphs_of
 
         assert self._signature is not None
         stream, name = self._signature.stream(), self._tally.title

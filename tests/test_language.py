@@ -28,6 +28,7 @@ LIMITS = {
     "empty parameters": 4,
     "empty functions": 0,
     "classes of one name": 0,
+    "modules of one name": 33,
     "docstrings that ask": 0,
 }
 
@@ -78,11 +79,13 @@ def counted() -> dict[str, int]:
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     )
+    modules = Counter(path.stem for path in MODULES)
     asking = re.compile(r"(What|Where|How|Whether|Which|Who)\b")
     return {
         "empty names": sum(name in EMPTY for tree in trees for name in assigned(tree)),
         "empty parameters": sum(name in EMPTY for tree in trees for name in parameters(tree)),
         "empty functions": sum(name in EMPTY for tree in trees for name in functions(tree)),
+        "modules of one name": sum(n > 1 for x, n in modules.items() if not x.startswith("__")),
         "classes of one name": sum(n > 1 for n in classes.values()),
         "docstrings that ask": sum(
             bool(asking.match(x)) for tree in trees for x in docstrings(tree)

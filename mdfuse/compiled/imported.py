@@ -25,16 +25,16 @@ from mdfuse.frontend.importing import save as saving
 from mdfuse.frontend.importing.build import Model, record
 from mdfuse.frontend.importing.called import called
 from mdfuse.frontend.importing.gathers import warnings_of
-from mdfuse.frontend.importing.microbatches import microbatches_of
+from mdfuse.frontend.importing.import_report import report
 from mdfuse.frontend.importing.place import Patterns, nearest
-from mdfuse.frontend.importing.report import report
+from mdfuse.frontend.importing.step_batches import microbatches_of
 from mdfuse.frontend.importing.train import Optimizer, define_step
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Layout
 from mdfuse.names import as_name
 from mdfuse.pipelines.schedules import Schedule
-from mdfuse.plan.progress import progress
+from mdfuse.plan.progress_bar import progress
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.trees import flattened, unflattened
 

@@ -28,7 +28,7 @@ from mdfuse.hir_lowering import Batch
 from mdfuse.ir.graph import Fusion
 from mdfuse.leaves.carrier import JobCarrier, LocalCarrier
 from mdfuse.leaves.deal import Deal
-from mdfuse.leaves.run import LeafCode, LeafRun, on_ranks
+from mdfuse.leaves.leaf_run import LeafCode, LeafRun, on_ranks
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes import meshes
 from mdfuse.passes.segmentation import ShouldMerge
@@ -37,7 +37,7 @@ from mdfuse.plan.signature import signature_of
 from mdfuse.runtime.agreement.programs import agree, fingerprint
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.runtime.sharing import posters
-from mdfuse.runtime.watch.running import RunCount
+from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.timeline import Timeline
 

@@ -24,7 +24,7 @@ from mdfuse.passes.overlap import Form, OverlapWindow
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge
 from mdfuse.seeing.costs import H100, Costs
-from mdfuse.seeing.memory import memory_of
+from mdfuse.seeing.memory_use import memory_of
 from mdfuse.seeing.named_tables import HERE, named, table_here
 from mdfuse.seeing.rank_classes import rank_classes
 from mdfuse.seeing.report.numbers import size_text

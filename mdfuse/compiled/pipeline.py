@@ -16,7 +16,7 @@ from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import DefinitionError, counted, listed, shown
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.given import check_definition
-from mdfuse.hir.emit.blocks import Pipeline
+from mdfuse.hir.emit.stage_blocks import Pipeline
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir_lowering import Batch
 from mdfuse.ir.graph import Fusion

@@ -28,16 +28,16 @@ from mdfuse.extents.extent import example, mapped, with_numbers
 from mdfuse.frontend.cache import NamedDefinition, program_of
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.given import check_definition
-from mdfuse.hir.capture import eager
 from mdfuse.hir.copies import copies
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import received
+from mdfuse.hir.uncapturable import eager
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge, check_merge
 from mdfuse.plan.inductor import start_workers
 from mdfuse.plan.kept import Plans
-from mdfuse.plan.progress import stage
+from mdfuse.plan.progress_bar import stage
 from mdfuse.runs.arguments import has_dtensors
 from mdfuse.runs.extents import (
     LocalExtents,

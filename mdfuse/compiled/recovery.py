@@ -31,7 +31,7 @@ from mdfuse.errors import ProgramError, counted, listed, user_source
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.importing import load as loading
-from mdfuse.frontend.importing.lines import called_at
+from mdfuse.frontend.importing.module_lines import called_at
 from mdfuse.ir.graph import Fusion, dtype_name
 from mdfuse.layouts.boxes import Box, box_size, boxes_of, index_of, within
 from mdfuse.layouts.endpoints import Side

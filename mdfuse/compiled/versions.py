@@ -16,7 +16,7 @@ from mdfuse.errors import BackendError
 from mdfuse.hir.analysis.dataflow import dataflow
 from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.runtime.communicator import init
-from mdfuse.runtime.watch.running import ActiveStep, causes, raised
+from mdfuse.runtime.watch.plan_position import ActiveStep, causes, raised
 
 State = Mapping[str, Tensor | None]
 

@@ -388,7 +388,7 @@ class HostProgram:
 
     @cached_property
     def blocks(self) -> Mapping[str, Instruction]:
-        """Its blocks by name; see `mdfuse.hir.calls`."""
+        """Its blocks by name; see `mdfuse.hir.block_calls`."""
         return {i.fn: i for i in self.instructions if i.op == "block"}
 
     def knows(self, rank: int, mesh: DeviceMesh | None = None) -> Known:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mdfuse.layouts.dim_parts import Parts, shared
 from mdfuse.layouts.dim_rows import dims_of
 from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import digits, hosts_by_rank
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.mixed_radix import Aligned, Alone
-from mdfuse.layouts.parts import Parts, shared
 from mdfuse.layouts.recv_volume import every_coordinate, part_sizes, rows_at
 from mdfuse.mesh import DeviceMesh
 

@@ -11,8 +11,8 @@ from mdfuse.errors import LayoutError, MeshError, shown
 from mdfuse.extents.expressions import Term, resolve
 from mdfuse.layouts.blocks import Blocks, Cut, chunks_as_blocks
 from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
+from mdfuse.layouts.dim_parts import Parts, length
 from mdfuse.layouts.halo import Reach
-from mdfuse.layouts.parts import Parts, length
 from mdfuse.layouts.placements import (
     IDEMPOTENT,
     REDUCE_OPS,

@@ -19,7 +19,7 @@ from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.recv_volume import has_few_rows
 from mdfuse.passes.axis_strategy import Choice, Operand, Result
 from mdfuse.reshard import Carriers, arrivals, cost, elements_received
-from mdfuse.reshard.bound import least_cost
+from mdfuse.reshard.lower_bounds import least_cost
 
 #: On meshes of up to this many ranks, parts of few rows are counted rank by rank.
 _FEW_RANKS = 16

@@ -36,7 +36,7 @@ from mdfuse.passes import reduce_scatter_creation
 from mdfuse.passes.insert_reshards import suffix
 from mdfuse.passes.prices import move_cost
 from mdfuse.passes.propagate_layouts import anew
-from mdfuse.passes.sharded import gather_factors
+from mdfuse.passes.sharded import cheap_operands
 from mdfuse.passes.strategy import choose_here, read_layouts
 
 name = "settle_partials"
@@ -79,7 +79,7 @@ def run(fusion: Fusion) -> Fusion:
     done: set[str] = set()
     while True:
         before = fusion
-        fusion = gather_factors.with_terms(fusion)
+        fusion = cheap_operands.with_terms(fusion)
         done = {x for x in done if fusion.values[x].layout == before.values[x].layout}
         sweep = _Sweep(fusion, reduce_scatter_creation.run(fusion))
         for value in reversed((*fusion.inputs, *(n for e in fusion.exprs for n in e.outputs))):

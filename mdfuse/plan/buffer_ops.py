@@ -17,7 +17,7 @@ from mdfuse.ir.ops import itself
 from mdfuse.layouts.boxes import nth_chunk, relative
 from mdfuse.layouts.layout import Partial
 from mdfuse.layouts.stream import JOINED
-from mdfuse.plan import counted, products
+from mdfuse.plan import counted_steps, product_steps
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.context import Context, base_name
 from mdfuse.plan.lines import Line, SlotRef, drop
@@ -270,8 +270,8 @@ _PREPARED: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "pack": _pack,
     "term": _term,
     "accumulate": _accumulate,
-    "addmm": products.added,
-    **counted.PREPARED,
+    "addmm": product_steps.added,
+    **counted_steps.PREPARED,
 }
 
 

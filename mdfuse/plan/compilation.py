@@ -17,9 +17,9 @@ from mdfuse.errors import reason
 from mdfuse.plan import inductor
 from mdfuse.plan.artefacts import Artefacts, UnreadableError
 from mdfuse.plan.inductor import Function, TracedGraph
+from mdfuse.plan.many_lengths import SymbolicCalls
 from mdfuse.plan.overwrites import is_tangled
-from mdfuse.plan.progress import progress
-from mdfuse.plan.symbolic import SymbolicCalls
+from mdfuse.plan.progress_bar import progress
 from mdfuse.plan.tensor_meta import Form
 from mdfuse.plan.unit_keys import name_of
 from mdfuse.runtime.deadline import Deadline

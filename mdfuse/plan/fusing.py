@@ -27,7 +27,7 @@ from mdfuse.plan.context import Context, PlanStep, label
 from mdfuse.plan.dynamic_shapes import Lengths
 from mdfuse.plan.inductor import AsTold, Function
 from mdfuse.plan.lines import Line, SlotRef, drop
-from mdfuse.plan.symbolic import Calls
+from mdfuse.plan.many_lengths import Calls
 from mdfuse.plan.tensor_meta import Form
 from mdfuse.plan.unit_keys import unit_key
 

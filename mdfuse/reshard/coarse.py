@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mdfuse.layouts.parts import length
+from mdfuse.layouts.dim_parts import length
 from mdfuse.layouts.recv_volume import UNIT, is_special
 from mdfuse.reshard.nodes import LayoutNode, Move
 from mdfuse.reshard.search import Search

@@ -13,7 +13,7 @@ from mdfuse.layouts.hosts import rings
 from mdfuse.layouts.layout import IDEMPOTENT, Partial, Replicate, Shard, commute
 from mdfuse.layouts.recv_volume import UNIT
 from mdfuse.reshard.clock import nanoseconds
-from mdfuse.reshard.costs import MoveCosts
+from mdfuse.reshard.edge_costs import MoveCosts
 from mdfuse.reshard.nodes import LayoutNode, Move, spanned
 
 #: Steps without communication.

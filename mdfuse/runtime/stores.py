@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.distributed.rendezvous import rendezvous
 
-from mdfuse.backends.mpi import library as mpi_library
-from mdfuse.backends.mpi.requests import Waiting, poll
+from mdfuse.backends.mpi import mpi_library as mpi_library
+from mdfuse.backends.mpi.pending_requests import Waiting, poll
 from mdfuse.bootstrap import Launch, address_of_rank_0
 from mdfuse.errors import BackendError
 from mdfuse.runtime.deadline import Deadline

@@ -24,7 +24,7 @@ from typing import Any
 from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError, counted
 from mdfuse.hir.analysis.clobbers import uncopied
-from mdfuse.hir.counted import bytes_received, with_expected_rows
+from mdfuse.hir.counted_rows import bytes_received, with_expected_rows
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run, project

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mdfuse.errors import DefinitionError, MdfuseError, counted, message_of
-from mdfuse.serving.attention import (
+from mdfuse.serving.cached_attention import (
     NAME,
     Noting,
     Places,

@@ -16,10 +16,10 @@ from mdfuse.errors import MdfuseError, ProgramError, counted, message_of
 from mdfuse.frontend.given import refused
 from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.runtime.communicator import Communicator, init
+from mdfuse.serving.cache_layouts import placed
 from mdfuse.serving.decoder import cache_types
 from mdfuse.serving.front import Front, Message
 from mdfuse.serving.models import model_of
-from mdfuse.serving.placing import placed
 from mdfuse.serving.programs import Programs
 from mdfuse.serving.requests import Continuation, Request, request_of
 from mdfuse.serving.rotation import check_context, longest

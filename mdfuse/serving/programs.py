@@ -19,7 +19,7 @@ from mdfuse.config import Options
 from mdfuse.errors import ProgramError, message_of
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
-from mdfuse.serving import sampling
+from mdfuse.serving import token_choice
 from mdfuse.serving.decoder import CACHES, own_attention, served
 from mdfuse.serving.models import GivenModel
 from mdfuse.serving.rotation import fixed
@@ -114,7 +114,9 @@ class Programs:
         if numbers is not None:
             (drawn,) = self._sampler(logits, torch.from_numpy(numbers))
             for slot, token in enumerate(drawn.tolist()):
-                if numbers[slot, sampling.TEMPERATURE]:  # among equal logits others take another
+                if numbers[
+                    slot, token_choice.TEMPERATURE
+                ]:  # among equal logits others take another
                     chosen[slot] = token
         return [int(x) for x in chosen]
 
@@ -141,7 +143,7 @@ class Programs:
         layout = program.host.types[program.host.outputs[-1]].layout
         assert layout is not None
         slots, words = value.shape
-        return compile(sampling.define(int(slots), int(words), layout), self._options)
+        return compile(token_choice.define(int(slots), int(words), layout), self._options)
 
     def _sampler(self, *inputs: Tensor) -> Sequence[Tensor]:
         if self._comm is None:

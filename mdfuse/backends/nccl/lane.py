@@ -30,9 +30,9 @@ from typing import Any, Protocol
 from torch import OutOfMemoryError, Tensor
 
 from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work
-from mdfuse.backends.nccl import posts as nccl_posts
+from mdfuse.backends.nccl import nccl_posts as nccl_posts
 from mdfuse.backends.nccl.cuda_driver import Device
-from mdfuse.backends.nccl.posts import Port
+from mdfuse.backends.nccl.nccl_posts import Port
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.work import failure, first_line
 from mdfuse.errors import BackendError, MdfuseError

@@ -23,7 +23,7 @@ from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.heap import Heap
 from mdfuse.backends.symmetric.host_memory import Fence, Process, SharedMemory
 from mdfuse.backends.symmetric.moves import IN_HEAP, SLOTS, Move, Put, Shape, Take, kind_of
-from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.transfers import change
 from mdfuse.backends.work import DONE, failure
 from mdfuse.errors import BackendError

@@ -24,10 +24,17 @@ from mdfuse.cli.calibration.microbenchmarks import (
     linear,
     switches,
 )
-from mdfuse.cli.calibration.sampling import QUEUED, WALL, Call, own_clock, samples_of, seconds_of
 from mdfuse.cli.calibration.scales import Scale
 from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, received, ways
 from mdfuse.cli.calibration.suite import subjects
+from mdfuse.cli.calibration.timed_samples import (
+    QUEUED,
+    WALL,
+    Call,
+    own_clock,
+    samples_of,
+    seconds_of,
+)
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options
 from mdfuse.errors import BackendError

@@ -7,8 +7,8 @@ from typing import Any
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import UNKNOWN, resolve
+from mdfuse.hir.expr_parts import expr_part
 from mdfuse.hir.instructions import POSTS, op_of
-from mdfuse.hir.parts import expr_part
 from mdfuse.hir.program import HostProgram, Instruction, Known, resolved
 from mdfuse.ir.local_attributes import ExprPart
 

@@ -19,9 +19,9 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import op_of
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify import refusals
-from mdfuse.hir.verify.memory import Storage, Terms, View, covers, outside, overlap
+from mdfuse.hir.verify.accesses import Storage, Terms, View, covers, outside, overlap
 from mdfuse.hir.verify.spaces import Space, spaces_of
-from mdfuse.hir.verify.views import whole
+from mdfuse.hir.verify.view_regions import whole
 from mdfuse.ir.op_table import OF_FIRST
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.boxes import Box, box_size, intersect

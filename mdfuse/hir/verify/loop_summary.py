@@ -43,7 +43,7 @@ from mdfuse.hir.once import once
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.rank.unroll import LIMIT, Turn, Unrolled
 from mdfuse.hir.rank.unrolled import WAITS
-from mdfuse.hir.verify.layouts import chunk_of
+from mdfuse.hir.verify.result_layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.stream import Stream

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mdfuse.errors import DefinitionError
-from mdfuse.hir.parts import expr_part
+from mdfuse.hir.expr_parts import expr_part
 from mdfuse.hir.program import BufferType
-from mdfuse.hir.verify.layouts import Contradiction, is_shown, may_be_said, result_layout
+from mdfuse.hir.verify.result_layouts import Contradiction, is_shown, may_be_said, result_layout
 from mdfuse.ir.dims import pointwise
 from mdfuse.ir.graph import Value, dtype_name
 from mdfuse.ir.infer import as_results, infer, on_few_elements, scalar_sample

@@ -9,10 +9,10 @@ from functools import lru_cache
 
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.program import BufferType
-from mdfuse.hir.verify.events import PostEvent, Programs, difference
-from mdfuse.hir.verify.layouts import box_text, chunk_of
-from mdfuse.hir.verify.progress import Meeting
-from mdfuse.hir.verify.report import disagreement
+from mdfuse.hir.verify.deadlocks import Meeting
+from mdfuse.hir.verify.error_report import disagreement
+from mdfuse.hir.verify.post_events import PostEvent, Programs, difference
+from mdfuse.hir.verify.result_layouts import box_text, chunk_of
 from mdfuse.ir.graph import dtype_name
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard, Varies
 from mdfuse.mesh import DeviceMesh

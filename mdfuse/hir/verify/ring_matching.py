@@ -24,7 +24,7 @@ from mdfuse.extents.expressions import Calc, Index, Term, terms
 from mdfuse.extents.linear import Linear, linear, simplified
 from mdfuse.hir.instructions import BLOCKS, POSTS, TRANSFERS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.verify.layouts import chunk_of, plain
+from mdfuse.hir.verify.result_layouts import chunk_of, plain
 from mdfuse.layouts.kinds import POINT_TO_POINT
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Varies
 from mdfuse.mesh import DeviceMesh

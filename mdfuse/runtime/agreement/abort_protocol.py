@@ -11,8 +11,8 @@ from mdfuse.backends.work import first_line
 from mdfuse.errors import BackendError, ProgramError, message_of
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.agreement.rendezvous import ANSWER_S
+from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.runtime.watch.reports import tell_torchrun, untell_torchrun
-from mdfuse.runtime.watch.running import RunCount
 from mdfuse.torch_private import Store
 
 _ALL_REFUSED = "all ranks refused it"

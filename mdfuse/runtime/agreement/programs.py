@@ -21,7 +21,7 @@ from mdfuse.hir.verify.check import verify_once
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.runtime.agreement.concurrent_runs import BECAUSE, HINT, crowd
 from mdfuse.runtime.agreement.rendezvous import raise_alike
-from mdfuse.runtime.watch.report import ranks_text
+from mdfuse.runtime.watch.hang_report import ranks_text
 from mdfuse.seeing.named_tables import told_apart
 
 if TYPE_CHECKING:
